@@ -1,0 +1,27 @@
+# Two commands for a machine that has only Python 3.11+: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test lint bench clean
+
+demo: $(VENV)/.installed
+	$(BIN)/pliant bench allreduce -np 4 --model slp --repeat 5 --peers gloo
+
+test: $(VENV)/.installed
+	scripts/system-packages
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+bench: $(VENV)/.installed
+	scripts/system-packages
+	$(BIN)/pliant bench allreduce -np 4 --model resnet50 --peers gloo,openmpi
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

@@ -1,0 +1,364 @@
+"""Who is in the cluster: workers, hosts, views; host lists, hostfiles, and who-am-I.
+
+Pure values and their parsing. Nothing here opens a socket or reads a file; the environment
+is read in one place (`worker_spec`), from a mapping.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pliant.errors import CapacityError, ConfigError, InvalidView, NotLaunched
+
+DEFAULT_RUNNER_PORT = 38080
+DEFAULT_STRATEGY = "AUTO"
+
+_HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*\.?")
+
+
+def is_address(text: str) -> bool:
+    """Whether `text` is an IPv4 or IPv6 literal."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def check_host(text: str) -> str:
+    """`text` as a host: an IPv4 or IPv6 literal in canonical form, or a host name.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if is_address(bare):
+        return str(ipaddress.ip_address(bare))
+    if _HOST_NAME.fullmatch(bare) and not re.fullmatch(r"[0-9.]+", bare):
+        return bare
+    raise ConfigError(f"host {text!r} is neither an IP address nor a host name, such as 10.0.0.1, [::1] or node7")
+
+
+def check_port(port: int, what: str = "port") -> int:
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
+        raise ConfigError(f"{what} {port!r} is not a port: use a number from 1 to 65535")
+    return port
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Worker:
+    """One worker process (or a runner), named by where it listens."""
+
+    host: str
+    port: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "host", check_host(self.host))
+        check_port(self.port, f"{self.host}:")
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def label(self) -> str:
+        """The name used in log prefixes and file names: `127.0.0.1.10000`."""
+        return f"{self.host}.{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> Worker:
+        """`host:port` or `[ipv6]:port`."""
+        host, colon, port = text.rpartition(":")
+        if not colon or not port.isdecimal():
+            raise ConfigError(f"worker {text!r} is not host:port, such as 10.0.0.1:10000 or [::1]:10000")
+        return cls(host, int(port))
+
+    def to_json(self) -> dict[str, object]:
+        """KungFu's form where it has one (an IPv4 as a big-endian number), else `Host`."""
+        try:
+            return {"IPv4": int(ipaddress.IPv4Address(self.host)), "Port": self.port}
+        except ValueError:
+            return {"Host": self.host, "Port": self.port}
+
+    @classmethod
+    def from_json(cls, value: object) -> Worker:
+        if not isinstance(value, Mapping):
+            raise InvalidView(f'{value!r} is not a worker: use {{"IPv4": 2130706433, "Port": 10000}} or "Host"')
+        port = value.get("Port")
+        if isinstance(port, bool) or not isinstance(port, int):
+            raise InvalidView(f'"Port" of {dict(value)!r} is not a number')
+        address, host = value.get("IPv4"), value.get("Host")
+        if isinstance(address, bool):
+            raise InvalidView(f'"IPv4" of {dict(value)!r} is neither a number nor an address')
+        try:
+            if isinstance(address, int | str):
+                return cls(str(ipaddress.IPv4Address(address)), port)
+            if isinstance(host, str):
+                return cls(host, port)
+        except (ValueError, ConfigError) as error:
+            raise InvalidView(f"{dict(value)!r} is not a worker: {error}") from None
+        raise InvalidView(f'{dict(value)!r} names no host: give "IPv4" (a number) or "Host" (a name or address)')
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine (or namespace) and how many workers it takes."""
+
+    address: str
+    slots: int = 1
+    public: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "address", check_host(self.address))
+        object.__setattr__(self, "public", check_host(self.public) if self.public else self.address)
+        if self.slots < 1:
+            raise ConfigError(f"host {self.address} has {self.slots} slots: use 1 or more")
+
+    @classmethod
+    def parse(cls, text: str) -> Host:
+        """`<host>[:<slots>[:<public address>]]`; an IPv6 address stands in brackets."""
+        matched = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d+)(?::(\[[^\]]+\]|[^:\[\]]+))?)?", text.strip())
+        if matched is None:
+            raise ConfigError(f"-H: {text!r} is not <host>[:<slots>[:<public address>]], such as 10.0.0.1:4 or [::1]:2")
+        address, slots, public = matched.groups()
+        return cls(address, int(slots or 1), public or "")
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """The comma list of `-H`."""
+    if not text.strip():
+        raise ConfigError("-H is empty: give a comma list such as 10.0.0.1:4,10.0.0.2:4")
+    return _distinct((Host.parse(part) for part in text.split(",")), "-H")
+
+
+def parse_hostfile(text: str, name: str = "hostfile") -> tuple[Host, ...]:
+    """Lines `<host> [slots=N] [public_addr=X]`; `#` starts a comment."""
+    hosts = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.split("#", 1)[0].split()
+        if not words:
+            continue
+        options = dict(word.partition("=")[::2] for word in words[1:])
+        unknown = set(options) - {"slots", "public_addr"}
+        slots = options.get("slots", "1")
+        if unknown or not slots.isdecimal():
+            wrong = ", ".join(sorted(unknown)) or f"slots={slots}"
+            raise ConfigError(f"{name}:{number}: {wrong!r} not understood; use <host> [slots=N] [public_addr=X]")
+        try:
+            hosts.append(Host(words[0], int(slots), options.get("public_addr", "")))
+        except ConfigError as error:
+            raise ConfigError(f"{name}:{number}: {error}") from None
+    if not hosts:
+        raise ConfigError(f"{name} lists no host: give one per line, <host> [slots=N]")
+    return _distinct(hosts, name)
+
+
+def _distinct(hosts: Iterable[Host], where: str) -> tuple[Host, ...]:
+    seen: dict[str, Host] = {}
+    for host in hosts:
+        if host.address in seen:
+            raise ConfigError(f"{where}: host {host.address} is listed twice; give its slots once, as {host.address}:N")
+        seen[host.address] = host
+    return tuple(seen.values())
+
+
+@dataclass(frozen=True, slots=True)
+class PortRange:
+    """Ports for workers, both ends included."""
+
+    begin: int = 10000
+    end: int = 11000
+
+    def __post_init__(self) -> None:
+        check_port(self.begin, "-port-range begin")
+        check_port(self.end, "-port-range end")
+        if self.end < self.begin:
+            raise ConfigError(f"-port-range {self}: the end lies before the begin")
+
+    def __str__(self) -> str:
+        return f"{self.begin}-{self.end}"
+
+    def __len__(self) -> int:
+        return self.end - self.begin + 1
+
+    @classmethod
+    def parse(cls, text: str) -> PortRange:
+        matched = re.fullmatch(r"(\d+)-(\d+)", text.strip())
+        if matched is None:
+            raise ConfigError(f"-port-range {text!r} is not <begin>-<end>, such as 10000-11000")
+        return cls(int(matched[1]), int(matched[2]))
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A numbered list of workers, and the runners that start them. The order gives the ranks.
+
+    Raises (when made):
+        InvalidView: a worker or runner twice, two runners on a host, or a worker whose host has none.
+    """
+
+    number: int
+    workers: tuple[Worker, ...]
+    runners: tuple[Worker, ...]
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            raise InvalidView(f"version {self.number} is negative: versions count from 0")
+        everyone = set()
+        for member in (*self.workers, *self.runners):
+            if member in everyone:
+                raise InvalidView(f"{member} is listed twice: each worker and runner needs a port of its own")
+            everyone.add(member)
+        hosts = [runner.host for runner in self.runners]
+        for host in hosts:
+            if hosts.count(host) > 1:
+                raise InvalidView(f"host {host} has {hosts.count(host)} runners: one runner starts all its workers")
+        for worker in self.workers:
+            if worker.host not in hosts:
+                known = ", ".join(hosts) or "none"
+                raise InvalidView(f"worker {worker} is on an unknown host: runners are on {known}; add a runner first")
+
+    @property
+    def size(self) -> int:
+        return len(self.workers)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host of each rank."""
+        return tuple(worker.host for worker in self.workers)
+
+    def rank_of(self, worker: Worker) -> int:
+        """The rank of `worker`; raises InvalidView if it is not in this view."""
+        try:
+            return self.workers.index(worker)
+        except ValueError:
+            raise InvalidView(f"{worker} is not in view {self.number}") from None
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "Version": self.number,
+            "Runners": [runner.to_json() for runner in self.runners],
+            "Workers": [worker.to_json() for worker in self.workers],
+        }
+
+    @classmethod
+    def from_json(cls, value: object, number: int | None = None) -> View:
+        """The view that `value` describes; `number` replaces its `Version` where given.
+
+        Raises:
+            InvalidView: with the reason.
+        """
+        if not isinstance(value, Mapping):
+            raise InvalidView(f'a cluster is an object with "Workers" and "Runners", not {value!r:.60}')
+        unknown = set(value) - {"Version", "Workers", "Runners"}
+        if unknown:
+            raise InvalidView(
+                f'{sorted(map(str, unknown))} not understood: a cluster has "Workers", "Runners", "Version"'
+            )
+        lists = {}
+        for key in ("Workers", "Runners"):
+            members = value.get(key)
+            if not isinstance(members, Sequence) or isinstance(members, str):
+                raise InvalidView(f'"{key}" must be a list of {{"IPv4", "Port"}} objects')
+            lists[key] = tuple(Worker.from_json(member) for member in members)
+        version = value.get("Version", 0) if number is None else number
+        if isinstance(version, bool) or not isinstance(version, int):
+            raise InvalidView(f'"Version" {version!r} is not a number')
+        return cls(version, lists["Workers"], lists["Runners"])
+
+
+def place(
+    hosts: Sequence[Host], num_workers: int, ports: Mapping[str, Sequence[int]] | PortRange
+) -> tuple[Worker, ...]:
+    """The first `num_workers` slots, host by host, each with the next port of its host.
+
+    Raises:
+        CapacityError: more workers than slots, or more than ports.
+    """
+    slots = sum(host.slots for host in hosts)
+    if num_workers > slots:
+        listed = ",".join(f"{host.address}:{host.slots}" for host in hosts)
+        raise CapacityError(
+            f"-np {num_workers}: not enough capacity, {listed} has {slots} slots; raise the slots in -H"
+        )
+    workers: list[Worker] = []
+    for host in hosts:
+        take = min(host.slots, num_workers - len(workers))
+        if isinstance(ports, PortRange):
+            if take > len(ports):
+                raise CapacityError(
+                    f"-port-range {ports} has {len(ports)} ports, {host.address} needs {take}: widen it"
+                )
+            workers.extend(Worker(host.address, ports.begin + slot) for slot in range(take))
+        else:
+            workers.extend(Worker(host.address, port) for port in ports[host.address][:take])
+    return tuple(workers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerSpec:
+    """What a launched process must know to find its job."""
+
+    worker: Worker
+    """Who this process is."""
+    view: View
+    """The view it was started in; it is a member."""
+    secret: bytes
+    """What every member of the job knows, and nobody else."""
+    strategy: str = DEFAULT_STRATEGY
+    """The topology that collectives start with."""
+    config_server: str = ""
+    """URL of the config server; empty where the job has none."""
+    listen_fd: int | None = None
+    """A listening socket inherited from the runner, so that nobody can take the port in between."""
+    heartbeat_timeout_s: float = 10.0
+    """A peer silent for this long is lost."""
+
+    def __post_init__(self) -> None:
+        self.view.rank_of(self.worker)
+        if not self.secret:
+            raise ConfigError("PLIANT_SECRET is empty: the runner sets it; by hand, use 16 or more random bytes in hex")
+
+    def to_environ(self) -> dict[str, str]:
+        """The environment variables from which `worker_spec` reads this back."""
+        environ = {
+            "PLIANT_WORKER": str(self.worker),
+            "PLIANT_VIEW": json.dumps(self.view.to_json()),
+            "PLIANT_SECRET": self.secret.hex(),
+            "PLIANT_STRATEGY": self.strategy,
+            "PLIANT_CONFIG_SERVER": self.config_server,
+            "PLIANT_HEARTBEAT_TIMEOUT_S": repr(self.heartbeat_timeout_s),
+        }
+        if self.listen_fd is not None:
+            environ["PLIANT_LISTEN_FD"] = str(self.listen_fd)
+        return environ
+
+
+def worker_spec(environ: Mapping[str, str] = os.environ) -> WorkerSpec:
+    """How a launched process learns who it is: the only reader of the environment.
+
+    Raises:
+        NotLaunched: it was not started by `pliant run`.
+        ConfigError: a variable is damaged.
+    """
+    if "PLIANT_WORKER" not in environ:
+        raise NotLaunched("PLIANT_WORKER is unset: start this script with `pliant run`")
+    try:
+        listen_fd = environ.get("PLIANT_LISTEN_FD")
+        return WorkerSpec(
+            worker=Worker.parse(environ["PLIANT_WORKER"]),
+            view=View.from_json(json.loads(environ["PLIANT_VIEW"])),
+            secret=bytes.fromhex(environ["PLIANT_SECRET"]),
+            strategy=environ.get("PLIANT_STRATEGY", DEFAULT_STRATEGY),
+            config_server=environ.get("PLIANT_CONFIG_SERVER", ""),
+            listen_fd=int(listen_fd) if listen_fd else None,
+            heartbeat_timeout_s=float(environ.get("PLIANT_HEARTBEAT_TIMEOUT_S", "10")),
+        )
+    except KeyError as error:
+        raise ConfigError(f"{error.args[0]} is unset although PLIANT_WORKER is set: start with `pliant run`") from None
+    except ValueError as error:
+        raise ConfigError(f"a PLIANT_ variable is damaged ({error}): start with `pliant run`") from None

@@ -1,0 +1,111 @@
+"""Everything pliant raises, in one tree.
+
+    PliantError
+    ├── ConfigError          a value the user gave is wrong            (exit code 2)
+    │   ├── InvalidView      a list of workers that cannot be a cluster
+    │   ├── NotLaunched      not started by `pliant run`
+    │   └── CapacityError    more was asked for than there is
+    ├── StaleView            somebody else changed the view first
+    ├── LaunchError          a worker or a runner could not be started, or failed
+    ├── LabError             a network namespace could not be made
+    └── CommError
+        ├── HandshakeRefused a stranger, another view, another protocol
+        ├── WorkerLost       a peer died or fell silent
+        ├── CollectiveTimeout
+        ├── Mismatch         ranks disagree about a collective
+        ├── NotStored        a peer has nothing under that name
+        └── EngineClosed
+
+Messages carry the values and the next thing to do. Arguments are passed to `super().__init__`,
+so that every error survives pickling.
+"""
+
+from __future__ import annotations
+
+
+class PliantError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(PliantError):
+    """A value from the user is wrong; the message names it and the remedy."""
+
+
+class InvalidView(ConfigError):
+    """These workers and runners cannot form a cluster."""
+
+
+class NotLaunched(ConfigError):
+    """This process was not started by `pliant run`."""
+
+
+class CapacityError(ConfigError):
+    """More workers were asked for than there are slots, ports or devices."""
+
+
+class StaleView(PliantError):
+    """The view has moved on since it was read."""
+
+    def __init__(self, expected: int, current: int) -> None:
+        super().__init__(expected, current)
+        self.expected, self.current = expected, current
+
+    def __str__(self) -> str:
+        return (
+            f"version {self.expected} was expected, but the server is at {self.current}: "
+            "read the view again and repeat the change"
+        )
+
+
+class LaunchError(PliantError):
+    """A program could not be started, or ended badly."""
+
+
+class LabError(PliantError):
+    """A network namespace, link or queue could not be made."""
+
+
+class CommError(PliantError):
+    """Base of what can go wrong between workers."""
+
+
+class HandshakeRefused(CommError):
+    """The other side is not who it should be."""
+
+
+class WorkerLost(CommError):
+    """A worker died, or has been silent for too long."""
+
+    def __init__(self, worker: str, rank: int, why: str) -> None:
+        super().__init__(worker, rank, why)
+        self.worker, self.rank, self.why = worker, rank, why
+
+    def __str__(self) -> str:
+        return f"lost worker {self.worker} (rank {self.rank}): {self.why}"
+
+
+class CollectiveTimeout(CommError):
+    """A collective did not end in time; says who had not contributed."""
+
+    def __init__(self, name: str, timeout_s: float, missing: tuple[str, ...]) -> None:
+        super().__init__(name, timeout_s, missing)
+        self.name, self.timeout_s, self.missing = name, timeout_s, missing
+
+    def __str__(self) -> str:
+        waiting = ", ".join(self.missing) or "nobody in particular"
+        return (
+            f"{self.name!r} not done after {self.timeout_s:g} s, waiting for {waiting}: every rank must "
+            "submit the same names; raise timeout_s if they are only slow"
+        )
+
+
+class Mismatch(CommError):
+    """Ranks submitted different shapes, types or operations under one name."""
+
+
+class NotStored(CommError):
+    """The peer's store has nothing under that name and version."""
+
+
+class EngineClosed(CommError):
+    """The engine was closed while, or before, this was asked of it."""
