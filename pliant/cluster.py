@@ -10,6 +10,7 @@ import ipaddress
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -213,10 +214,10 @@ class View:
             if member in everyone:
                 raise InvalidView(f"{member} is listed twice: each worker and runner needs a port of its own")
             everyone.add(member)
-        hosts = [runner.host for runner in self.runners]
-        for host in hosts:
-            if hosts.count(host) > 1:
-                raise InvalidView(f"host {host} has {hosts.count(host)} runners: one runner starts all its workers")
+        hosts = Counter(runner.host for runner in self.runners)
+        for host, num_runners in hosts.items():
+            if num_runners > 1:
+                raise InvalidView(f"host {host} has {num_runners} runners: one runner starts all its workers")
         for worker in self.workers:
             if worker.host not in hosts:
                 known = ", ".join(hosts) or "none"

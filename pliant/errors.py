@@ -4,8 +4,11 @@
     ├── ConfigError          a value the user gave is wrong            (exit code 2)
     │   ├── InvalidView      a list of workers that cannot be a cluster
     │   ├── NotLaunched      not started by `pliant run`
-    │   └── CapacityError    more was asked for than there is
+    │   ├── CapacityError    more was asked for than there is
+    │   ├── NoView           the config server holds no view yet
+    │   └── ClusterCleared   the job was told to stop; its view is closed until a reset
     ├── StaleView            somebody else changed the view first
+    ├── ServerUnavailable    the config server cannot be reached, or cannot answer
     ├── LaunchError          a worker or a runner could not be started, or failed
     ├── LabError             a network namespace could not be made
     └── CommError
@@ -43,6 +46,14 @@ class CapacityError(ConfigError):
     """More workers were asked for than there are slots, ports or devices."""
 
 
+class NoView(ConfigError):
+    """The config server holds no view, so there is nothing to change."""
+
+
+class ClusterCleared(ConfigError):
+    """The wanted view has no workers: everybody must stop, and only a reset opens it again."""
+
+
 class StaleView(PliantError):
     """The view has moved on since it was read."""
 
@@ -55,6 +66,10 @@ class StaleView(PliantError):
             f"version {self.expected} was expected, but the server is at {self.current}: "
             "read the view again and repeat the change"
         )
+
+
+class ServerUnavailable(PliantError):
+    """The config server cannot be reached, or cannot answer now; nothing is known to have changed."""
 
 
 class LaunchError(PliantError):
