@@ -1,0 +1,266 @@
+"""What one rank does for one collective: for each slice, whom it hears, what it folds, whom it tells.
+
+Pure. A `Spec` is what all ranks must agree on; `make_plan` turns it, together with a strategy and
+the hosts, into this rank's steps. Every rank derives the same slices and topologies from the same
+spec, so no rank ever has to ask another what comes next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from pliant.comm import graph, order
+from pliant.comm.graph import Forest, Topology
+from pliant.comm.order import Fold, Term
+from pliant.comm.slices import Slice, cut, cut_exact, even_partition
+
+KINDS = ("all_reduce", "reduce", "broadcast", "gather", "all_gather")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A collective as all ranks must see it. Ranks are those of the view."""
+
+    kind: str
+    name: str
+    members: tuple[int, ...]
+    """Who takes part, in ascending order."""
+    dtype: str
+    length: int
+    """Elements in one rank's tensor."""
+    op: str
+    exact: bool
+    """Whether the sum has the order of `comm.order`."""
+    root: int
+    """For reduce, broadcast and gather: the rank at the centre; else -1."""
+    parts: tuple[int, ...] = ()
+    """How many contributions each member brings (its replicas); empty means one each."""
+
+    @property
+    def channel(self) -> tuple[str, str, tuple[int, ...]]:
+        """What successive collectives under one name have in common, whatever their shapes."""
+        return self.kind, self.name, self.members
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A strategy by name, or a user's own tree."""
+
+    name: str = "AUTO"
+    forest: Forest = ()
+
+    def topologies(self, hosts: Sequence[str], exact: bool) -> tuple[Topology, ...]:
+        """The topologies over ranks on `hosts`; a subset of the ranks falls back from a user's tree to AUTO."""
+        if self.forest:
+            if len(self.forest) == len(hosts):
+                return (graph.tree(self.forest),)
+            return graph.topologies("AUTO", hosts)
+        if exact and self.name.upper() == "RING":
+            # gloo's chain descends through the ranks. A ring that descends as well may fold at
+            # every hop; one that ascends would have to carry every operand to its end.
+            return tuple(graph.ring(len(hosts), root, step=-1) for root in range(len(hosts)))
+        return graph.topologies(self.name, hosts)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One rank's part in one slice. Elements [begin, end) of the whole; peers are ranks of the view."""
+
+    begin: int
+    end: int
+    num_own: int
+    """How many operands are this rank's own."""
+    children: tuple[tuple[int, int], ...]
+    """Who sends operands, and how many each."""
+    folds: tuple[tuple[int, int, tuple[int, ...]], ...]
+    """(low, high, operands in order) relative to `begin`: acc = first; acc = next + acc; ..."""
+    passed_on: tuple[int, ...]
+    up: int | None
+    """Who gets the outcome; None at the root, and where nothing is reduced."""
+    source: int | None
+    """From whom the result comes; None where it is already here."""
+    listeners: tuple[int, ...]
+    """Whom to tell the result."""
+    reduces: bool
+    """Whether there is a phase of reduction at all."""
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def num_up(self) -> int:
+        """How many operands go up."""
+        return bool(self.folds) + len(self.passed_on)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """This rank's steps, by the index of the slice; a slice it has no part in is absent."""
+
+    steps: Mapping[int, Step]
+    out_length: int
+    """Elements in the tensor that the steps' ranges refer to."""
+
+    def egress(self, item_bytes: int) -> Counter[int]:
+        """Payload bytes that this rank sends to each peer: the proof of what travels."""
+        sent: Counter[int] = Counter()
+        for step in self.steps.values():
+            if step.up is not None:
+                sent[step.up] += step.num_up * step.length * item_bytes
+            for listener in step.listeners:
+                sent[listener] += step.length * item_bytes
+        return sent
+
+
+def make_plan(
+    spec: Spec, rank: int, hosts: Sequence[str], strategy: Strategy, item_bytes: int, slice_bytes: int
+) -> Plan:
+    """The plan of `rank`, one of `spec.members`; `hosts` holds the host of every rank of the view."""
+    me = spec.members.index(rank)
+    member_hosts = tuple(hosts[member] for member in spec.members)
+    match spec.kind:
+        case "all_reduce" | "reduce":
+            return _reducing(spec, me, member_hosts, strategy, item_bytes, slice_bytes)
+        case "broadcast":
+            return _broadcasting(spec, me, member_hosts, strategy, item_bytes, slice_bytes)
+        case "gather" | "all_gather":
+            return _gathering(spec, me, item_bytes, slice_bytes)
+    raise AssertionError(f"no such kind of collective: {spec.kind}")
+
+
+def _reducing(
+    spec: Spec, me: int, hosts: tuple[str, ...], strategy: Strategy, item_bytes: int, slice_bytes: int
+) -> Plan:
+    blocks = _blocks(spec)
+    num_replicas = sum(map(len, blocks))
+    trees = strategy.topologies(hosts, spec.exact)
+    if spec.kind == "reduce":
+        root = spec.members.index(spec.root)
+        fathers = graph.rerooted(trees[0].bcast_from, root)
+        trees = (Topology(fathers, fathers),)
+    if spec.exact:
+        slices = cut_exact(spec.name, spec.length, item_bytes, len(trees), slice_bytes, num_replicas)
+    else:
+        slices = cut(spec.name, spec.length, item_bytes, len(trees), slice_bytes)
+    borders = order.chunk_length(spec.length, item_bytes, num_replicas)
+    steps = {}
+    for index, piece in enumerate(slices):
+        tree = trees[piece.lane]
+        fold, folds = _folding(spec, tree, blocks, me, piece, borders)
+        steps[index] = Step(
+            begin=piece.begin,
+            end=piece.end,
+            num_own=len(blocks[me]),
+            children=_children(spec, tree, blocks, me, piece),
+            folds=folds,
+            passed_on=fold.passed_on if tree.reduce_to[me] != me or not folds else (),
+            up=None if tree.reduce_to[me] == me else spec.members[tree.reduce_to[me]],
+            source=None if tree.bcast_from[me] == me or spec.kind == "reduce" else spec.members[tree.bcast_from[me]],
+            listeners=_listeners(spec, tree, me) if spec.kind == "all_reduce" else (),
+            reduces=True,
+        )
+    return Plan(steps, spec.length)
+
+
+def _blocks(spec: Spec) -> tuple[Term, ...]:
+    """The replicas of each member: contiguous, in the order of ranks."""
+    blocks, first = [], 0
+    for count in spec.parts or (1,) * len(spec.members):
+        blocks.append(tuple(range(first, first + count)))
+        first += count
+    return tuple(blocks)
+
+
+def _fold(spec: Spec, tree: Topology, blocks: tuple[Term, ...], who: int, chunk: int | None) -> Fold:
+    if not spec.exact:
+        return order.fast_fold(tree, blocks, who)
+    if chunk is None:
+        return order.carrying_fold(tree, blocks, who)
+    return order.exact_fold(tree, blocks, who, chunk)
+
+
+Folds = tuple[tuple[int, int, tuple[int, ...]], ...]
+
+
+def _folding(
+    spec: Spec, tree: Topology, blocks: tuple[Term, ...], me: int, piece: Slice, borders: int
+) -> tuple[Fold, Folds]:
+    """What is folded here, with the ranges it is folded over."""
+    fold = _fold(spec, tree, blocks, me, piece.chunk)
+    if spec.exact and piece.chunk is None and tree.reduce_to[me] == me and len(fold.operands) > 1:
+        pieces = order.chunks_between(piece.begin, piece.end, borders)
+        return fold, tuple(
+            (begin - piece.begin, end - piece.begin, order.fold_order(fold.operands, chunk, len(fold.operands)))
+            for begin, end, chunk in pieces
+        )
+    return fold, ((0, piece.length, fold.folded),) if fold.folded else ()
+
+
+def _children(
+    spec: Spec, tree: Topology, blocks: tuple[Term, ...], me: int, piece: Slice
+) -> tuple[tuple[int, int], ...]:
+    return tuple(
+        (spec.members[child], len(_fold(spec, tree, blocks, child, piece.chunk).result)) for child in tree.children(me)
+    )
+
+
+def _listeners(spec: Spec, tree: Topology, me: int) -> tuple[int, ...]:
+    return tuple(spec.members[listener] for listener in tree.listeners(me))
+
+
+def _broadcasting(
+    spec: Spec, me: int, hosts: tuple[str, ...], strategy: Strategy, item_bytes: int, slice_bytes: int
+) -> Plan:
+    root = spec.members.index(spec.root)
+    fathers = graph.rerooted(strategy.topologies(hosts, False)[0].bcast_from, root)
+    tree = Topology(fathers, fathers)
+    slices = cut(spec.name, spec.length, item_bytes, 1, slice_bytes)
+    return Plan({index: _telling(spec, tree, me, s.begin, s.end) for index, s in enumerate(slices)}, spec.length)
+
+
+def _gathering(spec: Spec, me: int, item_bytes: int, slice_bytes: int) -> Plan:
+    """Everybody's tensor goes straight to the root, or to everybody."""
+    size = len(spec.members)
+    steps, index = {}, 0
+    if spec.kind == "gather":
+        root = spec.members.index(spec.root)
+    for sender in range(size):
+        fathers = [sender] * size if spec.kind == "all_gather" else list(range(size))
+        if spec.kind == "gather":
+            fathers[root] = sender
+        tree = Topology(tuple(fathers), tuple(fathers))
+        parts = max(1, -(-spec.length * item_bytes // slice_bytes)) if spec.length else 0
+        for low, high in even_partition(spec.length, parts) if parts else ():
+            involved = spec.kind == "all_gather" or me in (sender, root)
+            if involved:
+                offset = sender * spec.length
+                steps[index] = _telling(spec, tree, me, offset + low, offset + high, sender)
+            index += 1
+    return Plan(steps, spec.length * size)
+
+
+def _telling(spec: Spec, tree: Topology, me: int, begin: int, end: int, origin: int | None = None) -> Step:
+    """A slice that only travels down, from the root of `tree` or from `origin`."""
+    at_source = tree.bcast_from[me] == me if origin is None else me == origin
+    return Step(
+        begin=begin,
+        end=end,
+        num_own=0,
+        children=(),
+        folds=(),
+        passed_on=(),
+        up=None,
+        source=None if at_source else spec.members[tree.bcast_from[me]],
+        listeners=_listeners(spec, tree, me),
+        reduces=False,
+    )
+
+
+@lru_cache(maxsize=64)
+def local_ranks(hosts: tuple[str, ...], rank: int) -> tuple[int, ...]:
+    """The ranks on the host of `rank`."""
+    return tuple(other for other, host in enumerate(hosts) if host == hosts[rank])

@@ -1,0 +1,102 @@
+"""Slices: pieces of a tensor that travel alone, and the queue that decides which goes next.
+
+Pure: element ranges and priorities, no tensors and no sockets.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from pliant.comm.order import chunk_length, chunks_between
+
+T = TypeVar("T")
+
+WHOLE_BYTES = 64 << 10
+"""A tensor up to this size is not cut: a message costs more than its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements [begin, end) of a tensor, travelling on topology number `lane`."""
+
+    begin: int
+    end: int
+    lane: int
+    chunk: int | None
+    """The chunk of the exact order it lies in; None where it spans several, or where the order is free."""
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+def even_partition(num_elements: int, parts: int) -> list[tuple[int, int]]:
+    """`parts` ranges that cover all elements; the first ones are longer by one where it does not divide."""
+    size, longer = divmod(num_elements, parts)
+    ranges, begin = [], 0
+    for part in range(parts):
+        end = begin + size + (part < longer)
+        ranges.append((begin, end))
+        begin = end
+    return ranges
+
+
+def name_hash(name: str) -> int:
+    """Spreads names over topologies, equally on every rank: the sum of the squared code points (KungFu's)."""
+    return sum(ord(letter) ** 2 for letter in name)
+
+
+def cut(name: str, num_elements: int, item_bytes: int, lanes: int, slice_bytes: int) -> list[Slice]:
+    """Slices of about equal size, dealt out to the lanes in turn. Their order of summation is free."""
+    if num_elements == 0:
+        return []
+    parts = max(1, -(-num_elements * item_bytes // slice_bytes))
+    if parts < lanes and num_elements * item_bytes > WHOLE_BYTES:
+        parts = min(lanes, num_elements)
+    first = name_hash(name)
+    return [
+        Slice(begin, end, (first + index) % lanes, None)
+        for index, (begin, end) in enumerate(even_partition(num_elements, parts))
+    ]
+
+
+def cut_exact(
+    name: str, num_elements: int, item_bytes: int, lanes: int, slice_bytes: int, num_replicas: int
+) -> list[Slice]:
+    """Slices that each lie in one chunk of the exact order; the chunks are spread over the lanes.
+
+    A small tensor stays whole and spans all its chunks: whoever folds it folds each part in its order.
+    """
+    if num_elements == 0:
+        return []
+    if num_elements * item_bytes <= WHOLE_BYTES:
+        return [Slice(0, num_elements, name_hash(name) % lanes, 0 if num_replicas == 1 else None)]
+    slices = []
+    for begin, end, chunk in chunks_between(0, num_elements, chunk_length(num_elements, item_bytes, num_replicas)):
+        parts = max(1, -(-(end - begin) * item_bytes // slice_bytes))
+        lane = chunk * lanes // num_replicas
+        slices += [Slice(begin + low, begin + high, lane, chunk) for low, high in even_partition(end - begin, parts)]
+    return slices
+
+
+class PriorityQueue(Generic[T]):
+    """Lowest priority number first, and among equals the oldest."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, T]] = []
+        self._age = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, priority: int, item: T) -> None:
+        heapq.heappush(self._heap, (priority, self._age, item))
+        self._age += 1
+
+    def pop(self) -> T:
+        return heapq.heappop(self._heap)[2]
+
+    def clear(self) -> None:
+        self._heap.clear()

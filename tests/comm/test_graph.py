@@ -1,0 +1,91 @@
+"""Topologies: the golden vectors, the laws of trees, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from pliant.comm import graph
+from pliant.errors import ConfigError
+
+AABB = ("A", "A", "B", "B")
+ABCD = ("A", "B", "C", "D")
+
+
+def bcast(strategy: str, hosts: tuple[str, ...]) -> list[set[tuple[int, int]]]:
+    return [set(tree.bcast_edges) for tree in graph.topologies(strategy, hosts)]
+
+
+def test_golden_vectors_on_two_hosts() -> None:
+    tree = {(0, 1), (2, 3), (0, 2)}
+    assert bcast("TREE", AABB) == bcast("BINARY_TREE_STAR", AABB) == [tree]
+    assert bcast("MULTI_STAR", AABB) == bcast("MULTI_BINARY_TREE_STAR", AABB) == [tree, {(0, 1), (2, 3), (2, 0)}]
+    assert bcast("BINARY_TREE", AABB) == [{(0, 1), (0, 2), (1, 3)}]
+    assert bcast("STAR", AABB) == [{(0, 1), (0, 2), (0, 3)}]
+    assert len(bcast("CLIQUE", AABB)) == 4
+    assert bcast("CLIQUE", AABB)[2] == {(2, 0), (2, 1), (2, 3)}
+
+
+def test_golden_vectors_on_four_hosts() -> None:
+    assert bcast("BINARY_TREE_STAR", ABCD) == [{(0, 1), (0, 2), (1, 3)}]
+    assert bcast("MULTI_BINARY_TREE_STAR", ABCD) == [
+        {(0, 1), (0, 2), (1, 3)},
+        {(1, 2), (1, 3), (2, 0)},
+        {(2, 3), (2, 0), (3, 1)},
+        {(3, 0), (3, 1), (0, 2)},
+    ]
+    ring = graph.topologies("RING", ABCD)[0]
+    assert set(ring.reduce_edges) == {(1, 2), (2, 3), (3, 0)}
+    assert set(ring.bcast_edges) == {(0, 1), (1, 2), (2, 3)}
+
+
+def test_auto_makes_every_rank_of_a_host_and_every_host_an_owner() -> None:
+    assert graph.topologies("auto", ("A",) * 3) == graph.topologies("CLIQUE", ("A",) * 3)
+    assert graph.topologies("AUTO", AABB) == graph.topologies("MULTI_STAR", AABB)
+
+
+@pytest.mark.parametrize("hosts", ["A", "AA", "AB", "AAB", "ABA", "AABBB", "ABCABCAB"])
+@pytest.mark.parametrize("strategy", graph.STRATEGIES)
+def test_every_topology_is_a_tree_in_both_directions(strategy: str, hosts: str) -> None:
+    for topology in graph.topologies(strategy, tuple(hosts)):
+        for forest in (topology.reduce_to, topology.bcast_from):
+            assert graph.check_forest(forest) == forest
+            assert [rank for rank, father in enumerate(forest) if rank == father] == [topology.root]
+
+
+@pytest.mark.parametrize(
+    ("forest", "reason"),
+    [
+        ([1, 0], "circle"),
+        ([0, 1], "2 roots"),
+        ([0, 2], "not a rank"),
+        ([1, 2, 1, 3], "circle"),
+        ([-1, 0], "not a rank"),
+    ],
+    ids=str,
+)
+def test_bad_forests_are_refused(forest: list[int], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        graph.tree(forest)
+
+
+def test_an_unknown_strategy_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"-strategy 'HYPERCUBE' is unknown: use one of STAR, MULTI_STAR"):
+        graph.topologies("HYPERCUBE", AABB)
+
+
+@pytest.mark.parametrize("root", range(5))
+def test_rerooting_keeps_the_edges(root: int) -> None:
+    forest = (0, 0, 1, 1, 3)
+    turned = graph.rerooted(forest, root)
+    assert graph.tree(turned).root == root
+    assert {frozenset((i, f)) for i, f in enumerate(turned) if i != f} == {
+        frozenset((i, f)) for i, f in enumerate(forest) if i != f
+    }
+
+
+def test_minimum_spanning_tree() -> None:
+    weights = [[0, 4, 1, 9], [4, 0, 2, 9], [1, 2, 0, 3.5], [9, 9, 3.5, 0]]
+    edges = graph.minimum_spanning_tree(weights)
+    assert edges == ((0, 2), (2, 1), (2, 3))
+    assert graph.forest_of_edges(edges, 4) == (0, 2, 0, 2)
+    assert graph.forest_of_edges(edges, 4, root=3) == (2, 2, 3, 3)

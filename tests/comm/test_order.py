@@ -1,0 +1,154 @@
+"""The exact order and the plans that keep it: proved symbolically, without tensors."""
+
+from __future__ import annotations
+
+import pytest
+
+from pliant.comm import order
+from pliant.comm.graph import STRATEGIES
+from pliant.comm.plan import Plan, Spec, Strategy, make_plan
+from pliant.comm.slices import PriorityQueue, cut, cut_exact, even_partition, name_hash
+
+Expr = object
+"""A replica's number, or a pair (a, b) for a + b."""
+
+
+def test_chunks_are_gloos() -> None:
+    assert order.chunk_length(10, 4, 4) == 4
+    assert order.chunk_length(1_000_000, 4, 3) == 333_334
+    assert order.chunk_length(6_553_600, 4, 4) == 1_638_406
+    assert order.chunks_between(0, 10, 4) == [(0, 4, 0), (4, 8, 1), (8, 10, 2)]
+    assert order.chain(0, 4) == (3, 2, 1, 0)
+    assert order.chain(1, 3) == (0, 2, 1)
+
+
+def test_kungfus_partition_and_hash() -> None:
+    assert even_partition(10, 3) == [(0, 4), (4, 7), (7, 10)]
+    assert name_hash("part::g[0:10]") == 93045
+    assert name_hash("part::g[0:262144]") == 104065
+    assert name_hash("part::g[262144:524288]") == 118546
+    assert [s.length for s in cut("g", 600_000, 4, 1, 1 << 20)] == [200_000] * 3
+
+
+@pytest.mark.parametrize("length", [1, 3, 1000, 16384, 16385, 262144, 262145, 3 * (1 << 20) + 7])
+@pytest.mark.parametrize("replicas", [1, 2, 3, 6, 8])
+def test_slices_cover_everything_once(length: int, replicas: int) -> None:
+    for slices in (cut("x", length, 4, replicas, 1 << 20), cut_exact("x", length, 4, replicas, 1 << 20, replicas)):
+        assert [s.begin for s in slices] == [0, *(s.end for s in slices)][:-1]
+        assert slices[-1].end == length
+        assert all(0 <= s.lane < replicas and s.length * 4 <= 1 << 20 for s in slices)
+
+
+def run(plans: list[Plan], blocks: list[list[int]]) -> list[dict[int, Expr]]:
+    """Walk the plans of all ranks in one process; the expression that each rank ends up with, per slice and piece."""
+    ranks = range(len(plans))
+
+    def operands(rank: int, index: int) -> list[Expr]:
+        step = plans[rank].steps[index]
+        found: list[Expr] = list(blocks[rank])
+        for child, count in step.children:
+            sent = handed_up(child, index)
+            assert len(sent) == count
+            found += sent
+        return found
+
+    def fold(values: list[Expr], indices: tuple[int, ...]) -> Expr:
+        acc = values[indices[0]]
+        for index in indices[1:]:
+            acc = (values[index], acc)
+        return acc
+
+    def handed_up(rank: int, index: int) -> list[Expr]:
+        step, values = plans[rank].steps[index], operands(rank, index)
+        folded = [fold(values, step.folds[0][2])] if step.folds else []
+        return folded + [values[i] for i in step.passed_on]
+
+    def result(rank: int, index: int) -> dict[int, Expr]:
+        step = plans[rank].steps[index]
+        if step.source is not None:
+            assert rank in plans[step.source].steps[index].listeners
+            return result(step.source, index)
+        values = operands(rank, index)
+        if not step.folds:
+            return {step.begin: values[0]}
+        return {step.begin + low: fold(values, indices) for low, _, indices in step.folds}
+
+    merged: list[dict[int, Expr]] = []
+    for rank in ranks:
+        mine: dict[int, Expr] = {}
+        for index in plans[rank].steps:
+            mine.update(result(rank, index))
+        merged.append(mine)
+    return merged
+
+
+def gloo(chunk: int, num: int) -> Expr:
+    first, *rest = order.chain(chunk, num)
+    acc: Expr = first
+    for replica in rest:
+        acc = (replica, acc)
+    return acc
+
+
+def spec(size: int, length: int, *, exact: bool, parts: tuple[int, ...] = ()) -> Spec:
+    return Spec("all_reduce", "g", tuple(range(size)), "float32", length, "sum", exact, -1, parts)
+
+
+@pytest.mark.parametrize("length", [5, 1000, 300_001, 2_000_000])
+@pytest.mark.parametrize("hosts", ["A", "AA", "AAA", "AABB", "ABCD", "AABBC", "ABCABCAB"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_sums_in_gloos_order(strategy: str, hosts: str, length: int) -> None:
+    size = len(hosts)
+    plans = [
+        make_plan(spec(size, length, exact=True), rank, hosts, Strategy(strategy), 4, 1 << 20) for rank in range(size)
+    ]
+    borders = order.chunk_length(length, 4, size)
+    for found in run(plans, [[rank] for rank in range(size)]):
+        for begin, expression in found.items():
+            assert expression == gloo(begin // borders, size)
+
+
+@pytest.mark.parametrize("parts", [(2, 1), (1, 2), (4, 2), (3, 3), (2, 2, 2), (1, 4, 1)], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_replicas_on_fewer_workers_sum_in_the_same_order(strategy: str, parts: tuple[int, ...]) -> None:
+    size, num, length = len(parts), sum(parts), 2_000_000
+    blocks, first = [], 0
+    for count in parts:
+        blocks.append(list(range(first, first + count)))
+        first += count
+    plans = [
+        make_plan(spec(size, length, exact=True, parts=parts), rank, "ABC"[:size], Strategy(strategy), 4, 1 << 20)
+        for rank in range(size)
+    ]
+    borders = order.chunk_length(length, 4, num)
+    for found in run(plans, blocks):
+        for begin, expression in found.items():
+            assert expression == gloo(begin // borders, num)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_fast_order_is_the_same_on_all_ranks_and_omits_nobody(strategy: str) -> None:
+    def leaves(expression: Expr) -> list[int]:
+        return [expression] if isinstance(expression, int) else [x for part in expression for x in leaves(part)]
+
+    plans = [make_plan(spec(5, 900_000, exact=False), r, "AABBC", Strategy(strategy), 4, 1 << 20) for r in range(5)]
+    found = run(plans, [[rank] for rank in range(5)])
+    assert all(other == found[0] for other in found)
+    assert all(sorted(leaves(expression)) == list(range(5)) for expression in found[0].values())
+
+
+def test_a_ring_that_descends_carries_one_operand_per_hop() -> None:
+    for rank in range(4):
+        plan = make_plan(spec(4, 4_000_000, exact=True), rank, "ABCD", Strategy("RING"), 4, 1 << 20)
+        assert sum(plan.egress(4).values()) == 2 * 3 * 4_000_000  # 2 (N-1)/N S, with S = 16 MB
+
+
+def test_a_plain_left_to_right_sum_is_another_expression() -> None:
+    assert ((0, 1), 2) != gloo(0, 3)
+
+
+def test_the_queue_serves_priority_first_and_age_among_equals() -> None:
+    queue: PriorityQueue[str] = PriorityQueue()
+    for priority, item in [(1, "b"), (0, "a"), (1, "c"), (-1, "z")]:
+        queue.push(priority, item)
+    assert [queue.pop() for _ in range(4)] == ["z", "a", "b", "c"]
