@@ -1,0 +1,44 @@
+"""Durations as people write them: `90s`, `1m30s`, `250ms`, or plain seconds.
+
+Pure text in, seconds out, and back. Nothing here reads a clock.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from pliant.errors import ConfigError
+
+_UNIT_S = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(h|ms|us|µs|ns|m|s)")
+
+
+def parse_duration(text: str, flag: str = "duration") -> float:
+    """`text` in seconds: Go's form (`1m30s`), or a number of seconds.
+
+    Raises:
+        ConfigError: it is neither, or negative, or not finite.
+    """
+    bare = text.strip()
+    parts = _PART.findall(bare)
+    if parts and "".join(number + unit for number, unit in parts) == bare:
+        return sum(float(number) * _UNIT_S[unit] for number, unit in parts)
+    try:
+        seconds = float(bare)
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds) or seconds < 0:
+        raise ConfigError(f"{flag} {text!r} is not a duration: use 90s, 1m30s, 250ms, or seconds such as 90")
+    return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """Go's form with one decimal: `1m56.6s`, `1h0m3.2s`, `0.4s`."""
+    tenths = round(seconds * 10)
+    minutes, rest = divmod(tenths, 600)
+    hours, minutes = divmod(minutes, 60)
+    text = f"{rest / 10:.1f}s"
+    if hours:
+        return f"{hours}h{minutes}m{text}"
+    return f"{minutes}m{text}" if minutes else text

@@ -1,0 +1,94 @@
+"""What `pliant run` was asked for: its flags as checked values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pliant.cluster import DEFAULT_RUNNER_PORT, DEFAULT_STRATEGY, Host, PortRange, check_port
+from pliant.errors import ConfigError
+
+
+def check_strategy(name: str) -> str:
+    """`name` in the spelling of `comm.graph`; raises ConfigError with the names there are."""
+    from pliant.comm.graph import STRATEGIES
+
+    if name.upper() not in STRATEGIES:
+        raise ConfigError(f"-strategy {name!r} is not known: use one of {', '.join(STRATEGIES)}")
+    return name.upper()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """The flags of `pliant run`; a wrong value raises ConfigError when this is made."""
+
+    program: tuple[str, ...]
+    """The program and its arguments, as typed."""
+    np: int = 1
+    """Workers in the whole job, over all hosts."""
+    hosts: tuple[Host, ...] = ()
+    """The machines, from -H or -hostfile; empty means this machine only, with enough slots."""
+    self_host: str = ""
+    """Which of the hosts this machine is."""
+    nic: str = ""
+    """The interface whose address says which host this is."""
+    port_range: PortRange = field(default_factory=PortRange)
+    """Where workers listen."""
+    strategy: str = DEFAULT_STRATEGY
+    """The topology that collectives start with."""
+    timeout_s: float = 0.0
+    """End the job after this long; 0 means never."""
+    grace_s: float = 10.0
+    """Time between SIGTERM and SIGKILL."""
+    rendezvous_timeout_s: float = 300.0
+    """How long the runners of several hosts wait for each other."""
+    heartbeat_timeout_s: float = 10.0
+    """Workers hold a peer for lost after this much silence."""
+    logdir: str = ""
+    """Where each worker's output is also written; empty means nowhere."""
+    show_output: bool = True
+    """Whether workers' output is shown."""
+    quiet: bool = False
+    """Whether the dump of arguments, interfaces and environment is left out."""
+    allow_nvlink: bool = False
+    """Leave CUDA_VISIBLE_DEVICES alone."""
+    port: int = DEFAULT_RUNNER_PORT
+    """Where the first host's runner meets the others."""
+    debug_port: int = 0
+    """Where to serve the runner's state; 0 means not at all."""
+    delay_s: float = 0.0
+    """Wait this long before starting anything."""
+    secret_file: str = ""
+    """File with the job's secret."""
+    watch: bool = False
+    """Follow the config server: start and stop workers as the view says."""
+    keep: bool = False
+    """In watch mode, stay after the local workers have finished."""
+    config_server: str = ""
+    """URL of the config server to follow."""
+    builtin_config_port: int = 0
+    """Where to run a config server inside this runner; 0 means a free port, where one is needed."""
+    init_version: int = 0
+    """The first view's number; below 0, start no workers and wait to be added."""
+    start_time_s: float = 0.0
+    """When the job began, as Unix time, for the workers to know."""
+
+    def __post_init__(self) -> None:
+        if not self.program:
+            raise ConfigError("no program to run: write it after the flags, as in `pliant run -np 4 train.py`")
+        if self.np < 1:
+            raise ConfigError(f"-np {self.np}: use 1 or more workers")
+        if self.heartbeat_timeout_s <= 0:
+            raise ConfigError(f"--heartbeat-timeout {self.heartbeat_timeout_s:g}: use a time above 0, such as 10s")
+        check_port(self.port, "-port")
+        for port, flag in ((self.debug_port, "-debug-port"), (self.builtin_config_port, "-builtin-config-port")):
+            if port:
+                check_port(port, flag)
+        if self.init_version < 0 and not (self.watch and self.config_server):
+            raise ConfigError(
+                f"-init-version {self.init_version} waits to be added by a config server: add -w -config-server URL"
+            )
+        if self.keep and not self.watch:
+            raise ConfigError("-k keeps a watching runner alive: add -w")
+        if self.config_server and self.builtin_config_port:
+            raise ConfigError("-config-server and -builtin-config-port name two config servers: give one of them")
+        object.__setattr__(self, "strategy", check_strategy(self.strategy))

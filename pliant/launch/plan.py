@@ -1,0 +1,190 @@
+"""From flags to a launch plan: which host this is, who runs where, and what each worker is told.
+
+Pure functions of the options and of what the machine has (`Machine`); no socket is opened and no
+process started here. `runner` carries the plan out.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pliant.cluster import Host, View, Worker, WorkerSpec, place
+from pliant.errors import CapacityError, ConfigError
+from pliant.launch.addresses import LOOPBACK, choose_self, interfaces, is_local, nic_addresses, resolve, resolve_hosts
+from pliant.launch.devices import device_environ, device_files, visible_devices
+from pliant.launch.guardian import MARK
+from pliant.launch.options import RunOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a plan must know about this machine; tests make one from plain values."""
+
+    num_cpus: int = 1
+    nics: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict)
+    device_files: tuple[str, ...] = ()
+    resolve: Callable[[str], str] = resolve
+    is_local: Callable[[str], bool] = is_local
+
+    @classmethod
+    def this(cls) -> Machine:
+        """The machine that this process runs on."""
+        return cls(
+            num_cpus=len(os.sched_getaffinity(0)),
+            nics=interfaces(),
+            environ=dict(os.environ),
+            device_files=device_files(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchPlan:
+    """What this runner will do, before any port is bound."""
+
+    options: RunOptions
+    command: tuple[str, ...]
+    """What every worker executes."""
+    self_host: str
+    """The address of this host, as it stands in `hosts`."""
+    hosts: tuple[Host, ...]
+    """All hosts, names resolved; the first one's runner is the head of the job."""
+    num_local: int
+    """Workers that this runner starts at first."""
+    devices: tuple[str, ...]
+    """CUDA devices for the workers of this host."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def runners(self) -> tuple[Worker, ...]:
+        return tuple(Worker(host.address, self.options.port) for host in self.hosts)
+
+    @property
+    def head(self) -> Worker:
+        """The runner that the others report to."""
+        return self.runners[0]
+
+    @property
+    def is_head(self) -> bool:
+        return self.head.host == self.self_host
+
+    @property
+    def agreement(self) -> dict[str, object]:
+        """What the runners of a job must have been started with alike."""
+        return {
+            "-np": self.options.np,
+            "-H": [f"{host.address}:{host.slots}" for host in self.hosts],
+            "-strategy": self.options.strategy,
+            "-w": self.options.watch,
+        }
+
+
+def find_command(program: Sequence[str], search_path: str | None = None) -> tuple[str, ...]:
+    """The command of every worker: a `.py` file gets this Python, anything else must be executable.
+
+    Raises:
+        ConfigError: there is no such program, or it cannot be executed.
+    """
+    first, *arguments = program
+    if first.endswith(".py") and os.path.isfile(first):
+        return (sys.executable, first, *arguments)
+    if shutil.which(first, path=search_path):
+        return (first, *arguments)
+    if os.path.isdir(first):
+        raise ConfigError(f"program {first!r} is a directory: give a script or an executable")
+    if os.path.exists(first):
+        raise ConfigError(f"program {first!r} is not executable: `chmod +x {first}`, or name its interpreter before it")
+    where = f"in {Path.cwd()}" if "/" in first or first.endswith(".py") else "on PATH"
+    raise ConfigError(f"program {first!r} does not exist {where}: check the name, and that flags stand before it")
+
+
+def make_plan(options: RunOptions, machine: Machine) -> LaunchPlan:
+    """What this runner has to do.
+
+    Raises:
+        ConfigError, CapacityError: with what was asked, what there is, and which flag helps.
+    """
+    command = find_command(options.program, machine.environ.get("PATH"))
+    asked = machine.resolve(options.self_host) if options.self_host else ""
+    hosts = resolve_hosts(options.hosts or _default_hosts(options, machine, asked), machine.resolve)
+    self_host = choose_self(hosts, asked=asked, nic=options.nic, nics=machine.nics, local=machine.is_local)
+    workers = place(hosts, options.np, options.port_range)  # for its checks: the ports are not known yet
+    num_local = sum(1 for worker in workers if worker.host == self_host)
+    devices = visible_devices(machine.environ, machine.device_files)
+    warnings = []
+    if devices and num_local > len(devices):
+        warnings.append(f"{num_local} workers share {len(devices)} CUDA devices of {self_host}")
+    return LaunchPlan(
+        options=options,
+        command=command,
+        self_host=self_host,
+        hosts=hosts,
+        num_local=num_local,
+        devices=devices,
+        warnings=tuple(warnings),
+    )
+
+
+def _default_hosts(options: RunOptions, machine: Machine, asked: str) -> tuple[Host, ...]:
+    """Without -H: this machine alone, with room for all workers (they share cores if they must)."""
+    address = asked or (nic_addresses(options.nic, machine.nics)[0] if options.nic else LOOPBACK)
+    return (Host(address, max(machine.num_cpus, options.np)),)
+
+
+def first_view(plan: LaunchPlan, ports: Mapping[str, Sequence[int]]) -> View:
+    """The view that the job starts with, once the ports of every host are known.
+
+    Raises:
+        CapacityError: a host reported fewer ports than it has workers.
+    """
+    workers = place(plan.hosts, plan.options.np, ports)
+    if len(workers) < plan.options.np:
+        raise CapacityError(f"the hosts bound {len(workers)} ports for {plan.options.np} workers: widen -port-range")
+    return View(max(0, plan.options.init_version), workers, plan.runners)
+
+
+def worker_environ(
+    plan: LaunchPlan,
+    environ: Mapping[str, str],
+    spec: WorkerSpec,
+    *,
+    slot: int,
+    mark: str,
+) -> dict[str, str]:
+    """The whole environment of one worker: the runner's own, and who it is."""
+    return {
+        "PYTHONUNBUFFERED": "1",
+        **environ,
+        **spec.to_environ(),
+        **device_environ(slot, plan.devices, allow_nvlink=plan.options.allow_nvlink),
+        "PLIANT_LOCAL_RANK": str(slot),
+        "PLIANT_JOB_START": repr(plan.options.start_time_s),
+        MARK: mark,
+    }
+
+
+def log_name(worker: Worker, version: int | None, stream: str) -> str:
+    """The file of `-logdir` for a worker's stream; `version` is given in watch mode."""
+    label = worker.label if version is None else f"{worker.label}@{version}"
+    return f"{label}.{stream}.log"
+
+
+def describe(plan: LaunchPlan, machine: Machine) -> list[str]:
+    """What the runner says at its start, unless -q: arguments, interfaces, the environment that matters."""
+    told = [f"command: {' '.join(plan.command)}"]
+    told.append(f"np {plan.options.np} on {','.join(f'{host.address}:{host.slots}' for host in plan.hosts)}")
+    told.append(f"this host: {plan.self_host}, {plan.num_local} workers, strategy {plan.options.strategy}")
+    told.extend(f"nic {name}: {' '.join(found)}" for name, found in machine.nics.items() if found)
+    told.append(f"CUDA devices: {','.join(plan.devices) or 'none'}")
+    shown = ("CUDA_", "NCCL_", "PLIANT_", "OMP_")
+    told.extend(
+        f"{name}={value}"
+        for name, value in sorted(machine.environ.items())
+        if name.startswith(shown) and not any(word in name for word in ("SECRET", "TOKEN", "KEY"))
+    )
+    return told
