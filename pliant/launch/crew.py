@@ -1,0 +1,224 @@
+"""The workers of this host: started and signalled as `supervisor` says, and seen to their end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pliant.cluster import View, Worker, WorkerSpec
+from pliant.launch import processes
+from pliant.launch.duration import format_duration
+from pliant.launch.events import (
+    Action,
+    Arrived,
+    Blame,
+    Event,
+    Exited,
+    Finish,
+    Kill,
+    Say,
+    Start,
+    StartFailed,
+    Tell,
+    Terminate,
+    Tick,
+    TimedOut,
+)
+from pliant.launch.inbox import Inbox
+from pliant.launch.output import Console, LogFile, OutputReader, Stream, prefix
+from pliant.launch.plan import LaunchPlan, log_name, worker_environ
+from pliant.launch.ports import listen_on
+from pliant.launch.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+TAIL_WAIT_S = 1.0
+"""How long to wait for the last lines of a worker that has failed."""
+
+
+@dataclass
+class Launched:
+    """A worker that was started, kept for -debug-port after its end."""
+
+    process: processes.Process
+    slot: int
+    stdout: Stream
+    stderr: Stream
+
+    @property
+    def state(self) -> str:
+        return "running" if self.process.code is None else f"ended with {self.process.code}"
+
+
+class Crew:
+    """The local workers of a job. `run` blocks until the job is over."""
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        supervisor: Supervisor,
+        inbox: Inbox,
+        *,
+        environ: Mapping[str, str],
+        secret: bytes,
+        listeners: dict[int, socket.socket],
+        config_server: str = "",
+        tell: Callable[[Tell], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plan, self._supervisor, self._inbox, self._environ = plan, supervisor, inbox, environ
+        self._secret, self._listeners, self._config_server = secret, listeners, config_server
+        self._tell, self._clock = tell, clock
+        self._mark = secrets.token_hex(16)
+        self._guardian = processes.Guardian(self._mark, environ)
+        self._output = OutputReader()
+        self._consoles = {fd: Console(fd, coloured=_takes_colour(fd, environ)) for fd in (1, 2)}
+        self._launched: dict[Worker, Launched] = {}
+        self._views: dict[int, View] = {}
+        self._code: int | None = None
+
+    def run(self, deadline_s: float | None) -> int:
+        """Work until the supervisor says that it is over; the exit code. Nothing of the job lives afterwards."""
+        with self._guardian:
+            self._output.start()
+            try:
+                with self._inbox.signals():
+                    while self._code is None:
+                        self._turn(deadline_s)
+            finally:
+                self._end_all()
+        # Signals have their usual meaning again: a console that blocks can be left with Ctrl-C.
+        self._output.finish()
+        return self._code
+
+    def state(self) -> dict[str, object]:
+        """For -debug-port: the views seen, and the local workers."""
+        return {
+            "stages": {str(number): view.to_json() for number, view in sorted(self._views.items())},
+            "workers": {
+                str(worker): {"pid": launched.process.pid, "slot": launched.slot, "state": launched.state}
+                for worker, launched in list(self._launched.items())
+            },
+        }
+
+    def _turn(self, deadline_s: float | None) -> None:
+        """Wait for something to happen, and do what it takes."""
+        if self._supervisor.failed:
+            deadline_s = None  # -timeout has nothing more to end
+        waits = [at_s for at_s in (deadline_s, self._supervisor.next_deadline_s) if at_s is not None]
+        events, ended = self._inbox.wait(max(0.0, min(waits) - self._clock()) if waits else None)
+        # Ends of workers first: one that failed by itself is the cause, whatever came after.
+        for event in [*(self._reap(worker) for worker in ended), *events, Tick()]:
+            self._handle(event)
+        if deadline_s is not None and self._clock() >= deadline_s:
+            self._handle(TimedOut(format_duration(self._plan.options.timeout_s)))
+
+    def _handle(self, event: Event) -> None:
+        for action in self._supervisor.handle(event, self._clock()):
+            self._do(action)
+        if isinstance(event, Arrived):
+            self._views[event.view.number] = event.view
+            # Ports bound for a first view that the config server has overruled.
+            while self._listeners:
+                self._listeners.popitem()[1].close()
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Start(worker, view, slot):
+                self._start(worker, view, slot)
+            case Terminate(worker):
+                self._signal(worker, signal.SIGTERM)
+            case Kill(worker):
+                log.warning("worker %s did not end when told to: killing it", worker)
+                self._signal(worker, signal.SIGKILL)
+            case Blame(worker, what):
+                self._blame(worker, what)
+            case Tell():
+                self._tell(action)
+            case Say(text, is_error):
+                log.log(logging.ERROR if is_error else logging.INFO, "%s", text)
+            case Finish(code):
+                self._code = code
+
+    def _start(self, worker: Worker, view: View, slot: int) -> None:
+        options = self._plan.options
+        try:
+            listener = self._listeners.pop(worker.port, None) or listen_on(worker.host, worker.port)
+            with listener:
+                spec = WorkerSpec(
+                    worker=worker,
+                    view=view,
+                    secret=self._secret,
+                    strategy=options.strategy,
+                    config_server=self._config_server,
+                    listen_fd=listener.fileno(),
+                    heartbeat_timeout_s=options.heartbeat_timeout_s,
+                )
+                environ = worker_environ(self._plan, self._environ, spec, slot=slot, mark=self._mark)
+                process = processes.start(self._plan.command, environ, listener)
+        except OSError as error:
+            # Posted, not handled here: the actions that came with this one must be done first.
+            self._inbox.post(StartFailed(worker, f"{error.strerror or error}; give it a free port, or free resources"))
+            return
+        self._guardian.watch(process)
+        stdout, stderr = self._streams(worker, view, slot, process)
+        self._launched[worker] = Launched(process, slot, stdout, stderr)
+        self._inbox.watch(worker, process.pidfd)
+
+    def _streams(self, worker: Worker, view: View, slot: int, process: processes.Process) -> tuple[Stream, Stream]:
+        options = self._plan.options
+        version = view.number if options.watch else None
+        made = []
+        for name, descriptor, console in (("stdout", process.stdout, 1), ("stderr", process.stderr, 2)):
+            shown = self._consoles[console]
+            stream = Stream(
+                descriptor=descriptor,
+                prefix=prefix(worker.label, name, slot if shown.coloured else None),
+                console=shown if options.show_output else None,
+                file=LogFile(Path(options.logdir) / log_name(worker, version, name)) if options.logdir else None,
+            )
+            self._output.add(stream)
+            made.append(stream)
+        return made[0], made[1]
+
+    def _signal(self, worker: Worker, signum: int) -> None:
+        if worker in self._launched:
+            self._launched[worker].process.signal(signum)
+
+    def _reap(self, worker: Worker) -> Exited:
+        process = self._launched[worker].process
+        self._inbox.forget(process.pidfd)
+        code = process.reap()
+        self._guardian.forget(process)
+        return Exited(worker, code)
+
+    def _blame(self, worker: Worker, what: str) -> None:
+        launched = self._launched[worker]
+        deadline_s = self._clock() + TAIL_WAIT_S
+        for stream in (launched.stderr, launched.stdout):
+            stream.ended.wait(max(0.0, deadline_s - self._clock()))
+        name, tail = ("stderr", launched.stderr.tail) if launched.stderr.tail else ("stdout", launched.stdout.tail)
+        lines = [line.decode(errors="backslashreplace") for line in tail]
+        view = self._supervisor.view
+        rank = view.workers.index(worker) if view is not None and worker in view.workers else None
+        who = f"worker {worker}" + (f" (rank {rank})" if rank is not None else "")
+        last = f"; its last lines of {name}:" if lines else "; it printed nothing"
+        log.error("%s failed first: %s%s", who, what, "\n  ".join([last, *lines]))
+
+    def _end_all(self) -> None:
+        """Kill what still runs: only after an error of our own, since a job that is over has nothing left."""
+        for launched in self._launched.values():
+            if launched.process.code is None:
+                launched.process.signal(signal.SIGKILL)
+                launched.process.reap()
+
+
+def _takes_colour(descriptor: int, environ: Mapping[str, str]) -> bool:
+    return os.isatty(descriptor) and "NO_COLOR" not in environ and environ.get("TERM") != "dumb"

@@ -1,0 +1,121 @@
+"""What can happen to a runner (events), and what it can do about it (actions): values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pliant.cluster import View, Worker
+
+BUSY, IDLE, DONE, FAILED = "busy", "idle", "done", "failed"
+"""How a host stands: has workers; has none yet, or no more; all of them ended well; one failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """The wanted view is now this one."""
+
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A local worker ended: its exit code, or minus the signal that killed it."""
+
+    worker: Worker
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartFailed:
+    """A local worker could not be started."""
+
+    worker: Worker
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """The runner got SIGINT or SIGTERM."""
+
+    signum: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOut:
+    """The time of -timeout is over."""
+
+    timeout: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The head says how the whole job ended; an empty cause means well."""
+
+    cause: str
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Arrived | Exited | StartFailed | Interrupted | TimedOut | Verdict | Tick
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start `worker`, as a member of `view`, on local slot `slot`."""
+
+    worker: Worker
+    view: View
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    """Ask a worker to end (SIGTERM)."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End a worker and its children at once (SIGKILL)."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Blame:
+    """Tell the user that `worker` failed first, with its last lines."""
+
+    worker: Worker
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Tell the other hosts how this one stands."""
+
+    status: str
+    cause: str = ""
+    code: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Tell the user."""
+
+    text: str
+    is_error: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """It is over: exit with `code`."""
+
+    code: int
+
+
+Action = Start | Terminate | Kill | Blame | Tell | Say | Finish
