@@ -1,9 +1,240 @@
-"""The `pliant run` command."""
+"""The `pliant run` command: reads its flags, and leaves the rest to `pliant.launch`."""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
+from typer.core import TyperCommand
+
+from pliant.cluster import DEFAULT_RUNNER_PORT, DEFAULT_STRATEGY, Host, PortRange, parse_hostfile, parse_hosts
+from pliant.errors import ConfigError
+from pliant.launch.duration import parse_duration
+
+if TYPE_CHECKING:
+    from pliant.launch.options import RunOptions
+
+log = logging.getLogger(__name__)
+
+PRINTED = {"printed": True}
+"""Marks what stdout shows already, so that stderr does not."""
+SWITCHES = {"-q", "-w", "-k", "-v", "-allow-nvlink"}
+"""Flags without a value, which Go's users also write as `-q=true`."""
+OFF = {"-v": "--no-v"}
+
+
+def go_switches(arguments: Sequence[str], with_value: frozenset[str]) -> list[str]:
+    """`arguments` with Go's `-flag=true|false` for switches in our own form; the program's are untouched.
+
+    `with_value` are the flags that take the next argument. A switch set to false is left out
+    where that is its default.
+    """
+    rest = list(arguments)
+    done: list[str] = []
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        flag = rest.pop(0)
+        name, equals, value = flag.partition("=")
+        short = name[1:] if name.startswith("--") else name
+        if equals and short in SWITCHES and value.lower() in ("true", "false", "1", "0"):
+            is_on = value.lower() in ("true", "1")
+            done.extend([name] if is_on else [OFF[short]] if short in OFF else [])
+            continue
+        done.append(flag)
+        if flag in with_value and rest:
+            done.append(rest.pop(0))
+    return done + rest
+
+
+class GoCommand(TyperCommand):
+    """A command whose switches may be written as Go does."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        options = [param for param in self.params if not getattr(param, "is_flag", False)]
+        names = frozenset(name for param in options for name in param.opts if name.startswith("-"))
+        return super().parse_args(ctx, go_switches(args, names))
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
+    settings = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+    app.command("run", cls=GoCommand, context_settings=settings)(run)
+
+
+# Numbers are taken as text and read here: click would answer a wrong one with a page of usage.
+def run(
+    program: Annotated[list[str] | None, typer.Argument(metavar="PROGRAM [ARGS]...", show_default=False)] = None,
+    np: Annotated[str, typer.Option("-np", "--np", metavar="N", help="Workers in the whole job.")] = "1",
+    hosts: Annotated[
+        str,
+        typer.Option("-H", "--hosts", metavar="HOST:SLOTS,...", help="The machines; default: this one, enough slots."),
+    ] = "",
+    hostfile: Annotated[
+        str,
+        typer.Option("-hostfile", "--hostfile", metavar="FILE", help="One host per line, HOST slots=N; overrides -H."),
+    ] = "",
+    self_host: Annotated[
+        str, typer.Option("-self", "--self", metavar="HOST", help="Which of the hosts this machine is.")
+    ] = "",
+    nic: Annotated[str, typer.Option("-nic", "--nic", metavar="NAME", help="Interface that says the same.")] = "",
+    port_range: Annotated[
+        str, typer.Option("-port-range", "--port-range", metavar="BEGIN-END", help="Ports for workers.")
+    ] = str(PortRange()),
+    port: Annotated[
+        str, typer.Option("-port", "--port", metavar="PORT", help="Where runners of several hosts meet.")
+    ] = str(DEFAULT_RUNNER_PORT),
+    strategy: Annotated[
+        str, typer.Option("-strategy", "--strategy", metavar="NAME", help="Topology that collectives start with.")
+    ] = DEFAULT_STRATEGY,
+    timeout: Annotated[
+        str, typer.Option("-timeout", "--timeout", metavar="TIME", help="End the job after this long; 0: never.")
+    ] = "0",
+    grace: Annotated[
+        str, typer.Option("-grace", "--grace", metavar="TIME", help="From SIGTERM to SIGKILL for workers.")
+    ] = "10s",
+    rendezvous_timeout: Annotated[
+        str, typer.Option("--rendezvous-timeout", metavar="TIME", help="How long runners wait for each other.")
+    ] = "5m",
+    heartbeat_timeout: Annotated[
+        str, typer.Option("--heartbeat-timeout", metavar="TIME", help="Workers hold a silent peer for lost after this.")
+    ] = "10s",
+    logdir: Annotated[
+        str, typer.Option("-logdir", "--logdir", metavar="DIR", help="Write each worker's output there too.")
+    ] = "",
+    logfile: Annotated[
+        str, typer.Option("-logfile", "--logfile", metavar="FILE", help="Write the runner's own log there too.")
+    ] = "",
+    show_output: Annotated[bool, typer.Option("-v/--no-v", "--verbose", help="Show workers' output.")] = True,
+    quiet: Annotated[
+        bool, typer.Option("-q", "--quiet", help="Leave out arguments, interfaces and environment.")
+    ] = False,
+    allow_nvlink: Annotated[
+        bool, typer.Option("-allow-nvlink", "--allow-nvlink", help="Leave CUDA_VISIBLE_DEVICES alone.")
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("-w", "--watch", help="Start and stop workers as the config server says.")
+    ] = False,
+    keep: Annotated[bool, typer.Option("-k", "--keep", help="With -w, stay after the workers have finished.")] = False,
+    config_server: Annotated[
+        str, typer.Option("-config-server", "--config-server", metavar="URL", help="The config server to follow.")
+    ] = "",
+    builtin_config_port: Annotated[
+        str,
+        typer.Option("-builtin-config-port", "--builtin-config-port", metavar="PORT", help="Run one here, on it."),
+    ] = "0",
+    init_version: Annotated[
+        str, typer.Option("-init-version", "--init-version", metavar="N", help="Below 0: wait to be added.")
+    ] = "0",
+    secret_file: Annotated[
+        str,
+        typer.Option("-secret-file", "--secret-file", metavar="FILE", help="The job's secret; or set PLIANT_SECRET."),
+    ] = "",
+    debug_port: Annotated[
+        str, typer.Option("-debug-port", "--debug-port", metavar="PORT", help="Serve the runner's state as JSON.")
+    ] = "0",
+    delay: Annotated[str, typer.Option("-delay", "--delay", metavar="TIME", help="Wait before starting.")] = "0",
+    start_time: Annotated[
+        str, typer.Option("-t0", "--t0", metavar="UNIX", help="When the job began, for workers to know.")
+    ] = "",
+) -> None:
+    """Run PROGRAM in -np workers; on several hosts, start this with the same flags on each of them.
+
+    The first failure ends the job. Times are such as 90s, 1m30s, 250ms, or seconds.
+    """
+    from pliant.launch.options import RunOptions
+
+    options = RunOptions(
+        program=tuple(program or ()),
+        np=_whole(np, "-np"),
+        hosts=_hosts(hosts, hostfile),
+        self_host=self_host,
+        nic=nic,
+        port_range=PortRange.parse(port_range),
+        port=_whole(port, "-port"),
+        strategy=strategy,
+        timeout_s=parse_duration(timeout, "-timeout"),
+        grace_s=parse_duration(grace, "--grace"),
+        rendezvous_timeout_s=parse_duration(rendezvous_timeout, "--rendezvous-timeout"),
+        heartbeat_timeout_s=parse_duration(heartbeat_timeout, "--heartbeat-timeout"),
+        logdir=logdir,
+        show_output=show_output,
+        quiet=quiet,
+        allow_nvlink=allow_nvlink,
+        watch=watch,
+        keep=keep,
+        config_server=config_server,
+        builtin_config_port=_whole(builtin_config_port, "-builtin-config-port"),
+        init_version=_whole(init_version, "-init-version"),
+        secret_file=secret_file,
+        debug_port=_whole(debug_port, "-debug-port"),
+        delay_s=parse_duration(delay, "-delay"),
+        start_time_s=_start_time(start_time),
+    )
+    _set_up_log(logfile)
+    raise typer.Exit(_launch(options))
+
+
+def _launch(options: RunOptions) -> int:
+    from pliant.launch.plan import Machine, describe, make_plan
+    from pliant.launch.runner import launch
+
+    machine = Machine.this()
+    plan = make_plan(options, machine)
+    if not options.quiet:
+        for line in describe(plan, machine):
+            log.info("%s", line)
+    try:
+        outcome = launch(plan, machine)
+    except KeyboardInterrupt:
+        return 130  # before there were workers; later it is an event like any other
+    if outcome.summary:
+        log.info("%s", outcome.summary, extra=PRINTED)
+        print(outcome.summary, flush=True)
+    return outcome.code
+
+
+def _set_up_log(logfile: str) -> None:
+    """The runner's own messages: to stderr, and to `-logfile`."""
+    ours = logging.getLogger("pliant")
+    ours.setLevel(logging.INFO)
+    ours.propagate = False
+    console = logging.StreamHandler()
+    console.setFormatter(logging.Formatter("[%(levelname).1s] %(message)s"))
+    console.addFilter(lambda record: not hasattr(record, "printed"))
+    ours.addHandler(console)
+    if logfile:
+        try:
+            Path(logfile).parent.mkdir(parents=True, exist_ok=True)
+            file = logging.FileHandler(logfile)
+        except OSError as error:
+            raise ConfigError(f"-logfile {logfile}: {error.strerror}; give a file that can be written") from None
+        file.setFormatter(logging.Formatter("%(asctime)s [%(levelname).1s] %(message)s"))
+        ours.addHandler(file)
+
+
+def _hosts(listed: str, hostfile: str) -> tuple[Host, ...]:
+    if hostfile:
+        try:
+            text = Path(hostfile).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise ConfigError(f"-hostfile {hostfile}: {why}; give a text file with lines <host> [slots=N]") from None
+        return parse_hostfile(text, f"-hostfile {hostfile}")
+    return parse_hosts(listed) if listed else ()
+
+
+def _whole(text: str, flag: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r} is not a whole number") from None
+
+
+def _start_time(text: str) -> float:
+    try:
+        return float(text) if text else time.time()
+    except ValueError:
+        raise ConfigError(f"-t0 {text!r} is not a Unix time in seconds, such as `date +%s` prints") from None

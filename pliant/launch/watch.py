@@ -1,0 +1,143 @@
+"""Watch mode: the config server that a runner follows, its own or another one's."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from pliant.cluster import View
+from pliant.elastic.membership import Limits, Wanted
+from pliant.errors import ClusterCleared, LaunchError, PliantError, ServerUnavailable, StaleView
+from pliant.launch.plan import LaunchPlan
+
+if TYPE_CHECKING:
+    from pliant.elastic.client import ConfigClient
+
+log = logging.getLogger(__name__)
+
+HOLD_S = 30.0
+RETRY_S = 1.0
+SAY_S = 10.0
+
+
+class Follower:
+    """Reads the wanted view from a config server and hands over each new one."""
+
+    def __init__(self, url: str, token: str) -> None:
+        self.url, self.token = url, token
+        self._stopping = threading.Event()
+        self._client: ConfigClient | None = None
+
+    def use(self, url: str) -> None:
+        """Take the head's server, where the user named none."""
+        self.url = self.url or url
+
+    def start(self, first: View | None, arrive: Callable[[View], None], timeout_s: float) -> None:
+        """Offer `first` if the server has no view, then call `arrive` with each view there is, from a thread.
+
+        Raises:
+            ConfigError: the address is wrong, or the server refuses.
+            LaunchError: it does not answer within `timeout_s`.
+        """
+        from pliant.elastic.client import ConfigClient
+
+        self._client = ConfigClient(self.url, self.token)
+        wanted = self._first_state(self._client, first, time.monotonic() + timeout_s, timeout_s)
+        if wanted.cleared:
+            raise ClusterCleared(
+                f"config server {self.url}: the last job there was told to stop (version {wanted.version}, no workers); "
+                f"reset it first, as with `curl -X POST {self.url}`"
+            )
+        if wanted.view is None:
+            log.info("waiting to be added: no view is set at %s", self.url)
+        else:
+            arrive(wanted.view)
+        threading.Thread(
+            target=self._follow, args=(self._client, wanted.version, arrive), name="follow-view", daemon=True
+        ).start()
+
+    def stop(self) -> None:
+        """Hand over nothing more. The thread ends with its held request."""
+        self._stopping.set()
+
+    def _first_state(self, client: ConfigClient, first: View | None, deadline_s: float, timeout_s: float) -> Wanted:
+        say_at_s = time.monotonic() + SAY_S
+        while True:
+            try:
+                wanted = client.state()
+                if wanted.view is None and first is not None:
+                    view = client.put(first, expected=wanted.version)
+                    return Wanted(view.number, view)
+                return wanted
+            except StaleView:
+                continue  # somebody set it just now: theirs counts
+            except ServerUnavailable as error:
+                if time.monotonic() > deadline_s:
+                    raise LaunchError(f"{error} (waited {timeout_s:g} s)") from None
+                if time.monotonic() > say_at_s:
+                    log.info("waiting for the config server: %s", error)
+                    say_at_s += SAY_S
+                self._stopping.wait(RETRY_S)
+
+    def _follow(self, client: ConfigClient, version: int, arrive: Callable[[View], None]) -> None:
+        lost = False
+        while not self._stopping.is_set():
+            try:
+                wanted = client.wait(version, HOLD_S)
+            except PliantError as error:
+                if not lost and not self._stopping.is_set():
+                    log.warning("%s; the job goes on as it is", error)
+                lost = True
+                self._stopping.wait(RETRY_S)
+                continue
+            if lost:
+                log.info("config server %s answers again", self.url)
+                lost = False
+            if wanted.version != version and wanted.view is not None and not self._stopping.is_set():
+                arrive(wanted.view)
+            version = wanted.version
+
+
+@contextlib.contextmanager
+def follower(plan: LaunchPlan, secret: bytes, environ: Mapping[str, str]) -> Iterator[Follower]:
+    """A follower of the config server that the plan names; one is run in this process where it asks for that.
+
+    Raises:
+        ConfigError: the server's port cannot be used.
+    """
+    options = plan.options
+    token = environ.get("PLIANT_TOKEN", "")
+    with contextlib.ExitStack() as stack:
+        url = options.config_server
+        if not url and len(plan.hosts) > 1:
+            token = token or _own_token(plan, secret)  # of the head's server, whose address comes later
+        if not url and plan.is_head and (options.watch or options.builtin_config_port):
+            from pliant.elastic.server import ConfigServer, ServerConfig
+
+            token = token or _own_token(plan, secret)
+            config = ServerConfig(
+                host=plan.self_host,
+                port=options.builtin_config_port,
+                limits=Limits(hosts=plan.hosts, ports=options.port_range),
+                token=token,
+            )
+            url = stack.enter_context(ConfigServer(config).running()).url
+            how = "; requests need the token in PLIANT_TOKEN, set it to choose one" if token else ""
+            log.info("config server at %s%s", url, how)
+        found = Follower(url, token)
+        stack.callback(found.stop)
+        yield found
+
+
+def _own_token(plan: LaunchPlan, secret: bytes) -> str:
+    """What our own config server asks for: nothing on loopback, else what only the job's members can derive."""
+    if ipaddress.ip_address(plan.head.host).is_loopback:
+        return ""
+    return hmac.new(secret, b"config-server", hashlib.sha256).hexdigest()
