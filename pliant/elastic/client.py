@@ -1,0 +1,198 @@
+"""A client of the config server: one method per request, pliant's errors for its refusals."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import NoReturn
+
+import httpx
+
+from pliant.cluster import View, Worker
+from pliant.elastic.membership import Wanted
+from pliant.errors import (
+    CapacityError,
+    ClusterCleared,
+    ConfigError,
+    NoView,
+    PliantError,
+    ServerUnavailable,
+    StaleView,
+)
+
+MAX_HOLD_S = 60.0
+"""The server holds a request for at most this long; longer waits are made of several."""
+_ERRORS: Mapping[int, type[PliantError]] = {403: ClusterCleared, 404: NoView, 409: CapacityError}
+
+
+class ConfigClient:
+    """Talks to the config server at `url`, such as http://10.0.0.1:9100/config; for any thread.
+
+    `expected` in the calls below is compare-and-set: the version that the change was made from,
+    None for whatever there is. `ca_file` replaces the system's certificate authorities. Proxy
+    variables in the environment are ignored: a job's own hosts are not behind one.
+
+    Raises (when made):
+        ConfigError: `url` is not http://... or https://...
+
+    Raises (from every call):
+        ServerUnavailable: no answer within `timeout_s`, or one that says that it cannot.
+        StaleView: `expected` is not the server's version any more.
+        ConfigError: the server refused, with its reason; ClusterCleared, NoView, CapacityError where it is that.
+    """
+
+    def __init__(self, url: str, token: str = "", *, ca_file: str = "", timeout_s: float = 10.0) -> None:
+        self.url = _checked(url)
+        self._timeout_s = timeout_s
+        self._http = httpx.Client(
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            verify=_verification(self.url, ca_file),
+            timeout=timeout_s,
+            trust_env=False,
+        )
+
+    def __enter__(self) -> ConfigClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the kept connections."""
+        self._http.close()
+
+    def get(self) -> View | None:
+        """The wanted view; None where it is unset."""
+        return self.state().view
+
+    def state(self) -> Wanted:
+        """The wanted view with its version, which also an unset view has."""
+        return self._wanted(self._send("GET", self.url))
+
+    def wait(self, version: int, timeout_s: float) -> Wanted:
+        """The state as soon as its version is not `version`; after `timeout_s` the same version, and no view."""
+        left_s = timeout_s
+        while True:
+            hold_s = max(0.0, min(left_s, MAX_HOLD_S))
+            url = self.url.copy_merge_params({"wait": f"{hold_s:.3f}"})
+            wanted = self._wanted(self._send("GET", url, {"If-None-Match": f'"{version}"'}, hold_s=hold_s))
+            left_s -= hold_s
+            if wanted.version != version or left_s <= 0:
+                return wanted
+
+    def put(self, view: View, expected: int | None = None) -> View:
+        """Want `view`; returns it with the number that the server gave it. Its own number is not looked at."""
+        return self._change("PUT", self.url, expected, replace(view, number=0).to_json())
+
+    def resize(self, size: int, expected: int | None = None) -> View:
+        """Want `size` workers on the hosts of the current view; returns the view."""
+        return self._change("POST", self._path("/resize"), expected, {"size": size})
+
+    def add_worker(self, worker: Worker, expected: int | None = None) -> View:
+        """Want `worker` as the last rank; returns the view."""
+        return self._change("POST", self._path("/addworker"), expected, worker.to_json())
+
+    def remove_worker(self, worker: Worker, expected: int | None = None) -> View:
+        """Want `worker` gone; returns the view. Without its last worker a cluster is cleared."""
+        return self._change("POST", self._path("/removeworker"), expected, worker.to_json())
+
+    def clear(self, expected: int | None = None) -> View:
+        """Want all workers to stop, until a reset; returns the empty view."""
+        return self._change("POST", self._path("/clear"), expected)
+
+    def reset(self, expected: int | None = None) -> int:
+        """Want nothing in particular; returns the version of that."""
+        return _etag(self._send("POST", self.url, _if_match(expected), expected=expected))
+
+    def _change(
+        self, method: str, url: httpx.URL, expected: int | None, body: Mapping[str, object] | None = None
+    ) -> View:
+        answer = self._send(method, url, _if_match(expected), body, expected=expected)
+        return self._view(answer)
+
+    def _send(
+        self,
+        method: str,
+        url: httpx.URL,
+        headers: Mapping[str, str] | None = None,
+        body: Mapping[str, object] | None = None,
+        *,
+        hold_s: float = 0.0,
+        expected: int | None = None,
+    ) -> httpx.Response:
+        timeout = httpx.Timeout(self._timeout_s, read=self._timeout_s + hold_s)
+        try:
+            answer = self._http.request(method, url, headers=headers, json=body, timeout=timeout)
+        except httpx.TransportError as error:
+            why = str(error) or type(error).__name__
+            raise ServerUnavailable(
+                f"config server {self.url}: {why}; is it running, and is this its address?"
+            ) from None
+        unset = method == "GET" and answer.status_code == 404 and "etag" in answer.headers
+        if not (answer.is_success or answer.status_code == 304 or unset):
+            self._refuse(answer, expected)
+        return answer
+
+    def _refuse(self, answer: httpx.Response, expected: int | None) -> NoReturn:
+        reason = _reason(answer)
+        if answer.is_server_error:
+            raise ServerUnavailable(f"config server {self.url}: {reason}")
+        if "etag" not in answer.headers:
+            raise ConfigError(f"config server {self.url}: {answer.status_code} {reason}")
+        if answer.status_code == 412 and expected is not None:
+            raise StaleView(expected, _etag(answer))
+        raise _ERRORS.get(answer.status_code, ConfigError)(reason)
+
+    def _wanted(self, answer: httpx.Response) -> Wanted:
+        return Wanted(_etag(answer), self._view(answer) if answer.is_success else None)
+
+    def _view(self, answer: httpx.Response) -> View:
+        try:
+            return View.from_json(answer.json())
+        except ValueError:
+            raise ConfigError(f"{self.url} answered without JSON: it is not a config server") from None
+
+    def _path(self, path: str) -> httpx.URL:
+        return self.url.copy_with(path=path, query=None)
+
+
+def _checked(url: str) -> httpx.URL:
+    """`url` with its scheme, host and path; the path is /config where none is given."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"config server {url!r}: {error}; give a URL such as http://10.0.0.1:9100/config") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(f"config server {url!r} is not a URL such as http://10.0.0.1:9100/config")
+    return parsed.copy_with(path="/config") if parsed.path in ("", "/") else parsed
+
+
+def _verification(url: httpx.URL, ca_file: str) -> bool | ssl.SSLContext:
+    if url.scheme == "http":
+        return False  # nothing to verify, and loading the authorities takes longer than the request
+    try:
+        return ssl.create_default_context(cafile=ca_file or None)
+    except OSError as error:
+        raise ConfigError(f"certificate authority {ca_file!r}: {error}; give a PEM file") from None
+
+
+def _if_match(expected: int | None) -> dict[str, str]:
+    return {} if expected is None else {"If-Match": f'"{expected}"'}
+
+
+def _etag(answer: httpx.Response) -> int:
+    try:
+        return int(answer.headers["etag"].strip('"'))
+    except (KeyError, ValueError):
+        raise ConfigError(f"{answer.url} answered without a version: it is not a config server") from None
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        return answer.reason_phrase or str(answer.status_code)

@@ -1,0 +1,90 @@
+"""The wanted view on disk: one row of SQLite, committed before anybody is told.
+
+What a request does to the row is decided in `elastic.membership`; this file only keeps it.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from types import TracebackType
+
+from pliant.cluster import View
+from pliant.elastic.membership import Wanted
+from pliant.errors import ConfigError
+
+IN_MEMORY = ":memory:"
+_LOCK_TIMEOUT_S = 1.0
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS wanted (id INTEGER PRIMARY KEY CHECK (id = 1), version INTEGER NOT NULL, view TEXT)"
+)
+
+
+class Store:
+    """Keeps one `Wanted`; made with a path, opened by `with`. Not for two threads at once.
+
+    While open, the file is locked: a second server on the same state would answer from a past
+    that the first has already changed.
+    """
+
+    def __init__(self, path: str = IN_MEMORY) -> None:
+        self._path = path
+        self._database: sqlite3.Connection | None = None
+        self.wanted = Wanted()
+        """What is kept now; change it with `save`."""
+
+    def __enter__(self) -> Store:
+        """Open the file, making it if there is none, and read what it keeps.
+
+        Raises:
+            ConfigError: it cannot be opened, is not ours, or another server has it open.
+        """
+        try:
+            # The thread that serves is not the one that opens; they never use it at the same time.
+            self._database = sqlite3.connect(
+                self._path, timeout=_LOCK_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+            self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
+            self._database.execute("PRAGMA synchronous = FULL")
+            self._database.execute("BEGIN EXCLUSIVE")
+            self._database.execute(_SCHEMA)
+            self._database.execute("COMMIT")
+            self.wanted = self._load(self._database)
+        except (sqlite3.Error, ValueError, ConfigError) as error:
+            self.close()
+            raise ConfigError(
+                f"state file {self._path}: {error}; give a file of a config server, or a new one, in a directory that "
+                "exists, and stop any other server that uses it"
+            ) from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._database is not None:
+            self._database.close()
+            self._database = None
+
+    def save(self, wanted: Wanted) -> None:
+        """Keep `wanted`; on disk when this returns.
+
+        Raises:
+            sqlite3.Error: it could not be written; what was kept before still is.
+        """
+        assert self._database is not None, "save() needs an open store: use `with`"
+        view = None if wanted.view is None else json.dumps(wanted.view.to_json())
+        self._database.execute(
+            "INSERT OR REPLACE INTO wanted (id, version, view) VALUES (1, ?, ?)", (wanted.version, view)
+        )
+        self.wanted = wanted
+
+    @staticmethod
+    def _load(database: sqlite3.Connection) -> Wanted:
+        row = database.execute("SELECT version, view FROM wanted").fetchone()
+        if row is None:
+            return Wanted()
+        version, view = row
+        return Wanted(version, None if view is None else View.from_json(json.loads(view), version))
