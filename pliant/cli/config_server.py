@@ -2,8 +2,129 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
 import typer
+
+from pliant.cluster import PortRange, View, parse_hosts
+from pliant.elastic.membership import NO_LIMITS, Limits
+from pliant.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pliant.elastic.server import ServerConfig
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
+    app.command("config-server")(config_server)
+
+
+# Numbers are taken as text and read here: click would answer a wrong one with a page of usage.
+def config_server(
+    host: Annotated[str, typer.Option("-host", "--host", help="Address to listen on, IPv4 or IPv6.")] = "0.0.0.0",
+    port: Annotated[str, typer.Option("-port", "--port", metavar="PORT", help="0 picks a free one.")] = "9100",
+    init: Annotated[str, typer.Option("-init", "--init", metavar="FILE", help="JSON of the first view.")] = "",
+    ttl: Annotated[
+        str, typer.Option("-ttl", "--ttl", metavar="SECONDS", help="Stop after this time; 0 means never.")
+    ] = "0",
+    endpoint: Annotated[str, typer.Option("-endpoint", "--endpoint", help="Path of the view.")] = "/config",
+    hosts: Annotated[
+        str, typer.Option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Slots that a resize keeps to.")
+    ] = "",
+    port_range: Annotated[
+        str, typer.Option("-port-range", "--port-range", metavar="BEGIN-END", help="Ports that a resize keeps to.")
+    ] = "",
+    state: Annotated[
+        str, typer.Option("--state", metavar="FILE", help="Keep the view in this SQLite file across restarts.")
+    ] = "",
+    token_file: Annotated[
+        str,
+        typer.Option(
+            "--token-file", metavar="FILE", help="Let in only who knows the token in it; or set PLIANT_TOKEN."
+        ),
+    ] = "",
+    tls_cert: Annotated[str, typer.Option("--tls-cert", metavar="FILE", help="Certificate chain, PEM.")] = "",
+    tls_key: Annotated[str, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")] = "",
+) -> None:
+    """Hold the wanted view of a job, over HTTP. Stops at SIGTERM, SIGINT or a request to /stop."""
+    from pliant.elastic.server import ServerConfig
+
+    config = ServerConfig(
+        host=host,
+        port=_whole(port, "-port"),
+        endpoint=endpoint,
+        initial=_view_from(init) if init else None,
+        limits=_limits(hosts, port_range),
+        state=state or ":memory:",
+        token=_token(token_file),
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+    )
+    _serve(config, _seconds(ttl, "-ttl"))
+
+
+def _serve(config: ServerConfig, ttl_s: float) -> None:
+    from pliant.elastic.server import ConfigServer
+
+    logging.basicConfig(level=logging.INFO, format="[config-server] %(message)s")
+    server = ConfigServer(config)
+    with server.running():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: server.stop())
+        print(f"config server at {server.url}, version {server.wanted.version}", flush=True)
+        if not config.token:
+            print("no token: whoever reaches this port can change the cluster; see --token-file", flush=True)
+        server.wait(ttl_s or None)
+
+
+def _whole(text: str, flag: str) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 9:
+        raise ConfigError(f"{flag} {text!r} is not a whole number")
+    return int(text)
+
+
+def _seconds(text: str, flag: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= threading.TIMEOUT_MAX:
+        raise ConfigError(f"{flag} {text!r} is not a number of seconds: use 0 (never) or more")
+    return seconds
+
+
+def _limits(hosts: str, port_range: str) -> Limits:
+    return Limits(
+        hosts=parse_hosts(hosts) if hosts else (),
+        ports=PortRange.parse(port_range) if port_range else NO_LIMITS.ports,
+    )
+
+
+def _view_from(file: str) -> View:
+    """The view in `file`; the server numbers it."""
+    try:
+        return View.from_json(json.loads(_text_of(file, "-init")), number=0)
+    except (ValueError, RecursionError, ConfigError) as error:
+        raise ConfigError(f"-init {file}: {error}") from None
+
+
+def _token(file: str) -> str:
+    if not file:
+        return os.environ.get("PLIANT_TOKEN", "")
+    token = _text_of(file, "--token-file").strip()
+    if not token:
+        raise ConfigError(f"--token-file {file} is empty: write the token into it")
+    return token
+
+
+def _text_of(file: str, flag: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} {file}: cannot be read: {error}") from None

@@ -1,0 +1,162 @@
+"""`pliant config-server` as a process: its flags, its signals, and what it remembers after kill -9."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from pliant.cli.main import main
+from pliant.cluster import View, Worker
+from pliant.elastic.membership import Wanted
+from pliant.elastic.server import ConfigClient
+from pliant.errors import ClusterCleared, ConfigError
+
+pytestmark = pytest.mark.processes
+
+A0, A1 = Worker("127.0.0.1", 10000), Worker("127.0.0.1", 10001)
+RUN_A = Worker("127.0.0.1", 38080)
+TWO = View(0, (A0, A1), (RUN_A,))
+PROGRAM = [sys.executable, "-c", "from pliant.cli.main import main; main()", "config-server"]
+
+
+@dataclass(frozen=True)
+class Program:
+    process: subprocess.Popen[str]
+    url: str
+
+
+@contextmanager
+def started(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[Program]:
+    """The program with `flags` on a free port, from when it has said its address until the block ends."""
+    command = [*PROGRAM, "-host", "127.0.0.1", "-port", "0", *flags]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=None if env is None else dict(env)
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            said = re.fullmatch(r"config server at (\S+), version \d+\n", line)
+            assert said is not None, line + process.stdout.read()
+            yield Program(process, said[1])
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Gives the one line that some flags are refused with; in this process, since nothing gets to run."""
+
+    def refused(*flags: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["pliant", "config-server", *flags])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        assert (ended.value.code, said.out, said.err.count("\n")) == (2, "", 1), said.err
+        return said.err
+
+    return refused
+
+
+def test_kill_9_and_a_restart_forget_nothing(tmp_path: Path) -> None:
+    state = str(tmp_path / "state")
+    with started("--state", state) as program, ConfigClient(program.url) as client:
+        client.put(TWO)
+        view = client.resize(5)
+        program.process.kill()
+        assert program.process.wait(30) == -signal.SIGKILL
+    with started("--state", state) as program, ConfigClient(program.url) as client:
+        assert client.state() == Wanted(2, view)
+        client.clear(expected=2)
+        program.process.kill()
+    with started("--state", state) as program, ConfigClient(program.url) as client:
+        with pytest.raises(ClusterCleared):
+            client.put(TWO)
+        assert client.reset() == 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_signals_stop_it_cleanly(number: signal.Signals) -> None:
+    with started() as program:
+        program.process.send_signal(number)
+        assert program.process.wait(30) == 0
+        assert program.process.stdout is not None
+        assert "Traceback" not in program.process.stdout.read()
+
+
+def test_kungfus_flags_and_stop(tmp_path: Path) -> None:
+    init = tmp_path / "init.json"
+    init.write_text(json.dumps({"Runners": [RUN_A.to_json()], "Workers": [A0.to_json()]}))
+    flags = ("-init", str(init), "-endpoint", "/job", "-ttl", "600", "-H", "127.0.0.1:2", "-port-range", "10000-10009")
+    with started(*flags) as program, ConfigClient(program.url) as client:
+        assert program.url.endswith("/job")
+        assert client.resize(2) == View(2, (A0, A1), (RUN_A,))
+        with pytest.raises(ConfigError, match="hold 2 workers"):
+            client.resize(3)
+        httpx.post(str(client.url.copy_with(path="/stop")), trust_env=False)
+        assert program.process.wait(30) == 0
+
+
+def test_it_stops_when_its_time_is_over() -> None:
+    with started("-ttl=0.2") as program:
+        assert program.process.wait(30) == 0
+
+
+def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("from-file\n")
+    with started("--token-file", str(file), env={"PLIANT_TOKEN": "from-env"}) as program:
+        check_token(program.url, "from-file", "from-env")
+    with started(env={"PLIANT_TOKEN": "from-env"}) as program:
+        check_token(program.url, "from-env", "")
+
+
+def check_token(url: str, right: str, wrong: str) -> None:
+    with ConfigClient(url, right) as client:
+        assert client.get() is None
+    with ConfigClient(url, wrong) as client, pytest.raises(ConfigError, match="needs its token"):
+        client.get()
+
+
+def test_a_wrong_value_ends_the_process_with_exit_2() -> None:
+    done = subprocess.run([*PROGRAM, "-port", "many"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "pliant: -port 'many' is not a whole number\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("-port", "many"), "-port 'many'"),
+        (("--port", "70000"), "-port 70000"),
+        (("-host", "256.1.1.1"), "256.1.1.1"),
+        (("-ttl", "nan"), "-ttl 'nan'"),
+        (("-endpoint", "config"), "-endpoint 'config'"),
+        (("-init", "no-such-file"), "-init no-such-file"),
+        (("--token-file", "no-such-file"), "--token-file no-such-file"),
+        (("--tls-cert", "no-such-file"), "--tls-key"),
+        (("-port", "0", "--tls-cert", "no-such-file", "--tls-key", "no-such-file"), "--tls-cert no-such-file"),
+        (("-port", "0", "--state", "no-such-folder/state"), "no-such-folder/state"),
+        (("-H", "a:b:c:d"), "-H"),
+        (("-port-range", "5-1"), "-port-range"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_wrong_values_are_one_line_and_exit_2(refused: Callable[..., str], flags: tuple[str, ...], reason: str) -> None:
+    assert reason in refused(*flags)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"Workers": [{"IPv4": 1, "Port": 1}], "Runners": []}', "[" * 100_000])
+def test_a_wrong_init_file(refused: Callable[..., str], tmp_path: Path, content: str) -> None:
+    init = tmp_path / "init.json"
+    init.write_text(content)
+    assert f"-init {init}: " in refused("-init", str(init))
