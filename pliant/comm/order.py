@@ -76,15 +76,18 @@ class Fold:
 
 
 @lru_cache(maxsize=4096)
-def exact_fold(topology: Topology, blocks: tuple[Term, ...], rank: int, chunk: int) -> Fold:
-    """What `rank` may fold when the sum must be gloo's; `blocks[r]` lists the replicas that rank r hosts."""
+def exact_fold(topology: Topology, blocks: tuple[Term, ...], raw: frozenset[int], rank: int, chunk: int) -> Fold:
+    """What `rank` may fold when the sum must be gloo's; `blocks[r]` lists the replicas that rank r hosts.
+
+    The ranks in `raw` fold nothing: their fathers read their memory in place.
+    """
     order = chain(chunk, sum(map(len, blocks)))
-    operands = _operands(topology, blocks, rank, lambda child: exact_fold(topology, blocks, child, chunk))
+    operands = _operands(topology, blocks, rank, lambda child: exact_fold(topology, blocks, raw, child, chunk))
     where = {term[0]: index for index, term in enumerate(operands)}
     folded: list[int] = []
     done = 0
     # The chain's beginning may sit in a partial sum; what follows must be at hand one by one.
-    while done < len(order) and order[done] in where:
+    while rank not in raw and done < len(order) and order[done] in where:
         index = where[order[done]]
         if operands[index] != order[done : done + len(operands[index])]:
             break
@@ -103,11 +106,11 @@ def carrying_fold(topology: Topology, blocks: tuple[Term, ...], rank: int) -> Fo
 
 
 @lru_cache(maxsize=4096)
-def fast_fold(topology: Topology, blocks: tuple[Term, ...], rank: int) -> Fold:
+def fast_fold(topology: Topology, blocks: tuple[Term, ...], raw: frozenset[int], rank: int) -> Fold:
     """Fold all there is: own replicas first, then the children by rank. Fixed, but the topology's own order."""
-    operands = _operands(topology, blocks, rank, lambda child: fast_fold(topology, blocks, child))
+    operands = _operands(topology, blocks, rank, lambda child: fast_fold(topology, blocks, raw, child))
     everything = tuple(range(len(operands)))
-    return Fold(operands, everything, ()) if len(operands) > 1 else Fold(operands, (), everything)
+    return Fold(operands, (), everything) if rank in raw or len(operands) == 1 else Fold(operands, everything, ())
 
 
 def _operands(

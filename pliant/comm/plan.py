@@ -86,6 +86,12 @@ class Step:
     """Whom to tell the result."""
     reduces: bool
     """Whether there is a phase of reduction at all."""
+    lane: int = 0
+    """The number of the topology it travels on."""
+    offered: tuple[int, ...] = ()
+    """Children whose operands are read in place, from the memory they offered with the whole tensor."""
+    offers: bool = False
+    """Whether this rank's own operands are read in place: it has nothing to send up."""
 
     @property
     def length(self) -> int:
@@ -150,20 +156,32 @@ def _reducing(
     steps = {}
     for index, piece in enumerate(slices):
         tree = trees[piece.lane]
-        fold, folds = _folding(spec, tree, blocks, me, piece, borders)
+        raw = _read_in_place(tree, hosts)
+        fold, folds = _folding(spec, tree, blocks, raw, me, piece, borders)
         steps[index] = Step(
             begin=piece.begin,
             end=piece.end,
             num_own=len(blocks[me]),
-            children=_children(spec, tree, blocks, me, piece),
+            children=_children(spec, tree, blocks, raw, me, piece),
             folds=folds,
             passed_on=fold.passed_on if tree.reduce_to[me] != me or not folds else (),
             up=None if tree.reduce_to[me] == me else spec.members[tree.reduce_to[me]],
             source=None if tree.bcast_from[me] == me or spec.kind == "reduce" else spec.members[tree.bcast_from[me]],
             listeners=_listeners(spec, tree, me) if spec.kind == "all_reduce" else (),
             reduces=True,
+            lane=piece.lane,
+            offered=tuple(spec.members[child] for child in tree.children(me) if child in raw),
+            offers=me in raw,
         )
     return Plan(steps, spec.length)
+
+
+@lru_cache(maxsize=1024)
+def _read_in_place(tree: Topology, hosts: tuple[str, ...]) -> frozenset[int]:
+    """The leaves whose father is on the same host."""
+    fathers = set(tree.reduce_edges)
+    inner = {father for _, father in fathers}
+    return frozenset(leaf for leaf, father in fathers if leaf not in inner and hosts[leaf] == hosts[father])
 
 
 def _blocks(spec: Spec) -> tuple[Term, ...]:
@@ -175,22 +193,24 @@ def _blocks(spec: Spec) -> tuple[Term, ...]:
     return tuple(blocks)
 
 
-def _fold(spec: Spec, tree: Topology, blocks: tuple[Term, ...], who: int, chunk: int | None) -> Fold:
+def _fold(
+    spec: Spec, tree: Topology, blocks: tuple[Term, ...], raw: frozenset[int], who: int, chunk: int | None
+) -> Fold:
     if not spec.exact:
-        return order.fast_fold(tree, blocks, who)
+        return order.fast_fold(tree, blocks, raw, who)
     if chunk is None:
         return order.carrying_fold(tree, blocks, who)
-    return order.exact_fold(tree, blocks, who, chunk)
+    return order.exact_fold(tree, blocks, raw, who, chunk)
 
 
 Folds = tuple[tuple[int, int, tuple[int, ...]], ...]
 
 
 def _folding(
-    spec: Spec, tree: Topology, blocks: tuple[Term, ...], me: int, piece: Slice, borders: int
+    spec: Spec, tree: Topology, blocks: tuple[Term, ...], raw: frozenset[int], me: int, piece: Slice, borders: int
 ) -> tuple[Fold, Folds]:
     """What is folded here, with the ranges it is folded over."""
-    fold = _fold(spec, tree, blocks, me, piece.chunk)
+    fold = _fold(spec, tree, blocks, raw, me, piece.chunk)
     if spec.exact and piece.chunk is None and tree.reduce_to[me] == me and len(fold.operands) > 1:
         pieces = order.chunks_between(piece.begin, piece.end, borders)
         return fold, tuple(
@@ -201,10 +221,11 @@ def _folding(
 
 
 def _children(
-    spec: Spec, tree: Topology, blocks: tuple[Term, ...], me: int, piece: Slice
+    spec: Spec, tree: Topology, blocks: tuple[Term, ...], raw: frozenset[int], me: int, piece: Slice
 ) -> tuple[tuple[int, int], ...]:
     return tuple(
-        (spec.members[child], len(_fold(spec, tree, blocks, child, piece.chunk).result)) for child in tree.children(me)
+        (spec.members[child], len(_fold(spec, tree, blocks, raw, child, piece.chunk).result))
+        for child in tree.children(me)
     )
 
 

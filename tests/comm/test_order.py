@@ -144,7 +144,8 @@ def test_a_ring_that_descends_carries_one_operand_per_hop() -> None:
 
 
 def test_a_plain_left_to_right_sum_is_another_expression() -> None:
-    assert ((0, 1), 2) != gloo(0, 3)
+    left_to_right = ((0, 1), 2)
+    assert gloo(0, 3) != left_to_right
 
 
 def test_the_queue_serves_priority_first_and_age_among_equals() -> None:

@@ -1,0 +1,591 @@
+"""The engine's mind: frames and submissions in, folds and frames out. One thread, no waiting.
+
+Message-driven: whatever arrives is matched by (view, name, slice) with what was submitted here, or
+kept until it is. A step of a plan is taken when its operands are there; nobody waits for a global
+order, and there is no coordinator. `comm.engine` owns the thread and the sockets' readiness.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pliant.cluster import View
+from pliant.comm import wire
+from pliant.comm.kernels import Folder, dtype_of
+from pliant.comm.link import Link, header
+from pliant.comm.operation import Operation, Span, bytes_of
+from pliant.comm.plan import Spec, Step
+from pliant.comm.shm import Arena, SharedMemory
+from pliant.comm.slices import PriorityQueue
+from pliant.comm.store import Store
+from pliant.comm.telemetry import LaneStats
+from pliant.comm.wire import Frame, Kind, Place
+from pliant.errors import CommError, Mismatch, NotStored, WorkerLost
+
+log = logging.getLogger(__name__)
+
+
+class Known:
+    """A spec that this rank or a peer has used, with the numbers that stand for it here."""
+
+    __slots__ = ("channel", "number", "spec", "told")
+
+    def __init__(self, spec: Spec, number: int, channel: int) -> None:
+        self.spec = spec
+        self.number = number
+        self.channel = channel
+        self.told: set[int] = set()
+        """Peers to whom the number was explained."""
+
+
+class Core:
+    """All collectives of one rank in one view."""
+
+    def __init__(self, view: View, rank: int, memory: SharedMemory, store: Store) -> None:
+        self.view = view
+        self.rank = rank
+        self.memory = memory
+        self.store = store
+        self.links: dict[int, Link] = {}
+        self.lost: dict[int, WorkerLost] = {}
+        self.lanes = LaneStats()
+        self.runnable: PriorityQueue[tuple[Operation, int]] = PriorityQueue()
+        self.dirty: set[Link] = set()
+        """Links with something to write."""
+        self.pongs: dict[int, Callable[[float], None]] = {}
+        self._folder = Folder()
+        self._known: dict[Spec, Known] = {}
+        self._channels: dict[object, int] = {}
+        self._theirs: dict[int, dict[int, Known]] = defaultdict(dict)
+        self._operations: dict[int, Operation] = {}
+        self._early: dict[int, list[Callable[[], None]]] = {}
+        self._early_errors: dict[int, Mismatch] = {}
+        self._done: dict[tuple[Operation, int], list[int]] = {}
+        self._arenas: dict[tuple[int, int], Arena] = {}
+        self._arenas_told: dict[int, int] = {}
+        self._spans: dict[tuple[int, int, int, torch.dtype, int], Span] = {}
+        self._arriving: dict[Link, tuple[Operation | None, torch.Tensor | None]] = {}
+        self._asked: dict[int, tuple[Callable[[Exception | None], None], torch.Tensor, int]] = {}
+        self._asks = 0
+
+    # --- what users submit ---
+
+    def channel_of(self, spec: Spec) -> int:
+        """The number of a channel here; made by whoever mentions it first."""
+        return self._channels.setdefault(spec.channel, len(self._channels))
+
+    def submit(self, operation: Operation) -> None:
+        """Begin a collective."""
+        program = operation.program
+        gone = next((self.lost[r] for r in program.spec.members if r in self.lost), None)
+        early_error = self._early_errors.pop(operation.key, None)
+        if gone or early_error:
+            operation.failed = True
+            operation.handle.fail(gone or early_error or CommError("unreachable"))
+            return
+        self._operations[operation.key] = operation
+        operation.left = len(program.plan.steps)
+        operation.missing = dict(program.missing)
+        operation.began_s = time.monotonic()
+        if operation.left == 0:
+            self._complete(operation)
+            return
+        for peer in program.offer_to:
+            self._offer(operation, self.links[peer])
+        for index in program.ready:
+            self.runnable.push(operation.priority, (operation, index))
+        for arrival in self._early.pop(operation.key, ()):
+            arrival()
+
+    def _offer(self, operation: Operation, link: Link) -> None:
+        """Tell a peer of this host where our memory for this collective lies."""
+        known = self._tell_spec(operation.program.spec, link)
+        spans = [operation.out, *(own for own in operation.own if own is not operation.out)]
+        for span in spans:
+            self._tell_arena(span.arena, link)
+        _, arena, offset = spans[0].place()
+        rest = wire.pack_places([span.place() for span in spans[1:]])
+        link.say(self._header(Kind.OFFER, known, operation, piece=arena, extra=offset, length=len(rest)), rest)
+        link.egress_bytes += operation.program.offered_bytes.get(link.rank, 0)
+        self.dirty.add(link)
+
+    def _header(
+        self, kind: Kind, known: Known, operation: Operation, piece: int = 0, extra: int = 0, length: int = 0
+    ) -> bytes:
+        return header(
+            kind, self.view.number, spec=known.number, seq=operation.seq, piece=piece, extra=extra, length=length
+        )
+
+    def _know(self, spec: Spec) -> Known:
+        known = self._known.get(spec)
+        if known is None:
+            known = self._known[spec] = Known(spec, len(self._known), self.channel_of(spec))
+        return known
+
+    def _tell_spec(self, spec: Spec, link: Link) -> Known:
+        known = self._know(spec)
+        if link.rank not in known.told:
+            known.told.add(link.rank)
+            payload = wire.pack_spec(spec)
+            link.say(header(Kind.DEFINE, self.view.number, spec=known.number, length=len(payload)), payload)
+            self.dirty.add(link)
+        return known
+
+    def _tell_arena(self, arena: int, link: Link) -> None:
+        for number in range(self._arenas_told.get(link.rank, 0), arena + 1):
+            mine = self.memory.arenas[number]
+            link.say(header(Kind.ARENA, self.view.number, piece=number, extra=mine.size), fd=mine.fd)
+            self._arenas_told[link.rank] = number + 1
+
+    # --- what arrives ---
+
+    def on_frame(self, link: Link, frame: Frame, payload: bytes) -> None:
+        kind, _, _, view, _, _, piece, extra, _ = frame
+        if view != self.view.number:
+            raise CommError(f"a frame of view {view} came in view {self.view.number}")
+        match kind:
+            case Kind.OFFER:
+                self._match(link, frame, lambda operation: self._on_offer(operation, link, frame, payload))
+            case Kind.DONE:
+                self._match(link, frame, lambda operation: self._on_done(operation, link, frame, payload))
+            case Kind.READY:
+                self._match(link, frame, lambda operation: self._on_ready(operation, link, piece, payload))
+            case Kind.DEFINE:
+                self._theirs[link.rank][frame[4]] = self._know(wire.unpack_spec(payload))
+            case Kind.ARENA:
+                self._arenas[link.rank, piece] = _take_arena(link, extra)
+            case Kind.ERROR:
+                self._on_error(link, frame, payload)
+            case Kind.LOST:
+                if piece != self.rank and piece not in self.lost:
+                    self.lose(piece, payload.decode(errors="replace"), reported_by=link.rank)
+            case Kind.PING:
+                link.say(header(Kind.PONG, self.view.number, extra=extra))
+                self.dirty.add(link)
+            case Kind.PONG:
+                if link.rank in self.pongs:
+                    self.pongs.pop(link.rank)((time.perf_counter_ns() - extra) / 1e9)
+            case Kind.ASK:
+                self._on_ask(link, frame, payload)
+            case Kind.BYE:
+                link.said_bye = True
+            case Kind.HEARTBEAT:
+                pass
+            case _:
+                raise CommError(f"a frame of unknown kind {kind}: do all workers run the same version?")
+
+    def _match(self, link: Link, frame: Frame, act: Callable[[Operation], None]) -> None:
+        """Let `act` happen on the operation that the frame speaks of, now or when it is submitted."""
+        known = self._theirs[link.rank].get(frame[4])
+        if known is None:
+            raise CommError(f"a frame speaks of spec {frame[4]}, which was never explained")
+        key = known.channel << 32 | frame[5]
+        operation = self._operations.get(key)
+        if operation is None:
+            self._early.setdefault(key, []).append(lambda: self._match(link, frame, act))
+        elif operation.program.spec is not known.spec and operation.program.spec != known.spec:
+            self._disagree(operation, link, known.spec)
+        else:
+            act(operation)
+
+    def _on_offer(self, operation: Operation, link: Link, frame: Frame, payload: bytes) -> None:
+        program, dtype = operation.program, operation.out.flat.dtype
+        places: list[Place] = [(link.rank, frame[6], frame[7]), *wire.unpack_places(payload)]
+        spec = program.spec
+        out = self._span(places[0], dtype, program.plan.out_length)
+        own = [self._span(place, dtype, spec.length) for place in places[1:]] or [out]
+        operation.offers[link.rank] = (out, own)
+        link.ingress_bytes += sum(
+            step.length * step_count * dtype.itemsize
+            for index in program.by_offer.get(link.rank, ())
+            for step in (program.plan.steps[index],)
+            for child, step_count in step.children
+            if child == link.rank
+        )
+        for index in program.by_offer.get(link.rank, ()):
+            self._heard(operation, index)
+        for index in operation.owed.pop(link.rank, ()):
+            self._push(operation, program.plan.steps[index], index, link, out)
+            self._finish_part(operation)
+
+    def _on_ready(self, operation: Operation, link: Link, index: int, payload: bytes) -> None:
+        step = operation.program.plan.steps[index]
+        dtype = operation.out.flat.dtype
+        spans = [self._span(place, dtype, step.length) for place in wire.unpack_places(payload)]
+        link.ingress_bytes += len(spans) * step.length * dtype.itemsize
+        operation.operands[index, link.rank] = spans
+        self._heard(operation, index)
+
+    def _on_done(self, operation: Operation, link: Link, frame: Frame, payload: bytes) -> None:
+        indices: Sequence[int] = struct.unpack(f"<{len(payload) // 4}I", payload) if payload else (frame[6],)
+        steps = operation.program.plan.steps
+        for index in indices:
+            if steps[index].source is not None:
+                link.ingress_bytes += steps[index].length * operation.out.flat.dtype.itemsize
+                self._tell(operation, steps[index], index)
+            else:
+                self._release(operation, steps[index], index)
+            self._finish_part(operation)
+
+    def _heard(self, operation: Operation, index: int) -> None:
+        operation.missing[index] -= 1
+        if operation.missing[index] == 0:
+            self.runnable.push(operation.priority, (operation, index))
+
+    # --- bulk payloads ---
+
+    def place_for(self, link: Link, frame: Frame) -> memoryview:
+        kind, length = frame[0], frame[8]
+        if kind == Kind.TELL:
+            return self._place_for_tell(link, frame)
+        if frame[3] != self.view.number:
+            raise CommError(f"a frame of view {frame[3]} came in view {self.view.number}")
+        if kind == Kind.BCAST:
+            known = self._theirs[link.rank].get(frame[4])
+            operation = self._operations.get(known.channel << 32 | frame[5]) if known else None
+            if operation is not None and known is not None and operation.program.spec == known.spec:
+                step = operation.program.plan.steps[frame[6]]
+                place = operation.out.bytes(step.begin - operation.base, step.end - operation.base)
+                if len(place) == length:
+                    self._arriving[link] = (operation, None)
+                    return place
+        scratch = self.memory.empty(length, torch.uint8)
+        self._arriving[link] = (None, scratch)
+        return bytes_of(scratch)
+
+    def on_bulk(self, link: Link, frame: Frame) -> None:
+        link.ingress_bytes += frame[8]
+        if frame[0] == Kind.TELL:
+            self._on_told(link, frame)
+            return
+        operation, scratch = self._arriving.pop(link)
+        if operation is not None:
+            self._on_result(operation, frame[6])
+        elif scratch is not None and frame[0] == Kind.BCAST:
+            self._match(link, frame, lambda op: self._on_early_result(op, frame[6], scratch))
+        elif scratch is not None:
+            self._match(link, frame, lambda op: self._on_operands(op, link, frame[6], scratch))
+
+    def _on_result(self, operation: Operation, index: int) -> None:
+        self._tell(operation, operation.program.plan.steps[index], index)
+        self._finish_part(operation)
+
+    def _on_early_result(self, operation: Operation, index: int, scratch: torch.Tensor) -> None:
+        step = operation.program.plan.steps[index]
+        self._cut(operation, step).copy_(scratch.view(operation.out.flat.dtype))
+        self._on_result(operation, index)
+
+    def _on_operands(self, operation: Operation, link: Link, index: int, scratch: torch.Tensor) -> None:
+        step = operation.program.plan.steps[index]
+        flat = scratch.view(operation.out.flat.dtype)
+        count = next(count for child, count in step.children if child == link.rank)
+        if len(flat) != count * step.length:
+            raise CommError(f"{link.worker} sent {len(flat)} elements for {count} x {step.length}")
+        arena, offset = self.memory.locate(scratch) or (-1, 0)
+        size = step.length * flat.dtype.itemsize
+        operation.operands[index, link.rank] = [
+            Span(flat[k * step.length : (k + 1) * step.length], self.rank, arena, offset + k * size)
+            for k in range(count)
+        ]
+        operation.kept.append(scratch)
+        self._heard(operation, index)
+
+    # --- steps ---
+
+    def run(self, operation: Operation, index: int) -> None:
+        """Take one step whose operands are all there."""
+        if operation.failed:
+            return
+        step = operation.program.plan.steps[index]
+        if not step.reduces:
+            self._tell(operation, step, index)
+            self._finish_part(operation)
+            return
+        operands = self._operands(operation, step, index)
+        if step.up is None:
+            self._finish_at_root(operation, step, index, operands)
+        else:
+            self._send_up(operation, step, index, operands)
+
+    def _operands(self, operation: Operation, step: Step, index: int) -> list[tuple[Span, int]]:
+        """(span, first element) of each operand, in the plan's order."""
+        found = [(own, step.begin) for own in operation.own]
+        for child, _ in step.children:
+            if child in step.offered:
+                found += [(span, step.begin) for span in operation.offers[child][1]]
+            else:
+                found += [(span, 0) for span in operation.operands[index, child]]
+        return found
+
+    def _finish_at_root(self, operation: Operation, step: Step, index: int, operands: list[tuple[Span, int]]) -> None:
+        out = self._cut(operation, step)
+        # Results are written into the memory of this host's listeners block by block, while the
+        # block is still in the cache; only then are they told.
+        pushed = [peer for peer in step.listeners if self.links[peer].shared and peer in operation.offers]
+        copies = [operation.offers[peer][0].cut(step.begin, step.end) for peer in pushed]
+        values = [span.cut(begin, begin + step.length) for span, begin in operands]
+        if step.folds and operation.reduce is not None:
+            self._folder.fold(operation.reduce, values, step.folds, out, copies)
+        else:
+            for copy in ([] if values[0].data_ptr() == out.data_ptr() else [out]) + copies:
+                copy.copy_(values[0])
+        for peer in pushed:
+            self._note_done(operation, step, index, self.links[peer])
+        self._tell(operation, step, index, already=pushed)
+        self._release(operation, step, index)
+        self._finish_part(operation)
+
+    def _send_up(self, operation: Operation, step: Step, index: int, operands: list[tuple[Span, int]]) -> None:
+        assert step.up is not None, "the root has nobody above it"
+        link = self.links[step.up]
+        items: list[tuple[Span, int]] = []
+        if step.folds and operation.reduce is not None:
+            flat = self.memory.empty(step.length, operation.out.flat.dtype)
+            values = [span.cut(begin, begin + step.length) for span, begin in operands]
+            self._folder.fold(operation.reduce, values, step.folds, flat)
+            arena, offset = self.memory.locate(flat) or (-1, 0)
+            items.append((Span(flat, self.rank, arena, offset), 0))
+        items += [operands[i] for i in step.passed_on]
+        known = self._tell_spec(operation.program.spec, link)
+        size = step.length * operation.out.flat.dtype.itemsize
+        link.egress_bytes += len(items) * size
+        if link.shared:
+            operation.kept.append(items)
+            for span, _ in items:
+                if span.owner == self.rank:
+                    self._tell_arena(span.arena, link)
+            payload = wire.pack_places([span.place(begin) for span, begin in items])
+            link.say(self._header(Kind.READY, known, operation, piece=index, length=len(payload)), payload)
+        else:
+            head = self._header(Kind.REDUCE, known, operation, piece=index, length=len(items) * size)
+            views = [span.bytes(begin, begin + step.length) for span, begin in items]
+            operation.left += 1
+            link.send(operation.priority, head, views, lambda: self._sent_up(operation, step, index, items))
+        self.dirty.add(link)
+
+    def _sent_up(self, operation: Operation, step: Step, index: int, items: object) -> None:
+        del items  # kept alive until here
+        if operation.program.spec.kind == "reduce":
+            self._release(operation, step, index)
+            self._finish_part(operation)
+        self._finish_part(operation)
+
+    def _release(self, operation: Operation, step: Step, index: int) -> None:
+        """In a plain reduce no result comes back; children of this host must learn that their memory is free."""
+        if operation.program.spec.kind != "reduce":
+            return
+        for child, _ in step.children:
+            if self.links[child].shared:
+                self._done.setdefault((operation, child), []).append(index)
+
+    def _tell(self, operation: Operation, step: Step, index: int, already: Sequence[int] = ()) -> None:
+        """Pass the result of a slice on."""
+        for peer in step.listeners:
+            if peer in already:
+                continue
+            link = self.links[peer]
+            if not link.shared:
+                self._send_result(operation, step, index, link)
+            elif peer in operation.offers:
+                self._push(operation, step, index, link, operation.offers[peer][0])
+            else:
+                operation.left += 1
+                operation.owed.setdefault(peer, []).append(index)
+
+    def _send_result(self, operation: Operation, step: Step, index: int, link: Link) -> None:
+        known = self._tell_spec(operation.program.spec, link)
+        view = operation.out.bytes(step.begin - operation.base, step.end - operation.base)
+        head = self._header(Kind.BCAST, known, operation, piece=index, length=len(view))
+        operation.left += 1
+        link.egress_bytes += len(view)
+        link.send(operation.priority, head, [view], lambda: self._finish_part(operation))
+        self.dirty.add(link)
+
+    def _push(self, operation: Operation, step: Step, index: int, link: Link, theirs: Span) -> None:
+        """Write the result of a slice into the memory of a peer on this host."""
+        theirs.cut(step.begin, step.end).copy_(self._cut(operation, step))
+        self._note_done(operation, step, index, link)
+
+    def _note_done(self, operation: Operation, step: Step, index: int, link: Link) -> None:
+        link.egress_bytes += step.length * operation.out.flat.dtype.itemsize
+        self._done.setdefault((operation, link.rank), []).append(index)
+
+    def say_done(self) -> None:
+        """Tell peers of this host, in one frame for each collective, which of their results are in place."""
+        if not self._done:
+            return
+        for (operation, peer), indices in self._done.items():
+            link = self.links[peer]
+            known = self._tell_spec(operation.program.spec, link)
+            payload = struct.pack(f"<{len(indices)}I", *indices) if len(indices) > 1 else b""
+            link.say(self._header(Kind.DONE, known, operation, piece=indices[0], length=len(payload)), payload)
+            self.dirty.add(link)
+        self._done.clear()
+
+    def _cut(self, operation: Operation, step: Step) -> torch.Tensor:
+        return operation.out.cut(step.begin - operation.base, step.end - operation.base)
+
+    def _finish_part(self, operation: Operation) -> None:
+        operation.left -= 1
+        if operation.left == 0 and not operation.failed:
+            self._complete(operation)
+
+    def _complete(self, operation: Operation) -> None:
+        del self._operations[operation.key]
+        self.lanes.add(operation.program.lane_bytes, operation.began_s, time.monotonic())
+        operation.finished(operation)
+
+    def _span(self, place: Place, dtype: torch.dtype, length: int) -> Span:
+        """A peer's memory, or our own as a peer speaks of it."""
+        key = (*place, dtype, length)
+        span = self._spans.get(key)
+        if span is None:
+            owner, arena, offset = place
+            memory = self.memory.arenas[arena] if owner == self.rank else self._arenas[owner, arena]
+            span = self._spans[key] = Span(memory.flat(offset, dtype, length), owner, arena, offset)
+        return span
+
+    def own_span(self, arena: int, offset: int, dtype: torch.dtype, length: int) -> Span:
+        """A part of this worker's own shared memory."""
+        return self._span((self.rank, arena, offset), dtype, length)
+
+    # --- what goes wrong ---
+
+    def _disagree(self, operation: Operation, link: Link, theirs: Spec) -> None:
+        text = (
+            f"{operation.program.spec.kind} {operation.program.spec.name!r}: rank {self.rank} submitted "
+            f"{_describe(operation.program.spec)}, rank {link.rank} {_describe(theirs)}; "
+            "one name must mean the same on every rank"
+        )
+        payload = text.encode()
+        for peer in operation.program.spec.members:
+            if peer != self.rank and peer not in self.lost:
+                other = self.links[peer]
+                known = self._tell_spec(operation.program.spec, other)
+                other.say(self._header(Kind.ERROR, known, operation, length=len(payload)), payload)
+                self.dirty.add(other)
+        self._fail(operation, Mismatch(text))
+
+    def _on_error(self, link: Link, frame: Frame, payload: bytes) -> None:
+        known = self._theirs[link.rank][frame[4]]
+        key = known.channel << 32 | frame[5]
+        error = Mismatch(payload.decode(errors="replace"))
+        operation = self._operations.get(key)
+        if operation is None:
+            self._early_errors[key] = error
+        else:
+            self._fail(operation, error)
+
+    def _fail(self, operation: Operation, error: Exception) -> None:
+        operation.failed = True
+        self._operations.pop(operation.key, None)
+        for link, (arriving, _) in list(self._arriving.items()):
+            if arriving is operation:
+                self._arriving[link] = (None, None)
+                link.divert()
+        operation.handle.fail(error)
+
+    def lose(self, rank: int, why: str, reported_by: int | None = None) -> None:
+        """A worker is gone: end all that needs it, and tell the others."""
+        if rank in self.lost:
+            return
+        worker = self.view.workers[rank]
+        seen = why if reported_by is None else f"{why} (reported by rank {reported_by})"
+        error = self.lost[rank] = WorkerLost(str(worker), rank, seen)
+        log.debug("rank %d: %s", self.rank, error)
+        payload = why.encode()
+        for peer, link in self.links.items():
+            if peer not in self.lost:
+                link.say(header(Kind.LOST, self.view.number, piece=rank, length=len(payload)), payload)
+                self.dirty.add(link)
+        for operation in [o for o in self._operations.values() if rank in o.program.spec.members]:
+            self._fail(operation, error)
+        for ask, (answer, _, asked) in list(self._asked.items()):
+            if asked == rank:
+                del self._asked[ask]
+                answer(error)
+        pong = self.pongs.pop(rank, None)
+        if pong is not None:
+            pong(float("inf"))
+
+    def fail_all(self, error: Exception) -> None:
+        """The engine ends: so does everything that waits for it."""
+        for operation in list(self._operations.values()):
+            self._fail(operation, error)
+        for answer, _, _ in self._asked.values():
+            answer(error)
+        self._asked.clear()
+
+    @property
+    def idle(self) -> bool:
+        return not self._operations
+
+    # --- the store ---
+
+    def ask(
+        self, peer: int, name: str, version: int | None, out: torch.Tensor, answer: Callable[[Exception | None], None]
+    ) -> None:
+        """Fetch what `peer` has stored under a name into the flat CPU tensor `out`."""
+        if peer in self.lost:
+            answer(self.lost[peer])
+            return
+        self._asks += 1
+        self._asked[self._asks] = (answer, out, peer)
+        payload = name.encode()
+        link = self.links[peer]
+        extra = 0 if version is None else version + 1
+        link.say(header(Kind.ASK, self.view.number, seq=self._asks, extra=extra, length=len(payload)), payload)
+        self.dirty.add(link)
+
+    def _on_ask(self, link: Link, frame: Frame, payload: bytes) -> None:
+        version = frame[7] - 1 if frame[7] else None
+        found = self.store.get(payload.decode(errors="replace"), version)
+        views = [bytes_of(found)] if found is not None else []
+        size = sum(map(len, views))
+        head = header(Kind.TELL, self.view.number, seq=frame[5], piece=found is not None, length=size)
+        link.egress_bytes += size
+        link.send(0, head, views, None)
+        self.dirty.add(link)
+
+    def _place_for_tell(self, link: Link, frame: Frame) -> memoryview:
+        if frame[5] in self._asked:
+            place = bytes_of(self._asked[frame[5]][1])
+            if len(place) == frame[8]:
+                return place
+        return memoryview(bytearray(frame[8]))
+
+    def _on_told(self, link: Link, frame: Frame) -> None:
+        asked = self._asked.pop(frame[5], None)
+        if asked is None:
+            return
+        answer, out, _ = asked
+        if not frame[6]:
+            answer(NotStored(f"{link.worker} (rank {link.rank}) has nothing stored under that name and version"))
+        elif frame[8] != out.nbytes:
+            answer(Mismatch(f"{link.worker} stored {frame[8]} bytes, but {out.nbytes} were asked for"))
+        else:
+            answer(None)
+
+
+def _take_arena(link: Link, size: int) -> Arena:
+    if not link.fds:
+        raise CommError(f"{link.worker} announced shared memory, but no descriptor came with it")
+    fd = link.fds.popleft()
+    if os.fstat(fd).st_size < size:
+        os.close(fd)
+        raise CommError(f"{link.worker} announced {size} bytes of shared memory, but gave less")
+    arena = Arena(fd, size)
+    arena.close()  # the mapping stays
+    return arena
+
+
+def _describe(spec: Spec) -> str:
+    order = "exact" if spec.exact else "fast"
+    return f"{spec.length} x {dtype_of(spec.dtype)} ({spec.op}, {order}, root {spec.root}, parts {spec.parts or 1})"

@@ -1,0 +1,93 @@
+"""CUDA tensors in collectives: copied to pinned host memory and back, beside the compute.
+
+The copies run on a stream of their own and wait for the user's stream by events, so neither the
+user's thread nor the engine's is held up. The host memory is the worker's shared memory itself,
+registered with CUDA, so between the workers of a host nothing is copied twice.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import torch
+
+from pliant.comm.operation import Operation
+from pliant.comm.shm import SharedMemory
+
+
+class CudaStage:
+    """One copying thread and one stream per device."""
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self._pinned: set[int] = set()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="pliant-cuda", daemon=True)
+        self._thread.start()
+
+    def submit(self, source: torch.Tensor, operation: Operation, begin: Callable[[], None]) -> None:
+        """Copy `source` to the operation's memory once the work queued so far has produced it, then `begin`."""
+        ready = torch.cuda.current_stream(source.device).record_event()
+        self._todo.put(lambda: self._copy_in(source, operation, ready, begin))
+
+    def finish(self, target: torch.Tensor, staging: torch.Tensor, write: bool, operation: Operation) -> None:
+        """Copy the result back, then finish the handle; whoever waits has its stream wait for the copy."""
+        self._todo.put(lambda: self._copy_out(target, staging, write, operation))
+
+    def close(self) -> None:
+        self._todo.put(None)
+        self._thread.join(timeout=10)
+        for arena in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.arenas[arena].address)  # type: ignore[no-untyped-call]
+
+    def _run(self) -> None:
+        while (call := self._todo.get()) is not None:
+            call()
+
+    def _copy_in(
+        self, source: torch.Tensor, operation: Operation, ready: torch.cuda.Event, begin: Callable[[], None]
+    ) -> None:
+        try:
+            staging = operation.out.flat
+            self._pin(staging)
+            stream = self._stream(source.device)
+            with torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                staging.copy_(source.detach().reshape(-1), non_blocking=True)
+            stream.synchronize()
+            begin()
+        except Exception as error:
+            operation.handle.fail(error)
+
+    def _copy_out(self, target: torch.Tensor, staging: torch.Tensor, write: bool, operation: Operation) -> None:
+        try:
+            if not write:
+                operation.handle.finish(target)
+                return
+            stream = self._stream(target.device)
+            with torch.cuda.stream(stream):
+                target.detach().copy_(staging.view(target.shape), non_blocking=True)
+                copied = stream.record_event()
+            target.record_stream(stream)
+            # The staging memory must outlive the copy, which has only been queued.
+            copied.synchronize()
+            operation.handle.finish(target, lambda: torch.cuda.current_stream(target.device).wait_event(copied))
+        except Exception as error:
+            operation.handle.fail(error)
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._streams[device]
+
+    def _pin(self, staging: torch.Tensor) -> None:
+        place = self._memory.locate(staging)
+        if place is None or place[0] in self._pinned:
+            return
+        arena = self._memory.arenas[place[0]]
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(int(runtime.cudaHostRegister(arena.address, arena.size, 0)))
+        self._pinned.add(place[0])

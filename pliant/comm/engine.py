@@ -1,0 +1,706 @@
+"""Asynchronous collectives between the workers of a view: the public face, and the thread behind it.
+
+Any thread may submit any name at any time; ranks need not agree on an order. A submission returns a
+`Handle` at once. One thread per engine owns all sockets and does all folding (`comm.core`); it
+sleeps in a selector and never polls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+
+from pliant.cluster import View, Worker
+from pliant.comm import graph
+from pliant.comm.core import Core
+from pliant.comm.cuda import CudaStage
+from pliant.comm.handle import Handle
+from pliant.comm.kernels import dtype_name, reducer
+from pliant.comm.link import Link, header
+from pliant.comm.mesh import Mesh, MeshConfig
+from pliant.comm.operation import Operation, Program, Span, make_program
+from pliant.comm.plan import Spec, Strategy, local_ranks, make_plan
+from pliant.comm.shm import SharedMemory
+from pliant.comm.store import Store
+from pliant.comm.telemetry import Counters, LaneThroughput
+from pliant.comm.wire import Kind
+from pliant.errors import CollectiveTimeout, CommError, ConfigError, EngineClosed, Mismatch
+
+log = logging.getLogger(__name__)
+
+Determinism = Literal["exact", "fast"]
+Array = torch.Tensor | np.ndarray
+
+AUTO = Strategy("AUTO")
+WORK_S = 0.001
+"""Folding goes on for at most about this long before the sockets have their turn."""
+INTERNAL = "pliant:"
+"""Names that begin so are the engine's own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How an engine behaves; equal on all ranks except for the timeouts."""
+
+    determinism: Determinism = "exact"
+    """`exact`: the bits of torch's all_reduce on gloo, on any topology. `fast`: the topology's own fixed order."""
+    strategy: Strategy = AUTO
+    """The topologies that collectives start with."""
+    slice_bytes: int = 1 << 20
+    """Tensors are cut into slices of at most this size."""
+    heartbeat_timeout_s: float = 10.0
+    """A peer that says nothing for this long is lost."""
+    collective_timeout_s: float = 300.0
+    """How long `wait` waits if it is not told otherwise."""
+    linger_s: float = 5.0
+    """How long `close` waits for what is still to be sent."""
+
+    def __post_init__(self) -> None:
+        if self.slice_bytes < 4096:
+            raise ConfigError(f"slice_bytes={self.slice_bytes}: headers would dominate; use 4096 or more")
+        if self.determinism not in ("exact", "fast"):
+            raise ConfigError(f"determinism={self.determinism!r}: use 'exact' or 'fast'")
+        if self.heartbeat_timeout_s <= 0:
+            raise ConfigError(f"heartbeat_timeout_s={self.heartbeat_timeout_s:g}: use a positive number of seconds")
+
+
+class Engine:
+    """The collectives of one rank. Made by `connected` or by `comm.loopback`; close it, or use `with`."""
+
+    def __init__(self, view: View, rank: int, config: EngineConfig) -> None:
+        self.view = view
+        self.rank = rank
+        self.size = view.size
+        self.config = config
+        self.local_ranks = local_ranks(view.hosts, rank)
+        """The ranks on this host: pass them as `ranks` for a collective within the host."""
+        self.cross_ranks = graph.masters(view.hosts)
+        """The first rank of every host: pass them as `ranks` for a collective between hosts."""
+        self._memory = SharedMemory()
+        self._store = Store()
+        self._core = Core(view, rank, self._memory, self._store)
+        self._strategies = [config.strategy]
+        self._late: dict[int, list[tuple[int, int]]] = {}
+        self._programs: dict[tuple[Spec, int], Program] = {}
+        self._specs: dict[Spec, Spec] = {}
+        self._seqs: dict[int, int] = {}
+        self._names: dict[int, object] = {}
+        self._submitting = threading.RLock()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._asleep = False
+        self._closing = False
+        self._broken: Exception | None = None
+        self._writing: set[Link] = set()
+        self._thread = threading.Thread(target=self._run, name=f"pliant-engine-{rank}", daemon=True)
+        self._cuda: CudaStage | None = None
+
+    # --- lifetime ---
+
+    def start(self, sockets: Mapping[int, socket.socket]) -> None:
+        """Take over connected, authenticated sockets to all other ranks, and begin."""
+        now_s = time.monotonic()
+        for rank, sock in sockets.items():
+            link = Link(rank, self.view.workers[rank], sock, shared=rank in self.local_ranks, receiver=self._core)
+            link.last_seen_s = link.last_sent_s = now_s
+            self._core.links[rank] = link
+            self._selector.register(sock, selectors.EVENT_READ, link)
+        self._selector.register(self._alarm, selectors.EVENT_READ, None)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send what is still queued, say goodbye and end. Handles that still wait fail with EngineClosed."""
+        if self._closing:
+            return
+        self._closing = True
+        self._wake()
+        self._thread.join(timeout=self.config.linger_s + 5)
+        if self._cuda is not None:
+            self._cuda.close()
+        self._memory.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- memory ---
+
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised tensor in memory that the workers of this host share: collectives on it copy nothing."""
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        length = 1
+        for size in sizes:
+            length *= size
+        return self._memory.empty(length, dtype).view(sizes)
+
+    # --- collectives ---
+
+    def all_reduce(
+        self,
+        name: str,
+        tensor: Array,
+        *,
+        op: str = "sum",
+        priority: int = 0,
+        determinism: Determinism | None = None,
+        ranks: Sequence[int] | None = None,
+        contributions: Sequence[torch.Tensor] | None = None,
+        parts: Sequence[int] | None = None,
+    ) -> Handle:
+        """Reduce `tensor` over all ranks, in place; returns at once.
+
+        Every rank of `ranks` (default: all) must submit the same names, in any order and from any
+        thread; a name may be used again at any time. Lower `priority` goes first. The order of
+        summation follows from `determinism` alone, never from arrival, so equal inputs give equal bits.
+
+        A rank that hosts several replicas brings one tensor for each of them as `contributions`, and
+        `parts` says how many each rank brings; the result goes to `tensor`.
+
+        Raises:
+            ConfigError: this type or operation cannot be reduced.
+            Mismatch, WorkerLost: from `wait`, on every rank.
+        """
+        target = _as_tensor(tensor)
+        spec = self._spec("all_reduce", name, target, op, determinism, ranks, -1, parts)
+        reduce = reducer(op, target.dtype)
+        if self.rank not in spec.members:
+            raise ConfigError(f"all_reduce {name!r}: rank {self.rank} is not one of ranks={list(spec.members)}")
+        out, finished = self._bind(target, spec, read=contributions is None, write=True)
+        own = [out] if contributions is None else [self._bind_operand(part, spec) for part in contributions]
+        return self._submit(spec, out, own, reduce, priority, finished, source=target)
+
+    def reduce(
+        self,
+        name: str,
+        tensor: Array,
+        root: int = 0,
+        *,
+        op: str = "sum",
+        priority: int = 0,
+        determinism: Determinism | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> Handle:
+        """Reduce `tensor` over all ranks into the root's; the others' stay as they are."""
+        target = _as_tensor(tensor)
+        spec = self._spec("reduce", name, target, op, determinism, ranks, root)
+        reduce = reducer(op, target.dtype)
+        out, finished = self._bind(target, spec, read=True, write=self.rank == root)
+        return self._submit(spec, out, [out], reduce, priority, finished, source=target)
+
+    def broadcast(
+        self, name: str, tensor: Array, root: int = 0, *, priority: int = 0, ranks: Sequence[int] | None = None
+    ) -> Handle:
+        """Make `tensor` on all ranks what it is on the root."""
+        target = _as_tensor(tensor)
+        spec = self._spec("broadcast", name, target, "none", "fast", ranks, root)
+        out, finished = self._bind(target, spec, read=self.rank == root, write=self.rank != root)
+        return self._submit(spec, out, [], None, priority, finished, source=target)
+
+    def all_gather(self, name: str, tensor: Array, *, priority: int = 0, ranks: Sequence[int] | None = None) -> Handle:
+        """Everybody's `tensor` on every rank: `wait` returns them stacked, in the order of ranks."""
+        return self._gather("all_gather", name, _as_tensor(tensor), -1, priority, ranks)
+
+    def gather(
+        self, name: str, tensor: Array, root: int = 0, *, priority: int = 0, ranks: Sequence[int] | None = None
+    ) -> Handle:
+        """Everybody's `tensor` on the root: there `wait` returns them stacked, elsewhere None."""
+        return self._gather("gather", name, _as_tensor(tensor), root, priority, ranks)
+
+    def _gather(
+        self, kind: str, name: str, part: torch.Tensor, root: int, priority: int, ranks: Sequence[int] | None
+    ) -> Handle:
+        spec = self._spec(kind, name, part, "none", "fast", ranks, root)
+        length, me = part.numel(), spec.members.index(self.rank)
+        if kind == "gather" and self.rank != root:
+            out, finished = self._bind(part, spec, read=True, write=False)
+            return self._submit(spec, out, [], None, priority, finished, source=part, base=me * length)
+        whole = self._memory.empty(length * len(spec.members), part.dtype)
+        whole[me * length : (me + 1) * length].copy_(part.detach().reshape(-1))
+        stacked = whole.view(len(spec.members), *part.shape)
+        if part.is_cuda:
+            stacked_there = stacked.to(part.device)
+            return self._submit(
+                spec, self._span_of(whole), [], None, priority,
+                lambda operation: operation.handle.finish(stacked_there.copy_(stacked)),
+            )  # fmt: skip
+        return self._submit(
+            spec, self._span_of(whole), [], None, priority, lambda operation: operation.handle.finish(stacked)
+        )
+
+    def barrier(
+        self, name: str = "barrier", *, ranks: Sequence[int] | None = None, timeout_s: float | None = None
+    ) -> None:
+        """Return when every rank has called this."""
+        token = torch.zeros(1, dtype=torch.uint8)
+        self.all_reduce(f"{INTERNAL}barrier:{name}", token, op="max", determinism="fast", ranks=ranks).wait(timeout_s)
+
+    def consensus(self, name: str, data: bytes, *, timeout_s: float | None = None) -> bool:
+        """Whether all ranks have called this with the same bytes; the same answer on every rank."""
+        digest = torch.frombuffer(bytearray(hashlib.sha256(data).digest()), dtype=torch.uint8)
+        digests = self.all_gather(f"{INTERNAL}consensus:{name}", digest).wait(timeout_s)
+        assert digests is not None, "an all_gather has a result on every rank"
+        return bool((digests == digests[0]).all())
+
+    # --- the store ---
+
+    def save(self, name: str, tensor: Array, version: int | None = None) -> None:
+        """Keep a copy for others to `request`; of versioned ones the last three."""
+        self._store.save(name, _as_tensor(tensor), version)
+
+    def request(self, rank: int, name: str, out: Array, version: int | None = None) -> Handle:
+        """Fetch what `rank` saved under `name` into `out`.
+
+        Raises (from `wait`):
+            NotStored: it has no such name or version; `out` is unchanged.
+            Mismatch: it has another size; `out` is unchanged.
+            WorkerLost: it is gone.
+        """
+        if not 0 <= rank < self.size:
+            raise ConfigError(f"request: rank {rank} is not one of 0..{self.size - 1}")
+        target = _as_tensor(out)
+        landing = torch.empty(target.numel(), dtype=target.dtype)
+        handle = Handle(f"request {name!r}", self.config.collective_timeout_s, lambda: (str(self.view.workers[rank]),))
+
+        def answer(error: Exception | None) -> None:
+            if error is not None:
+                handle.fail(error)
+            else:
+                target.copy_(landing.view(target.shape))
+                handle.finish(target)
+
+        self._post(partial(self._ask, rank, name, version, landing, answer))
+        return handle
+
+    def _ask(
+        self, rank: int, name: str, version: int | None, out: torch.Tensor, answer: Callable[[Exception | None], None]
+    ) -> None:
+        if rank != self.rank:
+            self._core.ask(rank, name, version, out, answer)
+            return
+        found = self._store.get(name, version)
+        if found is None or found.nbytes != out.nbytes:
+            answer(CommError(f"nothing of {out.nbytes} bytes is stored here under {name!r}"))
+            return
+        out.view(torch.uint8).copy_(found.view(torch.uint8))
+        answer(None)
+
+    # --- topologies ---
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that collectives submitted from now on use."""
+        return self._strategies[-1]
+
+    def set_strategy(self, strategy: str | Sequence[int] | Strategy, *, timeout_s: float | None = None) -> None:
+        """Change the topology while collectives are in flight. Every rank calls this; none is lost.
+
+        Each collective runs wholly on the old or wholly on the new topology, the same on all ranks:
+        what any rank had submitted before the change still takes the old one everywhere.
+
+        Raises:
+            ConfigError: no such strategy, or no tree.
+            Mismatch: the ranks asked for different ones; nothing has changed.
+        """
+        wanted = self._check_strategy(strategy)
+        epoch = len(self._strategies)
+        if not self.consensus(f"strategy:{epoch}", repr(wanted).encode(), timeout_s=timeout_s):
+            raise Mismatch(f"the ranks ask for different strategies (this one for {wanted}): nothing is changed")
+        # From here on every rank is inside this call, so holding back submissions cannot block anybody.
+        with self._submitting:
+            mine = {_channel_tag(channel): self._seqs[number] for number, channel in self._names.items()}
+            furthest = self._furthest(epoch, mine, timeout_s)
+            for number, channel in self._names.items():
+                ahead = furthest.get(_channel_tag(channel), 0)
+                if ahead > self._seqs[number]:
+                    self._late.setdefault(number, []).append((ahead, epoch - 1))
+            self._late_tags = {tag: (seq, epoch - 1) for tag, seq in furthest.items() if tag not in mine}
+            self._strategies.append(wanted)
+
+    def _check_strategy(self, strategy: str | Sequence[int] | Strategy) -> Strategy:
+        if isinstance(strategy, Strategy):
+            wanted = strategy
+        elif isinstance(strategy, str):
+            wanted = Strategy(strategy.upper())
+        else:
+            wanted = Strategy("FOREST", tuple(int(father) for father in strategy))
+            if len(wanted.forest) != self.size:
+                raise ConfigError(
+                    f"forest {list(strategy)} has {len(wanted.forest)} entries, but there are {self.size} ranks"
+                )
+        wanted.topologies(self.view.hosts, exact=False)
+        return wanted
+
+    def _furthest(self, epoch: int, mine: Mapping[bytes, int], timeout_s: float | None) -> dict[bytes, int]:
+        """For each channel, how many collectives the furthest rank has submitted."""
+        table = b"".join(tag + seq.to_bytes(8, "little") for tag, seq in mine.items())
+        furthest: dict[bytes, int] = {}
+        for other in self.all_gather_bytes(f"{INTERNAL}cut:{epoch}", table, timeout_s=timeout_s):
+            for begin in range(0, len(other), 16):
+                tag, seq = other[begin : begin + 8], int.from_bytes(other[begin + 8 : begin + 16], "little")
+                furthest[tag] = max(furthest.get(tag, 0), seq)
+        return furthest
+
+    def all_gather_bytes(self, name: str, data: bytes, *, timeout_s: float | None = None) -> list[bytes]:
+        """Everybody's `data`, which may differ in length; blocks."""
+        lengths = self.all_gather(f"{name}:length", torch.tensor([len(data)])).wait(timeout_s)
+        assert lengths is not None, "an all_gather has a result on every rank"
+        longest = int(lengths.max())
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = self.all_gather(f"{name}:data", padded).wait(timeout_s)
+        assert rows is not None, "an all_gather has a result on every rank"
+        return [bytes(row[: int(length)].numpy()) for row, length in zip(rows, lengths, strict=True)]
+
+    # --- looking at it ---
+
+    def counters(self) -> Counters:
+        """Payload bytes to and from each peer so far."""
+        links = self._core.links.values()
+        return Counters(
+            {str(link.worker): link.egress_bytes for link in links},
+            {str(link.worker): link.ingress_bytes for link in links},
+        )
+
+    def throughput(self) -> dict[int, LaneThroughput]:
+        """What each topology of the strategy carried since the last call."""
+        return self._core.lanes.take()
+
+    def latencies(self, timeout_s: float = 10.0) -> list[float]:
+        """Round-trip seconds to every rank; 0 to itself, infinite to the lost."""
+        found = [0.0] * self.size
+        done = threading.Semaphore(0)
+
+        def pong(rank: int, seconds: float) -> None:
+            found[rank] = seconds
+            done.release()
+
+        self._post(partial(self._ping, pong))
+        deadline_s = time.monotonic() + timeout_s
+        for _ in range(self.size - 1):
+            if not done.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+                missing = tuple(str(self.view.workers[rank]) for rank in self._core.pongs)
+                raise CollectiveTimeout("latencies", timeout_s, missing)
+        return found
+
+    def _ping(self, pong: Callable[[int, float], None]) -> None:
+        for rank, link in self._core.links.items():
+            if rank in self._core.lost:
+                pong(rank, float("inf"))
+                continue
+            self._core.pongs[rank] = partial(pong, rank)
+            link.say(header(Kind.PING, self.view.number, extra=time.perf_counter_ns()))
+            self._core.dirty.add(link)
+
+    def minimum_spanning_tree(self, timeout_s: float = 30.0) -> graph.Forest:
+        """The lightest tree over the measured latencies, as a forest array; the same on every rank, which all call."""
+        row = torch.tensor(self.latencies(timeout_s), dtype=torch.float64)
+        rows = self.all_gather(f"{INTERNAL}latencies", row).wait(timeout_s)
+        assert rows is not None, "an all_gather has a result on every rank"
+        return graph.forest_of_edges(graph.minimum_spanning_tree(rows.tolist()), self.size)
+
+    # --- submitting ---
+
+    def _spec(
+        self,
+        kind: str,
+        name: str,
+        tensor: torch.Tensor,
+        op: str,
+        determinism: Determinism | None,
+        ranks: Sequence[int] | None,
+        root: int,
+        parts: Sequence[int] | None = None,
+    ) -> Spec:
+        members = tuple(range(self.size)) if ranks is None else tuple(sorted(set(ranks)))
+        if not members or members[0] < 0 or members[-1] >= self.size:
+            raise ConfigError(f"{kind} {name!r}: ranks={list(members)} must be some of 0..{self.size - 1}")
+        if self.rank not in members:
+            raise ConfigError(f"{kind} {name!r}: rank {self.rank} is not one of ranks={list(members)}")
+        if kind in ("reduce", "broadcast", "gather") and root not in members:
+            raise ConfigError(f"{kind} {name!r}: root={root} is not one of ranks={list(members)}")
+        exact = (determinism or self.config.determinism) == "exact"
+        if parts is not None and len(parts) != len(members):
+            raise ConfigError(
+                f"{kind} {name!r}: parts={list(parts)} must have one number for each of {len(members)} ranks"
+            )
+        return Spec(kind, name, members, dtype_name(tensor.dtype), tensor.numel(), op, exact, root, tuple(parts or ()))
+
+    def _submit(
+        self,
+        spec: Spec,
+        out: Span,
+        own: list[Span],
+        reduce: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None,
+        priority: int,
+        finished: Callable[[Operation], None],
+        *,
+        source: torch.Tensor | None = None,
+        base: int = 0,
+    ) -> Handle:
+        with self._submitting:
+            spec = self._specs.setdefault(spec, spec)
+            channel = self._core.channel_of(spec)
+            seq = self._seqs.get(channel, 0)
+            self._seqs[channel] = seq + 1
+            if seq == 0 and not spec.name.startswith(INTERNAL):
+                self._names[channel] = spec.channel
+                self._adopt_late(channel, spec)
+            program = self._program(spec, self._epoch_of(channel, seq))
+            operation = Operation(program, channel, seq, priority, out, base, own, reduce, None, finished)  # type: ignore[arg-type]
+            handle = Handle(spec.name, self.config.collective_timeout_s, partial(self._waiting_for, operation))
+            operation.handle = handle
+            begin = partial(self._core.submit, operation)
+            if source is not None and source.is_cuda:
+                self._stage().submit(source, operation, lambda: self._post(begin))
+            else:
+                self._post(begin)
+        return handle
+
+    def _epoch_of(self, channel: int, seq: int) -> int:
+        for before, epoch in self._late.get(channel, ()):
+            if seq < before:
+                return epoch
+        self._late.pop(channel, None)
+        return len(self._strategies) - 1
+
+    def _adopt_late(self, channel: int, spec: Spec) -> None:
+        """A name that others had used before the last change of topology, and this rank had not."""
+        late = self._late_tags.pop(_channel_tag(spec.channel), None) if self._late_tags else None
+        if late is not None:
+            self._late.setdefault(channel, []).append(late)
+
+    _late_tags: dict[bytes, tuple[int, int]] = {}  # noqa: RUF012 - replaced, never changed in place
+
+    def _program(self, spec: Spec, epoch: int) -> Program:
+        program = self._programs.get((spec, epoch))
+        if program is None:
+            item_bytes = torch.empty(0, dtype=getattr(torch, spec.dtype)).element_size()
+            plan = make_plan(
+                spec, self.rank, self.view.hosts, self._strategies[epoch], item_bytes, self.config.slice_bytes
+            )
+            program = make_program(spec, plan, lambda rank: rank in self.local_ranks, item_bytes)
+            self._programs[spec, epoch] = program
+        return program
+
+    def _waiting_for(self, operation: Operation) -> tuple[str, ...]:
+        return tuple(f"{self.view.workers[rank]} (rank {rank})" for rank in sorted(operation.waiting_for()))
+
+    def _bind(
+        self, tensor: torch.Tensor, spec: Spec, *, read: bool, write: bool
+    ) -> tuple[Span, Callable[[Operation], None]]:
+        """The memory to work on, and what to do when the result is there."""
+        flat = tensor.detach()
+        shared = any(rank in self.local_ranks for rank in spec.members if rank != self.rank)
+        if flat.is_contiguous() and not flat.is_cuda:
+            flat = flat.view(-1)
+            place = self._memory.locate(flat) if len(flat) else None
+            if place is not None:
+                return self._core.own_span(*place, flat.dtype, len(flat)), lambda op: op.handle.finish(tensor)
+            if not shared:
+                return Span(flat), lambda op: op.handle.finish(tensor)
+        staging = self._memory.empty(tensor.numel(), tensor.dtype)
+        if flat.is_cuda:
+            return self._span_of(staging), partial(self._stage().finish, tensor, staging, write)
+        if read:
+            staging.copy_(flat.reshape(-1))
+
+        def copy_back(operation: Operation) -> None:
+            if write:
+                flat.copy_(staging.view(flat.shape))
+            operation.handle.finish(tensor)
+
+        return self._span_of(staging), copy_back
+
+    def _bind_operand(self, tensor: torch.Tensor, spec: Spec) -> Span:
+        return self._bind(tensor, spec, read=True, write=False)[0]
+
+    def _span_of(self, flat: torch.Tensor) -> Span:
+        """A span on memory that was just handed out; it keeps the tensor, and with it the place."""
+        arena, offset = self._memory.locate(flat) or (0, 0)
+        return Span(flat, self.rank, arena, offset)
+
+    def _stage(self) -> CudaStage:
+        if self._cuda is None:
+            self._cuda = CudaStage(self._memory)
+        return self._cuda
+
+    # --- the thread ---
+
+    def _post(self, call: Callable[[], None]) -> None:
+        """Have the engine's thread do this."""
+        if self._broken is not None:
+            raise self._broken
+        if self._closing:
+            raise EngineClosed("the engine is closed: submit before leaving its `with`")
+        self._inbox.append(call)
+        if self._asleep:
+            self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._alarm, 1)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._turn()
+            self._say_goodbye()
+        except Exception as error:
+            log.exception("rank %d: the engine's thread failed", self.rank)
+            self._broken = CommError(f"the engine's thread failed: {error!r}")
+            self._core.fail_all(self._broken)
+        finally:
+            self._core.fail_all(EngineClosed("the engine was closed while this was in progress"))
+            for link in self._core.links.values():
+                link.close()
+            self._selector.close()
+            os.close(self._alarm)
+
+    def _turn(self) -> None:
+        """Wait for something to do, and do it."""
+        core = self._core
+        for key, events in self._selector.select(self._patience_s()):
+            self._asleep = False
+            link = key.data
+            if link is None:
+                os.eventfd_read(self._alarm)
+                continue
+            if events & selectors.EVENT_READ:
+                self._guarded(link, link.read)
+            if events & selectors.EVENT_WRITE and link.rank not in core.lost:
+                core.dirty.add(link)
+        self._asleep = False
+        while self._inbox:
+            self._inbox.popleft()()
+        self._work()
+        core.say_done()
+        self._check_hearts(time.monotonic())
+        self._flush()
+
+    def _patience_s(self) -> float:
+        if len(self._core.runnable) or self._core.dirty - self._writing:
+            return 0.0
+        self._asleep = True
+        # Set before the last look: who submits after it sees the flag and rings the alarm.
+        return 0.0 if self._inbox else self.config.heartbeat_timeout_s / 8
+
+    def _work(self) -> None:
+        """Fold for a while; one step at least, so that there is always progress."""
+        runnable = self._core.runnable
+        until_s = time.monotonic() + WORK_S
+        while len(runnable):
+            operation, index = runnable.pop()
+            self._core.run(operation, index)
+            if time.monotonic() > until_s:
+                return
+
+    def _flush(self) -> None:
+        now_s = time.monotonic()
+        for link in list(self._core.dirty):
+            if link.rank in self._core.lost:
+                self._core.dirty.discard(link)
+                continue
+            self._guarded(link, self._flush_link, now_s=now_s)
+
+    def _flush_link(self, now_s: float, link: Link) -> None:
+        more = link.flush(now_s)
+        if not more:
+            self._core.dirty.discard(link)
+        if more != (link in self._writing):
+            (self._writing.add if more else self._writing.discard)(link)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if more else 0)
+            self._selector.modify(link.sock, events, link)
+
+    def _guarded(self, link: Link, act: Callable[..., None], now_s: float | None = None) -> None:
+        """Read from or write to a link; if it is gone, so is the worker."""
+        if link.rank in self._core.lost:
+            return
+        try:
+            if act == link.read:
+                link.read(time.monotonic())
+            else:
+                act(now_s, link)
+        except EOFError:
+            self._drop(link, "it left" if link.said_bye else "its connection closed (the process ended or was killed)")
+        except OSError as error:
+            self._drop(link, "it left" if link.said_bye else f"its connection broke ({error.strerror or error})")
+        except CommError as error:
+            log.error("rank %d: %s sent nonsense: %s", self.rank, link.worker, error)
+            self._drop(link, f"it sent nonsense: {error}")
+
+    def _drop(self, link: Link, why: str) -> None:
+        with contextlib.suppress(KeyError, ValueError, OSError):
+            self._selector.unregister(link.sock)
+        self._core.dirty.discard(link)
+        self._writing.discard(link)
+        self._core.lose(link.rank, why)
+        link.close()
+
+    def _check_hearts(self, now_s: float) -> None:
+        timeout_s = self.config.heartbeat_timeout_s
+        for rank, link in self._core.links.items():
+            if rank in self._core.lost:
+                continue
+            if now_s - link.last_sent_s > timeout_s / 4:
+                link.say(header(Kind.HEARTBEAT, self.view.number))
+                link.last_sent_s = now_s
+                self._core.dirty.add(link)
+            if now_s - link.last_seen_s > timeout_s:
+                silent_s = now_s - link.last_seen_s
+                self._drop(link, f"silent for {silent_s:.1f} s (heartbeat_timeout_s={timeout_s:g}); "
+                                 "raise --heartbeat-timeout if it was only slow")  # fmt: skip
+
+    def _say_goodbye(self) -> None:
+        """Send what is queued, then BYE, then wait briefly for the peers to read it."""
+        deadline_s = time.monotonic() + self.config.linger_s
+        for rank, link in self._core.links.items():
+            if rank not in self._core.lost:
+                link.say(header(Kind.BYE, self.view.number))
+                self._core.dirty.add(link)
+        while self._core.dirty and time.monotonic() < deadline_s:
+            self._flush()
+            if self._core.dirty:
+                for key, events in self._selector.select(0.05):
+                    if key.data is not None and events & selectors.EVENT_READ:
+                        self._guarded(key.data, key.data.read)
+
+
+@contextlib.contextmanager
+def connected(view: View, me: Worker, mesh: MeshConfig, config: EngineConfig) -> Iterator[Engine]:
+    """The engine of worker `me`, connected to all others of the view.
+
+    Raises:
+        CommError: somebody did not come, or would not have us.
+    """
+    engine = Engine(view, view.rank_of(me), config)
+    with Mesh(view, me, mesh).open() as sockets:
+        engine.start(sockets)
+        with engine:
+            yield engine
+
+
+def _as_tensor(value: Array) -> torch.Tensor:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _channel_tag(channel: object) -> bytes:
+    """Eight bytes that stand for a channel on every rank."""
+    return hashlib.sha256(repr(channel).encode()).digest()[:8]

@@ -1,0 +1,63 @@
+"""What a submitted collective gives back at once: something to wait for."""
+
+from __future__ import annotations
+
+import _thread
+from collections.abc import Callable
+
+import torch
+
+from pliant.errors import CollectiveTimeout
+
+
+class Handle:
+    """The outcome of one collective. Any thread may wait, any number of times."""
+
+    __slots__ = ("_after", "_done", "_error", "_lock", "_result", "_timeout_s", "_waiting_for", "name")
+
+    def __init__(self, name: str, timeout_s: float, waiting_for: Callable[[], tuple[str, ...]]) -> None:
+        self.name = name
+        self._timeout_s = timeout_s
+        self._waiting_for = waiting_for
+        self._result: torch.Tensor | None = None
+        self._error: Exception | None = None
+        self._after: Callable[[], None] | None = None
+        self._done = False
+        # A bare lock is a tenth of the cost of an Event, and there is one per tensor and step.
+        self._lock = _thread.allocate_lock()
+        self._lock.acquire()
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or badly."""
+        return self._done
+
+    def wait(self, timeout_s: float | None = None) -> torch.Tensor | None:
+        """Block until the collective has ended; its result, where it has one on this rank.
+
+        Raises:
+            CollectiveTimeout: not in time (the engine's own limit if `timeout_s` is None); it goes on.
+            CommError: what went wrong, on this rank or any other.
+        """
+        if not self._done:
+            limit_s = self._timeout_s if timeout_s is None else timeout_s
+            if not self._lock.acquire(timeout=limit_s):
+                raise CollectiveTimeout(self.name, limit_s, self._waiting_for())
+            self._lock.release()
+        if self._error is not None:
+            raise self._error
+        if self._after is not None:
+            self._after()
+        return self._result
+
+    def finish(self, result: torch.Tensor | None, after: Callable[[], None] | None = None) -> None:
+        """Called once, by the engine. `after` runs in each thread that waits (a CUDA stream's own wait)."""
+        self._result, self._after = result, after
+        self._done = True
+        self._lock.release()
+
+    def fail(self, error: Exception) -> None:
+        """Called once, by the engine."""
+        self._error = error
+        self._done = True
+        self._lock.release()

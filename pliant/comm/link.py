@@ -1,0 +1,259 @@
+"""One connection to one peer: frames out in the order of their priority, frames in as they come.
+
+A stream socket that never blocks. The engine's thread calls `read` and `flush`; no other thread
+touches a link. Control frames overtake data, data goes by priority, and a frame that has begun is
+finished first; so slices must be small, and so must what the kernel holds below us.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from pliant.cluster import Worker
+from pliant.comm.slices import PriorityQueue
+from pliant.comm.wire import BULK, HEADER, MAX_CONTROL_BYTES, Frame, Kind
+from pliant.errors import CommError
+
+WRITE_BYTES = 128 << 10
+"""At most this much is handed to the kernel at once, and at most this much may lie there unsent."""
+READ_BYTES = 1 << 20
+"""At most about this much is taken in from one peer before the others have their turn."""
+BUFFER_BYTES = 64 << 10
+"""Headers and small frames pass through a buffer of this size; of a bulk payload at most as much is copied."""
+_BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_FD_BYTES = array.array("i").itemsize
+
+
+class Receiver(Protocol):
+    """What a link tells its engine."""
+
+    def on_frame(self, link: Link, frame: Frame, payload: bytes) -> None:
+        """A small frame has arrived."""
+
+    def place_for(self, link: Link, frame: Frame) -> memoryview:
+        """Where the bulk payload of this frame shall go; exactly as long as it."""
+
+    def on_bulk(self, link: Link, frame: Frame) -> None:
+        """The payload is in its place."""
+
+
+class Link:
+    """A connected, authenticated socket to `worker`."""
+
+    def __init__(self, rank: int, worker: Worker, sock: socket.socket, *, shared: bool, receiver: Receiver) -> None:
+        self.rank = rank
+        self.worker = worker
+        self.sock = sock
+        self.shared = shared
+        """Whether the peer is on this host, with shared memory."""
+        self.egress_bytes = 0
+        self.ingress_bytes = 0
+        self.said_bye = False
+        self.last_seen_s = 0.0
+        self.last_sent_s = 0.0
+        self.fds: deque[int] = deque()
+        """Descriptors received and not yet claimed."""
+        self._receiver = receiver
+        self._plain = not isinstance(sock, ssl.SSLSocket)
+        self._control = bytearray()
+        self._control_fds: list[int] = []
+        self._data: PriorityQueue[tuple[list[memoryview], Callable[[], None] | None]] = PriorityQueue()
+        self._current: list[memoryview] = []
+        self._current_sent: Callable[[], None] | None = None
+        self._current_fds: list[int] = []
+        self._buffer = bytearray(BUFFER_BYTES)
+        self._view = memoryview(self._buffer)
+        self._begin = self._end = 0
+        self._bulk: Frame | None = None
+        self._bulk_place = memoryview(b"")
+        sock.setblocking(False)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            _keep_little_below(sock)
+
+    # --- out ---
+
+    def say(self, header: bytes, payload: bytes = b"", fd: int | None = None) -> None:
+        """Queue a control frame: it leaves before all data that has not begun to."""
+        self._control += header
+        self._control += payload
+        if fd is not None:
+            self._control_fds.append(fd)
+
+    def send(
+        self, priority: int, header: bytes, payload: Sequence[memoryview], on_sent: Callable[[], None] | None
+    ) -> None:
+        """Queue a data frame; `on_sent` is called when its last byte is with the kernel."""
+        self._data.push(priority, ([memoryview(header), *payload], on_sent))
+
+    @property
+    def has_output(self) -> bool:
+        return bool(self._current or self._control or len(self._data))
+
+    def flush(self, now_s: float) -> bool:
+        """Write what can be written now; True if more waits. Raises OSError when the connection is gone."""
+        while self._current or self._next():
+            try:
+                sent = self._write()
+            except _BLOCKED:
+                return True
+            self.last_sent_s = now_s
+            self._advance(sent)
+            if not self.shared and sent >= WRITE_BYTES:
+                return self.has_output
+        return False
+
+    def _next(self) -> bool:
+        if self._control:
+            self._current = [memoryview(bytes(self._control))]
+            self._current_fds, self._control_fds = self._control_fds, []
+            self._control.clear()
+        elif len(self._data):
+            self._current, self._current_sent = self._data.pop()
+        else:
+            return False
+        return True
+
+    def _write(self) -> int:
+        if not self._plain:
+            return self.sock.send(self._current[0][:WRITE_BYTES])
+        ready, room = [], WRITE_BYTES
+        for view in self._current:
+            ready.append(view[:room])
+            room -= len(ready[-1])
+            if room == 0:
+                break
+        if self._current_fds:
+            fds = array.array("i", self._current_fds)
+            sent = self.sock.sendmsg(ready, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
+            self._current_fds = []
+            return sent
+        return self.sock.sendmsg(ready)
+
+    def _advance(self, sent: int) -> None:
+        while self._current and sent >= len(self._current[0]):
+            sent -= len(self._current[0])
+            del self._current[0]
+        if self._current:
+            self._current[0] = self._current[0][sent:]
+        elif self._current_sent is not None:
+            done, self._current_sent = self._current_sent, None
+            done()
+
+    # --- in ---
+
+    def read(self, now_s: float) -> None:
+        """Take in what has arrived. Raises EOFError or OSError when the connection is gone."""
+        budget = READ_BYTES
+        while budget > 0:
+            place = self._bulk_place if self._bulk is not None else self._room()
+            try:
+                got = self._receive(place)
+            except _BLOCKED:
+                return
+            if got == 0:
+                raise EOFError("connection closed")
+            self.last_seen_s = now_s
+            budget -= got
+            if self._bulk is not None:
+                self._bulk_place = self._bulk_place[got:]
+                self._finish_bulk()
+            else:
+                self._end += got
+                self._parse()
+            if got < len(place) and self._plain:
+                return
+
+    def _room(self) -> memoryview:
+        if self._begin == self._end:
+            self._begin = self._end = 0
+        elif self._end == len(self._buffer):
+            rest = bytes(self._view[self._begin : self._end])
+            self._grow_to(max(len(self._buffer), 2 * len(rest)))
+            self._view[: len(rest)] = rest
+            self._begin, self._end = 0, len(rest)
+        return self._view[self._end :]
+
+    def _grow_to(self, size: int) -> None:
+        if size > len(self._buffer):
+            self._buffer = bytearray(size)
+            self._view = memoryview(self._buffer)
+
+    def _receive(self, place: memoryview) -> int:
+        if not self.shared:
+            return self.sock.recv_into(place)
+        got, ancillary, _, _ = self.sock.recvmsg_into(
+            [place], socket.CMSG_SPACE(64 * _FD_BYTES), socket.MSG_CMSG_CLOEXEC
+        )
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self.fds.extend(array.array("i", data[: len(data) - len(data) % _FD_BYTES]))
+        return got
+
+    def _parse(self) -> None:
+        while self._end - self._begin >= HEADER.size:
+            frame: Frame = HEADER.unpack_from(self._buffer, self._begin)
+            length = frame[8]
+            if frame[0] in BULK:
+                self._begin += HEADER.size
+                self._start_bulk(frame)
+                if self._bulk is not None:
+                    return
+                continue
+            if length == 0:
+                self._begin += HEADER.size
+                self._receiver.on_frame(self, frame, b"")
+                continue
+            if length > MAX_CONTROL_BYTES:
+                raise CommError(f"a frame of kind {frame[0]} claims {length} bytes: the stream is damaged")
+            if self._end - self._begin < HEADER.size + length:
+                return
+            begin = self._begin + HEADER.size
+            self._begin = begin + length
+            self._receiver.on_frame(self, frame, bytes(self._view[begin : begin + length]))
+
+    def _start_bulk(self, frame: Frame) -> None:
+        place = self._receiver.place_for(self, frame)
+        here = min(self._end - self._begin, len(place))
+        place[:here] = self._view[self._begin : self._begin + here]
+        self._begin += here
+        self._bulk, self._bulk_place = frame, place[here:]
+        self._finish_bulk()
+
+    def _finish_bulk(self) -> None:
+        if len(self._bulk_place) == 0 and self._bulk is not None:
+            frame, self._bulk = self._bulk, None
+            self._receiver.on_bulk(self, frame)
+
+    def divert(self) -> None:
+        """Let the rest of the payload that is arriving go nowhere: its place is no longer ours to write."""
+        self._bulk_place = memoryview(bytearray(len(self._bulk_place)))
+
+    def close(self) -> None:
+        self._data.clear()
+        self._current, self._current_sent = [], None
+        for fd in self.fds:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        self.fds.clear()
+        self.sock.close()
+
+
+def _keep_little_below(sock: socket.socket) -> None:
+    """What has left the priority queue cannot be overtaken any more, so the kernel gets little at a time."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    lowat = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+    if lowat is not None:
+        sock.setsockopt(socket.IPPROTO_TCP, lowat, WRITE_BYTES)
+
+
+def header(
+    kind: Kind, view: int, *, spec: int = 0, seq: int = 0, piece: int = 0, extra: int = 0, length: int = 0
+) -> bytes:
+    return HEADER.pack(kind, 0, 0, view, spec, seq, piece, extra, length)

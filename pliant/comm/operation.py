@@ -1,0 +1,143 @@
+"""One collective in progress on one rank: its memory, its program, and what it still waits for."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from pliant.comm.handle import Handle
+from pliant.comm.kernels import Reducer
+from pliant.comm.plan import Plan, Spec
+from pliant.comm.wire import Place
+
+
+class Span:
+    """A flat run of elements in memory that this process can reach, its own or a peer's."""
+
+    __slots__ = ("_bytes", "_cuts", "arena", "flat", "offset", "owner")
+
+    def __init__(self, flat: torch.Tensor, owner: int = -1, arena: int = 0, offset: int = 0) -> None:
+        self.flat = flat
+        self.owner = owner
+        """Whose shared memory it is; -1 where it is no shared memory."""
+        self.arena = arena
+        self.offset = offset
+        # A training job asks for the same ranges at every step, and making a view costs more than
+        # summing a bias.
+        self._cuts: dict[tuple[int, int], torch.Tensor] = {}
+        self._bytes: dict[tuple[int, int], memoryview] = {}
+
+    def cut(self, begin: int, end: int) -> torch.Tensor:
+        key = (begin, end)
+        found = self._cuts.get(key)
+        if found is None:
+            found = self._cuts[key] = self.flat[begin:end]
+        return found
+
+    def bytes(self, begin: int, end: int) -> memoryview:
+        key = (begin, end)
+        found = self._bytes.get(key)
+        if found is None:
+            found = self._bytes[key] = bytes_of(self.cut(begin, end))
+        return found
+
+    def place(self, begin: int = 0) -> Place:
+        return self.owner, self.arena, self.offset + begin * self.flat.dtype.itemsize
+
+
+def bytes_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a flat CPU tensor."""
+    return flat.view(torch.uint8).numpy().data if len(flat) else memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A plan with what follows from it for every collective of the same spec, computed once."""
+
+    spec: Spec
+    plan: Plan
+    ready: tuple[int, ...]
+    """Steps that this rank can take at once."""
+    missing: dict[int, int]
+    """For the other steps that this rank takes: how many children it must hear first."""
+    offer_to: tuple[int, ...]
+    """Peers of this host who read or write this rank's memory."""
+    by_offer: dict[int, tuple[int, ...]]
+    """Steps that come nearer when this child offers its memory."""
+    offered_bytes: dict[int, int]
+    """Operands that each peer reads from this rank's memory."""
+    lane_bytes: dict[int, int]
+
+
+def make_program(spec: Spec, plan: Plan, shares_memory: Callable[[int], bool], item_bytes: int) -> Program:
+    """Derive the program; `shares_memory(rank)` says who is on this host."""
+    ready, missing = [], {}
+    offer_to: set[int] = set()
+    by_offer: defaultdict[int, list[int]] = defaultdict(list)
+    offered: Counter[int] = Counter()
+    lanes: Counter[int] = Counter()
+    for index, step in plan.steps.items():
+        lanes[step.lane] += step.length * item_bytes
+        if step.source is not None and shares_memory(step.source):
+            offer_to.add(step.source)
+        if step.offers and step.up is not None:
+            offer_to.add(step.up)
+            offered[step.up] += step.num_up * step.length * item_bytes
+        elif step.children:
+            missing[index] = len(step.children)
+            for child in step.offered:
+                by_offer[child].append(index)
+        elif step.reduces or step.source is None:
+            ready.append(index)
+    by_child = {child: tuple(steps) for child, steps in by_offer.items()}
+    return Program(spec, plan, tuple(ready), missing, tuple(sorted(offer_to)), by_child, dict(offered), dict(lanes))
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """The state of one submitted collective; touched by the engine's thread only, once submitted."""
+
+    program: Program
+    channel: int
+    seq: int
+    priority: int
+    out: Span
+    """Where the result belongs."""
+    base: int
+    """The element of the whole that `out` begins with (a gather's senders hold only their own part)."""
+    own: list[Span]
+    """This rank's operands; `[out]` where it reduces in place."""
+    reduce: Reducer | None
+    handle: Handle
+    finished: Callable[[Operation], None]
+    """What remains to be done when the result is in place, such as copying it to where the user wants it."""
+    began_s: float = 0.0
+    left: int = 0
+    """Steps and frames that are not done yet."""
+    missing: dict[int, int] = field(default_factory=dict)
+    offers: dict[int, tuple[Span, list[Span]]] = field(default_factory=dict)
+    """The memory of peers: where their result belongs, and their operands."""
+    operands: dict[tuple[int, int], list[Span]] = field(default_factory=dict)
+    """(step, child) -> what it sent."""
+    owed: dict[int, list[int]] = field(default_factory=dict)
+    """Results for peers that have not yet said where they belong."""
+    kept: list[object] = field(default_factory=list)
+    """Memory that others may still read."""
+    failed: bool = False
+
+    @property
+    def key(self) -> int:
+        return self.channel << 32 | self.seq
+
+    def waiting_for(self) -> set[int]:
+        """The ranks from which something is missing."""
+        ranks: set[int] = set()
+        for index, step in list(self.program.plan.steps.items()):
+            if self.missing.get(index):
+                ranks |= {c for c, _ in step.children if (index, c) not in self.operands and c not in self.offers}
+            elif step.source is not None:
+                ranks.add(step.source)
+        return ranks
