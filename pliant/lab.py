@@ -41,6 +41,7 @@ INTERFACE = "e0"
 MAX_HOSTS = 200
 
 _NAMESPACES = Path("/run/netns")
+_TCP_SETTINGS = Path("/proc/sys/net/ipv4")
 _NAMESPACE_NAME = re.compile(r"pliant-([A-Za-z0-9_]{1,24})-(br|h\d+)")
 _LAB_NAME = re.compile(r"[A-Za-z0-9_]{1,24}")
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
@@ -199,6 +200,11 @@ class Lab:
         self._owner_pid = 0
         self._children: list[subprocess.Popen[bytes]] = []
         self._counters: dict[int, int] = {}
+
+    @property
+    def nominal_rate(self) -> int | None:
+        """Bits per second that each host may send when the lab comes up; None: no limit."""
+        return self._rate
 
     @classmethod
     def attach(cls, name: str | None = None) -> Lab:
@@ -364,6 +370,10 @@ class Lab:
             raise LabError(f"h{host}: program {argv[0] if argv else ''!r} not found; give its path")
         return ["ip", "netns", "exec", self.namespaces[host], *argv]
 
+    def congestion_control(self, host: int) -> str:
+        """The algorithm that TCP uses on `host`."""
+        return self.call(host, lambda: (_TCP_SETTINGS / "tcp_congestion_control").read_text().strip())
+
     def tx_bytes(self, host: int) -> int:
         """Bytes that `host` has sent since the lab came up, headers included."""
         return self._counted(host)[8]
@@ -440,11 +450,10 @@ def _set_tcp(*, throttled: bool) -> None:
     the machine does not let namespaces choose cubic (net.ipv4.tcp_allowed_congestion_control). A send
     buffer of 256 KB fills a 1 Gbit/s link of this lab and keeps little below an engine's own queue.
     """
-    tcp = Path("/proc/sys/net/ipv4")
-    allowed = (tcp / "tcp_allowed_congestion_control").read_text().split()
-    (tcp / "tcp_congestion_control").write_text("cubic" if "cubic" in allowed else "reno")
+    allowed = (_TCP_SETTINGS / "tcp_allowed_congestion_control").read_text().split()
+    (_TCP_SETTINGS / "tcp_congestion_control").write_text("cubic" if "cubic" in allowed else "reno")
     if throttled:
-        (tcp / "tcp_wmem").write_text("4096 65536 262144")
+        (_TCP_SETTINGS / "tcp_wmem").write_text("4096 65536 262144")
 
 
 def _libc_call(name: str, *args: int) -> None:

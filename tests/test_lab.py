@@ -170,6 +170,7 @@ def test_hosts_reach_each_other_and_nothing_else(lab: Lab) -> None:
 
     assert transfer_s(lab, 0, 2, 1000) < 5
     assert lab.call(0, unreachable) is not None
+    assert lab.congestion_control(0) in ("cubic", "reno")
     own = {name for _, name in socket.if_nameindex()}
     assert not any(name in own for name in ("e0", "b0", "v0"))
 
