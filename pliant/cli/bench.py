@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import contextlib
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, cast
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from pliant.errors import ConfigError
 
@@ -12,15 +21,169 @@ from pliant.errors import ConfigError
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     bench = typer.Typer(help="Measure ours beside its peers, interleaved, in one run.", no_args_is_help=True)
+    bench.command("allreduce")(allreduce)
     bench.command("traffic")(traffic)
     app.add_typer(bench, name="bench")
+
+
+def allreduce(
+    np: Annotated[int | None, typer.Option("-np", "--np", help="Workers; 4, or one per host of --lab.")] = None,
+    model: Annotated[
+        str, typer.Option("--model", help="resnet50, vgg16, bert, slp, or a file of shapes.")
+    ] = "resnet50",
+    mode: Annotated[str, typer.Option("--mode", help="seq: one tensor after the other; par: all at once.")] = "par",
+    fuse: Annotated[bool, typer.Option("--fuse", help="All tensors as one.")] = False,
+    strategy: Annotated[str, typer.Option("-strategy", "--strategy", help="A topology's name, or all.")] = "AUTO",
+    peers: Annotated[str, typer.Option("--peers", help="gloo,openmpi or none.")] = "gloo,openmpi",
+    lab: Annotated[str | None, typer.Option("--lab", metavar="hosts=4,rate=1gbit", help="Between hosts.")] = None,
+    repeat: Annotated[int, typer.Option("--repeat", help="Rounds; everyone has a turn in each.")] = 10,
+    iterations: Annotated[int, typer.Option("--iterations", help="All-reduces of the whole model in a turn.")] = 3,
+    warmup: Annotated[int, typer.Option("--warmup", help="Iterations before the first round.")] = 2,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="float32, float64, float16, bfloat16, int32, int64.")
+    ] = "float32",
+    determinism: Annotated[str, typer.Option("--determinism", help="exact: the bits of DDP; fast.")] = "exact",
+    check: Annotated[bool, typer.Option("--check", help="Also compare everyone's sums with the right ones.")] = False,
+    dump_graph: Annotated[bool, typer.Option("--dump-graph", help="Print who sends to whom, and stop.")] = False,
+    timeout: Annotated[
+        float, typer.Option("--timeout", help="Seconds a turn may take before it is a failure.")
+    ] = 120.0,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything, as one object.")] = None,
+) -> None:
+    """All-reduce a model's gradients: ours, gloo, Open MPI, and the bound of the hardware, interleaved."""
+    from pliant.bench import allreduce as bench
+    from pliant.bench.contest import Rules
+
+    place = bench.parse_lab(lab) if lab is not None else None
+    num_workers = np if np is not None else place.num_hosts if place is not None else 4
+    options = bench.AllreduceOptions(
+        num_workers=num_workers,
+        model=model,
+        mode=mode,
+        fuse=fuse,
+        strategy=strategy if strategy == "all" else strategy.upper(),
+        peers=bench.parse_peers(peers),
+        lab=place,
+        rules=Rules(rounds=repeat, iterations=iterations, warmup=warmup, check=check, timeout_s=timeout),
+        dtype=dtype,
+        determinism=determinism,
+    )
+    if dump_graph:
+        for name, number, topology in bench.graphs(options):
+            print(
+                f"{name}[{number}] reduce {_arrows(topology.reduce_edges)}  broadcast {_arrows(topology.bcast_edges)}"
+            )
+        return
+    args: dict[str, object] = {
+        "np": num_workers,
+        "model": model,
+        "mode": mode,
+        "fuse": fuse,
+        "strategy": options.strategy,
+        "peers": list(options.peers),
+        "lab": lab,
+        "repeat": repeat,
+        "iterations": iterations,
+        "warmup": warmup,
+        "dtype": dtype,
+        "determinism": determinism,
+        "check": check,
+    }
+    _check_writable(json_file)
+    with _ended_by_sigterm(), _progress() as progress:
+        result = bench.run(options, args, progress)
+    _print_result(result)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    if not result["ok"]:
+        raise typer.Exit(1)
+
+
+def _arrows(edges: tuple[tuple[int, int], ...]) -> str:
+    return " ".join(f"{source}->{target}" for source, target in edges) or "-"
+
+
+def _check_writable(path: Path | None) -> None:
+    """Before minutes of measuring, not after."""
+    try:
+        if path is not None:
+            path.touch()
+    except OSError as error:
+        raise ConfigError(f"--json {path}: {error.strerror}; give a file that can be written") from None
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind as Ctrl-C does, so that everything started is ended."""
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, float], None]]:
+    """A line that moves on a terminal, and nothing where the output is piped."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
+        task = shown.add_task("starting", total=1.0)
+        yield lambda what, fraction: shown.update(task, description=what, completed=fraction)
+
+
+Cell = Mapping[str, object]
+
+
+def _print_result(result: Cell) -> None:
+    args = cast(Cell, result["args"])
+    where = f"lab {args['lab']}" if args["lab"] else "one host"
+    num_bytes = cast(int, result["num_bytes"])
+    table = Table(
+        title=f"all-reduce {args['model']}: {result['num_tensors']} tensors, {num_bytes / 1e6:.1f} MB, "
+        f"{args['np']} workers, {where}, {args['mode']}, {args['determinism']}",
+        title_justify="left",
+    )
+    for name in ("", "median ms", "p10-p90 ms", "CPU ms", "speedup"):
+        table.add_column(name, justify="left" if not name else "right")
+    for cell in cast("list[Cell]", result.get("cells", [result])):
+        table.add_row(f"pliant {cell['strategy']}", *_times(cast(Cell, cell["ours"])), "")
+    for name, peer in cast("dict[str, Cell]", result["peers"]).items():
+        table.add_row(name, *_times(peer), _ratio(peer["speedup"], "x"))
+    bound = cast(Cell, result["bound"])
+    table.add_row("bound", *_times(bound), _ratio(bound["fraction"], " of it"))
+    console = Console()
+    console.print(table)
+    if "cells" in result:
+        console.print(f"ratios are those of the fastest, {result['strategy']}", highlight=False)
+    for remark in cast("list[str]", result["remarks"]):
+        console.print(f"note: {remark}", highlight=False, markup=False)
+    if not result["ok"]:
+        console.print("not ok: ours failed or summed wrongly", style="red")
+
+
+def _times(values: Cell) -> tuple[str, str, str]:
+    median_s, cpu_s = values.get("median_s"), values.get("cpu_s")
+    if not isinstance(median_s, float):
+        return "failed", "", ""
+    p10_s, p90_s = values.get("p10_s"), values.get("p90_s")
+    spread = f"{p10_s * 1e3:.3g}-{p90_s * 1e3:.3g}" if isinstance(p10_s, float) and isinstance(p90_s, float) else ""
+    return f"{median_s * 1e3:.3g}", spread, f"{cpu_s * 1e3:.3g}" if isinstance(cpu_s, float) else ""
+
+
+def _ratio(value: object, unit: str) -> str:
+    return f"{value:.2f}{unit}" if isinstance(value, float) else "-"
 
 
 def traffic(
     to: Annotated[str | None, typer.Option("--to", metavar="HOST:PORT", help="Send there.")] = None,
     listen: Annotated[int | None, typer.Option("--listen", metavar="PORT", help="Take and drop what arrives.")] = None,
     rate: Annotated[
-        str, typer.Option("--rate", help="How fast to send: 500mbit, 1gbit, none (as fast as it goes).")
+        str, typer.Option("--rate", help="How fast: 500mbit, 1gbit, none (as fast as it goes).")
     ] = "500mbit",
     seconds: Annotated[float, typer.Option("--seconds", help="Stop after this long.")] = 10.0,
 ) -> None:
