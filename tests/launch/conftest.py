@@ -1,0 +1,37 @@
+"""Fixtures for the launcher: runners as real processes, ended whatever a test does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from launching import DEADLINE_S, Launcher, is_alive
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    foreign = ("PLIANT_", "CUDA_", "PYTHONUNBUFFERED", "XDG_CONFIG_HOME", "NO_COLOR")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    made = Launcher(tmp_path, {**environ, "HOME": str(tmp_path)})
+    yield made
+    for process in made.started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=DEADLINE_S)
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port that nobody listens on now, on any of the addresses that the tests use."""
+    with socket.socket() as sock:
+        sock.bind(("0.0.0.0", 0))
+        return int(sock.getsockname()[1])
+
+
+@pytest.fixture
+def alive() -> Callable[[int], bool]:
+    return is_alive

@@ -1,0 +1,170 @@
+"""Runners of several hosts: who has come, the verdict, and the handshake, over loopback."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from pliant.cluster import Worker
+from pliant.errors import ConfigError, LaunchError
+from pliant.launch import channel, control
+from pliant.launch.control import Assembly, Head, Member
+from pliant.launch.events import Verdict
+
+FLAGS = {"-np": 2, "-w": False}
+HOSTS = ["h1", "h2", "h3"]
+SECRET = b"s" * 16
+
+
+def test_an_assembly_knows_who_is_missing() -> None:
+    made = Assembly(HOSTS, FLAGS)
+    made.join("h2", FLAGS, [5])
+    assert made.missing == ("h1", "h3")
+
+
+@pytest.mark.parametrize(
+    ("host", "flags", "message"),
+    [
+        ("h9", FLAGS, "host h9 is not in the head's list h1,h2,h3"),
+        ("h1", FLAGS, "a runner on h1 has joined already"),
+        ("h2", {**FLAGS, "-np": 3}, "-np is 3 on h2 but 2 on h1: start all runners with the same flags"),
+    ],
+)
+def test_whoever_does_not_fit_is_refused(host: str, flags: dict[str, object], message: str) -> None:
+    made = Assembly(HOSTS, FLAGS)
+    made.join("h1", FLAGS, [1])
+    with pytest.raises(ConfigError, match=message):
+        made.join(host, flags, [1])
+
+
+def test_the_job_is_over_when_nobody_is_busy_and_somebody_is_done() -> None:
+    made = Assembly(HOSTS, FLAGS)
+    assert made.stand("h1", "done") is None
+    assert made.stand("h2", "idle") is None
+    assert made.stand("h3", "busy") is None
+    assert made.stand("h3", "done") == Verdict("", 0)
+    assert made.leave("h2") is None
+
+
+def test_the_first_failure_stays_the_verdict() -> None:
+    made = Assembly(HOSTS, FLAGS)
+    assert made.fail("h2 broke", 3) == Verdict("h2 broke", 3)
+    assert made.fail("h1 followed", 1) == Verdict("h2 broke", 3)
+    assert Assembly(HOSTS, FLAGS).leave("h2") == Verdict("the runner on h2 is gone", 1)
+
+
+class Meeting:
+    """A head in this thread's name, and members as a test adds them."""
+
+    def __init__(self, port: int) -> None:
+        self.verdicts: queue.Queue[Verdict] = queue.Queue()
+        self.address = Worker("127.0.0.1", port)
+        self.head = Head(self.address, Assembly(["h1", "h2"], FLAGS), SECRET, self.verdicts.put, {"config_server": "u"})
+        self.member_verdicts: queue.Queue[Verdict] = queue.Queue()
+        self.member = Member(self.address, SECRET, self.member_verdicts.put)
+
+    def meet(self) -> tuple[channel.Message, channel.Message]:
+        welcomed: list[channel.Message] = []
+        other = threading.Thread(target=lambda: welcomed.append(self.member.meet("h2", FLAGS, [7, 8], 10)))
+        other.start()
+        ours = self.head.meet("h1", FLAGS, [5], 10)
+        other.join(10)
+        return ours, welcomed[0]
+
+
+@pytest.fixture
+def meeting(free_port: int) -> Iterator[Meeting]:
+    made = Meeting(free_port)
+    made.head.open()
+    yield made
+    made.member.close()
+    made.head.close()
+
+
+def test_everybody_gets_everybodys_ports(meeting: Meeting) -> None:
+    ours, theirs = meeting.meet()
+    assert ours == theirs == {"ports": {"h1": [5], "h2": [7, 8]}, "config_server": "u"}
+
+
+def test_a_good_end_is_told_to_all(meeting: Meeting) -> None:
+    meeting.meet()
+    meeting.head.tell("h1", "done")
+    meeting.member.tell("h2", "done")
+    assert meeting.verdicts.get(timeout=10) == meeting.member_verdicts.get(timeout=10) == Verdict("", 0)
+
+
+def test_a_failure_is_told_to_all_with_its_cause(meeting: Meeting) -> None:
+    meeting.meet()
+    meeting.member.tell("h2", "failed", "worker x failed", 9)
+    assert meeting.verdicts.get(timeout=10) == meeting.member_verdicts.get(timeout=10) == Verdict("worker x failed", 9)
+
+
+def test_a_runner_that_vanishes_is_a_failure(meeting: Meeting) -> None:
+    meeting.meet()
+    meeting.member.close()
+    assert meeting.verdicts.get(timeout=10) == Verdict("the runner on h2 is gone", 1)
+
+
+def test_a_head_that_vanishes_is_a_failure(meeting: Meeting) -> None:
+    meeting.meet()
+    meeting.head.close()
+    assert meeting.member_verdicts.get(timeout=10) == Verdict(f"the runner at {meeting.address} is gone", 1)
+
+
+def test_a_wrong_secret_is_refused_with_the_remedy(meeting: Meeting) -> None:
+    stranger = Member(meeting.address, b"other secret 123", meeting.member_verdicts.put)
+    with pytest.raises(ConfigError, match="the secrets differ: give every runner the same --secret-file"):
+        stranger.meet("h2", FLAGS, [1], 10)
+
+
+def test_other_flags_are_refused_and_the_right_runner_can_still_come(meeting: Meeting) -> None:
+    wrong = Member(meeting.address, SECRET, meeting.member_verdicts.put)
+    with pytest.raises(ConfigError, match="-np is 4 on h2"):
+        wrong.meet("h2", {**FLAGS, "-np": 4}, [1], 10)
+    wrong.close()
+    assert meeting.meet()[0]["ports"] == {"h1": [5], "h2": [7, 8]}
+
+
+@pytest.mark.parametrize(
+    "noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 9000, b'{"host": 3}\n', b"[1]\n", b'{"mac": "x']
+)
+def test_noise_disturbs_nobody(meeting: Meeting, noise: bytes) -> None:
+    with socket.create_connection((meeting.address.host, meeting.address.port), timeout=5) as sock:
+        sock.sendall(noise)
+        sock.shutdown(socket.SHUT_WR)
+        meeting.meet()
+
+
+def test_a_taken_control_port_names_the_flag(meeting: Meeting) -> None:
+    second = Meeting(meeting.address.port)
+    with pytest.raises(ConfigError, match="control port .* give another one with -port, the same on every host"):
+        second.head.open()
+
+
+def test_who_is_missing_is_named_at_the_end_of_the_wait(meeting: Meeting) -> None:
+    with pytest.raises(LaunchError, match="no runner came from h2 within 0.05 s"):
+        meeting.head.meet("h1", FLAGS, [5], 0.05)
+
+
+def test_a_head_that_is_not_there_is_named(free_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "RETRY_S", 0.01)
+    member = Member(Worker("127.0.0.1", free_port), SECRET, print)
+    with pytest.raises(LaunchError, match=f"no runner answers at 127.0.0.1:{free_port} after 0.05 s"):
+        member.meet("h2", FLAGS, [1], 0.05)
+
+
+def test_a_message_that_was_altered_or_repeated_ends_the_connection() -> None:
+    left, right = socket.socketpair()
+    sender = channel.Channel(left, channel.LineReader(left), b"k", is_head=True)
+    receiver = channel.Channel(right, channel.LineReader(right), b"k", is_head=False)
+    sender.send({"a": 1})
+    assert receiver.receive(5) == {"a": 1}
+    again = channel.Channel(left, channel.LineReader(left), b"k", is_head=True)
+    again.send({"a": 1})  # number 0 once more
+    assert receiver.receive(5) is None
+    sender.close()
+    receiver.close()

@@ -1,0 +1,338 @@
+"""`pliant run` as its users see it: real runners, tiny workers, one host."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from launching import DEADLINE_S, MAIN, Launcher
+
+pytestmark = pytest.mark.processes
+
+HELLO = """
+    import os, sys
+    print("hello from", os.environ["PLIANT_WORKER"], *sys.argv[1:])
+"""
+# Says that it is up by a file of its process id, then works until it is told to end.
+STEPS = """
+    import os, pathlib, signal, sys, time
+    def end(*_):
+        pathlib.Path(f"step-done-{os.getpid()}").touch()
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, end)
+    pathlib.Path(f"up-{os.getpid()}").touch()
+    while True:
+        time.sleep(60)
+"""
+STUBBORN = """
+    import os, pathlib, signal, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pathlib.Path(f"up-{os.getpid()}").touch()
+    while True:
+        time.sleep(60)
+"""
+
+
+def up(launcher: Launcher, count: int) -> list[int]:
+    launcher.until(lambda: len(launcher.files("up-*")) == count, f"start of {count} workers")
+    return [int(path.name.removeprefix("up-")) for path in launcher.files("up-*")]
+
+
+@pytest.mark.parametrize("interpreter", [[], [sys.executable]], ids=["script", "python script"])
+def test_all_workers_run_and_the_last_line_says_so(launcher: Launcher, interpreter: list[str]) -> None:
+    launcher.script("hello.py", HELLO)
+    ended = launcher.run("-np", 3, *interpreter, "hello.py", "-np", "9", "--flag")
+    assert ended.code == 0
+    lines = ended.stdout.splitlines()
+    assert sorted(line.split("::")[1] for line in lines[:-1]) == sorted(
+        f"stdout] hello from 127.0.0.1:{port} -np 9 --flag" for port in re.findall(r"\.(\d+)::", ended.stdout)
+    )
+    assert re.fullmatch(r"all 3/3 local workers finished, took \d+\.\ds", ended.last_line)
+    assert "command: " in ended.stderr
+
+
+def test_a_worker_finds_its_spec_and_inherits_its_socket(launcher: Launcher) -> None:
+    launcher.script(
+        "spec.py",
+        """
+        import os, socket
+        from pliant.cluster import worker_spec
+        spec = worker_spec()
+        sock = socket.socket(fileno=spec.listen_fd)
+        assert sock.getsockname() == (spec.worker.host, spec.worker.port), sock
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        print(spec.view.size, spec.strategy, spec.heartbeat_timeout_s, len(spec.secret), os.environ["PLIANT_JOB_START"])
+        print(os.environ["PYTHONUNBUFFERED"], "CUDA_VISIBLE_DEVICES" in os.environ)
+        """,
+    )
+    ended = launcher.run("-q", "-np", 2, "-strategy", "ring", "--heartbeat-timeout", "3s", "-t0", 5, "spec.py")
+    assert ended.code == 0, ended.stderr
+    assert ended.stdout.count("] 2 RING 3.0 32 5.0\n") == 2
+    assert ended.stdout.count("] 1 ") == 2
+    assert ended.stderr == ""
+
+
+def test_the_first_failure_ends_the_job_with_its_last_lines(launcher: Launcher) -> None:
+    launcher.script("steps.py", STEPS)
+    launcher.script(
+        "fail.py",
+        """
+        import os, runpy, sys, pathlib, time
+        if os.environ["PLIANT_LOCAL_RANK"] == "0":
+            runpy.run_path("steps.py")
+        while not list(pathlib.Path().glob("up-*")):
+            time.sleep(0.005)
+        for i in range(30):
+            print("trouble", i, file=sys.stderr)
+        sys.exit(7)
+        """,
+    )
+    ended = launcher.run("-q", "-np", 2, "-v=false", "fail.py")
+    assert ended.code == 7
+    assert re.search(
+        r"worker 127.0.0.1:\d+ \(rank 1\) failed first: exit code 7; its last lines of stderr:", ended.stderr
+    )
+    assert re.findall(r"^  trouble (\d+)$", ended.stderr, re.M) == [str(i) for i in range(10, 30)]
+    assert len(launcher.files("step-done-*")) == 1  # the other one was told, and had time
+    assert "finished" not in ended.stdout
+
+
+def test_a_worker_that_is_killed_is_named_with_its_signal(launcher: Launcher) -> None:
+    ended = launcher.run("-q", "sh", "-c", "kill -SEGV $$")
+    assert ended.code == 128 + signal.SIGSEGV
+    assert "killed by SIGSEGV; it printed nothing" in ended.stderr
+
+
+def test_a_program_that_the_kernel_refuses_is_explained(launcher: Launcher) -> None:
+    tool = launcher.script("tool", "no interpreter line")
+    tool.chmod(0o755)
+    ended = launcher.run("-q", "./tool")
+    assert ended.code == 126
+    assert "cannot run ./tool: Exec format error: start it with its interpreter" in ended.stderr
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_leaves_workers_time_to_finish_the_step(launcher: Launcher, signum: int, code: int) -> None:
+    launcher.script("steps.py", STEPS)
+    runner = launcher.start("-q", "-np", 2, "steps.py")
+    up(launcher, 2)
+    runner.send_signal(signum)
+    ended = launcher.end(runner)
+    assert ended.code == code
+    assert len(launcher.files("step-done-*")) == 2
+    assert f"{signal.Signals(signum).name} received by the runner" in ended.stderr
+
+
+def test_a_second_signal_kills_at_once(launcher: Launcher, alive: Callable[[int], bool]) -> None:
+    launcher.script("stubborn.py", STUBBORN)
+    runner = launcher.start("-q", "--grace", "10m", "stubborn.py")
+    (pid,) = up(launcher, 1)
+    runner.send_signal(signal.SIGTERM)
+    assert runner.stderr is not None
+    assert b"SIGTERM received" in runner.stderr.readline()
+    runner.send_signal(signal.SIGTERM)
+    assert launcher.end(runner).code == 143
+    assert not alive(pid)
+
+
+def test_the_timeout_and_the_grace_end_a_stubborn_job(launcher: Launcher, alive: Callable[[int], bool]) -> None:
+    launcher.script("stubborn.py", STUBBORN)
+    ended = launcher.run("-q", "-timeout", "300ms", "--grace", "50ms", "stubborn.py")
+    assert ended.code == 124
+    assert "the job was not done after -timeout 0.3s" in ended.stderr
+    assert not any(alive(int(path.name.removeprefix("up-"))) for path in launcher.files("up-*"))
+
+
+FAMILY = """
+    import os, pathlib, subprocess, sys, time
+    nap = "import os, pathlib, time; pathlib.Path(f'up-{os.getpid()}').touch(); time.sleep(600)"
+    subprocess.Popen([sys.executable, "-c", nap])
+    subprocess.Popen([sys.executable, "-c", nap], start_new_session=True)
+    subprocess.Popen(["sh", "-c", f'"{sys.executable}" -c "{nap}" & wait'])
+    pathlib.Path(f"up-{os.getpid()}").touch()
+    while len(list(pathlib.Path().glob("up-*"))) < 4:
+        time.sleep(0.005)
+    if "end" in sys.argv:
+        sys.exit(int(sys.argv[-1]))
+    time.sleep(600)
+"""
+
+
+def test_kill_9_of_the_runner_leaves_nothing(launcher: Launcher, alive: Callable[[int], bool]) -> None:
+    launcher.script("family.py", FAMILY)
+    runner = launcher.start("-q", "family.py")
+    pids = up(launcher, 4)
+    children = Path(f"/proc/{runner.pid}/task/{runner.pid}/children").read_text().split()
+    runner.kill()
+    runner.wait(DEADLINE_S)
+    for pid in [*pids, *map(int, children)]:  # the guardian among them
+        launcher.until(lambda pid=pid: not alive(pid), f"end of {pid}")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("code", [0, 5])
+def test_children_do_not_outlive_their_worker(launcher: Launcher, alive: Callable[[int], bool], code: int) -> None:
+    launcher.script("family.py", FAMILY)
+    ended = launcher.run("-q", "family.py", "end", code)
+    assert ended.code == code
+    assert not any(alive(pid) for pid in up(launcher, 4))
+
+
+def test_two_jobs_on_one_host_do_not_meet(launcher: Launcher) -> None:
+    launcher.script("steps.py", STEPS)
+    first = launcher.start("-q", "-np", 2, "steps.py")
+    second = launcher.start("-q", "-np", 2, "steps.py")
+    pids = up(launcher, 4)
+    seen = [
+        dict(line.split("=", 1) for line in Path(f"/proc/{pid}/environ").read_text().split("\0") if line)
+        for pid in pids
+    ]
+    assert len({environ["PLIANT_WORKER"] for environ in seen}) == 4
+    assert len({environ["PLIANT_SECRET"] for environ in seen}) == 2
+    for runner in (first, second):
+        runner.terminate()
+    assert [launcher.end(runner).code for runner in (first, second)] == [143, 143]
+
+
+def test_a_taken_port_is_skipped_and_a_full_range_refused(launcher: Launcher, free_port: int) -> None:
+    with socket.create_server(("127.0.0.1", free_port)):
+        end = min(free_port + 20, 65535)
+        ended = launcher.run("-q", "-port-range", f"{free_port}-{end}", "sh", "-c", "echo $PLIANT_WORKER")
+        assert ended.code == 0
+        assert f"] 127.0.0.1:{free_port}\n" not in ended.stdout
+        ended = launcher.run("-q", "-port-range", f"{free_port}-{free_port}", "true")
+        assert ended.code == 2
+        assert "no free port" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "label"),
+    [
+        (["-nic", "lo"], "127.0.0.1"),
+        (["-self", "::1"], "::1"),
+        (["-H", "[::1]:2"], "::1"),
+        (["-H", "localhost:1"], "127.0.0.1"),
+    ],
+    ids=str,
+)
+def test_the_address_is_the_flags(launcher: Launcher, flags: list[str], label: str) -> None:
+    launcher.script("hello.py", HELLO)
+    ended = launcher.run("-q", *flags, "hello.py")
+    assert ended.code == 0, ended.stderr
+    shown = f"[{label}]" if ":" in label else label
+    assert re.match(rf"\[{re.escape(label)}\.(\d+)::stdout\] hello from {re.escape(shown)}:\1\n", ended.stdout)
+
+
+def test_no_line_is_lost_and_any_byte_passes(launcher: Launcher) -> None:
+    launcher.script(
+        "many.py",
+        r"""
+        import sys
+        out = sys.stdout.buffer
+        for i in range(100_000):
+            out.write(b"%d \xff\n" % i)
+        out.write(b"\x00\x1b[31m no newline")
+        """,
+    )
+    runner = launcher.start("-q", "many.py")
+    stdout, _ = runner.communicate(timeout=DEADLINE_S)
+    lines = [line.split(b"] ", 1)[-1] for line in stdout.split(b"\n")]
+    assert lines[:100_000] == [b"%d \xff" % i for i in range(100_000)]
+    assert lines[100_000] == b"\x00\x1b[31m no newline"
+    assert runner.returncode == 0
+
+
+def test_a_reader_that_goes_away_does_not_end_the_job(launcher: Launcher) -> None:
+    launcher.script("talk.py", "for i in range(20000): print(i)\nopen('talked', 'w')\n")
+    runner = launcher.start("-q", "talk.py")
+    assert runner.stdout is not None
+    runner.stdout.close()
+    launcher.until(lambda: (launcher.directory / "talked").exists(), "end of the worker")
+    runner.wait(DEADLINE_S)
+    assert runner.stderr is not None
+    assert b"cannot show more output" in runner.stderr.read()
+
+
+def test_logs_are_written_where_asked(launcher: Launcher) -> None:
+    ended = launcher.run("-logdir", "logs", "-logfile", "own/run.log", "-v=false", "sh", "-c", "printf 'a\\nb'")
+    assert ended.code == 0
+    (log,) = launcher.files("logs/*")
+    assert re.fullmatch(r"127\.0\.0\.1\.\d+\.stdout\.log", log.name)  # no stderr, no file
+    assert log.read_text() == "a\nb"
+    assert ended.stdout == ended.last_line + "\n"
+    own = (launcher.directory / "own/run.log").read_text()
+    assert "[I] command: sh -c" in own
+    assert ended.last_line in own
+
+
+def test_quiet_leaves_out_the_dump_and_no_secret_is_ever_in_it(launcher: Launcher) -> None:
+    ended = launcher.run("true", PLIANT_SECRET="hush" * 5)
+    assert "[I] nic lo: 127.0.0.1" in ended.stderr
+    assert "hush" not in ended.stderr + ended.stdout
+    assert launcher.run("-q", "true").stderr == ""
+
+
+def test_prefixes_are_coloured_on_a_terminal_only(launcher: Launcher) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAIN, "run", "-q", "echo", "hi"],
+        env={**launcher.environ, "TERM": "xterm"},
+        stdin=subprocess.DEVNULL,
+        stdout=theirs,
+        stderr=subprocess.DEVNULL,
+    )
+    launcher.started.append(process)
+    os.close(theirs)
+    shown = b""
+    while b"finished" not in shown:
+        shown += os.read(ours, 4096)
+    process.wait(DEADLINE_S)
+    os.close(ours)
+    assert re.search(rb"\x1b\[36m\[127\.0\.0\.1\.\d+::stdout\]\x1b\[0m hi", shown)
+    assert "\x1b" not in launcher.run("-q", "echo", "hi").stdout
+
+
+def test_each_worker_gets_a_device_and_sharing_is_said(launcher: Launcher) -> None:
+    show = ("sh", "-c", "echo $CUDA_VISIBLE_DEVICES/$PLIANT_CUDA_VISIBLE_DEVICES")
+    ended = launcher.run("-q", "-np", 3, *show, CUDA_VISIBLE_DEVICES="5,7")
+    assert sorted(re.findall(r"\] (\S+)\n", ended.stdout)) == ["5/5", "5/5", "7/7"]
+    assert ended.stderr == "[W] 3 workers share 2 CUDA devices of 127.0.0.1\n"
+    ended = launcher.run("-q", "-np", 2, "-allow-nvlink", *show, CUDA_VISIBLE_DEVICES="5,7")
+    assert sorted(re.findall(r"\] (\S+)\n", ended.stdout)) == ["5,7/5", "5,7/7"]
+
+
+def test_the_debug_port_shows_views_and_workers(launcher: Launcher, free_port: int) -> None:
+    launcher.script("steps.py", STEPS)
+    runner = launcher.start("-q", "-np", 2, "-init-version", 3, "-debug-port", free_port, "steps.py")
+    pids = up(launcher, 2)
+    with urllib.request.urlopen(f"http://127.0.0.1:{free_port}/", timeout=10) as answer:
+        state = json.load(answer)
+    assert len(state["stages"]["3"]["Workers"]) == 2
+    assert sorted(worker["pid"] for worker in state["workers"].values()) == sorted(pids)
+    assert {worker["state"] for worker in state["workers"].values()} == {"running"}
+    runner.terminate()
+    assert launcher.end(runner).code == 143
+
+
+def test_a_taken_debug_port_is_a_users_mistake(launcher: Launcher, free_port: int) -> None:
+    with socket.create_server(("127.0.0.1", free_port)):
+        ended = launcher.run("-q", "-debug-port", free_port, "true")
+    assert ended.code == 2
+    assert f"-debug-port {free_port} on 127.0.0.1" in ended.stderr
+
+
+def test_delay_waits_before_the_start(launcher: Launcher) -> None:
+    before_s = time.monotonic()
+    ended = launcher.run("-q", "-delay", "900ms", "true")
+    assert time.monotonic() - before_s > 0.9
+    assert float(re.findall(r"took (\S+)s", ended.last_line)[0]) < 0.9  # it is not the job's time

@@ -1,0 +1,94 @@
+"""Lines from bytes, and the thread that reads them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from pliant.launch.output import Console, LineSplitter, LogFile, OutputReader, Stream, prefix
+
+
+def test_lines_are_cut_wherever_the_bytes_break() -> None:
+    splitter = LineSplitter()
+    assert splitter.feed(b"on") == []
+    assert splitter.feed(b"e\ntwo\n\nthr") == [b"one", b"two", b""]
+    assert splitter.flush() == [b"thr"]
+    assert splitter.flush() == []
+
+
+def test_a_line_without_end_comes_in_pieces_and_memory_stays_bounded() -> None:
+    splitter = LineSplitter(max_bytes=10)
+    pieces = [piece for _ in range(100) for piece in splitter.feed(b"x" * 7)] + splitter.flush()
+    assert b"".join(pieces) == b"x" * 700
+    assert max(map(len, pieces)) <= 10
+    assert LineSplitter(max_bytes=4).feed(b"abcdefgh\n") == [b"abcd", b"efgh"]
+
+
+def test_the_prefix_is_kungfus_and_coloured_only_where_asked() -> None:
+    assert prefix("127.0.0.1.10000", "stdout", None) == b"[127.0.0.1.10000::stdout] "
+    assert prefix("h.1", "stderr", 0) == b"\x1b[36m[h.1::stderr]\x1b[0m "
+    assert prefix("h.1", "stderr", 0) != prefix("h.1", "stderr", 1)
+
+
+def test_a_console_without_reader_stops_quietly() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    console = Console(write, coloured=False)
+    console.write(b"one\n")
+    console.write(b"two\n")
+    os.close(write)
+
+
+def test_a_log_is_made_with_its_first_byte(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "deep" / "a.log")
+    assert not log.path.parent.exists()
+    log.write(b"x\n")
+    log.close()
+    assert log.path.read_bytes() == b"x\n"
+
+
+def test_a_log_that_cannot_be_written_does_not_end_the_job(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    log = LogFile(tmp_path / "file" / "a.log")
+    log.write(b"x\n")
+    log.write(b"y\n")
+
+
+@pytest.fixture
+def shown(tmp_path: Path) -> Path:
+    return tmp_path / "shown"
+
+
+def test_every_byte_arrives_in_order_and_the_last_lines_are_kept(shown: Path, tmp_path: Path) -> None:
+    lines = [b"%d \xff\xfe\x00" % i for i in range(5000)]
+    with shown.open("wb", buffering=0) as file:
+        reader = OutputReader()
+        reader.start()
+        read, write = os.pipe()
+        log = LogFile(tmp_path / "log")
+        stream = Stream(read, b"[a] ", Console(file.fileno(), coloured=False), log)
+        reader.add(stream)
+        with open(write, "wb") as pipe:
+            pipe.write(b"\n".join(lines))
+        reader.finish()
+    assert stream.ended.is_set()
+    assert shown.read_bytes() == b"".join(b"[a] " + line + b"\n" for line in lines)
+    assert (tmp_path / "log").read_bytes() == b"\n".join(lines)
+    assert list(stream.tail) == lines[-20:]
+    assert not any(thread.name == "worker-output" for thread in threading.enumerate())
+
+
+def test_a_pipe_that_a_stranger_holds_is_given_up(shown: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pliant.launch.output.IDLE_S", 0.05)
+    with shown.open("wb", buffering=0) as file:
+        reader = OutputReader()
+        reader.start()
+        read, write = os.pipe()
+        reader.add(Stream(read, b"", Console(file.fileno(), coloured=False), None))
+        os.write(write, b"partial")
+        reader.finish()
+        os.close(write)
+    assert shown.read_bytes() == b"partial\n"

@@ -1,0 +1,245 @@
+"""From flags to a plan, without a process or a socket."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pliant.cluster import Host, PortRange, Worker, WorkerSpec, worker_spec
+from pliant.errors import CapacityError, ConfigError
+from pliant.launch.addresses import interfaces, is_local, nic_addresses, resolve
+from pliant.launch.options import RunOptions
+from pliant.launch.plan import (
+    LaunchPlan,
+    Machine,
+    describe,
+    find_command,
+    first_view,
+    log_name,
+    make_plan,
+    worker_environ,
+)
+
+NICS = {"lo": ("127.0.0.1", "::1"), "eth0": ("10.0.0.1", "fd00::1"), "dark0": ()}
+NAMES = {"node1": "10.0.0.1", "node2": "10.0.0.2", "self": "127.0.1.1"}
+
+
+def lookup(host: str) -> str:
+    if host in NAMES:
+        return NAMES[host]
+    if host.startswith("node"):
+        raise ConfigError(f"host name {host!r} does not resolve")
+    return host
+
+
+def plan(
+    num_cpus: int = 2, environ: dict[str, str] | None = None, files: tuple[str, ...] = (), **options: object
+) -> LaunchPlan:
+    here = {address for found in NICS.values() for address in found}
+    machine = Machine(
+        num_cpus=num_cpus,
+        nics=NICS,
+        environ={"PATH": "/usr/bin:/bin", **(environ or {})},
+        device_files=files,
+        resolve=lookup,
+        is_local=here.__contains__,
+    )
+    return make_plan(RunOptions(**{"program": ("true",), **options}), machine)  # type: ignore[arg-type]
+
+
+def hosts(text: str) -> tuple[Host, ...]:
+    return tuple(Host.parse(part) for part in text.split(","))
+
+
+def test_without_hosts_this_machine_has_room_for_all() -> None:
+    made = plan(np=4, num_cpus=2)
+    assert made.hosts == (Host("127.0.0.1", 4),)
+    assert made.num_local == 4
+    assert plan(np=1, num_cpus=8).hosts == (Host("127.0.0.1", 8),)
+
+
+def test_np_beyond_the_slots_is_refused() -> None:
+    with pytest.raises(CapacityError, match="-np 5: not enough capacity, 127.0.0.1:4 has 4 slots"):
+        plan(np=5, hosts=hosts("127.0.0.1:4"))
+
+
+def test_np_beyond_the_ports_is_refused() -> None:
+    with pytest.raises(CapacityError, match="-port-range 10000-10001 has 2 ports"):
+        plan(np=3, port_range=PortRange(10000, 10001))
+
+
+@pytest.mark.parametrize("np", [0, -1])
+def test_less_than_one_worker_is_refused(np: int) -> None:
+    with pytest.raises(ConfigError, match=f"-np {np}: use 1 or more"):
+        plan(np=np)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"hosts": hosts("10.0.0.1:2,10.0.0.2:2"), "self_host": "10.0.0.2", "nic": "eth0"}, "10.0.0.2"),
+        ({"hosts": hosts("10.0.0.2:2,10.0.0.1:2"), "nic": "eth0"}, "10.0.0.1"),
+        ({"hosts": hosts("[fd00::1]:2,10.0.0.9:2"), "nic": "eth0"}, "fd00::1"),
+        ({"hosts": hosts("10.0.0.1:2,127.0.0.1:2")}, "127.0.0.1"),
+        ({"hosts": hosts("10.0.0.9:2,10.0.0.1:2")}, "10.0.0.1"),
+        ({"hosts": hosts("node2:2,node1:2")}, "10.0.0.1"),
+        ({"hosts": hosts("node2:2,node1:2"), "self_host": "node2"}, "10.0.0.2"),
+        ({"self_host": "::1"}, "::1"),
+        ({"nic": "eth0"}, "10.0.0.1"),
+        ({}, "127.0.0.1"),
+    ],
+)
+def test_self_is_what_the_flags_say_and_else_what_is_local(options: dict[str, object], expected: str) -> None:
+    assert plan(**options).self_host == expected
+
+
+def test_a_list_without_this_host_says_what_there_is_and_which_flags_help() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan(hosts=hosts("10.9.9.9:4,10.9.9.8:4"))
+    message = str(caught.value)
+    assert "this machine is not in the host list 10.9.9.9,10.9.9.8" in message
+    assert "10.0.0.1" in message
+    assert "-self or -nic" in message
+
+
+def test_a_self_or_nic_outside_the_list_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"-self 10.0.0.7 .* is not in the host list 10.0.0.1"):
+        plan(hosts=hosts("10.0.0.1:1"), self_host="10.0.0.7")
+    with pytest.raises(ConfigError, match=r"-nic lo .* is not in the host list 10.0.0.1"):
+        plan(hosts=hosts("10.0.0.1:1"), nic="lo")
+
+
+def test_several_local_hosts_need_a_word_which() -> None:
+    with pytest.raises(ConfigError, match="10.0.0.1, fd00::1 are all this machine: say which with -self"):
+        plan(hosts=hosts("10.0.0.1:1,[fd00::1]:1"))
+
+
+def test_an_unknown_nic_lists_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"-nic wlan9: this interface does not exist; .*lo \(127.0.0.1 ::1\), eth0"):
+        plan(nic="wlan9")
+    with pytest.raises(ConfigError, match="-nic dark0: this interface has no address"):
+        plan(nic="dark0")
+
+
+def test_names_are_resolved_once_and_trouble_is_named() -> None:
+    assert [host.address for host in plan(hosts=hosts("node1:2,node2:2")).hosts] == ["10.0.0.1", "10.0.0.2"]
+    with pytest.raises(ConfigError, match="'node9' does not resolve"):
+        plan(hosts=hosts("node9:2"))
+    with pytest.raises(ConfigError, match="resolves to 127.0.1.1 on this machine, which other hosts cannot reach"):
+        plan(hosts=hosts("self:2,node2:2"))
+    with pytest.raises(ConfigError, match="listed already"):
+        plan(hosts=hosts("node1:2,10.0.0.1:2"))
+
+
+def test_this_machine_has_a_loopback() -> None:
+    found = interfaces()
+    assert "127.0.0.1" in found["lo"]
+    assert nic_addresses("lo", found)[0] == "127.0.0.1"
+    assert is_local("127.0.0.2")
+    assert not is_local("192.0.2.77")
+    assert resolve("localhost") in ("127.0.0.1", "::1")
+    assert resolve("10.1.2.3") == "10.1.2.3"
+
+
+def test_a_name_that_does_not_exist_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="does not resolve .*give its address instead"):
+        resolve("no-such-host.invalid")
+
+
+def test_the_first_view_has_the_ports_of_every_host() -> None:
+    made = plan(np=3, hosts=hosts("10.0.0.1:2,10.0.0.2:2"), port=4000)
+    assert made.num_local == 2
+    assert made.is_head
+    view = first_view(made, {"10.0.0.1": [10000, 10003], "10.0.0.2": [10001]})
+    assert [str(worker) for worker in view.workers] == ["10.0.0.1:10000", "10.0.0.1:10003", "10.0.0.2:10001"]
+    assert [str(runner) for runner in view.runners] == ["10.0.0.1:4000", "10.0.0.2:4000"]
+    with pytest.raises(CapacityError, match="bound 2 ports for 3 workers"):
+        first_view(made, {"10.0.0.1": [10000, 10003], "10.0.0.2": []})
+
+
+def test_init_version_is_the_number_of_the_first_view() -> None:
+    assert first_view(plan(init_version=7), {"127.0.0.1": [10000]}).number == 7
+
+
+def test_a_worker_reads_its_environment_back() -> None:
+    made = plan(np=2, start_time_s=12.5, heartbeat_timeout_s=3.0, strategy="ring")
+    view = first_view(made, {"127.0.0.1": [10000, 10005]})
+    spec = WorkerSpec(worker=view.workers[1], view=view, secret=b"s" * 16, strategy=made.options.strategy, listen_fd=9)
+    environ = worker_environ(made, {"HOME": "/h", "PYTHONUNBUFFERED": "x"}, spec, slot=1, mark="m")
+    assert worker_spec(environ) == spec
+    assert spec.strategy == "RING"
+    assert environ["HOME"] == "/h"
+    assert environ["PYTHONUNBUFFERED"] == "x"
+    assert worker_environ(made, {}, spec, slot=1, mark="m")["PYTHONUNBUFFERED"] == "1"
+    assert environ["PLIANT_JOB_START"] == "12.5"
+    assert environ["PLIANT_LOCAL_RANK"] == "1"
+    assert "CUDA_VISIBLE_DEVICES" not in environ
+
+
+def test_more_workers_than_devices_is_one_warning() -> None:
+    assert plan(np=3, files=("nvidia0", "nvidia1")).warnings == ("3 workers share 2 CUDA devices of 127.0.0.1",)
+    assert plan(np=2, files=("nvidia0", "nvidia1")).warnings == ()
+    assert plan(np=3).warnings == ()
+
+
+def test_a_python_file_gets_this_python(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert find_command([str(script), "-np", "3"]) == (sys.executable, str(script), "-np", "3")
+    assert find_command(["sh", "-c", "x"], "/usr/bin:/bin") == ("sh", "-c", "x")
+
+
+def test_a_program_that_cannot_run_says_why(tmp_path: Path) -> None:
+    (tmp_path / "tool").write_text("")
+    with pytest.raises(ConfigError, match="'nothing.py' does not exist in"):
+        find_command(["nothing.py"])
+    with pytest.raises(ConfigError, match="'no-such-program' does not exist on PATH"):
+        find_command(["no-such-program"])
+    with pytest.raises(ConfigError, match=r"is not executable: `chmod \+x"):
+        find_command([str(tmp_path / "tool")])
+    with pytest.raises(ConfigError, match="is a directory"):
+        find_command([str(tmp_path)])
+    with pytest.raises(ConfigError, match="no program to run"):
+        plan(program=())
+
+
+def test_an_unknown_strategy_lists_the_names() -> None:
+    with pytest.raises(ConfigError, match="-strategy 'SPIRAL' is not known: use one of STAR, .*AUTO"):
+        plan(strategy="SPIRAL")
+    assert plan(strategy="binary_tree_star").options.strategy == "BINARY_TREE_STAR"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"port": 0}, "-port 0 is not a port"),
+        ({"debug_port": 70000}, "-debug-port 70000 is not a port"),
+        ({"builtin_config_port": -1}, "-builtin-config-port -1 is not a port"),
+        ({"heartbeat_timeout_s": 0.0}, "--heartbeat-timeout 0"),
+        ({"keep": True}, "-k keeps a watching runner alive: add -w"),
+        ({"init_version": -1}, "add -w -config-server URL"),
+        ({"config_server": "http://x", "builtin_config_port": 9100}, "give one of them"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(**options)
+
+
+def test_the_dump_never_shows_a_secret() -> None:
+    environ = {"PLIANT_SECRET": "hush" * 5, "PLIANT_TOKEN": "hushhush", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
+    machine = Machine(nics=NICS, environ={"PATH": "/bin", **environ}, resolve=lookup)
+    made = make_plan(RunOptions(program=("true",)), machine)
+    text = "\n".join(describe(made, machine))
+    assert "hush" not in text
+    assert "NCCL_DEBUG=INFO" in text
+    assert "nic eth0: 10.0.0.1 fd00::1" in text
+    assert "command: true" in text
+
+
+def test_log_files_carry_the_version_in_watch_mode() -> None:
+    worker = Worker("127.0.0.1", 10000)
+    assert log_name(worker, None, "stdout") == "127.0.0.1.10000.stdout.log"
+    assert log_name(worker, 3, "stderr") == "127.0.0.1.10000@3.stderr.log"

@@ -1,0 +1,210 @@
+"""The rules of a runner, on values: who is blamed, who is stopped, when it is over."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from pliant.cluster import View, Worker
+from pliant.launch.events import (
+    Action,
+    Arrived,
+    Blame,
+    Exited,
+    Finish,
+    Interrupted,
+    Kill,
+    Say,
+    Start,
+    StartFailed,
+    Tell,
+    Terminate,
+    Tick,
+    TimedOut,
+    Verdict,
+)
+from pliant.launch.supervisor import Supervisor, describe_exit, exit_code
+
+HERE, THERE = "10.0.0.1", "10.0.0.2"
+A, B, C, FAR = Worker(HERE, 1000), Worker(HERE, 1001), Worker(HERE, 1002), Worker(THERE, 1000)
+
+
+def view(number: int, *workers: Worker, hosts: tuple[str, ...] = (HERE, THERE)) -> View:
+    return View(number, workers, tuple(Worker(host, 99) for host in hosts))
+
+
+def kinds(actions: list[Action], *kind: type[Action]) -> list[Action]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def started(*workers: Worker, watch: bool = False, keep: bool = False, alone: bool = True) -> Supervisor:
+    made = Supervisor(HERE, grace_s=10, watch=watch, keep=keep, alone=alone)
+    made.handle(Arrived(view(1, *workers)), 0)
+    return made
+
+
+def test_only_local_workers_are_started_each_on_a_slot() -> None:
+    made = Supervisor(HERE, grace_s=10)
+    first = view(0, A, FAR, B)
+    assert kinds(made.handle(Arrived(first), 0), Start) == [Start(A, first, 0), Start(B, first, 1)]
+
+
+def test_it_is_over_when_all_have_ended_well() -> None:
+    made = started(A, B)
+    assert kinds(made.handle(Exited(A, 0), 1), Finish) == []
+    assert kinds(made.handle(Exited(B, 0), 2), Finish) == [Finish(0)]
+    assert made.num_finished == made.num_started == 2
+    assert made.handle(Tick(), 3) == []
+
+
+def test_a_host_without_workers_is_done_at_once() -> None:
+    made = Supervisor(HERE, grace_s=10)
+    assert kinds(made.handle(Arrived(view(0, FAR)), 0), Finish) == [Finish(0)]
+
+
+def test_the_first_failure_is_blamed_and_ends_the_others() -> None:
+    made = started(A, B, C)
+    actions = made.handle(Exited(B, 3), 1)
+    assert kinds(actions, Blame, Terminate) == [Blame(B, "exit code 3"), Terminate(A), Terminate(C)]
+    assert kinds(made.handle(Exited(A, 1), 1.1), Blame, Finish) == []
+    assert kinds(made.handle(Exited(C, -15), 1.2), Blame, Finish) == [Finish(3)]
+
+
+def test_who_does_not_end_in_time_is_killed() -> None:
+    made = started(A, B)
+    made.handle(Exited(A, 1), 5)
+    assert made.next_deadline_s == 15
+    assert kinds(made.handle(Tick(), 14.9), Kill) == []
+    assert kinds(made.handle(Tick(), 15), Kill) == [Kill(B)]
+    assert kinds(made.handle(Exited(B, -9), 15.1), Finish) == [Finish(1)]
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_is_passed_on_and_a_second_kills(signum: int, code: int) -> None:
+    made = started(A)
+    assert kinds(made.handle(Interrupted(signum), 1), Terminate, Kill) == [Terminate(A)]
+    assert kinds(made.handle(Interrupted(signum), 2), Terminate, Kill) == [Kill(A)]
+    assert kinds(made.handle(Exited(A, -9), 3), Finish, Blame) == [Finish(code)]
+
+
+def test_a_worker_that_ends_badly_after_a_signal_is_not_blamed() -> None:
+    made = started(A)
+    made.handle(Interrupted(signal.SIGTERM), 1)
+    assert kinds(made.handle(Exited(A, 1), 2), Blame, Finish) == [Finish(143)]
+
+
+def test_the_timeout_ends_the_job_with_124() -> None:
+    made = started(A)
+    actions = made.handle(TimedOut("5m0.0s"), 300)
+    assert any("-timeout 5m0.0s" in action.text for action in actions if isinstance(action, Say))
+    assert kinds(actions, Terminate) == [Terminate(A)]
+    assert kinds(made.handle(Exited(A, 0), 301), Finish) == [Finish(124)]
+
+
+def test_a_worker_that_cannot_be_started_fails_the_job() -> None:
+    made = started(A, B)
+    assert kinds(made.handle(StartFailed(A, "no memory"), 0), Terminate) == [Terminate(B)]
+    assert kinds(made.handle(Exited(B, -15), 1), Finish) == [Finish(1)]
+
+
+@pytest.mark.parametrize(
+    ("code", "shell", "text"),
+    [
+        (3, 3, "exit code 3"),
+        (-11, 139, "killed by SIGSEGV"),
+        (-9, 137, "killed by SIGKILL (out of memory?"),
+        (-70, 198, "killed by signal 70"),
+    ],
+)
+def test_ends_are_described(code: int, shell: int, text: str) -> None:
+    assert exit_code(code) == shell
+    assert describe_exit(code).startswith(text)
+
+
+def test_with_other_hosts_the_verdict_is_waited_for() -> None:
+    made = started(A, alone=False)
+    actions = made.handle(Exited(A, 0), 1)
+    assert kinds(actions, Tell, Finish) == [Tell("done")]
+    assert made.next_deadline_s is None
+    assert kinds(made.handle(Verdict("", 0), 9), Finish) == [Finish(0)]
+
+
+def test_a_failure_elsewhere_ends_the_workers_here() -> None:
+    made = started(A, alone=False)
+    actions = made.handle(Verdict("worker far failed: exit code 4", 4), 1)
+    assert kinds(actions, Terminate, Blame) == [Terminate(A)]
+    assert kinds(made.handle(Exited(A, -15), 2), Finish) == [Finish(4)]
+
+
+def test_what_failed_first_in_the_job_is_the_cause_here_too() -> None:
+    made = started(A, alone=False)
+    actions = made.handle(Exited(A, 1), 1)
+    assert kinds(actions, Tell) == [Tell("failed", f"worker {A} failed: exit code 1", 1)]
+    assert kinds(actions, Finish) == []
+    assert kinds(made.handle(Verdict("worker far failed: exit code 4", 4), 1.5), Finish) == [Finish(4)]
+
+
+def test_a_head_that_says_nothing_is_not_waited_for_for_ever() -> None:
+    made = started(A, alone=False)
+    made.handle(Exited(A, 1), 1)
+    assert made.next_deadline_s == 16
+    assert kinds(made.handle(Tick(), 16), Finish) == [Finish(1)]
+
+
+def test_a_new_view_starts_newcomers_and_ends_leavers() -> None:
+    made = started(A, B, watch=True)
+    actions = made.handle(Arrived(view(2, A, C, FAR)), 5)
+    assert Say("arrived at v2, new np=3, local: +1/-1, global: +2/-1") in actions
+    assert kinds(actions, Start, Terminate) == [Terminate(B), Start(C, view(2, A, C, FAR), 2)]
+    assert kinds(made.handle(Exited(B, 1), 6), Blame, Finish) == []
+    # B's slot is free again.
+    assert kinds(made.handle(Arrived(view(3, A, C, B)), 7), Start) == [Start(B, view(3, A, C, B), 1)]
+
+
+def test_one_that_comes_back_while_leaving_is_started_after_its_end() -> None:
+    made = started(A, B, watch=True)
+    made.handle(Arrived(view(2, A)), 1)
+    assert kinds(made.handle(Arrived(view(3, A, B)), 2), Start) == []
+    assert kinds(made.handle(Exited(B, 0), 3), Start) == [Start(B, view(3, A, B), 1)]
+
+
+def test_an_old_view_changes_nothing() -> None:
+    made = started(A, watch=True)
+    made.handle(Arrived(view(5, A)), 1)
+    assert made.handle(Arrived(view(4)), 2) == []
+
+
+def test_a_view_without_workers_stops_all_and_is_a_good_end() -> None:
+    made = started(A, watch=True)
+    assert kinds(made.handle(Arrived(view(2, hosts=())), 1), Terminate) == [Terminate(A)]
+    assert kinds(made.handle(Exited(A, -15), 2), Finish) == [Finish(0)]
+
+
+def test_keep_stays_until_a_signal() -> None:
+    made = started(A, watch=True, keep=True)
+    assert kinds(made.handle(Exited(A, 0), 1), Finish) == []
+    assert kinds(made.handle(Arrived(view(2, A, B)), 2), Start) == [Start(B, view(2, A, B), 0)]
+    made.handle(Exited(B, 0), 3)
+    assert kinds(made.handle(Interrupted(signal.SIGTERM), 4), Finish) == [Finish(143)]
+
+
+def test_a_waiting_runner_stays_until_it_was_added_and_removed() -> None:
+    made = Supervisor(HERE, grace_s=10, watch=True)
+    elsewhere = view(1, FAR, hosts=(THERE,))
+    assert kinds(made.handle(Arrived(elsewhere), 0), Finish) == []
+    assert kinds(made.handle(Arrived(view(2, FAR, A)), 1), Start) == [Start(A, view(2, FAR, A), 0)]
+    made.handle(Arrived(view(3, FAR, hosts=(THERE,))), 2)
+    assert kinds(made.handle(Exited(A, 0), 3), Finish) == [Finish(0)]
+
+
+def test_a_shrunk_host_waits_to_be_used_again() -> None:
+    made = started(A, FAR, watch=True)
+    made.handle(Arrived(view(2, FAR)), 1)
+    assert kinds(made.handle(Exited(A, 0), 2), Finish, Tell) == [Tell("idle")]
+
+
+def test_a_crash_in_watch_mode_ends_the_job() -> None:
+    made = started(A, B, watch=True)
+    assert kinds(made.handle(Exited(A, 2), 1), Blame, Terminate) == [Blame(A, "exit code 2"), Terminate(B)]
+    assert kinds(made.handle(Exited(B, 0), 2), Finish) == [Finish(2)]
