@@ -178,6 +178,7 @@ def run(
 
 
 def _launch(options: RunOptions) -> int:
+    from pliant.launch.output import Console
     from pliant.launch.plan import Machine, describe, make_plan
     from pliant.launch.runner import launch
 
@@ -192,7 +193,8 @@ def _launch(options: RunOptions) -> int:
         return 130  # before there were workers; later it is an event like any other
     if outcome.summary:
         log.info("%s", outcome.summary, extra=PRINTED)
-        print(outcome.summary, flush=True)
+        # Past sys.stdout: a reader that has gone away must not turn a good end into an error.
+        Console(1, coloured=False).write(f"{outcome.summary}\n".encode())
     return outcome.code
 
 

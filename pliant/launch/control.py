@@ -34,6 +34,8 @@ class Assembly:
 
     def __init__(self, hosts: Sequence[str], agreement: Mapping[str, object]) -> None:
         self.ports: dict[str, list[int]] = {}
+        self.begun = False
+        """Whether all have come, and were told so."""
         self._hosts = tuple(hosts)
         self._agreement = dict(agreement)
         self._standing: dict[str, str] = {}
@@ -77,8 +79,13 @@ class Assembly:
         return self.verdict
 
     def leave(self, host: str) -> Verdict | None:
-        """Note that the connection to `host` is gone; that is a failure unless the job is over."""
-        if self.verdict is not None:
+        """Note that the connection to `host` is gone: a failure, unless the job is over or has not begun.
+
+        Before it has begun, the host may come again.
+        """
+        if not self.begun:
+            self.ports.pop(host, None)
+        if not self.begun or self.verdict is not None:
             return None
         return self.fail(f"the runner on {host} is gone", 1)
 
@@ -119,8 +126,10 @@ class Head:
                         f"no runner came from {', '.join(missing)} within {timeout_s:g} s: start `pliant run` with "
                         f"the same flags there, and let it reach {self._address}; --rendezvous-timeout waits longer"
                     )
-                if not self._changed.wait(min(SAY_S, left_s)) and self._assembly.missing:
-                    log.info("waiting for the runners on %s", ", ".join(self._assembly.missing))
+                if not self._changed.wait(min(SAY_S, left_s)) and (missing := self._assembly.missing):
+                    log.info("waiting for the runners on %s", ", ".join(missing))
+                    self._broadcast({"waiting": ", ".join(missing)})
+            self._assembly.begun = True
             welcome = {**self._welcome, "ports": self._assembly.ports}
             self._broadcast(welcome)
         return welcome
@@ -207,8 +216,9 @@ class Head:
                     host, text_of(message, "status"), text_of(message, "cause"), code if isinstance(code, int) else 1
                 )
         with self._changed:
+            self._channels.pop(host, None)
             verdict = self._assembly.leave(host)
-            if verdict is not None and self._listener is not None:
+            if verdict is not None:
                 self._announce(verdict)
 
 
@@ -235,6 +245,9 @@ class Member:
         try:
             self._channel.send({"agreement": dict(agreement), "ports": list(ports)})
             welcome = self._channel.receive(max(0.001, deadline_s - time.monotonic()))
+            while waiting := text_of(welcome, "waiting"):
+                log.info("waiting for the runners on %s", waiting)
+                welcome = self._channel.receive(max(0.001, deadline_s - time.monotonic()))
         except OSError as error:
             raise LaunchError(f"the runner at {self._head} did not bring all hosts together: {error}") from None
         if welcome is None:

@@ -35,7 +35,7 @@ class StartFailed:
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """The runner got SIGINT or SIGTERM."""
+    """The runner got SIGINT, SIGTERM or SIGHUP."""
 
     signum: int
 

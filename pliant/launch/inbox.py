@@ -13,7 +13,7 @@ from types import FrameType
 from pliant.cluster import Worker
 from pliant.launch.events import Event, Interrupted
 
-HANDLED = (signal.SIGINT, signal.SIGTERM)
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Inbox:
@@ -62,12 +62,14 @@ class Inbox:
 
     @contextlib.contextmanager
     def signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM come in as events, until the end of the block."""
+        """SIGINT, SIGTERM and SIGHUP come in as events, until the end of the block; SIGHUP not under nohup."""
 
         def note(signum: int, _: FrameType | None) -> None:
             self.post(Interrupted(signum))
 
-        before = {signum: signal.signal(signum, note) for signum in HANDLED}
+        under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        handled = [signum for signum in HANDLED if signum != signal.SIGHUP or not under_nohup]
+        before = {signum: signal.signal(signum, note) for signum in handled}
         # Python runs handlers between bytecodes of the main thread; the descriptor ends the wait.
         wake = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         try:

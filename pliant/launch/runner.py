@@ -10,7 +10,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pliant.cluster import View, Worker
@@ -18,14 +18,13 @@ from pliant.errors import LaunchError
 from pliant.launch.channel import Message, text_of
 from pliant.launch.control import Assembly, Control, Head, Member
 from pliant.launch.crew import Crew
-from pliant.launch.debug import serve_state
 from pliant.launch.duration import format_duration
 from pliant.launch.events import Arrived, Tell
 from pliant.launch.inbox import Inbox
 from pliant.launch.plan import LaunchPlan, Machine, first_view
 from pliant.launch.ports import bind_ports
 from pliant.launch.secret import job_secret
-from pliant.launch.supervisor import Supervisor
+from pliant.launch.supervisor import TIMEOUT_EXIT, Supervisor
 from pliant.launch.watch import Follower, follower
 
 log = logging.getLogger(__name__)
@@ -62,10 +61,13 @@ def launch(plan: LaunchPlan, machine: Machine, clock: Callable[[], float] = time
         ports = {plan.self_host: list(listeners)}
         if control is not None:
             stack.callback(control.close)
-            control.open()
-            welcome = control.meet(plan.self_host, plan.agreement, list(listeners), options.rendezvous_timeout_s)
-            ports = _ports_of(welcome)
-            followed.use(text_of(welcome, "config_server"))
+            try:
+                ports = _meet(plan, control, list(listeners), followed)
+            except LaunchError as error:
+                if not options.timeout_s or clock() - begun_s < options.timeout_s:
+                    raise
+                log.error("-timeout: %s", error)
+                return Outcome(TIMEOUT_EXIT, "")
         supervisor = Supervisor(
             plan.self_host, grace_s=options.grace_s, watch=options.watch, keep=options.keep, alone=control is None
         )
@@ -80,6 +82,8 @@ def launch(plan: LaunchPlan, machine: Machine, clock: Callable[[], float] = time
             tell=_teller(plan, control),
         )
         if options.debug_port:
+            from pliant.launch.debug import serve_state
+
             port = stack.enter_context(serve_state(plan.self_host, options.debug_port, crew.state))
             log.info("state at http://%s/", Worker(plan.self_host, port))
         _give_first_view(plan, ports, inbox, followed)
@@ -109,6 +113,16 @@ def _make_control(plan: LaunchPlan, secret: bytes, inbox: Inbox, config_server: 
         return Member(plan.head, secret, inbox.post)
     assembly = Assembly([host.address for host in plan.hosts], plan.agreement)
     return Head(plan.head, assembly, secret, inbox.post, {"config_server": config_server})
+
+
+def _meet(plan: LaunchPlan, control: Control, bound: Sequence[int], followed: Follower) -> dict[str, list[int]]:
+    """Come together with the other hosts; the ports of all."""
+    options = plan.options
+    timeout_s = min(options.rendezvous_timeout_s, options.timeout_s or options.rendezvous_timeout_s)
+    control.open()
+    welcome = control.meet(plan.self_host, plan.agreement, bound, timeout_s)
+    followed.use(text_of(welcome, "config_server"))
+    return _ports_of(welcome)
 
 
 def _ports_of(welcome: Message) -> dict[str, list[int]]:

@@ -96,8 +96,9 @@ class Supervisor:
         """What to do about `event`. Nothing comes back after Finish."""
         if self._over:
             return []
-        actions = self._react(event, at_s)
-        actions += self._stop_some(at_s)
+        reacted = self._react(event, at_s)
+        # Telling workers to end comes before telling the user why, which may wait for last lines.
+        actions = self._stop_some(at_s) + reacted
         actions += self._start_some()
         actions += self._tell_status()
         actions += self._finish_if_over(at_s)

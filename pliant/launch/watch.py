@@ -116,12 +116,12 @@ def follower(plan: LaunchPlan, secret: bytes, environ: Mapping[str, str]) -> Ite
     token = environ.get("PLIANT_TOKEN", "")
     with contextlib.ExitStack() as stack:
         url = options.config_server
-        if not url and len(plan.hosts) > 1:
-            token = token or _own_token(plan, secret)  # of the head's server, whose address comes later
-        if not url and plan.is_head and (options.watch or options.builtin_config_port):
+        has_own = not url and (options.watch or options.builtin_config_port > 0)
+        if has_own:
+            token = token or _own_token(plan, secret)  # on other hosts too: the address comes with the welcome
+        if has_own and plan.is_head:
             from pliant.elastic.server import ConfigServer, ServerConfig
 
-            token = token or _own_token(plan, secret)
             config = ServerConfig(
                 host=plan.self_host,
                 port=options.builtin_config_port,

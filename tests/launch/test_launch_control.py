@@ -54,7 +54,15 @@ def test_the_first_failure_stays_the_verdict() -> None:
     made = Assembly(HOSTS, FLAGS)
     assert made.fail("h2 broke", 3) == Verdict("h2 broke", 3)
     assert made.fail("h1 followed", 1) == Verdict("h2 broke", 3)
-    assert Assembly(HOSTS, FLAGS).leave("h2") == Verdict("the runner on h2 is gone", 1)
+
+
+def test_one_that_leaves_before_the_begin_may_come_again_and_later_is_a_failure() -> None:
+    made = Assembly(HOSTS, FLAGS)
+    made.join("h2", FLAGS, [1])
+    assert made.leave("h2") is None
+    made.join("h2", FLAGS, [2])
+    made.begun = True
+    assert made.leave("h2") == Verdict("the runner on h2 is gone", 1)
 
 
 class Meeting:

@@ -105,6 +105,12 @@ def test_a_missing_runner_and_a_wrong_secret_are_told(launcher: Launcher, pair: 
     assert "no runner came from 127.0.0.2 within 1 s" in ended.stderr
 
 
+def test_the_jobs_timeout_also_ends_the_wait_for_other_hosts(launcher: Launcher, pair: Pair) -> None:
+    ended = launcher.end(pair.start("127.0.0.2", "-np", 4, "-timeout", "300ms", "true"))
+    assert ended.code == 124
+    assert "-timeout: no runner answers at 127.0.0.1:" in ended.stderr
+
+
 def test_a_taken_control_port_matters_to_several_hosts_only(launcher: Launcher, pair: Pair, free_port: int) -> None:
     taken = ConfigServer(ServerConfig(port=free_port))
     with taken.running():

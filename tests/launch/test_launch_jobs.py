@@ -122,7 +122,7 @@ def test_a_program_that_the_kernel_refuses_is_explained(launcher: Launcher) -> N
     assert "cannot run ./tool: Exec format error: start it with its interpreter" in ended.stderr
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_leaves_workers_time_to_finish_the_step(launcher: Launcher, signum: int, code: int) -> None:
     launcher.script("steps.py", STEPS)
     runner = launcher.start("-q", "-np", 2, "steps.py")
@@ -258,7 +258,7 @@ def test_a_reader_that_goes_away_does_not_end_the_job(launcher: Launcher) -> Non
     assert runner.stdout is not None
     runner.stdout.close()
     launcher.until(lambda: (launcher.directory / "talked").exists(), "end of the worker")
-    runner.wait(DEADLINE_S)
+    assert runner.wait(DEADLINE_S) == 0
     assert runner.stderr is not None
     assert b"cannot show more output" in runner.stderr.read()
 

@@ -66,7 +66,7 @@ def test_a_host_without_workers_is_done_at_once() -> None:
 def test_the_first_failure_is_blamed_and_ends_the_others() -> None:
     made = started(A, B, C)
     actions = made.handle(Exited(B, 3), 1)
-    assert kinds(actions, Blame, Terminate) == [Blame(B, "exit code 3"), Terminate(A), Terminate(C)]
+    assert kinds(actions, Blame, Terminate) == [Terminate(A), Terminate(C), Blame(B, "exit code 3")]
     assert kinds(made.handle(Exited(A, 1), 1.1), Blame, Finish) == []
     assert kinds(made.handle(Exited(C, -15), 1.2), Blame, Finish) == [Finish(3)]
 
@@ -206,5 +206,5 @@ def test_a_shrunk_host_waits_to_be_used_again() -> None:
 
 def test_a_crash_in_watch_mode_ends_the_job() -> None:
     made = started(A, B, watch=True)
-    assert kinds(made.handle(Exited(A, 2), 1), Blame, Terminate) == [Blame(A, "exit code 2"), Terminate(B)]
+    assert kinds(made.handle(Exited(A, 2), 1), Blame, Terminate) == [Terminate(B), Blame(A, "exit code 2")]
     assert kinds(made.handle(Exited(B, 0), 2), Finish) == [Finish(2)]
