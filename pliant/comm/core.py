@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ import torch
 
 from pliant.cluster import View
 from pliant.comm import wire
-from pliant.comm.kernels import Folder, dtype_of
+from pliant.comm.kernels import Recipe, Scratch, dtype_of
 from pliant.comm.link import Link, header
 from pliant.comm.operation import Operation, Span, bytes_of
 from pliant.comm.plan import Spec, Step
@@ -60,14 +60,19 @@ class Core:
         self.dirty: set[Link] = set()
         """Links with something to write."""
         self.pongs: dict[int, Callable[[float], None]] = {}
-        self._folder = Folder()
+        self._scratch = Scratch()
+        self.completed: list[Operation] = []
+        """Done, but nobody was told yet: waking a waiting thread for each would cost more than the work."""
+        self._interned: dict[Spec, Spec] = {}
         self._known: dict[Spec, Known] = {}
         self._channels: dict[object, int] = {}
+        self._numbering = threading.Lock()
         self._theirs: dict[int, dict[int, Known]] = defaultdict(dict)
         self._operations: dict[int, Operation] = {}
         self._early: dict[int, list[Callable[[], None]]] = {}
-        self._early_errors: dict[int, Mismatch] = {}
-        self._done: dict[tuple[Operation, int], list[int]] = {}
+        self._early_errors: dict[int, CommError] = {}
+        self._offers: defaultdict[Link, bytearray] = defaultdict(bytearray)
+        self._done: defaultdict[Link, bytearray] = defaultdict(bytearray)
         self._arenas: dict[tuple[int, int], Arena] = {}
         self._arenas_told: dict[int, int] = {}
         self._spans: dict[tuple[int, int, int, torch.dtype, int], Span] = {}
@@ -77,22 +82,29 @@ class Core:
 
     # --- what users submit ---
 
+    def intern(self, spec: Spec) -> Spec:
+        """The one object that stands for all equal specs, so that comparing them is comparing objects."""
+        return self._interned.setdefault(spec, spec)
+
     def channel_of(self, spec: Spec) -> int:
         """The number of a channel here; made by whoever mentions it first."""
-        return self._channels.setdefault(spec.channel, len(self._channels))
+        found = self._channels.get(spec.channel)
+        if found is None:
+            with self._numbering:
+                found = self._channels.setdefault(spec.channel, len(self._channels))
+        return found
 
     def submit(self, operation: Operation) -> None:
         """Begin a collective."""
         program = operation.program
-        gone = next((self.lost[r] for r in program.spec.members if r in self.lost), None)
-        early_error = self._early_errors.pop(operation.key, None)
-        if gone or early_error:
-            operation.failed = True
-            operation.handle.fail(gone or early_error or CommError("unreachable"))
-            return
+        if self.lost or self._early_errors:
+            gone = next((self.lost[r] for r in program.spec.members if r in self.lost), None)
+            error = gone or self._early_errors.pop(operation.key, None)
+            if error is not None:
+                operation.failed = True
+                operation.handle.fail(error)
+                return
         self._operations[operation.key] = operation
-        operation.left = len(program.plan.steps)
-        operation.missing = dict(program.missing)
         operation.began_s = time.monotonic()
         if operation.left == 0:
             self._complete(operation)
@@ -101,20 +113,34 @@ class Core:
             self._offer(operation, self.links[peer])
         for index in program.ready:
             self.runnable.push(operation.priority, (operation, index))
-        for arrival in self._early.pop(operation.key, ()):
-            arrival()
+        if operation.key in self._early:
+            for arrival in self._early.pop(operation.key):
+                arrival()
 
     def _offer(self, operation: Operation, link: Link) -> None:
         """Tell a peer of this host where our memory for this collective lies."""
         known = self._tell_spec(operation.program.spec, link)
-        spans = [operation.out, *(own for own in operation.own if own is not operation.out)]
-        for span in spans:
-            self._tell_arena(span.arena, link)
-        _, arena, offset = spans[0].place()
-        rest = wire.pack_places([span.place() for span in spans[1:]])
-        link.say(self._header(Kind.OFFER, known, operation, piece=arena, extra=offset, length=len(rest)), rest)
+        out = operation.out
+        self._tell_arena(out.arena, link)
         link.egress_bytes += operation.program.offered_bytes.get(link.rank, 0)
+        if len(operation.own) <= 1 and (not operation.own or operation.own[0] is out):
+            self._offers[link] += wire.OFFERED.pack(known.number, operation.seq, out.arena, out.offset)
+            return
+        for span in operation.own:
+            self._tell_arena(span.arena, link)
+        places = wire.pack_places([span.place() for span in (out, *operation.own)])
+        link.say(self._header(Kind.PARTS, known, operation, length=len(places)), places)
         self.dirty.add(link)
+
+    def say_notices(self) -> None:
+        """Tell the peers of this host, in one frame each, what was offered and what was done in this turn."""
+        for kind, notices in ((Kind.OFFER, self._offers), (Kind.DONE, self._done)):
+            if notices:
+                for link, entries in notices.items():
+                    if link.rank not in self.lost:
+                        link.say(header(kind, self.view.number, length=len(entries)), bytes(entries))
+                        self.dirty.add(link)
+                notices.clear()
 
     def _header(
         self, kind: Kind, known: Known, operation: Operation, piece: int = 0, extra: int = 0, length: int = 0
@@ -152,13 +178,17 @@ class Core:
             raise CommError(f"a frame of view {view} came in view {self.view.number}")
         match kind:
             case Kind.OFFER:
-                self._match(link, frame, lambda operation: self._on_offer(operation, link, frame, payload))
+                for number, seq, arena, offset in wire.OFFERED.iter_unpack(payload):
+                    self._on_offer(link, number, seq, arena, offset)
             case Kind.DONE:
-                self._match(link, frame, lambda operation: self._on_done(operation, link, frame, payload))
+                for number, seq, index in wire.FINISHED.iter_unpack(payload):
+                    self._on_done(link, number, seq, index)
             case Kind.READY:
-                self._match(link, frame, lambda operation: self._on_ready(operation, link, piece, payload))
+                self._match(link, frame[4], frame[5], lambda op: self._on_ready(op, link, piece, payload))
+            case Kind.PARTS:
+                self._match(link, frame[4], frame[5], lambda op: self._on_parts(op, link, payload))
             case Kind.DEFINE:
-                self._theirs[link.rank][frame[4]] = self._know(wire.unpack_spec(payload))
+                self._theirs[link.rank][frame[4]] = self._know(self.intern(wire.unpack_spec(payload)))
             case Kind.ARENA:
                 self._arenas[link.rank, piece] = _take_arena(link, extra)
             case Kind.ERROR:
@@ -181,39 +211,53 @@ class Core:
             case _:
                 raise CommError(f"a frame of unknown kind {kind}: do all workers run the same version?")
 
-    def _match(self, link: Link, frame: Frame, act: Callable[[Operation], None]) -> None:
-        """Let `act` happen on the operation that the frame speaks of, now or when it is submitted."""
-        known = self._theirs[link.rank].get(frame[4])
+    def _match(self, link: Link, number: int, seq: int, act: Callable[[Operation], None]) -> None:
+        """Let `act` happen on the operation that a frame speaks of, now or when it is submitted."""
+        known = self._theirs[link.rank].get(number)
         if known is None:
-            raise CommError(f"a frame speaks of spec {frame[4]}, which was never explained")
-        key = known.channel << 32 | frame[5]
+            raise CommError(f"a frame speaks of spec {number}, which was never explained")
+        key = known.channel << 32 | seq
         operation = self._operations.get(key)
         if operation is None:
-            self._early.setdefault(key, []).append(lambda: self._match(link, frame, act))
-        elif operation.program.spec is not known.spec and operation.program.spec != known.spec:
+            self._early.setdefault(key, []).append(lambda: self._match(link, number, seq, act))
+        elif operation.program.spec is not known.spec:
             self._disagree(operation, link, known.spec)
         else:
             act(operation)
 
-    def _on_offer(self, operation: Operation, link: Link, frame: Frame, payload: bytes) -> None:
+    def _on_offer(self, link: Link, number: int, seq: int, arena: int, offset: int) -> None:
+        known = self._theirs[link.rank].get(number)
+        operation = self._operations.get(known.channel << 32 | seq) if known is not None else None
+        if operation is None or known is None or operation.program.spec is not known.spec:
+            self._match(link, number, seq, lambda op: self._offered(op, link, arena, offset))
+        else:
+            self._offered(operation, link, arena, offset)
+
+    def _offered(self, operation: Operation, link: Link, arena: int, offset: int) -> None:
+        program = operation.program
+        key = (link.rank, arena, offset)
+        spans = program.offers.get(key)
+        if spans is None:
+            spans = program.offers[key] = [self._span(key, operation.out.flat.dtype, program.plan.out_length)]
+        self._take_offer(operation, link, spans)
+
+    def _on_parts(self, operation: Operation, link: Link, payload: bytes) -> None:
         program, dtype = operation.program, operation.out.flat.dtype
-        places: list[Place] = [(link.rank, frame[6], frame[7]), *wire.unpack_places(payload)]
-        spec = program.spec
-        out = self._span(places[0], dtype, program.plan.out_length)
-        own = [self._span(place, dtype, spec.length) for place in places[1:]] or [out]
-        operation.offers[link.rank] = (out, own)
-        link.ingress_bytes += sum(
-            step.length * step_count * dtype.itemsize
-            for index in program.by_offer.get(link.rank, ())
-            for step in (program.plan.steps[index],)
-            for child, step_count in step.children
-            if child == link.rank
-        )
+        out, *own = wire.unpack_places(payload)
+        operands = [self._span(place, dtype, program.spec.length) for place in own]
+        self._take_offer(operation, link, [self._span(out, dtype, program.plan.out_length), *operands])
+
+    def _take_offer(self, operation: Operation, link: Link, spans: list[Span]) -> None:
+        """A peer's memory is known now: read what it contributes, write what it is owed."""
+        program = operation.program
+        operation.offers[link.rank] = spans
+        link.ingress_bytes += program.read_bytes.get(link.rank, 0)
         for index in program.by_offer.get(link.rank, ()):
             self._heard(operation, index)
-        for index in operation.owed.pop(link.rank, ()):
-            self._push(operation, program.plan.steps[index], index, link, out)
-            self._finish_part(operation)
+        if operation.owed:
+            for index in operation.owed.pop(link.rank, ()):
+                self._push(operation, program.plan.steps[index], index, link, spans[0])
+                self._finish_part(operation)
 
     def _on_ready(self, operation: Operation, link: Link, index: int, payload: bytes) -> None:
         step = operation.program.plan.steps[index]
@@ -223,16 +267,20 @@ class Core:
         operation.operands[index, link.rank] = spans
         self._heard(operation, index)
 
-    def _on_done(self, operation: Operation, link: Link, frame: Frame, payload: bytes) -> None:
-        indices: Sequence[int] = struct.unpack(f"<{len(payload) // 4}I", payload) if payload else (frame[6],)
-        steps = operation.program.plan.steps
-        for index in indices:
-            if steps[index].source is not None:
-                link.ingress_bytes += steps[index].length * operation.out.flat.dtype.itemsize
-                self._tell(operation, steps[index], index)
-            else:
-                self._release(operation, steps[index], index)
-            self._finish_part(operation)
+    def _on_done(self, link: Link, number: int, seq: int, index: int) -> None:
+        known = self._theirs[link.rank][number]
+        operation = self._operations.get(known.channel << 32 | seq)
+        if operation is None:
+            return  # it has failed here meanwhile
+        step = operation.program.plan.steps[index]
+        if step.source is not None:
+            link.ingress_bytes += step.length * operation.out.flat.dtype.itemsize
+            operation.arrived.add(index)
+            if step.listeners:
+                self._tell(operation, step, index)
+        else:
+            self._release(operation, step, index)
+        self._finish_part(operation)
 
     def _heard(self, operation: Operation, index: int) -> None:
         operation.missing[index] -= 1
@@ -250,7 +298,7 @@ class Core:
         if kind == Kind.BCAST:
             known = self._theirs[link.rank].get(frame[4])
             operation = self._operations.get(known.channel << 32 | frame[5]) if known else None
-            if operation is not None and known is not None and operation.program.spec == known.spec:
+            if operation is not None and known is not None and operation.program.spec is known.spec:
                 step = operation.program.plan.steps[frame[6]]
                 place = operation.out.bytes(step.begin - operation.base, step.end - operation.base)
                 if len(place) == length:
@@ -269,11 +317,12 @@ class Core:
         if operation is not None:
             self._on_result(operation, frame[6])
         elif scratch is not None and frame[0] == Kind.BCAST:
-            self._match(link, frame, lambda op: self._on_early_result(op, frame[6], scratch))
+            self._match(link, frame[4], frame[5], lambda op: self._on_early_result(op, frame[6], scratch))
         elif scratch is not None:
-            self._match(link, frame, lambda op: self._on_operands(op, link, frame[6], scratch))
+            self._match(link, frame[4], frame[5], lambda op: self._on_operands(op, link, frame[6], scratch))
 
     def _on_result(self, operation: Operation, index: int) -> None:
+        operation.arrived.add(index)
         self._tell(operation, operation.program.plan.steps[index], index)
         self._finish_part(operation)
 
@@ -319,7 +368,8 @@ class Core:
         found = [(own, step.begin) for own in operation.own]
         for child, _ in step.children:
             if child in step.offered:
-                found += [(span, step.begin) for span in operation.offers[child][1]]
+                spans = operation.offers[child]
+                found += [(span, step.begin) for span in (spans[1:] or spans)]
             else:
                 found += [(span, 0) for span in operation.operands[index, child]]
         return found
@@ -329,18 +379,44 @@ class Core:
         # Results are written into the memory of this host's listeners block by block, while the
         # block is still in the cache; only then are they told.
         pushed = [peer for peer in step.listeners if self.links[peer].shared and peer in operation.offers]
-        copies = [operation.offers[peer][0].cut(step.begin, step.end) for peer in pushed]
-        values = [span.cut(begin, begin + step.length) for span, begin in operands]
-        if step.folds and operation.reduce is not None:
-            self._folder.fold(operation.reduce, values, step.folds, out, copies)
+        targets = [operation.offers[peer][0] for peer in pushed]
+        if step.folds:
+            self._recipe(operation, step, index, operands, out, targets).run()
         else:
-            for copy in ([] if values[0].data_ptr() == out.data_ptr() else [out]) + copies:
-                copy.copy_(values[0])
+            span, begin = operands[0]
+            value = span.cut(begin, begin + step.length)
+            for copy in (out, *(target.cut(step.begin, step.end) for target in targets)):
+                if copy.data_ptr() != value.data_ptr():
+                    copy.copy_(value)
         for peer in pushed:
             self._note_done(operation, step, index, self.links[peer])
-        self._tell(operation, step, index, already=pushed)
+        if len(pushed) < len(step.listeners):
+            self._tell(operation, step, index, already=pushed)
         self._release(operation, step, index)
         self._finish_part(operation)
+
+    def _recipe(
+        self,
+        operation: Operation,
+        step: Step,
+        index: int,
+        operands: list[tuple[Span, int]],
+        out: torch.Tensor,
+        targets: Sequence[Span],
+    ) -> Recipe:
+        """The folds of a step, ready to run; kept where all its memory is shared memory that stays."""
+        assert operation.reduce is not None, "only a reduction has folds"
+        recipes = operation.program.recipes
+        spans = [operation.out, *(span for span, _ in operands), *targets]
+        key = (index, *map(id, spans))
+        found = recipes.get(key)
+        if found is None:
+            values = [span.cut(begin, begin + step.length) for span, begin in operands]
+            copies = [target.cut(step.begin, step.end) for target in targets]
+            found = Recipe(operation.reduce, values, step.folds, self._scratch.of(out.dtype), out, copies)
+            if all(span.lasting for span in spans):
+                recipes[key] = found
+        return found
 
     def _send_up(self, operation: Operation, step: Step, index: int, operands: list[tuple[Span, int]]) -> None:
         assert step.up is not None, "the root has nobody above it"
@@ -349,7 +425,7 @@ class Core:
         if step.folds and operation.reduce is not None:
             flat = self.memory.empty(step.length, operation.out.flat.dtype)
             values = [span.cut(begin, begin + step.length) for span, begin in operands]
-            self._folder.fold(operation.reduce, values, step.folds, flat)
+            Recipe(operation.reduce, values, step.folds, self._scratch.of(flat.dtype), flat).run()
             arena, offset = self.memory.locate(flat) or (-1, 0)
             items.append((Span(flat, self.rank, arena, offset), 0))
         items += [operands[i] for i in step.passed_on]
@@ -383,12 +459,12 @@ class Core:
             return
         for child, _ in step.children:
             if self.links[child].shared:
-                self._done.setdefault((operation, child), []).append(index)
+                self._say_done(operation, index, self.links[child])
 
     def _tell(self, operation: Operation, step: Step, index: int, already: Sequence[int] = ()) -> None:
         """Pass the result of a slice on."""
         for peer in step.listeners:
-            if peer in already:
+            if peer in already or peer in self.lost:
                 continue
             link = self.links[peer]
             if not link.shared:
@@ -415,19 +491,11 @@ class Core:
 
     def _note_done(self, operation: Operation, step: Step, index: int, link: Link) -> None:
         link.egress_bytes += step.length * operation.out.flat.dtype.itemsize
-        self._done.setdefault((operation, link.rank), []).append(index)
+        self._say_done(operation, index, link)
 
-    def say_done(self) -> None:
-        """Tell peers of this host, in one frame for each collective, which of their results are in place."""
-        if not self._done:
-            return
-        for (operation, peer), indices in self._done.items():
-            link = self.links[peer]
-            known = self._tell_spec(operation.program.spec, link)
-            payload = struct.pack(f"<{len(indices)}I", *indices) if len(indices) > 1 else b""
-            link.say(self._header(Kind.DONE, known, operation, piece=indices[0], length=len(payload)), payload)
-            self.dirty.add(link)
-        self._done.clear()
+    def _say_done(self, operation: Operation, index: int, link: Link) -> None:
+        known = self._tell_spec(operation.program.spec, link)
+        self._done[link] += wire.FINISHED.pack(known.number, operation.seq, index)
 
     def _cut(self, operation: Operation, step: Step) -> torch.Tensor:
         return operation.out.cut(step.begin - operation.base, step.end - operation.base)
@@ -440,7 +508,13 @@ class Core:
     def _complete(self, operation: Operation) -> None:
         del self._operations[operation.key]
         self.lanes.add(operation.program.lane_bytes, operation.began_s, time.monotonic())
-        operation.finished(operation)
+        self.completed.append(operation)
+
+    def announce(self) -> None:
+        """Wake those who wait for what is complete."""
+        completed, self.completed = self.completed, []
+        for operation in completed:
+            operation.finished(operation)
 
     def _span(self, place: Place, dtype: torch.dtype, length: int) -> Span:
         """A peer's memory, or our own as a peer speaks of it."""
@@ -450,6 +524,7 @@ class Core:
             owner, arena, offset = place
             memory = self.memory.arenas[arena] if owner == self.rank else self._arenas[owner, arena]
             span = self._spans[key] = Span(memory.flat(offset, dtype, length), owner, arena, offset)
+            span.lasting = True
         return span
 
     def own_span(self, arena: int, offset: int, dtype: torch.dtype, length: int) -> Span:
@@ -464,19 +539,27 @@ class Core:
             f"{_describe(operation.program.spec)}, rank {link.rank} {_describe(theirs)}; "
             "one name must mean the same on every rank"
         )
-        payload = text.encode()
+        self._spread(operation, Mismatch(text))
+
+    def _spread(self, operation: Operation, error: CommError, piece: int = 0) -> None:
+        """A collective has failed here, so it has failed everywhere."""
+        left = isinstance(error, WorkerLost)
+        payload = error.why.encode() if isinstance(error, WorkerLost) else str(error).encode()
         for peer in operation.program.spec.members:
             if peer != self.rank and peer not in self.lost:
-                other = self.links[peer]
-                known = self._tell_spec(operation.program.spec, other)
-                other.say(self._header(Kind.ERROR, known, operation, length=len(payload)), payload)
-                self.dirty.add(other)
-        self._fail(operation, Mismatch(text))
+                link = self.links[peer]
+                known = self._tell_spec(operation.program.spec, link)
+                head = self._header(Kind.ERROR, known, operation, piece=piece, extra=left, length=len(payload))
+                link.say(head, payload)
+                self.dirty.add(link)
+        self._fail(operation, error)
 
     def _on_error(self, link: Link, frame: Frame, payload: bytes) -> None:
         known = self._theirs[link.rank][frame[4]]
         key = known.channel << 32 | frame[5]
-        error = Mismatch(payload.decode(errors="replace"))
+        text = payload.decode(errors="replace")
+        rank = frame[6]
+        error = WorkerLost(str(self.view.workers[rank]), rank, text) if frame[7] else Mismatch(text)
         operation = self._operations.get(key)
         if operation is None:
             self._early_errors[key] = error
@@ -507,6 +590,16 @@ class Core:
                 self.dirty.add(link)
         for operation in [o for o in self._operations.values() if rank in o.program.spec.members]:
             self._fail(operation, error)
+        self._forget(rank, error)
+
+    def leave(self, rank: int) -> None:
+        """A worker has left in good order: what it had sent before still counts, so only what waits for it fails."""
+        error = self.lost[rank] = WorkerLost(str(self.view.workers[rank]), rank, "it left the job")
+        for operation in [o for o in self._operations.values() if rank in o.waiting_for()]:
+            self._spread(operation, error, piece=rank)
+        self._forget(rank, error)
+
+    def _forget(self, rank: int, error: WorkerLost) -> None:
         for ask, (answer, _, asked) in list(self._asked.items()):
             if asked == rank:
                 del self._asked[ask]

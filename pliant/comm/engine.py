@@ -29,7 +29,7 @@ from pliant.comm import graph
 from pliant.comm.core import Core
 from pliant.comm.cuda import CudaStage
 from pliant.comm.handle import Handle
-from pliant.comm.kernels import dtype_name, reducer
+from pliant.comm.kernels import Reducer, dtype_name, reducer
 from pliant.comm.link import Link, header
 from pliant.comm.mesh import Mesh, MeshConfig
 from pliant.comm.operation import Operation, Program, Span, make_program
@@ -46,6 +46,7 @@ Determinism = Literal["exact", "fast"]
 Array = torch.Tensor | np.ndarray
 
 AUTO = Strategy("AUTO")
+DOZE_S = 0.001
 WORK_S = 0.001
 """Folding goes on for at most about this long before the sockets have their turn."""
 INTERNAL = "pliant:"
@@ -96,14 +97,16 @@ class Engine:
         self._strategies = [config.strategy]
         self._late: dict[int, list[tuple[int, int]]] = {}
         self._programs: dict[tuple[Spec, int], Program] = {}
-        self._specs: dict[Spec, Spec] = {}
+        self._prepared: dict[tuple[object, ...], tuple[Spec, Span, list[Span], Reducer]] = {}
         self._seqs: dict[int, int] = {}
         self._names: dict[int, object] = {}
         self._submitting = threading.RLock()
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Operation | Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._asleep = False
+        self._dozing = False
+        self._busy = False
         self._closing = False
         self._broken: Exception | None = None
         self._writing: set[Link] = set()
@@ -178,13 +181,20 @@ class Engine:
             Mismatch, WorkerLost: from `wait`, on every rank.
         """
         target = _as_tensor(tensor)
+        known = None
+        if ranks is None and contributions is None and not target.is_cuda:
+            known = (name, target.data_ptr(), target.numel(), target.dtype, op, determinism)
+            prepared = self._prepared.get(known)
+            if prepared is not None and target.is_contiguous():
+                return self._submit(*prepared, priority, _finish_in_place, result=target)
         spec = self._spec("all_reduce", name, target, op, determinism, ranks, -1, parts)
         reduce = reducer(op, target.dtype)
-        if self.rank not in spec.members:
-            raise ConfigError(f"all_reduce {name!r}: rank {self.rank} is not one of ranks={list(spec.members)}")
         out, finished = self._bind(target, spec, read=contributions is None, write=True)
+        if known is not None and out.lasting:
+            # The same memory under the same name at every step: what follows from it need not be found again.
+            self._prepared[known] = (spec, out, [out], reduce)
         own = [out] if contributions is None else [self._bind_operand(part, spec) for part in contributions]
-        return self._submit(spec, out, own, reduce, priority, finished, source=target)
+        return self._submit(spec, out, own, reduce, priority, finished, result=target)
 
     def reduce(
         self,
@@ -202,7 +212,7 @@ class Engine:
         spec = self._spec("reduce", name, target, op, determinism, ranks, root)
         reduce = reducer(op, target.dtype)
         out, finished = self._bind(target, spec, read=True, write=self.rank == root)
-        return self._submit(spec, out, [out], reduce, priority, finished, source=target)
+        return self._submit(spec, out, [out], reduce, priority, finished, result=target)
 
     def broadcast(
         self, name: str, tensor: Array, root: int = 0, *, priority: int = 0, ranks: Sequence[int] | None = None
@@ -211,7 +221,7 @@ class Engine:
         target = _as_tensor(tensor)
         spec = self._spec("broadcast", name, target, "none", "fast", ranks, root)
         out, finished = self._bind(target, spec, read=self.rank == root, write=self.rank != root)
-        return self._submit(spec, out, [], None, priority, finished, source=target)
+        return self._submit(spec, out, [], None, priority, finished, result=target)
 
     def all_gather(self, name: str, tensor: Array, *, priority: int = 0, ranks: Sequence[int] | None = None) -> Handle:
         """Everybody's `tensor` on every rank: `wait` returns them stacked, in the order of ranks."""
@@ -230,19 +240,15 @@ class Engine:
         length, me = part.numel(), spec.members.index(self.rank)
         if kind == "gather" and self.rank != root:
             out, finished = self._bind(part, spec, read=True, write=False)
-            return self._submit(spec, out, [], None, priority, finished, source=part, base=me * length)
+            return self._submit(spec, out, [], None, priority, _without_result(finished), result=part, base=me * length)
         whole = self._memory.empty(length * len(spec.members), part.dtype)
         whole[me * length : (me + 1) * length].copy_(part.detach().reshape(-1))
         stacked = whole.view(len(spec.members), *part.shape)
-        if part.is_cuda:
-            stacked_there = stacked.to(part.device)
-            return self._submit(
-                spec, self._span_of(whole), [], None, priority,
-                lambda operation: operation.handle.finish(stacked_there.copy_(stacked)),
-            )  # fmt: skip
-        return self._submit(
-            spec, self._span_of(whole), [], None, priority, lambda operation: operation.handle.finish(stacked)
-        )
+
+        def finish(operation: Operation) -> None:
+            operation.handle.finish(stacked.to(part.device))
+
+        return self._submit(spec, self._span_of(whole), [], None, priority, finish)
 
     def barrier(
         self, name: str = "barrier", *, ranks: Sequence[int] | None = None, timeout_s: float | None = None
@@ -276,7 +282,9 @@ class Engine:
             raise ConfigError(f"request: rank {rank} is not one of 0..{self.size - 1}")
         target = _as_tensor(out)
         landing = torch.empty(target.numel(), dtype=target.dtype)
-        handle = Handle(f"request {name!r}", self.config.collective_timeout_s, lambda: (str(self.view.workers[rank]),))
+        handle = Handle(
+            f"request {name!r}", self.config.collective_timeout_s, lambda: (str(self.view.workers[rank]),), self._hurry
+        )
 
         def answer(error: Exception | None) -> None:
             if error is not None:
@@ -448,15 +456,14 @@ class Engine:
         spec: Spec,
         out: Span,
         own: list[Span],
-        reduce: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None,
+        reduce: Reducer | None,
         priority: int,
         finished: Callable[[Operation], None],
         *,
-        source: torch.Tensor | None = None,
+        result: torch.Tensor | None = None,
         base: int = 0,
     ) -> Handle:
         with self._submitting:
-            spec = self._specs.setdefault(spec, spec)
             channel = self._core.channel_of(spec)
             seq = self._seqs.get(channel, 0)
             self._seqs[channel] = seq + 1
@@ -464,21 +471,22 @@ class Engine:
                 self._names[channel] = spec.channel
                 self._adopt_late(channel, spec)
             program = self._program(spec, self._epoch_of(channel, seq))
-            operation = Operation(program, channel, seq, priority, out, base, own, reduce, None, finished)  # type: ignore[arg-type]
-            handle = Handle(spec.name, self.config.collective_timeout_s, partial(self._waiting_for, operation))
-            operation.handle = handle
-            begin = partial(self._core.submit, operation)
-            if source is not None and source.is_cuda:
-                self._stage().submit(source, operation, lambda: self._post(begin))
+            operation = Operation(program, channel, seq, priority, out, own, reduce, result, finished, base)
+            operation.handle = handle = Handle(
+                spec.name, self.config.collective_timeout_s, partial(self._waiting_for, operation), self._hurry
+            )
+            if result is not None and result.is_cuda:
+                self._stage().submit(result, operation, lambda: self._post(operation))
             else:
-                self._post(begin)
+                self._post(operation)
         return handle
 
     def _epoch_of(self, channel: int, seq: int) -> int:
-        for before, epoch in self._late.get(channel, ()):
-            if seq < before:
-                return epoch
-        self._late.pop(channel, None)
+        if channel in self._late:
+            for before, epoch in self._late[channel]:
+                if seq < before:
+                    return epoch
+            del self._late[channel]
         return len(self._strategies) - 1
 
     def _adopt_late(self, channel: int, spec: Spec) -> None:
@@ -513,9 +521,9 @@ class Engine:
             flat = flat.view(-1)
             place = self._memory.locate(flat) if len(flat) else None
             if place is not None:
-                return self._core.own_span(*place, flat.dtype, len(flat)), lambda op: op.handle.finish(tensor)
+                return self._core.own_span(*place, flat.dtype, len(flat)), _finish_in_place
             if not shared:
-                return Span(flat), lambda op: op.handle.finish(tensor)
+                return Span(flat), _finish_in_place
         staging = self._memory.empty(tensor.numel(), tensor.dtype)
         if flat.is_cuda:
             return self._span_of(staging), partial(self._stage().finish, tensor, staging, write)
@@ -525,7 +533,7 @@ class Engine:
         def copy_back(operation: Operation) -> None:
             if write:
                 flat.copy_(staging.view(flat.shape))
-            operation.handle.finish(tensor)
+            _finish_in_place(operation)
 
         return self._span_of(staging), copy_back
 
@@ -544,14 +552,19 @@ class Engine:
 
     # --- the thread ---
 
-    def _post(self, call: Callable[[], None]) -> None:
-        """Have the engine's thread do this."""
+    def _post(self, call: Operation | Callable[[], None]) -> None:
+        """Have the engine's thread begin this, or do this."""
         if self._broken is not None:
             raise self._broken
         if self._closing:
             raise EngineClosed("the engine is closed: submit before leaving its `with`")
         self._inbox.append(call)
         if self._asleep:
+            self._wake()
+
+    def _hurry(self) -> None:
+        """Somebody waits: what lies in the inbox shall not wait as well."""
+        if self._dozing and self._inbox:
             self._wake()
 
     def _wake(self) -> None:
@@ -578,7 +591,7 @@ class Engine:
         """Wait for something to do, and do it."""
         core = self._core
         for key, events in self._selector.select(self._patience_s()):
-            self._asleep = False
+            self._asleep = self._dozing = False
             link = key.data
             if link is None:
                 os.eventfd_read(self._alarm)
@@ -587,17 +600,29 @@ class Engine:
                 self._guarded(link, link.read)
             if events & selectors.EVENT_WRITE and link.rank not in core.lost:
                 core.dirty.add(link)
-        self._asleep = False
+        self._asleep = self._dozing = False
         while self._inbox:
-            self._inbox.popleft()()
+            self._busy = True
+            item = self._inbox.popleft()
+            if isinstance(item, Operation):
+                core.submit(item)
+            else:
+                item()
         self._work()
-        core.say_done()
+        core.say_notices()
         self._check_hearts(time.monotonic())
         self._flush()
+        core.announce()
 
     def _patience_s(self) -> float:
         if len(self._core.runnable) or self._core.dirty - self._writing:
             return 0.0
+        if self._busy:
+            # Submissions come in bursts. For a moment after the last one the thread dozes: what is
+            # submitted meanwhile is found when it wakes, without a system call and a fight for the
+            # interpreter for each tensor. Whoever waits for a result wakes it at once.
+            self._busy, self._dozing = False, True
+            return 0.0 if self._inbox else DOZE_S
         self._asleep = True
         # Set before the last look: who submits after it sees the flag and rings the alarm.
         return 0.0 if self._inbox else self.config.heartbeat_timeout_s / 8
@@ -639,9 +664,9 @@ class Engine:
             else:
                 act(now_s, link)
         except EOFError:
-            self._drop(link, "it left" if link.said_bye else "its connection closed (the process ended or was killed)")
+            self._drop(link, "its connection closed (the process ended or was killed)")
         except OSError as error:
-            self._drop(link, "it left" if link.said_bye else f"its connection broke ({error.strerror or error})")
+            self._drop(link, f"its connection broke ({error.strerror or error})")
         except CommError as error:
             log.error("rank %d: %s sent nonsense: %s", self.rank, link.worker, error)
             self._drop(link, f"it sent nonsense: {error}")
@@ -651,7 +676,10 @@ class Engine:
             self._selector.unregister(link.sock)
         self._core.dirty.discard(link)
         self._writing.discard(link)
-        self._core.lose(link.rank, why)
+        if link.said_bye:
+            self._core.leave(link.rank)
+        else:
+            self._core.lose(link.rank, why)
         link.close()
 
     def _check_hearts(self, now_s: float) -> None:
@@ -699,6 +727,20 @@ def connected(view: View, me: Worker, mesh: MeshConfig, config: EngineConfig) ->
 
 def _as_tensor(value: Array) -> torch.Tensor:
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _finish_in_place(operation: Operation) -> None:
+    operation.handle.finish(operation.result)
+
+
+def _without_result(finished: Callable[[Operation], None]) -> Callable[[Operation], None]:
+    """For ranks on which a collective has no result to return."""
+
+    def finish(operation: Operation) -> None:
+        operation.result = None
+        finished(operation)
+
+    return finish
 
 
 def _channel_tag(channel: object) -> bytes:

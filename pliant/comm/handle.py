@@ -13,10 +13,13 @@ from pliant.errors import CollectiveTimeout
 class Handle:
     """The outcome of one collective. Any thread may wait, any number of times."""
 
-    __slots__ = ("_after", "_done", "_error", "_lock", "_result", "_timeout_s", "_waiting_for", "name")
+    __slots__ = ("_after", "_done", "_error", "_hurry", "_lock", "_result", "_timeout_s", "_waiting_for", "name")
 
-    def __init__(self, name: str, timeout_s: float, waiting_for: Callable[[], tuple[str, ...]]) -> None:
+    def __init__(
+        self, name: str, timeout_s: float, waiting_for: Callable[[], tuple[str, ...]], hurry: Callable[[], None]
+    ) -> None:
         self.name = name
+        self._hurry = hurry
         self._timeout_s = timeout_s
         self._waiting_for = waiting_for
         self._result: torch.Tensor | None = None
@@ -40,6 +43,7 @@ class Handle:
             CommError: what went wrong, on this rank or any other.
         """
         if not self._done:
+            self._hurry()
             limit_s = self._timeout_s if timeout_s is None else timeout_s
             if not self._lock.acquire(timeout=limit_s):
                 raise CollectiveTimeout(self.name, limit_s, self._waiting_for())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from pliant.comm.handle import Handle
-from pliant.comm.kernels import Reducer
+from pliant.comm.kernels import Recipe, Reducer
 from pliant.comm.plan import Plan, Spec
 from pliant.comm.wire import Place
 
@@ -17,7 +17,7 @@ from pliant.comm.wire import Place
 class Span:
     """A flat run of elements in memory that this process can reach, its own or a peer's."""
 
-    __slots__ = ("_bytes", "_cuts", "arena", "flat", "offset", "owner")
+    __slots__ = ("_bytes", "_cuts", "arena", "flat", "lasting", "offset", "owner")
 
     def __init__(self, flat: torch.Tensor, owner: int = -1, arena: int = 0, offset: int = 0) -> None:
         self.flat = flat
@@ -25,6 +25,8 @@ class Span:
         """Whose shared memory it is; -1 where it is no shared memory."""
         self.arena = arena
         self.offset = offset
+        self.lasting = False
+        """Whether this very object is kept for as long as the engine, so that views on it may be, too."""
         # A training job asks for the same ranges at every step, and making a view costs more than
         # summing a bias.
         self._cuts: dict[tuple[int, int], torch.Tensor] = {}
@@ -69,7 +71,13 @@ class Program:
     """Steps that come nearer when this child offers its memory."""
     offered_bytes: dict[int, int]
     """Operands that each peer reads from this rank's memory."""
+    read_bytes: dict[int, int]
+    """Operands that this rank reads from each peer's memory."""
     lane_bytes: dict[int, int]
+    recipes: dict[tuple[int, ...], Recipe]
+    """Folds made ready, by step and memory; filled as they are needed."""
+    offers: dict[tuple[int, int, int], list[Span]]
+    """Memory that peers have offered before, by (rank, arena, offset)."""
 
 
 def make_program(spec: Spec, plan: Plan, shares_memory: Callable[[int], bool], item_bytes: int) -> Program:
@@ -79,6 +87,7 @@ def make_program(spec: Spec, plan: Plan, shares_memory: Callable[[int], bool], i
     by_offer: defaultdict[int, list[int]] = defaultdict(list)
     offered: Counter[int] = Counter()
     lanes: Counter[int] = Counter()
+    read: Counter[int] = Counter()
     for index, step in plan.steps.items():
         lanes[step.lane] += step.length * item_bytes
         if step.source is not None and shares_memory(step.source):
@@ -88,49 +97,104 @@ def make_program(spec: Spec, plan: Plan, shares_memory: Callable[[int], bool], i
             offered[step.up] += step.num_up * step.length * item_bytes
         elif step.children:
             missing[index] = len(step.children)
+            counts = dict(step.children)
             for child in step.offered:
                 by_offer[child].append(index)
+                read[child] += counts[child] * step.length * item_bytes
         elif step.reduces or step.source is None:
             ready.append(index)
     by_child = {child: tuple(steps) for child, steps in by_offer.items()}
-    return Program(spec, plan, tuple(ready), missing, tuple(sorted(offer_to)), by_child, dict(offered), dict(lanes))
+    return Program(
+        spec=spec,
+        plan=plan,
+        ready=tuple(ready),
+        missing=missing,
+        offer_to=tuple(sorted(offer_to)),
+        by_offer=by_child,
+        offered_bytes=dict(offered),
+        read_bytes=dict(read),
+        lane_bytes=dict(lanes),
+        recipes={},
+        offers={},
+    )
 
 
-@dataclass(slots=True, eq=False)
 class Operation:
-    """The state of one submitted collective; touched by the engine's thread only, once submitted."""
+    """The state of one submitted collective; touched by the engine's thread only, once submitted.
 
-    program: Program
-    channel: int
-    seq: int
-    priority: int
-    out: Span
-    """Where the result belongs."""
-    base: int
-    """The element of the whole that `out` begins with (a gather's senders hold only their own part)."""
-    own: list[Span]
-    """This rank's operands; `[out]` where it reduces in place."""
-    reduce: Reducer | None
+    A plain class with slots: one is made for every tensor and step.
+    """
+
+    __slots__ = (
+        "arrived",
+        "base",
+        "began_s",
+        "channel",
+        "failed",
+        "finished",
+        "handle",
+        "kept",
+        "key",
+        "left",
+        "missing",
+        "offers",
+        "operands",
+        "out",
+        "owed",
+        "own",
+        "priority",
+        "program",
+        "reduce",
+        "result",
+        "seq",
+    )  # fmt: skip
+
     handle: Handle
-    finished: Callable[[Operation], None]
-    """What remains to be done when the result is in place, such as copying it to where the user wants it."""
-    began_s: float = 0.0
-    left: int = 0
-    """Steps and frames that are not done yet."""
-    missing: dict[int, int] = field(default_factory=dict)
-    offers: dict[int, tuple[Span, list[Span]]] = field(default_factory=dict)
-    """The memory of peers: where their result belongs, and their operands."""
-    operands: dict[tuple[int, int], list[Span]] = field(default_factory=dict)
-    """(step, child) -> what it sent."""
-    owed: dict[int, list[int]] = field(default_factory=dict)
-    """Results for peers that have not yet said where they belong."""
-    kept: list[object] = field(default_factory=list)
-    """Memory that others may still read."""
-    failed: bool = False
 
-    @property
-    def key(self) -> int:
-        return self.channel << 32 | self.seq
+    def __init__(
+        self,
+        program: Program,
+        channel: int,
+        seq: int,
+        priority: int,
+        out: Span,
+        own: list[Span],
+        reduce: Reducer | None,
+        result: torch.Tensor | None,
+        finished: Callable[[Operation], None],
+        base: int = 0,
+    ) -> None:
+        self.program = program
+        self.channel = channel
+        self.seq = seq
+        self.key = channel << 32 | seq
+        self.priority = priority
+        self.out = out
+        """Where the result belongs."""
+        self.own = own
+        """This rank's operands; `[out]` where it reduces in place."""
+        self.base = base
+        """The element of the whole that `out` begins with (a gather's senders hold only their own part)."""
+        self.reduce = reduce
+        self.result = result
+        """What `wait` shall return."""
+        self.finished = finished
+        """What remains to be done when the result is in place, such as copying it to where the user wants it."""
+        self.began_s = 0.0
+        self.left = len(program.plan.steps)
+        """Steps and frames that are not done yet."""
+        self.missing = program.missing.copy()
+        self.offers: dict[int, list[Span]] = {}
+        """The memory of peers: where their result belongs, then their operands if these lie elsewhere."""
+        self.operands: dict[tuple[int, int], list[Span]] = {}
+        """(step, child) -> what it sent."""
+        self.owed: dict[int, list[int]] = {}
+        """Results for peers that have not yet said where they belong."""
+        self.kept: list[object] = []
+        """Memory that others may still read."""
+        self.arrived: set[int] = set()
+        """Steps whose result has come."""
+        self.failed = False
 
     def waiting_for(self) -> set[int]:
         """The ranks from which something is missing."""
@@ -138,6 +202,6 @@ class Operation:
         for index, step in list(self.program.plan.steps.items()):
             if self.missing.get(index):
                 ranks |= {c for c, _ in step.children if (index, c) not in self.operands and c not in self.offers}
-            elif step.source is not None:
+            elif step.source is not None and index not in self.arrived:
                 ranks.add(step.source)
         return ranks

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pliant.comm import graph, order
 from pliant.comm.graph import Forest, Topology
 from pliant.comm.order import Fold, Term
-from pliant.comm.slices import Slice, cut, cut_exact, even_partition
+from pliant.comm.slices import WHOLE_BYTES, WHOLE_SHARED_BYTES, Slice, cut, cut_exact, even_partition
 
 KINDS = ("all_reduce", "reduce", "broadcast", "gather", "all_gather")
 
@@ -148,10 +148,11 @@ def _reducing(
         root = spec.members.index(spec.root)
         fathers = graph.rerooted(trees[0].bcast_from, root)
         trees = (Topology(fathers, fathers),)
+    whole_bytes = min(slice_bytes, WHOLE_SHARED_BYTES if len(set(hosts)) == 1 else WHOLE_BYTES)
     if spec.exact:
-        slices = cut_exact(spec.name, spec.length, item_bytes, len(trees), slice_bytes, num_replicas)
+        slices = cut_exact(spec.name, spec.length, item_bytes, len(trees), slice_bytes, num_replicas, whole_bytes)
     else:
-        slices = cut(spec.name, spec.length, item_bytes, len(trees), slice_bytes)
+        slices = cut(spec.name, spec.length, item_bytes, len(trees), slice_bytes, whole_bytes)
     borders = order.chunk_length(spec.length, item_bytes, num_replicas)
     steps = {}
     for index, piece in enumerate(slices):

@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 WHOLE_BYTES = 64 << 10
 """A tensor up to this size is not cut: a message costs more than its bytes."""
+WHOLE_SHARED_BYTES = 512 << 10
+"""The same, where all ranks share memory and the bytes cost still less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +50,14 @@ def name_hash(name: str) -> int:
     return sum(ord(letter) ** 2 for letter in name)
 
 
-def cut(name: str, num_elements: int, item_bytes: int, lanes: int, slice_bytes: int) -> list[Slice]:
+def cut(
+    name: str, num_elements: int, item_bytes: int, lanes: int, slice_bytes: int, whole_bytes: int = WHOLE_BYTES
+) -> list[Slice]:
     """Slices of about equal size, dealt out to the lanes in turn. Their order of summation is free."""
     if num_elements == 0:
         return []
     parts = max(1, -(-num_elements * item_bytes // slice_bytes))
-    if parts < lanes and num_elements * item_bytes > WHOLE_BYTES:
+    if parts < lanes and num_elements * item_bytes > whole_bytes:
         parts = min(lanes, num_elements)
     first = name_hash(name)
     return [
@@ -63,7 +67,13 @@ def cut(name: str, num_elements: int, item_bytes: int, lanes: int, slice_bytes: 
 
 
 def cut_exact(
-    name: str, num_elements: int, item_bytes: int, lanes: int, slice_bytes: int, num_replicas: int
+    name: str,
+    num_elements: int,
+    item_bytes: int,
+    lanes: int,
+    slice_bytes: int,
+    num_replicas: int,
+    whole_bytes: int = WHOLE_BYTES,
 ) -> list[Slice]:
     """Slices that each lie in one chunk of the exact order; the chunks are spread over the lanes.
 
@@ -71,7 +81,7 @@ def cut_exact(
     """
     if num_elements == 0:
         return []
-    if num_elements * item_bytes <= WHOLE_BYTES:
+    if num_elements * item_bytes <= whole_bytes:
         return [Slice(0, num_elements, name_hash(name) % lanes, 0 if num_replicas == 1 else None)]
     slices = []
     for begin, end, chunk in chunks_between(0, num_elements, chunk_length(num_elements, item_bytes, num_replicas)):

@@ -29,7 +29,7 @@ class Kind(IntEnum):
     """What a frame says."""
 
     DEFINE = 1  # from now on this number stands for this spec
-    OFFER = 2  # my memory for this collective lies here: read my operands, write my results
+    OFFER = 2  # my memory for these collectives lies here: read my operands, write my results
     READY = 3  # operands for this slice lie here (same host)
     REDUCE = 4  # operands for this slice
     BCAST = 5  # the result of this slice
@@ -43,6 +43,7 @@ class Kind(IntEnum):
     ASK = 13  # send me what you stored
     TELL = 14  # here it is
     BYE = 15  # I am leaving in good order
+    PARTS = 16  # like OFFER, for one collective whose operands lie apart from its result
 
 
 HEADER = struct.Struct("<BBHIIIIQQ")
@@ -52,6 +53,10 @@ Frame = tuple[int, int, int, int, int, int, int, int, int]
 BULK = frozenset((Kind.REDUCE, Kind.BCAST, Kind.TELL))
 """Kinds whose payload is received straight into its place; all others are small and arrive whole."""
 
+OFFERED = struct.Struct("<IIIQ")
+"""One collective in an OFFER: spec, seq, arena, offset."""
+FINISHED = struct.Struct("<III")
+"""One slice in a DONE: spec, seq, slice."""
 _PLACE = struct.Struct("<IIQ")
 
 Place = tuple[int, int, int]
