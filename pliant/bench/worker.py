@@ -325,12 +325,13 @@ def obey(side: Side, task: Task, command: Mapping[str, object]) -> dict[str, obj
     return {**measure(side, iterations), "before": before, "after": side.facts()}
 
 
-def _listen(connection: socket.socket) -> queue.SimpleQueue[dict[str, object]]:
+def listen(connection: socket.socket) -> queue.SimpleQueue[dict[str, object]]:
     """The controller's commands as they arrive. When it is gone, the process ends at once, whatever it is doing."""
     commands: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
 
-    def listen() -> None:
-        with connection.makefile("rb") as lines:
+    def read() -> None:
+        # A controller killed before it accepted us shows as a reset, not as an end.
+        with contextlib.suppress(ConnectionError), connection.makefile("rb") as lines:
             for line in lines:
                 command = json.loads(line)
                 commands.put(command)
@@ -338,7 +339,7 @@ def _listen(connection: socket.socket) -> queue.SimpleQueue[dict[str, object]]:
                     return
         os._exit(3)
 
-    threading.Thread(target=listen, daemon=True).start()
+    threading.Thread(target=read, daemon=True).start()
     return commands
 
 
@@ -347,7 +348,7 @@ def main() -> None:
     rank = int(sys.argv[2]) if len(sys.argv) > 2 else -1  # Open MPI's workers ask Open MPI
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(task.control)
-    commands = _listen(connection)
+    commands = listen(connection)
 
     def answer(**values: object) -> None:
         connection.sendall(json.dumps(values).encode() + b"\n")

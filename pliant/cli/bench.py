@@ -149,9 +149,9 @@ def _print_result(result: Cell) -> None:
         title_justify="left",
     )
     for name in ("", "median ms", "p10-p90 ms", "CPU ms", "speedup"):
-        table.add_column(name, justify="left" if not name else "right")
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     for cell in cast("list[Cell]", result.get("cells", [result])):
-        table.add_row(f"pliant {cell['strategy']}", *_times(cast(Cell, cell["ours"])), "")
+        table.add_row(f"ours, {cell['strategy']}", *_times(cast(Cell, cell["ours"])), "")
     for name, peer in cast("dict[str, Cell]", result["peers"]).items():
         table.add_row(name, *_times(peer), _ratio(peer["speedup"], "x"))
     bound = cast(Cell, result["bound"])
@@ -167,16 +167,22 @@ def _print_result(result: Cell) -> None:
 
 
 def _times(values: Cell) -> tuple[str, str, str]:
-    median_s, cpu_s = values.get("median_s"), values.get("cpu_s")
+    median_s, p10_s, p90_s, cpu_s = (values.get(key) for key in ("median_s", "p10_s", "p90_s", "cpu_s"))
     if not isinstance(median_s, float):
         return "failed", "", ""
-    p10_s, p90_s = values.get("p10_s"), values.get("p90_s")
-    spread = f"{p10_s * 1e3:.3g}-{p90_s * 1e3:.3g}" if isinstance(p10_s, float) and isinstance(p90_s, float) else ""
-    return f"{median_s * 1e3:.3g}", spread, f"{cpu_s * 1e3:.3g}" if isinstance(cpu_s, float) else ""
+    spread = f"{_ms(p10_s)}-{_ms(p90_s)}" if p10_s is not None else ""
+    return _ms(median_s), spread, _ms(cpu_s)
+
+
+def _ms(seconds: object) -> str:
+    """Three digits, or all those before the point."""
+    if not isinstance(seconds, float):
+        return ""
+    return f"{seconds * 1e3:.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
 
 
 def _ratio(value: object, unit: str) -> str:
-    return f"{value:.2f}{unit}" if isinstance(value, float) else "-"
+    return f"{value:.3g}{unit}" if isinstance(value, float) else "-"
 
 
 def traffic(
