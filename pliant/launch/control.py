@@ -102,6 +102,7 @@ class Head:
         self._changed = threading.Condition()
         self._strangers = threading.Semaphore(MAX_STRANGERS)
         self._listener: socket.socket | None = None
+        self._closing = False
 
     def open(self) -> None:
         """Listen; raises ConfigError where the control port is taken."""
@@ -142,6 +143,7 @@ class Head:
                 self._announce(verdict)
 
     def close(self) -> None:
+        self._closing = True
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread; close alone does not
@@ -164,8 +166,12 @@ class Head:
         while True:
             try:
                 sock, _ = listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._closing:
+                    return
+                log.warning("control port %s: %s", self._address, error)
+                time.sleep(RETRY_S)  # out of descriptors: without a pause this would spin
+                continue
             if not self._strangers.acquire(blocking=False):
                 sock.close()
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from pliant.cluster import DEFAULT_RUNNER_PORT, DEFAULT_STRATEGY, Host, PortRange, check_port
 from pliant.errors import ConfigError
@@ -89,6 +90,20 @@ class RunOptions:
             )
         if self.keep and not self.watch:
             raise ConfigError("-k keeps a watching runner alive: add -w")
-        if self.config_server and self.builtin_config_port:
-            raise ConfigError("-config-server and -builtin-config-port name two config servers: give one of them")
+        if self.config_server and self.builtin_config_port and not self.follows_builtin:
+            raise ConfigError(
+                f"-config-server {self.config_server} and -builtin-config-port {self.builtin_config_port} are two "
+                "config servers: give one of them, or the same port"
+            )
         object.__setattr__(self, "strategy", check_strategy(self.strategy))
+
+    @property
+    def follows_builtin(self) -> bool:
+        """Whether the config server of this job is run by its head."""
+        if not self.config_server:
+            return self.watch or self.builtin_config_port > 0
+        # KungFu's commands give both flags, and mean one server.
+        try:
+            return self.builtin_config_port > 0 and urlsplit(self.config_server).port == self.builtin_config_port
+        except ValueError:
+            return False

@@ -149,10 +149,14 @@ def _teller(plan: LaunchPlan, control: Control | None) -> Callable[[Tell], None]
 def _give_first_view(plan: LaunchPlan, ports: dict[str, list[int]], inbox: Inbox, followed: Follower) -> None:
     """Post the first view, or, in watch mode, offer it to the config server and post what it has from then on."""
     view: View | None = first_view(plan, ports) if plan.options.init_version >= 0 else None
-    if plan.options.watch:
-        offered = view if plan.is_head else None
-        followed.start(offered, lambda wanted: inbox.post(Arrived(wanted)), plan.options.rendezvous_timeout_s)
-    elif view is not None:
+    options = plan.options
+    offered = view if plan.is_head else None
+    if options.watch:
+        followed.start(offered, lambda wanted: inbox.post(Arrived(wanted)), options.rendezvous_timeout_s)
+        return
+    if options.follows_builtin:
+        followed.offer(offered, options.rendezvous_timeout_s)
+    if view is not None:
         inbox.post(Arrived(view))
 
 

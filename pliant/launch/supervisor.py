@@ -68,8 +68,8 @@ class Supervisor:
         """Those told to end, and when they will be killed."""
         self.finished: set[Worker] = set()
         """Those of the view that ended well."""
-        self.num_finished = 0
-        self.num_started = 0
+        self.num_started = self.num_finished = 0
+        """Over the whole job; those that a view removed have finished too."""
         self.view: View | None = None
         self._host, self._grace_s = host, grace_s
         self._watch, self._keep, self._alone = watch, keep, alone
@@ -134,11 +134,11 @@ class Supervisor:
     def _lose(self, worker: Worker, code: int, at_s: float) -> list[Action]:
         self.running.pop(worker, None)
         was_told = self.leaving.pop(worker, None) is not None
-        if was_told or self.failed:
-            return []  # it was asked to end, or follows another's failure: no news in how it ended
-        if code == 0:
-            self.finished.add(worker)
+        if self.failed:
+            return []  # it follows another's failure: no news in how it ended
+        if was_told or code == 0:
             self.num_finished += 1
+            self.finished |= set() if was_told else {worker}
             return []
         what = describe_exit(code)
         return [Blame(worker, what), *self._fail(f"worker {worker} failed: {what}", exit_code(code), at_s, said=True)]

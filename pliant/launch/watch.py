@@ -33,14 +33,13 @@ class Follower:
     def __init__(self, url: str, token: str) -> None:
         self.url, self.token = url, token
         self._stopping = threading.Event()
-        self._client: ConfigClient | None = None
 
     def use(self, url: str) -> None:
         """Take the head's server, where the user named none."""
         self.url = self.url or url
 
-    def start(self, first: View | None, arrive: Callable[[View], None], timeout_s: float) -> None:
-        """Offer `first` if the server has no view, then call `arrive` with each view there is, from a thread.
+    def offer(self, first: View | None, timeout_s: float) -> Wanted:
+        """What the server wants; `first`, if it has no view yet.
 
         Raises:
             ConfigError: the address is wrong, or the server refuses.
@@ -48,8 +47,12 @@ class Follower:
         """
         from pliant.elastic.client import ConfigClient
 
-        self._client = ConfigClient(self.url, self.token)
-        wanted = self._first_state(self._client, first, time.monotonic() + timeout_s, timeout_s)
+        with ConfigClient(self.url, self.token) as client:
+            return self._first_state(client, first, time.monotonic() + timeout_s, timeout_s)
+
+    def start(self, first: View | None, arrive: Callable[[View], None], timeout_s: float) -> None:
+        """Offer `first`, then call `arrive` with each view there is, from a thread. Raises as `offer`."""
+        wanted = self.offer(first, timeout_s)
         if wanted.cleared:
             raise ClusterCleared(
                 f"config server {self.url}: the last job there was told to stop (version {wanted.version}, no workers); "
@@ -59,9 +62,7 @@ class Follower:
             log.info("waiting to be added: no view is set at %s", self.url)
         else:
             arrive(wanted.view)
-        threading.Thread(
-            target=self._follow, args=(self._client, wanted.version, arrive), name="follow-view", daemon=True
-        ).start()
+        threading.Thread(target=self._follow, args=(wanted.version, arrive), name="follow-view", daemon=True).start()
 
     def stop(self) -> None:
         """Hand over nothing more. The thread ends with its held request."""
@@ -86,7 +87,10 @@ class Follower:
                     say_at_s += SAY_S
                 self._stopping.wait(RETRY_S)
 
-    def _follow(self, client: ConfigClient, version: int, arrive: Callable[[View], None]) -> None:
+    def _follow(self, version: int, arrive: Callable[[View], None]) -> None:
+        from pliant.elastic.client import ConfigClient
+
+        client = ConfigClient(self.url, self.token)  # lives as long as this thread, and that as the process
         lost = False
         while not self._stopping.is_set():
             try:
@@ -116,10 +120,10 @@ def follower(plan: LaunchPlan, secret: bytes, environ: Mapping[str, str]) -> Ite
     token = environ.get("PLIANT_TOKEN", "")
     with contextlib.ExitStack() as stack:
         url = options.config_server
-        has_own = not url and (options.watch or options.builtin_config_port > 0)
-        if has_own:
-            token = token or _own_token(plan, secret)  # on other hosts too: the address comes with the welcome
-        if has_own and plan.is_head:
+        if options.follows_builtin:
+            url = ""  # on hosts other than the head, it comes with the head's welcome
+            token = token or _own_token(plan, secret)
+        if options.follows_builtin and plan.is_head:
             from pliant.elastic.server import ConfigServer, ServerConfig
 
             config = ServerConfig(

@@ -58,6 +58,11 @@ class Launcher:
     def run(self, *arguments: object, **environ: str) -> Ended:
         return self.end(self.start(*arguments, **environ))
 
+    def run_all(self, *commands: tuple[object, ...], **environ: str) -> list[Ended]:
+        """Several at the same time."""
+        started = [self.start(*command, **environ) for command in commands]
+        return [self.end(process) for process in started]
+
     def until(self, happened: Callable[[], object], what: str = "it") -> None:
         """Wait for something in another process, which has no other way to tell us."""
         deadline_s = time.monotonic() + DEADLINE_S

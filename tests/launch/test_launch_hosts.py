@@ -150,6 +150,7 @@ def test_a_watching_runner_grows_shrinks_and_stops(launcher: Launcher, alive: Ca
     assert "arrived at v2, new np=3, local: +2/-0, global: +2/-0" in ended.stderr
     assert "arrived at v3, new np=1, local: +0/-2, global: +0/-2" in ended.stderr
     assert len(launcher.files("step-done-*")) == 3
+    assert "all 3/3 local workers finished" in ended.last_line
     assert len(launcher.files("logs/127.0.0.1.*@1.stdout.log")) == 1
     assert len(launcher.files("logs/127.0.0.1.*@2.stdout.log")) == 2
 
@@ -159,6 +160,25 @@ def test_the_builtin_server_listens_where_asked_and_workers_know_it(launcher: La
     assert ended.code == 0
     assert ended.stdout.count(f"] http://127.0.0.1:{free_port}/config\n") == 2
     assert "all 2/2 local workers finished" in ended.last_line
+
+
+def test_kungfus_two_flags_mean_one_server(launcher: Launcher, free_port: int) -> None:
+    url = f"http://127.0.0.1:{free_port}/config"
+    ended = launcher.run("-w", "-builtin-config-port", free_port, "-config-server", url, "-np", 1, "true")
+    assert ended.code == 0
+    assert "arrived at v1, new np=1" in ended.stderr
+
+
+def test_a_builtin_server_without_watching_shows_the_view(launcher: Launcher, free_port: int) -> None:
+    launcher.script("steps.py", STEPS)
+    runner = launcher.start("-q", "-builtin-config-port", free_port, "-np", 2, "steps.py")
+    up(launcher, 2)
+    with ConfigClient(f"http://127.0.0.1:{free_port}") as client:
+        view = client.get()
+    assert view is not None
+    assert view.size == 2
+    runner.terminate()
+    assert launcher.end(runner).code == 143
 
 
 def test_a_crash_in_watch_mode_ends_the_job(launcher: Launcher) -> None:
@@ -199,7 +219,7 @@ def test_a_runner_waits_to_be_added_and_leaves_when_removed(launcher: Launcher, 
         client.put(View(0, (other,), runners[:1]))
     ended = launcher.end(runner)
     assert ended.code == 0
-    assert "arrived at v2, new np=2, local: +1/-0, global: +1/-0" in ended.stderr
+    assert "arrived at v2, new np=2, local: +1/-0" in ended.stderr
     assert len(launcher.files("step-done-*")) == 1
 
 

@@ -220,7 +220,7 @@ def test_an_unknown_strategy_lists_the_names() -> None:
         ({"heartbeat_timeout_s": 0.0}, "--heartbeat-timeout 0"),
         ({"keep": True}, "-k keeps a watching runner alive: add -w"),
         ({"init_version": -1}, "add -w -config-server URL"),
-        ({"config_server": "http://x", "builtin_config_port": 9100}, "give one of them"),
+        ({"config_server": "http://x", "builtin_config_port": 9100}, "give one of them, or the same port"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:
