@@ -84,7 +84,11 @@ class Core:
 
     def intern(self, spec: Spec) -> Spec:
         """The one object that stands for all equal specs, so that comparing them is comparing objects."""
-        return self._interned.setdefault(spec, spec)
+        found = self._interned.get(spec)
+        if found is None:
+            with self._numbering:  # hashing a spec runs Python code, so `setdefault` alone is not atomic
+                found = self._interned.setdefault(spec, spec)
+        return found
 
     def channel_of(self, spec: Spec) -> int:
         """The number of a channel here; made by whoever mentions it first."""

@@ -449,7 +449,8 @@ class Engine:
             raise ConfigError(
                 f"{kind} {name!r}: parts={list(parts)} must have one number for each of {len(members)} ranks"
             )
-        return Spec(kind, name, members, dtype_name(tensor.dtype), tensor.numel(), op, exact, root, tuple(parts or ()))
+        dtype, length = dtype_name(tensor.dtype), tensor.numel()
+        return self._core.intern(Spec(kind, name, members, dtype, length, op, exact, root, tuple(parts or ())))
 
     def _submit(
         self,
