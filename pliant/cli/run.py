@@ -145,7 +145,9 @@ def run(
     The first failure ends the job. Times are such as 90s, 1m30s, 250ms, or seconds.
     """
     from pliant.launch.options import RunOptions
+    from pliant.launch.processes import fill_standard_descriptors
 
+    fill_standard_descriptors()
     options = RunOptions(
         program=tuple(program or ()),
         np=_whole(np, "-np"),

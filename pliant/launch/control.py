@@ -2,7 +2,7 @@
 
 The first host's runner is the head. The others connect to its control port, prove that they know the
 job's secret, report the ports that they bound, and get everybody's ports back. Later the same connection carries
-each runner's standing and, from the head, the verdict. `Assembly` holds the rules and does no I/O.
+each runner's standing and, from the head, the verdict. The rules are in `assembly`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pliant.cluster import Worker
 from pliant.errors import ConfigError, LaunchError
+from pliant.launch.assembly import Assembly
 from pliant.launch.channel import HANDSHAKE_S, Channel, Message, greet, introduce, keep_alive, text_of
-from pliant.launch.events import BUSY, DONE, FAILED, Verdict
+from pliant.launch.events import FAILED, Verdict
 from pliant.launch.ports import listen_on
 from pliant.launch.secret import REMEDY
 
@@ -27,67 +28,6 @@ RETRY_S = 0.2
 SAY_S = 10.0
 MAX_STRANGERS = 64
 """Connections that have not yet proved themselves, at once; more are closed unheard."""
-
-
-class Assembly:
-    """Who has come, who is missing, how each host stands, and the verdict. Pure."""
-
-    def __init__(self, hosts: Sequence[str], agreement: Mapping[str, object]) -> None:
-        self.ports: dict[str, list[int]] = {}
-        self.begun = False
-        """Whether all have come, and were told so."""
-        self._hosts = tuple(hosts)
-        self._agreement = dict(agreement)
-        self._standing: dict[str, str] = {}
-        self.verdict: Verdict | None = None
-
-    @property
-    def missing(self) -> tuple[str, ...]:
-        return tuple(host for host in self._hosts if host not in self.ports)
-
-    def join(self, host: str, agreement: Mapping[str, object], ports: Sequence[int]) -> None:
-        """Note a runner and its ports.
-
-        Raises:
-            ConfigError: it is not on the list, is there already, or was started with other flags.
-        """
-        if host not in self._hosts:
-            raise ConfigError(f"host {host} is not in the head's list {','.join(self._hosts)}: start all with one -H")
-        if host in self.ports:
-            raise ConfigError(f"a runner on {host} has joined already: start one per host, or give another -port")
-        for flag, value in self._agreement.items():
-            if agreement.get(flag) != value:
-                raise ConfigError(
-                    f"{flag} is {agreement.get(flag)!r} on {host} but {value!r} on {self._hosts[0]}: "
-                    "start all runners with the same flags"
-                )
-        self.ports[host] = list(ports)
-
-    def stand(self, host: str, status: str) -> Verdict | None:
-        """Note how `host` stands; returns the verdict if this makes the job end well."""
-        self._standing[host] = status
-        states = [self._standing.get(known, BUSY) for known in self._hosts]
-        if self.verdict is None and BUSY not in states and DONE in states:
-            self.verdict = Verdict("", 0)
-            return self.verdict
-        return None
-
-    def fail(self, cause: str, code: int) -> Verdict:
-        """Note a failure; what failed first stays the verdict."""
-        if self.verdict is None:
-            self.verdict = Verdict(cause, code)
-        return self.verdict
-
-    def leave(self, host: str) -> Verdict | None:
-        """Note that the connection to `host` is gone: a failure, unless the job is over or has not begun.
-
-        Before it has begun, the host may come again.
-        """
-        if not self.begun:
-            self.ports.pop(host, None)
-        if not self.begun or self.verdict is not None:
-            return None
-        return self.fail(f"the runner on {host} is gone", 1)
 
 
 class Head:

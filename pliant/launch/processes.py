@@ -78,7 +78,7 @@ def start(command: Sequence[str], environ: Mapping[str, str], listener: socket.s
             pass_fds=() if listener is None else (listener.fileno(),),
             start_new_session=True,
         )
-        return Process(popen, os.pidfd_open(popen.pid), out_read, err_read)
+        return Process(popen, _pidfd(popen), out_read, err_read)
     except OSError:
         os.close(out_read)
         os.close(err_read)
@@ -86,6 +86,27 @@ def start(command: Sequence[str], environ: Mapping[str, str], listener: socket.s
     finally:
         os.close(out_write)
         os.close(err_write)
+
+
+def _pidfd(popen: subprocess.Popen[bytes]) -> int:
+    try:
+        return os.pidfd_open(popen.pid)
+    except OSError:
+        popen.kill()  # nobody would see its end
+        popen.wait()
+        raise
+
+
+def fill_standard_descriptors() -> None:
+    """Open /dev/null as stdin, stdout or stderr where the runner was started without.
+
+    Otherwise the next socket would get such a number, and be sent what is meant for the user.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
 
 
 class Guardian:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from pliant.cluster import View, Worker
 from pliant.errors import LaunchError
+from pliant.launch.assembly import Assembly
 from pliant.launch.channel import Message, text_of
-from pliant.launch.control import Assembly, Control, Head, Member
+from pliant.launch.control import Control, Head, Member
 from pliant.launch.crew import Crew
 from pliant.launch.duration import format_duration
 from pliant.launch.events import Arrived, Tell

@@ -170,10 +170,9 @@ class Supervisor:
         return [Say(f"the job ends on every host: {cause}", True)]
 
     def _stop_some(self, at_s: float) -> list[Action]:
-        actions: list[Action] = [Kill(worker) for worker, kill_at_s in self.leaving.items() if at_s >= kill_at_s]
-        for killed in actions:
-            assert isinstance(killed, Kill), "only kills so far"
-            self.leaving[killed.worker] = at_s + self._grace_s  # again, should it not have died
+        overdue = [worker for worker, kill_at_s in self.leaving.items() if at_s >= kill_at_s]
+        self.leaving |= dict.fromkeys(overdue, at_s + self._grace_s)  # again, should one not die
+        actions: list[Action] = [Kill(worker) for worker in overdue]
         wanted = () if self.failed or self.view is None else self.view.workers
         for worker in self.running:
             if worker not in wanted and worker not in self.leaving:
@@ -197,9 +196,11 @@ class Supervisor:
     def _standing(self) -> str:
         if self.running:
             return BUSY
+        if self.view is None:
+            return IDLE
         if not self._watch:
             return DONE
-        if self._keep or self.view is None:
+        if self._keep:
             return IDLE
         was_removed = self._was_listed and not self._is_listed(self.view)
         return DONE if self.finished or not self.view.workers or was_removed else IDLE

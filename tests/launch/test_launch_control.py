@@ -12,7 +12,8 @@ import pytest
 from pliant.cluster import Worker
 from pliant.errors import ConfigError, LaunchError
 from pliant.launch import channel, control
-from pliant.launch.control import Assembly, Head, Member
+from pliant.launch.assembly import Assembly
+from pliant.launch.control import Head, Member
 from pliant.launch.events import Verdict
 
 FLAGS = {"-np": 2, "-w": False}

@@ -265,6 +265,12 @@ def test_a_reader_that_goes_away_does_not_end_the_job(launcher: Launcher) -> Non
     assert b"cannot show more output" in runner.stderr.read()
 
 
+def test_a_runner_without_stdout_still_runs(launcher: Launcher) -> None:
+    command = f'"{sys.executable}" -c "{MAIN}" run -q -logdir logs -np 2 echo hi >&- 2>&- <&-'
+    assert subprocess.run(["sh", "-c", command], cwd=launcher.directory, timeout=DEADLINE_S).returncode == 0
+    assert [log.read_text() for log in launcher.files("logs/*")] == ["hi\n", "hi\n"]
+
+
 def test_logs_are_written_where_asked(launcher: Launcher) -> None:
     ended = launcher.run("-logdir", "logs", "-logfile", "own/run.log", "-v=false", "sh", "-c", "printf 'a\\nb'")
     assert ended.code == 0

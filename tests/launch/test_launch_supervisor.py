@@ -58,6 +58,12 @@ def test_it_is_over_when_all_have_ended_well() -> None:
     assert made.handle(Tick(), 3) == []
 
 
+def test_nothing_is_over_before_the_first_view() -> None:
+    made = Supervisor(HERE, grace_s=10)
+    assert kinds(made.handle(Tick(), 0), Finish) == []
+    assert kinds(made.handle(Interrupted(signal.SIGTERM), 1), Finish) == [Finish(143)]
+
+
 def test_a_host_without_workers_is_done_at_once() -> None:
     made = Supervisor(HERE, grace_s=10)
     assert kinds(made.handle(Arrived(view(0, FAR)), 0), Finish) == [Finish(0)]
