@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launching import DEADLINE_S, Launcher, is_alive
+from launching import DEADLINE_S, Launcher, Nursery, is_alive
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as running:
+        yield running
 
 
 @pytest.fixture
-def launcher(tmp_path: Path) -> Iterator[Launcher]:
+def launcher(tmp_path: Path, nursery: Nursery) -> Iterator[Launcher]:
     foreign = ("PLIANT_", "CUDA_", "PYTHONUNBUFFERED", "XDG_CONFIG_HOME", "NO_COLOR")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    made = Launcher(tmp_path, {**environ, "HOME": str(tmp_path)})
+    made = Launcher(tmp_path, {**environ, "HOME": str(tmp_path)}, nursery)
     yield made
-    for process in made.started:
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=DEADLINE_S)
+    for runner in made.started:
+        runner.kill()
+        runner.wait(DEADLINE_S)
+        runner.close()
 
 
 @pytest.fixture

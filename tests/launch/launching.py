@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import select
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# Without the other commands, whose imports would be most of a test's time.
-MAIN = "import pliant.cli.main as cli; cli.COMMANDS = ('run',); cli.main()"
+MAIN = "from pliant.cli.main import main; main()"
+"""For tests that start the program themselves."""
 DEADLINE_S = 20.0
 
 
@@ -26,34 +32,107 @@ class Ended:
         return self.stdout.splitlines()[-1]
 
 
+class Runner:
+    """A runner that the nursery forked, with the methods of a Popen that tests use."""
+
+    def __init__(self, nursery: Nursery, request: dict[str, object]) -> None:
+        pipes = [os.pipe() for _ in range(3)]
+        nursery.ask(request, [write for _, write in pipes])
+        for _, write in pipes:
+            os.close(write)
+        self.stdout, self.stderr, self._status = (os.fdopen(read, "rb") for read, _ in pipes)
+        self.pid = int(self._status.readline())
+        self.returncode: int | None = None
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def poll(self) -> int | None:
+        with suppress(TimeoutError):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise TimeoutError(f"runner {self.pid} still runs after {timeout} s")
+            self.returncode = int(self._status.readline())
+        return self.returncode
+
+    def communicate(self, timeout: float) -> tuple[bytes, bytes]:
+        """All that is left of its output, and its end."""
+        deadline_s = time.monotonic() + timeout
+        left = dict.fromkeys((self.stdout, self.stderr), b"")
+        unread = {pipe for pipe in left if not pipe.closed}
+        while unread:
+            ready = select.select(list(unread), [], [], max(0.0, deadline_s - time.monotonic()))[0]
+            if not ready:
+                raise TimeoutError(f"runner {self.pid} holds its output open after {timeout} s")
+            for pipe in ready:
+                data = pipe.read1()
+                left[pipe] += data
+                if not data:
+                    unread.remove(pipe)
+        self.wait(max(0.0, deadline_s - time.monotonic()))
+        return left[self.stdout], left[self.stderr]
+
+    def close(self) -> None:
+        for pipe in (self.stdout, self.stderr, self._status):
+            pipe.close()
+
+
+class Nursery:
+    """The process that forks runners; see nursery.py. A context manager."""
+
+    def __enter__(self) -> Nursery:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, str(Path(__file__).with_name("nursery.py")), str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        return self
+
+    def ask(self, request: dict[str, object], descriptors: list[int]) -> None:
+        socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._process.wait(DEADLINE_S)
+
+
 @dataclass
 class Launcher:
     """Starts `pliant run` in a directory of its own, with nobody's variables but the test's."""
 
     directory: Path
     environ: dict[str, str]
-    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    nursery: Nursery
+    started: list[Runner] = field(default_factory=list)
 
     def script(self, name: str, text: str) -> Path:
         path = self.directory / name
         path.write_text(textwrap.dedent(text))
         return path
 
-    def start(self, *arguments: object, **environ: str) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", MAIN, "run", *map(str, arguments)],
-            cwd=self.directory,
-            env={**self.environ, **environ},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        self.started.append(process)
-        return process
+    def start(self, *arguments: object, **environ: str) -> Runner:
+        request: dict[str, object] = {
+            "arguments": list(map(str, arguments)),
+            "directory": str(self.directory),
+            "environ": {**self.environ, **environ},
+        }
+        runner = Runner(self.nursery, request)
+        self.started.append(runner)
+        return runner
 
-    def end(self, process: subprocess.Popen[bytes]) -> Ended:
+    def end(self, process: Runner) -> Ended:
         stdout, stderr = process.communicate(timeout=DEADLINE_S)
-        return Ended(process.returncode, stdout.decode(errors="replace"), stderr.decode(errors="replace"))
+        return Ended(process.wait(0), stdout.decode(errors="replace"), stderr.decode(errors="replace"))
 
     def run(self, *arguments: object, **environ: str) -> Ended:
         return self.end(self.start(*arguments, **environ))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launching import Ended, Launcher
+from launching import Ended, Launcher, Runner
 from test_launch_jobs import STEPS, up
 
 from pliant.cluster import View, Worker
@@ -26,7 +25,7 @@ class Pair:
     def __init__(self, launcher: Launcher, port: int) -> None:
         self._launcher, self._port = launcher, port
 
-    def start(self, host: str, *arguments: object, **environ: str) -> subprocess.Popen[bytes]:
+    def start(self, host: str, *arguments: object, **environ: str) -> Runner:
         return self._launcher.start("-q", "-H", HOSTS, "-self", host, "-port", self._port, *arguments, **environ)
 
     def run(self, *arguments: object) -> tuple[Ended, Ended]:
@@ -123,9 +122,8 @@ def test_a_taken_control_port_matters_to_several_hosts_only(launcher: Launcher, 
 # Watch mode.
 
 
-def url_of(runner: subprocess.Popen[bytes]) -> str:
+def url_of(runner: Runner) -> str:
     """The address that a runner prints for its own config server."""
-    assert runner.stderr is not None
     for line in runner.stderr:
         if found := re.search(rb"config server at (\S+)", line):
             return found[1].decode()
@@ -207,7 +205,6 @@ def test_keep_stays_after_the_workers_have_finished(launcher: Launcher, server: 
 def test_a_runner_waits_to_be_added_and_leaves_when_removed(launcher: Launcher, server: ConfigServer) -> None:
     launcher.script("steps.py", STEPS)
     runner = launcher.start("-w", "-self", "127.0.0.2", "-config-server", server.url, "-init-version", "-1", "steps.py")
-    assert runner.stderr is not None
     assert any(b"waiting to be added" in line for line in runner.stderr)
     here, other = Worker("127.0.0.2", 10500), Worker("127.0.0.1", 10500)
     runners = (Worker("127.0.0.1", 38080), Worker("127.0.0.2", 38080))
