@@ -151,8 +151,9 @@ class Job:
         return answer
 
     def _failed(self, why: str) -> LaunchError:
-        self._end(grace_s=0.0)
+        # Read before the others are ended, whose complaints about that would hide the cause.
         said = last_words(self._log.read_text(errors="replace")) if self._log.exists() else ""
+        self._end(grace_s=0.0)
         self.failure = f"{self.name}: {why}" + (f"; it said: {said}" if said else "")
         return LaunchError(self.failure)
 
