@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -21,7 +21,7 @@ from pliant.comm import wire
 from pliant.comm.kernels import Recipe, Scratch, dtype_of
 from pliant.comm.link import Link, header
 from pliant.comm.operation import Operation, Span, bytes_of
-from pliant.comm.plan import Spec, Step
+from pliant.comm.plan import Channel, Spec, Step
 from pliant.comm.shm import Arena, SharedMemory
 from pliant.comm.slices import PriorityQueue
 from pliant.comm.store import Store
@@ -65,7 +65,7 @@ class Core:
         """Done, but nobody was told yet: waking a waiting thread for each would cost more than the work."""
         self._interned: dict[Spec, Spec] = {}
         self._known: dict[Spec, Known] = {}
-        self._channels: dict[object, int] = {}
+        self._channels: dict[Channel, int] = {}
         self._numbering = threading.Lock()
         self._theirs: dict[int, dict[int, Known]] = defaultdict(dict)
         self._operations: dict[int, Operation] = {}
@@ -74,11 +74,13 @@ class Core:
         self._offers: defaultdict[Link, bytearray] = defaultdict(bytearray)
         self._done: defaultdict[Link, bytearray] = defaultdict(bytearray)
         self._arenas: dict[tuple[int, int], Arena] = {}
-        self._arenas_told: dict[int, int] = {}
+        self._arenas_told = 0
+        self._early_ready: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self._spans: dict[tuple[int, int, int, torch.dtype, int], Span] = {}
         self._arriving: dict[Link, tuple[Operation | None, torch.Tensor | None]] = {}
         self._asked: dict[int, tuple[Callable[[Exception | None], None], torch.Tensor, int]] = {}
         self._asks = 0
+        self._finished_by: dict[int, dict[bytes, int]] = {}
 
     # --- what users submit ---
 
@@ -125,13 +127,13 @@ class Core:
         """Tell a peer of this host where our memory for this collective lies."""
         known = self._tell_spec(operation.program.spec, link)
         out = operation.out
-        self._tell_arena(out.arena, link)
+        self._tell_arena(out.arena)
         link.egress_bytes += operation.program.offered_bytes.get(link.rank, 0)
         if len(operation.own) <= 1 and (not operation.own or operation.own[0] is out):
             self._offers[link] += wire.OFFERED.pack(known.number, operation.seq, out.arena, out.offset)
             return
         for span in operation.own:
-            self._tell_arena(span.arena, link)
+            self._tell_arena(span.arena)
         places = wire.pack_places([span.place() for span in (out, *operation.own)])
         link.say(self._header(Kind.PARTS, known, operation, length=len(places)), places)
         self.dirty.add(link)
@@ -168,11 +170,15 @@ class Core:
             self.dirty.add(link)
         return known
 
-    def _tell_arena(self, arena: int, link: Link) -> None:
-        for number in range(self._arenas_told.get(link.rank, 0), arena + 1):
-            mine = self.memory.arenas[number]
-            link.say(header(Kind.ARENA, self.view.number, piece=number, extra=mine.size), fd=mine.fd)
-            self._arenas_told[link.rank] = number + 1
+    def _tell_arena(self, arena: int) -> None:
+        """Let every peer of this host map our memory: one may hear of it from another before it hears from us."""
+        while self._arenas_told <= arena:
+            mine = self.memory.arenas[self._arenas_told]
+            for link in self.links.values():
+                if link.shared and link.rank not in self.lost:
+                    link.say(header(Kind.ARENA, self.view.number, piece=self._arenas_told, extra=mine.size), fd=mine.fd)
+                    self.dirty.add(link)
+            self._arenas_told += 1
 
     # --- what arrives ---
 
@@ -195,6 +201,8 @@ class Core:
                 self._theirs[link.rank][frame[4]] = self._know(self.intern(wire.unpack_spec(payload)))
             case Kind.ARENA:
                 self._arenas[link.rank, piece] = _take_arena(link, extra)
+                for act in self._early_ready.pop((link.rank, piece), ()):
+                    act()
             case Kind.ERROR:
                 self._on_error(link, frame, payload)
             case Kind.LOST:
@@ -210,6 +218,7 @@ class Core:
                 self._on_ask(link, frame, payload)
             case Kind.BYE:
                 link.said_bye = True
+                self._finished_by[link.rank] = dict(wire.TAGGED.iter_unpack(payload))
             case Kind.HEARTBEAT:
                 pass
             case _:
@@ -266,7 +275,14 @@ class Core:
     def _on_ready(self, operation: Operation, link: Link, index: int, payload: bytes) -> None:
         step = operation.program.plan.steps[index]
         dtype = operation.out.flat.dtype
-        spans = [self._span(place, dtype, step.length) for place in wire.unpack_places(payload)]
+        places = wire.unpack_places(payload)
+        for owner, arena, _ in places:
+            if owner != self.rank and (owner, arena) not in self._arenas:
+                # It speaks of a third worker's memory, and that worker's own word is still on its way.
+                waiting = self._early_ready.setdefault((owner, arena), [])
+                waiting.append(lambda: self._on_ready(operation, link, index, payload))
+                return
+        spans = [self._span(place, dtype, step.length) for place in places]
         link.ingress_bytes += len(spans) * step.length * dtype.itemsize
         operation.operands[index, link.rank] = spans
         self._heard(operation, index)
@@ -440,7 +456,7 @@ class Core:
             operation.kept.append(items)
             for span, _ in items:
                 if span.owner == self.rank:
-                    self._tell_arena(span.arena, link)
+                    self._tell_arena(span.arena)
             payload = wire.pack_places([span.place(begin) for span, begin in items])
             link.say(self._header(Kind.READY, known, operation, piece=index, length=len(payload)), payload)
         else:
@@ -543,27 +559,19 @@ class Core:
             f"{_describe(operation.program.spec)}, rank {link.rank} {_describe(theirs)}; "
             "one name must mean the same on every rank"
         )
-        self._spread(operation, Mismatch(text))
-
-    def _spread(self, operation: Operation, error: CommError, piece: int = 0) -> None:
-        """A collective has failed here, so it has failed everywhere."""
-        left = isinstance(error, WorkerLost)
-        payload = error.why.encode() if isinstance(error, WorkerLost) else str(error).encode()
+        payload = text.encode()
         for peer in operation.program.spec.members:
             if peer != self.rank and peer not in self.lost:
-                link = self.links[peer]
-                known = self._tell_spec(operation.program.spec, link)
-                head = self._header(Kind.ERROR, known, operation, piece=piece, extra=left, length=len(payload))
-                link.say(head, payload)
-                self.dirty.add(link)
-        self._fail(operation, error)
+                other = self.links[peer]
+                known = self._tell_spec(operation.program.spec, other)
+                other.say(self._header(Kind.ERROR, known, operation, length=len(payload)), payload)
+                self.dirty.add(other)
+        self._fail(operation, Mismatch(text))
 
     def _on_error(self, link: Link, frame: Frame, payload: bytes) -> None:
         known = self._theirs[link.rank][frame[4]]
         key = known.channel << 32 | frame[5]
-        text = payload.decode(errors="replace")
-        rank = frame[6]
-        error = WorkerLost(str(self.view.workers[rank]), rank, text) if frame[7] else Mismatch(text)
+        error = Mismatch(payload.decode(errors="replace"))
         operation = self._operations.get(key)
         if operation is None:
             self._early_errors[key] = error
@@ -597,11 +605,22 @@ class Core:
         self._forget(rank, error)
 
     def leave(self, rank: int) -> None:
-        """A worker has left in good order: what it had sent before still counts, so only what waits for it fails."""
+        """A worker has left in good order: what it had finished needs nothing more from it, all else fails."""
         error = self.lost[rank] = WorkerLost(str(self.view.workers[rank]), rank, "it left the job")
-        for operation in [o for o in self._operations.values() if rank in o.waiting_for()]:
-            self._spread(operation, error, piece=rank)
+        finished = self._finished_by.get(rank, {})
+        for operation in list(self._operations.values()):
+            spec = operation.program.spec
+            if rank in spec.members and operation.seq >= finished.get(wire.channel_tag(spec.channel), 0):
+                self._fail(operation, error)
         self._forget(rank, error)
+
+    def farewell(self, submitted: Mapping[int, int]) -> bytes:
+        """For each channel, how many collectives this rank has finished: what peers need to know when it leaves."""
+        counts = dict(submitted)
+        for operation in self._operations.values():
+            counts[operation.channel] = min(counts.get(operation.channel, 0), operation.seq)
+        tags = {number: wire.channel_tag(channel) for channel, number in self._channels.items()}
+        return b"".join(wire.TAGGED.pack(tags[number], count) for number, count in counts.items())
 
     def _forget(self, rank: int, error: WorkerLost) -> None:
         for ask, (answer, _, asked) in list(self._asked.items()):

@@ -33,12 +33,12 @@ from pliant.comm.kernels import Reducer, dtype_name, reducer
 from pliant.comm.link import Link, header
 from pliant.comm.mesh import Mesh, MeshConfig
 from pliant.comm.operation import Operation, Program, Span, make_program
-from pliant.comm.plan import Spec, Strategy, local_ranks, make_plan
+from pliant.comm.plan import Channel, Spec, Strategy, local_ranks, make_plan
 from pliant.comm.shm import SharedMemory
 from pliant.comm.store import Store
 from pliant.comm.telemetry import Counters, LaneThroughput
-from pliant.comm.wire import Kind
-from pliant.errors import CollectiveTimeout, CommError, ConfigError, EngineClosed, Mismatch
+from pliant.comm.wire import TAGGED, Kind, channel_tag
+from pliant.errors import CollectiveTimeout, CommError, ConfigError, EngineClosed, Mismatch, NotStored
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Engine:
         self._programs: dict[tuple[Spec, int], Program] = {}
         self._prepared: dict[tuple[object, ...], tuple[Spec, Span, list[Span], Reducer]] = {}
         self._seqs: dict[int, int] = {}
-        self._names: dict[int, object] = {}
+        self._names: dict[int, Channel] = {}
         self._submitting = threading.RLock()
         self._inbox: deque[Operation | Callable[[], None]] = deque()
         self._selector = selectors.DefaultSelector()
@@ -303,11 +303,13 @@ class Engine:
             self._core.ask(rank, name, version, out, answer)
             return
         found = self._store.get(name, version)
-        if found is None or found.nbytes != out.nbytes:
-            answer(CommError(f"nothing of {out.nbytes} bytes is stored here under {name!r}"))
-            return
-        out.view(torch.uint8).copy_(found.view(torch.uint8))
-        answer(None)
+        if found is None:
+            answer(NotStored(f"nothing is stored here under {name!r} (version {version})"))
+        elif found.nbytes != out.nbytes:
+            answer(Mismatch(f"{name!r} was stored with {found.nbytes} bytes, but {out.nbytes} were asked for"))
+        else:
+            out.view(torch.uint8).copy_(found.view(torch.uint8))
+            answer(None)
 
     # --- topologies ---
 
@@ -332,10 +334,10 @@ class Engine:
             raise Mismatch(f"the ranks ask for different strategies (this one for {wanted}): nothing is changed")
         # From here on every rank is inside this call, so holding back submissions cannot block anybody.
         with self._submitting:
-            mine = {_channel_tag(channel): self._seqs[number] for number, channel in self._names.items()}
+            mine = {channel_tag(channel): self._seqs[number] for number, channel in self._names.items()}
             furthest = self._furthest(epoch, mine, timeout_s)
             for number, channel in self._names.items():
-                ahead = furthest.get(_channel_tag(channel), 0)
+                ahead = furthest.get(channel_tag(channel), 0)
                 if ahead > self._seqs[number]:
                     self._late.setdefault(number, []).append((ahead, epoch - 1))
             self._late_tags = {tag: (seq, epoch - 1) for tag, seq in furthest.items() if tag not in mine}
@@ -357,11 +359,10 @@ class Engine:
 
     def _furthest(self, epoch: int, mine: Mapping[bytes, int], timeout_s: float | None) -> dict[bytes, int]:
         """For each channel, how many collectives the furthest rank has submitted."""
-        table = b"".join(tag + seq.to_bytes(8, "little") for tag, seq in mine.items())
+        table = b"".join(TAGGED.pack(tag, seq) for tag, seq in mine.items())
         furthest: dict[bytes, int] = {}
         for other in self.all_gather_bytes(f"{INTERNAL}cut:{epoch}", table, timeout_s=timeout_s):
-            for begin in range(0, len(other), 16):
-                tag, seq = other[begin : begin + 8], int.from_bytes(other[begin + 8 : begin + 16], "little")
+            for tag, seq in TAGGED.iter_unpack(other):
                 furthest[tag] = max(furthest.get(tag, 0), seq)
         return furthest
 
@@ -492,7 +493,7 @@ class Engine:
 
     def _adopt_late(self, channel: int, spec: Spec) -> None:
         """A name that others had used before the last change of topology, and this rank had not."""
-        late = self._late_tags.pop(_channel_tag(spec.channel), None) if self._late_tags else None
+        late = self._late_tags.pop(channel_tag(spec.channel), None) if self._late_tags else None
         if late is not None:
             self._late.setdefault(channel, []).append(late)
 
@@ -700,9 +701,10 @@ class Engine:
     def _say_goodbye(self) -> None:
         """Send what is queued, then BYE, then wait briefly for the peers to read it."""
         deadline_s = time.monotonic() + self.config.linger_s
+        farewell = self._core.farewell(self._seqs)
         for rank, link in self._core.links.items():
             if rank not in self._core.lost:
-                link.say(header(Kind.BYE, self.view.number))
+                link.say(header(Kind.BYE, self.view.number, length=len(farewell)), farewell)
                 self._core.dirty.add(link)
         while self._core.dirty and time.monotonic() < deadline_s:
             self._flush()
@@ -742,8 +744,3 @@ def _without_result(finished: Callable[[Operation], None]) -> Callable[[Operatio
         finished(operation)
 
     return finish
-
-
-def _channel_tag(channel: object) -> bytes:
-    """Eight bytes that stand for a channel on every rank."""
-    return hashlib.sha256(repr(channel).encode()).digest()[:8]

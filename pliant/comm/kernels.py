@@ -16,8 +16,8 @@ from pliant.errors import ConfigError
 OPS = ("sum", "min", "max", "prod")
 
 Operand = torch.Tensor | np.ndarray
-Reducer = Callable[[Operand, Operand, Operand], object]
-"""out = a (op) b, written as reducer(a, b, out)."""
+Reducer = Callable[..., object]
+"""out = a (op) b, written as reducer(a, b, out=out)."""
 
 BLOCK_BYTES = 1 << 20
 """Folded at once. Operands and results of a block stay in the cache while it is worked on."""
@@ -60,14 +60,7 @@ def reducer(op: str, dtype: torch.dtype) -> Reducer:
         raise ConfigError(f"op={op!r} is unknown: use one of {', '.join(OPS)}")
     if dtype.is_complex and op in ("min", "max"):
         raise ConfigError(f"op={op!r} is not defined for {dtype}: complex numbers have no order")
-    if dtype not in _BY_TORCH:
-        return _NUMPY[op]
-    by_torch = _TORCH[op]
-
-    def reduce_by_torch(a: Operand, b: Operand, out: Operand) -> object:
-        return by_torch(a, b, out=out)
-
-    return reduce_by_torch
+    return _TORCH[op] if dtype in _BY_TORCH else _NUMPY[op]
 
 
 def operand(tensor: torch.Tensor) -> Operand:
@@ -122,7 +115,7 @@ class Recipe:
         reduce = self._reduce
         for calls, result, targets in self._blocks:
             for a, b, out in calls:
-                reduce(a, b, out)
+                reduce(a, b, out=out)
             for target in targets:
                 _copy(target, result)
 

@@ -17,6 +17,9 @@ from pliant.comm.graph import Forest, Topology
 from pliant.comm.order import Fold, Term
 from pliant.comm.slices import WHOLE_BYTES, WHOLE_SHARED_BYTES, Slice, cut, cut_exact, even_partition
 
+Channel = tuple[str, str, tuple[int, ...]]
+"""Kind, name and members: what successive collectives under one name have in common."""
+
 KINDS = ("all_reduce", "reduce", "broadcast", "gather", "all_gather")
 
 
@@ -40,7 +43,7 @@ class Spec:
     """How many contributions each member brings (its replicas); empty means one each."""
 
     @property
-    def channel(self) -> tuple[str, str, tuple[int, ...]]:
+    def channel(self) -> Channel:
         """What successive collectives under one name have in common, whatever their shapes."""
         return self.kind, self.name, self.members
 

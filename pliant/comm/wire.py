@@ -17,7 +17,7 @@ import time
 from enum import IntEnum
 
 from pliant.cluster import Worker
-from pliant.comm.plan import KINDS, Spec
+from pliant.comm.plan import KINDS, Channel, Spec
 from pliant.errors import CommError, ConfigError, HandshakeRefused
 
 PROTOCOL = 1
@@ -57,6 +57,8 @@ OFFERED = struct.Struct("<IIIQ")
 """One collective in an OFFER: spec, seq, arena, offset."""
 FINISHED = struct.Struct("<III")
 """One slice in a DONE: spec, seq, slice."""
+TAGGED = struct.Struct("<8sQ")
+"""A channel's tag, and a count."""
 _PLACE = struct.Struct("<IIQ")
 
 Place = tuple[int, int, int]
@@ -86,6 +88,11 @@ def unpack_spec(payload: bytes) -> Spec:
     if spec.kind not in KINDS:
         raise CommError(f"a peer asked for an unknown kind of collective {spec.kind!r}: do all run the same version?")
     return spec
+
+
+def channel_tag(channel: Channel) -> bytes:
+    """Eight bytes that stand for a channel on every rank."""
+    return hashlib.sha256(repr(channel).encode()).digest()[:8]
 
 
 # --- the handshake ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,341 @@
+"""The engine with all ranks in one process: what each collective does, and what goes wrong."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pliant.comm.engine import Engine, EngineConfig
+from pliant.comm.graph import STRATEGIES
+from pliant.comm.kernels import dtype_name
+from pliant.comm.loopback import engines
+from pliant.comm.plan import Spec, Strategy, make_plan
+from pliant.errors import CollectiveTimeout, ConfigError, EngineClosed, Mismatch, NotStored, WorkerLost
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+QUICK = EngineConfig(collective_timeout_s=20)
+
+
+def on_all(ranks: list[Engine], act: Callable[[Engine], Any]) -> list[Any]:
+    """Call `act` for every engine, each in a thread of its own, as different processes would."""
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(act, ranks))
+
+
+@pytest.mark.parametrize("hosts", ["A", "AA", "AAB", "AABB", "ABCDE"])
+def test_all_collectives(hosts: str) -> None:
+    with engines(hosts, QUICK) as ranks:
+        size = len(ranks)
+        total = size * (size + 1) / 2
+
+        def work(engine: Engine) -> None:
+            mine = torch.full((3, 100_000), engine.rank + 1.0)
+            assert torch.equal(engine.all_reduce("sum", mine.clone()).wait(), torch.full_like(mine, total))
+            assert torch.equal(engine.all_reduce("max", mine.clone(), op="max").wait(), torch.full_like(mine, size))
+            assert torch.equal(engine.all_reduce("min", mine.clone(), op="min").wait(), torch.ones_like(mine))
+            reduced = mine.clone()
+            engine.reduce("reduce", reduced, root=size - 1).wait()
+            assert torch.equal(reduced, torch.full_like(mine, total) if engine.rank == size - 1 else mine)
+            received = mine.clone()
+            engine.broadcast("broadcast", received, root=size - 1).wait()
+            assert torch.equal(received, torch.full_like(mine, size))
+            everybody = torch.stack([torch.full_like(mine, rank + 1.0) for rank in range(size)])
+            assert torch.equal(engine.all_gather("all_gather", mine).wait(), everybody)
+            gathered = engine.gather("gather", mine, root=0).wait()
+            assert torch.equal(gathered, everybody) if engine.rank == 0 else gathered is None
+            engine.barrier()
+            assert engine.consensus("same", b"x")
+            assert engine.consensus("other", bytes([engine.rank])) is (size == 1)
+
+        on_all(ranks, work)
+
+
+def test_a_product_and_numpy_arrays_and_strides() -> None:
+    with engines("AB", QUICK) as ranks:
+
+        def work(engine: Engine) -> None:
+            array = np.full(5, 3.0)
+            engine.all_reduce("numpy", array, op="prod").wait()
+            assert array.tolist() == [9.0] * 5
+            strided = torch.full((4, 6), 2.0).t()[::2]
+            engine.all_reduce("strided", strided).wait()
+            assert torch.equal(strided, torch.full((3, 4), 4.0))
+            scalar = torch.tensor(1.5)
+            engine.all_reduce("scalar", scalar).wait()
+            assert scalar.item() == 3.0
+
+        on_all(ranks, work)
+
+
+def test_subsets() -> None:
+    with engines("AABB", QUICK) as ranks:
+
+        def work(engine: Engine) -> None:
+            local = torch.tensor([float(engine.rank)])
+            engine.all_reduce("local", local, ranks=engine.local_ranks).wait()
+            assert local.item() == (1.0 if engine.rank < 2 else 5.0)
+            assert engine.cross_ranks == (0, 2)
+            if engine.rank in engine.cross_ranks:
+                cross = torch.tensor([float(engine.rank)])
+                engine.all_reduce("cross", cross, ranks=engine.cross_ranks).wait()
+                assert cross.item() == 2.0
+            if engine.rank != 1:
+                some = torch.tensor([1.0])
+                engine.all_reduce("some", some, ranks=[0, 2, 3]).wait()
+                assert some.item() == 3.0
+            else:
+                with pytest.raises(ConfigError, match="rank 1 is not one of"):
+                    engine.all_reduce("some", torch.ones(1), ranks=[0, 2, 3])
+
+        on_all(ranks, work)
+
+
+@pytest.mark.parametrize("hosts", ["AABB", "ABCD", "AAAA"])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_egress_is_exactly_the_graphs(strategy: str, exact: bool, hosts: str) -> None:
+    length = 1_000_003
+    config = EngineConfig(strategy=Strategy(strategy), determinism="exact" if exact else "fast")
+    with engines(hosts, config) as ranks:
+        on_all(ranks, lambda engine: engine.all_reduce("g", torch.ones(length)).wait(20))
+        for engine in ranks:
+            spec = Spec("all_reduce", "g", (0, 1, 2, 3), "float32", length, "sum", exact, -1)
+            plan = make_plan(spec, engine.rank, engine.view.hosts, Strategy(strategy), 4, 1 << 20)
+            names = [str(worker) for worker in engine.view.workers]
+            found = engine.counters().egress_bytes
+            assert {names.index(n): b for n, b in found.items() if b} == dict(plan.egress(4))
+        received = sum(sum(engine.counters().ingress_bytes.values()) for engine in ranks)
+        assert received == sum(sum(engine.counters().egress_bytes.values()) for engine in ranks)
+
+
+def test_a_stars_egress_by_hand() -> None:
+    config = EngineConfig(strategy=Strategy("STAR"))
+    with engines("AABB", config) as ranks:
+        on_all(ranks, lambda engine: engine.all_reduce("g", torch.ones(1000)).wait(20))
+        sent = [sum(engine.counters().egress_bytes.values()) for engine in ranks]
+    assert sent == [3 * 4000, 4000, 4000, 4000]
+
+
+@pytest.mark.parametrize("hosts", ["AAAA", "ABCD", "AABB"])
+def test_any_order_from_any_thread(hosts: str) -> None:
+    names = [f"tensor/ü/{i}" for i in range(200)]
+
+    def work(engine: Engine) -> None:
+        mine = names.copy()
+        random.Random(engine.rank).shuffle(mine)
+        tensors = {name: torch.full((i * 37 % 5000,), float(engine.rank)) for i, name in enumerate(names)}
+
+        def submit(quarter: int) -> None:
+            handles = [engine.all_reduce(name, tensors[name]) for name in mine[quarter::4]]
+            for handle in handles:
+                handle.wait(20)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(submit, range(4)))
+        assert all(torch.equal(t, torch.full_like(t, 6.0)) for t in tensors.values())
+
+    with engines(hosts, QUICK) as ranks:
+        for _ in range(3):
+            on_all(ranks, work)
+
+
+def test_one_name_again_and_again_without_waiting() -> None:
+    with engines("AB", QUICK) as ranks:
+
+        def work(engine: Engine) -> None:
+            tensors = [torch.full((100,), float(i)) for i in range(50)]
+            for handle in [engine.all_reduce("same", tensor) for tensor in tensors]:
+                handle.wait()
+            assert [t[0].item() for t in tensors] == [2.0 * i for i in range(50)]
+
+        on_all(ranks, work)
+
+
+def test_replicas_brought_by_fewer_ranks_give_the_same_bits() -> None:
+    length, num = 700_001, 6
+    values = [torch.randn(length, generator=torch.Generator().manual_seed(i)) for i in range(num)]
+    results = []
+    for hosts, parts in [("AAAAAA", (1,) * 6), ("AB", (4, 2)), ("AAB", (2, 3, 1)), ("A", (6,)), ("ABC", (1, 1, 4))]:
+        firsts = [0, *itertools.accumulate(parts)]
+        with engines(hosts, QUICK) as ranks:
+
+            def work(engine: Engine, parts: tuple[int, ...] = parts, firsts: list[int] = firsts) -> torch.Tensor:
+                mine = [value.clone() for value in values[firsts[engine.rank] : firsts[engine.rank + 1]]]
+                out = torch.empty(length)
+                engine.all_reduce("g", out, contributions=mine, parts=parts).wait()
+                return out
+
+            results += on_all(ranks, work)
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert not torch.equal(results[0], sum(values[1:], values[0]))
+
+
+@pytest.mark.parametrize("hosts", ["AAAA", "AABB", "ABCD"])
+def test_switching_topology_under_load_loses_nothing(hosts: str) -> None:
+    choices: list[Any] = ["RING", [1, 1, 1, 1], "BINARY_TREE", [0, 0, 1, 2], "CLIQUE", [3, 0, 0, 3], "MULTI_STAR"]
+
+    def work(engine: Engine) -> None:
+        stop = threading.Event()
+        counts = []
+
+        def load() -> None:
+            order = random.Random(engine.rank)
+            for round_number in range(60):
+                names = [f"load{i}" for i in range(8)]
+                order.shuffle(names)
+                tensors = [torch.full((30_000,), 1.0 + round_number) for _ in names]
+                for handle in [engine.all_reduce(n, t) for n, t in zip(names, tensors, strict=True)]:
+                    handle.wait(20)
+                assert all(torch.equal(t, torch.full_like(t, 4.0 * (1 + round_number))) for t in tensors)
+                counts.append(1)
+                if stop.is_set():
+                    continue
+
+        with ThreadPoolExecutor(1) as pool:
+            loading = pool.submit(load)
+            for choice in choices:
+                engine.set_strategy(choice, timeout_s=20)
+            stop.set()
+            loading.result(60)
+        assert len(counts) == 60
+
+    with engines(hosts, QUICK) as ranks:
+        on_all(ranks, work)
+
+
+def test_ranks_that_want_different_topologies_keep_the_old_one() -> None:
+    with engines("AB", QUICK) as ranks:
+
+        def work(engine: Engine) -> None:
+            with pytest.raises(Mismatch, match="different strategies"):
+                engine.set_strategy("RING" if engine.rank else "STAR")
+            assert engine.strategy == Strategy("AUTO")
+            with pytest.raises(ConfigError, match="circle"):
+                engine.set_strategy([1, 0])
+            engine.set_strategy("RING")
+            assert engine.strategy == Strategy("RING")
+
+        on_all(ranks, work)
+
+
+def test_disagreement_is_an_error_on_every_rank() -> None:
+    with engines("AAB", QUICK) as ranks:
+
+        def work(engine: Engine) -> None:
+            with pytest.raises(Mismatch, match="one name must mean the same"):
+                engine.all_reduce("g", torch.ones(10 + engine.rank % 2)).wait()
+            after = torch.ones(10)
+            engine.all_reduce("after", after).wait()
+            assert torch.equal(after, torch.full((10,), 3.0))
+
+        on_all(ranks, work)
+
+
+def test_a_timeout_names_who_is_missing() -> None:
+    with engines("AAB", QUICK) as ranks:
+        handles = [engine.all_reduce("g", torch.ones(10)) for engine in ranks[:2]]
+        with pytest.raises(CollectiveTimeout, match=r"waiting for B:10002 \(rank 2\)"):
+            handles[0].wait(0.2)
+        ranks[2].all_reduce("g", torch.ones(10)).wait()
+        for handle in handles:
+            handle.wait()
+
+
+def test_a_rank_that_leaves_fails_only_what_waits_for_it() -> None:
+    with engines("AAB", QUICK) as ranks:
+        on_all(ranks, lambda engine: engine.barrier())
+        ranks[2].close()
+        for engine in ranks[:2]:
+            with pytest.raises(WorkerLost, match=r"B:10002 \(rank 2\)"):
+                engine.all_reduce("g", torch.ones(1)).wait(5)
+        on_all(ranks[:2], lambda engine: engine.all_reduce("h", torch.ones(1), ranks=[0, 1]).wait(5))
+
+
+def test_a_closed_engine_says_so() -> None:
+    with engines("AB", QUICK) as ranks:
+        waiting = ranks[0].all_reduce("never", torch.ones(1))
+        ranks[0].close()
+        with pytest.raises(EngineClosed):
+            waiting.wait(5)
+        with pytest.raises(EngineClosed):
+            ranks[0].all_reduce("g", torch.ones(1))
+
+
+def test_the_store() -> None:
+    with engines("AAB", QUICK) as ranks:
+        for engine in ranks:
+            for version in range(5):
+                engine.save("model", torch.full((4,), 10.0 * engine.rank + version), version)
+        for engine, peer in itertools.product(ranks, range(3)):
+            out = torch.empty(2, 2)
+            assert torch.equal(engine.request(peer, "model", out).wait(5), torch.full((2, 2), 10.0 * peer + 4))
+            engine.request(peer, "model", out, version=2).wait(5)
+            assert out[0, 0].item() == 10.0 * peer + 2
+        with pytest.raises(NotStored):
+            ranks[0].request(2, "model", out, version=1).wait(5)
+        with pytest.raises(NotStored):
+            ranks[0].request(0, "nothing", out).wait(5)
+        with pytest.raises(Mismatch, match="stored 16 bytes"):
+            ranks[0].request(1, "model", torch.empty(3)).wait(5)
+        with pytest.raises(ConfigError, match="rank 7"):
+            ranks[0].request(7, "model", out)
+
+
+def test_throughput_latencies_and_the_spanning_tree() -> None:
+    with engines("AAB", QUICK) as ranks:
+        on_all(ranks, lambda engine: engine.all_reduce("g", torch.ones(1_000_000)).wait())
+        lanes = ranks[0].throughput()
+        assert sum(lane.num_bytes for lane in lanes.values()) == 4_000_000
+        assert all(lane.bytes_per_s > 0 for lane in lanes.values())
+        assert ranks[0].throughput() == {}
+        for row, engine in enumerate(ranks):
+            found = engine.latencies()
+            assert found[row] == 0
+            assert all(0 < s < 5 for rank, s in enumerate(found) if rank != row)
+        trees = on_all(ranks, lambda engine: engine.minimum_spanning_tree())
+        assert trees[0] == trees[1] == trees[2]
+        assert trees[0][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda e: e.all_reduce("x", torch.ones(1), op="xor"), "op='xor' is unknown"),
+        (lambda e: e.all_reduce("x", torch.ones(1, dtype=torch.complex64), op="max"), "complex numbers have no order"),
+        (lambda e: e.all_reduce("x", torch.ones(1).to(torch.float8_e5m2)), "cannot be reduced"),
+        (lambda e: e.all_reduce("x", torch.ones(1), ranks=[0, 9]), "must be some of"),
+        (lambda e: e.broadcast("x", torch.ones(1), root=5), "root=5 is not one of"),
+        (lambda e: e.set_strategy("HYPERCUBE"), "is unknown: use one of"),
+        (lambda e: e.set_strategy([0, 0, 0]), "3 entries, but there are 2 ranks"),
+        (lambda e: e.all_reduce("x", torch.ones(1), parts=[1]), "one number for each of 2 ranks"),
+        (lambda e: EngineConfig(slice_bytes=10), "use 4096 or more"),
+        (lambda e: EngineConfig(determinism="sloppy"), "use 'exact' or 'fast'"),
+        (lambda e: EngineConfig(heartbeat_timeout_s=0), "positive"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_calls_are_refused_at_once(call: Callable[[Engine], object], reason: str) -> None:
+    with engines("AB", QUICK) as ranks, pytest.raises(ConfigError, match=reason):
+        call(ranks[0])
+
+
+def test_shared_memory_is_used_again_when_its_tensors_are_gone() -> None:
+    with engines("A", QUICK) as (engine,):
+        first = engine.empty((1000, 100))
+        address = first.data_ptr()
+        view = first[5:7]
+        del first
+        assert engine.empty((1000, 100)).data_ptr() != address, "a view keeps the memory"
+        del view
+        assert engine.empty((1000, 100)).data_ptr() == address
+        assert engine.empty(0).numel() == 0
+        assert dtype_name(engine.empty(3, torch.bfloat16).dtype) == "bfloat16"

@@ -1,0 +1,126 @@
+"""One connection: frames leave by priority, arrive whole however they are cut, and damage is noticed."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from pliant.cluster import Worker
+from pliant.comm.link import Link, header
+from pliant.comm.wire import HEADER, Frame, Kind
+from pliant.errors import CommError
+
+PEER = Worker("127.0.0.1", 10000)
+
+
+class Ear:
+    """Writes down what a link delivers."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, int, bytes]] = []
+        self.place = bytearray()
+
+    def on_frame(self, link: Link, frame: Frame, payload: bytes) -> None:
+        self.heard.append((frame[0], frame[5], payload))
+
+    def place_for(self, link: Link, frame: Frame) -> memoryview:
+        self.place = bytearray(frame[8])
+        return memoryview(self.place)
+
+    def on_bulk(self, link: Link, frame: Frame) -> None:
+        self.heard.append((frame[0], frame[5], bytes(self.place)))
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Link, Link, Ear]]:
+    ours, theirs = socket.socketpair()
+    ear = Ear()
+    sender, receiver = (Link(0, PEER, sock, shared=True, receiver=ear) for sock in (ours, theirs))
+    yield sender, receiver, ear
+    sender.close()
+    receiver.close()
+
+
+def exchange(sender: Link, receiver: Link) -> None:
+    more = True
+    while more:
+        more = sender.flush(0.0)
+        receiver.read(0.0)
+
+
+def test_control_overtakes_data_and_data_goes_by_priority(pair: tuple[Link, Link, Ear]) -> None:
+    sender, receiver, ear = pair
+    sent = []
+    for priority, seq in [(5, 1), (1, 2), (5, 3), (0, 4)]:
+        head = header(Kind.BCAST, 0, seq=seq, length=3)
+        sender.send(priority, head, [memoryview(b"abc")], lambda seq=seq: sent.append(seq))
+    sender.say(header(Kind.PING, 0, seq=9))
+    exchange(sender, receiver)
+    assert [seq for _, seq, _ in ear.heard] == [9, 4, 2, 1, 3]
+    assert sent == [4, 2, 1, 3]
+
+
+def test_a_frame_that_has_begun_is_finished_before_a_more_urgent_one(pair: tuple[Link, Link, Ear]) -> None:
+    sender, receiver, ear = pair
+    big = os.urandom(3_000_000)
+    sender.send(5, header(Kind.BCAST, 0, seq=1, length=len(big)), [memoryview(big)], None)
+    assert sender.flush(0.0), "the kernel takes only part of it"
+    sender.send(0, header(Kind.BCAST, 0, seq=2, length=1), [memoryview(b"x")], None)
+    sender.say(header(Kind.PING, 0, seq=3))
+    exchange(sender, receiver)
+    while len(ear.heard) < 3:
+        receiver.read(0.0)
+    assert [(kind, seq) for kind, seq, _ in ear.heard] == [(Kind.BCAST, 1), (Kind.PING, 3), (Kind.BCAST, 2)]
+    assert ear.heard[0][2] == big
+
+
+def test_frames_cut_at_every_byte_arrive_whole(pair: tuple[Link, Link, Ear]) -> None:
+    ear = pair[2]
+    stream = (
+        header(Kind.PING, 0, seq=1)
+        + header(Kind.LOST, 0, seq=2, length=5) + b"hello"
+        + header(Kind.BCAST, 0, seq=3, length=4) + b"bulk"
+        + header(Kind.BCAST, 0, seq=4, length=0)
+    )  # fmt: skip
+    mine, theirs = socket.socketpair()
+    link = Link(0, PEER, theirs, shared=False, receiver=ear)
+    for byte in stream:
+        mine.send(bytes([byte]))
+        link.read(0.0)
+    assert ear.heard == [(Kind.PING, 1, b""), (Kind.LOST, 2, b"hello"), (Kind.BCAST, 3, b"bulk"), (Kind.BCAST, 4, b"")]
+    mine.close()
+    with pytest.raises(EOFError):
+        link.read(0.0)
+    link.close()
+
+
+def test_a_control_frame_larger_than_the_buffer(pair: tuple[Link, Link, Ear]) -> None:
+    sender, receiver, ear = pair
+    text = os.urandom(1_000_000)
+    sender.say(header(Kind.LOST, 0, seq=1, length=len(text)), text)
+    exchange(sender, receiver)
+    assert ear.heard == [(Kind.LOST, 1, text)]
+
+
+def test_a_damaged_stream_is_noticed(pair: tuple[Link, Link, Ear]) -> None:
+    sender, receiver, _ = pair
+    sender.say(HEADER.pack(Kind.LOST, 0, 0, 0, 0, 0, 0, 0, 1 << 40))
+    sender.flush(0.0)
+    with pytest.raises(CommError, match="the stream is damaged"):
+        receiver.read(0.0)
+
+
+def test_a_descriptor_travels_with_its_frame(pair: tuple[Link, Link, Ear]) -> None:
+    sender, receiver, ear = pair
+    fd = os.memfd_create("test")
+    os.write(fd, b"shared")
+    sender.say(header(Kind.ARENA, 0, seq=1), fd=fd)
+    exchange(sender, receiver)
+    os.close(fd)
+    assert ear.heard == [(Kind.ARENA, 1, b"")]
+    received = receiver.fds.popleft()
+    assert os.pread(received, 6, 0) == b"shared"
+    os.close(received)
