@@ -20,7 +20,7 @@ from pliant.cluster import View
 from pliant.comm import wire
 from pliant.comm.kernels import Recipe, Scratch, dtype_of
 from pliant.comm.link import Link, header
-from pliant.comm.operation import Operation, Span, bytes_of
+from pliant.comm.operation import Known, Operation, Span, bytes_of
 from pliant.comm.plan import Channel, Spec, Step
 from pliant.comm.shm import Arena, SharedMemory
 from pliant.comm.slices import PriorityQueue
@@ -30,19 +30,6 @@ from pliant.comm.wire import Frame, Kind, Place
 from pliant.errors import CommError, Mismatch, NotStored, WorkerLost
 
 log = logging.getLogger(__name__)
-
-
-class Known:
-    """A spec that this rank or a peer has used, with the numbers that stand for it here."""
-
-    __slots__ = ("channel", "number", "spec", "told")
-
-    def __init__(self, spec: Spec, number: int, channel: int) -> None:
-        self.spec = spec
-        self.number = number
-        self.channel = channel
-        self.told: set[int] = set()
-        """Peers to whom the number was explained."""
 
 
 class Core:
@@ -63,7 +50,6 @@ class Core:
         self._scratch = Scratch()
         self.completed: list[Operation] = []
         """Done, but nobody was told yet: waking a waiting thread for each would cost more than the work."""
-        self._interned: dict[Spec, Spec] = {}
         self._known: dict[Spec, Known] = {}
         self._channels: dict[Channel, int] = {}
         self._numbering = threading.Lock()
@@ -73,6 +59,7 @@ class Core:
         self._early_errors: dict[int, CommError] = {}
         self._offers: defaultdict[Link, bytearray] = defaultdict(bytearray)
         self._done: defaultdict[Link, bytearray] = defaultdict(bytearray)
+        self._early_offers: dict[int, list[tuple[Link, Known, int, int]]] = {}
         self._arenas: dict[tuple[int, int], Arena] = {}
         self._arenas_told = 0
         self._early_ready: dict[tuple[int, int], list[Callable[[], None]]] = {}
@@ -84,20 +71,13 @@ class Core:
 
     # --- what users submit ---
 
-    def intern(self, spec: Spec) -> Spec:
-        """The one object that stands for all equal specs, so that comparing them is comparing objects."""
-        found = self._interned.get(spec)
-        if found is None:
-            with self._numbering:  # hashing a spec runs Python code, so `setdefault` alone is not atomic
-                found = self._interned.setdefault(spec, spec)
-        return found
-
-    def channel_of(self, spec: Spec) -> int:
-        """The number of a channel here; made by whoever mentions it first."""
-        found = self._channels.get(spec.channel)
+    def know(self, spec: Spec) -> Known:
+        """What stands for this spec here; made by whoever mentions it first, the user or a peer."""
+        found = self._known.get(spec)
         if found is None:
             with self._numbering:
-                found = self._channels.setdefault(spec.channel, len(self._channels))
+                channel = self._channels.setdefault(spec.channel, len(self._channels))
+                found = self._known.setdefault(spec, Known(spec, len(self._known), channel))
         return found
 
     def submit(self, operation: Operation) -> None:
@@ -119,13 +99,20 @@ class Core:
             self._offer(operation, self.links[peer])
         for index in program.ready:
             self.runnable.push(operation.priority, (operation, index))
-        if operation.key in self._early:
-            for arrival in self._early.pop(operation.key):
+        key = operation.key
+        if key in self._early_offers:
+            for link, known, arena, offset in self._early_offers.pop(key):
+                if operation.program.known is known:
+                    self._offered(operation, link, arena, offset)
+                elif not operation.failed:
+                    self._disagree(operation, link, known.spec)
+        if key in self._early:
+            for arrival in self._early.pop(key):
                 arrival()
 
     def _offer(self, operation: Operation, link: Link) -> None:
         """Tell a peer of this host where our memory for this collective lies."""
-        known = self._tell_spec(operation.program.spec, link)
+        known = self._tell_spec(operation.program.known, link)
         out = operation.out
         self._tell_arena(out.arena)
         link.egress_bytes += operation.program.offered_bytes.get(link.rank, 0)
@@ -155,17 +142,10 @@ class Core:
             kind, self.view.number, spec=known.number, seq=operation.seq, piece=piece, extra=extra, length=length
         )
 
-    def _know(self, spec: Spec) -> Known:
-        known = self._known.get(spec)
-        if known is None:
-            known = self._known[spec] = Known(spec, len(self._known), self.channel_of(spec))
-        return known
-
-    def _tell_spec(self, spec: Spec, link: Link) -> Known:
-        known = self._know(spec)
+    def _tell_spec(self, known: Known, link: Link) -> Known:
         if link.rank not in known.told:
             known.told.add(link.rank)
-            payload = wire.pack_spec(spec)
+            payload = wire.pack_spec(known.spec)
             link.say(header(Kind.DEFINE, self.view.number, spec=known.number, length=len(payload)), payload)
             self.dirty.add(link)
         return known
@@ -198,7 +178,7 @@ class Core:
             case Kind.PARTS:
                 self._match(link, frame[4], frame[5], lambda op: self._on_parts(op, link, payload))
             case Kind.DEFINE:
-                self._theirs[link.rank][frame[4]] = self._know(self.intern(wire.unpack_spec(payload)))
+                self._theirs[link.rank][frame[4]] = self.know(wire.unpack_spec(payload))
             case Kind.ARENA:
                 self._arenas[link.rank, piece] = _take_arena(link, extra)
                 for act in self._early_ready.pop((link.rank, piece), ()):
@@ -233,16 +213,21 @@ class Core:
         operation = self._operations.get(key)
         if operation is None:
             self._early.setdefault(key, []).append(lambda: self._match(link, number, seq, act))
-        elif operation.program.spec is not known.spec:
+        elif operation.program.known is not known:
             self._disagree(operation, link, known.spec)
         else:
             act(operation)
 
     def _on_offer(self, link: Link, number: int, seq: int, arena: int, offset: int) -> None:
         known = self._theirs[link.rank].get(number)
-        operation = self._operations.get(known.channel << 32 | seq) if known is not None else None
-        if operation is None or known is None or operation.program.spec is not known.spec:
-            self._match(link, number, seq, lambda op: self._offered(op, link, arena, offset))
+        if known is None:
+            raise CommError(f"a frame speaks of spec {number}, which was never explained")
+        key = known.channel << 32 | seq
+        operation = self._operations.get(key)
+        if operation is None:
+            self._early_offers.setdefault(key, []).append((link, known, arena, offset))
+        elif operation.program.known is not known:
+            self._disagree(operation, link, known.spec)
         else:
             self._offered(operation, link, arena, offset)
 
@@ -318,7 +303,7 @@ class Core:
         if kind == Kind.BCAST:
             known = self._theirs[link.rank].get(frame[4])
             operation = self._operations.get(known.channel << 32 | frame[5]) if known else None
-            if operation is not None and known is not None and operation.program.spec is known.spec:
+            if operation is not None and known is not None and operation.program.known is known:
                 step = operation.program.plan.steps[frame[6]]
                 place = operation.out.bytes(step.begin - operation.base, step.end - operation.base)
                 if len(place) == length:
@@ -449,7 +434,7 @@ class Core:
             arena, offset = self.memory.locate(flat) or (-1, 0)
             items.append((Span(flat, self.rank, arena, offset), 0))
         items += [operands[i] for i in step.passed_on]
-        known = self._tell_spec(operation.program.spec, link)
+        known = self._tell_spec(operation.program.known, link)
         size = step.length * operation.out.flat.dtype.itemsize
         link.egress_bytes += len(items) * size
         if link.shared:
@@ -496,7 +481,7 @@ class Core:
                 operation.owed.setdefault(peer, []).append(index)
 
     def _send_result(self, operation: Operation, step: Step, index: int, link: Link) -> None:
-        known = self._tell_spec(operation.program.spec, link)
+        known = self._tell_spec(operation.program.known, link)
         view = operation.out.bytes(step.begin - operation.base, step.end - operation.base)
         head = self._header(Kind.BCAST, known, operation, piece=index, length=len(view))
         operation.left += 1
@@ -514,7 +499,7 @@ class Core:
         self._say_done(operation, index, link)
 
     def _say_done(self, operation: Operation, index: int, link: Link) -> None:
-        known = self._tell_spec(operation.program.spec, link)
+        known = self._tell_spec(operation.program.known, link)
         self._done[link] += wire.FINISHED.pack(known.number, operation.seq, index)
 
     def _cut(self, operation: Operation, step: Step) -> torch.Tensor:
@@ -533,7 +518,8 @@ class Core:
     def announce(self) -> None:
         """Wake those who wait for what is complete."""
         completed, self.completed = self.completed, []
-        for operation in completed:
+        # The last one first: whoever waits for all of them, in order, is then woken once.
+        for operation in reversed(completed):
             operation.finished(operation)
 
     def _span(self, place: Place, dtype: torch.dtype, length: int) -> Span:
@@ -563,7 +549,7 @@ class Core:
         for peer in operation.program.spec.members:
             if peer != self.rank and peer not in self.lost:
                 other = self.links[peer]
-                known = self._tell_spec(operation.program.spec, other)
+                known = self._tell_spec(operation.program.known, other)
                 other.say(self._header(Kind.ERROR, known, operation, length=len(payload)), payload)
                 self.dirty.add(other)
         self._fail(operation, Mismatch(text))
@@ -618,7 +604,8 @@ class Core:
         """For each channel, how many collectives this rank has finished: what peers need to know when it leaves."""
         counts = dict(submitted)
         for operation in self._operations.values():
-            counts[operation.channel] = min(counts.get(operation.channel, 0), operation.seq)
+            channel = operation.program.known.channel
+            counts[channel] = min(counts.get(channel, 0), operation.seq)
         tags = {number: wire.channel_tag(channel) for channel, number in self._channels.items()}
         return b"".join(wire.TAGGED.pack(tags[number], count) for number, count in counts.items())
 

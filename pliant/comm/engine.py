@@ -29,10 +29,10 @@ from pliant.comm import graph
 from pliant.comm.core import Core
 from pliant.comm.cuda import CudaStage
 from pliant.comm.handle import Handle
-from pliant.comm.kernels import Reducer, dtype_name, reducer
+from pliant.comm.kernels import Reducer, dtype_name, dtype_of, reducer
 from pliant.comm.link import Link, header
 from pliant.comm.mesh import Mesh, MeshConfig
-from pliant.comm.operation import Operation, Program, Span, make_program
+from pliant.comm.operation import Known, Operation, Program, Span, make_program
 from pliant.comm.plan import Channel, Spec, Strategy, local_ranks, make_plan
 from pliant.comm.shm import SharedMemory
 from pliant.comm.store import Store
@@ -49,6 +49,8 @@ AUTO = Strategy("AUTO")
 DOZE_S = 0.001
 WORK_S = 0.001
 """Folding goes on for at most about this long before the sockets have their turn."""
+SHARED_WORK_S = 0.004
+"""The same where all peers share memory: no wire runs dry meanwhile, and fewer notices cost less."""
 INTERNAL = "pliant:"
 """Names that begin so are the engine's own."""
 
@@ -95,9 +97,9 @@ class Engine:
         self._store = Store()
         self._core = Core(view, rank, self._memory, self._store)
         self._strategies = [config.strategy]
-        self._late: dict[int, list[tuple[int, int]]] = {}
-        self._programs: dict[tuple[Spec, int], Program] = {}
-        self._prepared: dict[tuple[object, ...], tuple[Spec, Span, list[Span], Reducer]] = {}
+        self._late: dict[bytes, list[tuple[int, int]]] = {}
+        """Channels on which this rank lagged behind at a change: (collectives before, number of the strategy)."""
+        self._prepared: dict[tuple[object, ...], tuple[Known, Span, list[Span], Reducer]] = {}
         self._seqs: dict[int, int] = {}
         self._names: dict[int, Channel] = {}
         self._submitting = threading.RLock()
@@ -107,6 +109,7 @@ class Engine:
         self._asleep = False
         self._dozing = False
         self._busy = False
+        self._work_s = WORK_S
         self._closing = False
         self._broken: Exception | None = None
         self._writing: set[Link] = set()
@@ -124,6 +127,7 @@ class Engine:
             self._core.links[rank] = link
             self._selector.register(sock, selectors.EVENT_READ, link)
         self._selector.register(self._alarm, selectors.EVENT_READ, None)
+        self._work_s = SHARED_WORK_S if len(self.local_ranks) == self.size else WORK_S
         self._thread.start()
 
     def close(self) -> None:
@@ -181,20 +185,20 @@ class Engine:
             Mismatch, WorkerLost: from `wait`, on every rank.
         """
         target = _as_tensor(tensor)
-        known = None
+        memo = None
         if ranks is None and contributions is None and not target.is_cuda:
-            known = (name, target.data_ptr(), target.numel(), target.dtype, op, determinism)
-            prepared = self._prepared.get(known)
+            memo = (name, target.data_ptr(), target.numel(), target.dtype, op, determinism)
+            prepared = self._prepared.get(memo)
             if prepared is not None and target.is_contiguous():
                 return self._submit(*prepared, priority, _finish_in_place, result=target)
-        spec = self._spec("all_reduce", name, target, op, determinism, ranks, -1, parts)
+        known = self._describe("all_reduce", name, target, op, determinism, ranks, -1, parts)
         reduce = reducer(op, target.dtype)
-        out, finished = self._bind(target, spec, read=contributions is None, write=True)
-        if known is not None and out.lasting:
+        out, finished = self._bind(target, known.spec, read=contributions is None, write=True)
+        if memo is not None and out.lasting:
             # The same memory under the same name at every step: what follows from it need not be found again.
-            self._prepared[known] = (spec, out, [out], reduce)
-        own = [out] if contributions is None else [self._bind_operand(part, spec) for part in contributions]
-        return self._submit(spec, out, own, reduce, priority, finished, result=target)
+            self._prepared[memo] = (known, out, [out], reduce)
+        own = [out] if contributions is None else [self._bind_operand(part, known.spec) for part in contributions]
+        return self._submit(known, out, own, reduce, priority, finished, result=target)
 
     def reduce(
         self,
@@ -209,19 +213,19 @@ class Engine:
     ) -> Handle:
         """Reduce `tensor` over all ranks into the root's; the others' stay as they are."""
         target = _as_tensor(tensor)
-        spec = self._spec("reduce", name, target, op, determinism, ranks, root)
+        known = self._describe("reduce", name, target, op, determinism, ranks, root)
         reduce = reducer(op, target.dtype)
-        out, finished = self._bind(target, spec, read=True, write=self.rank == root)
-        return self._submit(spec, out, [out], reduce, priority, finished, result=target)
+        out, finished = self._bind(target, known.spec, read=True, write=self.rank == root)
+        return self._submit(known, out, [out], reduce, priority, finished, result=target)
 
     def broadcast(
         self, name: str, tensor: Array, root: int = 0, *, priority: int = 0, ranks: Sequence[int] | None = None
     ) -> Handle:
         """Make `tensor` on all ranks what it is on the root."""
         target = _as_tensor(tensor)
-        spec = self._spec("broadcast", name, target, "none", "fast", ranks, root)
-        out, finished = self._bind(target, spec, read=self.rank == root, write=self.rank != root)
-        return self._submit(spec, out, [], None, priority, finished, result=target)
+        known = self._describe("broadcast", name, target, "none", "fast", ranks, root)
+        out, finished = self._bind(target, known.spec, read=self.rank == root, write=self.rank != root)
+        return self._submit(known, out, [], None, priority, finished, result=target)
 
     def all_gather(self, name: str, tensor: Array, *, priority: int = 0, ranks: Sequence[int] | None = None) -> Handle:
         """Everybody's `tensor` on every rank: `wait` returns them stacked, in the order of ranks."""
@@ -236,19 +240,21 @@ class Engine:
     def _gather(
         self, kind: str, name: str, part: torch.Tensor, root: int, priority: int, ranks: Sequence[int] | None
     ) -> Handle:
-        spec = self._spec(kind, name, part, "none", "fast", ranks, root)
-        length, me = part.numel(), spec.members.index(self.rank)
+        known = self._describe(kind, name, part, "none", "fast", ranks, root)
+        length, me = part.numel(), known.spec.members.index(self.rank)
         if kind == "gather" and self.rank != root:
-            out, finished = self._bind(part, spec, read=True, write=False)
-            return self._submit(spec, out, [], None, priority, _without_result(finished), result=part, base=me * length)
-        whole = self._memory.empty(length * len(spec.members), part.dtype)
+            out, finished = self._bind(part, known.spec, read=True, write=False)
+            return self._submit(
+                known, out, [], None, priority, _without_result(finished), result=part, base=me * length
+            )
+        whole = self._memory.empty(length * len(known.spec.members), part.dtype)
         whole[me * length : (me + 1) * length].copy_(part.detach().reshape(-1))
-        stacked = whole.view(len(spec.members), *part.shape)
+        stacked = whole.view(len(known.spec.members), *part.shape)
 
         def finish(operation: Operation) -> None:
             operation.handle.finish(stacked.to(part.device))
 
-        return self._submit(spec, self._span_of(whole), [], None, priority, finish)
+        return self._submit(known, self._span_of(whole), [], None, priority, finish)
 
     def barrier(
         self, name: str = "barrier", *, ranks: Sequence[int] | None = None, timeout_s: float | None = None
@@ -335,12 +341,9 @@ class Engine:
         # From here on every rank is inside this call, so holding back submissions cannot block anybody.
         with self._submitting:
             mine = {channel_tag(channel): self._seqs[number] for number, channel in self._names.items()}
-            furthest = self._furthest(epoch, mine, timeout_s)
-            for number, channel in self._names.items():
-                ahead = furthest.get(channel_tag(channel), 0)
-                if ahead > self._seqs[number]:
-                    self._late.setdefault(number, []).append((ahead, epoch - 1))
-            self._late_tags = {tag: (seq, epoch - 1) for tag, seq in furthest.items() if tag not in mine}
+            for tag, furthest in self._furthest(epoch, mine, timeout_s).items():
+                if furthest > mine.get(tag, 0):
+                    self._late.setdefault(tag, []).append((furthest, epoch - 1))
             self._strategies.append(wanted)
 
     def _check_strategy(self, strategy: str | Sequence[int] | Strategy) -> Strategy:
@@ -427,7 +430,7 @@ class Engine:
 
     # --- submitting ---
 
-    def _spec(
+    def _describe(
         self,
         kind: str,
         name: str,
@@ -437,7 +440,7 @@ class Engine:
         ranks: Sequence[int] | None,
         root: int,
         parts: Sequence[int] | None = None,
-    ) -> Spec:
+    ) -> Known:
         members = tuple(range(self.size)) if ranks is None else tuple(sorted(set(ranks)))
         if not members or members[0] < 0 or members[-1] >= self.size:
             raise ConfigError(f"{kind} {name!r}: ranks={list(members)} must be some of 0..{self.size - 1}")
@@ -451,11 +454,11 @@ class Engine:
                 f"{kind} {name!r}: parts={list(parts)} must have one number for each of {len(members)} ranks"
             )
         dtype, length = dtype_name(tensor.dtype), tensor.numel()
-        return self._core.intern(Spec(kind, name, members, dtype, length, op, exact, root, tuple(parts or ())))
+        return self._core.know(Spec(kind, name, members, dtype, length, op, exact, root, tuple(parts or ())))
 
     def _submit(
         self,
-        spec: Spec,
+        known: Known,
         out: Span,
         own: list[Span],
         reduce: Reducer | None,
@@ -466,16 +469,15 @@ class Engine:
         base: int = 0,
     ) -> Handle:
         with self._submitting:
-            channel = self._core.channel_of(spec)
+            channel = known.channel
             seq = self._seqs.get(channel, 0)
             self._seqs[channel] = seq + 1
-            if seq == 0 and not spec.name.startswith(INTERNAL):
-                self._names[channel] = spec.channel
-                self._adopt_late(channel, spec)
-            program = self._program(spec, self._epoch_of(channel, seq))
-            operation = Operation(program, channel, seq, priority, out, own, reduce, result, finished, base)
+            if seq == 0 and not known.spec.name.startswith(INTERNAL):
+                self._names[channel] = known.spec.channel
+            program = self._program(known, self._epoch_of(known, seq))
+            operation = Operation(program, seq, priority, out, own, reduce, result, finished, base)
             operation.handle = handle = Handle(
-                spec.name, self.config.collective_timeout_s, partial(self._waiting_for, operation), self._hurry
+                known.spec.name, self.config.collective_timeout_s, partial(self._waiting_for, operation), self._hurry
             )
             if result is not None and result.is_cuda:
                 self._stage().submit(result, operation, lambda: self._post(operation))
@@ -483,31 +485,24 @@ class Engine:
                 self._post(operation)
         return handle
 
-    def _epoch_of(self, channel: int, seq: int) -> int:
-        if channel in self._late:
-            for before, epoch in self._late[channel]:
+    def _epoch_of(self, known: Known, seq: int) -> int:
+        """The number of the strategy that this collective takes, on every rank."""
+        if self._late:
+            tag = channel_tag(known.spec.channel)
+            for before, epoch in self._late.get(tag, ()):
                 if seq < before:
                     return epoch
-            del self._late[channel]
+            self._late.pop(tag, None)
         return len(self._strategies) - 1
 
-    def _adopt_late(self, channel: int, spec: Spec) -> None:
-        """A name that others had used before the last change of topology, and this rank had not."""
-        late = self._late_tags.pop(channel_tag(spec.channel), None) if self._late_tags else None
-        if late is not None:
-            self._late.setdefault(channel, []).append(late)
-
-    _late_tags: dict[bytes, tuple[int, int]] = {}  # noqa: RUF012 - replaced, never changed in place
-
-    def _program(self, spec: Spec, epoch: int) -> Program:
-        program = self._programs.get((spec, epoch))
+    def _program(self, known: Known, epoch: int) -> Program:
+        program = known.programs.get(epoch)
         if program is None:
-            item_bytes = torch.empty(0, dtype=getattr(torch, spec.dtype)).element_size()
-            plan = make_plan(
-                spec, self.rank, self.view.hosts, self._strategies[epoch], item_bytes, self.config.slice_bytes
-            )
-            program = make_program(spec, plan, lambda rank: rank in self.local_ranks, item_bytes)
-            self._programs[spec, epoch] = program
+            item_bytes = dtype_of(known.spec.dtype).itemsize
+            strategy, slice_bytes = self._strategies[epoch], self.config.slice_bytes
+            plan = make_plan(known.spec, self.rank, self.view.hosts, strategy, item_bytes, slice_bytes)
+            program = make_program(known, plan, lambda rank: rank in self.local_ranks, item_bytes)
+            known.programs[epoch] = program
         return program
 
     def _waiting_for(self, operation: Operation) -> tuple[str, ...]:
@@ -632,7 +627,7 @@ class Engine:
     def _work(self) -> None:
         """Fold for a while; one step at least, so that there is always progress."""
         runnable = self._core.runnable
-        until_s = time.monotonic() + WORK_S
+        until_s = time.monotonic() + self._work_s
         while len(runnable):
             operation, index = runnable.pop()
             self._core.run(operation, index)

@@ -55,10 +55,27 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if len(flat) else memoryview(b"")
 
 
+class Known:
+    """A spec that this rank or a peer has used, with the numbers that stand for it here. One object for all equal
+    specs, so that comparing them is comparing objects."""
+
+    __slots__ = ("channel", "number", "programs", "spec", "told")
+
+    def __init__(self, spec: Spec, number: int, channel: int) -> None:
+        self.spec = spec
+        self.number = number
+        self.channel = channel
+        self.told: set[int] = set()
+        """Peers to whom the number was explained."""
+        self.programs: dict[int, Program] = {}
+        """What it means here, by the number of the strategy."""
+
+
 @dataclass(frozen=True, slots=True)
 class Program:
     """A plan with what follows from it for every collective of the same spec, computed once."""
 
+    known: Known
     spec: Spec
     plan: Plan
     ready: tuple[int, ...]
@@ -80,7 +97,7 @@ class Program:
     """Memory that peers have offered before, by (rank, arena, offset)."""
 
 
-def make_program(spec: Spec, plan: Plan, shares_memory: Callable[[int], bool], item_bytes: int) -> Program:
+def make_program(known: Known, plan: Plan, shares_memory: Callable[[int], bool], item_bytes: int) -> Program:
     """Derive the program; `shares_memory(rank)` says who is on this host."""
     ready, missing = [], {}
     offer_to: set[int] = set()
@@ -105,7 +122,8 @@ def make_program(spec: Spec, plan: Plan, shares_memory: Callable[[int], bool], i
             ready.append(index)
     by_child = {child: tuple(steps) for child, steps in by_offer.items()}
     return Program(
-        spec=spec,
+        known=known,
+        spec=known.spec,
         plan=plan,
         ready=tuple(ready),
         missing=missing,
@@ -129,7 +147,6 @@ class Operation:
         "arrived",
         "base",
         "began_s",
-        "channel",
         "failed",
         "finished",
         "handle",
@@ -154,7 +171,6 @@ class Operation:
     def __init__(
         self,
         program: Program,
-        channel: int,
         seq: int,
         priority: int,
         out: Span,
@@ -165,9 +181,8 @@ class Operation:
         base: int = 0,
     ) -> None:
         self.program = program
-        self.channel = channel
         self.seq = seq
-        self.key = channel << 32 | seq
+        self.key = program.known.channel << 32 | seq
         self.priority = priority
         self.out = out
         """Where the result belongs."""

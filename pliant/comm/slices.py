@@ -46,8 +46,16 @@ def even_partition(num_elements: int, parts: int) -> list[tuple[int, int]]:
 
 
 def name_hash(name: str) -> int:
-    """Spreads names over topologies, equally on every rank: the sum of the squared code points (KungFu's)."""
+    """The sum of the squared code points (KungFu's hash of names)."""
     return sum(ord(letter) ** 2 for letter in name)
+
+
+def spread(name: str) -> int:
+    """Spreads names over topologies, equally on every rank.
+
+    Squares are 0 or 1 modulo 4, so KungFu's hash alone would give two of four owners nearly everything.
+    """
+    return name_hash(name) * 2654435761 >> 15
 
 
 def cut(
@@ -59,7 +67,7 @@ def cut(
     parts = max(1, -(-num_elements * item_bytes // slice_bytes))
     if parts < lanes and num_elements * item_bytes > whole_bytes:
         parts = min(lanes, num_elements)
-    first = name_hash(name)
+    first = spread(name)
     return [
         Slice(begin, end, (first + index) % lanes, None)
         for index, (begin, end) in enumerate(even_partition(num_elements, parts))
@@ -82,7 +90,7 @@ def cut_exact(
     if num_elements == 0:
         return []
     if num_elements * item_bytes <= whole_bytes:
-        return [Slice(0, num_elements, name_hash(name) % lanes, 0 if num_replicas == 1 else None)]
+        return [Slice(0, num_elements, spread(name) % lanes, 0 if num_replicas == 1 else None)]
     slices = []
     for begin, end, chunk in chunks_between(0, num_elements, chunk_length(num_elements, item_bytes, num_replicas)):
         parts = max(1, -(-(end - begin) * item_bytes // slice_bytes))

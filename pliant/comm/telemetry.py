@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -29,20 +28,23 @@ class LaneThroughput:
 
 
 class LaneStats:
-    """Adds up what each topology carried. Written by the engine's thread, read by any."""
+    """Adds up what each topology carried. The engine's thread writes; `take` may be called from any."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lanes: dict[int, tuple[int, float, float]] = {}
+        self._lanes: dict[int, list[float]] = {}
 
     def add(self, lane_bytes: Mapping[int, int], began_s: float, ended_s: float) -> None:
-        with self._lock:
-            for lane, num_bytes in lane_bytes.items():
-                before, first_s, _ = self._lanes.get(lane, (0, began_s, ended_s))
-                self._lanes[lane] = (before + num_bytes, min(first_s, began_s), ended_s)
+        lanes = self._lanes
+        for lane, num_bytes in lane_bytes.items():
+            found = lanes.get(lane)
+            if found is None:
+                lanes[lane] = [num_bytes, began_s, ended_s]
+            else:
+                found[0] += num_bytes
+                found[1] = min(found[1], began_s)
+                found[2] = ended_s
 
     def take(self) -> dict[int, LaneThroughput]:
         """The throughput of each topology since the last call."""
-        with self._lock:
-            lanes, self._lanes = self._lanes, {}
-        return {lane: LaneThroughput(n, last - first) for lane, (n, first, last) in sorted(lanes.items())}
+        lanes, self._lanes = self._lanes, {}
+        return {lane: LaneThroughput(int(n), last - first) for lane, (n, first, last) in sorted(lanes.items())}

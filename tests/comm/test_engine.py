@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -184,29 +183,21 @@ def test_switching_topology_under_load_loses_nothing(hosts: str) -> None:
     choices: list[Any] = ["RING", [1, 1, 1, 1], "BINARY_TREE", [0, 0, 1, 2], "CLIQUE", [3, 0, 0, 3], "MULTI_STAR"]
 
     def work(engine: Engine) -> None:
-        stop = threading.Event()
-        counts = []
-
         def load() -> None:
             order = random.Random(engine.rank)
-            for round_number in range(60):
+            for round_number in range(30):
                 names = [f"load{i}" for i in range(8)]
                 order.shuffle(names)
                 tensors = [torch.full((30_000,), 1.0 + round_number) for _ in names]
                 for handle in [engine.all_reduce(n, t) for n, t in zip(names, tensors, strict=True)]:
                     handle.wait(20)
                 assert all(torch.equal(t, torch.full_like(t, 4.0 * (1 + round_number))) for t in tensors)
-                counts.append(1)
-                if stop.is_set():
-                    continue
 
         with ThreadPoolExecutor(1) as pool:
             loading = pool.submit(load)
             for choice in choices:
                 engine.set_strategy(choice, timeout_s=20)
-            stop.set()
             loading.result(60)
-        assert len(counts) == 60
 
     with engines(hosts, QUICK) as ranks:
         on_all(ranks, work)
