@@ -20,7 +20,7 @@ from pliant.cluster import View
 from pliant.comm import wire
 from pliant.comm.kernels import Recipe, Scratch, dtype_of
 from pliant.comm.link import Link, header
-from pliant.comm.operation import Known, Operation, Span, bytes_of
+from pliant.comm.operation import ARRIVED, Again, Known, Operation, Span, bytes_of
 from pliant.comm.plan import Channel, Spec, Step
 from pliant.comm.shm import Arena, SharedMemory
 from pliant.comm.slices import PriorityQueue
@@ -269,7 +269,7 @@ class Core:
                 return
         spans = [self._span(place, dtype, step.length) for place in places]
         link.ingress_bytes += len(spans) * step.length * dtype.itemsize
-        operation.operands[index, link.rank] = spans
+        operation.hear(index, link.rank, spans)
         self._heard(operation, index)
 
     def _on_done(self, link: Link, number: int, seq: int, index: int) -> None:
@@ -280,7 +280,7 @@ class Core:
         step = operation.program.plan.steps[index]
         if step.source is not None:
             link.ingress_bytes += step.length * operation.out.flat.dtype.itemsize
-            operation.arrived.add(index)
+            operation.missing[index] = ARRIVED
             if step.listeners:
                 self._tell(operation, step, index)
         else:
@@ -327,7 +327,7 @@ class Core:
             self._match(link, frame[4], frame[5], lambda op: self._on_operands(op, link, frame[6], scratch))
 
     def _on_result(self, operation: Operation, index: int) -> None:
-        operation.arrived.add(index)
+        operation.missing[index] = ARRIVED
         self._tell(operation, operation.program.plan.steps[index], index)
         self._finish_part(operation)
 
@@ -344,19 +344,36 @@ class Core:
             raise CommError(f"{link.worker} sent {len(flat)} elements for {count} x {step.length}")
         arena, offset = self.memory.locate(scratch) or (-1, 0)
         size = step.length * flat.dtype.itemsize
-        operation.operands[index, link.rank] = [
+        parts = [
             Span(flat[k * step.length : (k + 1) * step.length], self.rank, arena, offset + k * size)
             for k in range(count)
         ]
-        operation.kept.append(scratch)
+        operation.hear(index, link.rank, parts)
+        operation.kept += (scratch,)
         self._heard(operation, index)
 
     # --- steps ---
 
-    def run(self, operation: Operation, index: int) -> None:
-        """Take one step whose operands are all there."""
-        if operation.failed:
-            return
+    def work(self, until_s: float) -> None:
+        """Take steps whose operands are all there; one at least, so that there is always progress."""
+        repeated: list[tuple[Operation, int, Again]] = []
+        while len(self.runnable):
+            operation, index = self.runnable.pop()
+            again = operation.program.again.get(index)
+            if again is not None and again.out is operation.out and again.offers == operation.offers:
+                # The hot path of training on one host: same tensor, same memory, next step.
+                if not operation.failed:
+                    again.recipe.run()
+                    repeated.append((operation, index, again))
+            elif not operation.failed:
+                self._step(operation, index)
+            if time.monotonic() > until_s:
+                break
+        # A fold drives the interpreter out of the cache, so the bookkeeping is done for many at once.
+        for operation, index, again in repeated:
+            self._repeated(operation, index, again)
+
+    def _step(self, operation: Operation, index: int) -> None:
         step = operation.program.plan.steps[index]
         if not step.reduces:
             self._tell(operation, step, index)
@@ -386,7 +403,13 @@ class Core:
         pushed = [peer for peer in step.listeners if self.links[peer].shared and peer in operation.offers]
         targets = [operation.offers[peer][0] for peer in pushed]
         if step.folds:
-            self._recipe(operation, step, index, operands, out, targets).run()
+            assert operation.reduce is not None, "only a reduction has folds"
+            values = [span.cut(begin, begin + step.length) for span, begin in operands]
+            copies = [target.cut(step.begin, step.end) for target in targets]
+            recipe = Recipe(operation.reduce, values, step.folds, self._scratch.of(out.dtype), out, copies)
+            recipe.run()
+            if len(pushed) == len(step.listeners) and len(step.offered) == len(step.children):
+                self._remember(operation, index, recipe, pushed, [span for span, _ in operands] + targets)
         else:
             span, begin = operands[0]
             value = span.cut(begin, begin + step.length)
@@ -400,28 +423,21 @@ class Core:
         self._release(operation, step, index)
         self._finish_part(operation)
 
-    def _recipe(
-        self,
-        operation: Operation,
-        step: Step,
-        index: int,
-        operands: list[tuple[Span, int]],
-        out: torch.Tensor,
-        targets: Sequence[Span],
-    ) -> Recipe:
-        """The folds of a step, ready to run; kept where all its memory is shared memory that stays."""
-        assert operation.reduce is not None, "only a reduction has folds"
-        recipes = operation.program.recipes
-        spans = [operation.out, *(span for span, _ in operands), *targets]
-        key = (index, *map(id, spans))
-        found = recipes.get(key)
-        if found is None:
-            values = [span.cut(begin, begin + step.length) for span, begin in operands]
-            copies = [target.cut(step.begin, step.end) for target in targets]
-            found = Recipe(operation.reduce, values, step.folds, self._scratch.of(out.dtype), out, copies)
-            if all(span.lasting for span in spans):
-                recipes[key] = found
-        return found
+    def _remember(self, operation: Operation, index: int, recipe: Recipe, pushed: list[int], used: list[Span]) -> None:
+        """Keep a step that is wholly a matter of this host's memory, for the next time with the same memory."""
+        spans = [operation.out, *used]
+        if operation.program.spec.kind == "all_reduce" and all(span.lasting for span in spans):
+            links = [self.links[peer] for peer in pushed]
+            operation.program.again[index] = Again(operation.out, dict(operation.offers), recipe, links)
+
+    def _repeated(self, operation: Operation, index: int, again: Again) -> None:
+        program = operation.program
+        length = program.plan.steps[index].length * operation.out.flat.dtype.itemsize
+        entry = wire.FINISHED.pack(program.known.number, operation.seq, index)
+        for link in again.links:
+            link.egress_bytes += length
+            self._done[link] += entry
+        self._finish_part(operation)
 
     def _send_up(self, operation: Operation, step: Step, index: int, operands: list[tuple[Span, int]]) -> None:
         assert step.up is not None, "the root has nobody above it"
@@ -438,7 +454,7 @@ class Core:
         size = step.length * operation.out.flat.dtype.itemsize
         link.egress_bytes += len(items) * size
         if link.shared:
-            operation.kept.append(items)
+            operation.kept += (items,)
             for span, _ in items:
                 if span.owner == self.rank:
                     self._tell_arena(span.arena)
@@ -478,7 +494,7 @@ class Core:
                 self._push(operation, step, index, link, operation.offers[peer][0])
             else:
                 operation.left += 1
-                operation.owed.setdefault(peer, []).append(index)
+                operation.owe(peer, index)
 
     def _send_result(self, operation: Operation, step: Step, index: int, link: Link) -> None:
         known = self._tell_spec(operation.program.known, link)

@@ -47,6 +47,12 @@ Array = torch.Tensor | np.ndarray
 
 AUTO = Strategy("AUTO")
 DOZE_S = 0.001
+"""Submissions come in bursts. When the first one wakes the thread, and after the last one it has seen, the
+thread dozes for this long: what is submitted meanwhile is found when it wakes, without a system call and a
+fight for the interpreter for each tensor. Whoever waits for a result wakes it at once."""
+ANNOUNCE_S = 0.01
+"""Results are announced when there is nothing left to fold, or this long after the last time: a thread that
+waits for the first of many tensors is in the way of the others when it wakes."""
 WORK_S = 0.001
 """Folding goes on for at most about this long before the sockets have their turn."""
 SHARED_WORK_S = 0.004
@@ -93,6 +99,7 @@ class Engine:
         """The ranks on this host: pass them as `ranks` for a collective within the host."""
         self.cross_ranks = graph.masters(view.hosts)
         """The first rank of every host: pass them as `ranks` for a collective between hosts."""
+        self.timeout_s = config.collective_timeout_s
         self._memory = SharedMemory()
         self._store = Store()
         self._core = Core(view, rank, self._memory, self._store)
@@ -109,6 +116,8 @@ class Engine:
         self._asleep = False
         self._dozing = False
         self._busy = False
+        self._hurried = False
+        self._announced_s = 0.0
         self._work_s = WORK_S
         self._closing = False
         self._broken: Exception | None = None
@@ -288,9 +297,7 @@ class Engine:
             raise ConfigError(f"request: rank {rank} is not one of 0..{self.size - 1}")
         target = _as_tensor(out)
         landing = torch.empty(target.numel(), dtype=target.dtype)
-        handle = Handle(
-            f"request {name!r}", self.config.collective_timeout_s, lambda: (str(self.view.workers[rank]),), self._hurry
-        )
+        handle = Handle(f"request {name!r}", self, rank)
 
         def answer(error: Exception | None) -> None:
             if error is not None:
@@ -476,9 +483,7 @@ class Engine:
                 self._names[channel] = known.spec.channel
             program = self._program(known, self._epoch_of(known, seq))
             operation = Operation(program, seq, priority, out, own, reduce, result, finished, base)
-            operation.handle = handle = Handle(
-                known.spec.name, self.config.collective_timeout_s, partial(self._waiting_for, operation), self._hurry
-            )
+            operation.handle = handle = Handle(known.spec.name, self, operation)
             if result is not None and result.is_cuda:
                 self._stage().submit(result, operation, lambda: self._post(operation))
             else:
@@ -505,8 +510,11 @@ class Engine:
             known.programs[epoch] = program
         return program
 
-    def _waiting_for(self, operation: Operation) -> tuple[str, ...]:
-        return tuple(f"{self.view.workers[rank]} (rank {rank})" for rank in sorted(operation.waiting_for()))
+    def missing(self, handle: Handle) -> tuple[str, ...]:
+        """Whom a collective of this engine is waiting for."""
+        subject = handle.subject
+        ranks = sorted(subject.waiting_for()) if isinstance(subject, Operation) else [subject]
+        return tuple(f"{self.view.workers[rank]} (rank {rank})" for rank in ranks if isinstance(rank, int))
 
     def _bind(
         self, tensor: torch.Tensor, spec: Spec, *, read: bool, write: bool
@@ -559,8 +567,9 @@ class Engine:
         if self._asleep:
             self._wake()
 
-    def _hurry(self) -> None:
+    def hurry(self) -> None:
         """Somebody waits: what lies in the inbox shall not wait as well."""
+        self._hurried = True
         if self._dozing and self._inbox:
             self._wake()
 
@@ -587,17 +596,11 @@ class Engine:
     def _turn(self) -> None:
         """Wait for something to do, and do it."""
         core = self._core
-        for key, events in self._selector.select(self._patience_s()):
-            self._asleep = self._dozing = False
-            link = key.data
-            if link is None:
-                os.eventfd_read(self._alarm)
-                continue
-            if events & selectors.EVENT_READ:
-                self._guarded(link, link.read)
-            if events & selectors.EVENT_WRITE and link.rank not in core.lost:
-                core.dirty.add(link)
-        self._asleep = self._dozing = False
+        was_asleep = self._take_in(self._patience_s())
+        if was_asleep and self._inbox and not self._hurried:
+            self._dozing = True
+            self._take_in(0.0 if self._hurried else DOZE_S)
+        self._hurried = False
         while self._inbox:
             self._busy = True
             item = self._inbox.popleft()
@@ -605,34 +608,40 @@ class Engine:
                 core.submit(item)
             else:
                 item()
-        self._work()
+        core.work(time.monotonic() + self._work_s)
         core.say_notices()
-        self._check_hearts(time.monotonic())
+        now_s = time.monotonic()
+        self._check_hearts(now_s)
         self._flush()
-        core.announce()
+        if core.completed and (not len(core.runnable) or now_s - self._announced_s > ANNOUNCE_S):
+            self._announced_s = now_s
+            core.announce()
+
+    def _take_in(self, patience_s: float) -> bool:
+        """Read what has come; whether the thread had been asleep before."""
+        events = self._selector.select(patience_s)
+        was_asleep = self._asleep
+        self._asleep = self._dozing = False
+        for key, mask in events:
+            link = key.data
+            if link is None:
+                os.eventfd_read(self._alarm)
+                continue
+            if mask & selectors.EVENT_READ:
+                self._guarded(link, link.read)
+            if mask & selectors.EVENT_WRITE and link.rank not in self._core.lost:
+                self._core.dirty.add(link)
+        return was_asleep
 
     def _patience_s(self) -> float:
         if len(self._core.runnable) or self._core.dirty - self._writing:
             return 0.0
         if self._busy:
-            # Submissions come in bursts. For a moment after the last one the thread dozes: what is
-            # submitted meanwhile is found when it wakes, without a system call and a fight for the
-            # interpreter for each tensor. Whoever waits for a result wakes it at once.
             self._busy, self._dozing = False, True
             return 0.0 if self._inbox else DOZE_S
         self._asleep = True
         # Set before the last look: who submits after it sees the flag and rings the alarm.
         return 0.0 if self._inbox else self.config.heartbeat_timeout_s / 8
-
-    def _work(self) -> None:
-        """Fold for a while; one step at least, so that there is always progress."""
-        runnable = self._core.runnable
-        until_s = time.monotonic() + self._work_s
-        while len(runnable):
-            operation, index = runnable.pop()
-            self._core.run(operation, index)
-            if time.monotonic() > until_s:
-                return
 
     def _flush(self) -> None:
         now_s = time.monotonic()

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import _thread
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from pliant.errors import CollectiveTimeout
 
 
+class Patron(Protocol):
+    """Who works on what a handle stands for."""
+
+    timeout_s: float
+    """How long to wait where nothing else is said."""
+
+    def hurry(self) -> None:
+        """Somebody waits now."""
+
+    def missing(self, handle: Handle) -> tuple[str, ...]:
+        """Whom the work is waiting for."""
+
+
 class Handle:
     """The outcome of one collective. Any thread may wait, any number of times."""
 
-    __slots__ = ("_after", "_done", "_error", "_hurry", "_lock", "_result", "_timeout_s", "_waiting_for", "name")
+    __slots__ = ("_after", "_done", "_error", "_lock", "_patron", "_result", "name", "subject")
 
-    def __init__(
-        self, name: str, timeout_s: float, waiting_for: Callable[[], tuple[str, ...]], hurry: Callable[[], None]
-    ) -> None:
+    def __init__(self, name: str, patron: Patron, subject: object) -> None:
         self.name = name
-        self._hurry = hurry
-        self._timeout_s = timeout_s
-        self._waiting_for = waiting_for
+        self.subject = subject
+        """What the patron knows it by."""
+        self._patron = patron
         self._result: torch.Tensor | None = None
         self._error: Exception | None = None
         self._after: Callable[[], None] | None = None
@@ -43,10 +55,10 @@ class Handle:
             CommError: what went wrong, on this rank or any other.
         """
         if not self._done:
-            self._hurry()
-            limit_s = self._timeout_s if timeout_s is None else timeout_s
+            self._patron.hurry()
+            limit_s = self._patron.timeout_s if timeout_s is None else timeout_s
             if not self._lock.acquire(timeout=limit_s):
-                raise CollectiveTimeout(self.name, limit_s, self._waiting_for())
+                raise CollectiveTimeout(self.name, limit_s, self._patron.missing(self))
             self._lock.release()
         if self._error is not None:
             raise self._error

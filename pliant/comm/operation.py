@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from pliant.comm.handle import Handle
 from pliant.comm.kernels import Recipe, Reducer
+from pliant.comm.link import Link
 from pliant.comm.plan import Plan, Spec
 from pliant.comm.wire import Place
 
@@ -72,6 +74,17 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True)
+class Again:
+    """A step as it was taken last: good for the next time if the memory is the same."""
+
+    out: Span
+    offers: dict[int, list[Span]]
+    recipe: Recipe
+    links: list[Link]
+    """Whom to tell."""
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A plan with what follows from it for every collective of the same spec, computed once."""
 
@@ -91,8 +104,8 @@ class Program:
     read_bytes: dict[int, int]
     """Operands that this rank reads from each peer's memory."""
     lane_bytes: dict[int, int]
-    recipes: dict[tuple[int, ...], Recipe]
-    """Folds made ready, by step and memory; filled as they are needed."""
+    again: dict[int, Again]
+    """Steps made ready for the next time; filled as they are taken."""
     offers: dict[tuple[int, int, int], list[Span]]
     """Memory that peers have offered before, by (rank, arena, offset)."""
 
@@ -132,9 +145,13 @@ def make_program(known: Known, plan: Plan, shares_memory: Callable[[int], bool],
         offered_bytes=dict(offered),
         read_bytes=dict(read),
         lane_bytes=dict(lanes),
-        recipes={},
+        again={},
         offers={},
     )
+
+
+ARRIVED = -1
+_NOTHING: dict[Any, Any] = {}
 
 
 class Operation:
@@ -144,7 +161,6 @@ class Operation:
     """
 
     __slots__ = (
-        "arrived",
         "base",
         "began_s",
         "failed",
@@ -199,24 +215,38 @@ class Operation:
         self.left = len(program.plan.steps)
         """Steps and frames that are not done yet."""
         self.missing = program.missing.copy()
+        """For each step, how many children have not been heard; ARRIVED once its result has come."""
         self.offers: dict[int, list[Span]] = {}
         """The memory of peers: where their result belongs, then their operands if these lie elsewhere."""
-        self.operands: dict[tuple[int, int], list[Span]] = {}
+        # The rest is not needed where all peers share memory, and an empty dict has its price, too:
+        # between two steps of a model hundreds of megabytes pass through the cache.
+        self.operands: dict[tuple[int, int], list[Span]] = _NOTHING
         """(step, child) -> what it sent."""
-        self.owed: dict[int, list[int]] = {}
+        self.owed: dict[int, list[int]] = _NOTHING
         """Results for peers that have not yet said where they belong."""
-        self.kept: list[object] = []
+        self.kept: tuple[object, ...] = ()
         """Memory that others may still read."""
-        self.arrived: set[int] = set()
-        """Steps whose result has come."""
         self.failed = False
+
+    def hear(self, index: int, child: int, spans: list[Span]) -> None:
+        """Note what a child sent for a step."""
+        if self.operands is _NOTHING:
+            self.operands = {}
+        self.operands[index, child] = spans
+
+    def owe(self, peer: int, index: int) -> None:
+        """Note that a peer must get the result of a step, once it says where."""
+        if self.owed is _NOTHING:
+            self.owed = {}
+        self.owed.setdefault(peer, []).append(index)
 
     def waiting_for(self) -> set[int]:
         """The ranks from which something is missing."""
         ranks: set[int] = set()
         for index, step in list(self.program.plan.steps.items()):
-            if self.missing.get(index):
+            missing = self.missing.get(index, 0)
+            if missing > 0:
                 ranks |= {c for c, _ in step.children if (index, c) not in self.operands and c not in self.offers}
-            elif step.source is not None and index not in self.arrived:
+            elif step.source is not None and missing != ARRIVED:
                 ranks.add(step.source)
         return ranks
