@@ -1,27 +1,36 @@
 """Many real worker processes, started cheaply: forked from a server that has already imported torch.
 
 `run(function, size)` runs `function(rank, *args)` in `size` processes and returns what each
-returned. `Gang` is the same with the processes in hand, for tests that kill some of them.
-Every wait has a deadline, and nothing outlives the `with`.
+returned. `gang` is the same with the processes in hand, for tests that kill some of them.
+`specs` names workers on free ports of loopback addresses, and `joined` connects one of them.
+Every wait has a deadline, and nothing outlives the `with`: a worker dies with the fork server,
+which ends with the tests.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing as mp
 import os
+import random
 import signal
 import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pliant.cluster import View, Worker, WorkerSpec
 
+if TYPE_CHECKING:
+    from pliant.comm.engine import Engine
+
 SECRET = b"a secret for tests"
 
+_PR_SET_PDEATHSIG = 1
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(["pytest", "numpy", "torch", "torch.distributed", "pliant.comm.engine"])
 
@@ -49,14 +58,21 @@ class Gang:
         assert pid is not None, "started in the constructor"
         return pid
 
-    def kill(self, rank: int, sig: int = signal.SIGKILL) -> None:
+    def kill(self, rank: int, sig: int = signal.SIGKILL) -> float:
+        """Send a signal; the monotonic time just before."""
+        at_s = time.monotonic()
         os.kill(self.pid(rank), sig)
+        return at_s
 
     def hear(self, rank: int, timeout_s: float = 60) -> Any:
         """The next thing that worker says (see `say`); raises Failed with its traceback if it raised."""
         if not self._pipes[rank].poll(timeout_s):
             raise TimeoutError(f"worker {rank} said nothing for {timeout_s:g} s")
-        kind, value = self._pipes[rank].recv()
+        try:
+            kind, value = self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            self.processes[rank].join(5)
+            raise Failed(f"worker {rank} ended without a word, exit code {self.processes[rank].exitcode}") from None
         if kind == "error":
             raise Failed(f"worker {rank}:\n{value}")
         return value
@@ -64,9 +80,11 @@ class Gang:
     def tell(self, rank: int, value: Any) -> None:
         self._pipes[rank].send(value)
 
-    def results(self, timeout_s: float = 60) -> list[Any]:
+    def results(self, timeout_s: float = 60, ranks: Sequence[int] | None = None) -> list[Any]:
+        """The next thing that each of `ranks` (default: all) says."""
         deadline_s = time.monotonic() + timeout_s
-        return [self.hear(rank, max(0.1, deadline_s - time.monotonic())) for rank in range(len(self.processes))]
+        asked = range(len(self.processes)) if ranks is None else ranks
+        return [self.hear(rank, max(0.1, deadline_s - time.monotonic())) for rank in asked]
 
     def close(self) -> None:
         for process in self.processes:
@@ -87,6 +105,11 @@ def say(value: Any) -> None:
     _outside.send(("value", value))
 
 
+def told() -> bool:
+    """In a worker: whether the test has said something that `listen` would return at once."""
+    return _outside.poll(0)
+
+
 def listen(timeout_s: float = 60) -> Any:
     """In a worker: what the test tells."""
     assert _outside.poll(timeout_s), "the test said nothing"
@@ -96,6 +119,7 @@ def listen(timeout_s: float = 60) -> Any:
 def _work(pipe: Connection, function: Callable[..., Any], rank: int, args: tuple[Any, ...]) -> None:
     global _outside
     _outside = pipe
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     import torch
 
     torch.set_num_threads(1)
@@ -120,21 +144,87 @@ def run(function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 
         return started.results(timeout_s)
 
 
+def warm_up() -> None:
+    """Start the fork server, so that its descriptors are there before a test counts them."""
+    run(_nothing, 1)
+
+
+def _nothing(rank: int) -> None:
+    pass
+
+
+def addresses(hosts: str) -> list[str]:
+    """`AAB` as loopback addresses: 127.0.0.1, 127.0.0.1, 127.0.0.2."""
+    return [f"127.0.0.{ord(letter) - ord('A') + 1}" for letter in hosts]
+
+
 def specs(
-    hosts: Sequence[str], *, number: int = 0, strategy: str = "AUTO", timeout_s: float = 10.0
+    hosts: Sequence[str],
+    *,
+    number: int = 0,
+    strategy: str = "AUTO",
+    timeout_s: float = 10.0,
+    secret: bytes = SECRET,
+    config_server: str = "",
 ) -> list[WorkerSpec]:
     """A worker on a free port for each entry of `hosts` (loopback addresses)."""
-    sockets = []
+    workers: list[Worker] = []
     for host in hosts:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.bind((host, 0))
-        sockets.append(sock)
-    workers = tuple(Worker(host, sock.getsockname()[1]) for host, sock in zip(hosts, sockets, strict=True))
-    for sock in sockets:
-        sock.close()
-    view = View(number, workers, tuple(Worker(host, 1) for host in dict.fromkeys(hosts)))
+        workers.append(Worker(host, free_port(host, [worker.port for worker in workers])))
+    view = View(number, tuple(workers), tuple(Worker(host, 1) for host in dict.fromkeys(hosts)))
     return [
-        WorkerSpec(worker=worker, view=view, secret=SECRET, strategy=strategy, heartbeat_timeout_s=timeout_s)
+        WorkerSpec(
+            worker=worker,
+            view=view,
+            secret=secret,
+            strategy=strategy,
+            heartbeat_timeout_s=timeout_s,
+            config_server=config_server,
+        )
         for worker in workers
     ]
+
+
+def free_port(host: str, taken: Sequence[int] = ()) -> int:
+    """A port that nobody listens on, below those that the kernel gives to whoever connects."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in random.SystemRandom().sample(range(12_000, 32_000), 100):
+        with socket.socket(family, socket.SOCK_STREAM) as sock, contextlib.suppress(OSError):
+            sock.bind((host, port))
+            if port not in taken:
+                return port
+    raise AssertionError(f"no free port on {host} in a hundred tries")
+
+
+@contextlib.contextmanager
+def joined(spec: WorkerSpec, *, determinism: Any = "exact", **mesh: Any) -> Iterator[Engine]:
+    """In a worker: the engine of `spec`, connected; `mesh` are further fields of MeshConfig."""
+    from pliant.comm.engine import EngineConfig, connected
+    from pliant.comm.mesh import MeshConfig
+    from pliant.comm.plan import Strategy
+
+    config = EngineConfig(
+        strategy=Strategy(spec.strategy),
+        heartbeat_timeout_s=spec.heartbeat_timeout_s,
+        determinism=determinism,
+        collective_timeout_s=60,
+    )
+    settings = MeshConfig(**{"secret": spec.secret, "join_timeout_s": 30.0, "listen_fd": spec.listen_fd, **mesh})
+    with connected(spec.view, spec.worker, settings, config) as engine:
+        yield engine
+
+
+def left_behind(members: Sequence[WorkerSpec], pids: Sequence[int]) -> list[str]:
+    """What is still there of a job that has ended: processes, Unix sockets, TCP listeners."""
+    found = [f"process {pid}" for pid in pids if Path(f"/proc/{pid}").exists()]
+    unix = Path("/proc/net/unix").read_text()
+    listening = _listening()
+    for member in members:
+        found += [f"unix socket of {member.worker}"] * (f"@pliant-{member.worker.label}-" in unix)
+        found += [f"port of {member.worker}"] * (member.worker.port in listening)
+    return found
+
+
+def _listening() -> set[int]:
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A"}

@@ -122,6 +122,8 @@ class Engine:
         self._closing = False
         self._broken: Exception | None = None
         self._writing: set[Link] = set()
+        """Links whose kernel buffer is full: the selector watches them."""
+        self._writable: set[Link] = set()
         self._thread = threading.Thread(target=self._run, name=f"pliant-engine-{rank}", daemon=True)
         self._cuda: CudaStage | None = None
 
@@ -629,8 +631,8 @@ class Engine:
                 continue
             if mask & selectors.EVENT_READ:
                 self._guarded(link, link.read)
-            if mask & selectors.EVENT_WRITE and link.rank not in self._core.lost:
-                self._core.dirty.add(link)
+            if mask & selectors.EVENT_WRITE:
+                self._writable.add(link)
         return was_asleep
 
     def _patience_s(self) -> float:
@@ -648,8 +650,11 @@ class Engine:
         for link in list(self._core.dirty):
             if link.rank in self._core.lost:
                 self._core.dirty.discard(link)
-                continue
-            self._guarded(link, self._flush_link, now_s=now_s)
+            elif link not in self._writing or link in self._writable:
+                # A link that was full is left alone until the kernel says so: else every turn would
+                # stuff a few bytes into it.
+                self._guarded(link, self._flush_link, now_s=now_s)
+        self._writable.clear()
 
     def _flush_link(self, now_s: float, link: Link) -> None:
         more = link.flush(now_s)
@@ -713,9 +718,7 @@ class Engine:
         while self._core.dirty and time.monotonic() < deadline_s:
             self._flush()
             if self._core.dirty:
-                for key, events in self._selector.select(0.05):
-                    if key.data is not None and events & selectors.EVENT_READ:
-                        self._guarded(key.data, key.data.read)
+                self._take_in(0.05)
 
 
 @contextlib.contextmanager

@@ -69,11 +69,16 @@ class Handle:
     def finish(self, result: torch.Tensor | None, after: Callable[[], None] | None = None) -> None:
         """Called once, by the engine. `after` runs in each thread that waits (a CUDA stream's own wait)."""
         self._result, self._after = result, after
-        self._done = True
-        self._lock.release()
+        self._end()
 
     def fail(self, error: Exception) -> None:
         """Called once, by the engine."""
         self._error = error
+        self._end()
+
+    def _end(self) -> None:
+        # The subject refers back to this handle and holds the memory it worked on: without the
+        # circle that memory is free at once, and not when the collector next comes by.
+        self.subject = None
         self._done = True
         self._lock.release()

@@ -27,6 +27,8 @@ READ_BYTES = 1 << 20
 """At most about this much is taken in from one peer before the others have their turn."""
 BUFFER_BYTES = 64 << 10
 """Headers and small frames pass through a buffer of this size; of a bulk payload at most as much is copied."""
+PATIENCE_S = 0.004
+PATIENCE_BYTES = 256 << 10
 _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _FD_BYTES = array.array("i").itemsize
 
@@ -73,6 +75,10 @@ class Link:
         self._begin = self._end = 0
         self._bulk: Frame | None = None
         self._bulk_place = memoryview(b"")
+        self._bulk_began_s = 0.0
+        self._rate_bytes_per_s = 0.0
+        self._low_water = 1
+        self._patient = self._plain and sock.family in (socket.AF_INET, socket.AF_INET6)
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             _keep_little_below(sock)
@@ -150,6 +156,11 @@ class Link:
 
     def read(self, now_s: float) -> None:
         """Take in what has arrived. Raises EOFError or OSError when the connection is gone."""
+        self._take_in(now_s)
+        if self._patient:
+            self._be_patient()
+
+    def _take_in(self, now_s: float) -> None:
         budget = READ_BYTES
         while budget > 0:
             place = self._bulk_place if self._bulk is not None else self._room()
@@ -163,10 +174,10 @@ class Link:
             budget -= got
             if self._bulk is not None:
                 self._bulk_place = self._bulk_place[got:]
-                self._finish_bulk()
+                self._finish_bulk(now_s)
             else:
                 self._end += got
-                self._parse()
+                self._parse(now_s)
             if got < len(place) and self._plain:
                 return
 
@@ -196,13 +207,25 @@ class Link:
                 self.fds.extend(array.array("i", data[: len(data) - len(data) % _FD_BYTES]))
         return got
 
-    def _parse(self) -> None:
+    def _be_patient(self) -> None:
+        """In the middle of a payload, have the kernel collect a few milliseconds' worth before it wakes us.
+
+        A shaped link delivers a packet at a time; waking for each would cost more than all else.
+        """
+        wanted = 1
+        if self._bulk is not None:
+            wanted = max(1, min(len(self._bulk_place), PATIENCE_BYTES, int(self._rate_bytes_per_s * PATIENCE_S)))
+        if wanted != self._low_water:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+            self._low_water = wanted
+
+    def _parse(self, now_s: float) -> None:
         while self._end - self._begin >= HEADER.size:
             frame: Frame = HEADER.unpack_from(self._buffer, self._begin)
             length = frame[8]
             if frame[0] in BULK:
                 self._begin += HEADER.size
-                self._start_bulk(frame)
+                self._start_bulk(frame, now_s)
                 if self._bulk is not None:
                     return
                 continue
@@ -218,17 +241,19 @@ class Link:
             self._begin = begin + length
             self._receiver.on_frame(self, frame, bytes(self._view[begin : begin + length]))
 
-    def _start_bulk(self, frame: Frame) -> None:
+    def _start_bulk(self, frame: Frame, now_s: float) -> None:
         place = self._receiver.place_for(self, frame)
         here = min(self._end - self._begin, len(place))
         place[:here] = self._view[self._begin : self._begin + here]
         self._begin += here
-        self._bulk, self._bulk_place = frame, place[here:]
-        self._finish_bulk()
+        self._bulk, self._bulk_place, self._bulk_began_s = frame, place[here:], now_s
+        self._finish_bulk(now_s)
 
-    def _finish_bulk(self) -> None:
+    def _finish_bulk(self, now_s: float) -> None:
         if len(self._bulk_place) == 0 and self._bulk is not None:
             frame, self._bulk = self._bulk, None
+            if now_s > self._bulk_began_s:
+                self._rate_bytes_per_s = frame[8] / (now_s - self._bulk_began_s)
             self._receiver.on_bulk(self, frame)
 
     def divert(self) -> None:
