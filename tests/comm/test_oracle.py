@@ -1,0 +1,235 @@
+"""Every strategy against torch's own all_reduce on gloo, in bits, and against NumPy.
+
+Each rank is a process, on two loopback hosts, so shared memory and TCP both take part. Inputs span
+many magnitudes: the order of summation shows in the bits, and a control proves that it does.
+The whole matrix takes minutes and runs with PLIANT_FULL=1; the default is a part of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from gang import addresses, gang, joined, run, specs
+
+from pliant.cluster import WorkerSpec
+from pliant.comm.engine import Determinism
+from pliant.comm.graph import STRATEGIES
+from pliant.comm.kernels import dtype_of
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server", "no_leaks"), pytest.mark.timeout(1800)]
+
+MIB = 1 << 20
+SIZES = (0, 1, MIB - 1, MIB, MIB + 1, 3 * MIB + 7)
+HOSTS = {1: "A", 2: "AB", 3: "AAB", 4: "ABBA", 5: "AABAB", 8: "AAABBBAB"}
+GLOO = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
+"""What torch's gloo reduces as we do. (It takes bool too, but sums it as bytes.)"""
+OURS = (*GLOO, "bool", "int16", "uint16", "uint32", "uint64", "complex64", "complex128")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One all_reduce of the matrix."""
+
+    dtype: str
+    size: int
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        return f"{self.dtype}/{self.op}/{self.size}"
+
+
+FLOAT32 = [Cell("float32", size) for size in SIZES]
+
+
+def operand(cell: Cell, rank: int) -> torch.Tensor:
+    """What `rank` brings: any value of the type where sums wrap, many magnitudes where they round."""
+    dtype = dtype_of(cell.dtype)
+    rng = np.random.default_rng([cell.size, rank, *cell.dtype.encode(), *cell.op.encode()])
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raw = torch.from_numpy(rng.integers(0, 256, cell.size * dtype.itemsize, dtype=np.uint8))
+        return raw % 2 == 1 if dtype == torch.bool else raw.view(dtype)
+    numbers = 2 * cell.size if dtype.is_complex else cell.size
+    spread = 4 if dtype == torch.float16 or cell.op == "prod" else 20
+    values = rng.standard_normal(numbers, dtype=np.float32)
+    values *= np.exp2(rng.integers(-spread, spread + 1, numbers, dtype=np.int8), dtype=np.float32)
+    if dtype.is_complex:
+        pairs = torch.from_numpy(values).view(-1, 2).to(torch.float64 if dtype.itemsize == 16 else torch.float32)
+        return torch.view_as_complex(pairs)
+    return torch.from_numpy(values).to(dtype)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.view(torch.uint8).numpy().data if tensor.numel() else b"").hexdigest()[:16]
+
+
+# --- in the workers ---
+
+
+def torchs(rank: int, size: int, store: str, cells: Sequence[Cell]) -> dict[Cell, str]:
+    """Stock torch: a digest for each cell."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    found = {}
+    for cell in cells:
+        tensor = operand(cell, rank)
+        dist.all_reduce(tensor, getattr(dist.ReduceOp, {"prod": "PRODUCT"}.get(cell.op, cell.op.upper())))
+        found[cell] = digest(tensor)
+    dist.destroy_process_group()
+    return found
+
+
+def ours(
+    rank: int, spec: WorkerSpec, strategies: Sequence[str], exact: Sequence[Cell], fast: Sequence[Cell]
+) -> tuple[dict[tuple[str, str, Cell], str], list[str]]:
+    """Digests by (order, strategy, cell), and what is not NumPy's result within rounding."""
+    found, wrong = {}, []
+    with joined(spec) as engine:
+        for cell in dict.fromkeys([*exact, *fast]):
+            mine = operand(cell, rank)
+            orders: list[Determinism] = [order for order, some in (("exact", exact), ("fast", fast)) if cell in some]
+            for strategy in strategies:
+                engine.set_strategy(strategy)
+                for order in orders:
+                    tensor = mine.clone()
+                    engine.all_reduce(str(cell), tensor, op=cell.op, determinism=order).wait()
+                    bits = found[order, strategy, cell] = digest(tensor)
+                    if rank == 0 and not within_rounding(cell, engine.size, bits, tensor):
+                        wrong.append(f"{order} {strategy} {cell} is not NumPy's")
+    return found, wrong
+
+
+@lru_cache(maxsize=1)
+def numpys(cell: Cell, size: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """NumPy's own result in a wide type, and how far one rounded at every operand may be from it (None: nowhere)."""
+    operands = [operand(cell, rank) for rank in range(size)]
+    dtype = operands[0].dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        arrays = [part.numpy() for part in operands]
+        ufunc = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[cell.op]
+        return ufunc.reduce(arrays, axis=0, dtype=arrays[0].dtype), None
+    if dtype.is_complex:
+        wide = np.stack([part.to(torch.complex128).numpy() for part in operands])
+    else:
+        wide = np.stack([part.to(torch.float64).numpy() for part in operands])
+    epsilon = 2 * size * torch.finfo(dtype).eps
+    if cell.op == "sum":
+        return wide.sum(axis=0), epsilon * np.abs(wide).sum(axis=0)
+    if cell.op == "prod":
+        product = wide.prod(axis=0)
+        return product, 4 * epsilon * np.abs(product) + torch.finfo(dtype).tiny
+    return (wide.min if cell.op == "min" else wide.max)(axis=0), None
+
+
+_right: set[tuple[Cell, str]] = set()
+
+
+def within_rounding(cell: Cell, size: int, bits: str, found: torch.Tensor) -> bool:
+    """Whether `found` is NumPy's result; the same bits need not be looked at twice."""
+    if (cell, bits) in _right:
+        return True
+    wanted, error = numpys(cell, size)
+    values = found.double().numpy() if found.dtype == torch.bfloat16 else found.numpy()
+    right = bool((np.abs(values - wanted) <= error).all()) if error is not None else np.array_equal(values, wanted)
+    if right:
+        _right.add((cell, bits))
+    return right
+
+
+# --- in the test ---
+
+
+def torchs_digests(size: int, store: Path, cells: Sequence[Cell]) -> dict[Cell, str]:
+    everybody = run(torchs, size, size, str(store), cells, timeout_s=600)
+    assert all(one == everybody[0] for one in everybody), "gloo gives different bits on different ranks"
+    return everybody[0]
+
+
+def our_digests(
+    hosts: Sequence[str], exact: Sequence[Cell], fast: Sequence[Cell], strategies: Sequence[str] = STRATEGIES
+) -> dict[tuple[str, str, Cell], str]:
+    """Checks that all ranks agree and that NumPy does."""
+    with gang(ours, [(spec, strategies, exact, fast) for spec in specs(hosts)]) as started:
+        everybody: list[tuple[dict[Any, str], list[str]]] = started.results(1200)
+    digests = everybody[0][0]
+    differ = [
+        f"{key} on rank {rank}" for rank, (one, _) in enumerate(everybody) for key in one if one[key] != digests[key]
+    ]
+    assert not differ, f"other bits than on rank 0: {differ}"
+    assert not everybody[0][1], everybody[0][1]
+    return digests
+
+
+def differences(digests: dict[tuple[str, str, Cell], str], oracle: dict[Cell, str]) -> Iterator[str]:
+    for (order, strategy, cell), one in digests.items():
+        if order == "exact" and cell in oracle and one != oracle[cell]:
+            yield f"{strategy} {cell}: {one}, but gloo gives {oracle[cell]}"
+
+
+def left_to_right(cell: Cell, size: int) -> str:
+    total = operand(cell, 0)
+    for rank in range(1, size):
+        total += operand(cell, rank)
+    return digest(total)
+
+
+def check_against_torch(size: int, store: Path, exact: Sequence[Cell], fast: Sequence[Cell], hosts: str) -> None:
+    oracle = torchs_digests(size, store, [cell for cell in exact if cell.dtype in GLOO])
+    digests = our_digests(addresses(hosts), exact, fast)
+    assert list(differences(digests, oracle)) == []
+    if size > 2:
+        blind = [str(cell) for cell in telling(exact) if left_to_right(cell, size) == oracle[cell]]
+        assert blind == [], "a plain sum has gloo's bits too, so this would prove nothing"
+
+
+def telling(cells: Sequence[Cell]) -> list[Cell]:
+    """For each floating type, the shortest tensor that surely tells one order of summation from another."""
+    sums = [c for c in cells if c.op == "sum" and c.size > 1000 and c.dtype in GLOO]
+    floats = {c.dtype for c in sums if dtype_of(c.dtype).is_floating_point}
+    return [min((c for c in sums if c.dtype == dtype), key=lambda c: c.size) for dtype in floats]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_every_strategy_has_the_bits_of_torchs_all_reduce(size: int, tmp_path: Path) -> None:
+    fast = [Cell("float32", 1), Cell("float32", MIB + 1)]
+    check_against_torch(size, tmp_path / "store", FLOAT32, fast, HOSTS[size])
+
+
+def test_two_workers_of_one_host_have_the_bits_of_torchs_all_reduce(tmp_path: Path) -> None:
+    check_against_torch(2, tmp_path / "store", FLOAT32, FLOAT32[:4], "AA")
+
+
+def test_a_single_worker_keeps_its_tensors() -> None:
+    digests = our_digests(["127.0.0.1"], FLOAT32, FLOAT32)
+    assert {cell: one for (_, _, cell), one in digests.items()} == {cell: digest(operand(cell, 0)) for cell in FLOAT32}
+
+
+def test_every_type_and_operation_of_three_workers(tmp_path: Path) -> None:
+    cells = [Cell(dtype, size) for dtype in OURS for size in (1, 300_007)]
+    cells += [Cell(dtype, 10_007, op) for dtype in OURS for op in ("prod", "min", "max") if defined(dtype, op)]
+    check_against_torch(3, tmp_path / "store", cells, cells[::3], HOSTS[3])
+
+
+def defined(dtype: str, op: str) -> bool:
+    return op in ("sum", "prod") or not dtype.startswith("complex")
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.parametrize("dtype", OURS)
+def test_the_whole_matrix(dtype: str, tmp_path: Path) -> None:
+    sums = [Cell(dtype, length) for length in SIZES]
+    others = [Cell(dtype, length, op) for length in (1, MIB + 1) for op in ("prod", "min", "max") if defined(dtype, op)]
+    for size, hosts in HOSTS.items():
+        if dtype in GLOO and size > 1:
+            check_against_torch(size, tmp_path / f"store{size}", sums + others, sums, hosts)
+        else:
+            our_digests(addresses(hosts), sums + others, sums)
