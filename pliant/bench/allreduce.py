@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from pliant.lab import Lab
 
 _ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
 _BUSY = 0.85
+_FUSED = "pliant-fused"
 Progress = Callable[[str, float], None]
 
 
@@ -74,6 +76,11 @@ class AllreduceOptions:
     @property
     def strategies(self) -> tuple[str, ...]:
         return STRATEGIES if self.strategy == "all" else (self.strategy,)
+
+    @property
+    def compares_fused(self) -> bool:
+        """Whether our own time for one fused tensor is measured beside that for all of them, one by one."""
+        return not self.fuse and self.strategy != "all" and self.lab is None
 
     def sizes(self) -> tuple[int, ...]:
         """Elements of each tensor that is reduced."""
@@ -153,7 +160,7 @@ def run(options: AllreduceOptions, args: Mapping[str, object], progress: Progres
 
 
 def _check_memory(options: AllreduceOptions, num_bytes: int) -> None:
-    copies = 1 + len(options.peers) + (0 if options.lab is not None else 2)
+    copies = 1 + options.compares_fused + len(options.peers) + (0 if options.lab is not None else 2)
     needed = copies * options.num_workers * num_bytes
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), needed)
@@ -173,6 +180,9 @@ def _enter(
 ) -> list[Entry]:
     """Start everyone who takes part, all at once, and wait for them."""
     jobs = [contenders.pliant(ground, options.strategies[0])]
+    if options.compares_fused:
+        whole = dataclasses.replace(ground, sizes=(sum(ground.sizes),))
+        jobs.append(contenders.pliant(whole, options.strategies[0], name=_FUSED))
     if "gloo" in options.peers:
         jobs.append(contenders.gloo(ground))
     if options.lab is None:
@@ -295,6 +305,10 @@ def _result(
     }
     if options.strategy == "all":
         result["cells"] = cells
+    if _FUSED in results:
+        fused = report.beside(results[_FUSED], results[_label(best)], num_bytes)
+        speedup = fused["speedup"]
+        result["fused"] = {**fused, "one_by_one": 1 / speedup if isinstance(speedup, float) else None}
     return result
 
 

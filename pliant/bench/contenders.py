@@ -64,7 +64,7 @@ def memory(ground: Ground) -> Job:
     return _workers(ground, "copy", [{}] * ground.num_workers)
 
 
-def pliant(ground: Ground, strategy: str) -> Job:
+def pliant(ground: Ground, strategy: str, name: str = "pliant") -> Job:
     """This package's engine. The listening sockets are made here and inherited, so no port can be taken in between."""
     sockets = [_listening(ground, rank) for rank in range(ground.num_workers)]
     members = tuple(
@@ -77,7 +77,7 @@ def pliant(ground: Ground, strategy: str) -> Job:
         WorkerSpec(worker=member, view=view, secret=secret, strategy=strategy, listen_fd=listener.fileno()).to_environ()
         for member, listener in zip(members, sockets, strict=True)
     ]
-    return _workers(ground, "pliant", environs, sockets)
+    return _workers(ground, "pliant", environs, sockets, name)
 
 
 def openmpi(ground: Ground, *, yielding: bool) -> Job:
@@ -128,9 +128,14 @@ def _task(ground: Ground, side: str, name: str) -> Path:
 
 
 def _workers(
-    ground: Ground, side: str, environs: Sequence[Mapping[str, str]], sockets: Sequence[socket.socket] = ()
+    ground: Ground,
+    side: str,
+    environs: Sequence[Mapping[str, str]],
+    sockets: Sequence[socket.socket] = (),
+    name: str = "",
 ) -> Job:
-    task = _task(ground, side, side)
+    name = name or side
+    task = _task(ground, side, name)
 
     def starter(rank: int) -> Starter:
         def start(output: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -152,7 +157,7 @@ def _workers(
         return start
 
     starters = [starter(rank) for rank in range(ground.num_workers)]
-    return Job(side, ground.num_workers, starters, ground.folder / f"{side}.sock")
+    return Job(name, ground.num_workers, starters, ground.folder / f"{name}.sock")
 
 
 def _listening(ground: Ground, rank: int) -> socket.socket:

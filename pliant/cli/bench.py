@@ -152,6 +152,9 @@ def _print_result(result: Cell) -> None:
         table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     for cell in cast("list[Cell]", result.get("cells", [result])):
         table.add_row(f"ours, {cell['strategy']}", *_times(cast(Cell, cell["ours"])), "")
+    if "fused" in result:
+        fused = cast(Cell, result["fused"])
+        table.add_row("ours, one fused tensor", *_times(fused), _ratio(fused["speedup"], "x"))
     for name, peer in cast("dict[str, Cell]", result["peers"]).items():
         table.add_row(name, *_times(peer), _ratio(peer["speedup"], "x"))
     bound = cast(Cell, result["bound"])
