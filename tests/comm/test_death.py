@@ -1,0 +1,276 @@
+"""One of four workers dies, stops, is cut off or leaves: every survivor says who, and soon.
+
+Real processes, over shared memory (one host) and over TCP (two). Survivors can go on among
+themselves, and when all is over nothing is left of the job.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from gang import Gang, addresses, gang, joined, left_behind, listen, say, specs
+
+from pliant import lab as labs
+from pliant.cluster import View, Worker, WorkerSpec
+from pliant.comm.engine import Engine
+from pliant.comm.handle import Handle
+from pliant.errors import WorkerLost
+from pliant.lab import Lab
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server", "no_leaks")]
+
+TIMEOUT_S = 1.5
+ONE_HOST, TWO_HOSTS = "AAAA", "AABB"
+WAITING, IDLE = "in the middle of collectives", "while it is idle"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a survivor learned of a loss."""
+
+    worker: str
+    rank: int
+    why: str
+    at_s: float
+    again_s: float
+    """How long it took until the next submission failed, too."""
+    went_on: bool
+    """Whether the survivors could still reduce among themselves."""
+
+
+# --- in the workers ---
+
+
+def survivor(rank: int, spec: WorkerSpec, when: str, namespace: str = "") -> Outcome:
+    """Reduce until somebody is lost."""
+    if namespace:
+        enter(namespace)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    with joined(spec) as engine:
+        engine.barrier()
+        if when == IDLE:
+            say("up")
+            listen()
+        return lost(engine, forever=when != IDLE)
+
+
+def lost(engine: Engine, forever: bool) -> Outcome:
+    try:
+        for step in range(1_000_000 if forever else 1):
+            for handle in everything(engine):
+                handle.wait(20)
+            if step == 3:
+                say("up")
+    except WorkerLost as error:
+        at_s = time.monotonic()
+        return Outcome(error.worker, error.rank, error.why, at_s, fails_again(engine), go_on(engine, error.rank))
+    raise AssertionError("nobody was lost")
+
+
+def everything(engine: Engine) -> list[Handle]:
+    """One collective of each kind, all at once."""
+    return [
+        *(engine.all_reduce(f"gradient {i}", torch.ones(200_000)) for i in range(3)),
+        engine.reduce("reduce", torch.ones(100_000), root=1),
+        engine.broadcast("broadcast", torch.ones(100_000), root=3),
+        engine.all_gather("all_gather", torch.ones(50_000)),
+        engine.gather("gather", torch.ones(50_000), root=2),
+    ]
+
+
+def fails_again(engine: Engine) -> float:
+    begin_s = time.monotonic()
+    with pytest.raises(WorkerLost):
+        engine.all_reduce("next", torch.ones(10)).wait(20)
+    return time.monotonic() - begin_s
+
+
+def go_on(engine: Engine, without: int) -> bool:
+    others = [rank for rank in range(engine.size) if rank != without]
+    total = torch.ones(300_000)
+    engine.all_reduce("survivors", total, ranks=others).wait(20)
+    return bool((total == len(others)).all())
+
+
+def enter(namespace: str) -> None:
+    """Move this process to another network namespace."""
+    fd = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    assert ctypes.CDLL(None, use_errno=True).setns(fd, 0) == 0, os.strerror(ctypes.get_errno())
+    os.close(fd)
+
+
+# --- in the test ---
+
+
+def check(outcomes: Sequence[Outcome], victim: WorkerSpec, since_s: float, within_s: float) -> None:
+    rank = victim.view.rank_of(victim.worker)
+    for outcome in outcomes:
+        assert (outcome.worker, outcome.rank) == (str(victim.worker), rank), f"blames the wrong worker: {outcome}"
+        took_s = outcome.at_s - since_s
+        assert took_s <= within_s, f"took {took_s:.2f} s, not {within_s:g} s: {outcome}"
+        assert outcome.again_s < 0.5, f"the next submission waited {outcome.again_s:.2f} s: {outcome}"
+        assert outcome.went_on, f"the survivors' own sum was wrong: {outcome}"
+
+
+def ready(started: Gang, ranks: Sequence[int] = range(4)) -> None:
+    assert started.results(30, ranks) == ["up"] * len(ranks)
+
+
+def others(victim: int) -> list[int]:
+    return [rank for rank in range(4) if rank != victim]
+
+
+@pytest.mark.parametrize("when", [WAITING, IDLE], ids=["busy", "idle"])
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS])
+def test_kill_9(hosts: str, victim: int, when: str) -> None:
+    members = specs(addresses(hosts), timeout_s=10)
+    with gang(survivor, [(spec, when) for spec in members]) as started:
+        pids = [started.pid(rank) for rank in range(4)]
+        ready(started)
+        since_s = started.kill(victim)
+        outcomes = conclude(started, victim, when)
+        check(outcomes, members[victim], since_s, within_s=1.0)
+        assert all("its connection closed" in o.why or "connection broke" in o.why for o in outcomes), outcomes
+    assert left_behind(members, pids) == []
+
+
+@pytest.mark.parametrize(
+    ("hosts", "victim", "when"),
+    [(ONE_HOST, 0, WAITING), (ONE_HOST, 2, IDLE), (TWO_HOSTS, 2, WAITING), (TWO_HOSTS, 0, IDLE)],
+    ids=["shm-0-busy", "shm-2-idle", "tcp-2-busy", "tcp-0-idle"],
+)
+def test_a_stopped_worker(hosts: str, victim: int, when: str) -> None:
+    members = specs(addresses(hosts), timeout_s=TIMEOUT_S)
+    with gang(survivor, [(spec, when) for spec in members]) as started:
+        pids = [started.pid(rank) for rank in range(4)]
+        ready(started)
+        since_s = started.kill(victim, signal.SIGSTOP)
+        outcomes = conclude(started, victim, when)
+        check(outcomes, members[victim], since_s, within_s=TIMEOUT_S + 1)
+        assert all("silent for" in outcome.why for outcome in outcomes), outcomes
+    assert left_behind(members, pids) == []
+
+
+@pytest.mark.usefixtures("full")
+@pytest.mark.timeout(900)
+def test_kill_9_at_many_moments() -> None:
+    moments = random.Random(5)
+    for _ in range(60):
+        hosts, victim = moments.choice([ONE_HOST, TWO_HOSTS, "ABCD"]), moments.randrange(4)
+        members = specs(addresses(hosts), timeout_s=10)
+        with gang(survivor, [(spec, WAITING) for spec in members]) as started:
+            ready(started)
+            time.sleep(moments.uniform(0, 0.05))  # where in a collective the signal strikes is what varies
+            since_s = started.kill(victim)
+            check(started.results(20, others(victim)), members[victim], since_s, within_s=1.0)
+
+
+def conclude(started: Gang, victim: int, when: str) -> list[Outcome]:
+    if when == IDLE:
+        for rank in others(victim):
+            started.tell(rank, "submit")
+    return started.results(20, others(victim))
+
+
+def test_a_worker_that_wakes_after_it_was_given_up_learns_it() -> None:
+    members = specs(addresses(TWO_HOSTS), timeout_s=TIMEOUT_S)
+    with gang(awakened, [(spec,) for spec in members]) as started:
+        ready(started)
+        started.kill(1, signal.SIGSTOP)
+        assert started.results(20, others(1)) == [1, 1, 1]
+        started.kill(1, signal.SIGCONT)
+        assert started.hear(1, 10) in others(1)
+
+
+def awakened(rank: int, spec: WorkerSpec) -> int:
+    """The rank that was lost."""
+    with joined(spec) as engine:
+        try:
+            for step in range(1_000_000):
+                engine.all_reduce("gradient", torch.ones(1000)).wait(20)
+                if step == 3:
+                    say("up")
+        except WorkerLost as error:
+            return error.rank
+    raise AssertionError("nobody was lost")
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_cut_link(victim: int) -> None:
+    missing = labs.check()
+    if missing:
+        pytest.skip("; ".join(missing))
+    with Lab(num_hosts=4).up() as lab:
+        members = specs(["127.0.0.1"] * 4, timeout_s=TIMEOUT_S)
+        members = on_hosts(members, lab.addresses)
+        arguments = [(spec, WAITING, lab.namespaces[rank]) for rank, spec in enumerate(members)]
+        with gang(survivor, arguments) as started:
+            pids = [started.pid(rank) for rank in range(4)]
+            ready(started)
+            since_s = time.monotonic()
+            lab.cut(victim)
+            outcomes = started.results(20, others(victim))
+            check(outcomes, members[victim], since_s, within_s=TIMEOUT_S + 1)
+        assert left_behind(members, pids) == []
+        name = lab.name
+    assert name not in labs.labs(), "the lab is left"
+    assert not list(Path("/run/netns").glob(f"pliant-{name}-*")), "namespaces are left"
+
+
+def on_hosts(members: Sequence[WorkerSpec], hosts: Sequence[str]) -> list[WorkerSpec]:
+    """The same job elsewhere: each worker on its own host."""
+    workers = tuple(Worker(host, spec.worker.port) for host, spec in zip(hosts, members, strict=True))
+    view = View(0, workers, tuple(Worker(host, 1) for host in hosts))
+    timeout_s = members[0].heartbeat_timeout_s
+    return [
+        WorkerSpec(worker=worker, view=view, secret=members[0].secret, heartbeat_timeout_s=timeout_s)
+        for worker in workers
+    ]
+
+
+@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS])
+def test_a_worker_that_ends_at_sigterm_is_said_to_have_left(hosts: str) -> None:
+    members = specs(addresses(hosts), timeout_s=10)
+    with gang(survivor, [(spec, WAITING) for spec in members]) as started:
+        pids = [started.pid(rank) for rank in range(4)]
+        ready(started)
+        since_s = started.kill(2, signal.SIGTERM)
+        outcomes = started.results(20, others(2))
+        check(outcomes, members[2], since_s, within_s=1.0)
+        assert all("it left the job" in outcome.why for outcome in outcomes), outcomes
+    assert left_behind(members, pids) == []
+
+
+@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS])
+def test_a_worker_that_returns_is_said_to_have_left(hosts: str) -> None:
+    members = specs(addresses(hosts), timeout_s=10)
+    with gang(leaver, [(spec,) for spec in members]) as started:
+        pids = [started.pid(rank) for rank in range(4)]
+        outcomes = started.results(20)
+        assert outcomes.pop(3) == "done"
+        check(outcomes, members[3], time.monotonic(), within_s=0)
+        assert all("it left the job" in outcome.why for outcome in outcomes), outcomes
+        for process in started.processes:
+            process.join(10)
+        assert left_behind(members, pids) == [], "while the test still holds the gang"
+
+
+def leaver(rank: int, spec: WorkerSpec) -> Outcome | str:
+    """Rank 3 does its work and goes; what it took part in is complete everywhere."""
+    with joined(spec) as engine:
+        last = torch.full((700_000,), float(rank))
+        engine.all_reduce("last", last).wait(20)
+        assert bool((last == 6).all())
+        return "done" if rank == 3 else lost(engine, forever=False)

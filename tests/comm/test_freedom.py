@@ -1,0 +1,162 @@
+"""No coordinator: any order, any thread, odd names, big tensors; and the config server may die meanwhile."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FULL
+from gang import addresses, gang, joined, left_behind, say, specs
+
+from pliant.cluster import WorkerSpec
+
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server", "no_leaks")]
+
+ROUNDS = 100 if FULL else 10
+NAMES = [f"слой {i}/重み/ñ {'🙂' * (i % 3)}" for i in range(200)]
+
+
+def in_any_order(rank: int, spec: WorkerSpec, rounds: int) -> int:
+    """All names from four threads, each round in another order, which no other rank has."""
+    lengths = [index * 37 % 5000 for index in range(len(NAMES))]
+    with joined(spec) as engine, ThreadPoolExecutor(4) as threads:
+        for round_number in range(rounds):
+            mine = list(range(len(NAMES)))
+            random.Random(1000 * round_number + rank).shuffle(mine)
+            tensors = [torch.full((length,), float(i + rank + round_number)) for i, length in enumerate(lengths)]
+
+            def submit(quarter: int, mine: list[int] = mine, tensors: list[torch.Tensor] = tensors) -> None:
+                for handle in [engine.all_reduce(NAMES[index], tensors[index]) for index in mine[quarter::4]]:
+                    handle.wait(30)
+
+            list(threads.map(submit, range(4)))
+            for index, tensor in enumerate(tensors):
+                assert bool((tensor == 4 * (index + round_number) + 6).all()), f"round {round_number}, {NAMES[index]}"
+            say(round_number)
+    return rounds
+
+
+@pytest.mark.timeout(600)
+def test_any_order_from_any_thread_while_the_config_server_dies(tmp_path: Path) -> None:
+    with config_server(tmp_path) as (server, url):
+        members = specs(addresses("AABB"), config_server=url)
+        with gang(in_any_order, [(spec, ROUNDS) for spec in members]) as started:
+            pids = [started.pid(rank) for rank in range(4)]
+            for round_number in range(ROUNDS):
+                assert started.results(60) == [round_number] * 4
+                if round_number == ROUNDS // 2:
+                    server.kill()
+                    assert server.wait(10) == -signal.SIGKILL
+            assert started.results() == [ROUNDS] * 4
+    assert left_behind(members, pids) == []
+
+
+@contextmanager
+def config_server(directory: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`pliant config-server` as a process, holding a view."""
+    view = directory / "view.json"
+    view.write_text(json.dumps(specs(addresses("AABB"))[0].view.to_json()))
+    program = [sys.executable, "-c", "from pliant.cli.main import main; main()", "config-server"]
+    flags = ["-host", "127.0.0.1", "-port", "0", "-init", str(view)]
+    with subprocess.Popen(
+        [*program, *flags], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=directory
+    ) as server:
+        try:
+            assert server.stdout is not None, "made with a pipe"
+            line = server.stdout.readline()
+            assert line.startswith("config server at http://"), line
+            yield server, line.split()[3].rstrip(",")
+        finally:
+            server.kill()
+
+
+# --- big and odd ---
+
+
+def big(rank: int, spec: WorkerSpec) -> tuple[bool, bool]:
+    """300 MiB: whether it came out right, and whether an empty one beside it did."""
+    length = (300 << 20) // 4
+    with joined(spec) as engine:
+        pattern = torch.arange(length, dtype=torch.int32)
+        tensor = pattern * (rank + 1)
+        empty = torch.empty(0, 7)
+        handles = [engine.all_reduce("big", tensor), engine.all_reduce("empty", empty)]
+        results = [handle.wait(60) for handle in handles]
+        assert results[1] is not None, "an all_reduce has a result"
+        right = torch.equal(tensor, pattern.mul_(3))
+        del tensor, pattern, handles
+        return right, results[1].shape == (0, 7)
+
+
+@pytest.mark.parametrize("hosts", ["AA", "AB"], ids=["shared-memory", "tcp"])
+def test_300_mib_and_nothing(hosts: str) -> None:
+    members = specs(addresses(hosts))
+    with gang(big, [(spec,) for spec in members]) as started:
+        pids = [started.pid(rank) for rank in range(2)]
+        assert started.results(100) == [(True, True)] * 2
+    assert left_behind(members, pids) == []
+
+
+def odd(rank: int, spec: WorkerSpec) -> None:
+    """Names of all lengths and scripts, many of them, and nothing at all."""
+    names = ["", " ", "\0", "a\nb", "ß" * 10_000, "🙂" * 3_000, "pliant", "../../etc", '"quoted"', "\ud800 alone"]
+    names += [f"name {index}" for index in range(2000)]
+    with joined(spec) as engine:
+        random.Random(rank).shuffle(names)
+        tensors = {name: torch.full((1 + len(name) % 7,), float(len(name))) for name in names}
+        handles = [engine.all_reduce(name, tensor) for name, tensor in tensors.items()]
+        for handle in handles:
+            handle.wait(30)
+        for name, tensor in tensors.items():
+            assert bool((tensor == 3 * len(name)).all()), f"{name[:20]!r}"
+        nothing = torch.empty(0)
+        engine.broadcast("nothing", nothing).wait(10)
+        engine.reduce("nothing", nothing, root=1).wait(10)
+        gathered = engine.all_gather("nothing", nothing).wait(10)
+        assert gathered is not None, "an all_gather has a result on every rank"
+        assert gathered.shape == (3, 0)
+        engine.barrier("after")
+
+
+@pytest.mark.parametrize("hosts", ["AAA", "AAB", "ABC"])
+def test_two_thousand_odd_names(hosts: str) -> None:
+    with gang(odd, [(spec,) for spec in specs(addresses(hosts))]) as started:
+        assert started.results(60) == [None] * 3
+
+
+def total(rank: int, spec: WorkerSpec) -> float:
+    with joined(spec) as engine:
+        tensor = torch.full((100_000,), float(rank))
+        engine.all_reduce("g", tensor).wait(20)
+        assert bool((tensor == tensor[0]).all()), "one sum for all elements"
+        return tensor[0].item()
+
+
+@pytest.mark.parametrize("hosts", [["::1", "127.0.0.1", "::1"], ["::1", "::1"], ["localhost", "127.0.0.2"]], ids=str)
+def test_ipv6_and_names_as_hosts(hosts: Sequence[str]) -> None:
+    if "::1" in hosts and not has_ipv6():
+        pytest.skip("this machine has no ::1")
+    members = specs(hosts)
+    with gang(total, [(spec,) for spec in members]) as started:
+        pids = [started.pid(rank) for rank in range(len(hosts))]
+        assert started.results(30) == [sum(range(len(hosts)))] * len(hosts)
+    assert left_behind(members, pids) == []
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
