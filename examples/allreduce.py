@@ -1,0 +1,19 @@
+"""The engine alone: every worker brings its rank + 1, everybody gets the sum.
+
+    pliant run -np 4 examples/allreduce.py
+"""
+
+from pliant.elastic.session import Session
+
+
+def main() -> None:
+    with Session.join() as session:
+        engine = session.engine
+        tensor = engine.empty(4)
+        tensor.fill_(engine.rank + 1)
+        engine.all_reduce("greeting", tensor).wait()
+        print(f"rank {engine.rank} of {engine.size}: sum over ranks {tensor.tolist()}")
+
+
+if __name__ == "__main__":
+    main()
