@@ -1,21 +1,16 @@
-"""Asynchronous collectives between the workers of a view: the public face, and the thread behind it.
+"""Asynchronous collectives between the workers of a view: the public face.
 
 Any thread may submit any name at any time; ranks need not agree on an order. A submission returns a
-`Handle` at once. One thread per engine owns all sockets and does all folding (`comm.core`); it
-sleeps in a selector and never polls.
+`Handle` at once. The work is done by `comm.core`, in the thread of `comm.reactor`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
-import os
-import selectors
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,29 +29,17 @@ from pliant.comm.link import Link, header
 from pliant.comm.mesh import Mesh, MeshConfig
 from pliant.comm.operation import Known, Operation, Program, Span, make_program
 from pliant.comm.plan import Channel, Spec, Strategy, local_ranks, make_plan
+from pliant.comm.reactor import Reactor
 from pliant.comm.shm import SharedMemory
 from pliant.comm.store import Store
 from pliant.comm.telemetry import Counters, LaneThroughput
 from pliant.comm.wire import TAGGED, Kind, channel_tag
-from pliant.errors import CollectiveTimeout, CommError, ConfigError, EngineClosed, Mismatch, NotStored
-
-log = logging.getLogger(__name__)
+from pliant.errors import CollectiveTimeout, ConfigError, Mismatch, NotStored
 
 Determinism = Literal["exact", "fast"]
 Array = torch.Tensor | np.ndarray
 
 AUTO = Strategy("AUTO")
-DOZE_S = 0.001
-"""Submissions come in bursts. When the first one wakes the thread, and after the last one it has seen, the
-thread dozes for this long: what is submitted meanwhile is found when it wakes, without a system call and a
-fight for the interpreter for each tensor. Whoever waits for a result wakes it at once."""
-ANNOUNCE_S = 0.01
-"""Results are announced when there is nothing left to fold, or this long after the last time: a thread that
-waits for the first of many tensors is in the way of the others when it wakes."""
-WORK_S = 0.001
-"""Folding goes on for at most about this long before the sockets have their turn."""
-SHARED_WORK_S = 0.004
-"""The same where all peers share memory: no wire runs dry meanwhile, and fewer notices cost less."""
 INTERNAL = "pliant:"
 """Names that begin so are the engine's own."""
 
@@ -110,47 +93,34 @@ class Engine:
         self._seqs: dict[int, int] = {}
         self._names: dict[int, Channel] = {}
         self._submitting = threading.RLock()
-        self._inbox: deque[Operation | Callable[[], None]] = deque()
-        self._selector = selectors.DefaultSelector()
-        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._asleep = False
-        self._dozing = False
-        self._busy = False
-        self._hurried = False
-        self._announced_s = 0.0
-        self._work_s = WORK_S
-        self._closing = False
-        self._broken: Exception | None = None
-        self._writing: set[Link] = set()
-        """Links whose kernel buffer is full: the selector watches them."""
-        self._writable: set[Link] = set()
-        self._thread = threading.Thread(target=self._run, name=f"pliant-engine-{rank}", daemon=True)
+        self._reactor = Reactor(
+            self._core,
+            heartbeat_timeout_s=config.heartbeat_timeout_s,
+            linger_s=config.linger_s,
+            farewell=lambda: self._core.farewell(self._seqs),
+        )
         self._cuda: CudaStage | None = None
 
     # --- lifetime ---
 
     def start(self, sockets: Mapping[int, socket.socket]) -> None:
         """Take over connected, authenticated sockets to all other ranks, and begin."""
-        now_s = time.monotonic()
         for rank, sock in sockets.items():
-            link = Link(rank, self.view.workers[rank], sock, shared=rank in self.local_ranks, receiver=self._core)
-            link.last_seen_s = link.last_sent_s = now_s
-            self._core.links[rank] = link
-            self._selector.register(sock, selectors.EVENT_READ, link)
-        self._selector.register(self._alarm, selectors.EVENT_READ, None)
-        self._work_s = SHARED_WORK_S if len(self.local_ranks) == self.size else WORK_S
-        self._thread.start()
+            worker, shared = self.view.workers[rank], rank in self.local_ranks
+            self._core.links[rank] = Link(rank, worker, sock, shared=shared, receiver=self._core)
+        self._reactor.start()
 
     def close(self) -> None:
         """Send what is still queued, say goodbye and end. Handles that still wait fail with EngineClosed."""
-        if self._closing:
-            return
-        self._closing = True
-        self._wake()
-        self._thread.join(timeout=self.config.linger_s + 5)
+        self._reactor.close()
         if self._cuda is not None:
             self._cuda.close()
+            self._cuda = None
         self._memory.close()
+
+    def hurry(self) -> None:
+        """Somebody waits for a result now."""
+        self._reactor.hurry()
 
     def __enter__(self) -> Engine:
         return self
@@ -308,7 +278,7 @@ class Engine:
                 target.copy_(landing.view(target.shape))
                 handle.finish(target)
 
-        self._post(partial(self._ask, rank, name, version, landing, answer))
+        self._reactor.post(partial(self._ask, rank, name, version, landing, answer))
         return handle
 
     def _ask(
@@ -413,7 +383,7 @@ class Engine:
             found[rank] = seconds
             done.release()
 
-        self._post(partial(self._ping, pong))
+        self._reactor.post(partial(self._ping, pong))
         deadline_s = time.monotonic() + timeout_s
         for _ in range(self.size - 1):
             if not done.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
@@ -487,9 +457,9 @@ class Engine:
             operation = Operation(program, seq, priority, out, own, reduce, result, finished, base)
             operation.handle = handle = Handle(known.spec.name, self, operation)
             if result is not None and result.is_cuda:
-                self._stage().submit(result, operation, lambda: self._post(operation))
+                self._stage().submit(result, operation, lambda: self._reactor.post(operation))
             else:
-                self._post(operation)
+                self._reactor.post(operation)
         return handle
 
     def _epoch_of(self, known: Known, seq: int) -> int:
@@ -556,169 +526,6 @@ class Engine:
         if self._cuda is None:
             self._cuda = CudaStage(self._memory)
         return self._cuda
-
-    # --- the thread ---
-
-    def _post(self, call: Operation | Callable[[], None]) -> None:
-        """Have the engine's thread begin this, or do this."""
-        if self._broken is not None:
-            raise self._broken
-        if self._closing:
-            raise EngineClosed("the engine is closed: submit before leaving its `with`")
-        self._inbox.append(call)
-        if self._asleep:
-            self._wake()
-
-    def hurry(self) -> None:
-        """Somebody waits: what lies in the inbox shall not wait as well."""
-        self._hurried = True
-        if self._dozing and self._inbox:
-            self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._alarm, 1)
-
-    def _run(self) -> None:
-        try:
-            while not self._closing:
-                self._turn()
-            self._say_goodbye()
-        except Exception as error:
-            log.exception("rank %d: the engine's thread failed", self.rank)
-            self._broken = CommError(f"the engine's thread failed: {error!r}")
-            self._core.fail_all(self._broken)
-        finally:
-            self._core.fail_all(EngineClosed("the engine was closed while this was in progress"))
-            for link in self._core.links.values():
-                link.close()
-            self._selector.close()
-            os.close(self._alarm)
-
-    def _turn(self) -> None:
-        """Wait for something to do, and do it."""
-        core = self._core
-        was_asleep = self._take_in(self._patience_s())
-        if was_asleep and self._inbox and not self._hurried:
-            self._dozing = True
-            self._take_in(0.0 if self._hurried else DOZE_S)
-        self._hurried = False
-        while self._inbox:
-            self._busy = True
-            item = self._inbox.popleft()
-            if isinstance(item, Operation):
-                core.submit(item)
-            else:
-                item()
-        core.work(time.monotonic() + self._work_s)
-        core.say_notices()
-        now_s = time.monotonic()
-        self._check_hearts(now_s)
-        self._flush()
-        if core.completed and (not len(core.runnable) or now_s - self._announced_s > ANNOUNCE_S):
-            self._announced_s = now_s
-            core.announce()
-
-    def _take_in(self, patience_s: float) -> bool:
-        """Read what has come; whether the thread had been asleep before."""
-        events = self._selector.select(patience_s)
-        was_asleep = self._asleep
-        self._asleep = self._dozing = False
-        for key, mask in events:
-            link = key.data
-            if link is None:
-                os.eventfd_read(self._alarm)
-                continue
-            if mask & selectors.EVENT_READ:
-                self._guarded(link, link.read)
-            if mask & selectors.EVENT_WRITE:
-                self._writable.add(link)
-        return was_asleep
-
-    def _patience_s(self) -> float:
-        if len(self._core.runnable) or self._core.dirty - self._writing:
-            return 0.0
-        if self._busy:
-            self._busy, self._dozing = False, True
-            return 0.0 if self._inbox else DOZE_S
-        self._asleep = True
-        # Set before the last look: who submits after it sees the flag and rings the alarm.
-        return 0.0 if self._inbox else self.config.heartbeat_timeout_s / 8
-
-    def _flush(self) -> None:
-        now_s = time.monotonic()
-        for link in list(self._core.dirty):
-            if link.rank in self._core.lost:
-                self._core.dirty.discard(link)
-            elif link not in self._writing or link in self._writable:
-                # A link that was full is left alone until the kernel says so: else every turn would
-                # stuff a few bytes into it.
-                self._guarded(link, self._flush_link, now_s=now_s)
-        self._writable.clear()
-
-    def _flush_link(self, now_s: float, link: Link) -> None:
-        more = link.flush(now_s)
-        if not more:
-            self._core.dirty.discard(link)
-        if more != (link in self._writing):
-            (self._writing.add if more else self._writing.discard)(link)
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if more else 0)
-            self._selector.modify(link.sock, events, link)
-
-    def _guarded(self, link: Link, act: Callable[..., None], now_s: float | None = None) -> None:
-        """Read from or write to a link; if it is gone, so is the worker."""
-        if link.rank in self._core.lost:
-            return
-        try:
-            if act == link.read:
-                link.read(time.monotonic())
-            else:
-                act(now_s, link)
-        except EOFError:
-            self._drop(link, "its connection closed (the process ended or was killed)")
-        except OSError as error:
-            self._drop(link, f"its connection broke ({error.strerror or error})")
-        except CommError as error:
-            log.error("rank %d: %s sent nonsense: %s", self.rank, link.worker, error)
-            self._drop(link, f"it sent nonsense: {error}")
-
-    def _drop(self, link: Link, why: str) -> None:
-        with contextlib.suppress(KeyError, ValueError, OSError):
-            self._selector.unregister(link.sock)
-        self._core.dirty.discard(link)
-        self._writing.discard(link)
-        if link.said_bye:
-            self._core.leave(link.rank)
-        else:
-            self._core.lose(link.rank, why)
-        link.close()
-
-    def _check_hearts(self, now_s: float) -> None:
-        timeout_s = self.config.heartbeat_timeout_s
-        for rank, link in self._core.links.items():
-            if rank in self._core.lost:
-                continue
-            if now_s - link.last_sent_s > timeout_s / 4:
-                link.say(header(Kind.HEARTBEAT, self.view.number))
-                link.last_sent_s = now_s
-                self._core.dirty.add(link)
-            if now_s - link.last_seen_s > timeout_s:
-                silent_s = now_s - link.last_seen_s
-                self._drop(link, f"silent for {silent_s:.1f} s (heartbeat_timeout_s={timeout_s:g}); "
-                                 "raise --heartbeat-timeout if it was only slow")  # fmt: skip
-
-    def _say_goodbye(self) -> None:
-        """Send what is queued, then BYE, then wait briefly for the peers to read it."""
-        deadline_s = time.monotonic() + self.config.linger_s
-        farewell = self._core.farewell(self._seqs)
-        for rank, link in self._core.links.items():
-            if rank not in self._core.lost:
-                link.say(header(Kind.BYE, self.view.number, length=len(farewell)), farewell)
-                self._core.dirty.add(link)
-        while self._core.dirty and time.monotonic() < deadline_s:
-            self._flush()
-            if self._core.dirty:
-                self._take_in(0.05)
 
 
 @contextlib.contextmanager
