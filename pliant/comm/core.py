@@ -8,7 +8,6 @@ order, and there is no coordinator. `comm.engine` owns the thread and the socket
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import defaultdict
@@ -22,12 +21,14 @@ from pliant.comm.kernels import Recipe, Scratch, dtype_of
 from pliant.comm.link import Link, header
 from pliant.comm.operation import ARRIVED, Again, Known, Operation, Span, bytes_of
 from pliant.comm.plan import Channel, Spec, Step
-from pliant.comm.shm import Arena, SharedMemory
+from pliant.comm.reach import Reach
+from pliant.comm.requests import Requests
+from pliant.comm.shm import SharedMemory
 from pliant.comm.slices import PriorityQueue
 from pliant.comm.store import Store
 from pliant.comm.telemetry import LaneStats
-from pliant.comm.wire import Frame, Kind, Place
-from pliant.errors import CommError, Mismatch, NotStored, WorkerLost
+from pliant.comm.wire import Frame, Kind
+from pliant.errors import CommError, Mismatch, WorkerLost
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ class Core:
         self.view = view
         self.rank = rank
         self.memory = memory
-        self.store = store
+        self.reach = Reach(rank, memory)
+        self.requests = Requests(view.number, store)
         self.links: dict[int, Link] = {}
         self.lost: dict[int, WorkerLost] = {}
         self.lanes = LaneStats()
@@ -60,13 +62,7 @@ class Core:
         self._offers: defaultdict[Link, bytearray] = defaultdict(bytearray)
         self._done: defaultdict[Link, bytearray] = defaultdict(bytearray)
         self._early_offers: dict[int, list[tuple[Link, Known, int, int]]] = {}
-        self._arenas: dict[tuple[int, int], Arena] = {}
-        self._arenas_told = 0
-        self._early_ready: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        self._spans: dict[tuple[int, int, int, torch.dtype, int], Span] = {}
         self._arriving: dict[Link, tuple[Operation | None, torch.Tensor | None]] = {}
-        self._asked: dict[int, tuple[Callable[[Exception | None], None], torch.Tensor, int]] = {}
-        self._asks = 0
         self._finished_by: dict[int, dict[bytes, int]] = {}
 
     # --- what users submit ---
@@ -114,13 +110,13 @@ class Core:
         """Tell a peer of this host where our memory for this collective lies."""
         known = self._tell_spec(operation.program.known, link)
         out = operation.out
-        self._tell_arena(out.arena)
+        self._announce(out.arena)
         link.egress_bytes += operation.program.offered_bytes.get(link.rank, 0)
         if len(operation.own) <= 1 and (not operation.own or operation.own[0] is out):
             self._offers[link] += wire.OFFERED.pack(known.number, operation.seq, out.arena, out.offset)
             return
         for span in operation.own:
-            self._tell_arena(span.arena)
+            self._announce(span.arena)
         places = wire.pack_places([span.place() for span in (out, *operation.own)])
         link.say(self._header(Kind.PARTS, known, operation, length=len(places)), places)
         self.dirty.add(link)
@@ -150,15 +146,12 @@ class Core:
             self.dirty.add(link)
         return known
 
-    def _tell_arena(self, arena: int) -> None:
-        """Let every peer of this host map our memory: one may hear of it from another before it hears from us."""
-        while self._arenas_told <= arena:
-            mine = self.memory.arenas[self._arenas_told]
-            for link in self.links.values():
-                if link.shared and link.rank not in self.lost:
-                    link.say(header(Kind.ARENA, self.view.number, piece=self._arenas_told, extra=mine.size), fd=mine.fd)
-                    self.dirty.add(link)
-            self._arenas_told += 1
+    def _announce(self, arena: int) -> None:
+        if arena < self.reach.told:
+            return
+        peers = [link for link in self.links.values() if link.shared and link.rank not in self.lost]
+        self.reach.announce(arena, self.view.number, peers)
+        self.dirty.update(peers)
 
     # --- what arrives ---
 
@@ -180,8 +173,7 @@ class Core:
             case Kind.DEFINE:
                 self._theirs[link.rank][frame[4]] = self.know(wire.unpack_spec(payload))
             case Kind.ARENA:
-                self._arenas[link.rank, piece] = _take_arena(link, extra)
-                for act in self._early_ready.pop((link.rank, piece), ()):
+                for act in self.reach.take(link, piece, extra):
                     act()
             case Kind.ERROR:
                 self._on_error(link, frame, payload)
@@ -195,7 +187,8 @@ class Core:
                 if link.rank in self.pongs:
                     self.pongs.pop(link.rank)((time.perf_counter_ns() - extra) / 1e9)
             case Kind.ASK:
-                self._on_ask(link, frame, payload)
+                self.requests.on_ask(link, frame, payload)
+                self.dirty.add(link)
             case Kind.BYE:
                 link.said_bye = True
                 self._finished_by[link.rank] = dict(wire.TAGGED.iter_unpack(payload))
@@ -236,14 +229,14 @@ class Core:
         key = (link.rank, arena, offset)
         spans = program.offers.get(key)
         if spans is None:
-            spans = program.offers[key] = [self._span(key, operation.out.flat.dtype, program.plan.out_length)]
+            spans = program.offers[key] = [self.reach.span(key, operation.out.flat.dtype, program.plan.out_length)]
         self._take_offer(operation, link, spans)
 
     def _on_parts(self, operation: Operation, link: Link, payload: bytes) -> None:
         program, dtype = operation.program, operation.out.flat.dtype
         out, *own = wire.unpack_places(payload)
-        operands = [self._span(place, dtype, program.spec.length) for place in own]
-        self._take_offer(operation, link, [self._span(out, dtype, program.plan.out_length), *operands])
+        operands = [self.reach.span(place, dtype, program.spec.length) for place in own]
+        self._take_offer(operation, link, [self.reach.span(out, dtype, program.plan.out_length), *operands])
 
     def _take_offer(self, operation: Operation, link: Link, spans: list[Span]) -> None:
         """A peer's memory is known now: read what it contributes, write what it is owed."""
@@ -261,13 +254,9 @@ class Core:
         step = operation.program.plan.steps[index]
         dtype = operation.out.flat.dtype
         places = wire.unpack_places(payload)
-        for owner, arena, _ in places:
-            if owner != self.rank and (owner, arena) not in self._arenas:
-                # It speaks of a third worker's memory, and that worker's own word is still on its way.
-                waiting = self._early_ready.setdefault((owner, arena), [])
-                waiting.append(lambda: self._on_ready(operation, link, index, payload))
-                return
-        spans = [self._span(place, dtype, step.length) for place in places]
+        if not self.reach.covers(places, lambda: self._on_ready(operation, link, index, payload)):
+            return
+        spans = [self.reach.span(place, dtype, step.length) for place in places]
         link.ingress_bytes += len(spans) * step.length * dtype.itemsize
         operation.hear(index, link.rank, spans)
         self._heard(operation, index)
@@ -297,7 +286,7 @@ class Core:
     def place_for(self, link: Link, frame: Frame) -> memoryview:
         kind, length = frame[0], frame[8]
         if kind == Kind.TELL:
-            return self._place_for_tell(link, frame)
+            return self.requests.place_for(frame)
         if frame[3] != self.view.number:
             raise CommError(f"a frame of view {frame[3]} came in view {self.view.number}")
         if kind == Kind.BCAST:
@@ -316,7 +305,7 @@ class Core:
     def on_bulk(self, link: Link, frame: Frame) -> None:
         link.ingress_bytes += frame[8]
         if frame[0] == Kind.TELL:
-            self._on_told(link, frame)
+            self.requests.on_told(link, frame)
             return
         operation, scratch = self._arriving.pop(link)
         if operation is not None:
@@ -457,7 +446,7 @@ class Core:
             operation.kept += (items,)
             for span, _ in items:
                 if span.owner == self.rank:
-                    self._tell_arena(span.arena)
+                    self._announce(span.arena)
             payload = wire.pack_places([span.place(begin) for span, begin in items])
             link.say(self._header(Kind.READY, known, operation, piece=index, length=len(payload)), payload)
         else:
@@ -538,21 +527,6 @@ class Core:
         for operation in reversed(completed):
             operation.finished(operation)
 
-    def _span(self, place: Place, dtype: torch.dtype, length: int) -> Span:
-        """A peer's memory, or our own as a peer speaks of it."""
-        key = (*place, dtype, length)
-        span = self._spans.get(key)
-        if span is None:
-            owner, arena, offset = place
-            memory = self.memory.arenas[arena] if owner == self.rank else self._arenas[owner, arena]
-            span = self._spans[key] = Span(memory.flat(offset, dtype, length), owner, arena, offset)
-            span.lasting = True
-        return span
-
-    def own_span(self, arena: int, offset: int, dtype: torch.dtype, length: int) -> Span:
-        """A part of this worker's own shared memory."""
-        return self._span((self.rank, arena, offset), dtype, length)
-
     # --- what goes wrong ---
 
     def _disagree(self, operation: Operation, link: Link, theirs: Spec) -> None:
@@ -626,10 +600,7 @@ class Core:
         return b"".join(wire.TAGGED.pack(tags[number], count) for number, count in counts.items())
 
     def _forget(self, rank: int, error: WorkerLost) -> None:
-        for ask, (answer, _, asked) in list(self._asked.items()):
-            if asked == rank:
-                del self._asked[ask]
-                answer(error)
+        self.requests.fail(error, rank)
         pong = self.pongs.pop(rank, None)
         if pong is not None:
             pong(float("inf"))
@@ -638,71 +609,11 @@ class Core:
         """The engine ends: so does everything that waits for it."""
         for operation in list(self._operations.values()):
             self._fail(operation, error)
-        for answer, _, _ in self._asked.values():
-            answer(error)
-        self._asked.clear()
+        self.requests.fail(error)
 
     @property
     def idle(self) -> bool:
         return not self._operations
-
-    # --- the store ---
-
-    def ask(
-        self, peer: int, name: str, version: int | None, out: torch.Tensor, answer: Callable[[Exception | None], None]
-    ) -> None:
-        """Fetch what `peer` has stored under a name into the flat CPU tensor `out`."""
-        if peer in self.lost:
-            answer(self.lost[peer])
-            return
-        self._asks += 1
-        self._asked[self._asks] = (answer, out, peer)
-        payload = name.encode()
-        link = self.links[peer]
-        extra = 0 if version is None else version + 1
-        link.say(header(Kind.ASK, self.view.number, seq=self._asks, extra=extra, length=len(payload)), payload)
-        self.dirty.add(link)
-
-    def _on_ask(self, link: Link, frame: Frame, payload: bytes) -> None:
-        version = frame[7] - 1 if frame[7] else None
-        found = self.store.get(payload.decode(errors="replace"), version)
-        views = [bytes_of(found)] if found is not None else []
-        size = sum(map(len, views))
-        head = header(Kind.TELL, self.view.number, seq=frame[5], piece=found is not None, length=size)
-        link.egress_bytes += size
-        link.send(0, head, views, None)
-        self.dirty.add(link)
-
-    def _place_for_tell(self, link: Link, frame: Frame) -> memoryview:
-        if frame[5] in self._asked:
-            place = bytes_of(self._asked[frame[5]][1])
-            if len(place) == frame[8]:
-                return place
-        return memoryview(bytearray(frame[8]))
-
-    def _on_told(self, link: Link, frame: Frame) -> None:
-        asked = self._asked.pop(frame[5], None)
-        if asked is None:
-            return
-        answer, out, _ = asked
-        if not frame[6]:
-            answer(NotStored(f"{link.worker} (rank {link.rank}) has nothing stored under that name and version"))
-        elif frame[8] != out.nbytes:
-            answer(Mismatch(f"{link.worker} stored {frame[8]} bytes, but {out.nbytes} were asked for"))
-        else:
-            answer(None)
-
-
-def _take_arena(link: Link, size: int) -> Arena:
-    if not link.fds:
-        raise CommError(f"{link.worker} announced shared memory, but no descriptor came with it")
-    fd = link.fds.popleft()
-    if os.fstat(fd).st_size < size:
-        os.close(fd)
-        raise CommError(f"{link.worker} announced {size} bytes of shared memory, but gave less")
-    arena = Arena(fd, size)
-    arena.close()  # the mapping stays
-    return arena
 
 
 def _describe(spec: Spec) -> str:

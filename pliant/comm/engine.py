@@ -284,8 +284,13 @@ class Engine:
     def _ask(
         self, rank: int, name: str, version: int | None, out: torch.Tensor, answer: Callable[[Exception | None], None]
     ) -> None:
+        if rank in self._core.lost:
+            answer(self._core.lost[rank])
+            return
         if rank != self.rank:
-            self._core.ask(rank, name, version, out, answer)
+            link = self._core.links[rank]
+            self._core.requests.ask(link, name, version, out, answer)
+            self._core.dirty.add(link)
             return
         found = self._store.get(name, version)
         if found is None:
@@ -498,7 +503,7 @@ class Engine:
             flat = flat.view(-1)
             place = self._memory.locate(flat) if len(flat) else None
             if place is not None:
-                return self._core.own_span(*place, flat.dtype, len(flat)), _finish_in_place
+                return self._core.reach.span((self.rank, *place), flat.dtype, len(flat)), _finish_in_place
             if not shared:
                 return Span(flat), _finish_in_place
         staging = self._memory.empty(tensor.numel(), tensor.dtype)
