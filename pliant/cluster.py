@@ -318,6 +318,10 @@ class WorkerSpec:
     """A listening socket inherited from the runner, so that nobody can take the port in between."""
     heartbeat_timeout_s: float = 10.0
     """A peer silent for this long is lost."""
+    tls_cert: str = ""
+    """Certificate file: connections between hosts are encrypted where it is given."""
+    tls_key: str = ""
+    """Its private key, where it is not in the same file."""
 
     def __post_init__(self) -> None:
         self.view.rank_of(self.worker)
@@ -336,6 +340,8 @@ class WorkerSpec:
         }
         if self.listen_fd is not None:
             environ["PLIANT_LISTEN_FD"] = str(self.listen_fd)
+        if self.tls_cert:
+            environ |= {"PLIANT_TLS_CERT": self.tls_cert, "PLIANT_TLS_KEY": self.tls_key}
         return environ
 
 
@@ -358,6 +364,8 @@ def worker_spec(environ: Mapping[str, str] = os.environ) -> WorkerSpec:
             config_server=environ.get("PLIANT_CONFIG_SERVER", ""),
             listen_fd=int(listen_fd) if listen_fd else None,
             heartbeat_timeout_s=float(environ.get("PLIANT_HEARTBEAT_TIMEOUT_S", "10")),
+            tls_cert=environ.get("PLIANT_TLS_CERT", ""),
+            tls_key=environ.get("PLIANT_TLS_KEY", ""),
         )
     except KeyError as error:
         raise ConfigError(f"{error.args[0]} is unset although PLIANT_WORKER is set: start with `pliant run`") from None

@@ -123,7 +123,13 @@ def test_bad_port_ranges(text: str) -> None:
 def test_who_am_i_survives_the_environment() -> None:
     view = View(7, (A0, A1, B0), (RUN_A, RUN_B))
     spec = WorkerSpec(
-        worker=A1, view=view, secret=b"s" * 16, strategy="RING", listen_fd=5, config_server="http://x/config"
+        worker=A1,
+        view=view,
+        secret=b"s" * 16,
+        strategy="RING",
+        listen_fd=5,
+        config_server="http://x/config",
+        tls_cert="c.pem",
     )
     assert worker_spec(spec.to_environ()) == spec
 

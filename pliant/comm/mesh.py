@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from pliant.cluster import View, Worker
 from pliant.comm import wire
-from pliant.errors import CommError, HandshakeRefused
+from pliant.errors import CommError, ConfigError, HandshakeRefused
 
 log = logging.getLogger(__name__)
 
@@ -177,11 +177,18 @@ class Mesh:
         while True:
             try:
                 sock, address = listener.accept()
-            except OSError:
+            except OSError as error:
                 if self._closing:
                     return
+                log.warning("%s cannot take a connection now: %s", self._me, error)
+                time.sleep(RETRY_S)  # out of descriptors: asking again at once would only spin
                 continue
-            if self._closing or not self._strangers.acquire(blocking=False):
+            if self._closing:
+                sock.close()
+                continue
+            if not self._strangers.acquire(blocking=False):
+                busy = f"too many at once, {MAX_STRANGERS} have not said who they are"
+                log.warning("%s refused a connection from %s: %s", self._me, address or "this host", busy)
                 sock.close()
                 continue
             threading.Thread(target=self._examine, args=(sock, address), name="pliant-hello", daemon=True).start()
@@ -253,7 +260,10 @@ def _unix_listener(me: Worker, secret: bytes) -> socket.socket:
 def _tls_contexts(config: MeshConfig) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.minimum_version = ssl.TLSVersion.TLSv1_3
-    server.load_cert_chain(config.tls_cert, config.tls_key or None)
+    try:
+        server.load_cert_chain(config.tls_cert, config.tls_key or None)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"PLIANT_TLS_CERT {config.tls_cert!r}, PLIANT_TLS_KEY {config.tls_key!r}: {error}") from None
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.minimum_version = ssl.TLSVersion.TLSv1_3
     # No authority signs a job's certificates. The handshake's HMAC covers the certificate instead,

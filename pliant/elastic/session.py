@@ -33,7 +33,13 @@ class Session:
             CommError: the others did not come within `timeout_s`.
         """
         spec = spec or worker_spec()
-        mesh = MeshConfig(secret=spec.secret, join_timeout_s=timeout_s, listen_fd=spec.listen_fd)
+        mesh = MeshConfig(
+            secret=spec.secret,
+            join_timeout_s=timeout_s,
+            listen_fd=spec.listen_fd,
+            tls_cert=spec.tls_cert,
+            tls_key=spec.tls_key,
+        )
         config = EngineConfig(strategy=Strategy(spec.strategy.upper()), heartbeat_timeout_s=spec.heartbeat_timeout_s)
         with connected(spec.view, spec.worker, mesh, config) as engine:
             yield cls(spec, engine)
