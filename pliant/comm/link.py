@@ -162,7 +162,8 @@ class Link:
 
     def _take_in(self, now_s: float) -> None:
         budget = READ_BYTES
-        while budget > 0:
+        # What TLS holds decrypted is in no selector's sight: left there, it might wait for ever.
+        while budget > 0 or (isinstance(self.sock, ssl.SSLSocket) and self.sock.pending()):
             place = self._bulk_place if self._bulk is not None else self._room()
             try:
                 got = self._receive(place)

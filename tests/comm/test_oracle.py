@@ -59,9 +59,13 @@ def operand(cell: Cell, rank: int) -> torch.Tensor:
         raw = torch.from_numpy(rng.integers(0, 256, cell.size * dtype.itemsize, dtype=np.uint8))
         return raw % 2 == 1 if dtype == torch.bool else raw.view(dtype)
     numbers = 2 * cell.size if dtype.is_complex else cell.size
-    spread = 4 if dtype == torch.float16 or cell.op == "prod" else 20
-    values = rng.standard_normal(numbers, dtype=np.float32)
-    values *= np.exp2(rng.integers(-spread, spread + 1, numbers, dtype=np.int8), dtype=np.float32)
+    if cell.op == "prod":  # near 1, so that no partial product leaves the range of float16
+        values = np.exp2(rng.uniform(-1, 1, numbers)).astype(np.float32)
+        values[rng.random(numbers) < 0.5] *= -1
+    else:
+        spread = 4 if dtype == torch.float16 else 20
+        values = rng.standard_normal(numbers, dtype=np.float32)
+        values *= np.exp2(rng.integers(-spread, spread + 1, numbers, dtype=np.int8), dtype=np.float32)
     if dtype.is_complex:
         pairs = torch.from_numpy(values).view(-1, 2).to(torch.float64 if dtype.itemsize == 16 else torch.float32)
         return torch.view_as_complex(pairs)

@@ -1,0 +1,236 @@
+"""TLS between hosts: it works, a man in the middle does not, and nobody on the wire can read along.
+
+The wire is a proxy in the test: the view names the proxy's port, and rank 0 listens on another one
+with a socket that it was given, as it gets one from a runner.
+"""
+
+from __future__ import annotations
+
+import selectors
+import shutil
+import socket
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+from gang import addresses, gang, joined, left_behind, specs
+
+from pliant.cluster import Worker, WorkerSpec
+from pliant.comm import link as link_module
+from pliant.comm.link import Link, header
+from pliant.comm.wire import Frame, Kind
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.usefixtures("fork_server", "no_leaks"),
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl program to make certificates with"),
+]
+
+MARK = 1234.5
+"""An element of the tensors; sixteen of them in a row are easy to see on a wire."""
+SEEN = torch.full((16,), MARK).numpy().tobytes()
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
+    """Two self-signed certificates, each with its key."""
+    directory = tmp_path_factory.mktemp("certificates")
+    return [make_certificate(directory, name) for name in ("job", "stranger")]
+
+
+def make_certificate(directory: Path, name: str) -> tuple[str, str]:
+    certificate, key = str(directory / f"{name}.pem"), str(directory / f"{name}.key")
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    files = ["-keyout", key, "-out", certificate]
+    command = ["openssl", "req", "-x509", *curve, *files, "-days", "2", "-subj", f"/CN={name}"]
+    subprocess.run(command, check=True, capture_output=True, timeout=20)
+    return certificate, key
+
+
+def reducing(
+    rank: int,
+    spec: WorkerSpec,
+    tls: tuple[str, str],
+    listener: socket.socket | None = None,
+    patience_s: float = 20.0,
+) -> str:
+    """Sums of all sizes; the error if the others would not have us."""
+    certificate, key = tls
+    own = {"listen_fd": listener.detach()} if listener is not None else {}
+    try:
+        with joined(spec, tls_cert=certificate, tls_key=key, join_timeout_s=patience_s, **own) as engine:
+            for length in (1, 1000, 3_000_007):
+                tensor = torch.full((length,), MARK)
+                engine.all_reduce(f"gradient {length}", tensor).wait(20)
+                assert bool((tensor == engine.size * MARK).all()), f"wrong sum of {length}"
+            several = [torch.full((200_003,), MARK) for _ in range(20)]
+            for handle in [engine.all_reduce(f"several {i}", tensor) for i, tensor in enumerate(several)]:
+                handle.wait(20)
+            assert all(bool((tensor == engine.size * MARK).all()) for tensor in several)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "right"
+
+
+@pytest.mark.parametrize("hosts", ["AB", "AABB", "ABC"])
+def test_collectives_between_hosts(hosts: str, certificates: list[tuple[str, str]]) -> None:
+    members = specs(addresses(hosts))
+    with gang(reducing, [(spec, certificates[0]) for spec in members]) as started:
+        pids = [started.pid(rank) for rank in range(len(hosts))]
+        assert started.results(60) == ["right"] * len(hosts)
+    assert left_behind(members, pids) == []
+
+
+def test_each_host_may_have_a_certificate_of_its_own(certificates: list[tuple[str, str]]) -> None:
+    with gang(reducing, list(zip(specs(addresses("AB")), certificates, strict=True))) as started:
+        assert started.results(60) == ["right"] * 2
+
+
+@pytest.mark.parametrize("encrypted", [True, False], ids=["tls", "plain"])
+def test_who_listens_on_the_wire_reads_nothing(encrypted: bool, certificates: list[tuple[str, str]]) -> None:
+    """Without TLS the same ear hears the numbers: so it would have heard them."""
+    outcomes, heard = through_a_proxy(certificates[0] if encrypted else ("", ""), stranger=None)
+    assert outcomes == ["right"] * 2
+    assert len(heard) > 12_000_000, "the collectives did not go this way"
+    assert (SEEN in heard) is not encrypted
+
+
+def test_a_man_in_the_middle_is_refused(certificates: list[tuple[str, str]]) -> None:
+    outcomes, heard = through_a_proxy(certificates[0], stranger=certificates[1])
+    assert "HandshakeRefused" in outcomes[1], outcomes
+    assert "does not know this job's secret" in outcomes[1], outcomes
+    assert "CommError" in outcomes[0], outcomes
+    assert SEEN not in heard
+    assert b"PLIANT" in heard, "the man in the middle did not even get to see the handshake"
+
+
+def through_a_proxy(tls: tuple[str, str], stranger: tuple[str, str] | None) -> tuple[list[str], bytes]:
+    """Two workers with a proxy between them: their outcomes, and all that went through it.
+
+    With a `stranger`'s certificate it ends TLS and begins it anew; without one it passes bytes on.
+    """
+    members = specs(addresses("AB"))
+    patience_s = 20.0 if stranger is None else 2.0  # rank 0 waits in vain for a rank 1 that was refused
+    with (
+        socket.create_server(("127.0.0.1", 0)) as real,
+        proxy(members[0].worker.port, real.getsockname()[1], stranger) as heard,
+        gang(reducing, [(members[0], tls, real, patience_s), (members[1], tls)]) as started,
+    ):
+        outcomes = started.results(60)
+    return outcomes, bytes(heard)
+
+
+@contextmanager
+def proxy(port: int, target: int, stranger: tuple[str, str] | None) -> Iterator[bytearray]:
+    heard = bytearray()
+    threads: list[threading.Thread] = []
+    sockets: list[socket.socket] = []
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                server = socket.create_connection(("127.0.0.1", target), timeout=10)
+                sockets.extend([client, server])
+                if stranger is not None:
+                    client, server = in_the_middle(client, server, stranger)
+                    sockets.extend([client, server])
+                for source, sink in ((client, server), (server, client)):
+                    start(pump, source, sink)
+
+    def pump(source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                heard.extend(data)
+                sink.sendall(data)
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def start(work: object, *args: object) -> None:
+        thread = threading.Thread(target=work, args=args, name="proxy", daemon=True)  # type: ignore[arg-type]
+        thread.start()
+        threads.append(thread)
+
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        start(serve)
+        try:
+            yield heard
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            for sock in sockets:
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join(10)
+            for sock in sockets:
+                sock.close()
+    assert not any(thread.is_alive() for thread in threads), "a thread of the proxy does not end"
+
+
+def in_the_middle(
+    client: socket.socket, server: socket.socket, stranger: tuple[str, str]
+) -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
+    as_server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    as_server.load_cert_chain(*stranger)
+    as_client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    as_client.check_hostname, as_client.verify_mode = False, ssl.CERT_NONE
+    return as_server.wrap_socket(client, server_side=True), as_client.wrap_socket(server)
+
+
+def test_what_tls_has_already_decrypted_is_not_left_lying(
+    certificates: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A selector does not see it: a frame left there would wait for the next one, perhaps for ever."""
+    record = 16384
+    monkeypatch.setattr(link_module, "READ_BYTES", 4 * record)
+    sender, receiver = tls_pair(certificates[0])
+    ear = Ear()
+    link = Link(0, Worker("127.0.0.1", 1), receiver, shared=False, receiver=ear)
+    with sender:
+        # A short record first, so that what a link reads in one turn ends within the fifth one: with the
+        # payload's last byte. The frame behind it is decrypted along with it.
+        sender.sendall(header(Kind.DEFINE, 0, length=1000) + bytes(1000))
+        payload = bytes(3 * record + 15_800)
+        sender.sendall(header(Kind.BCAST, 0, length=len(payload)) + payload + header(Kind.PING, 0, seq=77))
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(receiver, selectors.EVENT_READ)
+            while (Kind.PING, 77) not in ear.heard:
+                assert waiting.select(2), f"nothing more to read, but only {ear.heard} was heard"
+                link.read(0.0)
+    link.close()
+
+
+class Ear:
+    """Writes down what a link delivers."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, int]] = []
+
+    def on_frame(self, link: Link, frame: Frame, payload: bytes) -> None:
+        self.heard.append((frame[0], frame[5]))
+
+    def place_for(self, link: Link, frame: Frame) -> memoryview:
+        return memoryview(bytearray(frame[8]))
+
+    def on_bulk(self, link: Link, frame: Frame) -> None:
+        self.heard.append((frame[0], frame[5]))
+
+
+def tls_pair(certificate: tuple[str, str]) -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
+    ends = socket.socketpair()
+    found: list[ssl.SSLSocket] = []
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(*certificate)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    accepting = threading.Thread(target=lambda: found.append(server.wrap_socket(ends[1], server_side=True)))
+    accepting.start()
+    ours = client.wrap_socket(ends[0])
+    accepting.join(10)
+    return ours, found[0]
