@@ -96,6 +96,11 @@ class LaunchOrder:
         return self._settled
 
     @property
+    def order(self) -> tuple[str, ...]:
+        """The order of the iteration that is being released; the sorted names until rank 0's has come."""
+        return self.names if self._order is None else tuple(self._order)
+
+    @property
     def lacking(self) -> tuple[str, ...]:
         """What this rank has not submitted of an iteration that it has begun."""
         return tuple(name for name in self.names if name not in self._arrived) if self._arrived else ()
