@@ -24,7 +24,7 @@ from pliant import lab as labs
 from pliant.cluster import View, Worker, WorkerSpec
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
-from pliant.errors import WorkerLost
+from pliant.errors import CommError, WorkerLost
 from pliant.lab import Lab
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server", "no_leaks")]
@@ -160,6 +160,51 @@ def test_a_stopped_worker(hosts: str, victim: int, when: str) -> None:
         check(outcomes, members[victim], since_s, within_s=TIMEOUT_S + 1)
         assert all("silent for" in outcome.why for outcome in outcomes), outcomes
     assert left_behind(members, pids) == []
+
+
+@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS])
+def test_two_at_once(hosts: str) -> None:
+    members = specs(addresses(hosts), timeout_s=10)
+    with gang(until_lost, [(spec,) for spec in members]) as started:
+        pids = [started.pid(rank) for rank in range(4)]
+        ready(started)
+        since_s = started.kill(0)
+        started.kill(3)
+        for rank, at_s, total in started.results(20, [1, 2]):
+            assert rank in (0, 3), f"blames rank {rank}"
+            assert at_s - since_s < 1.0, f"took {at_s - since_s:.2f} s"
+            assert total == 2.0, "the sum of the two that are left"
+    assert left_behind(members, pids) == []
+
+
+def until_lost(rank: int, spec: WorkerSpec) -> tuple[int, float, float]:
+    """Who was lost first, when, and what ranks 1 and 2 could still sum."""
+    with joined(spec) as engine:
+        try:
+            for step in range(1_000_000):
+                engine.all_reduce("gradient", torch.ones(300_000)).wait(20)
+                if step == 3:
+                    say("up")
+        except WorkerLost as error:
+            at_s, left = time.monotonic(), torch.ones(300_000)
+            engine.all_reduce("left", left, ranks=[1, 2]).wait(20)
+            return error.rank, at_s, left.mean().item()
+    raise AssertionError("nobody was lost")
+
+
+def test_a_worker_that_never_comes_is_named() -> None:
+    members = specs(addresses("AAB"))
+    with gang(waiting, [(spec,) for spec in members[:2]]) as started:
+        for said in started.results(20):
+            assert str(members[2].worker) in said, said
+            assert "is the runner on that host up" in said, said
+    assert left_behind(members, []) == []
+
+
+def waiting(rank: int, spec: WorkerSpec) -> str:
+    with pytest.raises(CommError) as caught, joined(spec, join_timeout_s=1.0):
+        pass
+    return str(caught.value)
 
 
 @pytest.mark.usefixtures("full")
