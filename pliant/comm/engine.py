@@ -520,7 +520,10 @@ class Engine:
         return self._span_of(staging), copy_back
 
     def _bind_operand(self, tensor: torch.Tensor, spec: Spec) -> Span:
-        return self._bind(tensor, spec, read=True, write=False)[0]
+        span = self._bind(tensor, spec, read=True, write=False)[0]
+        if tensor.is_cuda:
+            span.flat.copy_(tensor.detach().reshape(-1))
+        return span
 
     def _span_of(self, flat: torch.Tensor) -> Span:
         """A span on memory that was just handed out; it keeps the tensor, and with it the place."""

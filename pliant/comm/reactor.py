@@ -57,6 +57,7 @@ class Reactor:
         self._busy = False
         self._hurried = False
         self._announced_s = 0.0
+        self._hearts_due_s = 0.0
         self._work_s = WORK_S
         self._closing = False
         self._broken: Exception | None = None
@@ -140,7 +141,9 @@ class Reactor:
         core.work(time.monotonic() + self._work_s)
         core.say_notices()
         now_s = time.monotonic()
-        self._check_hearts(now_s)
+        if now_s > self._hearts_due_s:
+            self._hearts_due_s = now_s + self._heartbeat_timeout_s / 16
+            self._check_hearts(now_s)
         self._flush()
         if core.completed and (not len(core.runnable) or now_s - self._announced_s > ANNOUNCE_S):
             self._announced_s = now_s
