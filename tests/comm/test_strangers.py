@@ -73,15 +73,15 @@ def steady(rank: int, spec: WorkerSpec, patience_s: float = HANDSHAKE_S) -> Repo
             engine.all_reduce("gradient", tensor).wait(20)
             expected = engine.size * (num_steps % 7) + sum(range(engine.size))
             assert bool((tensor == expected).all()), f"wrong sum in step {num_steps}"
-            stop = agree(rank == 0 and told() and answer(num_steps), engine)
+            stop = agree(rank == 0 and told() and answer(num_steps, len(notes.warnings)), engine)
             num_steps += 1
     return Report(num_steps, notes.warnings, notes.others)
 
 
-def answer(num_steps: int) -> bool:
+def answer(num_steps: int, num_warnings: int) -> bool:
     if listen() == "stop":
         return True
-    say(num_steps)
+    say((num_steps, num_warnings))
     return False
 
 
@@ -107,9 +107,17 @@ class Job:
     def target(self) -> Worker:
         return self.members[0].worker
 
-    def num_steps(self) -> int:
+    def progress(self) -> tuple[int, int]:
+        """How many steps were done, and how many strangers were logged."""
         self.started.tell(0, "how far?")
-        return int(self.started.hear(0, 20))
+        num_steps, num_warnings = self.started.hear(0, 20)
+        return num_steps, num_warnings
+
+    def settle(self) -> None:
+        """Wait until all who have come have been dealt with: a thread each, so that may take a moment."""
+        deadline_s = time.monotonic() + HANDSHAKE_S + 5
+        while self.progress()[1] < len(self.expected) and time.monotonic() < deadline_s:
+            pass
 
     def tcp(self, reason: str) -> socket.socket:
         sock = socket.create_connection((self.target.host, self.target.port), timeout=HANDSHAKE_S + 5)
@@ -134,10 +142,11 @@ def under_attack() -> Iterator[Job]:
         pids = [started.pid(rank) for rank in range(3)]
         assert started.results(30) == ["up"] * 3
         job = Job(members, started, [])
-        before = job.num_steps()
+        before, _ = job.progress()
         yield job
-        during = job.num_steps()
+        during, _ = job.progress()
         assert during > before, f"no step while strangers came: {before}, then {during}"
+        job.settle()
         started.tell(0, "stop")
         reports: list[Report] = started.results(30)
     assert len({report.num_steps for report in reports}) == 1, reports
