@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gang import gang, listen, say, specs
 
 from pliant.cluster import WorkerSpec
 from pliant.comm.alarm import decode, encode
@@ -21,7 +22,6 @@ from pliant.comm.nccl import DeviceGroup, DeviceGroupConfig
 from pliant.comm.torch_group import TorchGroup, check_gpus, problem_of
 from pliant.elastic.session import Session
 from pliant.errors import CollectiveTimeout, CommError, ConfigError, EngineClosed, Mismatch, WorkerLost
-from tests.gang import gang, listen, say, specs
 
 A, B = "127.0.0.1", "127.0.0.2"
 NUM_TENSORS = 160
