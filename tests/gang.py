@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from pliant.comm.engine import Engine
 
 SECRET = b"a secret for tests"
+FULL = os.environ.get("PLIANT_FULL") == "1"
+"""Whether tests that take minutes shall run, too."""
 
 _PR_SET_PDEATHSIG = 1
 _context = mp.get_context("forkserver")
@@ -54,9 +56,7 @@ class Gang:
             self._pipes.append(ours)
 
     def pid(self, rank: int) -> int:
-        pid = self.processes[rank].pid
-        assert pid is not None, "started in the constructor"
-        return pid
+        return int(self.processes[rank].pid)
 
     def kill(self, rank: int, sig: int = signal.SIGKILL) -> float:
         """Send a signal; the monotonic time just before."""

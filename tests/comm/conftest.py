@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-from gang import warm_up
-
-FULL = os.environ.get("PLIANT_FULL") == "1"
+from gang import FULL, warm_up
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from conftest import FULL
-from gang import addresses, gang, joined, left_behind, say, specs
+from gang import FULL, addresses, gang, joined, left_behind, say, specs
 
 from pliant.cluster import WorkerSpec
 
@@ -120,6 +120,7 @@ def odd(rank: int, spec: WorkerSpec) -> None:
         for name, tensor in tensors.items():
             assert bool((tensor == 3 * len(name)).all()), f"{name[:20]!r}"
         nothing = torch.empty(0)
+        engine.all_reduce("nothing", np.empty(0, dtype=np.int32)).wait(10)
         engine.broadcast("nothing", nothing).wait(10)
         engine.reduce("nothing", nothing, root=1).wait(10)
         gathered = engine.all_gather("nothing", nothing).wait(10)
