@@ -65,7 +65,7 @@ class CudaStage:
     def _copy_out(self, target: torch.Tensor, staging: torch.Tensor, write: bool, operation: Operation) -> None:
         try:
             if not write:
-                operation.handle.finish(target)
+                operation.handle.finish(operation.result)
                 return
             stream = self._stream(target.device)
             with torch.cuda.stream(stream):
@@ -74,7 +74,7 @@ class CudaStage:
             target.record_stream(stream)
             # The staging memory must outlive the copy, which has only been queued.
             copied.synchronize()
-            operation.handle.finish(target, lambda: torch.cuda.current_stream(target.device).wait_event(copied))
+            operation.handle.finish(operation.result, lambda: torch.cuda.current_stream(target.device).wait_event(copied))
         except Exception as error:
             operation.handle.fail(error)
 
