@@ -1,6 +1,6 @@
 """The engine alone: every worker brings its rank + 1, everybody gets the sum.
 
-    pliant run -np 4 examples/allreduce.py
+pliant run -np 4 examples/allreduce.py
 """
 
 from pliant.elastic.session import Session

@@ -83,16 +83,15 @@ class Core:
             gone = next((self.lost[r] for r in program.spec.members if r in self.lost), None)
             error = gone or self._early_errors.pop(operation.key, None)
             if error is not None:
-                operation.failed = True
-                operation.handle.fail(error)
+                self._fail(operation, error)
                 return
         self._operations[operation.key] = operation
         operation.began_s = time.monotonic()
         if operation.left == 0:
             self._complete(operation)
             return
-        for peer in program.offer_to:
-            self._offer(operation, self.links[peer])
+        if program.offer_to:
+            self._offer(operation)
         for index in program.ready:
             self.runnable.push(operation.priority, (operation, index))
         key = operation.key
@@ -106,20 +105,38 @@ class Core:
             for arrival in self._early.pop(key):
                 arrival()
 
-    def _offer(self, operation: Operation, link: Link) -> None:
-        """Tell a peer of this host where our memory for this collective lies."""
-        known = self._tell_spec(operation.program.known, link)
-        out = operation.out
+    def _offer(self, operation: Operation) -> None:
+        """Tell the peers of this host where our memory for this collective lies."""
+        program, out = operation.program, operation.out
+        known = program.known
         self._announce(out.arena)
-        link.egress_bytes += operation.program.offered_bytes.get(link.rank, 0)
-        if len(operation.own) <= 1 and (not operation.own or operation.own[0] is out):
-            self._offers[link] += wire.OFFERED.pack(known.number, operation.seq, out.arena, out.offset)
+        if not program.offering:
+            links = [self.links[peer] for peer in program.offer_to]
+            program.offering.extend(
+                (self._explained(known, link), program.offered_bytes.get(link.rank, 0)) for link in links
+            )
+        if len(operation.own) > 1 or (operation.own and operation.own[0] is not out):
+            self._offer_parts(operation)
             return
+        entry = wire.OFFERED.pack(known.number, operation.seq, out.arena, out.offset)
+        for link, num_bytes in program.offering:
+            link.egress_bytes += num_bytes
+            self._offers[link] += entry
+
+    def _offer_parts(self, operation: Operation) -> None:
+        """The same where the operands lie apart from the result."""
         for span in operation.own:
             self._announce(span.arena)
-        places = wire.pack_places([span.place() for span in (out, *operation.own)])
-        link.say(self._header(Kind.PARTS, known, operation, length=len(places)), places)
-        self.dirty.add(link)
+        places = wire.pack_places([span.place() for span in (operation.out, *operation.own)])
+        head = self._header(Kind.PARTS, operation.program.known, operation, length=len(places))
+        for link, num_bytes in operation.program.offering:
+            link.egress_bytes += num_bytes
+            link.say(head, places)
+            self.dirty.add(link)
+
+    def _explained(self, known: Known, link: Link) -> Link:
+        self._tell_spec(known, link)
+        return link
 
     def say_notices(self) -> None:
         """Tell the peers of this host, in one frame each, what was offered and what was done in this turn."""
@@ -243,8 +260,11 @@ class Core:
         program = operation.program
         operation.offers[link.rank] = spans
         link.ingress_bytes += program.read_bytes.get(link.rank, 0)
+        missing = operation.missing
         for index in program.by_offer.get(link.rank, ()):
-            self._heard(operation, index)
+            missing[index] -= 1
+            if missing[index] == 0:
+                self.runnable.push(operation.priority, (operation, index))
         if operation.owed:
             for index in operation.owed.pop(link.rank, ()):
                 self._push(operation, program.plan.steps[index], index, link, spans[0])
@@ -517,14 +537,18 @@ class Core:
 
     def _complete(self, operation: Operation) -> None:
         del self._operations[operation.key]
-        self.lanes.add(operation.program.lane_bytes, operation.began_s, time.monotonic())
+        self.lanes.add(operation.program, operation.began_s, time.monotonic())
+        operation.burst.open -= 1
         self.completed.append(operation)
 
-    def announce(self) -> None:
-        """Wake those who wait for what is complete."""
-        completed, self.completed = self.completed, []
+    def announce(self, everything: bool) -> None:
+        """Wake those who wait for what is complete: whole bursts, or `everything` there is."""
+        ready = self.completed if everything else [op for op in self.completed if op.burst.open == 0]
+        if not ready:
+            return
+        self.completed = [] if everything else [op for op in self.completed if op.burst.open]
         # The last one first: whoever waits for all of them, in order, is then woken once.
-        for operation in reversed(completed):
+        for operation in reversed(ready):
             operation.finished(operation)
 
     # --- what goes wrong ---
@@ -556,6 +580,7 @@ class Core:
 
     def _fail(self, operation: Operation, error: Exception) -> None:
         operation.failed = True
+        operation.burst.open -= 1
         self._operations.pop(operation.key, None)
         for link, (arriving, _) in list(self._arriving.items()):
             if arriving is operation:

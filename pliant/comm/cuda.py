@@ -74,7 +74,9 @@ class CudaStage:
             target.record_stream(stream)
             # The staging memory must outlive the copy, which has only been queued.
             copied.synchronize()
-            operation.handle.finish(operation.result, lambda: torch.cuda.current_stream(target.device).wait_event(copied))
+            operation.handle.finish(
+                operation.result, lambda: torch.cuda.current_stream(target.device).wait_event(copied)
+            )
         except Exception as error:
             operation.handle.fail(error)
 

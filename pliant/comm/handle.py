@@ -24,6 +24,9 @@ class Patron(Protocol):
         """Whom the work is waiting for."""
 
 
+_making = _thread.allocate_lock()
+
+
 class Handle:
     """The outcome of one collective. Any thread may wait, any number of times."""
 
@@ -38,9 +41,8 @@ class Handle:
         self._error: Exception | None = None
         self._after: Callable[[], None] | None = None
         self._done = False
-        # A bare lock is a tenth of the cost of an Event, and there is one per tensor and step.
-        self._lock = _thread.allocate_lock()
-        self._lock.acquire()
+        self._lock: _thread.LockType | None = None
+        """Made by the first thread that has to wait: most of a burst's handles are done before anybody asks."""
 
     @property
     def done(self) -> bool:
@@ -55,16 +57,28 @@ class Handle:
             CommError: what went wrong, on this rank or any other.
         """
         if not self._done:
-            self._patron.hurry()
             limit_s = self._patron.timeout_s if timeout_s is None else timeout_s
-            if not self._lock.acquire(timeout=limit_s):
+            if not self._block(limit_s):
                 raise CollectiveTimeout(self.name, limit_s, self._patron.missing(self))
-            self._lock.release()
         if self._error is not None:
             raise self._error
         if self._after is not None:
             self._after()
         return self._result
+
+    def _block(self, limit_s: float) -> bool:
+        with _making:
+            if self._lock is None:
+                self._lock = _thread.allocate_lock()
+                self._lock.acquire()
+        # Looked at again after the lock is there to be released: whoever ends the work sees one or the other.
+        if self._done:
+            return True
+        self._patron.hurry()
+        if not self._lock.acquire(timeout=limit_s):
+            return self._done
+        self._lock.release()
+        return True
 
     def finish(self, result: torch.Tensor | None, after: Callable[[], None] | None = None) -> None:
         """Called once, by the engine. `after` runs in each thread that waits (a CUDA stream's own wait)."""
@@ -81,4 +95,5 @@ class Handle:
         # circle that memory is free at once, and not when the collector next comes by.
         self.subject = None
         self._done = True
-        self._lock.release()
+        if self._lock is not None:
+            self._lock.release()

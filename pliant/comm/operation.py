@@ -84,7 +84,7 @@ class Again:
     """Whom to tell."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Program:
     """A plan with what follows from it for every collective of the same spec, computed once."""
 
@@ -104,6 +104,8 @@ class Program:
     read_bytes: dict[int, int]
     """Operands that this rank reads from each peer's memory."""
     lane_bytes: dict[int, int]
+    offering: list[tuple[Link, int]]
+    """The links to `offer_to`, and the bytes each reads; filled when they know the spec."""
     again: dict[int, Again]
     """Steps made ready for the next time; filled as they are taken."""
     offers: dict[tuple[int, int, int], list[Span]]
@@ -145,9 +147,21 @@ def make_program(known: Known, plan: Plan, shares_memory: Callable[[int], bool],
         offered_bytes=dict(offered),
         read_bytes=dict(read),
         lane_bytes=dict(lanes),
+        offering=[],
         again={},
         offers={},
     )
+
+
+class Burst:
+    """Collectives that were submitted together. A thread that waits for the first would only be in the way of
+    the others if it were woken before them."""
+
+    __slots__ = ("open",)
+
+    def __init__(self, size: int) -> None:
+        self.open = size
+        """How many have not ended."""
 
 
 ARRIVED = -1
@@ -163,6 +177,7 @@ class Operation:
     __slots__ = (
         "base",
         "began_s",
+        "burst",
         "failed",
         "finished",
         "handle",
@@ -183,6 +198,7 @@ class Operation:
     )  # fmt: skip
 
     handle: Handle
+    burst: Burst
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from pliant.comm.core import Core
 from pliant.comm.link import Link, header
-from pliant.comm.operation import Operation
+from pliant.comm.operation import Burst, Operation
 from pliant.comm.wire import Kind
 from pliant.errors import CommError, EngineClosed
 
@@ -28,8 +28,7 @@ DOZE_S = 0.001
 thread dozes for this long: what is submitted meanwhile is found when it wakes, without a system call and a
 fight for the interpreter for each tensor. Whoever waits for a result wakes it at once."""
 ANNOUNCE_S = 0.01
-"""Results are announced when there is nothing left to fold, or this long after the last time: a thread that
-waits for the first of many tensors is in the way of the others when it wakes."""
+"""Results are announced when all that was submitted together is done, or this long after the last time."""
 WORK_S = 0.001
 """Folding goes on for at most about this long before the sockets have their turn."""
 SHARED_WORK_S = 0.004
@@ -131,13 +130,9 @@ class Reactor:
             self._dozing = True
             self._take_in(0.0 if self._hurried else DOZE_S)
         self._hurried = False
-        while self._inbox:
+        if self._inbox:
             self._busy = True
-            item = self._inbox.popleft()
-            if isinstance(item, Operation):
-                core.submit(item)
-            else:
-                item()
+            self._begin(len(self._inbox))
         core.work(time.monotonic() + self._work_s)
         core.say_notices()
         now_s = time.monotonic()
@@ -145,9 +140,22 @@ class Reactor:
             self._hearts_due_s = now_s + self._heartbeat_timeout_s / 16
             self._check_hearts(now_s)
         self._flush()
-        if core.completed and (not len(core.runnable) or now_s - self._announced_s > ANNOUNCE_S):
-            self._announced_s = now_s
-            core.announce()
+        if core.completed:
+            late = now_s - self._announced_s > ANNOUNCE_S
+            if late:
+                self._announced_s = now_s
+            core.announce(everything=late)
+
+    def _begin(self, size: int) -> None:
+        """Begin what was submitted, as one burst."""
+        items = [self._inbox.popleft() for _ in range(size)]
+        burst = Burst(sum(isinstance(item, Operation) for item in items))
+        for item in items:
+            if isinstance(item, Operation):
+                item.burst = burst
+                self._core.submit(item)
+            else:
+                item()
 
     def _take_in(self, patience_s: float) -> bool:
         """Read what has come; whether the thread had been asleep before."""
@@ -173,7 +181,9 @@ class Reactor:
             return 0.0 if self._inbox else DOZE_S
         self._asleep = True
         # Set before the last look: who submits after it sees the flag and rings the alarm.
-        return 0.0 if self._inbox else self._heartbeat_timeout_s / 8
+        if self._inbox:
+            return 0.0
+        return ANNOUNCE_S if self._core.completed else self._heartbeat_timeout_s / 8
 
     def _flush(self) -> None:
         now_s = time.monotonic()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +29,37 @@ class LaneThroughput:
         return self.num_bytes / self.busy_s if self.busy_s > 0 else 0.0
 
 
+class Carried(Protocol):
+    """A collective's program, as far as this module cares."""
+
+    @property
+    def lane_bytes(self) -> Mapping[int, int]:
+        """What it puts on each topology."""
+
+
 class LaneStats:
-    """Adds up what each topology carried. The engine's thread writes; `take` may be called from any."""
+    """Adds up what each topology carried. The engine's thread writes; `take` may be called from any.
+
+    Collectives are only counted here, as there are many; the bytes follow when somebody asks.
+    """
 
     def __init__(self) -> None:
-        self._lanes: dict[int, list[float]] = {}
+        self._counts: dict[Carried, int] = {}
+        self._first_s = self._last_s = 0.0
 
-    def add(self, lane_bytes: Mapping[int, int], began_s: float, ended_s: float) -> None:
-        lanes = self._lanes
-        for lane, num_bytes in lane_bytes.items():
-            found = lanes.get(lane)
-            if found is None:
-                lanes[lane] = [num_bytes, began_s, ended_s]
-            else:
-                found[0] += num_bytes
-                found[1] = min(found[1], began_s)
-                found[2] = ended_s
+    def add(self, program: Carried, began_s: float, ended_s: float) -> None:
+        counts = self._counts
+        if not counts or began_s < self._first_s:
+            self._first_s = began_s
+        self._last_s = ended_s
+        counts[program] = counts.get(program, 0) + 1
 
     def take(self) -> dict[int, LaneThroughput]:
         """The throughput of each topology since the last call."""
-        lanes, self._lanes = self._lanes, {}
-        return {lane: LaneThroughput(int(n), last - first) for lane, (n, first, last) in sorted(lanes.items())}
+        counts, self._counts = self._counts, {}
+        lanes: Counter[int] = Counter()
+        for program, count in counts.items():
+            for lane, num_bytes in program.lane_bytes.items():
+                lanes[lane] += count * num_bytes
+        busy_s = self._last_s - self._first_s
+        return {lane: LaneThroughput(num_bytes, busy_s) for lane, num_bytes in sorted(lanes.items())}
