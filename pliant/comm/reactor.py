@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import selectors
+import socket
 import threading
 import time
 from collections import deque
@@ -31,6 +32,8 @@ ANNOUNCE_S = 0.01
 """Results are announced when all that was submitted together is done, or this long after the last time."""
 WORK_S = 0.001
 """Folding goes on for at most about this long before the sockets have their turn."""
+PARTING_S = 1.0
+"""Who leaves waits this long for the others to take note."""
 SHARED_WORK_S = 0.004
 """The same where all peers share memory: no wire runs dry meanwhile, and fewer notices cost less."""
 
@@ -218,6 +221,13 @@ class Reactor:
         except EOFError:
             self._drop(link, "its connection closed (the process ended or was killed)")
         except OSError as error:
+            # Writing failed, but its last words may still lie in the receive buffer: perhaps it has left.
+            with contextlib.suppress(EOFError, OSError, CommError):
+                while not link.said_bye:
+                    before = link.last_seen_s
+                    link.read(time.monotonic())
+                    if link.last_seen_s == before:
+                        break
             self._drop(link, f"its connection broke ({error.strerror or error})")
         except CommError as error:
             log.error("rank %d: %s sent nonsense: %s", self._core.rank, link.worker, error)
@@ -263,3 +273,23 @@ class Reactor:
             self._flush()
             if self._core.dirty:
                 self._take_in(0.05)
+        self._await_closing(min(deadline_s, time.monotonic() + PARTING_S))
+
+    def _await_closing(self, deadline_s: float) -> None:
+        """Let the peers close first. Closing with something unread would reset the connection, and a reset may
+        overtake our goodbye."""
+        self._selector.unregister(self._alarm)
+        for rank, link in self._core.links.items():
+            if rank not in self._core.lost:
+                with contextlib.suppress(OSError):
+                    link.sock.shutdown(socket.SHUT_WR)
+        while self._selector.get_map() and time.monotonic() < deadline_s:
+            for key, _ in self._selector.select(max(0.0, deadline_s - time.monotonic())):
+                try:
+                    more = key.data.sock.recv(1 << 16)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    more = b""
+                if not more:
+                    self._selector.unregister(key.data.sock)
