@@ -12,7 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pliant.errors import CapacityError, ConfigError, InvalidView, NotLaunched
 
@@ -308,7 +308,7 @@ class WorkerSpec:
     """Who this process is."""
     view: View
     """The view it was started in; it is a member."""
-    secret: bytes
+    secret: bytes = field(repr=False)
     """What every member of the job knows, and nobody else."""
     strategy: str = DEFAULT_STRATEGY
     """The topology that collectives start with."""

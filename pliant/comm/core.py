@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -48,7 +49,7 @@ class Core:
         self.runnable: PriorityQueue[tuple[Operation, int]] = PriorityQueue()
         self.dirty: set[Link] = set()
         """Links with something to write."""
-        self.pongs: dict[int, Callable[[float], None]] = {}
+        self.pongs: defaultdict[int, deque[Callable[[float], None]]] = defaultdict(deque)
         self._scratch = Scratch()
         self.completed: list[Operation] = []
         """Done, but nobody was told yet: waking a waiting thread for each would cost more than the work."""
@@ -63,6 +64,9 @@ class Core:
         self._done: defaultdict[Link, bytearray] = defaultdict(bytearray)
         self._early_offers: dict[int, list[tuple[Link, Known, int, int]]] = {}
         self._arriving: dict[Link, tuple[Operation | None, torch.Tensor | None]] = {}
+        self._submitted: dict[int, int] = {}
+        self._buried: deque[tuple[object, ...]] = deque(maxlen=4096)
+        """Memory of failed collectives: a peer that has not heard of the failure may still write to it."""
         self._finished_by: dict[int, dict[bytes, int]] = {}
 
     # --- what users submit ---
@@ -76,14 +80,21 @@ class Core:
                 found = self._known.setdefault(spec, Known(spec, len(self._known), channel))
         return found
 
-    def submit(self, operation: Operation) -> None:
-        """Begin a collective."""
+    def begin(self, operation: Operation) -> None:
+        """Begin a collective; if that goes wrong, it alone fails."""
+        self._confined(operation, self._submit, operation)
+
+    def _submit(self, operation: Operation) -> None:
         program = operation.program
+        channel = program.known.channel
+        self._submitted[channel] = operation.seq + 1
         if self.lost or self._early_errors:
-            gone = next((self.lost[r] for r in program.spec.members if r in self.lost), None)
+            gone = next(
+                (self.lost[r] for r in program.spec.members if r in self.lost and self._needs(r, operation)), None
+            )
             error = gone or self._early_errors.pop(operation.key, None)
             if error is not None:
-                self._fail(operation, error)
+                self.fail(operation, error)
                 return
         self._operations[operation.key] = operation
         operation.began_s = time.monotonic()
@@ -104,6 +115,11 @@ class Core:
         if key in self._early:
             for arrival in self._early.pop(key):
                 arrival()
+
+    def _needs(self, rank: int, operation: Operation) -> bool:
+        """Whether a lost rank is missing in this collective: not if it had finished it before it left."""
+        finished = self._finished_by.get(rank)
+        return finished is None or operation.seq >= finished.get(wire.channel_tag(operation.program.spec.channel), 0)
 
     def _offer(self, operation: Operation) -> None:
         """Tell the peers of this host where our memory for this collective lies."""
@@ -201,8 +217,8 @@ class Core:
                 link.say(header(Kind.PONG, self.view.number, extra=extra))
                 self.dirty.add(link)
             case Kind.PONG:
-                if link.rank in self.pongs:
-                    self.pongs.pop(link.rank)((time.perf_counter_ns() - extra) / 1e9)
+                if self.pongs[link.rank]:
+                    self.pongs[link.rank].popleft()((time.perf_counter_ns() - extra) / 1e9)
             case Kind.ASK:
                 self.requests.on_ask(link, frame, payload)
                 self.dirty.add(link)
@@ -369,13 +385,18 @@ class Core:
         while len(self.runnable):
             operation, index = self.runnable.pop()
             again = operation.program.again.get(index)
-            if again is not None and again.out is operation.out and again.offers == operation.offers:
+            if (
+                again is not None
+                and again.out is operation.out
+                and again.own == operation.own
+                and again.offers == operation.offers
+            ):
                 # The hot path of training on one host: same tensor, same memory, next step.
                 if not operation.failed:
                     again.recipe.run()
                     repeated.append((operation, index, again))
             elif not operation.failed:
-                self._step(operation, index)
+                self._confined(operation, self._step, operation, index)
             if time.monotonic() > until_s:
                 break
         # A fold drives the interpreter out of the cache, so the bookkeeping is done for many at once.
@@ -437,7 +458,8 @@ class Core:
         spans = [operation.out, *used]
         if operation.program.spec.kind == "all_reduce" and all(span.lasting for span in spans):
             links = [self.links[peer] for peer in pushed]
-            operation.program.again[index] = Again(operation.out, dict(operation.offers), recipe, links)
+            program = operation.program
+            program.again[index] = Again(operation.out, operation.own, dict(operation.offers), recipe, links)
 
     def _repeated(self, operation: Operation, index: int, again: Again) -> None:
         program = operation.program
@@ -450,6 +472,9 @@ class Core:
 
     def _send_up(self, operation: Operation, step: Step, index: int, operands: list[tuple[Span, int]]) -> None:
         assert step.up is not None, "the root has nobody above it"
+        if step.up in self.lost:
+            self._sent_up(operation, step, index, operands, frames=0)
+            return
         link = self.links[step.up]
         items: list[tuple[Span, int]] = []
         if step.folds and operation.reduce is not None:
@@ -476,12 +501,13 @@ class Core:
             link.send(operation.priority, head, views, lambda: self._sent_up(operation, step, index, items))
         self.dirty.add(link)
 
-    def _sent_up(self, operation: Operation, step: Step, index: int, items: object) -> None:
+    def _sent_up(self, operation: Operation, step: Step, index: int, items: object, frames: int = 1) -> None:
         del items  # kept alive until here
         if operation.program.spec.kind == "reduce":
             self._release(operation, step, index)
             self._finish_part(operation)
-        self._finish_part(operation)
+        for _ in range(frames):
+            self._finish_part(operation)
 
     def _release(self, operation: Operation, step: Step, index: int) -> None:
         """In a plain reduce no result comes back; children of this host must learn that their memory is free."""
@@ -549,7 +575,16 @@ class Core:
         self.completed = [] if everything else [op for op in self.completed if op.burst.open]
         # The last one first: whoever waits for all of them, in order, is then woken once.
         for operation in reversed(ready):
-            operation.finished(operation)
+            self._confined(operation, operation.finished, operation)
+
+    def _confined(self, operation: Operation, act: Callable[..., None], *args: object) -> None:
+        """What goes wrong in one collective is that collective's affair, not the end of all."""
+        try:
+            act(*args)
+        except Exception as error:
+            # The text, not the exception: a record that is kept would keep the tensors of its frames.
+            log.error("rank %d: %r failed\n%s", self.rank, operation.program.spec.name, traceback.format_exc())
+            self.fail(operation, CommError(f"{operation.program.spec.name!r} failed here: {error!r}"))
 
     # --- what goes wrong ---
 
@@ -566,7 +601,7 @@ class Core:
                 known = self._tell_spec(operation.program.known, other)
                 other.say(self._header(Kind.ERROR, known, operation, length=len(payload)), payload)
                 self.dirty.add(other)
-        self._fail(operation, Mismatch(text))
+        self.fail(operation, Mismatch(text))
 
     def _on_error(self, link: Link, frame: Frame, payload: bytes) -> None:
         known = self._theirs[link.rank][frame[4]]
@@ -576,11 +611,14 @@ class Core:
         if operation is None:
             self._early_errors[key] = error
         else:
-            self._fail(operation, error)
+            self.fail(operation, error)
 
-    def _fail(self, operation: Operation, error: Exception) -> None:
+    def fail(self, operation: Operation, error: Exception) -> None:
+        if operation.failed or operation.handle.done:
+            return
         operation.failed = True
         operation.burst.open -= 1
+        self._buried.append((operation.out, operation.own, operation.result, operation.kept))
         self._operations.pop(operation.key, None)
         for link, (arriving, _) in list(self._arriving.items()):
             if arriving is operation:
@@ -602,22 +640,20 @@ class Core:
                 link.say(header(Kind.LOST, self.view.number, piece=rank, length=len(payload)), payload)
                 self.dirty.add(link)
         for operation in [o for o in self._operations.values() if rank in o.program.spec.members]:
-            self._fail(operation, error)
+            self.fail(operation, error)
         self._forget(rank, error)
 
     def leave(self, rank: int) -> None:
         """A worker has left in good order: what it had finished needs nothing more from it, all else fails."""
         error = self.lost[rank] = WorkerLost(str(self.view.workers[rank]), rank, "it left the job")
-        finished = self._finished_by.get(rank, {})
         for operation in list(self._operations.values()):
-            spec = operation.program.spec
-            if rank in spec.members and operation.seq >= finished.get(wire.channel_tag(spec.channel), 0):
-                self._fail(operation, error)
+            if rank in operation.program.spec.members and self._needs(rank, operation):
+                self.fail(operation, error)
         self._forget(rank, error)
 
-    def farewell(self, submitted: Mapping[int, int]) -> bytes:
+    def farewell(self) -> bytes:
         """For each channel, how many collectives this rank has finished: what peers need to know when it leaves."""
-        counts = dict(submitted)
+        counts = dict(self._submitted)
         for operation in self._operations.values():
             channel = operation.program.known.channel
             counts[channel] = min(counts.get(channel, 0), operation.seq)
@@ -626,19 +662,19 @@ class Core:
 
     def _forget(self, rank: int, error: WorkerLost) -> None:
         self.requests.fail(error, rank)
-        pong = self.pongs.pop(rank, None)
-        if pong is not None:
+        for pong in self.pongs.pop(rank, ()):
             pong(float("inf"))
 
     def fail_all(self, error: Exception) -> None:
         """The engine ends: so does everything that waits for it."""
+        self.announce(everything=True)
+        for pongs in self.pongs.values():
+            for pong in pongs:
+                pong(float("inf"))
+        self.pongs.clear()
         for operation in list(self._operations.values()):
-            self._fail(operation, error)
+            self.fail(operation, error)
         self.requests.fail(error)
-
-    @property
-    def idle(self) -> bool:
-        return not self._operations
 
 
 def _describe(spec: Spec) -> str:

@@ -29,7 +29,7 @@ from pliant.comm.link import Link, header
 from pliant.comm.mesh import Mesh, MeshConfig
 from pliant.comm.operation import Known, Operation, Program, Span, make_program
 from pliant.comm.plan import Channel, Spec, Strategy, local_ranks, make_plan
-from pliant.comm.reactor import Reactor
+from pliant.comm.reactor import Errand, Reactor
 from pliant.comm.shm import SharedMemory
 from pliant.comm.store import Store
 from pliant.comm.telemetry import Counters, LaneThroughput
@@ -97,7 +97,7 @@ class Engine:
             self._core,
             heartbeat_timeout_s=config.heartbeat_timeout_s,
             linger_s=config.linger_s,
-            farewell=lambda: self._core.farewell(self._seqs),
+            farewell=self._core.farewell,
         )
         self._cuda: CudaStage | None = None
 
@@ -167,7 +167,7 @@ class Engine:
         """
         target = _as_tensor(tensor)
         memo = None
-        if ranks is None and contributions is None and not target.is_cuda:
+        if ranks is None and contributions is None and parts is None and not target.is_cuda:
             memo = (name, target.data_ptr(), target.numel(), target.dtype, op, determinism)
             prepared = self._prepared.get(memo)
             if prepared is not None and target.is_contiguous():
@@ -178,8 +178,24 @@ class Engine:
         if memo is not None and out.lasting:
             # The same memory under the same name at every step: what follows from it need not be found again.
             self._prepared[memo] = (known, out, [out], reduce)
-        own = [out] if contributions is None else [self._bind_operand(part, known.spec) for part in contributions]
-        return self._submit(known, out, own, reduce, priority, finished, result=target)
+        if contributions is None:
+            return self._submit(known, out, [out], reduce, priority, finished, result=target)
+        self._check_contributions(known.spec, target, contributions)
+        own = [self._bind_operand(part, known.spec) for part in contributions]
+        return self._submit(known, out, own, reduce, priority, finished, result=target, kept=tuple(contributions))
+
+    def _check_contributions(self, spec: Spec, target: torch.Tensor, contributions: Sequence[torch.Tensor]) -> None:
+        wanted = spec.parts[spec.members.index(self.rank)] if spec.parts else 1
+        if len(contributions) != wanted:
+            raise ConfigError(
+                f"{spec.name!r}: {len(contributions)} contributions, but `parts` says {wanted} for this rank"
+            )
+        for part in contributions:
+            if part.numel() != target.numel() or part.dtype != target.dtype:
+                raise ConfigError(
+                    f"{spec.name!r}: a contribution has {part.numel()} x {part.dtype}, the result "
+                    f"{target.numel()} x {target.dtype}: they must be alike"
+                )
 
     def reduce(
         self,
@@ -255,6 +271,7 @@ class Engine:
 
     def save(self, name: str, tensor: Array, version: int | None = None) -> None:
         """Keep a copy for others to `request`; of versioned ones the last three."""
+        _check_version(version)
         self._store.save(name, _as_tensor(tensor), version)
 
     def request(self, rank: int, name: str, out: Array, version: int | None = None) -> Handle:
@@ -267,6 +284,7 @@ class Engine:
         """
         if not 0 <= rank < self.size:
             raise ConfigError(f"request: rank {rank} is not one of 0..{self.size - 1}")
+        _check_version(version)
         target = _as_tensor(out)
         landing = torch.empty(target.numel(), dtype=target.dtype)
         handle = Handle(f"request {name!r}", self, rank)
@@ -278,7 +296,7 @@ class Engine:
                 target.copy_(landing.view(target.shape))
                 handle.finish(target)
 
-        self._reactor.post(partial(self._ask, rank, name, version, landing, answer))
+        self._reactor.post(Errand(partial(self._ask, rank, name, version, landing, answer), answer))
         return handle
 
     def _ask(
@@ -388,11 +406,15 @@ class Engine:
             found[rank] = seconds
             done.release()
 
-        self._reactor.post(partial(self._ping, pong))
+        def give_up(_: Exception) -> None:
+            for rank in range(1, self.size):
+                pong(rank, float("inf"))
+
+        self._reactor.post(Errand(partial(self._ping, pong), give_up))
         deadline_s = time.monotonic() + timeout_s
         for _ in range(self.size - 1):
             if not done.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
-                missing = tuple(str(self.view.workers[rank]) for rank in self._core.pongs)
+                missing = tuple(str(self.view.workers[rank]) for rank, waiting in self._core.pongs.items() if waiting)
                 raise CollectiveTimeout("latencies", timeout_s, missing)
         return found
 
@@ -401,7 +423,7 @@ class Engine:
             if rank in self._core.lost:
                 pong(rank, float("inf"))
                 continue
-            self._core.pongs[rank] = partial(pong, rank)
+            self._core.pongs[rank].append(partial(pong, rank))
             link.say(header(Kind.PING, self.view.number, extra=time.perf_counter_ns()))
             self._core.dirty.add(link)
 
@@ -425,7 +447,7 @@ class Engine:
         root: int,
         parts: Sequence[int] | None = None,
     ) -> Known:
-        members = tuple(range(self.size)) if ranks is None else tuple(sorted(set(ranks)))
+        members = tuple(range(self.size)) if ranks is None else tuple(sorted({int(rank) for rank in ranks}))
         if not members or members[0] < 0 or members[-1] >= self.size:
             raise ConfigError(f"{kind} {name!r}: ranks={list(members)} must be some of 0..{self.size - 1}")
         if self.rank not in members:
@@ -433,12 +455,14 @@ class Engine:
         if kind in ("reduce", "broadcast", "gather") and root not in members:
             raise ConfigError(f"{kind} {name!r}: root={root} is not one of ranks={list(members)}")
         exact = (determinism or self.config.determinism) == "exact"
-        if parts is not None and len(parts) != len(members):
+        if parts is not None and (len(parts) != len(members) or min(parts) < 1):
             raise ConfigError(
-                f"{kind} {name!r}: parts={list(parts)} must have one number for each of {len(members)} ranks"
+                f"{kind} {name!r}: parts={list(parts)} must have one number, 1 or more, for each of {len(members)} ranks"
             )
         dtype, length = dtype_name(tensor.dtype), tensor.numel()
-        return self._core.know(Spec(kind, name, members, dtype, length, op, exact, root, tuple(parts or ())))
+        return self._core.know(
+            Spec(kind, name, members, dtype, length, op, exact, int(root), tuple(map(int, parts or ())))
+        )
 
     def _submit(
         self,
@@ -451,15 +475,17 @@ class Engine:
         *,
         result: torch.Tensor | None = None,
         base: int = 0,
+        kept: tuple[torch.Tensor, ...] = (),
     ) -> Handle:
         with self._submitting:
             channel = known.channel
             seq = self._seqs.get(channel, 0)
             self._seqs[channel] = seq + 1
-            if seq == 0 and not known.spec.name.startswith(INTERNAL):
+            if seq == 0 and known.spec.kind not in ("gather", "all_gather"):  # these take no strategy
                 self._names[channel] = known.spec.channel
             program = self._program(known, self._epoch_of(known, seq))
             operation = Operation(program, seq, priority, out, own, reduce, result, finished, base)
+            operation.kept = kept
             operation.handle = handle = Handle(known.spec.name, self, operation)
             if result is not None and result.is_cuda:
                 self._stage().submit(result, operation, lambda: self._reactor.post(operation))
@@ -531,9 +557,10 @@ class Engine:
         return Span(flat, self.rank, arena, offset)
 
     def _stage(self) -> CudaStage:
-        if self._cuda is None:
-            self._cuda = CudaStage(self._memory)
-        return self._cuda
+        with self._submitting:
+            if self._cuda is None:
+                self._cuda = CudaStage(self._memory)
+            return self._cuda
 
 
 @contextlib.contextmanager
@@ -543,15 +570,24 @@ def connected(view: View, me: Worker, mesh: MeshConfig, config: EngineConfig) ->
     Raises:
         CommError: somebody did not come, or would not have us.
     """
-    engine = Engine(view, view.rank_of(me), config)
     with Mesh(view, me, mesh).open() as sockets:
+        engine = Engine(view, view.rank_of(me), config)
         engine.start(sockets)
         with engine:
             yield engine
 
 
 def _as_tensor(value: Array) -> torch.Tensor:
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value)
+    raise ConfigError(f"{type(value).__name__} {value!r:.40} is neither a tensor nor a NumPy array")
+
+
+def _check_version(version: int | None) -> None:
+    if version is not None and version < 0:
+        raise ConfigError(f"version={version}: use 0 or more, or None for the latest")
 
 
 def _finish_in_place(operation: Operation) -> None:

@@ -61,7 +61,8 @@ class Handle:
             if not self._block(limit_s):
                 raise CollectiveTimeout(self.name, limit_s, self._patron.missing(self))
         if self._error is not None:
-            raise self._error
+            # Without the traceback of whoever waited before: one error may end many collectives.
+            raise self._error.with_traceback(None)
         if self._after is not None:
             self._after()
         return self._result

@@ -65,7 +65,7 @@ class Link:
         self._receiver = receiver
         self._plain = not isinstance(sock, ssl.SSLSocket)
         self._control = bytearray()
-        self._control_fds: list[int] = []
+        self._with_fds: deque[tuple[bytes, int]] = deque()
         self._data: PriorityQueue[tuple[list[memoryview], Callable[[], None] | None]] = PriorityQueue()
         self._current: list[memoryview] = []
         self._current_sent: Callable[[], None] | None = None
@@ -87,10 +87,13 @@ class Link:
 
     def say(self, header: bytes, payload: bytes = b"", fd: int | None = None) -> None:
         """Queue a control frame: it leaves before all data that has not begun to."""
+        if fd is not None:
+            # Alone, and before all else: the kernel passes only so many descriptors at a time, and
+            # what is said next may speak of this one.
+            self._with_fds.append((header + payload, fd))
+            return
         self._control += header
         self._control += payload
-        if fd is not None:
-            self._control_fds.append(fd)
 
     def send(
         self, priority: int, header: bytes, payload: Sequence[memoryview], on_sent: Callable[[], None] | None
@@ -100,7 +103,7 @@ class Link:
 
     @property
     def has_output(self) -> bool:
-        return bool(self._current or self._control or len(self._data))
+        return bool(self._current or self._with_fds or self._control or len(self._data))
 
     def flush(self, now_s: float) -> bool:
         """Write what can be written now; True if more waits. Raises OSError when the connection is gone."""
@@ -116,9 +119,11 @@ class Link:
         return False
 
     def _next(self) -> bool:
-        if self._control:
+        if self._with_fds:
+            frame, fd = self._with_fds.popleft()
+            self._current, self._current_fds = [memoryview(frame)], [fd]
+        elif self._control:
             self._current = [memoryview(bytes(self._control))]
-            self._current_fds, self._control_fds = self._control_fds, []
             self._control.clear()
         elif len(self._data):
             self._current, self._current_sent = self._data.pop()

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pliant.cluster import View, Worker
 from pliant.comm import wire
@@ -35,7 +35,7 @@ RETRY_S = 0.05
 class MeshConfig:
     """How connections are made."""
 
-    secret: bytes
+    secret: bytes = field(repr=False)
     """What every worker of the job knows."""
     join_timeout_s: float = 60.0
     """How long to wait for all the others."""

@@ -78,6 +78,7 @@ class Again:
     """A step as it was taken last: good for the next time if the memory is the same."""
 
     out: Span
+    own: list[Span]
     offers: dict[int, list[Span]]
     recipe: Recipe
     links: list[Link]

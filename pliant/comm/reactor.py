@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pliant.comm.core import Core
 from pliant.comm.link import Link, header
@@ -38,6 +39,15 @@ SHARED_WORK_S = 0.004
 """The same where all peers share memory: no wire runs dry meanwhile, and fewer notices cost less."""
 
 
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """Something else than a collective for the engine's thread to do."""
+
+    run: Callable[[], None]
+    fail: Callable[[Exception], None]
+    """Called instead if the engine ends first."""
+
+
 class Reactor:
     """The thread of one engine. Any thread may `post` and `hurry`."""
 
@@ -49,7 +59,7 @@ class Reactor:
         self._linger_s = linger_s
         self._farewell = farewell
         """What to tell peers when leaving."""
-        self._inbox: deque[Operation | Callable[[], None]] = deque()
+        self._inbox: deque[Operation | Errand] = deque()
         self._selector = selectors.DefaultSelector()
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ringing = threading.Lock()
@@ -62,6 +72,7 @@ class Reactor:
         self._hearts_due_s = 0.0
         self._work_s = WORK_S
         self._closing = False
+        self._ended = False
         self._broken: Exception | None = None
         self._writing: set[Link] = set()
         """Links whose kernel buffer is full: the selector watches them."""
@@ -81,12 +92,15 @@ class Reactor:
 
     def close(self) -> None:
         """Send what is queued, say goodbye, end. What still waits fails with EngineClosed."""
-        if not self._closing:
-            self._closing = True
-            self._wake()
-            self._thread.join(timeout=self._linger_s + 5)
+        self._closing = True
+        if self._thread.ident is None:  # never started
+            self._selector.close()
+            self._silence_alarm()
+            return
+        self._wake()
+        self._thread.join(timeout=self._linger_s + 5)
 
-    def post(self, call: Operation | Callable[[], None]) -> None:
+    def post(self, call: Operation | Errand) -> None:
         """Have the engine's thread begin this, or do this."""
         if self._broken is not None:
             raise self._broken
@@ -95,6 +109,8 @@ class Reactor:
         self._inbox.append(call)
         if self._asleep:
             self._wake()
+        if self._ended:  # between the look at `_closing` and now
+            self._refuse_inbox()
 
     def hurry(self) -> None:
         """Somebody waits: what lies in the inbox shall not wait as well."""
@@ -111,6 +127,7 @@ class Reactor:
         try:
             while not self._closing:
                 self._turn()
+            self._begin(len(self._inbox))  # so that the goodbye does not count them as finished
             self._say_goodbye()
         except Exception as error:
             log.exception("rank %d: the engine's thread failed", self._core.rank)
@@ -118,12 +135,18 @@ class Reactor:
             self._core.fail_all(self._broken)
         finally:
             self._core.fail_all(EngineClosed("the engine was closed while this was in progress"))
+            self._ended = True
+            self._refuse_inbox()
             for link in self._core.links.values():
                 link.close()
             self._selector.close()
-            with self._ringing:
-                alarm, self._alarm = self._alarm, -1
-                os.close(alarm)
+            self._silence_alarm()
+
+    def _silence_alarm(self) -> None:
+        with self._ringing:
+            if self._alarm >= 0:
+                os.close(self._alarm)
+            self._alarm = -1
 
     def _turn(self) -> None:
         """Wait for something to do, and do it."""
@@ -156,9 +179,20 @@ class Reactor:
         for item in items:
             if isinstance(item, Operation):
                 item.burst = burst
-                self._core.submit(item)
+                self._core.begin(item)
             else:
-                item()
+                item.run()
+
+    def _refuse_inbox(self) -> None:
+        """What comes too late fails at once; whoever gets an item here, the ending thread or a submitting one."""
+        error = EngineClosed("the engine was closed while this was submitted")
+        with contextlib.suppress(IndexError):
+            while True:
+                item = self._inbox.popleft()
+                if isinstance(item, Operation):
+                    item.handle.fail(error)
+                else:
+                    item.fail(error)
 
     def _take_in(self, patience_s: float) -> bool:
         """Read what has come; whether the thread had been asleep before."""
@@ -229,9 +263,9 @@ class Reactor:
                     if link.last_seen_s == before:
                         break
             self._drop(link, f"its connection broke ({error.strerror or error})")
-        except CommError as error:
-            log.error("rank %d: %s sent nonsense: %s", self._core.rank, link.worker, error)
-            self._drop(link, f"it sent nonsense: {error}")
+        except Exception as error:  # whatever a faulty peer sends must not end this engine
+            log.error("rank %d: %s sent nonsense: %r", self._core.rank, link.worker, error)
+            self._drop(link, f"it sent nonsense: {error!r}")
 
     def _drop(self, link: Link, why: str) -> None:
         if link.said_bye:
@@ -257,6 +291,9 @@ class Reactor:
                 link.last_sent_s = now_s
                 self._core.dirty.add(link)
             if now_s - link.last_seen_s > timeout_s:
+                # In the middle of a payload the kernel may hold back what is too little to wake us for.
+                self._guarded(link, link.read)
+            if now_s - link.last_seen_s > timeout_s and rank not in self._core.lost:
                 silent_s = now_s - link.last_seen_s
                 self._drop(link, f"silent for {silent_s:.1f} s (heartbeat_timeout_s={timeout_s:g}); "
                                  "raise --heartbeat-timeout if it was only slow")  # fmt: skip

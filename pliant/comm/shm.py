@@ -99,8 +99,8 @@ class SharedMemory:
 
     def _grow(self, size: int) -> None:
         arena = Arena.create(max(ARENA_BYTES, size))
-        bisect.insort(self._begins, (arena.address, len(self.arenas)))
-        self.arenas.append(arena)
+        self.arenas.append(arena)  # before it can be found: `locate` takes no lock
+        bisect.insort(self._begins, (arena.address, len(self.arenas) - 1))
         self._used = 0
 
     def _give_back(self, size: int, arena: int, offset: int) -> None:

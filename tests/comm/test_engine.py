@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Callable
@@ -12,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from pliant.cluster import WorkerSpec
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.graph import STRATEGIES
 from pliant.comm.kernels import dtype_name
-from pliant.comm.loopback import engines
+from pliant.comm.loopback import engines, view_of
 from pliant.comm.plan import Spec, Strategy, make_plan
-from pliant.errors import CollectiveTimeout, ConfigError, EngineClosed, Mismatch, NotStored, WorkerLost
+from pliant.errors import CollectiveTimeout, CommError, ConfigError, EngineClosed, Mismatch, NotStored, WorkerLost
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -307,7 +309,7 @@ def test_throughput_latencies_and_the_spanning_tree() -> None:
         (lambda e: e.broadcast("x", torch.ones(1), root=5), "root=5 is not one of"),
         (lambda e: e.set_strategy("HYPERCUBE"), "is unknown: use one of"),
         (lambda e: e.set_strategy([0, 0, 0]), "3 entries, but there are 2 ranks"),
-        (lambda e: e.all_reduce("x", torch.ones(1), parts=[1]), "one number for each of 2 ranks"),
+        (lambda e: e.all_reduce("x", torch.ones(1), parts=[1]), "must have one number, 1 or more, for each of 2 ranks"),
         (lambda e: EngineConfig(slice_bytes=10), "use 4096 or more"),
         (lambda e: EngineConfig(determinism="sloppy"), "use 'exact' or 'fast'"),
         (lambda e: EngineConfig(heartbeat_timeout_s=0), "positive"),
@@ -330,3 +332,113 @@ def test_shared_memory_is_used_again_when_its_tensors_are_gone() -> None:
         assert engine.empty((1000, 100)).data_ptr() == address
         assert engine.empty(0).numel() == 0
         assert dtype_name(engine.empty(3, torch.bfloat16).dtype) == "bfloat16"
+
+
+def test_contributions_that_alternate_between_two_buffers_are_all_read() -> None:
+    with engines("AA", QUICK) as ranks:
+
+        def work(engine: Engine) -> None:
+            out = engine.empty(1000)
+            buffers = [engine.empty(1000), engine.empty(1000)]
+            for step in range(6):
+                buffers[step % 2].fill_(step + 1)
+                engine.all_reduce("g", out, contributions=[buffers[step % 2]]).wait()
+                assert out[0].item() == 2 * (step + 1)
+
+        on_all(ranks, work)
+
+
+def test_contributions_live_as_long_as_they_are_needed() -> None:
+    with engines("AA", QUICK) as ranks:
+        out = ranks[0].empty(1000)
+        mine = ranks[0].empty(1000).fill_(1)
+        handle = ranks[0].all_reduce("g", out, contributions=[mine])
+        del mine
+        ranks[0].empty(1000).fill_(777)
+        ranks[1].all_reduce("g", torch.full((1000,), 2.0)).wait()
+        handle.wait()
+        assert out[0].item() == 3.0
+
+
+@pytest.mark.parametrize(
+    ("contributions", "parts", "reason"),
+    [
+        ([torch.ones(4), torch.ones(4)], None, "2 contributions, but `parts` says 1"),
+        ([torch.ones(3)], None, "must be alike"),
+        ([torch.ones(4, dtype=torch.float64)], None, "must be alike"),
+        ([torch.ones(4)], [0, 1], "1 or more"),
+    ],
+    ids=str,
+)
+def test_wrong_contributions_are_refused(
+    contributions: list[torch.Tensor], parts: list[int] | None, reason: str
+) -> None:
+    with engines("AB", QUICK) as ranks, pytest.raises(ConfigError, match=reason):
+        ranks[0].all_reduce("g", torch.empty(4), contributions=contributions, parts=parts)
+
+
+def test_closing_right_after_submitting_ends_every_handle_on_both_sides() -> None:
+    for _ in range(10):
+        with engines("AB", QUICK) as ranks:
+            mine = [ranks[0].all_reduce(f"t{i}", torch.ones(10)) for i in range(100)]
+            theirs = [ranks[1].all_reduce(f"t{i}", torch.ones(10)) for i in range(100)]
+            ranks[0].close()
+            for handle in mine + theirs:
+                with contextlib.suppress(EngineClosed, WorkerLost):
+                    handle.wait(10)
+
+
+def test_a_broadcast_reaches_who_submits_after_the_root_has_left() -> None:
+    with engines("AB", QUICK) as ranks:
+        ranks[0].broadcast("model", torch.full((10,), 7.0)).wait()
+        ranks[0].close()
+        received = torch.empty(10)
+        ranks[1].broadcast("model", received).wait(10)
+        assert received[0].item() == 7.0
+
+
+def test_one_bad_tensor_does_not_end_the_engine() -> None:
+    with engines("AA", QUICK) as ranks:
+
+        def work(engine: Engine) -> None:
+            with pytest.raises(CommError, match="failed here"):
+                engine.all_reduce("bad", torch.ones(1).expand(10)).wait()
+            good = torch.ones(10)
+            engine.all_reduce("good", good).wait()
+            assert good[0].item() == 2.0
+
+        on_all(ranks, work)
+
+
+def test_hundreds_of_arenas() -> None:
+    with engines("AA", QUICK) as ranks:
+        kept = [engine.empty(64 << 20, torch.uint8) for engine in ranks for _ in range(80)]
+
+        def work(engine: Engine) -> None:
+            tensor = engine.empty(10).fill_(1)
+            engine.all_reduce("g", tensor).wait()
+            assert tensor[0].item() == 2.0
+
+        on_all(ranks, work)
+        del kept
+
+
+def test_a_barrier_on_both_sides_of_a_change_of_topology() -> None:
+    with engines("ABCD", QUICK) as ranks:
+
+        def work(engine: Engine) -> None:
+            early = ThreadPoolExecutor(1)
+            before = early.submit(engine.barrier, "b") if engine.rank == 0 else None
+            engine.set_strategy([3, 3, 3, 3], timeout_s=20)
+            if before is None:
+                engine.barrier("b", timeout_s=20)
+            else:
+                before.result(20)
+            early.shutdown()
+
+        on_all(ranks, work)
+
+
+def test_the_secret_is_not_shown() -> None:
+    spec = WorkerSpec(worker=view_of("A").workers[0], view=view_of("A"), secret=b"swordfish")
+    assert "swordfish" not in repr(spec)
