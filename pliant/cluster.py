@@ -300,6 +300,28 @@ def place(
     return tuple(workers)
 
 
+def parse_schedule(text: str) -> tuple[tuple[int, int], ...]:
+    """`<step>:<workers>,...`, such as `10:2,20:4,100:0`, as pairs in the order of steps.
+
+    Raises:
+        ConfigError: with the entry that is not understood.
+    """
+    pairs: dict[int, int] = {}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        matched = re.fullmatch(r"(\d+):(\d+)", entry)
+        if matched is None:
+            raise ConfigError(f"--resize-schedule: {entry!r} is not <step>:<workers>, such as 10:2,20:4,100:0")
+        step, size = int(matched[1]), int(matched[2])
+        if step in pairs:
+            raise ConfigError(f"--resize-schedule: step {step} is listed twice")
+        pairs[step] = size
+    return tuple(sorted(pairs.items()))
+
+
+def format_schedule(schedule: Iterable[tuple[int, int]]) -> str:
+    return ",".join(f"{step}:{size}" for step, size in schedule)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSpec:
     """What a launched process must know to find its job."""
@@ -322,6 +344,20 @@ class WorkerSpec:
     """Certificate file: connections between hosts are encrypted where it is given."""
     tls_key: str = ""
     """Its private key, where it is not in the same file."""
+    elastic: bool = False
+    """Whether the job follows the config server's roll: workers may come and go."""
+    copies: int = 1
+    """On how many other workers each replica's context is kept."""
+    determinism: str = ""
+    """D0, D1 or D2; empty where the program decides."""
+    checkpoint_dir: str = ""
+    """Where checkpoints go; empty means none."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 means only when the program asks."""
+    resume: str = ""
+    """`auto` (the newest good checkpoint, if any), a checkpoint's path, or empty."""
+    resize_schedule: tuple[tuple[int, int], ...] = ()
+    """(step, number of workers): what to ask for once that many steps are done."""
 
     def __post_init__(self) -> None:
         self.view.rank_of(self.worker)
@@ -342,7 +378,15 @@ class WorkerSpec:
             environ["PLIANT_LISTEN_FD"] = str(self.listen_fd)
         if self.tls_cert:
             environ |= {"PLIANT_TLS_CERT": self.tls_cert, "PLIANT_TLS_KEY": self.tls_key}
-        return environ
+        return environ | {
+            "PLIANT_ELASTIC": str(int(self.elastic)),
+            "PLIANT_COPIES": str(self.copies),
+            "PLIANT_DETERMINISM": self.determinism,
+            "PLIANT_CHECKPOINT_DIR": self.checkpoint_dir,
+            "PLIANT_CHECKPOINT_EVERY": str(self.checkpoint_every),
+            "PLIANT_RESUME": self.resume,
+            "PLIANT_RESIZE_SCHEDULE": format_schedule(self.resize_schedule),
+        }
 
 
 def worker_spec(environ: Mapping[str, str] = os.environ) -> WorkerSpec:
@@ -366,6 +410,13 @@ def worker_spec(environ: Mapping[str, str] = os.environ) -> WorkerSpec:
             heartbeat_timeout_s=float(environ.get("PLIANT_HEARTBEAT_TIMEOUT_S", "10")),
             tls_cert=environ.get("PLIANT_TLS_CERT", ""),
             tls_key=environ.get("PLIANT_TLS_KEY", ""),
+            elastic=environ.get("PLIANT_ELASTIC", "0") == "1",
+            copies=int(environ.get("PLIANT_COPIES", "1")),
+            determinism=environ.get("PLIANT_DETERMINISM", ""),
+            checkpoint_dir=environ.get("PLIANT_CHECKPOINT_DIR", ""),
+            checkpoint_every=int(environ.get("PLIANT_CHECKPOINT_EVERY", "0")),
+            resume=environ.get("PLIANT_RESUME", ""),
+            resize_schedule=parse_schedule(environ.get("PLIANT_RESIZE_SCHEDULE", "")),
         )
     except KeyError as error:
         raise ConfigError(f"{error.args[0]} is unset although PLIANT_WORKER is set: start with `pliant run`") from None

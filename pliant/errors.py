@@ -11,12 +11,17 @@
     ├── ServerUnavailable    the config server cannot be reached, or cannot answer
     ├── LaunchError          a worker or a runner could not be started, or failed
     ├── LabError             a network namespace could not be made
+    ├── TrainError           the program does what cannot be time-sliced, or uses the job wrongly
+    │   ├── Unsliceable      SyncBatchNorm, a collective in the model, ...
+    │   └── Refused          this worker's machine would change bits           (exit code 78)
+    ├── CheckpointError      a checkpoint is damaged, missing or of another experiment
     └── CommError
         ├── HandshakeRefused a stranger, another view, another protocol
         ├── WorkerLost       a peer died or fell silent
         ├── CollectiveTimeout
         ├── Mismatch         ranks disagree about a collective
         ├── NotStored        a peer has nothing under that name
+        ├── ViewChanged      the worker has moved to another view meanwhile
         └── EngineClosed
 
 Messages carry the values and the next thing to do. Arguments are passed to `super().__init__`,
@@ -24,6 +29,10 @@ so that every error survives pickling.
 """
 
 from __future__ import annotations
+
+
+REFUSED_EXIT = 78
+"""The exit code of a worker that the job would not have; starting it again would change nothing."""
 
 
 class PliantError(Exception):
@@ -80,6 +89,22 @@ class LabError(PliantError):
     """A network namespace, link or queue could not be made."""
 
 
+class TrainError(PliantError):
+    """The training program asks for what the job cannot do; the message says what to write instead."""
+
+
+class Unsliceable(TrainError):
+    """Several replicas cannot take turns on this model."""
+
+
+class Refused(TrainError):
+    """This worker would change the result by some bits, so the job will not have it."""
+
+
+class CheckpointError(PliantError):
+    """A checkpoint is torn, missing, or belongs to another experiment."""
+
+
 class CommError(PliantError):
     """Base of what can go wrong between workers."""
 
@@ -124,3 +149,7 @@ class NotStored(CommError):
 
 class EngineClosed(CommError):
     """The engine was closed while, or before, this was asked of it."""
+
+
+class ViewChanged(CommError):
+    """The worker has moved on to another view while this was in progress."""
