@@ -30,7 +30,6 @@ so that every error survives pickling.
 
 from __future__ import annotations
 
-
 REFUSED_EXIT = 78
 """The exit code of a worker that the job would not have; starting it again would change nothing."""
 
