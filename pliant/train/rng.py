@@ -1,0 +1,193 @@
+"""The random state of one replica: python's, numpy's and torch's global generators, as one value.
+
+A worker hosts several replicas in turn and gives each the generators that it would have had in a process
+of its own, so `capture` and `restore` run at every switch and must cost microseconds. Whoever wants
+another way to draw numbers (a `Generator` object of the user's) must carry it himself.
+
+numpy's own `get_state` and `set_state` take 40 us each, because they walk through the state word by word.
+The words are therefore copied through the address that the bit generator publishes. The spare normal
+deviate lies beside them, in the `RandomState`, which publishes nothing: its place is looked for once, with
+values that we put there, and if it is not found numpy's own functions are used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import random
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pliant.errors import ConfigError, TrainError
+
+_PYTHON_WORDS = 625
+_PYTHON_VERSION = 3
+_NUMPY_BYTES = 624 * 4 + 4
+"""The 624 words of a Mersenne twister and the position in them."""
+_TORCH_BYTES = 5056
+_CUDA_BYTES = 16
+_RECORD = struct.Struct(f"<{_PYTHON_WORDS}I?d{_NUMPY_BYTES}s?d{_TORCH_BYTES}s?{_CUDA_BYTES}s")
+_SPARE = struct.Struct("ixxxxd")
+"""Whether numpy has a normal deviate to spare, and which: its `Box-Muller` makes two at a time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RngState:
+    """All that the next random numbers of a process depend on."""
+
+    python: tuple[Any, ...]
+    """As `random.getstate` gives it."""
+    numpy: tuple[bytes, bool, float]
+    """The twister's words and position, whether a normal deviate is spare, and which."""
+    torch: Tensor
+    """As `torch.get_rng_state` gives it."""
+    cuda: Tensor | None = None
+    """The state of one device's generator."""
+
+    def to_bytes(self) -> bytes:
+        """These states in `SIZE` bytes."""
+        version, words, gauss = self.python
+        if version != _PYTHON_VERSION or self.torch.numel() != _TORCH_BYTES:
+            raise TrainError(
+                f"random states of an unknown form (python's version {version}, torch's {self.torch.numel()} bytes): "
+                "this version of python or torch is not supported"
+            )
+        words_np, spare, deviate = self.numpy
+        cuda = b"" if self.cuda is None else _tensor_bytes(self.cuda)
+        if len(cuda) not in (0, _CUDA_BYTES):
+            raise TrainError(f"a CUDA random state of {len(cuda)} bytes: this version of torch is not supported")
+        return _RECORD.pack(
+            *words,
+            gauss is not None,
+            gauss or 0.0,
+            words_np,
+            spare,
+            deviate,
+            _tensor_bytes(self.torch),
+            self.cuda is not None,
+            cuda,
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RngState:
+        """What `to_bytes` wrote.
+
+        Raises:
+            ConfigError: `data` has another size.
+        """
+        if len(data) != SIZE:
+            raise ConfigError(f"{len(data)} bytes are no random state, which has {SIZE}: written by another version?")
+        values = _RECORD.unpack(data)
+        has_gauss, gauss, words_np, spare, deviate, torch_state, has_cuda, cuda = values[_PYTHON_WORDS:]
+        return cls(
+            python=(_PYTHON_VERSION, values[:_PYTHON_WORDS], gauss if has_gauss else None),
+            numpy=(words_np, spare, deviate),
+            torch=_bytes_tensor(torch_state),
+            cuda=_bytes_tensor(cuda) if has_cuda else None,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RngState) and self.to_bytes() == other.to_bytes()
+
+    def __hash__(self) -> int:
+        return hash(self.to_bytes())
+
+
+SIZE = _RECORD.size
+"""Bytes of any random state."""
+
+
+def capture(device: torch.device | None = None) -> RngState:
+    """The state of this process's generators, with that of the CUDA `device` if one is given."""
+    cuda = None
+    if device is not None and device.type == "cuda":
+        cuda = torch.cuda.get_rng_state(device)
+    return RngState(random.getstate(), _numpy().get(), torch.default_generator.get_state(), cuda)
+
+
+def restore(state: RngState, device: torch.device | None = None) -> None:
+    """Give this process's generators that state; a CUDA state goes to `device`, or else to the current one."""
+    random.setstate(state.python)
+    _numpy().set(state.numpy)
+    torch.default_generator.set_state(state.torch)
+    if state.cuda is not None:
+        torch.cuda.set_rng_state(state.cuda, torch.device("cuda") if device is None else device)
+
+
+def _tensor_bytes(state: Tensor) -> bytes:
+    return state.numpy().tobytes()
+
+
+def _bytes_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+class _NumpyGlobal:
+    """numpy's global generator, read and written in place."""
+
+    def __init__(self) -> None:
+        # The functions of `np.random` are bound methods of the one global RandomState.
+        self._state: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
+        self._generator: Any = None
+        self._words: Any = None
+        place = self._find_spare()
+        self._spare: Any = None if place is None else (ctypes.c_char * _SPARE.size).from_address(place)
+
+    def get(self) -> tuple[bytes, bool, float]:
+        self._attach()
+        if self._spare is None:
+            _, keys, position, spare, deviate = self._state.get_state()
+            return keys.tobytes() + struct.pack("i", position), bool(spare), deviate
+        spare, deviate = _SPARE.unpack(self._spare.raw)
+        return self._words.raw, bool(spare), deviate
+
+    def set(self, state: tuple[bytes, bool, float]) -> None:
+        words, spare, deviate = state
+        self._attach()
+        if self._spare is None:
+            keys = np.frombuffer(words, dtype=np.uint32, count=624)
+            self._state.set_state(("MT19937", keys, struct.unpack_from("i", words, 624 * 4)[0], int(spare), deviate))
+            return
+        self._words.raw = words
+        self._spare.raw = _SPARE.pack(spare, deviate)
+
+    def _attach(self) -> None:
+        """Follow `np.random.set_bit_generator`."""
+        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if generator is self._generator:
+            return
+        if not isinstance(generator, np.random.MT19937):
+            raise TrainError(
+                f"numpy's global generator is a {type(generator).__name__}, but only MT19937, its default, can be "
+                "switched between replicas: drop the call of np.random.set_bit_generator"
+            )
+        self._generator = generator
+        self._words = (ctypes.c_char * _NUMPY_BYTES).from_address(generator.ctypes.state_address)
+
+    def _find_spare(self) -> int | None:
+        """The address of the spare deviate in the RandomState, or None if this numpy keeps it elsewhere."""
+        self._attach()
+        before = self._state.get_state()
+        memory = (ctypes.c_char * type(self._state).__basicsize__).from_address(id(self._state))
+        places = set(range(0, len(memory) - _SPARE.size + 1, 4))
+        try:
+            for spare, deviate in ((1, 0.8414709848), (0, 0.0), (1, -1.1752011936)):
+                self._state.set_state((*before[:3], spare, deviate))
+                raw = memory.raw
+                places = {at for at in places if _SPARE.unpack_from(raw, at) == (spare, deviate)}
+            _, keys, position, *_ = before
+            if self._words.raw != keys.tobytes() + struct.pack("i", position):
+                return None
+        finally:
+            self._state.set_state(before)
+        return id(self._state) + places.pop() if len(places) == 1 else None
+
+
+@functools.cache
+def _numpy() -> _NumpyGlobal:
+    return _NumpyGlobal()
