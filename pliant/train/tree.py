@@ -1,0 +1,340 @@
+"""Nested state as a JSON skeleton and a list of tensors, and back, without pickle.
+
+State dicts of models, optimizers, schedulers and scalers are trees of containers and plain values with
+tensors as leaves. `flatten` takes the tensors out, in a fixed order, and writes the rest down as JSON: so
+state can be sent between workers and kept in files, and nothing that is read can run code. Whatever is
+neither a tensor nor plain is refused with the path to it. Who sends or stores the tensors is not decided here.
+
+In the JSON text None, bool, int, finite float, str and list stand for themselves; everything else is an object
+with one key, the tag of its kind.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from pliant.errors import CheckpointError, TrainError
+
+MAX_DEPTH = 100
+"""Containers within containers; deeper is taken for a mistake."""
+
+LARGE_ARRAY_BYTES = 1 << 14
+"""A NumPy array of this size and more travels as a tensor; a smaller one (a generator's state) within the text."""
+
+REMEDY = (
+    "keep only tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of them in a state_dict, "
+    "and rebuild everything else in the program"
+)
+
+_FACTORIES: dict[str, Callable[[], object]] = {
+    kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple, Counter, OrderedDict)
+}
+_DTYPES: dict[str, torch.dtype] = {
+    str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What must be known to make room for a tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+    """The type only, cpu or cuda: the receiver knows which of its devices is meant."""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
+
+    def empty(self, device: torch.device | str | None = None) -> torch.Tensor:
+        """Room for the tensor, contiguous, on `device` or on the kind of device it came from."""
+        return torch.empty(self.shape, dtype=dtype_of(self.dtype), device=device or self.device)
+
+    def to_json(self) -> dict[str, object]:
+        return {"dtype": self.dtype, "shape": list(self.shape), "device": self.device}
+
+    @classmethod
+    def from_json(cls, value: object) -> TensorSpec:
+        match value:
+            case {"dtype": str(dtype), "shape": list(shape), "device": str(device)}:
+                if all(type(size) is int and size >= 0 for size in shape):
+                    dtype_of(dtype)
+                    return cls(dtype, tuple(shape), device)
+        raise CheckpointError(f"{value!r} does not describe a tensor: it must have dtype, shape and device")
+
+
+def describe_tensors(tensors: Iterable[torch.Tensor]) -> list[TensorSpec]:
+    return [TensorSpec(dtype_name(each.dtype), tuple(each.shape), each.device.type) for each in tensors]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise CheckpointError(
+            f"this torch ({torch.__version__}) has no type {name!r}: use the torch it came from"
+        ) from None
+
+
+def flatten(tree: object, what: str = "state") -> tuple[str, list[torch.Tensor]]:
+    """The skeleton of `tree`, and its tensors as references to the same memory.
+
+    A dense tensor in another memory order (channels_last) is listed as a contiguous permutation of itself, and
+    tensors that are the same memory are listed once; `unflatten` restores both. Only a tensor with gaps or
+    overlaps is listed as it is, not contiguous. Raises TrainError for what cannot be written down; `what` is
+    the root's name in the message.
+    """
+    flattener = _Flattener()
+    return json.dumps(flattener.encode(tree, what, 0), separators=(",", ":")), flattener.tensors
+
+
+def unflatten(skeleton: str, tensors: Sequence[torch.Tensor]) -> object:
+    """The tree again, with these tensors (not copies) as its leaves. OrderedDicts come back as dicts, except
+    for a module's state_dict with the versions of its submodules. Raises CheckpointError if the two do not fit."""
+    try:
+        return _decode(json.loads(skeleton), tensors)
+    except (ValueError, TypeError, KeyError, IndexError, RuntimeError, AttributeError, struct.error) as error:
+        raise CheckpointError(
+            f"the skeleton of the state does not fit its {len(tensors)} tensors ({type(error).__name__}: {error}): "
+            "it is damaged, or was written by another version of pliant"
+        ) from None
+
+
+class _Flattener:
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._listed: dict[tuple[object, ...], int] = {}
+
+    def encode(self, value: object, path: str, depth: int) -> object:
+        if depth > MAX_DEPTH:
+            raise TrainError(f"{path[:200]}...: nested more than {MAX_DEPTH} deep, or containing itself: {REMEDY}")
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, path)
+        # Exact types: np.float64 is a float, an IntEnum an int, and a named tuple a tuple, and none would come back.
+        kind = type(value)
+        if value is None or kind is bool or kind is int:
+            return value
+        if isinstance(value, dict):
+            return self._dict(value, path, depth)
+        if isinstance(value, (list, tuple, set, frozenset, deque)):
+            return self._sequence(value, path, depth)
+        if isinstance(value, np.ndarray):
+            return self._array(value, path)
+        encoded = _scalar(value)
+        if encoded is None:
+            raise TrainError(f"{path} is {_described(value)}, which cannot be kept without pickle: {REMEDY}")
+        return encoded
+
+    def _dict(self, value: dict[object, object], path: str, depth: int) -> object:
+        kind = type(value)
+        if kind in (dict, OrderedDict) and all(type(key) is str and _is_text(key) for key in value):
+            pairs: object = {key: self.encode(item, f"{path}[{key!r}]", depth + 1) for key, item in value.items()}
+            tag = "d"
+        else:
+            pairs = [
+                [self._key(key, path), self.encode(item, f"{path}[{key!r}]", depth + 1)] for key, item in value.items()
+            ]
+            tag = "D"
+        if kind is dict:
+            return {tag: pairs}
+        if kind is OrderedDict:
+            versions = getattr(value, "_metadata", None)
+            return (
+                {tag: pairs}
+                if versions is None
+                else {"module": [{tag: pairs}, self.encode(versions, f"{path}._metadata", depth + 1)]}
+            )
+        if kind is Counter:
+            return {"counter": pairs}
+        if isinstance(value, defaultdict) and kind is defaultdict:
+            factory = value.default_factory
+            name = getattr(factory, "__name__", None)
+            if factory is None or (name in _FACTORIES and _FACTORIES[name] is factory):
+                return {"defaultdict": [name, pairs]}
+            raise TrainError(
+                f"{path} is a defaultdict whose default is made by {factory!r}, which cannot be kept without pickle: "
+                f"use one of {', '.join(_FACTORIES)}"
+            )
+        raise TrainError(
+            f"{path} is {_described(value)}, a dict of another kind, which would not come back: use a dict"
+        )
+
+    def _key(self, key: object, path: str) -> object:
+        listed = len(self.tensors)
+        encoded = self.encode(key, f"the key {key!r} of {path}", MAX_DEPTH - 10)
+        if len(self.tensors) > listed:
+            raise TrainError(f"a key of {path} is or holds a tensor: use its name or its index as the key")
+        return encoded
+
+    def _sequence(self, value: Iterable[object], path: str, depth: int) -> object:
+        kind = type(value)
+        if isinstance(value, torch.Size):
+            return {"size": list(value)}
+        if kind not in (list, tuple, set, frozenset, deque):
+            raise TrainError(
+                f"{path} is {_described(value)}, which would come back as another kind: use a list or a tuple"
+            )
+        items = [self.encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
+        if isinstance(value, (set, frozenset)):
+            items.sort(key=json.dumps)  # so that equal sets have equal skeletons
+        if kind is list:
+            return items
+        return {"deque": [items, value.maxlen]} if isinstance(value, deque) else {kind.__name__: items}
+
+    def _array(self, value: np.ndarray, path: str) -> object:
+        if type(value) is not np.ndarray or value.dtype.kind not in "biufcSUmM":
+            raise TrainError(f"{path} is a NumPy array of {value.dtype}, which cannot be kept without pickle: {REMEDY}")
+        if value.nbytes < LARGE_ARRAY_BYTES:
+            data = base64.b64encode(value.tobytes()).decode()
+            return {"array": [value.dtype.str, list(value.shape), data]}
+        raw = (
+            torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8)
+            if not value.flags.writeable
+            else torch.from_numpy(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+        )
+        self.tensors.append(raw)
+        return {"bigarray": [value.dtype.str, list(value.shape), len(self.tensors) - 1]}
+
+    def _tensor(self, value: torch.Tensor, path: str) -> object:
+        if torch.nn.parameter.is_lazy(value):
+            raise TrainError(f"{path} has no shape yet (a lazy module): run one batch through the model first")
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta or value.is_nested:
+            what = "meta" if value.is_meta else "quantized" if value.is_quantized else str(value.layout)
+            raise TrainError(f"{path} is a {what} tensor: only dense tensors in memory can be kept; use .to_dense()")
+        if type(value) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            raise TrainError(f"{path} is {_described(value)}, which would come back as a plain tensor: {REMEDY}")
+        value = value.detach().resolve_conj().resolve_neg()
+        order = _memory_order(value)
+        if order is not None:
+            value = value.permute(order)
+        same = (
+            (value.data_ptr(), value.dtype, value.device, value.shape, value.stride())
+            if value.numel()
+            else (id(value),)
+        )
+        index = self._listed.setdefault(same, len(self.tensors))
+        if index == len(self.tensors):
+            self.tensors.append(value)
+        return {"t": index} if order is None else {"t": index, "order": order}
+
+
+def _memory_order(value: torch.Tensor) -> list[int] | None:
+    """The permutation that makes a dense tensor contiguous; None if it is so already or has gaps."""
+    if value.is_contiguous():
+        return None
+    strides = value.stride()
+    order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
+    return order if value.permute(order).is_contiguous() else None
+
+
+def _is_text(value: str) -> bool:
+    """Lone surrogates would join on the way through JSON."""
+    return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def _scalar(value: object) -> object:
+    """What stands for a value that is no container; None if nothing does."""
+    kind = type(value)
+    match value:
+        case str() if kind is str:
+            return value if _is_text(value) else {"text": [ord(char) for char in value]}
+        case float() if kind is float:
+            return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+        case complex() if kind is complex:
+            return {"complex": struct.pack(">dd", value.real, value.imag).hex()}
+        case bytes() if kind is bytes:
+            return {"bytes": base64.b64encode(value).decode()}
+        case np.generic() if value.dtype.kind in "biufcSUmM":
+            return {"scalar": [value.dtype.str, value.tobytes().hex()]}
+        case torch.dtype():
+            return {"dtype": dtype_name(value)}
+        case torch.device():
+            return {"device": str(value)}
+    return None
+
+
+def _described(value: object) -> str:
+    kind = type(value)
+    name = getattr(value, "__qualname__", None)
+    return f"{kind.__module__}.{kind.__qualname__}" + (f" {name!r}" if isinstance(name, str) else "")
+
+
+def _decode(value: object, tensors: Sequence[torch.Tensor]) -> object:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "t" in value:
+        tensor = tensors[_index(value["t"])]
+        order = value.get("order")
+        return tensor if order is None else tensor.permute([order.index(dim) for dim in range(len(order))])
+    ((tag, content),) = value.items()
+    return _DECODERS[tag](content, tensors)
+
+
+def _index(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise IndexError(f"tensor {value!r}")
+    return value
+
+
+def _pairs(content: object, tensors: Sequence[torch.Tensor]) -> dict[object, object]:
+    if isinstance(content, dict):
+        return {key: _decode(item, tensors) for key, item in content.items()}
+    if not isinstance(content, list):
+        raise TypeError(f"{content!r} are not the pairs of a dict")
+    return {_decode(key, tensors): _decode(item, tensors) for key, item in content}
+
+
+def _module(content: list[object], tensors: Sequence[torch.Tensor]) -> object:
+    state, versions = (_decode(part, tensors) for part in content)
+    restored = OrderedDict(state)  # type: ignore[call-overload]
+    restored._metadata = versions
+    return restored
+
+
+def _bigarray(content: tuple[str, list[int], int], tensors: Sequence[torch.Tensor]) -> object:
+    dtype, shape, index = content
+    return tensors[_index(index)].cpu().contiguous().numpy().view(np.dtype(dtype)).reshape(shape)
+
+
+# Every decoder gets what stood behind its tag; what it raises on nonsense becomes a CheckpointError.
+_DECODERS: dict[str, Callable[..., object]] = {
+    "d": _pairs,
+    "D": _pairs,
+    "module": _module,
+    "counter": lambda content, tensors: Counter(_pairs(content, tensors)),
+    "defaultdict": lambda content, tensors: defaultdict(
+        None if content[0] is None else _FACTORIES[content[0]], _pairs(content[1], tensors)
+    ),
+    "tuple": lambda content, tensors: tuple(_decode(item, tensors) for item in content),
+    "set": lambda content, tensors: {_decode(item, tensors) for item in content},
+    "frozenset": lambda content, tensors: frozenset(_decode(item, tensors) for item in content),
+    "deque": lambda content, tensors: deque((_decode(item, tensors) for item in content[0]), content[1]),
+    "size": lambda content, tensors: torch.Size(content),
+    "text": lambda content, tensors: "".join(map(chr, content)),
+    "float": lambda content, tensors: struct.unpack(">d", bytes.fromhex(content))[0],
+    "complex": lambda content, tensors: complex(*struct.unpack(">dd", bytes.fromhex(content))),
+    "bytes": lambda content, tensors: base64.b64decode(content, validate=True),
+    "scalar": lambda content, tensors: np.frombuffer(bytes.fromhex(content[1]), np.dtype(content[0]))[0],
+    "array": lambda content, tensors: (
+        np.frombuffer(base64.b64decode(content[2], validate=True), np.dtype(content[0])).reshape(content[1]).copy()
+    ),
+    "bigarray": _bigarray,
+    "dtype": lambda content, tensors: dtype_of(content),
+    "device": lambda content, tensors: torch.device(content),
+}
