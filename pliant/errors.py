@@ -6,6 +6,7 @@
     │   ├── NotLaunched      not started by `pliant run`
     │   ├── CapacityError    more was asked for than there is
     │   ├── NoView           the config server holds no view yet
+    │   ├── NotWanted        a worker that the wanted view does not hold (any more)
     │   └── ClusterCleared   the job was told to stop; its view is closed until a reset
     ├── StaleView            somebody else changed the view first
     ├── ServerUnavailable    the config server cannot be reached, or cannot answer
@@ -56,6 +57,10 @@ class CapacityError(ConfigError):
 
 class NoView(ConfigError):
     """The config server holds no view, so there is nothing to change."""
+
+
+class NotWanted(ConfigError):
+    """This worker is not in the wanted view, or was removed from it meanwhile: it must end."""
 
 
 class ClusterCleared(ConfigError):

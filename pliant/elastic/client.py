@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import httpx
 
 from pliant.cluster import View, Worker
 from pliant.elastic.membership import Wanted
+from pliant.elastic.roll import Roll
 from pliant.errors import (
     CapacityError,
     ClusterCleared,
     ConfigError,
+    NotWanted,
     NoView,
     PliantError,
     ServerUnavailable,
@@ -24,7 +27,11 @@ from pliant.errors import (
 
 MAX_HOLD_S = 60.0
 """The server holds a request for at most this long; longer waits are made of several."""
+MAX_REASON_CHARS = 500
 _ERRORS: Mapping[int, type[PliantError]] = {403: ClusterCleared, 404: NoView, 409: CapacityError}
+_ROLL_ERRORS: Mapping[int, type[PliantError]] = {**_ERRORS, 409: NotWanted}
+
+T = TypeVar("T")
 
 
 class ConfigClient:
@@ -40,7 +47,8 @@ class ConfigClient:
     Raises (from every call):
         ServerUnavailable: no answer within `timeout_s`, or one that says that it cannot.
         StaleView: `expected` is not the server's version any more.
-        ConfigError: the server refused, with its reason; ClusterCleared, NoView, CapacityError where it is that.
+        ConfigError: the server refused, with its reason; ClusterCleared, NoView, CapacityError, NotWanted where it
+            is that.
     """
 
     def __init__(self, url: str, token: str = "", *, ca_file: str = "", timeout_s: float = 10.0) -> None:
@@ -108,6 +116,39 @@ class ConfigClient:
         """Want nothing in particular; returns the version of that."""
         return _etag(self._send("POST", self.url, _if_match(expected), expected=expected))
 
+    def roll(self) -> Roll:
+        """Who trains now."""
+        return self._roll("GET", "/roll")
+
+    def wait_roll(self, after: int, timeout_s: float) -> Roll:
+        """The roll as soon as its number is greater than `after`, or the job is over; what it is after `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            hold_s = max(0.0, min(deadline_s - time.monotonic(), MAX_HOLD_S))
+            roll = self._roll("GET", f"/roll?after={after}&timeout_s={hold_s:.3f}", hold_s=hold_s)
+            if roll.number > after or roll.over or time.monotonic() >= deadline_s:
+                return roll
+
+    def ready(self, worker: Worker) -> Roll:
+        """Say that `worker` can train; it does once the roll lists it. NotWanted: it was removed, and must end."""
+        return self._roll("POST", "/ready", _notice(worker))
+
+    def lost(self, worker: Worker, reason: str) -> Roll:
+        """Say that `worker` has died or fallen silent; the roll without it is urgent. Nothing if that is known."""
+        return self._roll("POST", "/lost", _notice(worker, reason))
+
+    def leave(self, worker: Worker) -> Roll:
+        """Say that `worker` goes, after its step. Nothing if that is known."""
+        return self._roll("POST", "/leave", _notice(worker))
+
+    def finish(self) -> Roll:
+        """Say that the program has run to its end: the roll is over for everybody."""
+        return self._roll("POST", "/finish")
+
+    def _roll(self, method: str, target: str, body: Mapping[str, object] | None = None, *, hold_s: float = 0.0) -> Roll:
+        answer = self._send(method, self.url.join(target), body=body, hold_s=hold_s, errors=_ROLL_ERRORS)
+        return self._decoded(answer, Roll.from_json)
+
     def _change(
         self, method: str, url: httpx.URL, expected: int | None, body: Mapping[str, object] | None = None
     ) -> View:
@@ -123,6 +164,7 @@ class ConfigClient:
         *,
         hold_s: float = 0.0,
         expected: int | None = None,
+        errors: Mapping[int, type[PliantError]] = _ERRORS,
     ) -> httpx.Response:
         timeout = httpx.Timeout(self._timeout_s, read=self._timeout_s + hold_s)
         try:
@@ -134,10 +176,12 @@ class ConfigClient:
             ) from None
         unset = method == "GET" and answer.status_code == 404 and "etag" in answer.headers
         if not (answer.is_success or answer.status_code == 304 or unset):
-            self._refuse(answer, expected)
+            self._refuse(answer, expected, errors)
         return answer
 
-    def _refuse(self, answer: httpx.Response, expected: int | None) -> NoReturn:
+    def _refuse(
+        self, answer: httpx.Response, expected: int | None, errors: Mapping[int, type[PliantError]]
+    ) -> NoReturn:
         reason = _reason(answer)
         if answer.is_server_error:
             raise ServerUnavailable(f"config server {self.url}: {reason}")
@@ -145,19 +189,28 @@ class ConfigClient:
             raise ConfigError(f"config server {self.url}: {answer.status_code} {reason}")
         if answer.status_code == 412 and expected is not None:
             raise StaleView(expected, _etag(answer))
-        raise _ERRORS.get(answer.status_code, ConfigError)(reason)
+        raise errors.get(answer.status_code, ConfigError)(reason)
 
     def _wanted(self, answer: httpx.Response) -> Wanted:
         return Wanted(_etag(answer), self._view(answer) if answer.is_success else None)
 
     def _view(self, answer: httpx.Response) -> View:
+        return self._decoded(answer, View.from_json)
+
+    def _decoded(self, answer: httpx.Response, decode: Callable[[object], T]) -> T:
         try:
-            return View.from_json(answer.json())
+            return decode(answer.json())
         except ValueError:
             raise ConfigError(f"{self.url} answered without JSON: it is not a config server") from None
 
     def _path(self, path: str) -> httpx.URL:
         return self.url.copy_with(path=path, query=None)
+
+
+def _notice(worker: Worker, reason: str = "") -> dict[str, object]:
+    # A reason may quote a peer's bytes as half of a surrogate pair, which UTF-8 cannot carry.
+    carried = reason[:MAX_REASON_CHARS].encode(errors="replace").decode()
+    return {"Worker": worker.to_json(), "Reason": carried}
 
 
 def _checked(url: str) -> httpx.URL:

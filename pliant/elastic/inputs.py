@@ -15,6 +15,7 @@ from typing import TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
+from pliant.cluster import Worker
 from pliant.elastic.client import MAX_HOLD_S
 from pliant.errors import ConfigError
 
@@ -45,12 +46,6 @@ async def check_no_body(request: Request) -> None:
     # Whoever POSTs a view to /config means PUT; KungFu would forget the running view instead.
     if (await body_of(request)).strip():
         raise ConfigError(f"{request.method} {request.url.path} takes no body; to set a view, PUT it")
-
-
-async def gone(request: Request) -> None:
-    """Returns when the client has closed its end."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def decoded(body: bytes, decode: Callable[[object], T]) -> T:
@@ -92,14 +87,41 @@ def query(request: Request, name: str) -> str | None:
     return ",".join(values) if values else None
 
 
-def wait_s(request: Request) -> float:
+def wait_s(request: Request, name: str = "wait") -> float:
     """How long a GET may be held; 0 where it does not ask, MAX_HOLD_S where it asks for more."""
-    text = query(request, "wait")
+    text = query(request, name)
     if text is None:
         return 0.0
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text):
-        raise ConfigError(f"wait={text:.40}: give seconds, such as 30 or 0.5; at most {MAX_HOLD_S:g} count")
+        raise ConfigError(f"{name}={text:.40}: give seconds, such as 30 or 0.5; at most {MAX_HOLD_S:g} count")
     return min(float(text), MAX_HOLD_S)
+
+
+def number_in(request: Request, name: str) -> int | None:
+    """The whole number in a query parameter; None where it is not given."""
+    text = query(request, name)
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise ConfigError(f"{name}={text:.40}: give a whole number from 0, once")
+    return int(text)
+
+
+def check_finish(value: object) -> None:
+    """Refuse a body of /finish that says more than a reason."""
+    if not isinstance(value, dict) or not set(value) <= {"Reason"}:
+        raise ConfigError(f'{value!r:.60} says more than that the job is done: give no body, or {{"Reason": "..."}}')
+
+
+def notice_in(value: object) -> tuple[Worker, str]:
+    """The worker and the reason in `{"Worker": {"Host": "10.0.0.1", "Port": 10000}, "Reason": "exit 1"}`."""
+    example = '{"Worker": {"Host": "10.0.0.1", "Port": 10000}, "Reason": "why, if you like"}'
+    if not isinstance(value, dict) or not {"Worker"} <= set(value) <= {"Worker", "Reason"}:
+        raise ConfigError(f"{value!r:.60} names no worker: give {example}")
+    reason = value.get("Reason", "")
+    if not isinstance(reason, str):
+        raise ConfigError(f'"Reason" {reason!r:.60} is not text: give {example}')
+    return Worker.from_json(value["Worker"]), reason
 
 
 def version_in(request: Request, header: str) -> int | str | None:

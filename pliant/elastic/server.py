@@ -1,6 +1,6 @@
-"""The config server: holds the wanted view, and tells everybody who waits for a change.
+"""The config server: holds the wanted view and the roll, and tells everybody who waits for a change.
 
-This file listens, serves and stops. The rule is in `elastic.membership`, the disk in
+This file listens, serves and stops. The rules are in `elastic.membership` and `elastic.roll`, the disk in
 `elastic.store`, the routes in `elastic.web`, the other side in `elastic.client`.
 """
 
@@ -19,6 +19,7 @@ import uvicorn
 from pliant.cluster import View, check_host
 from pliant.elastic.client import ConfigClient
 from pliant.elastic.membership import NO_LIMITS, Limits, Put, Wanted
+from pliant.elastic.roll import Roll
 from pliant.elastic.store import IN_MEMORY, Store
 from pliant.elastic.web import PATHS, Web
 from pliant.errors import ConfigError, ServerUnavailable
@@ -95,8 +96,13 @@ class ConfigServer:
 
     @property
     def wanted(self) -> Wanted:
-        """What it holds now."""
-        return self._store.wanted
+        """The wanted view that it holds now."""
+        return self._store.state.wanted
+
+    @property
+    def roll(self) -> Roll:
+        """Who trains now, as far as it knows."""
+        return self._store.state.roll
 
     @contextmanager
     def running(self) -> Iterator[ConfigServer]:
@@ -140,7 +146,7 @@ class ConfigServer:
 
     def _put_initial(self) -> None:
         if self.config.initial is not None and self.wanted.version == 0:
-            self._store.save(self.wanted.after(Put(self.config.initial, expected=0), self.config.limits))
+            self._store.save(self._store.state.after(Put(self.config.initial, expected=0), self.config.limits))
 
     def _serve(self, server: _Uvicorn, listener: socket.socket) -> None:
         try:

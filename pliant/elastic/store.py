@@ -1,27 +1,31 @@
-"""The wanted view on disk: one row of SQLite, committed before anybody is told.
+"""The wanted view and the roll on disk: a row of SQLite each, committed together before anybody is told.
 
-What a request does to the row is decided in `elastic.membership`; this file only keeps it.
+What a request does to them is decided in `elastic.membership` and `elastic.roll`; this file only keeps them.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
-from pliant.cluster import View
+from pliant.cluster import View, Worker
 from pliant.elastic.membership import Wanted
+from pliant.elastic.roll import Membership, Roll
 from pliant.errors import ConfigError
 
 IN_MEMORY = ":memory:"
 _LOCK_TIMEOUT_S = 1.0
 _SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS wanted (id INTEGER PRIMARY KEY CHECK (id = 1), version INTEGER NOT NULL, view TEXT)"
+    "CREATE TABLE IF NOT EXISTS wanted (id INTEGER PRIMARY KEY CHECK (id = 1), version INTEGER NOT NULL, view TEXT)",
+    "CREATE TABLE IF NOT EXISTS roll (id INTEGER PRIMARY KEY CHECK (id = 1), roll TEXT NOT NULL, ready TEXT NOT NULL)",
 )
 
 
 class Store:
-    """Keeps one `Wanted`; made with a path, opened by `with`. Not for two threads at once.
+    """Keeps one `Membership`; made with a path, opened by `with`. Not for two threads at once.
 
     While open, the file is locked: a second server on the same state would answer from a past
     that the first has already changed.
@@ -30,7 +34,7 @@ class Store:
     def __init__(self, path: str = IN_MEMORY) -> None:
         self._path = path
         self._database: sqlite3.Connection | None = None
-        self.wanted = Wanted()
+        self.state = Membership()
         """What is kept now; change it with `save`."""
 
     def __enter__(self) -> Store:
@@ -47,9 +51,10 @@ class Store:
             self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._database.execute("PRAGMA synchronous = FULL")
             self._database.execute("BEGIN EXCLUSIVE")
-            self._database.execute(_SCHEMA)
+            for statement in _SCHEMA:
+                self._database.execute(statement)
             self._database.execute("COMMIT")
-            self.wanted = self._load(self._database)
+            self.state = self._load(self._database)
         except (sqlite3.Error, ValueError, ConfigError) as error:
             self.close()
             raise ConfigError(
@@ -68,23 +73,49 @@ class Store:
             self._database.close()
             self._database = None
 
-    def save(self, wanted: Wanted) -> None:
-        """Keep `wanted`; on disk when this returns.
+    def save(self, state: Membership) -> None:
+        """Keep `state`; on disk when this returns.
 
         Raises:
             sqlite3.Error: it could not be written; what was kept before still is.
         """
         assert self._database is not None, "save() needs an open store: use `with`"
+        wanted = state.wanted
         view = None if wanted.view is None else json.dumps(wanted.view.to_json())
-        self._database.execute(
-            "INSERT OR REPLACE INTO wanted (id, version, view) VALUES (1, ?, ?)", (wanted.version, view)
-        )
-        self.wanted = wanted
+        roll, ready = json.dumps(state.roll.to_json()), json.dumps([worker.to_json() for worker in sorted(state.ready)])
+        with _transaction(self._database):
+            self._database.execute(
+                "INSERT OR REPLACE INTO wanted (id, version, view) VALUES (1, ?, ?)", (wanted.version, view)
+            )
+            self._database.execute("INSERT OR REPLACE INTO roll (id, roll, ready) VALUES (1, ?, ?)", (roll, ready))
+        self.state = state
 
     @staticmethod
-    def _load(database: sqlite3.Connection) -> Wanted:
+    def _load(database: sqlite3.Connection) -> Membership:
         row = database.execute("SELECT version, view FROM wanted").fetchone()
         if row is None:
-            return Wanted()
+            return Membership()
         version, view = row
-        return Wanted(version, None if view is None else View.from_json(json.loads(view), version))
+        wanted = Wanted(version, None if view is None else View.from_json(json.loads(view), version))
+        row = database.execute("SELECT roll, ready FROM roll").fetchone()
+        if row is None:  # written before there were rolls
+            return Membership.of(wanted)
+        roll, ready = row
+        return Membership(
+            wanted,
+            Roll.from_json(json.loads(roll)),
+            frozenset(Worker.from_json(worker) for worker in json.loads(ready)),
+        )
+
+
+@contextmanager
+def _transaction(database: sqlite3.Connection) -> Iterator[None]:
+    """All statements of the block, or none."""
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        database.execute("COMMIT")
+    except sqlite3.Error:
+        if database.in_transaction:
+            database.execute("ROLLBACK")
+        raise

@@ -1,4 +1,4 @@
-"""The routes of the config server: HTTP in, `membership` requests through, JSON out.
+"""The routes of the config server: HTTP in, requests to the `Membership` through, JSON out.
 
 A Starlette application over a `Store`. It opens nothing; `elastic.server` listens and serves.
 KungFu's shapes and meanings, except that bad input is answered with 4xx and the reason.
@@ -7,8 +7,6 @@ KungFu's shapes and meanings, except that bad input is answered with 4xx and the
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
 import logging
 import re
 import sqlite3
@@ -21,18 +19,32 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from pliant.cluster import View, Worker
 from pliant.elastic import membership
-from pliant.elastic.inputs import body_of, check_no_body, decoded, gone, query, size_in, version_in, wait_s
+from pliant.elastic.client import MAX_REASON_CHARS
+from pliant.elastic.door import Door, json_answer, metric_lines
+from pliant.elastic.inputs import (
+    body_of,
+    check_finish,
+    check_no_body,
+    decoded,
+    notice_in,
+    number_in,
+    query,
+    size_in,
+    version_in,
+    wait_s,
+)
 from pliant.elastic.membership import AddWorker, Clear, Limits, Put, RemoveWorker, Reset, Resize, Wanted
+from pliant.elastic.roll import Event, Finished, Left, Lost, Membership, Ready, Roll
 from pliant.elastic.store import Store
-from pliant.errors import CapacityError, ClusterCleared, ConfigError, NoView, PliantError, StaleView
+from pliant.elastic.waiting import Bell
+from pliant.errors import CapacityError, ClusterCleared, ConfigError, NotWanted, NoView, PliantError, StaleView
 
 log = logging.getLogger(__name__)
 
-MAX_REASON_CHARS = 500
 PATHS = (
     "/",
     "/get",
@@ -43,10 +55,21 @@ PATHS = (
     "/addworker",
     "/removeworker",
     "/resize",
+    "/roll",
+    "/ready",
+    "/lost",
+    "/leave",
+    "/finish",
     "/health",
     "/metrics",
 )
-_STATUS: Mapping[type[PliantError], int] = {StaleView: 412, ClusterCleared: 403, NoView: 404, CapacityError: 409}
+_STATUS: Mapping[type[PliantError], int] = {
+    StaleView: 412,
+    ClusterCleared: 403,
+    NoView: 404,
+    CapacityError: 409,
+    NotWanted: 409,
+}
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -64,16 +87,15 @@ class Web:
         self._limits = limits
         self._stop = stop
         self._answers: Counter[int] = Counter()
-        self._num_held = 0
-        self._closing = False
-        self._changed = asyncio.Event()
+        self._wanted_bell, self._roll_bell = Bell(), Bell()
+        self._told_roll: tuple[Roll | None, bytes] = (None, b"")
         self._endpoint = endpoint
-        self.app: ASGIApp = _Door(self._routed(), token, self._answers)
+        self.app: ASGIApp = Door(self._routed(), token, self._answers)
 
     def close(self) -> None:
         """Answer every held request now, and hold no more: the server is about to stop."""
-        self._closing = True
-        self._wake()
+        self._wanted_bell.close()
+        self._roll_bell.close()
 
     def _routed(self) -> Starlette:
         routes = [
@@ -88,6 +110,11 @@ class Web:
             _route("/addworker", PUT=self._add_worker, POST=self._add_worker),
             _route("/removeworker", PUT=self._remove_worker, POST=self._remove_worker),
             _route("/resize", PUT=self._resize, POST=self._resize),
+            _route("/roll", GET=self._get_roll),
+            _route("/ready", PUT=self._ready, POST=self._ready),
+            _route("/lost", PUT=self._lost, POST=self._lost),
+            _route("/leave", PUT=self._leave, POST=self._leave),
+            _route("/finish", PUT=self._finish, POST=self._finish),
             _route(
                 "/stop", GET=self._stop_server, PUT=self._stop_server, POST=self._stop_server, DELETE=self._stop_server
             ),
@@ -105,25 +132,38 @@ class Web:
         return self._answer({"service": "pliant config server", "Version": self._wanted.version, "routes": routes})
 
     async def _health(self, request: Request) -> Response:
-        return _json({"status": "ok"})
+        return json_answer({"status": "ok"})
 
     async def _get(self, request: Request) -> Response:
         known, hold_s = version_in(request, "if-none-match"), wait_s(request)
         if known == self._wanted.version and hold_s > 0:
-            await self._hold(request, hold_s)
+            await self._wanted_bell.heard(request, hold_s)
         if known == self._wanted.version or (known == "*" and self._wanted.view is not None):
             return Response(status_code=304, headers=self._etag())
         if self._wanted.view is None:
             return self._answer({"error": "No Config Found.", "Version": self._wanted.version}, 404)
         return self._answer(self._wanted.view.to_json())
 
+    async def _get_roll(self, request: Request) -> Response:
+        after, hold_s = number_in(request, "after"), wait_s(request, "timeout_s")
+        deadline_s = asyncio.get_running_loop().time() + hold_s
+        while after is not None and self._roll.number <= after and not self._roll.over:
+            left_s = deadline_s - asyncio.get_running_loop().time()
+            if left_s <= 0 or not await self._roll_bell.heard(request, left_s):
+                break
+        return Response(self._roll_body(), media_type="application/json")
+
     async def _metrics(self, request: Request) -> Response:
-        view = self._wanted.view
+        view, num_held = self._wanted.view, self._wanted_bell.num_waiting + self._roll_bell.num_waiting
         lines = [
-            *_metric("pliant_config_version", "gauge", "Version of the wanted view.", {"": self._wanted.version}),
-            *_metric("pliant_config_workers", "gauge", "Workers in the wanted view.", {"": view.size if view else 0}),
-            *_metric("pliant_config_held_requests", "gauge", "Requests waiting for a change.", {"": self._num_held}),
-            *_metric(
+            *metric_lines("pliant_config_version", "gauge", "Version of the wanted view.", {"": self._wanted.version}),
+            *metric_lines(
+                "pliant_config_workers", "gauge", "Workers in the wanted view.", {"": view.size if view else 0}
+            ),
+            *metric_lines("pliant_config_roll", "gauge", "Number of the roll.", {"": self._roll.number}),
+            *metric_lines("pliant_config_members", "gauge", "Workers on the roll.", {"": len(self._roll.members)}),
+            *metric_lines("pliant_config_held_requests", "gauge", "Requests waiting for a change.", {"": num_held}),
+            *metric_lines(
                 "pliant_config_requests_total",
                 "counter",
                 "Requests answered, by status.",
@@ -169,16 +209,46 @@ class Web:
         async def stop() -> None:
             self._stop()
 
-        return _json({"stopping": True}, background=BackgroundTask(stop))
+        return json_answer({"stopping": True}, background=BackgroundTask(stop))
+
+    # What has happened
+
+    async def _ready(self, request: Request) -> Response:
+        worker, _ = decoded(await body_of(request), notice_in)
+        return self._note(Ready(worker))
+
+    async def _lost(self, request: Request) -> Response:
+        worker, reason = decoded(await body_of(request), notice_in)
+        return self._note(Lost(worker, reason[:MAX_REASON_CHARS]))
+
+    async def _leave(self, request: Request) -> Response:
+        worker, _ = decoded(await body_of(request), notice_in)
+        return self._note(Left(worker))
+
+    async def _finish(self, request: Request) -> Response:
+        if (body := await body_of(request)).strip():
+            decoded(body, check_finish)
+        return self._note(Finished())
+
+    def _note(self, event: Event) -> Response:
+        return json_answer(self._move(event).roll.to_json())
 
     def _change(self, request: membership.Request) -> Response:
-        before = self._wanted
-        after = before.after(request, self._limits)
-        if after is not before:
-            self._store.save(after)
-            log.info("v%d: %s", after.version, _told(request, after))
-            self._wake()
+        after = self._move(request).wanted
         return self._answer({"Version": after.version} if after.view is None else after.view.to_json())
+
+    def _move(self, request: membership.Request | Event) -> Membership:
+        before = self._store.state
+        after = before.after(request, self._limits)
+        if after is before:
+            return after
+        self._store.save(after)
+        log.info("%s", _told(request, before, after))
+        if after.wanted is not before.wanted:
+            self._wanted_bell.ring()
+        if after.roll is not before.roll:
+            self._roll_bell.ring()
+        return after
 
     def _expected(self, request: Request) -> int | None:
         version = version_in(request, "if-match")
@@ -188,40 +258,31 @@ class Web:
             raise HTTPException(412, "If-Match: * needs a view, and none is set: PUT one without it")
         return None
 
-    # Waiting
-
-    async def _hold(self, request: Request, hold_s: float) -> None:
-        """Until the version changes, `hold_s` is over, the client has gone, or the server stops."""
-        if self._closing:
-            return
-        waits = {asyncio.ensure_future(self._changed.wait()), asyncio.ensure_future(gone(request))}
-        self._num_held += 1
-        try:
-            await asyncio.wait(waits, timeout=hold_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            self._num_held -= 1
-            for wait in waits:
-                wait.cancel()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
     # Answers
+
+    def _roll_body(self) -> bytes:
+        """The roll as JSON, made once: a change is told to all workers in the same instant."""
+        if self._told_roll[0] is not self._roll:
+            self._told_roll = (self._roll, bytes(json_answer(self._roll.to_json()).body))
+        return self._told_roll[1]
 
     @property
     def _wanted(self) -> Wanted:
-        return self._store.wanted
+        return self._store.state.wanted
+
+    @property
+    def _roll(self) -> Roll:
+        return self._store.state.roll
 
     def _etag(self) -> dict[str, str]:
         return {"ETag": f'"{self._wanted.version}"'}
 
     def _answer(self, value: Mapping[str, object], status: int = 200) -> Response:
-        return _json(value, status, headers=self._etag())
+        return json_answer(value, status, headers=self._etag())
 
     async def _http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), f"registered for HTTPException, got {error!r}"
-        return _json({"error": error.detail}, error.status_code, headers=error.headers)
+        return json_answer({"error": error.detail}, error.status_code, headers=error.headers)
 
     async def _refusal(self, request: Request, error: Exception) -> Response:
         status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 400)
@@ -230,46 +291,6 @@ class Web:
     async def _not_saved(self, request: Request, error: Exception) -> Response:
         log.error("the state could not be saved: %s", error)
         return self._answer({"error": f"the state could not be saved, nothing has changed: {error}"}, 503)
-
-
-class _Door:
-    """Lets in who knows the token (anybody, where there is none; `/health` always), and counts what is answered."""
-
-    def __init__(self, app: ASGIApp, token: str, answers: Counter[int]) -> None:
-        self._app = app
-        self._authorization = f"Bearer {token}".encode() if token else None
-        self._answers = answers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self._answers[message["status"]] += 1
-            await send(message)
-
-        app: ASGIApp = self._app if self._may_pass(scope) else _UNAUTHORIZED
-        await app(scope, receive, counted)
-
-    def _may_pass(self, scope: Scope) -> bool:
-        if self._authorization is None or scope["path"] == "/health":
-            return True
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._authorization)
-
-
-def _json(
-    value: Mapping[str, object],
-    status: int = 200,
-    headers: Mapping[str, str] | None = None,
-    background: BackgroundTask | None = None,
-) -> Response:
-    # ASCII on purpose: a reason may quote half of a surrogate pair, which UTF-8 cannot carry.
-    body = json.dumps(value, separators=(",", ":")) + "\n"
-    return Response(body, status, headers, "application/json", background)
-
-
-_UNAUTHORIZED = _json(
-    {"error": "this server needs its token: send `Authorization: Bearer TOKEN`"}, 401, {"WWW-Authenticate": "Bearer"}
-)
 
 
 def _route(path: str, **endpoints: Endpoint) -> Route:
@@ -281,11 +302,14 @@ def _route(path: str, **endpoints: Endpoint) -> Route:
     return Route(path, endpoint, methods=list(endpoints))
 
 
-def _told(request: membership.Request, after: Wanted) -> str:
-    kind = type(request).__name__
-    return f"{kind}, nothing is wanted" if after.view is None else f"{kind}, {after.view.size} workers wanted"
-
-
-def _metric(name: str, kind: str, text: str, values: Mapping[str, int]) -> list[str]:
-    samples = [f"{name}{labels} {value}" for labels, value in values.items()]
-    return [f"# HELP {name} {text}", f"# TYPE {name} {kind}", *samples]
+def _told(request: membership.Request | Event, before: Membership, after: Membership) -> str:
+    """The change in one line, such as `v3, roll 2 of 4 members: Lost 10.0.0.1:10001 (exit code 1)`."""
+    wanted, roll = after.wanted, after.roll
+    parts = [f"v{wanted.version}"]
+    if wanted is not before.wanted:
+        parts.append("nothing is wanted" if wanted.view is None else f"{wanted.view.size} workers wanted")
+    if roll is not before.roll:
+        parts.append(f"roll {roll.number} of {len(roll.members)} members" + (", over" if roll.over else ""))
+    who = f" {request.worker}" if isinstance(request, Ready | Lost | Left | AddWorker | RemoveWorker) else ""
+    why = f" ({request.reason!r})" if isinstance(request, Lost) and request.reason else ""
+    return f"{', '.join(parts)}: {type(request).__name__}{who}{why}"

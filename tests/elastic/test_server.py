@@ -10,18 +10,20 @@ import socket
 import sqlite3
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
 import pytest
+from serving import A0, A1, A2, ONE, RUN_A, TWO, held, serving, until_held
 
 from pliant.cluster import Host, PortRange, View, Worker
 from pliant.elastic import inputs
 from pliant.elastic.inputs import MAX_BODY_BYTES
 from pliant.elastic.membership import Limits, Wanted
+from pliant.elastic.roll import Membership
 from pliant.elastic.server import ConfigClient, ConfigServer, ServerConfig
 from pliant.elastic.store import Store
 from pliant.errors import (
@@ -33,43 +35,6 @@ from pliant.errors import (
     ServerUnavailable,
     StaleView,
 )
-
-A0, A1, A2 = (Worker("127.0.0.1", port) for port in (10000, 10001, 10002))
-RUN_A = Worker("127.0.0.1", 38080)
-ONE, TWO = View(0, (A0,), (RUN_A,)), View(0, (A0, A1), (RUN_A,))
-
-
-@contextmanager
-def serving(**settings: object) -> Iterator[tuple[ConfigServer, ConfigClient]]:
-    config = ServerConfig(port=0, **settings)  # type: ignore[arg-type]
-    with ConfigServer(config).running() as server, ConfigClient(server.url, config.token) as client:
-        yield server, client
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[ConfigServer]:
-    with serving() as (server, _):
-        yield server
-
-
-@pytest.fixture
-def server(shared: ConfigServer, client: ConfigClient) -> ConfigServer:
-    """A server whose view is unset."""
-    return shared
-
-
-@pytest.fixture
-def client(shared: ConfigServer) -> Iterator[ConfigClient]:
-    with ConfigClient(shared.url) as client:
-        client.reset()
-        yield client
-
-
-@pytest.fixture
-def http(server: ConfigServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url.removesuffix("/config"), trust_env=False, verify=False) as http:
-        yield http
-
 
 # What a client sees
 
@@ -267,20 +232,6 @@ def test_a_body_made_from_an_older_version_is_stale(http: httpx.Client, client: 
     client.put(ONE)
     assert http.put("/config", json=read.to_json()).status_code == 412
     assert client.get() == View(read.number + 1, ONE.workers, ONE.runners)
-
-
-def held(server: ConfigServer, version: int) -> socket.socket:
-    """A GET that the server is holding."""
-    sock = socket.create_connection(("127.0.0.1", server.port), timeout=30)
-    sock.sendall(b'GET /config?wait=50 HTTP/1.1\r\nHost: a\r\nIf-None-Match: "%d"\r\n\r\n' % version)
-    return sock
-
-
-def until_held(server: ConfigServer, count: int) -> None:
-    """Ask the server, again and again, until it says that it holds `count` requests."""
-    with httpx.Client(trust_env=False, verify=False) as http:
-        while f"held_requests {count}\n" not in http.get(server.url.replace("/config", "/metrics")).text:
-            pass
 
 
 def test_a_held_get_answers_at_the_change(server: ConfigServer, client: ConfigClient) -> None:
@@ -620,7 +571,7 @@ def test_a_state_file_of_something_else(tmp_path: Path, content: bytes | None) -
 def test_what_cannot_be_saved_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(initial=TWO) as (server, client):
 
-        def full(self: Store, wanted: Wanted) -> None:
+        def full(self: Store, state: Membership) -> None:
             raise sqlite3.OperationalError("database or disk is full")
 
         monkeypatch.setattr(Store, "save", full)

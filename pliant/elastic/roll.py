@@ -1,0 +1,192 @@
+"""Who trains now: the roll, and how it follows the wanted view.
+
+Pure values and functions: no I/O, no clock. The wanted view (`elastic.membership`) says who shall
+train; the roll says who does. A wish becomes the roll when all its workers are ready, so that
+nobody who trains ever waits for somebody who starts; a loss changes it at once.
+`Membership` is all that the config server keeps, and `Membership.after` is its only rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pliant.cluster import View, Worker
+from pliant.elastic.membership import NO_LIMITS, Clear, Limits, RemoveWorker, Request, Reset, Wanted
+from pliant.errors import ClusterCleared, ConfigError, NotWanted
+
+
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """The numbered list of the workers that train now."""
+
+    number: int = 0
+    """Counts changes of the members, over all jobs of a server; 0: nobody has been ready yet."""
+    members: tuple[Worker, ...] = ()
+    """Who trains; the order gives the ranks."""
+    urgent: int = 0
+    """The highest number that came from the loss of a member: who is in an older roll drops its step at once."""
+    over: bool = False
+    """The job has ended: everybody stops, and nothing but a reset is accepted."""
+    wanted: int = 0
+    """Version of the wanted view when this roll was made."""
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "Number": self.number,
+            "Members": [member.to_json() for member in self.members],
+            "Urgent": self.urgent,
+            "Over": self.over,
+            "Wanted": self.wanted,
+        }
+
+    @classmethod
+    def from_json(cls, value: object) -> Roll:
+        """The roll that `value` describes; ConfigError if it describes none."""
+        if not isinstance(value, Mapping):
+            raise ConfigError(f'a roll is an object with "Number" and "Members", not {value!r:.60}')
+        members, over = value.get("Members"), value.get("Over")
+        if not isinstance(members, Sequence) or isinstance(members, str) or not isinstance(over, bool):
+            raise ConfigError(f'{value!r:.200} is no roll: "Members" is a list, and "Over" is true or false')
+        number, urgent, wanted = (_count(value, key) for key in ("Number", "Urgent", "Wanted"))
+        return cls(number, tuple(Worker.from_json(member) for member in members), urgent, over, wanted)
+
+
+def _count(value: Mapping[object, object], key: str) -> int:
+    count = value.get(key)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise ConfigError(f'"{key}" of a roll is {count!r:.60}: it must be a whole number from 0')
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """`worker` can train as soon as it is a member. Refused where nobody wants it any more."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """`worker` died or fell silent: it is no longer wanted, and the others drop the step they shared with it.
+
+    Its host keeps its runner, which may start another worker there.
+    """
+
+    worker: Worker
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """`worker` takes its leave, as after a spot notice: it is no longer wanted, but its last step counts."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The program has run to its end: everybody stops."""
+
+
+Event = Ready | Lost | Left | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What the config server keeps: who shall train, who does, and who could."""
+
+    wanted: Wanted = field(default_factory=Wanted)
+    roll: Roll = field(default_factory=Roll)
+    ready: frozenset[Worker] = frozenset()
+    """Workers that are up; each of them is wanted or a member."""
+
+    @classmethod
+    def of(cls, wanted: Wanted) -> Membership:
+        """The state of a server that has heard of `wanted`, and of no worker yet."""
+        return cls(wanted, Roll(over=wanted.cleared, wanted=wanted.version))
+
+    @property
+    def finished(self) -> bool:
+        """Whether the job has run to its end, rather than been told to stop."""
+        return self.roll.over and not self.wanted.cleared
+
+    def after(self, request: Request | Event, limits: Limits = NO_LIMITS) -> Membership:
+        """The state that `request` leads to: this one if all is as asked already.
+
+        Raises (and nothing has changed):
+            NotWanted: a worker is ready that is not in the wanted view.
+            ClusterCleared: the job has ended; only a reset opens the next.
+            StaleView, NoView, InvalidView, CapacityError, ConfigError: as `Wanted.after`.
+        """
+        match request:
+            case Ready(worker):
+                return self._with(worker)
+            case Lost(worker) | Left(worker):
+                return self._without(worker, lost=isinstance(request, Lost))
+            case Finished():
+                return self if self.wanted.view is None or self.roll.over else self._settled(self.wanted, over=True)
+            case Reset():
+                wanted = self.wanted.after(request)
+                return self if wanted is self.wanted else Membership(wanted, self._turned((), False, wanted))
+        if self.finished and not isinstance(request, Clear):
+            raise ClusterCleared(
+                f"the job has finished (version {self.wanted.version}), its view is closed: reset it before the next job"
+            )
+        wanted = self.wanted.after(request, limits)
+        return self if wanted is self.wanted else self._settled(wanted)
+
+    def _with(self, worker: Worker) -> Membership:
+        if worker not in _workers(self.wanted):
+            why = "the job was told to stop" if self.wanted.cleared else "it was removed, or never added"
+            raise NotWanted(
+                f"worker {worker} is not in the wanted view (version {self.wanted.version}): {why}; it must end"
+            )
+        return self if self.roll.over or worker in self.ready else self._settled(self.wanted, {*self.ready, worker})
+
+    def _without(self, worker: Worker, *, lost: bool) -> Membership:
+        is_wanted, is_member = worker in _workers(self.wanted), worker in self.roll.members
+        if self.roll.over or not (is_wanted or is_member):
+            return self
+        wanted = self.wanted
+        if is_wanted:
+            wanted = wanted.after(RemoveWorker(worker))
+            if lost and self.wanted.view is not None and wanted.view is not None:
+                wanted = replace(wanted, view=replace(wanted.view, runners=self.wanted.view.runners))
+        return self._settled(wanted, self.ready - {worker}, gone=worker, urgent=lost and is_member)
+
+    def _settled(
+        self,
+        wanted: Wanted,
+        ready: frozenset[Worker] | set[Worker] | None = None,
+        *,
+        gone: Worker | None = None,
+        urgent: bool = False,
+        over: bool = False,
+    ) -> Membership:
+        """This state with another `wanted` and `ready`, and the roll that follows from them."""
+        ready = self.ready if ready is None else ready
+        over = over or wanted.cleared
+        members = tuple(member for member in self.roll.members if member != gone)
+        if over:
+            members = ()
+        elif ready.issuperset(_workers(wanted)):
+            members = _workers(wanted)
+        known = {*members, *_workers(wanted)}
+        return Membership(wanted, self._turned(members, over, wanted, urgent), frozenset(known.intersection(ready)))
+
+    def _turned(self, members: tuple[Worker, ...], over: bool, wanted: Wanted, urgent: bool = False) -> Roll:
+        """The roll with these members: the same one if nothing is different about it."""
+        if (members, over) == (self.roll.members, self.roll.over):
+            return self.roll
+        number = self.roll.number + (members != self.roll.members)
+        return Roll(number, members, number if urgent else self.roll.urgent, over, wanted.version)
+
+
+def _workers(wanted: Wanted) -> tuple[Worker, ...]:
+    return wanted.view.workers if wanted.view else ()
+
+
+def missing(view: View | None, roll: Roll) -> tuple[Worker, ...]:
+    """Workers of `view` that do not train yet."""
+    return tuple(worker for worker in (view.workers if view else ()) if worker not in roll.members)
