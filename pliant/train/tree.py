@@ -114,6 +114,32 @@ def unflatten(skeleton: str, tensors: Sequence[torch.Tensor]) -> object:
         ) from None
 
 
+def tensor_names(skeleton: str, num_tensors: int) -> list[str]:
+    """A name for each tensor, by where it stands first: `model.0.weight`, `optimizer.state.3.exp_avg`. All differ."""
+    names: dict[int, str] = {}
+    _name(json.loads(skeleton), "", names)
+    taken: Counter[str] = Counter(names.values())
+    found = [names.get(index, "") for index in range(num_tensors)]
+    return [name if taken[name] == 1 and name else f"{name}#{index}" for index, name in enumerate(found)]
+
+
+def _name(node: object, path: str, names: dict[int, str]) -> None:
+    match node:
+        case {"t": int(index)} | {"bigarray": [_, _, int(index)]}:
+            names.setdefault(index, path)
+        case {"d": dict(items)} | {"defaultdict": [_, dict(items)]}:
+            for key, item in items.items():
+                _name(item, f"{path}.{key}" if path else key, names)
+        case {"D": list(pairs)} | {"defaultdict": [_, list(pairs)]}:
+            for key, item in pairs:
+                _name(item, f"{path}.{key}" if path else f"{key}", names)
+        case {"module": [state, _]}:
+            _name(state, path, names)
+        case list(items) | {"tuple": list(items)} | {"set": list(items)} | {"deque": [list(items), _]}:
+            for index, item in enumerate(items):
+                _name(item, f"{path}.{index}" if path else f"{index}", names)
+
+
 class _Flattener:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []

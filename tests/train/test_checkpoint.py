@@ -1,0 +1,376 @@
+"""Checkpoints are whole or absent: torn files, full disks, sudden death, and readers that are not us."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from pliant.errors import CheckpointError, TrainError
+from pliant.train.checkpoint import Checkpoint, Writer, load, newest, write
+
+STATE = {
+    "model": {"w": torch.arange(6.0).reshape(2, 3), "half": torch.ones(3, dtype=torch.bfloat16), "none": torch.empty(0, 4)},
+    "step": torch.tensor(3), "c": torch.ones(2, dtype=torch.complex128), "f8": torch.ones(3).to(torch.float8_e5m2),
+    "mask": torch.tensor([True]), "image": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "lr": 0.1, "betas": (0.9, 0.999), "best": float("inf"),
+}  # fmt: skip
+
+
+def at(step: int, **state: object) -> Checkpoint:
+    return Checkpoint(
+        step, step // 10, 4, {"torch": torch.__version__}, state or STATE, [b"r0", b"", b"\x00\xff" * 9, b"r3"]
+    )
+
+
+def assert_equal(found: object, wanted: object) -> None:
+    if isinstance(wanted, dict):
+        assert isinstance(found, dict)
+        assert list(found) == list(wanted)
+        for key in wanted:
+            assert_equal(found[key], wanted[key])
+    elif isinstance(wanted, torch.Tensor):
+        assert isinstance(found, torch.Tensor)
+        assert (found.dtype, found.stride()) == (wanted.dtype, wanted.stride())
+        assert torch.equal(
+            found.double() if wanted.itemsize == 1 else found, wanted.double() if wanted.itemsize == 1 else wanted
+        )
+    else:
+        assert found == wanted
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def writer(tmp_path: Path, said: list[str], no_leaks: None) -> Iterator[Writer]:
+    writer = Writer(tmp_path, say=said.append)
+    yield writer
+    writer.close()
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    write(tmp_path / "mine.safetensors", at(123))
+    for path in (tmp_path / "mine.safetensors", tmp_path):
+        found = load(path)
+        assert (found.step, found.epoch, found.num_replicas) == (123, 12, 4)
+        assert found.meta == {"torch": torch.__version__}
+        assert found.contexts == at(123).contexts
+        assert_equal(found.state, STATE)
+    assert names(tmp_path) == ["mine.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "state", [None, 5, [], {"only": "text"}, torch.ones(2), {"pliant.sha256": torch.ones(1)}], ids=repr
+)
+def test_any_state(tmp_path: Path, state: object) -> None:
+    write(tmp_path / "x.safetensors", Checkpoint(0, 0, 0, {}, state))
+    found = load(tmp_path / "x.safetensors")
+    assert repr(found.state) == repr(state)
+    assert (found.contexts, found.meta) == ([], {})
+
+
+def test_the_package_reads_our_files(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    write(tmp_path / "x.safetensors", at(7, model=model.state_dict(), double=torch.ones(1, dtype=torch.float64)))
+    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+        assert file.metadata()["step"] == "7"
+        assert file.metadata()["format"] == "pt"
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(file.get_tensor(f"model.{name}"), tensor)
+        assert file.get_tensor("double").dtype == torch.float64
+        assert bytes(file.get_tensor("pliant.context.0")) == b"r0"
+    # Every tensor lies on a multiple of its element's size: readers map the file.
+    raw = (tmp_path / "x.safetensors").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    assert (8 + length) % 8 == 0
+    sizes = {"F64": 8, "I64": 8, "F32": 4, "U8": 1}
+    for name, entry in header.items():
+        assert name == "__metadata__" or entry["data_offsets"][0] % sizes[entry["dtype"]] == 0
+
+
+def test_a_snapshot_is_taken_before_save_returns(writer: Writer, tmp_path: Path) -> None:
+    weight = torch.zeros(1000)
+    for step in (1, 2, 3):
+        weight.fill_(step)
+        writer.save(at(step, w=weight))
+        weight.fill_(-1)
+    writer.flush()
+    assert names(tmp_path) == ["step-000000002.safetensors", "step-000000003.safetensors"]  # keep=2
+    assert load(tmp_path).state["w"].unique().tolist() == [3]  # type: ignore[index]
+    assert load(tmp_path / "step-000000002.safetensors").state["w"].unique().tolist() == [2]  # type: ignore[index]
+    assert writer.latest == newest(tmp_path) == tmp_path / "step-000000003.safetensors"
+
+
+def test_shapes_may_change_between_saves(writer: Writer, tmp_path: Path) -> None:
+    for step, shape in enumerate([(3,), (2, 3), (3,), ()]):
+        writer.save(
+            at(step, a=torch.full(shape, step), b=torch.ones(shape, dtype=torch.float64 if step % 2 else torch.int8))
+        )
+        writer.flush()
+        assert_equal(load(tmp_path).state["a"], torch.full(shape, step))  # type: ignore[index]
+
+
+def test_named_ones_are_kept(writer: Writer, tmp_path: Path) -> None:
+    writer.save(at(1), name="best")
+    for step in range(2, 6):
+        writer.save(at(step))
+    writer.save(at(9), name="final.safetensors")
+    writer.flush()
+    assert names(tmp_path) == [
+        "best.safetensors", "final.safetensors", "step-000000004.safetensors", "step-000000005.safetensors",
+    ]  # fmt: skip
+    assert newest(tmp_path) == tmp_path / "final.safetensors"
+    for name in ("../evil", "", ".hidden", "a/b"):
+        with pytest.raises(TrainError, match="named"):
+            writer.save(at(1), name=name)
+
+
+def test_later_steps_of_another_run_are_left_alone(writer: Writer, tmp_path: Path) -> None:
+    write(tmp_path / "step-000000200.safetensors", at(200))
+    for step in (1, 2, 3):
+        writer.save(at(step))
+    writer.flush()
+    assert [int(name[5:14]) for name in names(tmp_path)] == [2, 3, 200]
+
+
+def test_state_that_cannot_be_kept_is_the_callers_error(writer: Writer, tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match=r"state\['fn'\]"):
+        writer.save(at(1, fn=print))
+    with pytest.raises(TrainError, match="meta"):
+        writer.save(Checkpoint(1, 0, 1, {"x": object()}))
+    writer.save(at(2))
+    writer.flush()
+    assert names(tmp_path) == ["step-000000002.safetensors"]
+
+
+def damage(path: Path, how: str) -> None:
+    raw = bytearray(path.read_bytes())
+    match how:
+        case "cut":
+            del raw[-7:]
+        case "cut in the header":
+            del raw[40:]
+        case "empty":
+            raw.clear()
+        case "longer":
+            raw += b"\0"
+        case "last byte":
+            raw[-1] ^= 1
+        case "data":
+            raw[-100] ^= 1
+        case "text":
+            raw[raw.index(b'"epoch":"') + 9] ^= 1
+        case "zeros":
+            raw[len(raw) // 2 :] = bytes(len(raw) - len(raw) // 2)
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("how", ["cut", "cut in the header", "empty", "longer", "last byte", "data", "text", "zeros"])
+def test_a_torn_file_is_named_and_the_one_before_it_used(tmp_path: Path, said: list[str], how: str) -> None:
+    for step in (10, 20):
+        write(tmp_path / f"step-{step:09d}.safetensors", at(step))
+    torn = tmp_path / "step-000000020.safetensors"
+    damage(torn, how)
+    assert newest(tmp_path, say=said.append) == tmp_path / "step-000000010.safetensors"
+    assert load(tmp_path, say=said.append).step == 10
+    assert len(said) == 2
+    assert all(str(torn) in line for line in said)
+    with pytest.raises(CheckpointError, match="step-000000020"):
+        load(torn)
+
+
+def test_no_flipped_bit_passes(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write(path, Checkpoint(1, 2, 3, {"a": 1}, {"w": torch.ones(2)}, [b"c"]))
+    raw = path.read_bytes()
+    for position in range(len(raw)):
+        path.write_bytes(raw[:position] + bytes([raw[position] ^ (1 << position % 8)]) + raw[position + 1 :])
+        with pytest.raises(CheckpointError):
+            load(path)
+
+
+def test_all_torn(tmp_path: Path, said: list[str]) -> None:
+    write(tmp_path / "step-000000001.safetensors", at(1))
+    damage(tmp_path / "step-000000001.safetensors", "data")
+    assert newest(tmp_path, say=said.append) is None
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        load(tmp_path, say=said.append)
+
+
+def test_wrong_files(tmp_path: Path, said: list[str]) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"w": torch.ones(3)}, tmp_path / "theirs.safetensors")
+    (tmp_path / "text.safetensors").write_text("hello, this is no checkpoint at all")
+    torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
+    for name in ("theirs.safetensors", "text.safetensors", "model.pt"):
+        with pytest.raises(CheckpointError, match="no checkpoint"):
+            load(tmp_path / name)
+    with pytest.raises(CheckpointError, match="No such file"):
+        load(tmp_path / "absent")
+    assert newest(tmp_path, say=said.append) is None
+    assert newest(tmp_path / "absent") is None
+    assert said == []  # others' files in the directory are nobody's fault
+
+
+def test_another_format_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write(path, at(1))
+    path.write_bytes(path.read_bytes().replace(b'"pliant.checkpoint":"1"', b'"pliant.checkpoint":"9"'))
+    with pytest.raises(CheckpointError, match="format '9'"):
+        load(path)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode
+    ):
+        pytest.skip("a small file system needs root; the file size limit is tested instead")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.root
+def test_disk_full(small_disk: Path, said: list[str]) -> None:
+    """The message names path, need and remedy; nothing is left; the one before stays; a smaller one fits again."""
+    writer = Writer(small_disk, say=said.append)
+    writer.save(at(1))
+    writer.save(at(2, w=torch.zeros(1 << 20)))
+    writer.flush()
+    assert len(said) == 1
+    for part in (
+        str(small_disk / "step-000000002.safetensors"),
+        "bytes needed",
+        "No space left",
+        "free some",
+        "next save",
+    ):
+        assert part in said[0], said
+    assert names(small_disk) == ["step-000000001.safetensors"]
+    assert load(small_disk).step == 1
+    with pytest.raises(CheckpointError, match="No space left"):
+        write(small_disk / "x.safetensors", at(2, w=torch.zeros(1 << 20)))
+    writer.save(at(3))
+    writer.close()
+    assert len(said) == 1
+    assert load(small_disk).step == 3
+
+
+LIMITED = """
+import resource, sys, torch
+from pliant.train.checkpoint import Checkpoint, Writer
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+writer = Writer(sys.argv[1], say=print)
+for step, size in ((1, 9), (2, 1 << 20), (3, 9)):
+    writer.save(Checkpoint(step, 0, 1, {}, {"w": torch.zeros(size)}))
+"""
+
+
+def test_file_too_large_in_a_program_that_just_ends(tmp_path: Path) -> None:
+    """The limit hits the second of three saves; the third is written although nobody waits for it."""
+    done = subprocess.run([sys.executable, "-c", LIMITED, tmp_path], capture_output=True, text=True, timeout=60)
+    (said,) = done.stdout.splitlines()
+    assert "File too large" in said
+    assert "4,19" in said  # 4 MiB and a little
+    assert load(tmp_path).step == 3
+    assert names(tmp_path) == ["step-000000001.safetensors", "step-000000003.safetensors"]
+
+
+def test_unwritable_directory(tmp_path: Path, said: list[str]) -> None:
+    (tmp_path / "file").write_text("in the way")
+    writer = Writer(tmp_path / "file" / "sub", say=said.append)
+    writer.save(at(1))
+    writer.flush()
+    assert len(said) == 1
+    assert "Not a directory" in said[0]
+    (tmp_path / "file").unlink()
+    writer.save(at(2))  # the way is free now
+    writer.close()
+    assert len(said) == 1
+    assert load(tmp_path / "file" / "sub").step == 2
+
+
+KILLED = """
+import os, signal, sys, torch
+from pliant.train import checkpoint_file
+from pliant.train.checkpoint import Checkpoint, Writer
+writer = Writer(sys.argv[1])
+writer.save(Checkpoint(1, 0, 1, {}, {"w": torch.ones(1 << 20)}))
+writer.flush()
+checkpoint_file.os.fsync = lambda fd: (print("writing", flush=True), signal.pause())  # all written, none renamed
+writer.save(Checkpoint(2, 0, 1, {}, {"w": torch.ones(1 << 20)}))
+writer.flush()
+"""
+
+
+def test_killed_while_writing(tmp_path: Path, writer: Writer) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "writing\n"
+        writer.save(at(0))  # a second writer does not take the first's file for a leftover while it lives
+        writer.flush()
+        assert len([name for name in names(tmp_path) if name.startswith(".")]) == 1
+        child.send_signal(signal.SIGKILL)
+    assert load(tmp_path).step == 1
+    writer.save(at(3))
+    writer.flush()
+    assert not [name for name in names(tmp_path) if name.startswith(".")], "the dead writer's file should be gone"
+    assert load(tmp_path).step == 3
+
+
+def test_many_threads_may_save(writer: Writer, tmp_path: Path, said: list[str]) -> None:
+    threads = [threading.Thread(target=writer.save, args=(at(step, w=torch.full((999,), step)),)) for step in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    writer.flush()
+    assert said == []
+    found = load(tmp_path)
+    assert found.state["w"].unique().tolist() == [found.step]  # type: ignore[index]
+
+
+def test_readers_never_see_half_a_file(writer: Writer, tmp_path: Path, said: list[str]) -> None:
+    write(tmp_path / "same.safetensors", at(0, w=torch.zeros(1 << 16)))
+    stop = threading.Event()
+
+    def read() -> set[int]:
+        seen = set()
+        while not stop.is_set():
+            found = load(tmp_path / "same.safetensors")
+            assert found.state["w"].unique().tolist() == [found.step]  # type: ignore[index]
+            seen.add(found.step)
+        return seen
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        for step in range(1, 20):
+            writer.save(at(step, w=torch.full((1 << 16,), float(step))), name="same")
+        writer.flush()
+        stop.set()
+        assert reading.result(timeout=30)
+    assert said == []
