@@ -118,6 +118,9 @@ def run(
         bool, typer.Option("-w", "--watch", help="Start and stop workers as the config server says.")
     ] = False,
     keep: Annotated[bool, typer.Option("-k", "--keep", help="With -w, stay after the workers have finished.")] = False,
+    warm: Annotated[
+        bool, typer.Option("--warm/--no-warm", help="With -w, fork Python workers from one that has torch.")
+    ] = True,
     config_server: Annotated[
         str, typer.Option("-config-server", "--config-server", metavar="URL", help="The config server to follow.")
     ] = "",
@@ -167,6 +170,7 @@ def run(
         allow_nvlink=allow_nvlink,
         watch=watch,
         keep=keep,
+        warm=warm,
         config_server=config_server,
         builtin_config_port=_whole(builtin_config_port, "-builtin-config-port"),
         init_version=_whole(init_version, "-init-version"),

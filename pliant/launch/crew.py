@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -30,10 +31,12 @@ from pliant.launch.events import (
     Terminate,
     Tick,
     TimedOut,
+    Warmed,
 )
+from pliant.launch.forker import Starter, WarmProcess, takes_warmth
 from pliant.launch.inbox import Inbox
 from pliant.launch.output import Console, LogFile, OutputReader, Stream, prefix
-from pliant.launch.plan import LaunchPlan, log_name, worker_environ
+from pliant.launch.plan import LaunchPlan, common_environ, log_name, worker_environ
 from pliant.launch.ports import listen_on
 from pliant.launch.supervisor import Supervisor
 
@@ -80,20 +83,22 @@ class Crew:
         self._guardian = processes.Guardian(self._mark, environ)
         self._output = OutputReader()
         self._consoles = {fd: Console(fd, coloured=_takes_colour(fd, environ)) for fd in (1, 2)}
+        self._starter = Starter(plan.command, None)
+        self._held: dict[Worker, tuple[Start, socket.socket]] = {}
+        """Those to be started once the warm process is up."""
         self._launched: dict[Worker, Launched] = {}
         self._views: dict[int, View] = {}
         self._code: int | None = None
 
     def run(self, deadline_s: float | None) -> int:
         """Work until the supervisor says that it is over; the exit code. Nothing of the job lives afterwards."""
-        with self._guardian:
+        with self._guardian, contextlib.ExitStack() as stack:
             self._output.start()
-            try:
-                with self._inbox.signals():
-                    while self._code is None:
-                        self._turn(deadline_s)
-            finally:
-                self._end_all()
+            self._warm_up(stack)
+            stack.callback(self._end_all)
+            with self._inbox.signals():
+                while self._code is None:
+                    self._turn(deadline_s)
         # Signals have their usual meaning again: a console that blocks can be left with Ctrl-C.
         self._output.finish()
         return self._code
@@ -107,6 +112,25 @@ class Crew:
                 for worker, launched in list(self._launched.items())
             },
         }
+
+    def _warm_up(self, stack: contextlib.ExitStack) -> None:
+        """Start the warm process, where the workers can come from one."""
+        options = self._plan.options
+        if not (options.watch and options.warm and takes_warmth(self._plan.command, self._environ.get("PATH"))):
+            return
+        environ = common_environ(self._plan, self._environ, self._mark)
+        try:
+            made = WarmProcess(environ, lambda: self._inbox.post(Warmed()), shown=self._plan.command[1:])
+            warm = stack.enter_context(made)
+        except OSError as error:
+            log.warning("no warm process (%s): workers are started without it", error.strerror)
+            return
+        self._guardian.watch(warm.pid)
+        shown = options.show_output
+        for name, descriptor, console in (("stdout", warm.stdout, 1), ("stderr", warm.stderr, 2)):
+            to = self._consoles[console]
+            self._output.add(Stream(descriptor, prefix("warm", name, None), to if shown else None, None))
+        self._starter = Starter(self._plan.command, warm)
 
     def _turn(self, deadline_s: float | None) -> None:
         """Wait for something to happen, and do what it takes."""
@@ -123,6 +147,10 @@ class Crew:
     def _handle(self, event: Event) -> None:
         for action in self._supervisor.handle(event, self._clock()):
             self._do(action)
+        if isinstance(event, Warmed):
+            held, self._held = self._held, {}
+            for start, listener in held.values():
+                self._launch(start, listener)
         if isinstance(event, Arrived):
             self._views[event.view.number] = event.view
             # Ports bound for a first view that the config server has overruled.
@@ -131,8 +159,8 @@ class Crew:
 
     def _do(self, action: Action) -> None:
         match action:
-            case Start(worker, view, slot):
-                self._start(worker, view, slot)
+            case Start():
+                self._start(action)
             case Terminate(worker):
                 self._signal(worker, signal.SIGTERM)
             case Kill(worker):
@@ -147,10 +175,23 @@ class Crew:
             case Finish(code):
                 self._code = code
 
-    def _start(self, worker: Worker, view: View, slot: int) -> None:
-        options = self._plan.options
+    def _start(self, start: Start) -> None:
+        """Start a worker, as soon as that can be done, on a port that is its own from now on."""
+        worker = start.worker
         try:
             listener = self._listeners.pop(worker.port, None) or listen_on(worker.host, worker.port)
+        except OSError as error:
+            self._fail_start(worker, error)
+            return
+        if self._starter.is_ready:
+            self._launch(start, listener)
+        else:
+            self._held[worker] = (start, listener)
+
+    def _launch(self, start: Start, listener: socket.socket) -> None:
+        worker, view, slot = start.worker, start.view, start.slot
+        options = self._plan.options
+        try:
             with listener:
                 spec = WorkerSpec(
                     worker=worker,
@@ -162,15 +203,18 @@ class Crew:
                     heartbeat_timeout_s=options.heartbeat_timeout_s,
                 )
                 environ = worker_environ(self._plan, self._environ, spec, slot=slot, mark=self._mark)
-                process = processes.start(self._plan.command, environ, listener)
+                process = self._starter.start(environ, listener)
         except OSError as error:
-            # Posted, not handled here: the actions that came with this one must be done first.
-            self._inbox.post(StartFailed(worker, f"{error.strerror or error}; give it a free port, or free resources"))
+            self._fail_start(worker, error)
             return
-        self._guardian.watch(process)
+        self._guardian.watch(process.pid)
         stdout, stderr = self._streams(worker, view, slot, process)
         self._launched[worker] = Launched(process, slot, stdout, stderr)
         self._inbox.watch(worker, process.pidfd)
+
+    def _fail_start(self, worker: Worker, error: OSError) -> None:
+        # Posted, not handled here: the actions that came with this one must be done first.
+        self._inbox.post(StartFailed(worker, f"{error.strerror or error}; give it a free port, or free resources"))
 
     def _streams(self, worker: Worker, view: View, slot: int, process: processes.Process) -> tuple[Stream, Stream]:
         options = self._plan.options
@@ -189,14 +233,17 @@ class Crew:
         return made[0], made[1]
 
     def _signal(self, worker: Worker, signum: int) -> None:
-        if worker in self._launched:
+        if worker in self._held:
+            self._held.pop(worker)[1].close()
+            self._inbox.post(Exited(worker, -signum))
+        elif worker in self._launched:
             self._launched[worker].process.signal(signum)
 
     def _reap(self, worker: Worker) -> Exited:
         process = self._launched[worker].process
         self._inbox.forget(process.pidfd)
         code = process.reap()
-        self._guardian.forget(process)
+        self._guardian.forget(process.pid)
         return Exited(worker, code)
 
     def _blame(self, worker: Worker, what: str) -> None:
@@ -214,6 +261,8 @@ class Crew:
 
     def _end_all(self) -> None:
         """Kill what still runs: only after an error of our own, since a job that is over has nothing left."""
+        for _, listener in self._held.values():
+            listener.close()
         for launched in self._launched.values():
             if launched.process.code is None:
                 launched.process.signal(signal.SIGKILL)

@@ -60,7 +60,12 @@ class Tick:
     """Time has passed."""
 
 
-Event = Arrived | Exited | StartFailed | Interrupted | TimedOut | Verdict | Tick
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """The warm process is up, or never will be."""
+
+
+Event = Arrived | Exited | StartFailed | Interrupted | TimedOut | Verdict | Tick | Warmed
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,8 @@ class RunOptions:
     """Follow the config server: start and stop workers as the view says."""
     keep: bool = False
     """In watch mode, stay after the local workers have finished."""
+    warm: bool = True
+    """In watch mode, fork the workers of a Python program from a process that has imported torch."""
     config_server: str = ""
     """URL of the config server to follow."""
     builtin_config_port: int = 0

@@ -148,6 +148,16 @@ def first_view(plan: LaunchPlan, ports: Mapping[str, Sequence[int]]) -> View:
     return View(max(0, plan.options.init_version), workers, plan.runners)
 
 
+def common_environ(plan: LaunchPlan, environ: Mapping[str, str], mark: str) -> dict[str, str]:
+    """What the environments of all workers of this host have in common: the runner's own, and which job it is."""
+    return {
+        "PYTHONUNBUFFERED": "1",
+        **environ,
+        "PLIANT_JOB_START": repr(plan.options.start_time_s),
+        MARK: mark,
+    }
+
+
 def worker_environ(
     plan: LaunchPlan,
     environ: Mapping[str, str],
@@ -156,15 +166,12 @@ def worker_environ(
     slot: int,
     mark: str,
 ) -> dict[str, str]:
-    """The whole environment of one worker: the runner's own, and who it is."""
+    """The whole environment of one worker: the common one, and who it is."""
     return {
-        "PYTHONUNBUFFERED": "1",
-        **environ,
+        **common_environ(plan, environ, mark),
         **spec.to_environ(),
         **device_environ(slot, plan.devices, allow_nvlink=plan.options.allow_nvlink),
         "PLIANT_LOCAL_RANK": str(slot),
-        "PLIANT_JOB_START": repr(plan.options.start_time_s),
-        MARK: mark,
     }
 
 

@@ -1,20 +1,21 @@
 """Worker processes: started, signalled, reaped, and never left behind.
 
 Each worker leads a session of its own, so that a signal reaches its children too and a Ctrl-C in the
-terminal reaches only the runner. Its life is tied to the runner's three times over: by the kernel (child.py), by the
-guardian, and by the sweep when the job ends.
+terminal reaches only the runner. Its life is tied to the runner's three times over: by the kernel (child.py; through
+the warm process where it was forked from that), by the guardian, and by the sweep when the job ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -31,18 +32,16 @@ def _script(path: str) -> list[str]:
 
 @dataclass
 class Process:
-    """A started worker. `pidfd` becomes readable when it ends."""
+    """A started worker, however it was started. `pidfd` becomes readable when it ends."""
 
-    popen: subprocess.Popen[bytes]
+    pid: int
     pidfd: int
     stdout: int
     """The reading end of its output; whoever started the worker closes it, and `stderr`."""
     stderr: int
+    wait: Callable[[], int]
+    """Reaps it, once it has ended: its exit code, or minus the signal."""
     code: int | None = None
-
-    @property
-    def pid(self) -> int:
-        return self.popen.pid
 
     def signal(self, signum: int) -> None:
         """Send `signum` to the worker and its children; nothing happens once it is reaped."""
@@ -55,9 +54,11 @@ class Process:
         They are killed before the worker is reaped: as long as it is a zombie, its number, which
         is the group's, cannot go to somebody else.
         """
-        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        ended = select.poll()
+        ended.register(self.pidfd, select.POLLIN)
+        ended.poll()
         guardian.kill_group(self.pid, signal.SIGKILL)
-        self.code = self.popen.wait()
+        self.code = self.wait()
         os.close(self.pidfd)
         return self.code
 
@@ -78,7 +79,7 @@ def start(command: Sequence[str], environ: Mapping[str, str], listener: socket.s
             pass_fds=() if listener is None else (listener.fileno(),),
             start_new_session=True,
         )
-        return Process(popen, _pidfd(popen), out_read, err_read)
+        return Process(popen.pid, _pidfd(popen), out_read, err_read, popen.wait)
     except OSError:
         os.close(out_read)
         os.close(err_read)
@@ -132,11 +133,11 @@ class Guardian:
         )
         return self
 
-    def watch(self, process: Process) -> None:
-        self._note(f"+{process.pid}\n")
+    def watch(self, group: int) -> None:
+        self._note(f"+{group}\n")
 
-    def forget(self, process: Process) -> None:
-        self._note(f"-{process.pid}\n")
+    def forget(self, group: int) -> None:
+        self._note(f"-{group}\n")
 
     def __exit__(self, *_: object) -> None:
         """End what is left of the job, then the guardian itself."""

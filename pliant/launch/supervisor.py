@@ -32,6 +32,7 @@ from pliant.launch.events import (
     Tick,
     TimedOut,
     Verdict,
+    Warmed,
 )
 
 VERDICT_WAIT_S = 5.0
@@ -119,7 +120,7 @@ class Supervisor:
                 return self._fail(f"the job was not done after -timeout {timeout}", TIMEOUT_EXIT, at_s)
             case Verdict(cause, code):
                 return self._judge(cause, code)
-            case Tick():
+            case Tick() | Warmed():
                 return []
 
     def _arrive(self, view: View) -> list[Action]:

@@ -193,7 +193,7 @@ def server() -> Iterator[ConfigServer]:
 
 def test_keep_stays_after_the_workers_have_finished(launcher: Launcher, server: ConfigServer) -> None:
     launcher.script("once.py", "import os, pathlib; pathlib.Path(f'up-{os.getpid()}').touch()")
-    runner = launcher.start("-q", "-w", "-k", "-config-server", server.url, "once.py")
+    runner = launcher.start("-q", "-w", "--no-warm", "-k", "-config-server", server.url, "once.py")
     up(launcher, 1)
     with ConfigClient(server.url) as client:
         client.resize(2)
@@ -204,7 +204,9 @@ def test_keep_stays_after_the_workers_have_finished(launcher: Launcher, server: 
 
 def test_a_runner_waits_to_be_added_and_leaves_when_removed(launcher: Launcher, server: ConfigServer) -> None:
     launcher.script("steps.py", STEPS)
-    runner = launcher.start("-w", "-self", "127.0.0.2", "-config-server", server.url, "-init-version", "-1", "steps.py")
+    runner = launcher.start(
+        "-w", "--no-warm", "-self", "127.0.0.2", "-config-server", server.url, "-init-version", "-1", "steps.py"
+    )
     assert any(b"waiting to be added" in line for line in runner.stderr)
     here, other = Worker("127.0.0.2", 10500), Worker("127.0.0.1", 10500)
     runners = (Worker("127.0.0.1", 38080), Worker("127.0.0.2", 38080))
@@ -222,8 +224,8 @@ def test_a_runner_waits_to_be_added_and_leaves_when_removed(launcher: Launcher, 
 
 def test_two_watching_hosts_share_the_heads_server(launcher: Launcher, pair: Pair) -> None:
     launcher.script("steps.py", STEPS)
-    head = pair.start("127.0.0.1", "-w", "-np", 2, "steps.py")
-    other = pair.start("127.0.0.2", "-w", "-np", 2, "steps.py")
+    head = pair.start("127.0.0.1", "-w", "--no-warm", "-np", 2, "steps.py")
+    other = pair.start("127.0.0.2", "-w", "--no-warm", "-np", 2, "steps.py")
     with ConfigClient(url_of(head)) as client:
         up(launcher, 2)
         client.resize(4)

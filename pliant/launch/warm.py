@@ -1,0 +1,157 @@
+"""The warm process: has imported torch once, and forks a worker from itself for each request.
+
+Started by the runner as a script with a socket as its stdin (`forker` is the other end). It
+imports and forks, and starts no thread and no CUDA context, which a fork would not survive. A forked worker finds
+itself as if it had been started by `python FILE` or `python -m MODULE`: own session, own output, `__main__`, `sys.argv`,
+and the interpreter's own way out (exit codes, tracebacks, atexit).
+
+Only the standard library here, so that a program without torch, or with a broken one, is no trouble of ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import importlib.machinery
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import types
+
+IMPORTS = ("numpy", "torch", "pliant.train.job")
+"""What workers would each spend seconds on; what is not there is left out."""
+MAX_REQUEST_BYTES = 1 << 20
+NUM_DESCRIPTORS = 3
+"""A worker's stdout, its stderr, and the socket that it listens on, if any."""
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies; exit at once if it is dead already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def warm_up() -> None:
+    """Import what takes long, and keep the collector from touching (and so copying) its memory in every worker."""
+    for name in IMPORTS:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def serve(requests: socket.socket) -> list[str] | None:
+    """Fork and reap as told. Returns in a worker, with its argv; in the warm process, None once the runner is gone."""
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, NUM_DESCRIPTORS)
+        if not message:
+            return None
+        request = json.loads(message)
+        if "reap" in request:
+            # Not reaped before the runner says so: as long as it is a zombie, nobody else gets its number.
+            _, status = os.waitpid(request["reap"], 0)
+            requests.send(json.dumps({"code": os.waitstatus_to_exitcode(status)}).encode())
+            continue
+        parent = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            requests.send(json.dumps({"error": error.strerror}).encode())
+        else:
+            if pid == 0:
+                # The worker itself answers, and only once signals to its group would reach it.
+                os.setsid()
+                die_with(parent)
+                requests.send(json.dumps({"pid": os.getpid()}).encode())
+                requests.close()
+                _settle(request["environ"], descriptors)
+                return [str(word) for word in request["argv"]]
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _settle(environ: dict[str, str], descriptors: list[int]) -> None:
+    """Make the fork a worker: its output, its environment, its own random numbers."""
+    stdout, stderr, *listener = descriptors
+    null = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, standard in ((null, 0), (stdout, 1), (stderr, 2)):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    os.environ.update(environ)
+    for descriptor in listener:
+        os.set_inheritable(descriptor, True)
+        os.environ["PLIANT_LISTEN_FD"] = str(descriptor)
+    if "numpy.random" in sys.modules:
+        # Unlike `random`, it would go on with the numbers of the warm process, the same in all workers.
+        sys.modules["numpy.random"].seed()
+
+
+def run_program(argv: list[str]) -> None:
+    """Run `FILE args...` or `-m MODULE args...` as the main program."""
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    main.__annotations__ = {}
+    sys.modules["__main__"] = main
+    if argv[0] == "-m":
+        sys.argv = ["-m", *argv[2:]]
+        sys.path.insert(0, os.getcwd())
+        runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]  # what `python -m` calls
+        return
+    path = argv[0]
+    sys.argv = argv
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    main.__file__ = os.path.abspath(path)
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", main.__file__)
+    main.__dict__["__cached__"] = None
+    try:
+        with io.open_code(main.__file__) as file:
+            source = file.read()
+    except OSError as error:
+        sys.exit(f"{sys.executable}: can't open file {main.__file__!r}: [Errno {error.errno}] {error.strerror}")
+    exec(compile(source, main.__file__, "exec", dont_inherit=True), main.__dict__)
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Let the traceback of `error` begin in the user's program, whoever prints it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    shown = trace
+    hook = sys.excepthook
+
+    def show(kind: type[BaseException], value: BaseException, _: types.TracebackType | None) -> None:
+        hook(kind, value.with_traceback(shown), shown)
+
+    sys.excepthook = show
+
+
+def main() -> None:
+    """Be the warm process, and, in its forks, the program."""
+    die_with(int(sys.argv[1]))
+    del sys.path[0]  # our own folder, where no program shall look
+    with socket.socket(fileno=os.dup(0)) as requests:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        warm_up()
+        requests.send(b"{}")
+        argv = serve(requests)
+    if argv is None:
+        os._exit(0)  # whatever the imports would do at exit is the workers' business
+    try:
+        run_program(argv)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        hide_own_frames(error)
+        raise
+
+
+if __name__ == "__main__":
+    main()
