@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import os
@@ -9,10 +10,11 @@ import signal
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
-from pliant.cluster import PortRange, View, parse_hosts
+from pliant.cluster import PortRange, View, Worker, check_host, parse_hosts
 from pliant.elastic.membership import NO_LIMITS, Limits
 from pliant.errors import ConfigError
 
@@ -78,9 +80,30 @@ def _serve(config: ServerConfig, ttl_s: float) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: server.stop())
         print(f"config server at {server.url}, version {server.wanted.version}", flush=True)
+        if everywhere := _everywhere(config.host, server.url):
+            print(everywhere, flush=True)
         if not config.token:
             print("no token: whoever reaches this port can change the cluster; see --token-file", flush=True)
         server.wait(ttl_s or None)
+
+
+def _everywhere(host: str, url: str) -> str:
+    """What to say about a server that listens on every address: the URL above is only good on this machine."""
+    from pliant.launch.addresses import interfaces
+
+    try:
+        asked = ipaddress.ip_address(check_host(host))
+    except ValueError:
+        return ""
+    if not asked.is_unspecified:
+        return ""
+    here = urlsplit(url)
+    # `::` takes IPv4 as well, 0.0.0.0 nothing else.
+    found = [ipaddress.ip_address(address) for addresses in interfaces().values() for address in addresses]
+    others = [Worker(str(a), here.port or 0) for a in found if not a.is_loopback and a.version <= asked.version]
+    reached = " or ".join(f"{here.scheme}://{other}{here.path}" for other in others)
+    listening = f"listening on all addresses of this machine ({Worker(str(asked), here.port or 0)})"
+    return f"{listening}; other hosts use {reached}" if reached else f"{listening}, of which other hosts can reach none"
 
 
 def _whole(text: str, flag: str) -> int:

@@ -13,7 +13,7 @@ import typer
 
 from pliant.errors import ConfigError, PliantError
 
-COMMANDS = ("run", "config_server", "lab", "bench")
+COMMANDS = ("run", "resize", "config_server", "lab", "bench")
 
 
 def build() -> typer.Typer:

@@ -18,6 +18,7 @@ import pytest
 from pliant.cli.main import main
 from pliant.cluster import View, Worker
 from pliant.elastic.membership import Wanted
+from pliant.elastic.roll import Roll
 from pliant.elastic.server import ConfigClient
 from pliant.errors import ClusterCleared, ConfigError
 
@@ -38,7 +39,7 @@ class Program:
 @contextmanager
 def started(*flags: str, env: Mapping[str, str] | None = None) -> Iterator[Program]:
     """The program with `flags` on a free port, from when it has said its address until the block ends."""
-    command = [*PROGRAM, "-host", "127.0.0.1", "-port", "0", *flags]
+    command = [*PROGRAM, "-port", "0", *(() if "-host" in flags else ("-host", "127.0.0.1")), *flags]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=None if env is None else dict(env)
     ) as process:
@@ -71,17 +72,24 @@ def test_kill_9_and_a_restart_forget_nothing(tmp_path: Path) -> None:
     state = str(tmp_path / "state")
     with started("--state", state) as program, ConfigClient(program.url) as client:
         client.put(TWO)
-        view = client.resize(5)
+        client.ready(A0)
+        client.ready(A1)
+        roll = client.lost(A1, "killed by SIGKILL")
+        view = client.resize(2)
         program.process.kill()
         assert program.process.wait(30) == -signal.SIGKILL
     with started("--state", state) as program, ConfigClient(program.url) as client:
-        assert client.state() == Wanted(2, view)
-        client.clear(expected=2)
+        assert client.state() == Wanted(3, view)
+        assert client.roll() == roll == Roll(2, (A0,), urgent=2, wanted=2)
+        assert client.ready(A1).members == (A0, A1), "that A0 was ready has not been forgotten"
+        client.clear(expected=3)
         program.process.kill()
     with started("--state", state) as program, ConfigClient(program.url) as client:
         with pytest.raises(ClusterCleared):
             client.put(TWO)
-        assert client.reset() == 4
+        assert client.roll() == Roll(4, (), urgent=2, over=True, wanted=4)
+        assert client.reset() == 5
+        assert client.roll() == Roll(4, (), urgent=2, wanted=5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
@@ -104,6 +112,20 @@ def test_kungfus_flags_and_stop(tmp_path: Path) -> None:
             client.resize(3)
         httpx.post(str(client.url.copy_with(path="/stop")), trust_env=False)
         assert program.process.wait(30) == 0
+
+
+def test_it_says_where_others_reach_it_if_it_listens_everywhere() -> None:
+    with started("-host", "0.0.0.0") as program:
+        assert program.url.startswith("http://127.0.0.1:")
+        assert program.process.stdout is not None
+        line = program.process.stdout.readline()
+        assert line.startswith("listening on all addresses of this machine (0.0.0.0:")
+        for url in re.findall(r"http://\S+", line):
+            with ConfigClient(url) as client:
+                assert client.get() is None
+    with started() as program:
+        assert program.process.stdout is not None
+        assert program.process.stdout.readline().startswith("no token")
 
 
 def test_it_stops_when_its_time_is_over() -> None:

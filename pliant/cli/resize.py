@@ -1,0 +1,137 @@
+"""The `pliant resize` command: asks a running job for another number of workers, and waits until it has them."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pliant.errors import ConfigError, LaunchError, ServerUnavailable
+from pliant.launch.duration import format_duration, parse_duration
+from pliant.launch.registry import START_ONE, choose, running_jobs
+
+if TYPE_CHECKING:
+    from pliant.cluster import View
+    from pliant.elastic.client import ConfigClient
+    from pliant.elastic.roll import Roll
+
+RETRY_S = 0.2
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    # Otherwise -1 would be an unknown option, with a page of usage.
+    app.command("resize", context_settings={"ignore_unknown_options": True})(resize)
+
+
+# Numbers are taken as text and read here: click would answer a wrong one with a page of usage.
+def resize(
+    size: Annotated[str, typer.Argument(metavar="N", show_default=False, help="Workers to have; 0 ends the job.")],
+    config_server: Annotated[
+        str,
+        typer.Option(
+            "-config-server",
+            "--config-server",
+            metavar="URL",
+            help="The job's config server; default: PLIANT_CONFIG_SERVER, or that of your job on this machine.",
+        ),
+    ] = "",
+    job: Annotated[str, typer.Option("--job", metavar="ID", help="Which of several running jobs.")] = "",
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Return only when the job runs on N workers.")] = True,
+    timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="How long to wait.")] = "60s",
+) -> None:
+    """Give the running job N workers; its result stays the same."""
+    from pliant.elastic.client import ConfigClient
+
+    num_workers = _size(size)
+    timeout_s = parse_duration(timeout, "--timeout")
+    url, token = _server(config_server, job)
+    begun_s = time.monotonic()
+    with ConfigClient(url, token) as client:
+        view = _wish(client, num_workers)
+        if not wait:
+            return
+        _await(client, view, num_workers, begun_s + timeout_s, timeout)
+    took = f"{time.monotonic() - begun_s:.2f}s"
+    if num_workers == 0:
+        print(f"the job has ended after {took}")
+    else:
+        print(f"the job runs on {_workers(num_workers)} after {took}")
+
+
+def _server(url: str, job: str) -> tuple[str, str]:
+    """The address of the config server, and what it asks for."""
+    if url and job:
+        raise ConfigError(f"--config-server {url} and --job {job} both name a job: give one of them")
+    token = os.environ.get("PLIANT_TOKEN", "")
+    url = url or ("" if job else os.environ.get("PLIANT_CONFIG_SERVER", ""))
+    if url:
+        return url, token
+    found = choose(running_jobs(), job)
+    return found.config_server, found.token or token
+
+
+def _wish(client: ConfigClient, num_workers: int) -> View:
+    """Ask for `num_workers`; the view that the server made of it."""
+    try:
+        before = client.state().view
+        if before is None:
+            raise ConfigError(f"no job runs at {client.url}: no view is set there; {START_ONE}")
+        view = client.resize(num_workers)
+    except ServerUnavailable as error:
+        raise ConfigError(str(error)) from None
+    print(f"resize {before.size} -> {view.size} (version {view.number})", flush=True)
+    return view
+
+
+def _await(client: ConfigClient, view: View, num_workers: int, deadline_s: float, timeout: str) -> None:
+    """Until the roll has `num_workers` members.
+
+    Raises:
+        LaunchError: the job ended first, or `deadline_s` has passed.
+    """
+    roll: Roll | None = None
+    while True:
+        left_s = deadline_s - time.monotonic()
+        try:
+            roll = client.roll() if roll is None else client.wait_roll(roll.number, max(0.0, left_s))
+        except ServerUnavailable:
+            if num_workers == 0:
+                return  # the server was a part of the job, and has ended with it
+            if left_s <= 0:
+                raise
+            time.sleep(min(RETRY_S, left_s))
+            continue
+        if roll.over:
+            if num_workers > 0:
+                raise LaunchError(f"the job ended before it ran on {_workers(num_workers)}")
+            return
+        if len(roll.members) == num_workers:
+            return
+        if left_s <= 0:
+            raise LaunchError(_still_waiting(view, roll, timeout))
+
+
+def _still_waiting(view: View, roll: Roll, timeout: str) -> str:
+    from pliant.elastic.roll import missing
+
+    late = missing(view, roll)
+    names = ", ".join(map(str, late[:4])) + (f" and {len(late) - 4} more" if len(late) > 4 else "")
+    why = f"{names} not ready" if late else f"the job runs on {_workers(len(roll.members))}"
+    hint = "" if roll.number else "; no worker has ever been ready: does the program call pliant.join()?"
+    said = format_duration(parse_duration(timeout))
+    return (
+        f"still waiting after {said}: {why}{hint}; the wish (version {view.number}) stands, --no-wait returns at once"
+    )
+
+
+def _size(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or len(text) > 9:
+        raise ConfigError(f"{text!r} is not a number of workers: use 0 (ends the job) or more, as in `pliant resize 2`")
+    return int(text)
+
+
+def _workers(count: int) -> str:
+    return "1 worker" if count == 1 else f"{count} workers"
