@@ -1,0 +1,527 @@
+"""Replicas that share a worker get the batches of a process of their own, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from pliant.errors import ConfigError, TrainError, Unsliceable
+from pliant.train import rng
+from pliant.train.data import Feeder, Stream, batches, num_batches, samples_used
+from pliant.train.loader_options import LoaderOptions, describe
+
+pytestmark = pytest.mark.timeout(60)
+LENGTH = 26
+EPOCHS = 2
+
+
+@pytest.fixture(autouse=True)
+def _own_generators() -> Iterator[None]:
+    torch.set_num_threads(1)
+    before = rng.capture()
+    yield
+    rng.restore(before)
+
+
+class Augmented(Dataset[torch.Tensor]):
+    """Every sample depends on all three generators and on the loader worker that makes it."""
+
+    def __init__(self, length: int = LENGTH) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        info = get_worker_info()
+        who = [-1, -1, -1] if info is None else [info.id, info.num_workers, info.seed % 2**20]
+        chance = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(()).item()]
+        return torch.tensor([index, *who, *chance], dtype=torch.float64)
+
+
+def draw_in_init(worker: int) -> None:
+    random.random(), np.random.randn(worker + 1), torch.rand(worker)
+
+
+def world(replica: int) -> rng.RngState:
+    """The generators of a replica's process when its program begins."""
+    random.seed(replica), np.random.seed(100 + replica), torch.manual_seed(200 + replica)
+    return rng.capture()
+
+
+Batches = dict[int, list[torch.Tensor]]
+
+
+@dataclass
+class Replicas:
+    """What each replica has got, and the generators it has left."""
+
+    got: Batches
+    worlds: dict[int, rng.RngState]
+
+    def assert_equal(self, other: Replicas) -> None:
+        assert self.got.keys() == other.got.keys()
+        for replica, mine in self.got.items():
+            assert len(mine) == len(other.got[replica]), f"replica {replica}"
+            for number, (ours, theirs) in enumerate(zip(mine, other.got[replica], strict=True)):
+                assert torch.equal(ours, theirs), f"replica {replica}, batch {number}"
+        assert self.worlds == other.worlds, "another number of draws in the training process"
+
+    @classmethod
+    def of(cls, num_replicas: int) -> Replicas:
+        return cls({v: [] for v in range(num_replicas)}, {v: world(v) for v in range(num_replicas)})
+
+
+def stock(num_replicas: int, options: LoaderOptions, dataset: Dataset[Any] | None = None) -> Replicas:
+    """What `DataLoader` with `DistributedSampler` gives to each rank, in generators of its own."""
+    told = Replicas.of(num_replicas)
+    for rank in range(num_replicas):
+        rng.restore(told.worlds[rank])
+        data = dataset or Augmented()
+        sampler = DistributedSampler(data, num_replicas, rank, options.shuffle, options.seed, options.sampler_drop_last)
+        generator = None if options.generator is None else options.generator.clone_state()
+        loader = DataLoader(
+            data,
+            options.batch_size,
+            sampler=sampler,
+            drop_last=options.drop_last,
+            num_workers=options.num_workers,
+            worker_init_fn=options.worker_init_fn,
+            persistent_workers=options.persistent_workers,
+            generator=generator,
+        )
+        for epoch in range(EPOCHS):
+            sampler.set_epoch(epoch)
+            for batch in loader:
+                told.got[rank].append(batch.clone())
+                torch.rand(1), np.random.rand(), random.random()  # the model draws, too
+        told.worlds[rank] = rng.capture()
+    return told
+
+
+def take(feeder: Feeder, replica: int, told: Replicas) -> None:
+    rng.restore(told.worlds[replica])
+    try:
+        told.got[replica].append(feeder.next(replica).clone())
+        torch.rand(1), np.random.rand(), random.random()
+    finally:
+        told.worlds[replica] = rng.capture()
+
+
+def ours(num_replicas: int, options: LoaderOptions, hosts: int = 1) -> Replicas:
+    """The same from `hosts` feeders, with replicas dealt to them in blocks."""
+    told = Replicas.of(num_replicas)
+    streams = dict.fromkeys(range(num_replicas), Stream())
+    feeders = [Feeder(Augmented(), options, num_replicas) for _ in range(hosts)]
+    try:
+        for _ in range(EPOCHS):
+            for host, feeder in enumerate(feeders):
+                mine = [v for v in streams if v * hosts // num_replicas == host]
+                feeder.host({v: streams[v] for v in mine})
+                while feeder.remaining(mine[0]):
+                    for replica in mine:
+                        take(feeder, replica, told)
+                with pytest.raises(StopIteration):
+                    feeder.next(mine[0])
+                assert len(feeder.pids) == options.num_workers
+                streams |= {v: feeder.stream(v).next_epoch(options) for v in mine}
+    finally:
+        for feeder in feeders:
+            feeder.close()
+    return told
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("num_replicas", "options"),
+    [
+        (1, LoaderOptions(batch_size=4)),
+        (3, LoaderOptions(batch_size=4, shuffle=False)),
+        (4, LoaderOptions(batch_size=3, seed=7, drop_last=True)),
+        (6, LoaderOptions(batch_size=2, sampler_drop_last=True)),
+        (1, LoaderOptions(batch_size=3, num_workers=2)),
+        (3, LoaderOptions(batch_size=2, num_workers=2, persistent_workers=True, worker_init_fn=draw_in_init)),
+        (4, LoaderOptions(batch_size=2, num_workers=3, seed=3, worker_init_fn=draw_in_init)),
+        (6, LoaderOptions(batch_size=2, num_workers=2, drop_last=True, sampler_drop_last=True, prefetch_factor=4)),
+        (4, LoaderOptions(batch_size=2, num_workers=3, persistent_workers=True, shuffle=False, drop_last=True)),
+        (2, LoaderOptions(batch_size=5, num_workers=2, generator=torch.Generator().manual_seed(5))),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else f"W{value.num_workers}",
+)
+def test_replicas_get_the_batches_of_processes_of_their_own(
+    num_replicas: int, options: LoaderOptions, no_leaks: None
+) -> None:
+    oracle = stock(num_replicas, options)
+    ours(num_replicas, options, hosts=1).assert_equal(oracle)
+    if num_replicas == 3:
+        ours(num_replicas, options, hosts=2).assert_equal(oracle)
+
+
+SHARED = LoaderOptions(batch_size=2, num_workers=2)
+
+
+@pytest.fixture(scope="module")
+def shared_oracle() -> Replicas:
+    before = rng.capture()
+    told = stock(4, SHARED)
+    rng.restore(before)
+    return told
+
+
+def carried(streams: Mapping[int, Stream], num_workers: int) -> dict[int, Stream]:
+    """As they arrive at another worker."""
+    arrived = {}
+    for replica, stream in streams.items():
+        data = stream.to_bytes(num_workers)
+        assert len(data) == Stream.size(num_workers)
+        arrived[replica] = Stream.from_bytes(data)
+    return arrived
+
+
+def moving(options: LoaderOptions, meddle: Callable[[Stream], Stream] = lambda stream: stream) -> Replicas:
+    """Four replicas, dealt anew to two feeders before every step; and each third step is done twice."""
+    told = Replicas.of(4)
+    streams = dict.fromkeys(range(4), Stream())
+    chance = random.Random(1)
+    with Feeder(Augmented(), options, 4) as one, Feeder(Augmented(), options, 4) as two:
+        for step in range(EPOCHS * num_batches(LENGTH, 4, options)):
+            homes = {v: chance.choice((one, two)) for v in streams}
+            for attempt in range(2 if step % 3 == 2 else 1):
+                for feeder in (one, two):
+                    feeder.host({v: meddle(streams[v]) for v in homes if homes[v] is feeder})
+                before = dict(told.worlds), {v: list(got) for v, got in told.got.items()}
+                for replica, feeder in homes.items():
+                    take(feeder, replica, told)
+                if attempt == 0 and step % 3 == 2:
+                    told.worlds, told.got = before
+            streams = carried({v: feeder.stream(v) for v, feeder in homes.items()}, options.num_workers)
+            if homes[0].remaining(0) == 0:
+                streams = {v: stream.next_epoch(options) for v, stream in streams.items()}
+    return told
+
+
+@pytest.mark.processes
+def test_moving_and_redoing_change_no_bit(shared_oracle: Replicas, no_leaks: None) -> None:
+    moving(SHARED).assert_equal(shared_oracle)
+
+
+@pytest.mark.processes
+def test_moving_without_loader_processes_changes_no_bit() -> None:
+    options = replace(SHARED, num_workers=0)
+    moving(options).assert_equal(stock(4, options))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "meddle",
+    [
+        lambda stream: replace(stream, workers=()),
+        lambda stream: replace(stream, base_seed=None if stream.base_seed is None else stream.base_seed ^ 1),
+    ],
+    ids=["without the loader workers' states", "with another base seed"],
+)
+def test_half_a_stream_changes_the_bits(meddle: Callable[[Stream], Stream], shared_oracle: Replicas) -> None:
+    with pytest.raises(AssertionError, match="replica"):
+        moving(SHARED, meddle).assert_equal(shared_oracle)
+
+
+@pytest.mark.processes
+def test_loader_workers_without_a_state_of_their_own_change_the_bits(
+    shared_oracle: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, switch = os.getpid(), rng.restore
+    monkeypatch.setattr(rng, "restore", lambda state: switch(state) if os.getpid() == here else None)
+    with pytest.raises(AssertionError, match="replica"):
+        ours(4, SHARED).assert_equal(shared_oracle)
+    monkeypatch.undo()
+    ours(4, SHARED).assert_equal(shared_oracle)
+
+
+@pytest.mark.processes
+def test_batches_are_pinned_on_their_way(
+    shared_oracle: Replicas, monkeypatch: pytest.MonkeyPatch, no_leaks: None
+) -> None:
+    """The path of a batch through the pinning thread; only the copy itself needs a GPU."""
+    pinned = []
+    monkeypatch.setattr("pliant.train.pool.pin_memory", lambda data: pinned.append(len(data)) or data)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    ours(4, replace(SHARED, pin_memory=True)).assert_equal(shared_oracle)
+    assert len(pinned) == sum(map(len, shared_oracle.got.values()))
+
+
+@pytest.mark.processes
+def test_a_redo_keeps_what_was_prefetched(tmp_path: Path) -> None:
+    log = tmp_path / "loads"
+    with Feeder(Logged(log), LoaderOptions(batch_size=1, shuffle=False, num_workers=2), 1) as feeder:
+        feeder.host({0: Stream()})
+        first = feeder.next(0)
+        before = feeder.stream(0)
+        second = feeder.next(0)
+        feeder.host({0: before})
+        assert torch.equal(feeder.next(0), second)
+        third = feeder.next(0)
+    loads = sorted(map(int, log.read_text().split()))
+    assert loads.count(0) == loads.count(2) == 1, "batch 2 was prefetched and fits"
+    assert loads.count(1) == 2, "batch 1 was done again"
+    assert [first.item(), second.item(), third.item()] == [0, 1, 2]
+
+
+class Logged(Augmented):
+    def __init__(self, log: Path) -> None:
+        super().__init__(6)
+        self.log = log
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with self.log.open("a") as file:
+            file.write(f"{index}\n")
+        return torch.tensor(index)
+
+
+class Faulty(Augmented):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 2:
+            raise ZeroDivisionError("sample 2 is bad")
+        if index == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor(index)
+
+
+@pytest.mark.processes
+def test_errors_of_the_dataset_keep_their_type_and_dead_processes_are_named(no_leaks: None) -> None:
+    with Feeder(Faulty(8), LoaderOptions(batch_size=1, shuffle=False, num_workers=1, prefetch_factor=1), 1) as feeder:
+        feeder.host({0: Stream()})
+        assert [feeder.next(0).item() for _ in range(2)] == [0, 1]
+        with pytest.raises(ZeroDivisionError, match=r"loader process 0(.|\n)*Traceback(.|\n)*sample 2 is bad"):
+            feeder.next(0)
+        assert feeder.next(0).item() == 3, "the next batch is not affected"
+        with pytest.raises(TrainError, match=rf"loader process 0 \(pid {feeder.pids[0]}\) was killed by SIGKILL"):
+            feeder.next(0)
+
+
+class Waiting(Augmented):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        signal.pause()
+        return torch.tensor(index)
+
+
+@pytest.mark.processes
+def test_a_silent_dataset_is_reported_and_ended(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pliant.train.pool._GRACE_S", 0.1)
+    with Feeder(Waiting(), LoaderOptions(num_workers=1, timeout_s=0.2), 1) as feeder:
+        feeder.host({0: Stream()})
+        with pytest.raises(TrainError, match=r"gave no batch in timeout_s=0\.2"):
+            feeder.next(0)
+        (pid,) = feeder.pids
+    assert not Path(f"/proc/{pid}").exists()
+
+
+class Told(Augmented):
+    """Says who may signal the process that loads it."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        handlers = [signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)]
+        return torch.tensor([handlers == [signal.SIG_DFL, signal.SIG_IGN], os.getpid()])
+
+
+@pytest.mark.processes
+def test_loader_processes_leave_with_their_parent_and_do_not_run_its_handlers(no_leaks: None) -> None:
+    reader, writer = os.pipe()
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(3))
+    pid = os.fork()
+    if pid == 0:
+        try:
+            feeder = Feeder(Told(), LoaderOptions(num_workers=2), 1)
+            feeder.host({0: Stream()})
+            os.write(writer, json.dumps([feeder.next(0)[0].tolist() for _ in range(2)]).encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.close(writer)
+    answers = json.loads(os.read(reader, 100))
+    os.close(reader)
+    assert [as_expected for as_expected, _ in answers] == [1, 1]
+    pids = [loader for _, loader in answers]
+    assert len({*pids, pid}) == 3
+    watches = [os.pidfd_open(loader) for loader in pids]
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    for watch in watches:
+        assert select.select([watch], [], [], 10)[0], "a loader process outlives its parent"
+        os.close(watch)
+
+
+class Changing(Augmented):
+    stage = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.stage)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_dataset_is_seen_as_it_is_at_the_start_of_the_epoch(persistent: bool) -> None:
+    dataset = Changing(2)
+    options = LoaderOptions(num_workers=1, persistent_workers=persistent)
+    with Feeder(dataset, options, 1) as feeder:
+        stages, stream = [], Stream()
+        for epoch in range(2):
+            dataset.stage = epoch
+            feeder.host({0: stream})
+            stages += [feeder.next(0).item() for _ in range(2)]
+            stream = feeder.stream(0).next_epoch(options)
+    assert stages == ([0, 0, 0, 0] if persistent else [0, 0, 1, 1])
+
+
+@given(
+    length=st.integers(0, 40),
+    num_replicas=st.integers(1, 7),
+    epoch=st.integers(0, 3),
+    shuffle=st.booleans(),
+    drop_last=st.booleans(),
+    sampler_drop_last=st.booleans(),
+    batch_size=st.integers(1, 5),
+)
+def test_batches_are_those_of_torch(
+    length: int, num_replicas: int, epoch: int, shuffle: bool, drop_last: bool, sampler_drop_last: bool, batch_size: int
+) -> None:
+    options = LoaderOptions(
+        batch_size=batch_size, shuffle=shuffle, seed=5, drop_last=drop_last, sampler_drop_last=sampler_drop_last
+    )
+    for replica in range(num_replicas):
+        sampler = DistributedSampler(range(length), num_replicas, replica, shuffle, 5, sampler_drop_last)  # type: ignore[arg-type]
+        sampler.set_epoch(epoch)
+        theirs = list(BatchSampler(sampler, batch_size, drop_last))
+        assert batches(length, num_replicas, replica, epoch, options) == theirs
+        assert num_batches(length, num_replicas, options) == len(theirs)
+
+
+@given(length=st.integers(1, 60), before=st.integers(1, 5), after=st.integers(1, 5), steps=st.integers(0, 30))
+def test_an_epoch_that_is_dealt_anew_uses_every_sample_once(length: int, before: int, after: int, steps: int) -> None:
+    options = LoaderOptions(batch_size=2)
+    steps = min(steps, num_batches(length, before, options))
+    used = samples_used(length, before, Stream(batch=steps), options)
+    first = [batch for v in range(before) for batch in batches(length, before, v, 0, options)[:steps]]
+    rest = [batch for v in range(after) for batch in batches(length, after, v, 0, options, used)]
+    assert set().union(*first, *rest) == set(range(length))
+    repeated = sum(map(len, first + rest)) - length
+    assert repeated < before + after, "only to give every replica as many"
+
+
+def test_states_travel_as_bytes_of_one_size() -> None:
+    np.random.randn(), random.gauss(0, 1), torch.randn(3)
+    state = rng.capture()
+    drawn = (random.gauss(0, 1), np.random.randn(), torch.randn(3).tolist(), np.random.rand(700).tolist())
+    assert rng.capture() != state
+    rng.restore(rng.RngState.from_bytes(state.to_bytes()))
+    assert drawn == (random.gauss(0, 1), np.random.randn(), torch.randn(3).tolist(), np.random.rand(700).tolist())
+    assert len(state.to_bytes()) == rng.SIZE
+    with pytest.raises(ConfigError, match="no random state"):
+        rng.RngState.from_bytes(b"short")
+    stream = Stream(3, 4, 5, 2**63 - 1, (state.to_bytes(), None))
+    assert Stream.from_bytes(stream.to_bytes(2)) == stream
+    assert len(Stream().to_bytes(2)) == len(stream.to_bytes(2))
+    with pytest.raises(ConfigError, match="no stream"):
+        Stream.from_bytes(b"short")
+
+
+def test_numpy_is_switched_without_its_private_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    np.random.randn()
+    state = rng.capture()
+    drawn = np.random.randn(5).tolist()
+    monkeypatch.setattr(rng._numpy(), "_spare", None)
+    rng.restore(state)
+    assert rng.capture() == state
+    assert np.random.randn(5).tolist() == drawn
+
+
+def test_a_loader_is_described_by_its_own_settings() -> None:
+    data = Augmented()
+    dataset, options = describe(DataLoader(data, 8, shuffle=True, drop_last=True, num_workers=2), seed=4)
+    assert dataset is data
+    assert (options.batch_size, options.shuffle, options.seed, options.drop_last) == (8, True, 4, True)
+    assert (options.num_workers, options.prefetch_factor) == (2, 2)
+    assert not describe(DataLoader(data))[1].shuffle
+    sampler = DistributedSampler(data, 4, 1, shuffle=False, seed=9, drop_last=True)
+    options = describe(DataLoader(data, sampler=sampler))[1]
+    assert (options.shuffle, options.seed, options.sampler_drop_last) == (False, 9, True)
+    assert describe(data, batch_size=3)[1] == LoaderOptions(batch_size=3)
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+class OwnSampler(RandomSampler):
+    pass
+
+
+DATA = Augmented()
+
+
+@pytest.mark.parametrize(
+    ("source", "overrides", "error", "says"),
+    [
+        (Endless(), {}, Unsliceable, "map-style"),
+        (DataLoader(Endless()), {}, Unsliceable, "map-style"),
+        (DataLoader(DATA, batch_size=None), {}, Unsliceable, "batch_size=None"),
+        (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * LENGTH, 3)), {}, Unsliceable, "WeightedRandomSampler"),
+        (DataLoader(DATA, sampler=OwnSampler(DATA)), {}, Unsliceable, "OwnSampler"),
+        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), {}, Unsliceable, "replacement=True"),
+        (DataLoader(DATA, batch_sampler=[[0, 1]]), {}, Unsliceable, "batch_sampler list"),
+        (DataLoader(DATA, num_workers=1, in_order=False), {}, Unsliceable, "in_order"),
+        (DataLoader(DATA, batch_size=4), {"batch_size": 8}, ConfigError, "batch_size given beside a DataLoader"),
+        (DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)), {"seed": 1}, ConfigError, "seed given beside"),
+        (DATA, {"sampler": [0]}, Unsliceable, "sampler="),
+        (DATA, {"batchsize": 8}, ConfigError, "unknown loader settings batchsize: known are batch_size"),
+        (DATA, {"batch_size": 0}, ConfigError, "batch_size=0"),
+        (DATA, {"batch_size": True}, ConfigError, "batch_size=True"),
+        (DATA, {"num_workers": -1}, ConfigError, "num_workers=-1"),
+        (DATA, {"prefetch_factor": 2}, ConfigError, "set num_workers"),
+        (DATA, {"persistent_workers": True}, ConfigError, "set num_workers"),
+        (DATA, {"num_workers": 1, "multiprocessing_context": "twin"}, ConfigError, "choose from"),
+        (object(), {}, ConfigError, "map-style"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_dealt_is_refused(
+    source: Any, overrides: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        describe(source, **overrides)
+
+
+def test_replicas_elsewhere_and_in_other_epochs_are_refused() -> None:
+    with Feeder(DATA, LoaderOptions(), 2) as feeder:
+        feeder.host({1: Stream()})
+        with pytest.raises(TrainError, match=r"replica 0 is not hosted here \(hosted: 1\)"):
+            feeder.next(0)
+        with pytest.raises(TrainError, match="different epochs"):
+            feeder.host({0: Stream(), 1: Stream(epoch=1)})
