@@ -1,0 +1,289 @@
+"""Determinism levels: what each pins in a process, what is recorded about a machine, and whose bits would differ.
+
+    D0  fixed allocation   the same machines give the same result
+    D1  elastic (default)  any number of workers gives the same result, on machines of one kind
+    D2  heterogeneous      machines may differ: every dispatch that looks at the hardware is pinned
+
+A worker shows its fingerprint when it joins; `differences` says why it may not. Pins that libraries read only when
+they are loaded (vector instructions, threads) cannot be set from inside the process: `pliant run` sets them.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+
+from pliant.errors import ConfigError
+from pliant.train.fold_check import SelfCheck, self_check
+
+__all__ = [
+    "LEVELS",
+    "PINS",
+    "Fingerprint",
+    "Level",
+    "SelfCheck",
+    "differences",
+    "fingerprint",
+    "level_of",
+    "pin",
+    "self_check",
+]
+
+Level = Literal["D0", "D1", "D2"]
+LEVELS: tuple[Level, ...] = ("D0", "D1", "D2")
+PINS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "OMP_NUM_THREADS")
+"""What D2 needs in the environment before torch is loaded."""
+
+# What oneDNN dispatches on, from the least to the best, with the CPU flags that each needs.
+_ISAS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("SSE41", ("sse4_1",)),
+    ("AVX", ("avx",)),
+    ("AVX2", ("avx2", "fma")),
+    ("AVX512_CORE", ("avx512f", "avx512bw", "avx512vl", "avx512dq")),
+    ("AVX512_CORE_VNNI", ("avx512_vnni",)),
+    ("AVX512_CORE_BF16", ("avx512_bf16",)),
+    ("AVX512_CORE_AMX", ("amx_tile", "amx_bf16")),
+)
+_CAPABILITIES = {"DEFAULT": "", "AVX2": "AVX2", "AVX512": "AVX512_CORE"}
+"""What torch may be told to use, and what the machine must have for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """All that decides the bits of a machine's results, besides the program."""
+
+    torch: str
+    num_threads: int
+    cpu_capability: str
+    """What torch's own kernels use: DEFAULT, AVX2, AVX512."""
+    cpu_vendor: str
+    cpu_model: str
+    cpu_isa: str
+    """The best that the machine has; MKL and oneDNN choose their kernels by it unless they are pinned."""
+    aten_pin: str
+    onednn_pin: str
+    mkl_pin: str
+    threads_pin: str
+    flags: str
+    """torch's switches for deterministic kernels and reduced precision."""
+    gpu: str = ""
+    gpu_capability: str = ""
+    cuda: str = ""
+    cudnn: str = ""
+    driver: str = ""
+
+    def to_json(self) -> dict[str, object]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: object) -> Fingerprint:
+        """Raises ConfigError for what no `to_json` has made. Fields of newer versions are ignored."""
+        kinds = {each.name: int if each.name == "num_threads" else str for each in fields(cls)}
+        if isinstance(value, dict) and all(type(value.get(name)) is kind for name, kind in kinds.items()):
+            return cls(**{name: value[name] for name in kinds})
+        raise ConfigError(
+            f"{str(value)[:200]!r} is no fingerprint of a machine: is the other side another version of pliant?"
+        )
+
+
+def level_of(text: str) -> Level:
+    """The level with this name; the default, D1, for an empty one."""
+    if not text:
+        return "D1"
+    if text not in LEVELS:
+        raise ConfigError(f"determinism level {text!r} is unknown: use one of {', '.join(LEVELS)}")
+    return text
+
+
+def fingerprint(device: torch.device | str = "cpu") -> Fingerprint:
+    """This process on this device; take it after `pin`."""
+    device = torch.device(device)
+    vendor, model, isa = _cpu()
+    gpu = _gpu(device) if device.type == "cuda" else {}
+    return Fingerprint(
+        torch=str(torch.__version__),
+        num_threads=torch.get_num_threads(),
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        cpu_vendor=vendor,
+        cpu_model=model,
+        cpu_isa=isa,
+        aten_pin=os.environ.get("ATEN_CPU_CAPABILITY", ""),
+        onednn_pin=os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
+        mkl_pin=os.environ.get("MKL_CBWR", ""),
+        threads_pin=os.environ.get("OMP_NUM_THREADS", ""),
+        flags=_flags(),
+        **gpu,
+    )
+
+
+def pin(level: Level, device: torch.device | str = "cpu") -> list[str]:
+    """Do what the level demands in this process; returns what is pinned, for the record.
+
+    Raises ConfigError under D2 if the environment was not prepared before torch was loaded.
+    """
+    device = torch.device(device)
+    pinned = _pins_in_force() if level == "D2" else []
+    torch.backends.cudnn.benchmark = False
+    pinned.append("cudnn.benchmark off")
+    if device.type == "cuda":
+        pinned += _pin_cuda(level)
+    return [*pinned, f"threads {torch.get_num_threads()}", f"CPU capability {torch.backends.cpu.get_cpu_capability()}"]
+
+
+def differences(mine: Fingerprint, theirs: Fingerprint, level: Level) -> list[str]:
+    """What would change bits if both computed parts of one job; nothing under D0, where only the allocation counts.
+
+    Under D2 GPUs of different kinds pass: whether the model's own operations are the same on both is a question
+    about the model, answered by `slicing.hetero`.
+    """
+    if level == "D0":
+        return []
+    found: list[str] = []
+
+    def compare(what: str, look: Callable[[Fingerprint], object]) -> None:
+        if look(mine) != look(theirs):
+            found.append(f"{what}: {look(mine) or 'none'} here, {look(theirs) or 'none'} there")
+
+    compare("torch", lambda it: it.torch)
+    compare("threads", lambda it: it.num_threads)
+    compare("CPU capability", lambda it: it.cpu_capability)
+    compare("flags", lambda it: it.flags)
+    compare("GPU or not", lambda it: "GPU" if it.gpu else "CPU")
+    compare("MKL_CBWR", lambda it: it.mkl_pin)
+    if level == "D1":
+        compare("CPU", lambda it: f"{it.cpu_model} ({it.cpu_isa})")
+        compare("ONEDNN_MAX_CPU_ISA", lambda it: it.onednn_pin)
+        compare("GPU", lambda it: f"{it.gpu} ({it.gpu_capability})" if it.gpu else "")
+        compare("CUDA driver", lambda it: it.driver)
+    else:
+        compare("oneDNN's instruction set", lambda it: _no_better_than(it.cpu_isa, it.onednn_pin))
+        if mine.mkl_pin.upper() != "COMPATIBLE":
+            # MKL knows only this one on processors that are not Intel's.
+            compare("CPU vendor without MKL_CBWR=COMPATIBLE", lambda it: it.cpu_vendor)
+        for name in PINS:
+            unset = [where for where, it in (("here", mine), ("there", theirs)) if not _pin_of(it, name)]
+            if unset:
+                found.append(f"{name} is not set {' and '.join(unset)}: start with pliant run --determinism D2")
+    compare("CUDA", lambda it: it.cuda)
+    compare("cuDNN", lambda it: it.cudnn)
+    return found
+
+
+def _pin_of(it: Fingerprint, name: str) -> str:
+    return dict(zip(PINS, (it.aten_pin, it.onednn_pin, it.mkl_pin, it.threads_pin), strict=True))[name]
+
+
+def _no_better_than(isa: str, limit: str) -> str:
+    names = [name for name, _ in _ISAS]
+    if isa in names and limit.upper() in names:
+        return names[min(names.index(isa), names.index(limit.upper()))]
+    return isa
+
+
+def _pins_in_force() -> list[str]:
+    """The lines for the record; raises ConfigError if a pin is missing, came too late, or asks too much."""
+    remedy = "start the program with `pliant run --determinism D2`, which sets it before torch is loaded"
+    early = _environment_at_start()
+    for name in PINS:
+        value = os.environ.get(name)
+        if not value:
+            raise ConfigError(f"D2 needs {name} in the environment: {remedy}")
+        if early.get(name) != value:
+            raise ConfigError(
+                f"D2 needs {name}={value} to be set before the program starts, not by the program: {remedy}"
+            )
+    asked, used = os.environ["ATEN_CPU_CAPABILITY"].upper(), torch.backends.cpu.get_cpu_capability()
+    if asked != used:
+        raise ConfigError(f"ATEN_CPU_CAPABILITY={asked.lower()} is set, but torch uses {used}: {remedy}")
+    isa, needed = _cpu()[2], _CAPABILITIES.get(asked, "")
+    if needed and _no_better_than(isa, needed) != needed:  # torch would believe it, and die by an illegal instruction
+        raise ConfigError(
+            f"ATEN_CPU_CAPABILITY={asked.lower()} is set, but this machine has only {isa}: pin what all machines have"
+        )
+    if os.environ["OMP_NUM_THREADS"] != str(torch.get_num_threads()):
+        raise ConfigError(
+            f"D2 pins OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}, but torch uses {torch.get_num_threads()} threads: "
+            "remove torch.set_num_threads from the program"
+        )
+    return [f"{name}={os.environ[name]}" for name in PINS]
+
+
+def _environment_at_start() -> dict[str, str]:
+    """As the kernel passed it to this program: what the program itself has set since is not in it."""
+    try:
+        raw = Path("/proc/self/environ").read_bytes()
+    except OSError:
+        return dict(os.environ)
+    return dict(
+        cast("tuple[str, str]", tuple(os.fsdecode(pair).split("=", 1))) for pair in raw.split(b"\0") if b"=" in pair
+    )
+
+
+def _pin_cuda(level: Level) -> list[str]:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first handle is made
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # It would fill every fresh tensor, to make programs repeatable that read what they never wrote.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    pinned = ["deterministic algorithms", f"CUBLAS_WORKSPACE_CONFIG={os.environ['CUBLAS_WORKSPACE_CONFIG']}"]
+    if level == "D2":
+        torch.backends.cudnn.deterministic = True
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.backends.cudnn.allow_tf32 = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        pinned += ["cudnn.deterministic", "no TF32", "no reduced-precision reductions", "attention by the math kernel"]
+    return pinned
+
+
+def _flags() -> str:
+    switches = {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cudnn.deterministic": torch.backends.cudnn.deterministic,
+        "cudnn.benchmark": torch.backends.cudnn.benchmark,
+        "matmul.tf32": torch.backends.cuda.matmul.allow_tf32,
+        "cudnn.tf32": torch.backends.cudnn.allow_tf32,
+    }
+    return " ".join(name for name, on in switches.items() if on) or "none"
+
+
+def _cpu() -> tuple[str, str, str]:
+    """Vendor, model and best instruction set of this machine's processor."""
+    found: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            found.setdefault(key.strip(), value.strip())
+    except OSError:
+        pass
+    flags = set(found.get("flags", "").split())
+    isa = platform.machine()
+    for name, needed in _ISAS:
+        if not flags.issuperset(needed):
+            break
+        isa = name
+    vendor = found.get("vendor_id") or found.get("CPU implementer") or platform.machine()
+    return vendor, found.get("model name") or platform.processor() or vendor, isa
+
+
+def _gpu(device: torch.device) -> dict[str, str]:
+    properties = torch.cuda.get_device_properties(device)
+    try:
+        driver = Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        driver = ""
+    return {
+        "gpu": properties.name,
+        "gpu_capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda or "",
+        "cudnn": str(torch.backends.cudnn.version() or ""),  # type: ignore[no-untyped-call]
+        "driver": driver,
+    }

@@ -1,0 +1,203 @@
+"""Levels pin what they say, fingerprints tell machines apart, and the order of the sum is proved, not believed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pliant.comm import order
+from pliant.errors import ConfigError
+from pliant.train import fold_check
+from pliant.train.determinism import PINS, Fingerprint, Level, differences, fingerprint, level_of, pin, self_check
+
+INTEL = Fingerprint(
+    torch="2.13.0", num_threads=2, cpu_capability="AVX512", cpu_vendor="GenuineIntel", cpu_model="Xeon", cpu_isa="AVX512_CORE_AMX",
+    aten_pin="", onednn_pin="", mkl_pin="", threads_pin="", flags="cudnn.tf32",
+)  # fmt: skip
+AMD = replace(INTEL, cpu_vendor="AuthenticAMD", cpu_model="EPYC", cpu_isa="AVX2", cpu_capability="AVX2", num_threads=8)
+PINNED = {"aten_pin": "avx2", "onednn_pin": "AVX2", "mkl_pin": "COMPATIBLE", "threads_pin": "1"}
+
+
+def pinned(it: Fingerprint, **other: str) -> Fingerprint:
+    return replace(it, num_threads=1, cpu_capability="AVX2", **{**PINNED, **other})  # type: ignore[arg-type]
+
+
+def test_equal_machines_are_welcome() -> None:
+    for level in ("D0", "D1"):
+        assert differences(INTEL, replace(INTEL), level) == []  # type: ignore[arg-type]
+    assert differences(pinned(INTEL), pinned(INTEL), "D2") == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"torch": "2.11.0"}, {"num_threads": 3}, {"cpu_capability": "AVX2"}, {"cpu_model": "EPYC"}, {"cpu_isa": "AVX2"},
+     {"onednn_pin": "AVX2"}, {"mkl_pin": "AVX2"}, {"flags": "none"}, {"gpu": "NVIDIA H200"}, {"cuda": "13.0"},
+     {"cudnn": "9"}, {"driver": "580"}],
+    ids=str,
+)  # fmt: skip
+def test_whatever_changes_bits_is_refused_under_d1(change: dict[str, str]) -> None:
+    (line, *_) = differences(INTEL, replace(INTEL, **change), "D1")  # type: ignore[arg-type]
+    assert "here" in line
+    assert "there" in line
+    assert str(next(iter(change.values()))) in line or "gpu" in change
+    assert differences(INTEL, replace(INTEL, **change), "D0") == []  # type: ignore[arg-type]
+
+
+def test_different_machines_are_welcome_under_d2_if_pinned_alike() -> None:
+    assert differences(INTEL, AMD, "D1")
+    assert differences(pinned(INTEL), pinned(AMD), "D1")
+    assert differences(pinned(INTEL), pinned(AMD), "D2") == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        AMD,  # not pinned at all
+        pinned(AMD, mkl_pin="AVX2"),
+        pinned(AMD, onednn_pin="SSE41"),
+        pinned(AMD, onednn_pin=""),
+        replace(pinned(AMD), cpu_isa="AVX"),  # the pin asks for more than there is
+        replace(pinned(AMD), torch="2.11.0"),
+        replace(pinned(AMD), num_threads=2),
+        replace(pinned(AMD), cpu_capability="DEFAULT"),
+    ],
+)
+def test_under_d2_the_pins_themselves_must_be_alike(other: Fingerprint) -> None:
+    assert differences(pinned(INTEL), other, "D2")
+
+
+def test_mkl_has_one_pin_for_all_vendors() -> None:
+    here, there = pinned(INTEL, mkl_pin="AVX2"), pinned(AMD, mkl_pin="AVX2")
+    assert any("COMPATIBLE" in line for line in differences(here, there, "D2"))
+    assert differences(here, replace(here, cpu_model="another Xeon"), "D2") == []
+
+
+def test_fingerprint_survives_json() -> None:
+    mine = fingerprint()
+    assert Fingerprint.from_json(json.loads(json.dumps(mine.to_json()))) == mine
+    assert Fingerprint.from_json({**mine.to_json(), "from the future": 1}) == mine
+    assert mine.num_threads == torch.get_num_threads()
+    for nonsense in (None, {}, {**mine.to_json(), "torch": 3}):
+        with pytest.raises(ConfigError, match="fingerprint"):
+            Fingerprint.from_json(nonsense)
+
+
+def test_levels() -> None:
+    assert [level_of(text) for text in ("", "D0", "D1", "D2")] == ["D1", "D0", "D1", "D2"]
+    with pytest.raises(ConfigError, match="'D3'"):
+        level_of("D3")
+
+
+@pytest.mark.parametrize("level", ["D0", "D1"])
+def test_pin_below_d2(level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    lines = pin(level)
+    assert torch.backends.cudnn.benchmark is False
+    assert f"threads {torch.get_num_threads()}" in lines
+    assert not torch.are_deterministic_algorithms_enabled()  # nothing to gain on a CPU, and it costs
+
+
+ALIKE = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_CBWR": "COMPATIBLE",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def test_d2_needs_its_pins_before_the_program_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PINS:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match=r"ATEN_CPU_CAPABILITY.*pliant run --determinism D2"):
+        pin("D2")
+    for name, value in ALIKE.items():
+        monkeypatch.setenv(name, value + " ")  # differs from what the tests themselves may have been started with
+    with pytest.raises(ConfigError, match="before the program starts"):
+        pin("D2")
+
+
+PROBE = """
+import hashlib, json, sys, torch
+from pliant.errors import ConfigError
+from pliant.train.determinism import fingerprint, pin
+found = {"pinned": pin(sys.argv[1]), "fingerprint": fingerprint().to_json()}
+x = torch.randn(64, 513, generator=torch.Generator().manual_seed(0))
+found["bits"] = hashlib.sha256(torch.nn.functional.softmax(x, 1).numpy().tobytes()).hexdigest()
+try:
+    torch.set_num_threads(2)
+    pin(sys.argv[1])
+except ConfigError as error:
+    found["refused"] = str(error)
+print(json.dumps(found))
+"""
+
+
+def probe(level: str, environment: dict[str, str]) -> dict[str, object]:
+    clean = {name: value for name, value in os.environ.items() if name not in PINS}
+    command = [sys.executable, "-c", PROBE, level]
+    done = subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+@pytest.mark.processes
+def test_real_workers() -> None:
+    """S8: other vector instructions or threads are refused under D1; all pinned alike is admitted under D2."""
+    with ThreadPoolExecutor(2) as pool:
+        runs = [("D1", {"OMP_NUM_THREADS": "1", "ATEN_CPU_CAPABILITY": "avx2"}), ("D2", ALIKE)]
+        plain, alike = pool.map(lambda run: probe(*run), runs)
+    here, there = Fingerprint.from_json(plain["fingerprint"]), Fingerprint.from_json(alike["fingerprint"])
+    assert "CPU capability: AVX2 here, DEFAULT there" in differences(here, there, "D1")
+    assert differences(here, replace(here, num_threads=2), "D1") == ["threads: 1 here, 2 there"]
+    assert differences(here, there, "D2"), "only one of them is pinned"
+    assert plain["bits"] != alike["bits"], "the reason: vector instructions change bits"
+    elsewhere = replace(there, cpu_vendor="GenuineIntel", cpu_model="Xeon", cpu_isa="AVX512_CORE_AMX")
+    assert differences(there, elsewhere, "D1")
+    assert differences(there, elsewhere, "D2") == []
+    assert {f"{name}={value}" for name, value in ALIKE.items()} <= set(alike["pinned"])  # type: ignore[call-overload]
+    assert "2 threads" in alike["refused"]  # type: ignore[operator]
+    assert "refused" not in plain
+
+
+@pytest.mark.usefixtures("no_leaks")
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4, 6, 100])
+def test_self_check(num_replicas: int) -> None:
+    state = torch.get_rng_state()
+    began_s = time.perf_counter()
+    result = self_check(num_replicas)
+    assert result.ok, result.detail
+    assert time.perf_counter() - began_s < 5
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_thorough_self_check() -> None:
+    result = self_check(3, thorough=True)
+    assert result.ok, result.detail
+
+
+@pytest.mark.parametrize("num_replicas", [3, 4])
+def test_self_check_notices_another_order(num_replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "chain", lambda chunk, num_replicas: tuple(range(num_replicas)))
+    result = self_check(num_replicas)
+    assert not result.ok
+    assert "only D0 holds" in result.detail
+
+
+def test_self_check_notices_other_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "chunk_length", lambda elements, item, replicas: max(1, elements // replicas))
+    assert not self_check(3).ok
+
+
+def test_self_check_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(fold_check.dist, "ProcessGroupGloo")
+    result = self_check(2)
+    assert not result.ok
+    assert "could not be asked" in result.detail
