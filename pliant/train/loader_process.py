@@ -15,6 +15,7 @@ import os
 import queue
 import random
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,11 +27,11 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
-from pliant.train import rng
+from pliant.train import parcel, rng
 
 _PR_SET_PDEATHSIG = 1
 
-parent_ends: set[Connection[Any, Any]] = set()
+parent_ends: set[Connection[Any, Any] | socket.socket] = set()
 """The parent's ends of all pipes to loader processes; a forked one closes its copies, which would keep others' open."""
 
 
@@ -97,7 +98,7 @@ def serve(
     parent: int,
     tie: bool,
     tasks: Connection[Any, Any],
-    results: Connection[Any, Any],
+    results: socket.socket,
 ) -> None:
     """The life of a loader process."""
     _stand_alone(parent, tie)
@@ -109,14 +110,20 @@ def serve(
             case Open():
                 desk.open(message)
             case Load() if inbox.is_wanted(message.track):
-                loaded = desk.load(message)
                 try:
-                    results.send(loaded)
+                    parcel.send(results, _packed(desk.load(message)))
                 except OSError:
                     return  # the parent has closed its end, or is gone
-                del loaded
             case Drop():
                 desk.drop(message.track)
+
+
+def _packed(loaded: Loaded) -> parcel.Parcel:
+    try:
+        return parcel.pack(loaded)
+    except Exception:
+        problem = caught("while a batch was pickled, to be sent from the loader process")
+        return parcel.pack(Loaded(loaded.track, loaded.batch, problem, loaded.state))
 
 
 def _stand_alone(parent: int, tie: bool) -> None:

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from pliant.errors import TrainError
+from pliant.train import parcel
 from pliant.train.loader_process import Drop, Load, Loaded, Open, Recipe, caught, parent_ends, serve
 
 _GRACE_S = 2.0
@@ -42,7 +44,7 @@ class Pool:
         self._timeout_s = timeout_s
         self._processes: list[BaseProcess] = []
         self._tasks: list[Connection[Any, Any]] = []
-        self._results: list[Connection[Any, Any]] = []
+        self._results: list[socket.socket] = []
         self._pinner: _Pinner | None = None
         try:
             for worker in range(recipe.num_workers):
@@ -55,7 +57,7 @@ class Pool:
 
     def _start(self, recipe: Recipe, worker: int) -> None:
         task_reader, task_writer = self._context.Pipe(duplex=False)
-        result_reader, result_writer = self._context.Pipe(duplex=False)
+        result_reader, result_writer = socket.socketpair()
         parent_ends.update((task_writer, result_reader))
         self._tasks.append(task_writer)
         self._results.append(result_reader)
@@ -111,13 +113,15 @@ class Pool:
         else:
             sentinel = self._processes[worker].sentinel
             woken = wait([self._results[worker], sentinel], self._timeout_s or None)
-            ready = [each for each, reader in enumerate(self._results) if reader.poll()]
-            arrived = [_receive(each, self._results[each]) for each in ready]
+            readable = wait(self._results, 0)
+            arrived = [_receive(each, reader) for each, reader in enumerate(self._results) if reader in readable]
             if not arrived and sentinel in woken:
                 raise self._dead(worker)
         for each in arrived:
-            if isinstance(each, _Silent):
-                raise self._dead(each.worker) from each.error
+            if isinstance(each, _Lost):
+                if isinstance(each.error, EOFError | ConnectionError):
+                    raise self._dead(each.worker) from each.error
+                raise each.error
         if not arrived:
             raise TrainError(
                 f"loader process {worker} (pid {self.pids[worker]}) gave no batch in timeout_s={self._timeout_s:g}: "
@@ -149,9 +153,10 @@ class Pool:
             with contextlib.suppress(OSError):
                 writer.send(None)
         # One that waits to hand over a batch is woken by the end of its pipe.
-        for connection in (*self._tasks, *self._results):
-            connection.close()
-            parent_ends.discard(connection)
+        ends: list[Connection[Any, Any] | socket.socket] = [*self._tasks, *self._results]
+        for end in ends:
+            end.close()
+            parent_ends.discard(end)
         deadline_s = time.monotonic() + _GRACE_S
         for process in self._processes:
             process.join(max(0.0, deadline_s - time.monotonic()))
@@ -163,35 +168,33 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Silent:
-    """Nothing can be read from this process any more."""
+class _Lost:
+    """Nothing more can be read from this process."""
 
     worker: int
-    error: BaseException
+    error: Exception
 
 
-def _receive(worker: int, reader: Connection[Any, Any]) -> Loaded | _Silent:
-    # Tensors are fetched from the process that sent them while they are unpickled, so that the end of
-    # that process shows as one of several errors.
+def _receive(worker: int, reader: socket.socket) -> Loaded | _Lost:
     try:
-        loaded: Loaded = reader.recv()
-    except (EOFError, ConnectionError, FileNotFoundError) as error:
-        return _Silent(worker, error)
+        loaded: Loaded = parcel.receive(reader)
+    except Exception as error:  # in the pinning thread, nobody would hear of it; in any case `Pool.receive` raises it
+        return _Lost(worker, error)
     return loaded
 
 
 class _Pinner:
     """A thread that receives from all loader processes and copies batches into pinned memory."""
 
-    def __init__(self, results: Sequence[Connection[Any, Any]]) -> None:
+    def __init__(self, results: Sequence[socket.socket]) -> None:
         self._readers = {reader: worker for worker, reader in enumerate(results)}
-        self._arrived: queue.SimpleQueue[Loaded | _Silent] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[Loaded | _Lost] = queue.SimpleQueue()
         self._stop_reader, self._stop_writer = multiprocessing.Pipe(duplex=False)
         self._device = torch.accelerator.current_device_index()
         self._thread = threading.Thread(target=self._run, name="pliant-pin", daemon=True)
         self._thread.start()
 
-    def receive(self, timeout_s: float | None) -> list[Loaded | _Silent]:
+    def receive(self, timeout_s: float | None) -> list[Loaded | _Lost]:
         arrived = []
         with contextlib.suppress(queue.Empty):
             arrived.append(self._arrived.get(timeout=timeout_s))
@@ -206,9 +209,9 @@ class _Pinner:
             for reader in wait([*self._readers, self._stop_reader]):
                 if reader is self._stop_reader:
                     return
-                assert isinstance(reader, Connection), f"waited for {reader!r}"
+                assert isinstance(reader, socket.socket), f"waited for {reader!r}"
                 loaded = _receive(self._readers[reader], reader)
-                if isinstance(loaded, _Silent):
+                if isinstance(loaded, _Lost):
                     del self._readers[reader]
                 elif not isinstance(loaded.data, ExceptionWrapper):
                     loaded = Loaded(loaded.track, loaded.batch, _pinned(loaded.data), loaded.state)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import select
 import signal
+import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +32,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from pliant.errors import ConfigError, TrainError, Unsliceable
-from pliant.train import rng
+from pliant.train import parcel, rng
 from pliant.train.data import Feeder, Stream, batches, num_batches, samples_used
 from pliant.train.loader_options import LoaderOptions, describe
 
@@ -432,6 +435,39 @@ def test_an_epoch_that_is_dealt_anew_uses_every_sample_once(length: int, before:
     assert set().union(*first, *rest) == set(range(length))
     repeated = sum(map(len, first + rest)) - length
     assert repeated < before + after, "only to give every replica as many"
+
+
+def test_tensors_arrive_in_shared_memory_with_what_they_share(no_leaks: None) -> None:
+    base = torch.arange(6.0)
+    empty = torch.empty(0, 3)
+    many = [torch.tensor([number]) for number in range(300)]
+    thing = {"views": (base[:3], base[3:].view(3, 1)), "same": base, "empty": empty, "many": many, "text": "x" * 10**6}
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender = threading.Thread(target=lambda: parcel.send(theirs, parcel.pack(thing)))
+        sender.start()
+        got = parcel.receive(ours)
+        sender.join()
+    assert got["text"] == thing["text"]
+    assert got["empty"].shape == (0, 3)
+    assert torch.equal(torch.cat(got["many"]), torch.arange(300))
+    got["same"][:] = 7
+    base[0] = 9
+    assert torch.equal(got["views"][0], torch.tensor([9.0, 7, 7])), "one memory, here and there"
+    assert got["same"].is_shared()
+
+
+@pytest.mark.processes
+def test_a_batch_that_cannot_be_sent_is_an_error_of_that_batch() -> None:
+    options = LoaderOptions(
+        num_workers=1, shuffle=False, collate_fn=lambda samples: (lambda: samples) if samples[0][0] == 1 else samples
+    )
+    with Feeder(Augmented(), options, 1) as feeder:
+        feeder.host({0: Stream()})
+        feeder.next(0)
+        with pytest.raises((AttributeError, pickle.PicklingError), match="while a batch was pickled"):
+            feeder.next(0)
+        assert feeder.next(0)[0][0] == 2
 
 
 def test_states_travel_as_bytes_of_one_size() -> None:
