@@ -118,6 +118,9 @@ def run(
         bool, typer.Option("-w", "--watch", help="Start and stop workers as the config server says.")
     ] = False,
     keep: Annotated[bool, typer.Option("-k", "--keep", help="With -w, stay after the workers have finished.")] = False,
+    max_restarts: Annotated[
+        str, typer.Option("--max-restarts", metavar="N", help="With -w, replace this many crashed workers.")
+    ] = "100",
     warm: Annotated[
         bool, typer.Option("--warm/--no-warm", help="With -w, fork Python workers from one that has torch.")
     ] = True,
@@ -171,6 +174,7 @@ def run(
         watch=watch,
         keep=keep,
         warm=warm,
+        max_restarts=_whole(max_restarts, "--max-restarts"),
         config_server=config_server,
         builtin_config_port=_whole(builtin_config_port, "-builtin-config-port"),
         init_version=_whole(init_version, "-init-version"),

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pliant.errors import ConfigError
-from pliant.launch.events import BUSY, DONE, Verdict
+from pliant.launch.events import BUSY, DONE, IDLE, Verdict
 
 
 class Assembly:
     """What the head knows about the job's hosts."""
 
-    def __init__(self, hosts: Sequence[str], agreement: Mapping[str, object]) -> None:
+    def __init__(self, hosts: Sequence[str], agreement: Mapping[str, object], *, elastic: bool = False) -> None:
+        self.elastic = elastic
+        """Whether the job may go on without a host."""
         self.ports: dict[str, list[int]] = {}
         self.begun = False
         """Whether all have come, and were told so."""
@@ -58,7 +60,7 @@ class Assembly:
         return self.verdict
 
     def leave(self, host: str) -> Verdict | None:
-        """Note that the connection to `host` is gone: a failure, unless the job is over or has not begun.
+        """Note that the connection to `host` is gone: a failure, unless the job is over, has not begun, or is elastic.
 
         Before it has begun, the host may come again.
         """
@@ -66,4 +68,6 @@ class Assembly:
             self.ports.pop(host, None)
         if not self.begun or self.verdict is not None:
             return None
+        if self.elastic:
+            return self.stand(host, IDLE)
         return self.fail(f"the runner on {host} is gone", 1)

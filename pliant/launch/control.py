@@ -18,7 +18,7 @@ from pliant.cluster import Worker
 from pliant.errors import ConfigError, LaunchError
 from pliant.launch.assembly import Assembly
 from pliant.launch.channel import HANDSHAKE_S, Channel, Message, greet, introduce, keep_alive, text_of
-from pliant.launch.events import FAILED, Verdict
+from pliant.launch.events import FAILED, RunnerGone, Verdict
 from pliant.launch.ports import listen_on
 from pliant.launch.secret import REMEDY
 
@@ -34,7 +34,12 @@ class Head:
     """The first host's runner: gathers the others, relays the verdict."""
 
     def __init__(
-        self, address: Worker, assembly: Assembly, secret: bytes, post: Callable[[Verdict], None], welcome: Message
+        self,
+        address: Worker,
+        assembly: Assembly,
+        secret: bytes,
+        post: Callable[[Verdict | RunnerGone], None],
+        welcome: Message,
     ) -> None:
         self._address, self._assembly, self._secret = address, assembly, secret
         self._post, self._welcome = post, welcome
@@ -163,6 +168,8 @@ class Head:
                 )
         with self._changed:
             self._channels.pop(host, None)
+            if self._assembly.elastic and self._assembly.begun and self._assembly.verdict is None and not self._closing:
+                self._post(RunnerGone(host))
             verdict = self._assembly.leave(host)
             if verdict is not None:
                 self._announce(verdict)
@@ -171,8 +178,16 @@ class Head:
 class Member:
     """Any other host's runner."""
 
-    def __init__(self, head: Worker, secret: bytes, post: Callable[[Verdict], None]) -> None:
+    def __init__(
+        self,
+        head: Worker,
+        secret: bytes,
+        post: Callable[[Verdict | RunnerGone], None],
+        *,
+        outlives_head: bool = False,
+    ) -> None:
         self._head, self._secret, self._post = head, secret, post
+        self._outlives_head = outlives_head
         self._channel: Channel | None = None
         self._closing = False
 
@@ -246,7 +261,11 @@ class Member:
                     code = message.get("code")
                     self._post(Verdict(text_of(message, "verdict"), code if isinstance(code, int) else 1))
                     return
-        if not self._closing:
+        if self._closing:
+            return
+        if self._outlives_head:
+            self._post(RunnerGone(self._head.host, was_head=True))
+        else:
             self._post(Verdict(f"the runner at {self._head} is gone", 1))
 
 

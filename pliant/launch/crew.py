@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pliant.cluster import View, Worker, WorkerSpec
+from pliant.errors import PliantError
 from pliant.launch import processes
+from pliant.launch.courier import Courier
 from pliant.launch.duration import format_duration
 from pliant.launch.events import (
     Action,
@@ -24,6 +26,9 @@ from pliant.launch.events import (
     Exited,
     Finish,
     Kill,
+    NotReplaced,
+    Replace,
+    Report,
     Say,
     Start,
     StartFailed,
@@ -37,7 +42,7 @@ from pliant.launch.forker import Starter, WarmProcess, takes_warmth
 from pliant.launch.inbox import Inbox
 from pliant.launch.output import Console, LogFile, OutputReader, Stream, prefix
 from pliant.launch.plan import LaunchPlan, common_environ, log_name, worker_environ
-from pliant.launch.ports import listen_on
+from pliant.launch.ports import bind_ports, listen_on
 from pliant.launch.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -74,6 +79,7 @@ class Crew:
         listeners: dict[int, socket.socket],
         config_server: str = "",
         tell: Callable[[Tell], None],
+        token: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._plan, self._supervisor, self._inbox, self._environ = plan, supervisor, inbox, environ
@@ -86,6 +92,10 @@ class Crew:
         self._starter = Starter(plan.command, None)
         self._held: dict[Worker, tuple[Start, socket.socket]] = {}
         """Those to be started once the warm process is up."""
+        self._courier = Courier(config_server, token, self._forgo) if plan.options.watch else None
+        self._reserved: dict[int, socket.socket] = {}
+        """Ports for replacements that were asked for."""
+        self._used_ports = {plan.options.port}
         self._launched: dict[Worker, Launched] = {}
         self._views: dict[int, View] = {}
         self._code: int | None = None
@@ -96,6 +106,9 @@ class Crew:
             self._output.start()
             self._warm_up(stack)
             stack.callback(self._end_all)
+            if self._courier is not None:
+                self._courier.start()
+                stack.callback(self._courier.close)
             with self._inbox.signals():
                 while self._code is None:
                     self._turn(deadline_s)
@@ -153,6 +166,7 @@ class Crew:
                 self._launch(start, listener)
         if isinstance(event, Arrived):
             self._views[event.view.number] = event.view
+            self._used_ports |= {worker.port for worker in event.view.workers if worker.host == self._plan.self_host}
             # Ports bound for a first view that the config server has overruled.
             while self._listeners:
                 self._listeners.popitem()[1].close()
@@ -166,8 +180,13 @@ class Crew:
             case Kill(worker):
                 log.warning("worker %s did not end when told to: killing it", worker)
                 self._signal(worker, signal.SIGKILL)
-            case Blame(worker, what):
-                self._blame(worker, what)
+            case Report(worker, why):
+                if self._courier is not None:
+                    self._courier.report(worker, why)
+            case Replace():
+                self._replace()
+            case Blame():
+                self._blame(action)
             case Tell():
                 self._tell(action)
             case Say(text, is_error):
@@ -179,7 +198,8 @@ class Crew:
         """Start a worker, as soon as that can be done, on a port that is its own from now on."""
         worker = start.worker
         try:
-            listener = self._listeners.pop(worker.port, None) or listen_on(worker.host, worker.port)
+            listener = self._listeners.pop(worker.port, None) or self._reserved.pop(worker.port, None)
+            listener = listener or listen_on(worker.host, worker.port)
         except OSError as error:
             self._fail_start(worker, error)
             return
@@ -216,6 +236,26 @@ class Crew:
         # Posted, not handled here: the actions that came with this one must be done first.
         self._inbox.post(StartFailed(worker, f"{error.strerror or error}; give it a free port, or free resources"))
 
+    def _replace(self) -> None:
+        """Ask for one more worker here, on a port that was never used.
+
+        Whoever is late to notice the loss would otherwise report, or connect to, the wrong one.
+        """
+        assert self._courier is not None, "only a watching runner replaces"
+        options, host = self._plan.options, self._plan.self_host
+        try:
+            bound = bind_ports(host, 1, options.port_range, avoid=self._used_ports)
+        except PliantError as error:
+            self._inbox.post(NotReplaced(str(error)))
+            return
+        self._reserved |= bound
+        self._used_ports |= set(bound)
+        self._courier.add(Worker(host, *bound))
+
+    def _forgo(self, worker: Worker, refusal: NotReplaced) -> None:
+        self._reserved.pop(worker.port).close()
+        self._inbox.post(refusal)
+
     def _streams(self, worker: Worker, view: View, slot: int, process: processes.Process) -> tuple[Stream, Stream]:
         options = self._plan.options
         version = view.number if options.watch else None
@@ -246,7 +286,11 @@ class Crew:
         self._guardian.forget(process.pid)
         return Exited(worker, code)
 
-    def _blame(self, worker: Worker, what: str) -> None:
+    def _blame(self, blame: Blame) -> None:
+        worker = blame.worker
+        if worker not in self._launched:
+            log.error("worker %s %s: %s", worker, blame.how, blame.what)
+            return
         launched = self._launched[worker]
         deadline_s = self._clock() + TAIL_WAIT_S
         for stream in (launched.stderr, launched.stdout):
@@ -257,11 +301,11 @@ class Crew:
         rank = view.workers.index(worker) if view is not None and worker in view.workers else None
         who = f"worker {worker}" + (f" (rank {rank})" if rank is not None else "")
         last = f"; its last lines of {name}:" if lines else "; it printed nothing"
-        log.error("%s failed first: %s%s", who, what, "\n  ".join([last, *lines]))
+        log.error("%s %s: %s%s", who, blame.how, blame.what, "\n  ".join([last, *lines]))
 
     def _end_all(self) -> None:
         """Kill what still runs: only after an error of our own, since a job that is over has nothing left."""
-        for _, listener in self._held.values():
+        for listener in [*(listener for _, listener in self._held.values()), *self._reserved.values()]:
             listener.close()
         for launched in self._launched.values():
             if launched.process.code is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pliant.cluster import View, Worker
+from pliant.elastic.roll import Roll
 
 BUSY, IDLE, DONE, FAILED = "busy", "idle", "done", "failed"
 """How a host stands: has workers; has none yet, or no more; all of them ended well; one failed."""
@@ -15,6 +16,13 @@ class Arrived:
     """The wanted view is now this one."""
 
     view: View
+
+
+@dataclass(frozen=True, slots=True)
+class Rolled:
+    """The workers that train are now these."""
+
+    roll: Roll
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,21 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class RunnerGone:
+    """The connection to the runner on `host` is gone, in a job that may go on without it."""
+
+    host: str
+    was_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NotReplaced:
+    """A replacement that was asked for will not come."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
@@ -65,7 +88,19 @@ class Warmed:
     """The warm process is up, or never will be."""
 
 
-Event = Arrived | Exited | StartFailed | Interrupted | TimedOut | Verdict | Tick | Warmed
+Event = (
+    Arrived
+    | Rolled
+    | Exited
+    | StartFailed
+    | Interrupted
+    | TimedOut
+    | Verdict
+    | RunnerGone
+    | NotReplaced
+    | Tick
+    | Warmed
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +128,24 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """Tell the user that `worker` failed first, with its last lines."""
+    """Tell the user that `worker` failed, with its last lines."""
 
     worker: Worker
     what: str
+    how: str = "failed first"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Tell the config server that a worker is lost, at once: the others wait for that."""
+
+    worker: Worker
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """Ask the config server for one more worker on this host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,4 +172,4 @@ class Finish:
     code: int
 
 
-Action = Start | Terminate | Kill | Blame | Tell | Say | Finish
+Action = Start | Terminate | Kill | Report | Replace | Blame | Tell | Say | Finish

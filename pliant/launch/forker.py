@@ -50,8 +50,16 @@ class WarmProcess:
     `stdout` and `stderr` are the reading ends of its own output, from `__enter__` on.
     """
 
-    def __init__(self, environ: Mapping[str, str], done: Callable[[], None], *, shown: Sequence[str] = ()) -> None:
-        self._environ, self._done, self._shown = dict(environ), done, shown
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        done: Callable[[], None],
+        *,
+        imports: Sequence[str] = warm.IMPORTS,
+        shown: Sequence[str] = (),
+    ) -> None:
+        self._environ, self._done = dict(environ), done
+        self._arguments = [str(os.getpid()), ",".join(imports), *shown]
         self._popen: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self.stdout = self.stderr = -1
@@ -69,7 +77,7 @@ class WarmProcess:
         try:
             # A fork's command line is its parent's, so that `ps` and `pgrep -f` find the program only if it is here.
             self._popen = subprocess.Popen(
-                [sys.executable, str(Path(warm.__file__).resolve()), str(os.getpid()), *self._shown],
+                [sys.executable, str(Path(warm.__file__).resolve()), *self._arguments],
                 env=self._environ,
                 stdin=theirs.fileno(),
                 stdout=out_write,

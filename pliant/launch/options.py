@@ -64,6 +64,8 @@ class RunOptions:
     """Follow the config server: start and stop workers as the view says."""
     keep: bool = False
     """In watch mode, stay after the local workers have finished."""
+    max_restarts: int = 100
+    """In watch mode, how many crashed workers this runner replaces."""
     warm: bool = True
     """In watch mode, fork the workers of a Python program from a process that has imported torch."""
     config_server: str = ""

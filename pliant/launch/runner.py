@@ -20,7 +20,7 @@ from pliant.launch.channel import Message, text_of
 from pliant.launch.control import Control, Head, Member
 from pliant.launch.crew import Crew
 from pliant.launch.duration import format_duration
-from pliant.launch.events import Arrived, Tell
+from pliant.launch.events import Arrived, Rolled, Tell
 from pliant.launch.inbox import Inbox
 from pliant.launch.plan import LaunchPlan, Machine, first_view
 from pliant.launch.ports import bind_ports
@@ -70,7 +70,13 @@ def launch(plan: LaunchPlan, machine: Machine, clock: Callable[[], float] = time
                 log.error("-timeout: %s", error)
                 return Outcome(TIMEOUT_EXIT, "")
         supervisor = Supervisor(
-            plan.self_host, grace_s=options.grace_s, watch=options.watch, keep=options.keep, alone=control is None
+            plan.self_host,
+            grace_s=options.grace_s,
+            watch=options.watch,
+            keep=options.keep,
+            alone=control is None,
+            slots=next(host.slots for host in plan.hosts if host.address == plan.self_host),
+            max_restarts=options.max_restarts,
         )
         crew = Crew(
             plan,
@@ -81,6 +87,7 @@ def launch(plan: LaunchPlan, machine: Machine, clock: Callable[[], float] = time
             listeners=listeners,
             config_server=followed.url,
             tell=_teller(plan, control),
+            token=followed.token,
         )
         if options.debug_port:
             from pliant.launch.debug import serve_state
@@ -111,8 +118,10 @@ def _make_control(plan: LaunchPlan, secret: bytes, inbox: Inbox, config_server: 
     if len(plan.hosts) == 1 or plan.options.init_version < 0:
         return None
     if not plan.is_head:
-        return Member(plan.head, secret, inbox.post)
-    assembly = Assembly([host.address for host in plan.hosts], plan.agreement)
+        # Without its head, a job whose config server runs elsewhere is still a job.
+        outlives_head = plan.options.watch and not plan.options.follows_builtin
+        return Member(plan.head, secret, inbox.post, outlives_head=outlives_head)
+    assembly = Assembly([host.address for host in plan.hosts], plan.agreement, elastic=plan.options.watch)
     return Head(plan.head, assembly, secret, inbox.post, {"config_server": config_server})
 
 
@@ -153,7 +162,12 @@ def _give_first_view(plan: LaunchPlan, ports: dict[str, list[int]], inbox: Inbox
     options = plan.options
     offered = view if plan.is_head else None
     if options.watch:
-        followed.start(offered, lambda wanted: inbox.post(Arrived(wanted)), options.rendezvous_timeout_s)
+        followed.start(
+            offered,
+            lambda wanted: inbox.post(Arrived(wanted)),
+            lambda roll: inbox.post(Rolled(roll)),
+            options.rendezvous_timeout_s,
+        )
         return
     if options.follows_builtin:
         followed.offer(offered, options.rendezvous_timeout_s)
@@ -162,5 +176,6 @@ def _give_first_view(plan: LaunchPlan, ports: dict[str, list[int]], inbox: Inbox
 
 
 def _summary(supervisor: Supervisor, took_s: float) -> str:
-    done, started = supervisor.num_finished, supervisor.num_started
-    return f"all {done}/{started} local workers finished, took {format_duration(took_s)}"
+    done, lost = supervisor.num_finished, supervisor.num_lost
+    told = f"all {done}/{supervisor.num_started - lost} local workers finished"
+    return f"{told}{f' ({lost} lost)' if lost else ''}, took {format_duration(took_s)}"

@@ -1,8 +1,12 @@
 """What a runner does about what happens: events in, actions out.
 
-Pure: no process, socket, thread or clock. `runner` feeds it with what it sees and carries out what
-comes back; every rule of the launcher (who is blamed, who is stopped, when it is over, with which exit code) is
+Pure: no process, socket, thread or clock. `crew` feeds it with what it sees and carries out what
+comes back; every rule of the launcher (who is blamed, stopped or replaced, when it is over, with which exit code) is
 here and tested without a process.
+
+A job that follows the roll has begun once somebody is on it. Before that, and in a job that never
+uses it, one crash ends the job and who is not wanted is told to end. After that, a crash is only a loss,
+and members that are no longer wanted leave by themselves, at the end of a step.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ import signal
 
 from pliant.cluster import View, Worker
 from pliant.elastic.membership import arrival
+from pliant.elastic.roll import Roll
+from pliant.errors import REFUSED_EXIT
 from pliant.launch.events import (
     BUSY,
     DONE,
@@ -24,6 +30,11 @@ from pliant.launch.events import (
     Finish,
     Interrupted,
     Kill,
+    NotReplaced,
+    Replace,
+    Report,
+    Rolled,
+    RunnerGone,
     Say,
     Start,
     StartFailed,
@@ -34,6 +45,7 @@ from pliant.launch.events import (
     Verdict,
     Warmed,
 )
+from pliant.launch.replacement import Replacements
 
 VERDICT_WAIT_S = 5.0
 """After a failure here, how long to wait for the head to say what failed first in the whole job."""
@@ -61,7 +73,15 @@ class Supervisor:
     """The rules of one runner. Fed with events, answers with actions; does no I/O."""
 
     def __init__(
-        self, host: str, *, grace_s: float, watch: bool = False, keep: bool = False, alone: bool = True
+        self,
+        host: str,
+        *,
+        grace_s: float,
+        watch: bool = False,
+        keep: bool = False,
+        alone: bool = True,
+        slots: int = 1,
+        max_restarts: int = 0,
     ) -> None:
         self.running: dict[Worker, int] = {}
         """Local workers that live, with their slots."""
@@ -69,11 +89,21 @@ class Supervisor:
         """Those told to end, and when they will be killed."""
         self.finished: set[Worker] = set()
         """Those of the view that ended well."""
-        self.num_started = self.num_finished = 0
+        self.num_started = self.num_finished = self.num_lost = 0
         """Over the whole job; those that a view removed have finished too."""
         self.view: View | None = None
-        self._host, self._grace_s = host, grace_s
+        self.roll = Roll()
+        self._host, self._grace_s, self._slots = host, grace_s, slots
         self._watch, self._keep, self._alone = watch, keep, alone
+        self._replacements = Replacements(max_restarts)
+        self._begun = False
+        self._joined: set[Worker] = set()  # local workers that have been members
+        self._patience: dict[Worker, float] = {}  # members no longer wanted, and how long they may take
+        self._gone: set[Worker] = set()  # of the view, but crashed: not to be started again under this name
+        self._dead: set[Worker] = set()  # of the roll, but crashed
+        self._dismissed: dict[Worker, int] = {}  # living local workers not in the view, and the version that did it
+        self._evicted: set[Worker] = set()  # living local workers that others have reported lost
+        self._last_crash: tuple[Worker, str, int] | None = None
         self._outcome: tuple[str, int] | None = None
         self._verdict = alone
         self._verdict_by_s: float | None = None
@@ -88,7 +118,7 @@ class Supervisor:
     @property
     def next_deadline_s(self) -> float | None:
         """When a Tick is due; None means that only events matter."""
-        waits = list(self.leaving.values())
+        waits = [*self.leaving.values(), *self._patience.values(), *self._replacements.due_s]
         if self._verdict_by_s is not None and not self._verdict:
             waits.append(self._verdict_by_s)
         return min(waits, default=None)
@@ -98,9 +128,11 @@ class Supervisor:
         if self._over:
             return []
         reacted = self._react(event, at_s)
+        reacted += self._fail_if_deserted(at_s)
         # Telling workers to end comes before telling the user why, which may wait for last lines.
         actions = self._stop_some(at_s) + reacted
-        actions += self._start_some()
+        actions += self._replace_some(at_s)
+        actions += self._start_some(at_s)
         actions += self._tell_status()
         actions += self._finish_if_over(at_s)
         return actions
@@ -109,10 +141,16 @@ class Supervisor:
         match event:
             case Arrived(view):
                 return self._arrive(view)
+            case Rolled(roll):
+                self._follow(roll, at_s)
+                return []
             case Exited(worker, code):
                 return self._lose(worker, code, at_s)
             case StartFailed(worker, why):
                 self.running.pop(worker, None)
+                self.leaving.pop(worker, None)
+                if self._begun:
+                    return self._crash(worker, f"could not be started: {why}", 1, at_s)
                 return self._fail(f"worker {worker} could not be started: {why}", 1, at_s)
             case Interrupted(signum):
                 return self._interrupt(signum, at_s)
@@ -120,6 +158,11 @@ class Supervisor:
                 return self._fail(f"the job was not done after -timeout {timeout}", TIMEOUT_EXIT, at_s)
             case Verdict(cause, code):
                 return self._judge(cause, code)
+            case RunnerGone(host, was_head):
+                return self._miss(host, was_head, at_s)
+            case NotReplaced(why):
+                self._replacements.refuse()
+                return [Say(f"no replacement: {why}")]
             case Tick() | Warmed():
                 return []
 
@@ -127,22 +170,111 @@ class Supervisor:
         if self.view is not None and view.number <= self.view.number:
             return []
         line = arrival(self.view, view, self._host)
+        before, now = self._local(self.view), self._local(view)
+        dismissed = before - now - self._gone
+        if not view.workers and self._others():
+            self._last_crash = None  # a wish: the last workers were not lost
+        self._replacements.arrive(now - before, dismissed - self._evicted)
+        self._dismissed |= dict.fromkeys(dismissed & set(self.running), view.number)
+        for worker in now:
+            self._dismissed.pop(worker, None)
         self.view = view
         self.finished &= set(view.workers)
+        self._gone &= set(view.workers)
         self._was_listed = self._was_listed or self._is_listed(view)
         return [Say(line)] if self._watch else []
+
+    def _local(self, view: View | None) -> set[Worker]:
+        return {worker for worker in view.workers if worker.host == self._host} if view is not None else set()
+
+    def _follow(self, roll: Roll, at_s: float) -> None:
+        old, self.roll = self.roll, roll
+        self._begun = self._begun or bool(roll.members)
+        self._dead &= set(roll.members)
+        for worker in roll.members:
+            if worker in self.running:
+                self._joined.add(worker)
+                self._replacements.join(worker, at_s)
+        if roll.urgent > old.number:
+            self._evicted |= {
+                worker
+                for worker in old.members
+                if worker in self.running and worker not in roll.members and self._was_lost(worker, roll)
+            }
+
+    def _was_lost(self, worker: Worker, roll: Roll) -> bool:
+        """Whether `worker` has left the view by the same change as the roll: a wish would have left it on the roll."""
+        return self._dismissed.get(worker, roll.wanted) == roll.wanted
 
     def _lose(self, worker: Worker, code: int, at_s: float) -> list[Action]:
         self.running.pop(worker, None)
         was_told = self.leaving.pop(worker, None) is not None
+        was_evicted = worker in self._evicted and (was_told or code != 0)
+        was_member = worker in self._joined
+        self._patience.pop(worker, None)
+        self._dismissed.pop(worker, None)
+        self._evicted.discard(worker)
+        self._joined.discard(worker)
         if self.failed:
             return []  # it follows another's failure: no news in how it ended
-        if was_told or code == 0:
+        if (was_told or code == 0) and not was_evicted:
             self.num_finished += 1
-            self.finished |= set() if was_told else {worker}
-            return []
+            return [] if was_told else self._see_off(worker, was_member)
         what = describe_exit(code)
-        return [Blame(worker, what), *self._fail(f"worker {worker} failed: {what}", exit_code(code), at_s, said=True)]
+        is_wanted = worker in self._local(self.view)
+        if not self._begun or (self.roll.over and is_wanted):
+            cause = f"worker {worker} failed: {what}"
+            return [Blame(worker, what), *self._fail(cause, exit_code(code), at_s, said=True)]
+        return self._crash(worker, what, exit_code(code), at_s, is_wanted=is_wanted or was_evicted)
+
+    def _see_off(self, worker: Worker, was_member: bool) -> list[Action]:
+        """React to a worker that ended well, and by itself."""
+        if not self._begun or self.roll.over or worker in self.roll.members:
+            self.finished.add(worker)
+            self._last_crash = None  # the job has outlived it
+        elif not was_member and worker in self._local(self.view):
+            # The others would wait for it for ever.
+            self._gone.add(worker)
+            return [Report(worker, "it ended before it was ready"), Say(f"{worker.label} ended before it was ready")]
+        return []
+
+    def _crash(self, worker: Worker, what: str, code: int, at_s: float, *, is_wanted: bool = True) -> list[Action]:
+        """React to a loss in a job that has begun."""
+        self._gone |= {worker} & self._local(self.view)
+        self._dead |= {worker} & set(self.roll.members)
+        self._last_crash = (worker, what, code)
+        self.num_lost += 1
+        report = Report(worker, what)
+        if not self._others():
+            return [report]  # and the job fails
+        if self.roll.over or not is_wanted:
+            then = "it was told to leave anyway"
+        elif code == REFUSED_EXIT:
+            then = "the job will not have it, so it is not replaced (see its messages)"
+        else:
+            then = self._replacements.crash(worker, at_s)
+        return [report, Say(f"lost {worker.label}: {what}; {then}")]
+
+    def _others(self) -> bool:
+        """Whether somebody still trains, or will."""
+        coming = set(self.view.workers if self.view is not None else ()) - self._gone
+        training = set(self.roll.members) - self._dead
+        return self._replacements.asked > 0 or bool((coming | training) - self.finished)
+
+    def _fail_if_deserted(self, at_s: float) -> list[Action]:
+        """Fail if the last member anywhere was lost, and nobody comes."""
+        if self._last_crash is None or self.failed or self.running or self._others():
+            return []
+        worker, what, code = self._last_crash
+        cause = f"worker {worker} was lost, the last one: {what}"
+        return [Blame(worker, what, "was the last one, and failed"), *self._fail(cause, code, at_s, said=True)]
+
+    def _miss(self, host: str, was_head: bool, at_s: float) -> list[Action]:
+        if not self._begun:
+            return self._fail(f"the runner on {host} is gone", 1, at_s)
+        if was_head:
+            self._alone = self._verdict = True
+        return [Say(f"the runner on {host} is gone; the job goes on without it")]
 
     def _interrupt(self, signum: int, at_s: float) -> list[Action]:
         name = signal.Signals(signum).name
@@ -174,28 +306,55 @@ class Supervisor:
         overdue = [worker for worker, kill_at_s in self.leaving.items() if at_s >= kill_at_s]
         self.leaving |= dict.fromkeys(overdue, at_s + self._grace_s)  # again, should one not die
         actions: list[Action] = [Kill(worker) for worker in overdue]
-        wanted = () if self.failed or self.view is None else self.view.workers
         for worker in self.running:
-            if worker not in wanted and worker not in self.leaving:
+            if worker in self.leaving:
+                continue
+            patience_s = self._patience_for(worker)
+            if patience_s is None:
+                self._patience.pop(worker, None)
+            elif not patience_s or at_s >= self._patience.setdefault(worker, at_s + patience_s):
+                self._patience.pop(worker, None)
                 self.leaving[worker] = at_s + self._grace_s
                 actions.append(Terminate(worker))
         return actions
 
-    def _start_some(self) -> list[Action]:
+    def _patience_for(self, worker: Worker) -> float | None:
+        """How long `worker` may go on before it is told to end; None means for ever."""
         if self.failed or self.view is None:
+            return 0.0
+        is_wanted = worker in self.view.workers
+        if not self._begun:
+            return None if is_wanted else 0.0
+        if self.roll.over and worker not in self._joined:
+            return 0.0
+        if is_wanted or worker in self.roll.members:
+            return None  # one that is on the roll leaves by itself, when the roll that the others make lets it
+        return self._grace_s if worker in self._joined else 0.0
+
+    def _replace_some(self, at_s: float) -> list[Action]:
+        if self.failed or self.roll.over:
+            self._replacements.due_s.clear()
+            return []
+        num_free = self._slots - len(self._local(self.view) - self._gone)
+        return [Replace()] * self._replacements.ask(at_s, num_free)
+
+    def _start_some(self, at_s: float) -> list[Action]:
+        if self.failed or self.view is None or (self._begun and self.roll.over):
             return []
         actions: list[Action] = []
         for worker in self.view.workers:
             # One that is still leaving under the same name is waited for: two cannot share a port.
-            if worker.host == self._host and worker not in self.running and worker not in self.finished:
+            is_done = worker in self.running or worker in self.finished or worker in self._gone
+            if worker.host == self._host and not is_done:
                 slot = next(slot for slot in range(len(self.running) + 1) if slot not in self.running.values())
                 self.running[worker] = slot
                 self.num_started += 1
+                self._replacements.start(worker, at_s)
                 actions.append(Start(worker, self.view, slot))
         return actions
 
     def _standing(self) -> str:
-        if self.running:
+        if self.running or self._replacements.due_s or self._replacements.asked:
             return BUSY
         if self.view is None:
             return IDLE
@@ -203,6 +362,8 @@ class Supervisor:
             return DONE
         if self._keep:
             return IDLE
+        if self._begun and self.roll.over:
+            return DONE
         was_removed = self._was_listed and not self._is_listed(self.view)
         return DONE if self.finished or not self.view.workers or was_removed else IDLE
 

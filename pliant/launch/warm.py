@@ -24,8 +24,11 @@ import socket
 import sys
 import types
 
-IMPORTS = ("numpy", "torch", "pliant.train.job")
-"""What workers would each spend seconds on; what is not there is left out."""
+IMPORTS = ("numpy", "torch", "torch._dynamo", "pliant.elastic.client", "pliant.train.job")
+"""What workers would each spend seconds on; what is not there is left out.
+
+The first optimizer that a program makes imports torch._dynamo, which takes as long as torch itself.
+"""
 MAX_REQUEST_BYTES = 1 << 20
 NUM_DESCRIPTORS = 3
 """A worker's stdout, its stderr, and the socket that it listens on, if any."""
@@ -39,13 +42,22 @@ def die_with(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
-def warm_up() -> None:
+def warm_up(imports: list[str]) -> None:
     """Import what takes long, and keep the collector from touching (and so copying) its memory in every worker."""
-    for name in IMPORTS:
+    for name in filter(None, imports):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    if any(_target(name).startswith("/dev/nvidia") for name in os.listdir("/proc/self/fd")):
+        sys.exit("an import has opened the GPU, which no fork could use any more")
     gc.collect()
     gc.freeze()
+
+
+def _target(descriptor: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""  # the one that listed the others
 
 
 def serve(requests: socket.socket) -> list[str] | None:
@@ -139,7 +151,7 @@ def main() -> None:
     del sys.path[0]  # our own folder, where no program shall look
     with socket.socket(fileno=os.dup(0)) as requests:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        warm_up()
+        warm_up(sys.argv[2].split(","))
         requests.send(b"{}")
         argv = serve(requests)
     if argv is None:

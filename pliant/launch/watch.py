@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pliant.cluster import View
 from pliant.elastic.membership import Limits, Wanted
+from pliant.elastic.roll import Roll
 from pliant.errors import ClusterCleared, LaunchError, PliantError, ServerUnavailable, StaleView
 from pliant.launch.plan import LaunchPlan
 
@@ -28,7 +29,7 @@ SAY_S = 10.0
 
 
 class Follower:
-    """Reads the wanted view from a config server and hands over each new one."""
+    """Reads the wanted view and the roll from a config server, and hands over each new one."""
 
     def __init__(self, url: str, token: str) -> None:
         self.url, self.token = url, token
@@ -50,22 +51,36 @@ class Follower:
         with ConfigClient(self.url, self.token) as client:
             return self._first_state(client, first, time.monotonic() + timeout_s, timeout_s)
 
-    def start(self, first: View | None, arrive: Callable[[View], None], timeout_s: float) -> None:
-        """Offer `first`, then call `arrive` with each view there is, from a thread. Raises as `offer`."""
+    def start(
+        self, first: View | None, arrive: Callable[[View], None], roll_on: Callable[[Roll], None], timeout_s: float
+    ) -> None:
+        """Offer `first`, then call `arrive` with each view and `roll_on` with each roll there is, from threads.
+
+        Raises:
+            ClusterCleared: the last job of this server has ended, and nobody has reset it.
+            ConfigError, LaunchError: as `offer`.
+        """
+        from pliant.elastic.client import ConfigClient
+
         wanted = self.offer(first, timeout_s)
-        if wanted.cleared:
+        with ConfigClient(self.url, self.token) as client:
+            roll = client.roll()
+        if wanted.cleared or roll.over:
+            how = "was told to stop" if wanted.cleared else "has finished"
             raise ClusterCleared(
-                f"config server {self.url}: the last job there was told to stop (version {wanted.version}, no workers); "
+                f"config server {self.url}: the last job there {how} (version {wanted.version}); "
                 f"reset it first, as with `curl -X POST {self.url}`"
             )
+        roll_on(roll)
         if wanted.view is None:
             log.info("waiting to be added: no view is set at %s", self.url)
         else:
             arrive(wanted.view)
         threading.Thread(target=self._follow, args=(wanted.version, arrive), name="follow-view", daemon=True).start()
+        threading.Thread(target=self._follow_roll, args=(roll, roll_on), name="follow-roll", daemon=True).start()
 
     def stop(self) -> None:
-        """Hand over nothing more. The thread ends with its held request."""
+        """Hand over nothing more. The threads end with their held requests."""
         self._stopping.set()
 
     def _first_state(self, client: ConfigClient, first: View | None, deadline_s: float, timeout_s: float) -> Wanted:
@@ -107,6 +122,22 @@ class Follower:
             if wanted.version != version and wanted.view is not None and not self._stopping.is_set():
                 arrive(wanted.view)
             version = wanted.version
+
+    def _follow_roll(self, roll: Roll, roll_on: Callable[[Roll], None]) -> None:
+        from pliant.elastic.client import ConfigClient
+
+        client = ConfigClient(self.url, self.token)
+        while not self._stopping.is_set():
+            if roll.over:
+                self._stopping.wait(RETRY_S)  # it is not held any more: only a reset would change it
+            try:
+                latest = client.wait_roll(roll.number, HOLD_S)
+            except PliantError:
+                self._stopping.wait(RETRY_S)  # the other thread says so
+                continue
+            if latest != roll and not self._stopping.is_set():
+                roll = latest
+                roll_on(roll)
 
 
 @contextlib.contextmanager

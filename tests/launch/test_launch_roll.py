@@ -1,0 +1,379 @@
+"""A runner whose workers follow the roll: the rules on values, then real workers that crash, leave and come."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Sequence
+
+import pytest
+from launching import Launcher, Runner
+
+from pliant.cluster import View, Worker
+from pliant.elastic.client import ConfigClient
+from pliant.elastic.roll import Roll
+from pliant.launch.events import (
+    Action,
+    Arrived,
+    Blame,
+    Exited,
+    Finish,
+    Interrupted,
+    Kill,
+    NotReplaced,
+    Replace,
+    Report,
+    Rolled,
+    RunnerGone,
+    Say,
+    Start,
+    StartFailed,
+    Tell,
+    Terminate,
+    Tick,
+    Verdict,
+)
+from pliant.launch.replacement import Replacements
+from pliant.launch.supervisor import Supervisor
+
+HERE, THERE = "10.0.0.1", "10.0.0.2"
+A, B, C, D, FAR = (Worker(HERE, 1000), Worker(HERE, 1001), Worker(HERE, 1002), Worker(HERE, 1003), Worker(THERE, 1000))
+
+
+def view(number: int, *workers: Worker) -> View:
+    return View(number, workers, (Worker(HERE, 99), Worker(THERE, 99)))
+
+
+def kinds(actions: Sequence[Action], *kind: type[Action]) -> list[Action]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def said(actions: Sequence[Action]) -> str:
+    return "\n".join(action.text for action in actions if isinstance(action, Say))
+
+
+def training(*workers: Worker, max_restarts: int = 100, slots: int = 4, alone: bool = True) -> Supervisor:
+    """A job in which all `workers` train, in view 1 and roll 1."""
+    made = Supervisor(HERE, grace_s=10, watch=True, alone=alone, slots=slots, max_restarts=max_restarts)
+    made.handle(Arrived(view(1, *workers)), 0)
+    made.handle(Rolled(Roll(1, workers, wanted=1)), 0)
+    return made
+
+
+def test_a_crash_before_anybody_was_ready_ends_the_job() -> None:
+    made = Supervisor(HERE, grace_s=10, watch=True, max_restarts=100)
+    made.handle(Arrived(view(1, A, B)), 0)
+    made.handle(Rolled(Roll()), 0)
+    actions = made.handle(Exited(A, 2), 1)
+    assert kinds(actions, Report, Blame, Terminate) == [Terminate(B), Blame(A, "exit code 2")]
+
+
+def test_a_crash_of_a_member_is_reported_and_replaced_at_once() -> None:
+    made = training(A, B)
+    actions = made.handle(Exited(B, -11), 20)
+    assert kinds(actions, Report, Replace, Blame, Terminate, Start) == [Report(B, "killed by SIGSEGV"), Replace()]
+    assert said(actions) == "lost 10.0.0.1.1001: killed by SIGSEGV; replacing it now (restart 1 of 100)"
+    assert made.handle(Arrived(view(2, A)), 20.1)  # the server has heard of it
+    assert kinds(made.handle(Arrived(view(3, A, C)), 20.2), Start) == [Start(C, view(3, A, C), 1)]
+
+
+def test_a_crashed_worker_is_not_started_again_under_its_name_until_the_view_dropped_it() -> None:
+    made = training(A, B)
+    made.handle(Exited(B, 1), 20)
+    assert kinds(made.handle(Arrived(view(2, A, B, FAR)), 21), Start) == []  # a wish from before the loss
+    made.handle(Arrived(view(3, A, FAR)), 22)
+    assert kinds(made.handle(Arrived(view(4, A, FAR, B)), 23), Start) == [Start(B, view(4, A, FAR, B), 1)]
+
+
+def test_pauses_double_and_a_long_life_resets_them() -> None:
+    made = Replacements(100)
+    worker = A
+    for at_s, told in ((100, "now"), (200, "in 0.5s"), (300, "in 1s"), (400, "in 2s")):
+        made.start(worker, at_s - 50)
+        made.join(worker, at_s - 40)
+        assert made.crash(worker, at_s).startswith(f"replacing it {told} (restart ")
+    for at_s in range(500, 1000, 100):
+        made.start(worker, at_s - 50)
+        last = made.crash(worker, at_s)
+    assert "in 30s" in last
+    made.start(worker, 1000)
+    made.join(worker, 1001)
+    assert "replacing it now" in made.crash(worker, 1061)
+
+
+def test_a_replacement_waits_for_its_time() -> None:
+    made = training(A, B, C)
+    made.handle(Exited(B, 1), 20)
+    actions = made.handle(Exited(C, 1), 20)
+    assert kinds(actions, Replace) == []
+    assert "in 0.5s (restart 2 of 100)" in said(actions)
+    assert made.next_deadline_s == 20.5
+    assert kinds(made.handle(Tick(), 20.5), Replace) == [Replace()]
+
+
+def test_no_replacement_where_a_wish_has_filled_the_slot_or_taken_it() -> None:
+    for wish in (view(3, A, D, FAR, Worker(HERE, 1004)), view(3, A, FAR)):
+        made = training(A, B, C, FAR)
+        made.handle(Exited(B, 1), 20)
+        made.handle(Arrived(view(2, A, C, D, FAR)), 20.1)  # the first one has come
+        made.handle(Exited(C, 1), 20.2)
+        made.handle(Arrived(wish), 20.3)
+        assert made.next_deadline_s != 20.7
+        assert kinds(made.handle(Tick(), 21), Replace) == []
+
+
+def test_no_replacement_beyond_the_slots() -> None:
+    made = training(A, B, C, slots=2)
+    assert kinds(made.handle(Exited(C, 1), 20), Replace) == []
+
+
+def test_when_restarts_are_used_up_the_job_goes_on_with_those_left() -> None:
+    made = training(A, B, C, max_restarts=1)
+    made.handle(Exited(B, 1), 20)
+    actions = made.handle(Exited(C, 1), 30)
+    assert "not replaced: the 1 restarts of --max-restarts are used up" in said(actions)
+    assert kinds(made.handle(Tick(), 100), Replace, Terminate, Finish) == []
+    made.handle(Arrived(view(2, A)), 101)
+    made.handle(Rolled(Roll(2, over=True)), 102)
+    assert kinds(made.handle(Exited(A, 0), 103), Finish) == []  # one was asked for, and is still to come
+    assert kinds(made.handle(NotReplaced("the job has finished"), 104), Finish) == [Finish(0)]
+
+
+def test_a_crash_that_comes_again_three_times_is_not_replaced_any_more() -> None:
+    made = training(A, B)
+    names = [B, C, D]
+    for i, worker in enumerate(names):
+        at_s = 5.0 + 9 * i
+        actions = made.handle(Exited(worker, 1), at_s)
+        if i < 2:
+            made.handle(Tick(), at_s + 1)
+            made.handle(Arrived(view(2 * i + 2, A)), at_s + 2)
+            made.handle(Arrived(view(2 * i + 3, A, names[i + 1])), at_s + 3)
+    assert "not replaced: workers on this host crashed within 10s of their start 3 times in a row" in said(actions)
+
+
+def test_many_killed_at_once_are_not_a_program_that_always_fails() -> None:
+    made = training(A, B, C, D)
+    told = [said(made.handle(Exited(worker, -9), 3)) for worker in (B, C, D)]
+    assert all("replacing it" in line for line in told)
+
+
+def test_the_last_crash_fails_the_job_and_is_blamed() -> None:
+    made = training(A, B, max_restarts=0)
+    made.handle(Exited(A, 3), 20)
+    made.handle(Arrived(view(2, B)), 21)
+    actions = made.handle(Exited(B, -9), 22)
+    hint = "killed by SIGKILL (out of memory? see dmesg)"
+    assert kinds(actions, Report, Blame, Finish) == [
+        Report(B, hint),
+        Blame(B, hint, "was the last one, and failed"),
+        Finish(137),
+    ]
+
+
+def test_members_on_another_host_go_on() -> None:
+    made = training(A, FAR, max_restarts=0, alone=False)
+    actions = made.handle(Exited(A, 3), 20)
+    assert kinds(actions, Finish, Blame, Tell) == [Tell("idle")]
+
+
+def test_a_replacement_that_is_refused_may_be_the_end() -> None:
+    made = training(A, B)
+    made.handle(Exited(A, 3), 20)
+    assert kinds(made.handle(Exited(B, 4), 20), Blame) == []  # one is coming
+    made.handle(Rolled(Roll(3, over=True)), 20.1)
+    assert kinds(made.handle(NotReplaced("the cluster was cleared"), 20.2), Blame, Finish) == [
+        Blame(B, "exit code 4", "was the last one, and failed"),
+        Finish(4),
+    ]
+
+
+def test_a_refused_worker_is_reported_and_never_replaced() -> None:
+    made = training(A, B)
+    actions = made.handle(Exited(B, 78), 20)
+    assert kinds(actions, Report, Replace) == [Report(B, "exit code 78")]
+    assert "so it is not replaced" in said(actions)
+    made.handle(Arrived(view(2, A)), 21)
+    assert kinds(made.handle(Exited(A, 78), 22), Finish) == [Finish(78)]
+
+
+def test_a_member_that_is_no_longer_wanted_leaves_by_itself() -> None:
+    made = training(A, B)
+    assert kinds(made.handle(Arrived(view(2, A)), 5), Terminate) == []
+    assert made.next_deadline_s is None
+    made.handle(Rolled(Roll(2, (A,), wanted=2)), 50)
+    assert made.next_deadline_s == 60
+    assert kinds(made.handle(Exited(B, 0), 51), Report, Replace, Finish, Blame) == []
+    assert made.next_deadline_s is None
+    assert (made.num_started, made.num_finished, made.num_lost) == (2, 1, 0)
+
+
+def test_one_that_does_not_leave_is_told_and_then_killed() -> None:
+    made = training(A, B)
+    made.handle(Arrived(view(2, A)), 5)
+    made.handle(Rolled(Roll(2, (A,), wanted=2)), 50)
+    assert kinds(made.handle(Tick(), 60), Terminate) == [Terminate(B)]
+    assert kinds(made.handle(Tick(), 70), Kill) == [Kill(B)]
+    assert kinds(made.handle(Exited(B, -9), 71), Report, Replace) == []
+
+
+def test_a_newcomer_whose_wish_was_withdrawn_is_told_at_once() -> None:
+    made = training(A)
+    made.handle(Arrived(view(2, A, B)), 5)
+    assert kinds(made.handle(Arrived(view(3, A)), 6), Terminate) == [Terminate(B)]
+    assert kinds(made.handle(Exited(B, -15), 7), Report, Replace) == []
+
+
+def test_a_newcomer_that_crashes_is_reported_so_that_nobody_waits_for_it() -> None:
+    made = training(A)
+    made.handle(Arrived(view(2, A, B)), 5)
+    assert kinds(made.handle(Exited(B, 1), 6), Report, Replace) == [Report(B, "exit code 1"), Replace()]
+    made.handle(Arrived(view(3, A, C)), 7)
+    actions = made.handle(Exited(C, 0), 8)
+    assert kinds(actions, Report, Replace) == [Report(C, "it ended before it was ready")]
+    assert kinds(made.handle(StartFailed(D, "no memory"), 9), Report) == [Report(D, "could not be started: no memory")]
+
+
+def test_one_that_left_and_is_wanted_again_is_started_again() -> None:
+    made = training(A, B)
+    made.handle(Arrived(view(2, A)), 5)
+    made.handle(Rolled(Roll(2, (A,), wanted=2)), 6)
+    assert kinds(made.handle(Arrived(view(3, A, B)), 7), Start) == []
+    assert kinds(made.handle(Exited(B, 0), 8), Start) == [Start(B, view(3, A, B), 1)]
+
+
+def test_one_that_others_hold_for_lost_is_replaced_when_it_ends() -> None:
+    for code in (1, -9):
+        made = training(A, B)
+        made.handle(Arrived(view(2, A)), 20)
+        made.handle(Rolled(Roll(2, (A,), urgent=2, wanted=2)), 20)
+        if code == -9:
+            assert kinds(made.handle(Tick(), 30), Terminate) == [Terminate(B)]
+        assert Replace() in made.handle(Exited(B, code), 31)
+
+
+def test_a_crash_of_one_that_was_told_to_leave_is_not_replaced() -> None:
+    made = training(A, B)
+    made.handle(Arrived(view(2, A)), 20)
+    actions = made.handle(Exited(B, 1), 21)
+    assert kinds(actions, Report, Replace) == [Report(B, "exit code 1")]
+    assert "it was told to leave anyway" in said(actions)
+
+
+def test_when_it_is_over_newcomers_are_told_and_members_may_take_their_time() -> None:
+    made = training(A)
+    made.handle(Arrived(view(2, A, B)), 5)
+    assert kinds(made.handle(Rolled(Roll(2, over=True, wanted=2)), 6), Terminate) == [Terminate(B)]
+    assert kinds(made.handle(Exited(B, -15), 6), Finish, Report) == []
+    assert made.next_deadline_s is None
+    assert kinds(made.handle(Exited(A, 0), 500), Finish) == [Finish(0)]
+
+
+def test_a_crash_after_the_end_is_still_a_failure() -> None:
+    made = training(A)
+    made.handle(Rolled(Roll(2, over=True, wanted=1)), 6)
+    assert kinds(made.handle(Exited(A, 1), 7), Blame, Finish) == [Blame(A, "exit code 1"), Finish(1)]
+
+
+@pytest.mark.parametrize("code", [0, -15])
+def test_resize_to_nobody_is_a_good_end(code: int) -> None:
+    made = training(A, B)
+    made.handle(Exited(B, 1), 5)
+    made.handle(Arrived(view(2, A)), 5)
+    made.handle(Arrived(view(3, A, C)), 5)
+    made.handle(Rolled(Roll(3, (A, C), urgent=2, wanted=3)), 6)
+    made.handle(Arrived(View(4, (), ())), 7)
+    assert kinds(made.handle(Rolled(Roll(4, over=True, wanted=4)), 7), Terminate) == []
+    if code:
+        assert kinds(made.handle(Tick(), 17), Terminate) == [Terminate(A), Terminate(C)]
+    made.handle(Exited(A, code), 17)
+    assert kinds(made.handle(Exited(C, code), 17), Finish, Blame) == [Finish(0)]
+
+
+def test_a_signal_to_the_runner_ends_all() -> None:
+    made = training(A, B)
+    assert kinds(made.handle(Interrupted(signal.SIGTERM), 1), Terminate) == [Terminate(A), Terminate(B)]
+    made.handle(Exited(A, 0), 2)
+    assert kinds(made.handle(Exited(B, 1), 2), Finish, Report) == [Finish(143)]
+
+
+def test_a_job_that_has_begun_outlives_a_host() -> None:
+    made = training(A, FAR, alone=False)
+    assert kinds(made.handle(RunnerGone(THERE), 1), Terminate, Tell) == []
+    made.handle(Exited(A, 0), 2)
+    assert kinds(made.handle(Verdict("", 0), 3), Finish) == [Finish(0)]
+    early = Supervisor(HERE, grace_s=10, watch=True, alone=False)
+    early.handle(Arrived(view(1, A, FAR)), 0)
+    assert kinds(early.handle(RunnerGone(THERE), 1), Terminate) == [Terminate(A)]
+
+
+# --- real workers ---
+
+FOLLOW = """
+    import os, pathlib, sys
+    from pliant.cluster import worker_spec
+    from pliant.elastic.client import ConfigClient
+
+    spec = worker_spec()
+    me = spec.worker
+    with ConfigClient(spec.config_server) as client:
+        roll = client.ready(me)
+        while me not in roll.members and not roll.over:
+            roll = client.wait_roll(roll.number, 30)
+        pathlib.Path(f"up-{me.port}-{os.getpid()}").touch()
+        print("trains", "torch" in sys.modules)
+        while me in roll.members:
+            roll = client.wait_roll(roll.number, 30)
+"""
+
+
+def up(launcher: Launcher, count: int) -> dict[int, int]:
+    """The process of each port that trains or has."""
+    launcher.until(lambda: len(launcher.files("up-*")) == count, f"start of {count} members")
+    found = (path.name.split("-")[1:] for path in launcher.files("up-*"))
+    return {int(port): int(pid) for port, pid in found}
+
+
+def url_of(runner: Runner) -> str:
+    while matched := re.search(rb"config server at (\S+)", line := runner.stderr.readline()) or line:
+        if isinstance(matched, re.Match):
+            return matched[1].decode()
+    raise AssertionError("the runner named no config server")
+
+
+@pytest.mark.processes
+def test_a_killed_member_is_lost_and_replaced(launcher: Launcher, alive: Callable[[int], bool], free_port: int) -> None:
+    launcher.script("follow.py", FOLLOW)
+    ports = f"{free_port}-{min(free_port + 30, 65535)}"
+    runner = launcher.start("-w", "-np", 2, "-port-range", ports, "follow.py")
+    url = url_of(runner)
+    with ConfigClient(url) as client:
+        (first_port, first), (_, second) = sorted(up(launcher, 2).items())
+        before = client.roll()
+        os.kill(first, signal.SIGKILL)
+        lost = client.wait_roll(before.number, 20)
+        assert lost.urgent == lost.number
+        now = up(launcher, 3)
+        roll = client.roll()
+        assert now[roll.members[0].port] == second
+        assert first_port not in [worker.port for worker in roll.members]
+        client.resize(1)
+        launcher.until(lambda: len([pid for pid in now.values() if alive(pid)]) == 1, "end of the one removed")
+        client.resize(0)
+    ended = launcher.end(runner)
+    assert ended.code == 0, ended.stderr
+    assert f"lost 127.0.0.1.{first_port}: killed by SIGKILL" in ended.stderr
+    assert "replacing it now (restart 1 of 100)" in ended.stderr
+    assert "all 2/2 local workers finished (1 lost), took" in ended.last_line
+    assert ended.stdout.count("trains True") == 3
+
+
+@pytest.mark.processes
+def test_a_program_that_always_crashes_ends_the_job(launcher: Launcher) -> None:
+    launcher.script(
+        "crash.py", FOLLOW.replace("while me in roll.members", "sys.exit(5)\n        while me in roll.members")
+    )
+    ended = launcher.run("-q", "-w", "--no-warm", "-np", 2, "--max-restarts", 2, "crash.py")
+    assert ended.code == 5
+    assert re.search(r"worker 127.0.0.1:\d+ .*was the last one, and failed: exit code 5", ended.stderr)
