@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.core import TyperCommand
 
-from pliant.cluster import DEFAULT_RUNNER_PORT, DEFAULT_STRATEGY, Host, PortRange, parse_hostfile, parse_hosts
+from pliant.cluster import (
+    DEFAULT_RUNNER_PORT,
+    DEFAULT_STRATEGY,
+    Host,
+    PortRange,
+    parse_hostfile,
+    parse_hosts,
+    parse_schedule,
+)
 from pliant.errors import ConfigError
 from pliant.launch.duration import parse_duration
 
@@ -118,6 +127,27 @@ def run(
         bool, typer.Option("-w", "--watch", help="Start and stop workers as the config server says.")
     ] = False,
     keep: Annotated[bool, typer.Option("-k", "--keep", help="With -w, stay after the workers have finished.")] = False,
+    resize_schedule: Annotated[
+        str,
+        typer.Option(
+            "--resize-schedule", metavar="STEP:N,...", help="Ask for N workers after STEP steps; 0: stop. Implies -w."
+        ),
+    ] = "",
+    copies: Annotated[
+        str, typer.Option("--copies", metavar="N", help="Workers that keep a copy of each replica's context.")
+    ] = "1",
+    determinism: Annotated[
+        str, typer.Option("--determinism", metavar="D0|D1|D2", help="How far equal bits go; D2: other machines too.")
+    ] = "",
+    checkpoint_dir: Annotated[
+        str, typer.Option("--checkpoint-dir", metavar="DIR", help="Where checkpoints go, on all hosts.")
+    ] = "",
+    checkpoint_every: Annotated[
+        str, typer.Option("--checkpoint-every", metavar="STEPS", help="Steps between checkpoints.")
+    ] = "0",
+    resume: Annotated[
+        str, typer.Option("--resume", metavar="auto|PATH", help="Begin with the newest checkpoint, or this one.")
+    ] = "",
     max_restarts: Annotated[
         str, typer.Option("--max-restarts", metavar="N", help="With -w, replace this many crashed workers.")
     ] = "100",
@@ -174,6 +204,12 @@ def run(
         watch=watch,
         keep=keep,
         warm=warm,
+        copies=_whole(copies, "--copies"),
+        determinism=determinism.upper(),
+        checkpoint_dir=_absolute(checkpoint_dir),
+        checkpoint_every=_whole(checkpoint_every, "--checkpoint-every"),
+        resume=resume if resume == "auto" else _absolute(resume),
+        resize_schedule=parse_schedule(resize_schedule),
         max_restarts=_whole(max_restarts, "--max-restarts"),
         config_server=config_server,
         builtin_config_port=_whole(builtin_config_port, "-builtin-config-port"),
@@ -243,6 +279,11 @@ def _whole(text: str, flag: str) -> int:
         return int(text)
     except ValueError:
         raise ConfigError(f"{flag} {text!r} is not a whole number") from None
+
+
+def _absolute(path: str) -> str:
+    """`path` for programs that go to another directory; empty stays empty."""
+    return os.path.abspath(path) if path else ""
 
 
 def _start_time(text: str) -> float:

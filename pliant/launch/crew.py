@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pliant.cluster import View, Worker, WorkerSpec
+from pliant.cluster import View, Worker
 from pliant.errors import PliantError
 from pliant.launch import processes
 from pliant.launch.courier import Courier
@@ -41,7 +41,7 @@ from pliant.launch.events import (
 from pliant.launch.forker import Starter, WarmProcess, takes_warmth
 from pliant.launch.inbox import Inbox
 from pliant.launch.output import Console, LogFile, OutputReader, Stream, prefix
-from pliant.launch.plan import LaunchPlan, common_environ, log_name, worker_environ
+from pliant.launch.plan import LaunchPlan, common_environ, log_name, make_spec, worker_environ
 from pliant.launch.ports import bind_ports, listen_on
 from pliant.launch.supervisor import Supervisor
 
@@ -210,17 +210,15 @@ class Crew:
 
     def _launch(self, start: Start, listener: socket.socket) -> None:
         worker, view, slot = start.worker, start.view, start.slot
-        options = self._plan.options
         try:
             with listener:
-                spec = WorkerSpec(
-                    worker=worker,
-                    view=view,
+                spec = make_spec(
+                    self._plan,
+                    worker,
+                    view,
                     secret=self._secret,
-                    strategy=options.strategy,
                     config_server=self._config_server,
                     listen_fd=listener.fileno(),
-                    heartbeat_timeout_s=options.heartbeat_timeout_s,
                 )
                 environ = worker_environ(self._plan, self._environ, spec, slot=slot, mark=self._mark)
                 process = self._starter.start(environ, listener)

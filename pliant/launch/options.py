@@ -8,6 +8,9 @@ from urllib.parse import urlsplit
 from pliant.cluster import DEFAULT_RUNNER_PORT, DEFAULT_STRATEGY, Host, PortRange, check_port
 from pliant.errors import ConfigError
 
+LEVELS = ("D0", "D1", "D2")
+"""Equal bits for an equal number of workers; for any number of them; and on machines of other kinds, too."""
+
 
 def check_strategy(name: str) -> str:
     """`name` in the spelling of `comm.graph`; raises ConfigError with the names there are."""
@@ -64,6 +67,18 @@ class RunOptions:
     """Follow the config server: start and stop workers as the view says."""
     keep: bool = False
     """In watch mode, stay after the local workers have finished."""
+    copies: int = 1
+    """On how many other workers each replica's context is kept."""
+    determinism: str = ""
+    """D0, D1 or D2; empty leaves it to the program."""
+    checkpoint_dir: str = ""
+    """Where checkpoints go, as an absolute path; empty means none."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 means only when the program asks."""
+    resume: str = ""
+    """`auto`, a checkpoint's path, or empty: what training begins with."""
+    resize_schedule: tuple[tuple[int, int], ...] = ()
+    """(step, number of workers): what the job asks for by itself; such a job is watched."""
     max_restarts: int = 100
     """In watch mode, how many crashed workers this runner replaces."""
     warm: bool = True
@@ -85,6 +100,9 @@ class RunOptions:
         if self.heartbeat_timeout_s <= 0:
             raise ConfigError(f"--heartbeat-timeout {self.heartbeat_timeout_s:g}: use a time above 0, such as 10s")
         check_port(self.port, "-port")
+        self._check_training()
+        if self.resize_schedule:
+            object.__setattr__(self, "watch", True)
         for port, flag in ((self.debug_port, "-debug-port"), (self.builtin_config_port, "-builtin-config-port")):
             if port:
                 check_port(port, flag)
@@ -100,6 +118,23 @@ class RunOptions:
                 "config servers: give one of them, or the same port"
             )
         object.__setattr__(self, "strategy", check_strategy(self.strategy))
+
+    def _check_training(self) -> None:
+        for count, flag in (
+            (self.copies, "--copies"),
+            (self.checkpoint_every, "--checkpoint-every"),
+            (self.max_restarts, "--max-restarts"),
+        ):
+            if count < 0:
+                raise ConfigError(f"{flag} {count}: use 0 or more")
+        if self.determinism and self.determinism not in LEVELS:
+            raise ConfigError(f"--determinism {self.determinism!r} is not known: use one of {', '.join(LEVELS)}")
+        if not self.checkpoint_dir:
+            needs = "needs a directory for checkpoints: add --checkpoint-dir DIR"
+            if self.resume:
+                raise ConfigError(f"--resume {self.resume} {needs}")
+            if self.checkpoint_every:
+                raise ConfigError(f"--checkpoint-every {self.checkpoint_every} {needs}")
 
     @property
     def follows_builtin(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pliant.cluster import Host, View, Worker, WorkerSpec, place
+from pliant.cluster import Host, View, Worker, WorkerSpec, format_schedule, place
 from pliant.errors import CapacityError, ConfigError
 from pliant.launch.addresses import LOOPBACK, choose_self, interfaces, is_local, nic_addresses, resolve, resolve_hosts
 from pliant.launch.devices import device_environ, device_files, visible_devices
@@ -29,6 +29,7 @@ class Machine:
     nics: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     environ: Mapping[str, str] = field(default_factory=dict)
     device_files: tuple[str, ...] = ()
+    has_avx2: bool = True
     resolve: Callable[[str], str] = resolve
     is_local: Callable[[str], bool] = is_local
 
@@ -40,7 +41,15 @@ class Machine:
             nics=interfaces(),
             environ=dict(os.environ),
             device_files=device_files(),
+            has_avx2=_has_avx2(),
         )
+
+
+def _has_avx2() -> bool:
+    try:
+        return " avx2 " in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +67,8 @@ class LaunchPlan:
     """Workers that this runner starts at first."""
     devices: tuple[str, ...]
     """CUDA devices for the workers of this host."""
+    pins: Mapping[str, str] = field(default_factory=dict)
+    """Variables for all workers, where the user has not set them."""
     warnings: tuple[str, ...] = ()
 
     @property
@@ -81,6 +92,9 @@ class LaunchPlan:
             "-H": [f"{host.address}:{host.slots}" for host in self.hosts],
             "-strategy": self.options.strategy,
             "-w": self.options.watch,
+            "--determinism": self.options.determinism,
+            "--copies": self.options.copies,
+            "--resize-schedule": format_schedule(self.options.resize_schedule),
         }
 
 
@@ -126,8 +140,21 @@ def make_plan(options: RunOptions, machine: Machine) -> LaunchPlan:
         hosts=hosts,
         num_local=num_local,
         devices=devices,
+        pins=_pins(machine) if options.determinism == "D2" else {},
         warnings=tuple(warnings),
     )
+
+
+def _pins(machine: Machine) -> dict[str, str]:
+    """What makes torch's libraries choose the same kernels on every machine; they read it when they are loaded."""
+    return {
+        "ATEN_CPU_CAPABILITY": "avx2" if machine.has_avx2 else "default",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_CBWR": "COMPATIBLE",
+        "OMP_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
 
 
 def _default_hosts(options: RunOptions, machine: Machine, asked: str) -> tuple[Host, ...]:
@@ -152,10 +179,40 @@ def common_environ(plan: LaunchPlan, environ: Mapping[str, str], mark: str) -> d
     """What the environments of all workers of this host have in common: the runner's own, and which job it is."""
     return {
         "PYTHONUNBUFFERED": "1",
+        **plan.pins,
         **environ,
         "PLIANT_JOB_START": repr(plan.options.start_time_s),
         MARK: mark,
     }
+
+
+def make_spec(
+    plan: LaunchPlan,
+    worker: Worker,
+    view: View,
+    *,
+    secret: bytes,
+    config_server: str = "",
+    listen_fd: int | None = None,
+) -> WorkerSpec:
+    """What `worker` must know of its job."""
+    options = plan.options
+    return WorkerSpec(
+        worker=worker,
+        view=view,
+        secret=secret,
+        strategy=options.strategy,
+        config_server=config_server,
+        listen_fd=listen_fd,
+        heartbeat_timeout_s=options.heartbeat_timeout_s,
+        elastic=options.watch,
+        copies=options.copies,
+        determinism=options.determinism,
+        checkpoint_dir=options.checkpoint_dir,
+        checkpoint_every=options.checkpoint_every,
+        resume=options.resume,
+        resize_schedule=options.resize_schedule,
+    )
 
 
 def worker_environ(
