@@ -24,6 +24,7 @@ from pliant.launch.events import Arrived, Rolled, Tell
 from pliant.launch.inbox import Inbox
 from pliant.launch.plan import LaunchPlan, Machine, first_view
 from pliant.launch.ports import bind_ports
+from pliant.launch.registry import registered
 from pliant.launch.secret import job_secret
 from pliant.launch.supervisor import TIMEOUT_EXIT, Supervisor
 from pliant.launch.watch import Follower, follower
@@ -95,6 +96,12 @@ def launch(plan: LaunchPlan, machine: Machine, clock: Callable[[], float] = time
             port = stack.enter_context(serve_state(plan.self_host, options.debug_port, crew.state))
             log.info("state at http://%s/", Worker(plan.self_host, port))
         _give_first_view(plan, ports, inbox, followed)
+        if plan.is_head and followed.url and options.init_version >= 0:
+            stack.enter_context(
+                registered(
+                    followed.url, options.program, host=plan.self_host, token=followed.token, environ=machine.environ
+                )
+            )
         code = crew.run(begun_s + options.timeout_s if options.timeout_s else None)
     return Outcome(code, _summary(supervisor, clock() - begun_s) if code == 0 else "")
 

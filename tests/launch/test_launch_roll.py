@@ -34,6 +34,7 @@ from pliant.launch.events import (
     Tick,
     Verdict,
 )
+from pliant.launch.registry import running_jobs
 from pliant.launch.replacement import Replacements
 from pliant.launch.supervisor import Supervisor
 
@@ -351,6 +352,7 @@ def test_a_killed_member_is_lost_and_replaced(launcher: Launcher, alive: Callabl
     with ConfigClient(url) as client:
         (first_port, first), (_, second) = sorted(up(launcher, 2).items())
         before = client.roll()
+        assert [job.config_server for job in running_jobs(launcher.environ) if job.pid == runner.pid] == [url]
         os.kill(first, signal.SIGKILL)
         lost = client.wait_roll(before.number, 20)
         assert lost.urgent == lost.number
@@ -363,6 +365,7 @@ def test_a_killed_member_is_lost_and_replaced(launcher: Launcher, alive: Callabl
         client.resize(0)
     ended = launcher.end(runner)
     assert ended.code == 0, ended.stderr
+    assert not [job for job in running_jobs(launcher.environ) if job.pid == runner.pid]
     assert f"lost 127.0.0.1.{first_port}: killed by SIGKILL" in ended.stderr
     assert "replacing it now (restart 1 of 100)" in ended.stderr
     assert "all 2/2 local workers finished (1 lost), took" in ended.last_line
