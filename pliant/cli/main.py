@@ -13,7 +13,7 @@ import typer
 
 from pliant.errors import ConfigError, PliantError
 
-COMMANDS = ("run", "resize", "config_server", "lab", "bench")
+COMMANDS = ("run", "resize", "config_server", "lab", "bench", "doctor")
 
 
 def build() -> typer.Typer:

@@ -122,12 +122,12 @@ def fingerprint(device: torch.device | str = "cpu") -> Fingerprint:
     )
 
 
-def pin(level: Level, device: torch.device | str = "cpu") -> list[str]:
+def pin(level: str, device: torch.device | str = "cpu") -> list[str]:
     """Do what the level demands in this process; returns what is pinned, for the record.
 
     Raises ConfigError under D2 if the environment was not prepared before torch was loaded.
     """
-    device = torch.device(device)
+    level, device = level_of(level), torch.device(device)
     pinned = _pins_in_force() if level == "D2" else []
     torch.backends.cudnn.benchmark = False
     pinned.append("cudnn.benchmark off")
@@ -136,12 +136,13 @@ def pin(level: Level, device: torch.device | str = "cpu") -> list[str]:
     return [*pinned, f"threads {torch.get_num_threads()}", f"CPU capability {torch.backends.cpu.get_cpu_capability()}"]
 
 
-def differences(mine: Fingerprint, theirs: Fingerprint, level: Level) -> list[str]:
+def differences(mine: Fingerprint, theirs: Fingerprint, level: str) -> list[str]:
     """What would change bits if both computed parts of one job; nothing under D0, where only the allocation counts.
 
     Under D2 GPUs of different kinds pass: whether the model's own operations are the same on both is a question
     about the model, answered by `slicing.hetero`.
     """
+    level = level_of(level)
     if level == "D0":
         return []
     found: list[str] = []
