@@ -15,7 +15,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -52,6 +52,13 @@ _ISAS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 _CAPABILITIES = {"DEFAULT": "", "AVX2": "AVX2", "AVX512": "AVX512_CORE"}
 """What torch may be told to use, and what the machine must have for it."""
+
+
+_FP32_PARTS: dict[str, Any] = {
+    "matmul": torch.backends.cuda.matmul,
+    "conv": torch.backends.cudnn.conv,  # type: ignore[attr-defined]
+    "rnn": torch.backends.cudnn.rnn,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +241,9 @@ def _pin_cuda(level: Level) -> list[str]:
     pinned = ["deterministic algorithms", f"CUBLAS_WORKSPACE_CONFIG={os.environ['CUBLAS_WORKSPACE_CONFIG']}"]
     if level == "D2":
         torch.backends.cudnn.deterministic = True
+        for part in _FP32_PARTS.values():
+            part.fp32_precision = "ieee"
+        # The older switches, too: torch refuses to answer where the two contradict each other.
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -250,8 +260,7 @@ def _flags() -> str:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cudnn.deterministic": torch.backends.cudnn.deterministic,
         "cudnn.benchmark": torch.backends.cudnn.benchmark,
-        "matmul.tf32": torch.backends.cuda.matmul.allow_tf32,
-        "cudnn.tf32": torch.backends.cudnn.allow_tf32,
+        **{f"{name}.tf32": part.fp32_precision == "tf32" for name, part in _FP32_PARTS.items()},
     }
     return " ".join(name for name, on in switches.items() if on) or "none"
 

@@ -127,6 +127,7 @@ def test_d2_needs_its_pins_before_the_program_starts(monkeypatch: pytest.MonkeyP
 PROBE = """
 import hashlib, json, sys, torch
 from pliant.errors import ConfigError
+from pliant.train import determinism
 from pliant.train.determinism import fingerprint, pin
 found = {"pinned": pin(sys.argv[1]), "fingerprint": fingerprint().to_json()}
 x = torch.randn(64, 513, generator=torch.Generator().manual_seed(0))
@@ -136,6 +137,10 @@ try:
     pin(sys.argv[1])
 except ConfigError as error:
     found["refused"] = str(error)
+torch.backends.cuda.matmul.fp32_precision = "tf32"  # as a program may have asked for; needs no GPU
+found["asked"] = fingerprint().flags
+determinism._pin_cuda("D2")
+found["switches"] = fingerprint().flags
 print(json.dumps(found))
 """
 
@@ -165,6 +170,8 @@ def test_real_workers() -> None:
     assert {f"{name}={value}" for name, value in ALIKE.items()} <= set(alike["pinned"])  # type: ignore[call-overload]
     assert "2 threads" in alike["refused"]  # type: ignore[operator]
     assert "refused" not in plain
+    assert "matmul.tf32" in plain["asked"]  # type: ignore[operator]
+    assert plain["switches"] == "deterministic cudnn.deterministic"
 
 
 @pytest.mark.usefixtures("no_leaks")
