@@ -199,9 +199,10 @@ def free_port(host: str, taken: Sequence[int] = ()) -> int:
 @contextlib.contextmanager
 def joined(spec: WorkerSpec, *, determinism: Any = "exact", **mesh: Any) -> Iterator[Engine]:
     """In a worker: the engine of `spec`, connected; `mesh` are further fields of MeshConfig."""
-    from pliant.comm.engine import EngineConfig, connected
+    from pliant.comm.engine import EngineConfig
     from pliant.comm.mesh import MeshConfig
     from pliant.comm.plan import Strategy
+    from pliant.comm.station import connected
 
     config = EngineConfig(
         strategy=Strategy(spec.strategy),

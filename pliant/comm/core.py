@@ -2,7 +2,8 @@
 
 Message-driven: whatever arrives is matched by (view, name, slice) with what was submitted here, or
 kept until it is. A step of a plan is taken when its operands are there; nobody waits for a global
-order, and there is no coordinator. `comm.engine` owns the thread and the sockets' readiness.
+order, and there is no coordinator. `comm.reactor` owns the thread and the sockets' readiness. A core
+lives as long as its view; memory, links and the store are the station's, and outlive it.
 """
 
 from __future__ import annotations
@@ -35,19 +36,29 @@ log = logging.getLogger(__name__)
 
 
 class Core:
-    """All collectives of one rank in one view."""
+    """All collectives of one rank in one view.
 
-    def __init__(self, view: View, rank: int, memory: SharedMemory, store: Store) -> None:
+    `retire` is its end: it has then said all that it owed, and never again writes to any memory, its
+    own or a peer's, nor answers anybody. A peer that is still in the old view may write for a while: to
+    the memory of collectives that were open here, because it does not know yet. That ends when it
+    enters the new view. So once a collective of all members of the new view is complete, which takes
+    everybody's part in it, all of them have left the old view, and the memory is free to be used again.
+    """
+
+    def __init__(self, view: View, rank: int, memory: SharedMemory, store: Store, dirty: set[Link]) -> None:
         self.view = view
         self.rank = rank
         self.memory = memory
-        self.reach = Reach(rank, memory)
-        self.requests = Requests(view.number, store)
         self.links: dict[int, Link] = {}
+        self.reach = Reach(rank, memory, self.links)
+        self.requests = Requests(view.number, store)
+        self.ended: Exception | None = None
+        """Why nothing begins here any more."""
+        self.retired = False
         self.lost: dict[int, WorkerLost] = {}
         self.lanes = LaneStats()
         self.runnable: PriorityQueue[tuple[Operation, int]] = PriorityQueue()
-        self.dirty: set[Link] = set()
+        self.dirty = dirty
         """Links with something to write."""
         self.pongs: defaultdict[int, deque[Callable[[float], None]]] = defaultdict(deque)
         self._scratch = Scratch()
@@ -67,7 +78,11 @@ class Core:
         self._submitted: dict[int, int] = {}
         self._buried: deque[tuple[object, ...]] = deque(maxlen=4096)
         """Memory of failed collectives: a peer that has not heard of the failure may still write to it."""
+        self._inherited: list[deque[tuple[object, ...]]] = []
+        """The same of earlier views, until everybody is known to have left them."""
         self._finished_by: dict[int, dict[bytes, int]] = {}
+        self._moved_on: set[int] = set()
+        """Ranks that left the job from a later view: they had finished with this one."""
 
     # --- what users submit ---
 
@@ -82,6 +97,9 @@ class Core:
 
     def begin(self, operation: Operation) -> None:
         """Begin a collective; if that goes wrong, it alone fails."""
+        if self.ended is not None:
+            operation.handle.fail(self.ended)
+            return
         self._confined(operation, self._submit, operation)
 
     def _submit(self, operation: Operation) -> None:
@@ -118,6 +136,8 @@ class Core:
 
     def _needs(self, rank: int, operation: Operation) -> bool:
         """Whether a lost rank is missing in this collective: not if it had finished it before it left."""
+        if rank in self._moved_on:
+            return False
         finished = self._finished_by.get(rank)
         return finished is None or operation.seq >= finished.get(wire.channel_tag(operation.program.spec.channel), 0)
 
@@ -189,9 +209,7 @@ class Core:
     # --- what arrives ---
 
     def on_frame(self, link: Link, frame: Frame, payload: bytes) -> None:
-        kind, _, _, view, _, _, piece, extra, _ = frame
-        if view != self.view.number:
-            raise CommError(f"a frame of view {view} came in view {self.view.number}")
+        kind, _, _, _, _, _, piece, extra, _ = frame
         match kind:
             case Kind.OFFER:
                 for number, seq, arena, offset in wire.OFFERED.iter_unpack(payload):
@@ -206,8 +224,8 @@ class Core:
             case Kind.DEFINE:
                 self._theirs[link.rank][frame[4]] = self.know(wire.unpack_spec(payload))
             case Kind.ARENA:
-                for act in self.reach.take(link, piece, extra):
-                    act()
+                link.take_arena(piece, extra)
+                self.on_arena(link, piece)
             case Kind.ERROR:
                 self._on_error(link, frame, payload)
             case Kind.LOST:
@@ -223,12 +241,25 @@ class Core:
                 self.requests.on_ask(link, frame, payload)
                 self.dirty.add(link)
             case Kind.BYE:
-                link.said_bye = True
-                self._finished_by[link.rank] = dict(wire.TAGGED.iter_unpack(payload))
+                self.on_bye(link, frame[3], payload)
             case Kind.HEARTBEAT:
                 pass
             case _:
                 raise CommError(f"a frame of unknown kind {kind}: do all workers run the same version?")
+
+    def on_arena(self, link: Link, number: int) -> None:
+        """Memory of a peer is mapped now: go on with what had to wait for it."""
+        for act in self.reach.arrived(link.rank, number):
+            act()
+
+    def on_bye(self, link: Link, view: int, payload: bytes) -> None:
+        """A peer is about to leave, from this view or from one before or after it."""
+        link.said_bye = True
+        if view > self.view.number:
+            self._moved_on.add(link.rank)
+        else:
+            told = wire.TAGGED.iter_unpack(payload) if view == self.view.number else ()
+            self._finished_by[link.rank] = dict(told)
 
     def _match(self, link: Link, number: int, seq: int, act: Callable[[Operation], None]) -> None:
         """Let `act` happen on the operation that a frame speaks of, now or when it is submitted."""
@@ -319,12 +350,10 @@ class Core:
 
     # --- bulk payloads ---
 
-    def place_for(self, link: Link, frame: Frame) -> memoryview:
+    def place_for(self, link: Link, frame: Frame) -> memoryview | None:
         kind, length = frame[0], frame[8]
         if kind == Kind.TELL:
             return self.requests.place_for(frame)
-        if frame[3] != self.view.number:
-            raise CommError(f"a frame of view {frame[3]} came in view {self.view.number}")
         if kind == Kind.BCAST:
             known = self._theirs[link.rank].get(frame[4])
             operation = self._operations.get(known.channel << 32 | frame[5]) if known else None
@@ -503,6 +532,8 @@ class Core:
 
     def _sent_up(self, operation: Operation, step: Step, index: int, items: object, frames: int = 1) -> None:
         del items  # kept alive until here
+        if self.retired:
+            return
         if operation.program.spec.kind == "reduce":
             self._release(operation, step, index)
             self._finish_part(operation)
@@ -566,6 +597,12 @@ class Core:
         self.lanes.add(operation.program, operation.began_s, time.monotonic())
         operation.burst.open -= 1
         self.completed.append(operation)
+        if self._inherited and self._proves_arrival(operation.program.spec):
+            self._inherited.clear()
+
+    def _proves_arrival(self, spec: Spec) -> bool:
+        """Whether a complete collective of this kind means that everybody has entered this view."""
+        return spec.kind in ("all_reduce", "all_gather") and len(spec.members) == self.view.size and spec.length > 0
 
     def announce(self, everything: bool) -> None:
         """Wake those who wait for what is complete: whole bursts, or `everything` there is."""
@@ -645,6 +682,8 @@ class Core:
 
     def leave(self, rank: int) -> None:
         """A worker has left in good order: what it had finished needs nothing more from it, all else fails."""
+        if rank in self.lost:
+            return
         error = self.lost[rank] = WorkerLost(str(self.view.workers[rank]), rank, "it left the job")
         for operation in list(self._operations.values()):
             if rank in operation.program.spec.members and self._needs(rank, operation):
@@ -664,6 +703,25 @@ class Core:
         self.requests.fail(error, rank)
         for pong in self.pongs.pop(rank, ()):
             pong(float("inf"))
+
+    def abort(self, error: Exception) -> None:
+        """End all that is open with `error`, and whatever is submitted later."""
+        self.ended = error
+        self.fail_all(error)
+
+    def retire(self, error: Exception) -> None:
+        """The worker moves to another view. What peers were owed is queued; all else ends with `error`."""
+        self.retired = True
+        self.say_notices()
+        self.abort(error)
+        self.runnable.clear()
+        self._early.clear()
+        self._early_offers.clear()
+        self._arriving.clear()
+
+    def succeed(self, former: Core) -> None:
+        """Begin where a retired core ended: keep the memory that peers may still write to."""
+        self._inherited = [*former._inherited, former._buried]
 
     def fail_all(self, error: Exception) -> None:
         """The engine ends: so does everything that waits for it."""

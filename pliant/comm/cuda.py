@@ -23,6 +23,7 @@ class CudaStage:
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self._pinned: set[int] = set()
+        self._pinning = threading.Lock()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="pliant-cuda", daemon=True)
@@ -52,7 +53,7 @@ class CudaStage:
     ) -> None:
         try:
             staging = operation.out.flat
-            self._pin(staging)
+            self.pin(staging)
             stream = self._stream(source.device)
             with torch.cuda.stream(stream):
                 stream.wait_event(ready)
@@ -85,11 +86,13 @@ class CudaStage:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._streams[device]
 
-    def _pin(self, staging: torch.Tensor) -> None:
-        place = self._memory.locate(staging)
-        if place is None or place[0] in self._pinned:
-            return
-        arena = self._memory.arenas[place[0]]
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(int(runtime.cudaHostRegister(arena.address, arena.size, 0)))
-        self._pinned.add(place[0])
+    def pin(self, flat: torch.Tensor) -> None:
+        """Register the shared memory that a tensor lies in with CUDA; any thread. Elsewhere nothing is done."""
+        place = self._memory.locate(flat)
+        with self._pinning:
+            if place is None or place[0] in self._pinned:
+                return
+            arena = self._memory.arenas[place[0]]
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            torch.cuda.check_error(int(runtime.cudaHostRegister(arena.address, arena.size, 0)))
+            self._pinned.add(place[0])

@@ -1,17 +1,16 @@
 """Asynchronous collectives between the workers of a view: the public face.
 
 Any thread may submit any name at any time; ranks need not agree on an order. A submission returns a
-`Handle` at once. The work is done by `comm.core`, in the thread of `comm.reactor`.
+`Handle` at once. The work is done by `comm.core`, in the thread of `comm.reactor`. An engine is good
+for one view; `comm.station` makes it, and the next one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -19,21 +18,18 @@ from typing import Literal
 import numpy as np
 import torch
 
-from pliant.cluster import View, Worker
+from pliant.cluster import View
 from pliant.comm import graph
 from pliant.comm.core import Core
-from pliant.comm.cuda import CudaStage
 from pliant.comm.handle import Handle
 from pliant.comm.kernels import Reducer, dtype_name, dtype_of, reducer
-from pliant.comm.link import Link, header
-from pliant.comm.mesh import Mesh, MeshConfig
+from pliant.comm.link import header
 from pliant.comm.operation import Known, Operation, Program, Span, make_program
 from pliant.comm.plan import Channel, Spec, Strategy, local_ranks, make_plan
-from pliant.comm.reactor import Errand, Reactor
-from pliant.comm.shm import SharedMemory
-from pliant.comm.store import Store
+from pliant.comm.reactor import Errand
 from pliant.comm.telemetry import Counters, LaneThroughput
 from pliant.comm.wire import TAGGED, Kind, channel_tag
+from pliant.comm.workshop import Workshop
 from pliant.errors import CollectiveTimeout, ConfigError, Mismatch, NotStored
 
 Determinism = Literal["exact", "fast"]
@@ -71,9 +67,9 @@ class EngineConfig:
 
 
 class Engine:
-    """The collectives of one rank. Made by `connected` or by `comm.loopback`; close it, or use `with`."""
+    """The collectives of one rank in one view. Made by `comm.station` or by `comm.loopback`."""
 
-    def __init__(self, view: View, rank: int, config: EngineConfig) -> None:
+    def __init__(self, view: View, rank: int, config: EngineConfig, workshop: Workshop) -> None:
         self.view = view
         self.rank = rank
         self.size = view.size
@@ -83,9 +79,10 @@ class Engine:
         self.cross_ranks = graph.masters(view.hosts)
         """The first rank of every host: pass them as `ranks` for a collective between hosts."""
         self.timeout_s = config.collective_timeout_s
-        self._memory = SharedMemory()
-        self._store = Store()
-        self._core = Core(view, rank, self._memory, self._store)
+        self._workshop = workshop
+        self._memory, self._store, self._reactor = workshop.memory, workshop.store, workshop.reactor
+        self._core = Core(view, rank, self._memory, self._store, self._reactor.dirty)
+        self._begin = self._core.begin
         self._strategies = [config.strategy]
         self._late: dict[bytes, list[tuple[int, int]]] = {}
         """Channels on which this rank lagged behind at a change: (collectives before, number of the strategy)."""
@@ -93,30 +90,29 @@ class Engine:
         self._seqs: dict[int, int] = {}
         self._names: dict[int, Channel] = {}
         self._submitting = threading.RLock()
-        self._reactor = Reactor(
-            self._core,
-            heartbeat_timeout_s=config.heartbeat_timeout_s,
-            linger_s=config.linger_s,
-            farewell=self._core.farewell,
-        )
-        self._cuda: CudaStage | None = None
 
     # --- lifetime ---
 
-    def start(self, sockets: Mapping[int, socket.socket]) -> None:
-        """Take over connected, authenticated sockets to all other ranks, and begin."""
-        for rank, sock in sockets.items():
-            worker, shared = self.view.workers[rank], rank in self.local_ranks
-            self._core.links[rank] = Link(rank, worker, sock, shared=shared, receiver=self._core)
-        self._reactor.start()
+    def enter(self) -> None:
+        """Begin, on the connections that the worker has. On the engine's thread; by `comm.station`.
+
+        Raises:
+            CommError: there is none to some member; nothing has changed.
+        """
+        self._reactor.switch(self._core)
+
+    def abort(self, error: Exception) -> None:
+        """Fail all that is open with `error`, and what is submitted later; from any thread."""
+        self._reactor.post(Errand(partial(self._core.abort, error), lambda _: None))
 
     def close(self) -> None:
         """Send what is still queued, say goodbye and end. Handles that still wait fail with EngineClosed."""
-        self._reactor.close()
-        if self._cuda is not None:
-            self._cuda.close()
-            self._cuda = None
-        self._memory.close()
+        self._workshop.close()
+
+    def _post(self, call: Operation | Errand) -> None:
+        if self._core.retired and self._core.ended is not None:
+            raise self._core.ended
+        self._reactor.post(call)
 
     def hurry(self) -> None:
         """Somebody waits for a result now."""
@@ -132,11 +128,11 @@ class Engine:
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised tensor in memory that the workers of this host share: collectives on it copy nothing."""
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        length = 1
-        for size in sizes:
-            length *= size
-        return self._memory.empty(length, dtype).view(sizes)
+        return self._workshop.empty(shape, dtype)
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Make copies between a GPU and this tensor, which is from `empty`, as fast as they can be."""
+        self._workshop.stage().pin(tensor)
 
     # --- collectives ---
 
@@ -296,14 +292,15 @@ class Engine:
                 target.copy_(landing.view(target.shape))
                 handle.finish(target)
 
-        self._reactor.post(Errand(partial(self._ask, rank, name, version, landing, answer), answer))
+        self._post(Errand(partial(self._ask, rank, name, version, landing, answer), answer))
         return handle
 
     def _ask(
         self, rank: int, name: str, version: int | None, out: torch.Tensor, answer: Callable[[Exception | None], None]
     ) -> None:
-        if rank in self._core.lost:
-            answer(self._core.lost[rank])
+        gone = self._core.ended or self._core.lost.get(rank)
+        if gone is not None:
+            answer(gone)
             return
         if rank != self.rank:
             link = self._core.links[rank]
@@ -410,7 +407,7 @@ class Engine:
             for rank in range(1, self.size):
                 pong(rank, float("inf"))
 
-        self._reactor.post(Errand(partial(self._ping, pong), give_up))
+        self._post(Errand(partial(self._ping, pong), give_up))
         deadline_s = time.monotonic() + timeout_s
         for _ in range(self.size - 1):
             if not done.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
@@ -420,7 +417,7 @@ class Engine:
 
     def _ping(self, pong: Callable[[int, float], None]) -> None:
         for rank, link in self._core.links.items():
-            if rank in self._core.lost:
+            if rank in self._core.lost or self._core.ended is not None:
                 pong(rank, float("inf"))
                 continue
             self._core.pongs[rank].append(partial(pong, rank))
@@ -486,11 +483,12 @@ class Engine:
             program = self._program(known, self._epoch_of(known, seq))
             operation = Operation(program, seq, priority, out, own, reduce, result, finished, base)
             operation.kept = kept
+            operation.begin = self._begin
             operation.handle = handle = Handle(known.spec.name, self, operation)
             if result is not None and result.is_cuda:
-                self._stage().submit(result, operation, lambda: self._reactor.post(operation))
+                self._workshop.stage().submit(result, operation, lambda: self._post(operation))
             else:
-                self._reactor.post(operation)
+                self._post(operation)
         return handle
 
     def _epoch_of(self, known: Known, seq: int) -> int:
@@ -534,7 +532,7 @@ class Engine:
                 return Span(flat), _finish_in_place
         staging = self._memory.empty(tensor.numel(), tensor.dtype)
         if flat.is_cuda:
-            return self._span_of(staging), partial(self._stage().finish, tensor, staging, write)
+            return self._span_of(staging), partial(self._workshop.stage().finish, tensor, staging, write)
         if read:
             staging.copy_(flat.reshape(-1))
 
@@ -555,26 +553,6 @@ class Engine:
         """A span on memory that was just handed out; it keeps the tensor, and with it the place."""
         arena, offset = self._memory.locate(flat) or (0, 0)
         return Span(flat, self.rank, arena, offset)
-
-    def _stage(self) -> CudaStage:
-        with self._submitting:
-            if self._cuda is None:
-                self._cuda = CudaStage(self._memory)
-            return self._cuda
-
-
-@contextlib.contextmanager
-def connected(view: View, me: Worker, mesh: MeshConfig, config: EngineConfig) -> Iterator[Engine]:
-    """The engine of worker `me`, connected to all others of the view.
-
-    Raises:
-        CommError: somebody did not come, or would not have us.
-    """
-    with Mesh(view, me, mesh).open() as sockets:
-        engine = Engine(view, view.rank_of(me), config)
-        engine.start(sockets)
-        with engine:
-            yield engine
 
 
 def _as_tensor(value: Array) -> torch.Tensor:

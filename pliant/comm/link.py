@@ -3,6 +3,9 @@
 A stream socket that never blocks. The engine's thread calls `read` and `flush`; no other thread
 touches a link. Control frames overtake data, data goes by priority, and a frame that has begun is
 finished first; so slices must be small, and so must what the kernel holds below us.
+
+A link outlives views. What was queued in one view leaves before anything of the next. A frame of a
+view that this worker has not entered stops the reading until it has; nothing of it is lost.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pliant.cluster import Worker
+from pliant.comm.shm import Arena
 from pliant.comm.slices import PriorityQueue
-from pliant.comm.wire import BULK, HEADER, MAX_CONTROL_BYTES, Frame, Kind
+from pliant.comm.wire import ANYTIME, BULK, HEADER, MAX_CONTROL_BYTES, Frame, Kind
 from pliant.errors import CommError
 
 WRITE_BYTES = 128 << 10
@@ -31,26 +35,36 @@ PATIENCE_S = 0.004
 PATIENCE_BYTES = 256 << 10
 _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _FD_BYTES = array.array("i").itemsize
+_NOWHERE = memoryview(bytearray(256 << 10))
+"""Where payloads go that nobody wants."""
 
 
 class Receiver(Protocol):
-    """What a link tells its engine."""
+    """Who takes what arrives on a link."""
 
     def on_frame(self, link: Link, frame: Frame, payload: bytes) -> None:
         """A small frame has arrived."""
 
-    def place_for(self, link: Link, frame: Frame) -> memoryview:
-        """Where the bulk payload of this frame shall go; exactly as long as it."""
+    def place_for(self, link: Link, frame: Frame) -> memoryview | None:
+        """Where the bulk payload of this frame shall go, exactly as long as it; None if nobody wants it."""
 
     def on_bulk(self, link: Link, frame: Frame) -> None:
         """The payload is in its place."""
 
 
 class Link:
-    """A connected, authenticated socket to `worker`."""
+    """A connected, authenticated socket to `worker`.
 
-    def __init__(self, rank: int, worker: Worker, sock: socket.socket, *, shared: bool, receiver: Receiver) -> None:
+    `receiver` takes the frames of `view`, and until another one is entered also all that belong to no view.
+    """
+
+    def __init__(
+        self, rank: int, worker: Worker, sock: socket.socket, *, shared: bool, receiver: Receiver, view: int = 0
+    ) -> None:
         self.rank = rank
+        """The peer's rank in this worker's view; negative if it is not in it."""
+        self.view = view
+        """The number of the view that this worker is in; negative before the first."""
         self.worker = worker
         self.sock = sock
         self.shared = shared
@@ -58,15 +72,25 @@ class Link:
         self.egress_bytes = 0
         self.ingress_bytes = 0
         self.said_bye = False
+        self.closed = False
+        self.paused = False
+        """Whether the next frame is of a view that this worker has yet to enter."""
+        self.arenas: dict[int, Arena] = {}
+        """The peer's shared memory that is mapped here."""
+        self.told = 0
+        """How many of our own arenas the peer knows."""
         self.last_seen_s = 0.0
         self.last_sent_s = 0.0
         self.fds: deque[int] = deque()
         """Descriptors received and not yet claimed."""
-        self._receiver = receiver
+        self._lobby = self._receiver = receiver
+        self._bulk_receiver = receiver
         self._plain = not isinstance(sock, ssl.SSLSocket)
         self._control = bytearray()
         self._with_fds: deque[tuple[bytes, int]] = deque()
         self._data: PriorityQueue[tuple[list[memoryview], Callable[[], None] | None]] = PriorityQueue()
+        self._elder: deque[tuple[list[memoryview], Callable[[], None] | None]] = deque()
+        """What was queued in earlier views."""
         self._current: list[memoryview] = []
         self._current_sent: Callable[[], None] | None = None
         self._current_fds: list[int] = []
@@ -75,6 +99,8 @@ class Link:
         self._begin = self._end = 0
         self._bulk: Frame | None = None
         self._bulk_place = memoryview(b"")
+        self._skip = 0
+        """How much of the payload is still to come that goes nowhere."""
         self._bulk_began_s = 0.0
         self._rate_bytes_per_s = 0.0
         self._low_water = 1
@@ -82,6 +108,18 @@ class Link:
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             _keep_little_below(sock)
+
+    def enter(self, view: int, rank: int, receiver: Receiver) -> None:
+        """Go on in another view. Whatever arrives of the old one from now on is no longer the old receiver's."""
+        if self._control:
+            self._elder.append(([memoryview(bytes(self._control))], None))
+            self._control.clear()
+        while len(self._data):
+            self._elder.append(self._data.pop())
+        if self._bulk is not None:
+            self.divert()
+            self._bulk_receiver = self._lobby
+        self.view, self.rank, self._receiver = view, rank, receiver
 
     # --- out ---
 
@@ -103,7 +141,7 @@ class Link:
 
     @property
     def has_output(self) -> bool:
-        return bool(self._current or self._with_fds or self._control or len(self._data))
+        return bool(self._current or self._with_fds or self._elder or self._control or len(self._data))
 
     def flush(self, now_s: float) -> bool:
         """Write what can be written now; True if more waits. Raises OSError when the connection is gone."""
@@ -122,6 +160,8 @@ class Link:
         if self._with_fds:
             frame, fd = self._with_fds.popleft()
             self._current, self._current_fds = [memoryview(frame)], [fd]
+        elif self._elder:
+            self._current, self._current_sent = self._elder.popleft()
         elif self._control:
             self._current = [memoryview(bytes(self._control))]
             self._control.clear()
@@ -161,7 +201,11 @@ class Link:
 
     def read(self, now_s: float) -> None:
         """Take in what has arrived. Raises EOFError or OSError when the connection is gone."""
-        self._take_in(now_s)
+        if self.paused:
+            self.paused = False
+            self._parse(now_s)
+        if not self.paused:
+            self._take_in(now_s)
         if self._patient:
             self._be_patient()
 
@@ -169,7 +213,7 @@ class Link:
         budget = READ_BYTES
         # What TLS holds decrypted is in no selector's sight: left there, it might wait for ever.
         while budget > 0 or (isinstance(self.sock, ssl.SSLSocket) and self.sock.pending()):
-            place = self._bulk_place if self._bulk is not None else self._room()
+            place = self._place()
             try:
                 got = self._receive(place)
             except _BLOCKED:
@@ -178,14 +222,22 @@ class Link:
                 raise EOFError("connection closed")
             self.last_seen_s = now_s
             budget -= got
-            if self._bulk is not None:
-                self._bulk_place = self._bulk_place[got:]
-                self._finish_bulk(now_s)
-            else:
+            if self._bulk is None:
                 self._end += got
                 self._parse(now_s)
-            if got < len(place) and self._plain:
+            else:
+                if self._skip:
+                    self._skip -= got
+                else:
+                    self._bulk_place = self._bulk_place[got:]
+                self._finish_bulk(now_s)
+            if self.paused or (got < len(place) and self._plain):
                 return
+
+    def _place(self) -> memoryview:
+        if self._bulk is None:
+            return self._room()
+        return _NOWHERE[: self._skip] if self._skip else self._bulk_place
 
     def _room(self) -> memoryview:
         if self._begin == self._end:
@@ -220,7 +272,9 @@ class Link:
         """
         wanted = 1
         if self._bulk is not None:
-            wanted = max(1, min(len(self._bulk_place), PATIENCE_BYTES, int(self._rate_bytes_per_s * PATIENCE_S)))
+            wanted = max(
+                1, min(len(self._bulk_place) + self._skip, PATIENCE_BYTES, int(self._rate_bytes_per_s * PATIENCE_S))
+            )
         if wanted != self._low_water:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
             self._low_water = wanted
@@ -229,15 +283,21 @@ class Link:
         while self._end - self._begin >= HEADER.size:
             frame: Frame = HEADER.unpack_from(self._buffer, self._begin)
             length = frame[8]
+            receiver = self._receiver
+            if frame[3] != self.view:
+                if frame[3] > self.view and frame[0] not in ANYTIME:
+                    self.paused = True
+                    return
+                receiver = self._lobby
             if frame[0] in BULK:
                 self._begin += HEADER.size
-                self._start_bulk(frame, now_s)
+                self._start_bulk(frame, now_s, receiver)
                 if self._bulk is not None:
                     return
                 continue
             if length == 0:
                 self._begin += HEADER.size
-                self._receiver.on_frame(self, frame, b"")
+                receiver.on_frame(self, frame, b"")
                 continue
             if length > MAX_CONTROL_BYTES:
                 raise CommError(f"a frame of kind {frame[0]} claims {length} bytes: the stream is damaged")
@@ -245,29 +305,47 @@ class Link:
                 return
             begin = self._begin + HEADER.size
             self._begin = begin + length
-            self._receiver.on_frame(self, frame, bytes(self._view[begin : begin + length]))
+            receiver.on_frame(self, frame, bytes(self._view[begin : begin + length]))
 
-    def _start_bulk(self, frame: Frame, now_s: float) -> None:
-        place = self._receiver.place_for(self, frame)
-        here = min(self._end - self._begin, len(place))
-        place[:here] = self._view[self._begin : self._begin + here]
+    def _start_bulk(self, frame: Frame, now_s: float, receiver: Receiver) -> None:
+        place = receiver.place_for(self, frame)
+        here = min(self._end - self._begin, frame[8])
+        self._bulk, self._bulk_began_s, self._bulk_receiver = frame, now_s, receiver
+        if place is None:
+            self._skip, self._bulk_place = frame[8] - here, memoryview(b"")
+        else:
+            place[:here] = self._view[self._begin : self._begin + here]
+            self._bulk_place = place[here:]
         self._begin += here
-        self._bulk, self._bulk_place, self._bulk_began_s = frame, place[here:], now_s
         self._finish_bulk(now_s)
 
     def _finish_bulk(self, now_s: float) -> None:
-        if len(self._bulk_place) == 0 and self._bulk is not None:
+        if len(self._bulk_place) == 0 and self._skip == 0 and self._bulk is not None:
             frame, self._bulk = self._bulk, None
             if now_s > self._bulk_began_s:
                 self._rate_bytes_per_s = frame[8] / (now_s - self._bulk_began_s)
-            self._receiver.on_bulk(self, frame)
+            self._bulk_receiver.on_bulk(self, frame)
 
     def divert(self) -> None:
         """Let the rest of the payload that is arriving go nowhere: its place is no longer ours to write."""
-        self._bulk_place = memoryview(bytearray(len(self._bulk_place)))
+        self._skip += len(self._bulk_place)
+        self._bulk_place = memoryview(b"")
+
+    def take_arena(self, number: int, size: int) -> None:
+        """Map the memory whose descriptor has come with a frame."""
+        if not self.fds:
+            raise CommError(f"{self.worker} announced shared memory, but no descriptor came with it")
+        fd = self.fds.popleft()
+        if os.fstat(fd).st_size < size:
+            os.close(fd)
+            raise CommError(f"{self.worker} announced {size} bytes of shared memory, but gave less")
+        arena = self.arenas[number] = Arena(fd, size)
+        arena.close()  # the mapping stays
 
     def close(self) -> None:
+        self.closed = True
         self._data.clear()
+        self._elder.clear()
         self._current, self._current_sent = [], None
         for fd in self.fds:
             with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""How the workers of a view find each other: one authenticated connection for each pair.
+"""How the workers of a job find each other: one authenticated connection for each pair.
 
 Workers of one host meet on an abstract Unix socket (no file is left behind), the others over TCP.
-Of each pair the higher rank connects. Strangers are refused and logged, by a thread of their own,
-so that they can neither stop nor slow the job.
+Of each pair the greater worker (by host, then port) connects, whatever their ranks. Strangers are
+refused and logged, by a thread of their own, so that they can neither stop nor slow the job.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import queue
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from pliant.cluster import View, Worker
+from pliant.cluster import Worker
 from pliant.comm import wire
 from pliant.errors import CommError, ConfigError, HandshakeRefused
 
@@ -47,98 +46,95 @@ class MeshConfig:
     """A listening TCP socket inherited from the runner."""
 
 
-class Mesh:
-    """The connections of one worker to all others of its view."""
+class Door(Protocol):
+    """Who decides about workers that come and have proved to be of this job."""
 
-    def __init__(self, view: View, me: Worker, config: MeshConfig) -> None:
-        self._view = view
+    def admit(self, worker: Worker) -> bool:
+        """Whether it may come in: not if it is connected already. May take a while."""
+
+    def take(self, worker: Worker, sock: socket.socket) -> None:
+        """Here is its connection; raises CommError if it is too late for that."""
+
+
+class Mesh:
+    """Where one worker listens for others, and how it calls them."""
+
+    def __init__(self, me: Worker, config: MeshConfig, door: Door) -> None:
         self._me = me
         self._config = config
-        self._rank = view.rank_of(me)
-        self._arrived: queue.Queue[tuple[int, socket.socket]] = queue.Queue()
-        self._taken: set[int] = set()
+        self._door = door
+        self._coming: set[Worker] = set()
+        """Who is being looked at: of two that claim one name at once, the first."""
         self._lock = threading.Lock()
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._listeners: list[socket.socket] = []
+        self._underway: set[socket.socket] = set()
+        """Connections that are neither taken nor closed yet."""
         self._threads: list[threading.Thread] = []
         self._closing = False
         self._server_tls = self._client_tls = None
         if config.tls_cert:
             self._server_tls, self._client_tls = _tls_contexts(config)
 
-    @contextlib.contextmanager
-    def open(self) -> Iterator[Mapping[int, socket.socket]]:
-        """Connect to everybody; the sockets by rank. They are the caller's to close.
+    def open(self) -> None:
+        """Listen; raises CommError if that is not possible."""
+        self._listeners.append(_unix_listener(self._me, self._config.secret))
+        try:
+            self._listeners.append(self._tcp_listener())
+        except BaseException:
+            self.close()
+            raise
+        for listener in self._listeners:
+            thread = threading.Thread(target=self._accept, args=(listener,), name="pliant-accept", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def close(self) -> None:
+        self._closing = True
+        for listener in self._listeners:
+            # A thread that blocks in accept() is woken by shutdown, not by close.
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        for thread in self._threads:
+            thread.join(timeout=5)
+
+    def abandon(self) -> None:
+        """In a forked child: close what belongs to the parent."""
+        for sock in [*self._listeners, *self._underway]:
+            sock.close()
+
+    # --- calling ---
+
+    def call(self, worker: Worker, number: int, deadline_s: float, given_up: Callable[[], bool]) -> socket.socket:
+        """Call the worker until it answers, for it may still be starting; its connection is the caller's to close.
 
         Raises:
-            CommError: somebody did not come within `join_timeout_s`; says who.
-            HandshakeRefused: somebody would not have us.
+            CommError: it did not answer in time, or the caller has given up.
+            HandshakeRefused: it would not have us.
         """
-        try:
-            self._listen()
-            yield self._meet()
-        finally:
-            self._close()
-
-    def is_local(self, rank: int) -> bool:
-        return self._view.workers[rank].host == self._me.host
-
-    # --- meeting ---
-
-    def _meet(self) -> dict[int, socket.socket]:
-        deadline_s = time.monotonic() + self._config.join_timeout_s
-        found: dict[int, socket.socket] = {}
-        try:
-            if self._rank:
-                with ThreadPoolExecutor(max_workers=min(32, self._rank)) as pool:
-                    calls = {rank: pool.submit(self._connect, rank, deadline_s) for rank in range(self._rank)}
-                    for rank, call in calls.items():
-                        found[rank] = call.result()
-            while len(found) < self._view.size - 1:
-                left_s = deadline_s - time.monotonic()
-                try:
-                    rank, sock = self._arrived.get(timeout=max(0.001, left_s))
-                except queue.Empty:
-                    raise self._nobody_came(found) from None
-                found[rank] = sock
-        except BaseException:
-            for sock in found.values():
-                sock.close()
-            raise
-        return found
-
-    def _nobody_came(self, found: Mapping[int, socket.socket]) -> CommError:
-        missing = [str(w) for r, w in enumerate(self._view.workers) if r != self._rank and r not in found]
-        return CommError(
-            f"{self._me} waited {self._config.join_timeout_s:g} s for {', '.join(missing)} of view "
-            f"{self._view.number}: is the runner on that host up, and the port reachable?"
-        )
-
-    def _connect(self, rank: int, deadline_s: float) -> socket.socket:
-        """Call the worker until it answers; it may still be starting."""
-        worker = self._view.workers[rank]
         while True:
             sock: socket.socket | None = None
             try:
-                sock = self._dial(rank, worker, deadline_s)
-                binding = _peer_certificate(sock)
-                wire.greet(sock, self._config.secret, self._view.number, self._me, binding, deadline_s)
+                sock = self._dial(worker, deadline_s)
+                self._underway.add(sock)
+                binding, patience_s = _peer_certificate(sock), min(deadline_s, time.monotonic() + HANDSHAKE_S)
+                wire.greet(sock, self._config.secret, number, self._me, binding, patience_s)
                 return sock
             except HandshakeRefused as error:
                 sock.close() if sock else None
-                raise HandshakeRefused(f"{self._me} at {worker} (rank {rank}): {error}") from None
+                raise HandshakeRefused(f"{self._me} at {worker}: {error}") from None
             except OSError as error:
                 sock.close() if sock else None
-                if self._closing or time.monotonic() + RETRY_S > deadline_s:
-                    raise CommError(
-                        f"{self._me} could not reach {worker} (rank {rank}) within {self._config.join_timeout_s:g} s "
-                        f"({error}): is its runner up, and the port reachable?"
-                    ) from None
+                if self._closing or given_up() or time.monotonic() + RETRY_S > deadline_s:
+                    raise CommError(f"could not reach {worker}: {error}") from None
                 time.sleep(RETRY_S)
+            finally:
+                self._underway.discard(sock) if sock else None
 
-    def _dial(self, rank: int, worker: Worker, deadline_s: float) -> socket.socket:
-        left_s = max(0.01, deadline_s - time.monotonic())
-        if self.is_local(rank):
+    def _dial(self, worker: Worker, deadline_s: float) -> socket.socket:
+        left_s = min(HANDSHAKE_S, max(0.01, deadline_s - time.monotonic()))
+        if worker.host == self._me.host:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 sock.settimeout(left_s)
@@ -147,19 +143,12 @@ class Mesh:
                 sock.close()
                 raise
             return sock
-        sock = socket.create_connection((worker.host, worker.port), timeout=min(left_s, HANDSHAKE_S))
+        sock = socket.create_connection((worker.host, worker.port), timeout=left_s)
         if self._client_tls is not None:
             return self._client_tls.wrap_socket(sock)
         return sock
 
-    # --- being met ---
-
-    def _listen(self) -> None:
-        self._listeners = [_unix_listener(self._me, self._config.secret), self._tcp_listener()]
-        for listener in self._listeners:
-            thread = threading.Thread(target=self._accept, args=(listener,), name="pliant-accept", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+    # --- being called ---
 
     def _tcp_listener(self) -> socket.socket:
         if self._config.listen_fd is not None:
@@ -196,48 +185,46 @@ class Mesh:
     def _examine(self, sock: socket.socket, address: object) -> None:
         """Take a caller in, or turn it away."""
         deadline_s = time.monotonic() + HANDSHAKE_S
-        rank: int | None = None
+        coming: Worker | None = None
+        self._underway.add(raw := sock)
         try:
             binding = b""
             if self._server_tls is not None and sock.family != socket.AF_UNIX:
                 sock.settimeout(HANDSHAKE_S)
                 sock = self._server_tls.wrap_socket(sock, server_side=True)
+                self._underway.add(sock)
                 binding = _own_certificate(self._config.tls_cert)
-            worker = wire.answer(sock, self._config.secret, self._view.number, binding, deadline_s)
-            rank = self._admit(worker)
-            if rank is None:
-                wire.turn_away(sock, f"{worker} is not expected here, or already connected", deadline_s)
-                raise HandshakeRefused(f"{worker} is not expected here, or already connected")
+            worker = wire.answer(sock, self._config.secret, binding, deadline_s)
+            if not self._begin(worker):
+                self._turn_away(sock, worker, deadline_s)
+            coming = worker
+            if not self._door.admit(worker):
+                self._turn_away(sock, worker, deadline_s)
             wire.welcome(sock, deadline_s)
-            self._arrived.put((rank, sock))
-        except (HandshakeRefused, OSError, ValueError) as error:
-            log.warning("%s refused a connection from %s: %s", self._me, address or "this host", error)
+            self._door.take(worker, sock)
+        except (CommError, OSError, ValueError) as error:
+            if not self._closing:
+                log.warning("%s refused a connection from %s: %s", self._me, address or "this host", error)
             sock.close()
-            if rank is not None:
-                with self._lock:
-                    self._taken.discard(rank)
         finally:
+            self._underway -= {raw, sock}
+            if coming is not None:
+                with self._lock:
+                    self._coming.discard(coming)
             self._strangers.release()
 
-    def _admit(self, worker: Worker) -> int | None:
+    def _begin(self, worker: Worker) -> bool:
+        """Note that this one is being looked at; False if it ought to wait for our call, or is so already."""
         with self._lock:
-            if worker not in self._view.workers:
-                return None
-            rank = self._view.rank_of(worker)
-            if rank <= self._rank or rank in self._taken:
-                return None
-            self._taken.add(rank)
-            return rank
+            if worker <= self._me or worker in self._coming:
+                return False
+            self._coming.add(worker)
+            return True
 
-    def _close(self) -> None:
-        self._closing = True
-        for listener in self._listeners:
-            # A thread that blocks in accept() is woken by shutdown, not by close.
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
-        for thread in self._threads:
-            thread.join(timeout=5)
+    def _turn_away(self, sock: socket.socket, worker: Worker, deadline_s: float) -> None:
+        reason = f"{worker} is not expected here, or already connected"
+        wire.turn_away(sock, reason, deadline_s)
+        raise HandshakeRefused(reason)
 
 
 def _unix_name(worker: Worker, secret: bytes) -> str:

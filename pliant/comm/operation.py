@@ -178,6 +178,7 @@ class Operation:
     __slots__ = (
         "base",
         "began_s",
+        "begin",
         "burst",
         "failed",
         "finished",
@@ -200,6 +201,8 @@ class Operation:
 
     handle: Handle
     burst: Burst
+    begin: Callable[[Operation], None]
+    """What the engine's thread shall do with it."""
 
     def __init__(
         self,

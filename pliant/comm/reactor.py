@@ -1,7 +1,8 @@
 """The engine's thread: waits for sockets and submissions, and lets `comm.core` act on them.
 
-One thread per engine owns all sockets and does all folding. It sleeps in a selector and never polls;
-it notices peers that died or fell silent. What a frame or a submission means is not its business.
+One thread per worker owns all sockets and does all folding, through all views. It sleeps in a selector
+and never polls; it notices peers that died or fell silent. What a frame or a submission means is not
+its business.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import selectors
 import socket
 import threading
@@ -17,11 +19,13 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pliant.cluster import Worker
 from pliant.comm.core import Core
 from pliant.comm.link import Link, header
+from pliant.comm.lobby import Lobby
 from pliant.comm.operation import Burst, Operation
 from pliant.comm.wire import Kind
-from pliant.errors import CommError, EngineClosed
+from pliant.errors import CommError, EngineClosed, ViewChanged, WorkerLost
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +43,11 @@ SHARED_WORK_S = 0.004
 """The same where all peers share memory: no wire runs dry meanwhile, and fewer notices cost less."""
 
 
+PROBE_S = 1.0
+"""Who comes under the name of a connected worker is taken in if that one does not stir for this long."""
+_HUNG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+
+
 @dataclass(frozen=True, slots=True)
 class Errand:
     """Something else than a collective for the engine's thread to do."""
@@ -49,16 +58,25 @@ class Errand:
 
 
 class Reactor:
-    """The thread of one engine. Any thread may `post` and `hurry`."""
+    """The thread of one worker. Any thread may `post` and `hurry`; the rest is for errands, on the thread itself."""
 
-    def __init__(
-        self, core: Core, *, heartbeat_timeout_s: float, linger_s: float, farewell: Callable[[], bytes]
-    ) -> None:
-        self._core = core
+    def __init__(self, me: Worker, *, heartbeat_timeout_s: float, linger_s: float) -> None:
+        self._me = me
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._linger_s = linger_s
-        self._farewell = farewell
-        """What to tell peers when leaving."""
+        self.core: Core | None = None
+        """The view that the worker is in."""
+        self.links: dict[Worker, Link] = {}
+        """The open connections, to members of the view and others."""
+        self.dirty: set[Link] = set()
+        """Links with something to write."""
+        self.lobby = Lobby(self.dirty)
+        self.gone: dict[Worker, str] = {}
+        """Why there is no connection to these any more."""
+        self.on_lost: Callable[[Worker, str], None] | None = None
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when a connection has come or gone."""
+        self._probes: dict[Link, tuple[float, Callable[[bool], None]]] = {}
         self._inbox: deque[Operation | Errand] = deque()
         self._selector = selectors.DefaultSelector()
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -77,17 +95,11 @@ class Reactor:
         self._writing: set[Link] = set()
         """Links whose kernel buffer is full: the selector watches them."""
         self._writable: set[Link] = set()
-        self._thread = threading.Thread(target=self._run, name=f"pliant-engine-{core.rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"pliant-engine-{me}", daemon=True)
 
     def start(self) -> None:
-        """Begin to serve the core's links."""
-        now_s = time.monotonic()
-        for link in self._core.links.values():
-            link.last_seen_s = link.last_sent_s = now_s
-            self._selector.register(link.sock, selectors.EVENT_READ, link)
+        """Begin to serve."""
         self._selector.register(self._alarm, selectors.EVENT_READ, None)
-        if all(link.shared for link in self._core.links.values()):
-            self._work_s = SHARED_WORK_S
         self._thread.start()
 
     def close(self) -> None:
@@ -100,6 +112,15 @@ class Reactor:
         self._wake()
         self._thread.join(timeout=self._linger_s + 5)
 
+    def abandon(self) -> None:
+        """In a forked child: close what belongs to the parent. Nothing that it shares with the parent is changed."""
+        for link in list(self.links.values()):
+            link.sock.close()
+        self._selector.close()
+        self._ringing = threading.Lock()  # the parent's thread may have held it at the fork
+        self._silence_alarm()
+        self._closing = self._ended = True
+
     def post(self, call: Operation | Errand) -> None:
         """Have the engine's thread begin this, or do this."""
         if self._broken is not None:
@@ -111,6 +132,11 @@ class Reactor:
             self._wake()
         if self._ended:  # between the look at `_closing` and now
             self._refuse_inbox()
+
+    def hasten(self, errand: Errand) -> None:
+        """The same for somebody who waits for it now."""
+        self.post(errand)
+        self.hurry()
 
     def hurry(self) -> None:
         """Somebody waits: what lies in the inbox shall not wait as well."""
@@ -130,14 +156,18 @@ class Reactor:
             self._begin(len(self._inbox))  # so that the goodbye does not count them as finished
             self._say_goodbye()
         except Exception as error:
-            log.exception("rank %d: the engine's thread failed", self._core.rank)
+            log.exception("%s: the engine's thread failed", self._me)
             self._broken = CommError(f"the engine's thread failed: {error!r}")
-            self._core.fail_all(self._broken)
+            if self.core is not None:
+                self.core.fail_all(self._broken)
         finally:
-            self._core.fail_all(EngineClosed("the engine was closed while this was in progress"))
+            if self.core is not None:
+                self.core.fail_all(EngineClosed("the engine was closed while this was in progress"))
             self._ended = True
             self._refuse_inbox()
-            for link in self._core.links.values():
+            for _, answer in self._probes.values():
+                answer(False)
+            for link in self.links.values():
                 link.close()
             self._selector.close()
             self._silence_alarm()
@@ -150,7 +180,6 @@ class Reactor:
 
     def _turn(self) -> None:
         """Wait for something to do, and do it."""
-        core = self._core
         was_asleep = self._take_in(self._patience_s())
         if was_asleep and self._inbox and not self._hurried:
             self._dozing = True
@@ -159,14 +188,18 @@ class Reactor:
         if self._inbox:
             self._busy = True
             self._begin(len(self._inbox))
-        core.work(time.monotonic() + self._work_s)
-        core.say_notices()
+        core = self.core
+        if core is not None:
+            core.work(time.monotonic() + self._work_s)
+            core.say_notices()
         now_s = time.monotonic()
         if now_s > self._hearts_due_s:
             self._hearts_due_s = now_s + self._heartbeat_timeout_s / 16
             self._check_hearts(now_s)
+        if self._probes:
+            self._check_probes(now_s)
         self._flush()
-        if core.completed:
+        if core is not None and core.completed:
             late = now_s - self._announced_s > ANNOUNCE_S
             if late:
                 self._announced_s = now_s
@@ -179,7 +212,7 @@ class Reactor:
         for item in items:
             if isinstance(item, Operation):
                 item.burst = burst
-                self._core.begin(item)
+                item.begin(item)
             else:
                 item.run()
 
@@ -205,13 +238,14 @@ class Reactor:
                 os.eventfd_read(self._alarm)
                 continue
             if mask & selectors.EVENT_READ:
-                self._guarded(link, link.read)
+                self._read(link)
             if mask & selectors.EVENT_WRITE:
                 self._writable.add(link)
         return was_asleep
 
     def _patience_s(self) -> float:
-        if len(self._core.runnable) or self._core.dirty - self._writing:
+        core = self.core
+        if (core is not None and len(core.runnable)) or self.dirty - self._writing:
             return 0.0
         if self._busy:
             self._busy, self._dozing = False, True
@@ -220,38 +254,135 @@ class Reactor:
         # Set before the last look: who submits after it sees the flag and rings the alarm.
         if self._inbox:
             return 0.0
-        return ANNOUNCE_S if self._core.completed else self._heartbeat_timeout_s / 8
+        if core is not None and core.completed:
+            return ANNOUNCE_S
+        return min(PROBE_S, self._heartbeat_timeout_s) / 8 if self._probes else self._heartbeat_timeout_s / 8
+
+    # --- views ---
+
+    def switch(self, core: Core) -> None:
+        """Move to another view, on the connections that are there.
+
+        Raises:
+            CommError: to a member there is none; nothing has changed.
+        """
+        links: dict[int, Link] = {}
+        for rank, worker in enumerate(core.view.workers):
+            if rank != core.rank:
+                links[rank] = self._member(rank, worker, core.view.number)
+        if self.core is not None:
+            here = f"{self._me} has moved from view {self.core.view.number} to {core.view.number}"
+            self.core.retire(ViewChanged(f"{here} while this was in progress: submit it to the new engine"))
+            core.succeed(self.core)
+        core.links.update(links)
+        self.core = self.lobby.core = core
+        ranks = {link: rank for rank, link in links.items()}
+        for link in self.links.values():
+            rank = ranks.get(link, -1)
+            link.enter(core.view.number, rank, self.lobby if rank < 0 else core)
+        self._work_s = SHARED_WORK_S if all(link.shared for link in links.values()) else WORK_S
+        for link in [link for link in self.links.values() if link.paused]:
+            self._read(link)
+
+    def _member(self, rank: int, worker: Worker, number: int) -> Link:
+        link = self.links.get(worker)
+        if link is not None and not link.said_bye:
+            return link
+        if link is None and worker not in self.gone:
+            raise CommError(f"{self._me} has no connection to {worker} of view {number}: connect to it first")
+        raise WorkerLost(str(worker), rank, "it left the job" if link is not None else self.gone[worker])
+
+    # --- connections ---
+
+    def add(self, link: Link) -> None:
+        """Serve a new connection; it takes the place of an older one to the same worker."""
+        old = self.links.get(link.worker)
+        if old is not None:
+            self._drop(old, "another connection has taken the place of this one")
+        link.view = -1 if self.core is None else self.core.view.number
+        link.last_seen_s = link.last_sent_s = time.monotonic()
+        self.links[link.worker] = link
+        self.gone.pop(link.worker, None)
+        self._watch(link)
+        self.on_change()
+
+    def probe(self, worker: Worker, answer: Callable[[bool], None]) -> None:
+        """Whether there is no living connection to this worker; a dead one is dropped. Takes `PROBE_S` at most."""
+        link = self.links.get(worker)
+        if link is not None and _hung_up(link):
+            if not link.paused:
+                self._read(link)
+            if not link.closed:
+                self._drop(link, "its connection closed (the process ended or was killed)")
+        if link is None or link.closed:
+            answer(True)
+        elif link in self._probes:
+            answer(False)  # two newcomers of one name: the first is being looked at
+        else:
+            self._probes[link] = (time.monotonic(), answer)
+            link.say(header(Kind.PING, max(0, link.view)))
+            self.dirty.add(link)
+
+    def _check_probes(self, now_s: float) -> None:
+        for link, (since_s, answer) in list(self._probes.items()):
+            if not link.closed and link.last_seen_s <= since_s and now_s - since_s > PROBE_S:
+                self._drop(link, "it did not stir while another process came under its name")
+            if link.closed or link.last_seen_s > since_s:
+                del self._probes[link]
+                answer(link.closed)
+
+    def _watch(self, link: Link) -> None:
+        """Have the selector look for what this link can do now."""
+        events = 0 if link.paused else selectors.EVENT_READ
+        if link in self._writing:
+            events |= selectors.EVENT_WRITE
+        watched = link.sock in self._selector.get_map()
+        if not events:
+            if watched:
+                self._selector.unregister(link.sock)
+        elif watched:
+            self._selector.modify(link.sock, events, link)
+        else:
+            self._selector.register(link.sock, events, link)
 
     def _flush(self) -> None:
         now_s = time.monotonic()
-        for link in list(self._core.dirty):
-            if link.rank in self._core.lost:
-                self._core.dirty.discard(link)
+        for link in list(self.dirty):
+            if link.closed or self._is_lost(link):
+                self.dirty.discard(link)
             elif link not in self._writing or link in self._writable:
                 # A link that was full is left alone until the kernel says so: else every turn would
                 # stuff a few bytes into it.
-                self._guarded(link, self._flush_link, now_s=now_s)
+                self._guarded(link, self._flush_link, link, now_s)
         self._writable.clear()
 
-    def _flush_link(self, now_s: float, link: Link) -> None:
+    def _flush_link(self, link: Link, now_s: float) -> None:
         more = link.flush(now_s)
         if not more:
-            self._core.dirty.discard(link)
+            self.dirty.discard(link)
         if more != (link in self._writing):
             (self._writing.add if more else self._writing.discard)(link)
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if more else 0)
-            self._selector.modify(link.sock, events, link)
+            self._watch(link)
 
-    def _guarded(self, link: Link, act: Callable[..., None], now_s: float | None = None) -> None:
+    def _read(self, link: Link) -> None:
+        if link.closed:
+            return
+        if self.core is not None and link.rank in self.core.lost:
+            # A peer has told us before we saw it ourselves; a dead socket is always readable.
+            self._drop(link, self.core.lost[link.rank].why)
+            return
+        was_paused = link.paused
+        self._guarded(link, link.read, time.monotonic())
+        if link.paused != was_paused and not link.closed:
+            self._watch(link)
+
+    def _is_lost(self, link: Link) -> bool:
+        return self.core is not None and link.rank in self.core.lost
+
+    def _guarded(self, link: Link, act: Callable[..., None], *args: object) -> None:
         """Read from or write to a link; if it is gone, so is the worker."""
         try:
-            if link.rank in self._core.lost:
-                # A peer has told us before we saw it ourselves; a dead socket is always readable.
-                self._close_link(link)
-            elif act == link.read:
-                link.read(time.monotonic())
-            else:
-                act(now_s, link)
+            act(*args)
         except EOFError:
             self._drop(link, "its connection closed (the process ended or was killed)")
         except OSError as error:
@@ -264,60 +395,75 @@ class Reactor:
                         break
             self._drop(link, f"its connection broke ({error.strerror or error})")
         except Exception as error:  # whatever a faulty peer sends must not end this engine
-            log.error("rank %d: %s sent nonsense: %r", self._core.rank, link.worker, error)
+            log.error("%s: %s sent nonsense: %r", self._me, link.worker, error)
             self._drop(link, f"it sent nonsense: {error!r}")
 
     def _drop(self, link: Link, why: str) -> None:
-        if link.said_bye:
-            self._core.leave(link.rank)
-        else:
-            self._core.lose(link.rank, why)
-        self._close_link(link)
-
-    def _close_link(self, link: Link) -> None:
+        """Close a connection that is of no use any more, and let everybody know."""
+        if link.closed:
+            return
+        member = self.core is not None and self.core.links.get(link.rank) is link
         with contextlib.suppress(KeyError, ValueError, OSError):
             self._selector.unregister(link.sock)
-        self._core.dirty.discard(link)
+        self.dirty.discard(link)
         self._writing.discard(link)
         link.close()
+        if self.links.get(link.worker) is link:
+            del self.links[link.worker]
+            self.gone[link.worker] = "it left the job" if link.said_bye else why
+        if self.core is not None and member:
+            (self.core.leave(link.rank) if link.said_bye else self.core.lose(link.rank, why))
+        if not link.said_bye and self.on_lost is not None:
+            try:
+                self.on_lost(link.worker, why)
+            except Exception:
+                log.exception("%s: what was to be done at the loss of %s failed", self._me, link.worker)
+        self.on_change()
 
     def _check_hearts(self, now_s: float) -> None:
         timeout_s = self._heartbeat_timeout_s
-        for rank, link in self._core.links.items():
-            if rank in self._core.lost:
+        for link in list(self.links.values()):
+            if self._is_lost(link):
                 continue
             if now_s - link.last_sent_s > timeout_s / 4:
-                link.say(header(Kind.HEARTBEAT, self._core.view.number))
+                link.say(header(Kind.HEARTBEAT, max(0, link.view)))
                 link.last_sent_s = now_s
-                self._core.dirty.add(link)
+                self.dirty.add(link)
+            if link.paused:
+                link.last_seen_s = now_s  # it may have said much; it is we who do not listen
+                continue
             if now_s - link.last_seen_s > timeout_s:
                 # In the middle of a payload the kernel may hold back what is too little to wake us for.
-                self._guarded(link, link.read)
-            if now_s - link.last_seen_s > timeout_s and rank not in self._core.lost:
+                self._read(link)
+            if now_s - link.last_seen_s > timeout_s and not link.closed and not link.paused:
                 silent_s = now_s - link.last_seen_s
                 self._drop(link, f"silent for {silent_s:.1f} s (heartbeat_timeout_s={timeout_s:g}); "
                                  "raise --heartbeat-timeout if it was only slow")  # fmt: skip
 
+    # --- leaving ---
+
     def _say_goodbye(self) -> None:
         """Send what is queued, then BYE, then wait briefly for the peers to read it."""
         deadline_s = time.monotonic() + self._linger_s
-        farewell = self._farewell()
-        for rank, link in self._core.links.items():
-            if rank not in self._core.lost:
-                link.say(header(Kind.BYE, self._core.view.number, length=len(farewell)), farewell)
-                self._core.dirty.add(link)
-        while self._core.dirty and time.monotonic() < deadline_s:
+        farewell = b"" if self.core is None else self.core.farewell()
+        leaving = [link for link in self.links.values() if not self._is_lost(link)]
+        for link in leaving:
+            link.say(header(Kind.BYE, max(0, link.view), length=len(farewell)), farewell)
+            self.dirty.add(link)
+        while self.dirty and time.monotonic() < deadline_s:
             self._flush()
-            if self._core.dirty:
+            if self.dirty:
                 self._take_in(0.05)
-        self._await_closing(min(deadline_s, time.monotonic() + PARTING_S))
+        self._await_closing(leaving, min(deadline_s, time.monotonic() + PARTING_S))
 
-    def _await_closing(self, deadline_s: float) -> None:
+    def _await_closing(self, leaving: list[Link], deadline_s: float) -> None:
         """Let the peers close first. Closing with something unread would reset the connection, and a reset may
         overtake our goodbye."""
         self._selector.unregister(self._alarm)
-        for rank, link in self._core.links.items():
-            if rank not in self._core.lost:
+        for link in leaving:
+            if not link.closed:
+                link.paused = False  # what it says is of no interest now, but must be read
+                self._watch(link)
                 with contextlib.suppress(OSError):
                     link.sock.shutdown(socket.SHUT_WR)
         while self._selector.get_map() and time.monotonic() < deadline_s:
@@ -330,3 +476,10 @@ class Reactor:
                     more = b""
                 if not more:
                     self._selector.unregister(key.data.sock)
+
+
+def _hung_up(link: Link) -> bool:
+    """Whether the peer has closed its end, even if there is still something to read."""
+    poll = select.poll()
+    poll.register(link.sock, select.POLLIN | select.POLLRDHUP)
+    return any(events & _HUNG_UP for _, events in poll.poll(0))

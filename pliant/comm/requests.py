@@ -41,13 +41,13 @@ class Requests:
         link.egress_bytes += size
         link.send(0, header(Kind.TELL, self._view, seq=frame[5], piece=found is not None, length=size), views, None)
 
-    def place_for(self, frame: Frame) -> memoryview:
+    def place_for(self, frame: Frame) -> memoryview | None:
         """Where an answer belongs; if it does not fit, nowhere."""
         if frame[5] in self._open:
             place = bytes_of(self._open[frame[5]][1])
             if len(place) == frame[8]:
                 return place
-        return memoryview(bytearray(frame[8]))
+        return None
 
     def on_told(self, link: Link, frame: Frame) -> None:
         asked = self._open.pop(frame[5], None)

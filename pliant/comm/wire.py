@@ -1,8 +1,8 @@
 """What travels between two workers: frames, and the handshake that comes before them.
 
 A frame is a fixed header and a payload of raw bytes or JSON; nothing is ever unpickled. The
-handshake is a mutual HMAC challenge over the job's secret, the view's number and the protocol's
-version: neither side learns the secret from it, and a recorded handshake is worth nothing.
+handshake is a mutual HMAC challenge over the job's secret and the protocol's version: neither side
+learns the secret from it, and a recorded handshake is worth nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pliant.cluster import Worker
 from pliant.comm.plan import KINDS, Channel, Spec
 from pliant.errors import CommError, ConfigError, HandshakeRefused
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAGIC = b"PLIANT"
 MAX_CONTROL_BYTES = 16 << 20
 
@@ -52,6 +52,8 @@ HEADER = struct.Struct("<BBHIIIIQQ")
 Frame = tuple[int, int, int, int, int, int, int, int, int]
 BULK = frozenset((Kind.REDUCE, Kind.BCAST, Kind.TELL))
 """Kinds whose payload is received straight into its place; all others are small and arrive whole."""
+ANYTIME = frozenset((Kind.HEARTBEAT, Kind.PING, Kind.PONG, Kind.ARENA, Kind.BYE))
+"""Kinds that concern the connection and not a view: they are taken whatever view they were sent in."""
 
 OFFERED = struct.Struct("<IIIQ")
 """One collective in an OFFER: spec, seq, arena, offset."""
@@ -125,15 +127,15 @@ def greet(sock: socket.socket, secret: bytes, view: int, me: Worker, binding: by
     _expect_ok(sock, deadline_s)
 
 
-def answer(sock: socket.socket, secret: bytes, view: int, binding: bytes, deadline_s: float) -> Worker:
-    """The accepting side: who connected, proved to know the secret and to be of the same view.
+def answer(sock: socket.socket, secret: bytes, binding: bytes, deadline_s: float) -> Worker:
+    """The accepting side: who connected, proved to know the secret. It may come from any view.
 
     Raises:
         HandshakeRefused: it did not; it has been told why.
         OSError: the connection broke or the deadline passed.
     """
     head = _receive(sock, _HELLO.size, deadline_s)
-    magic, protocol, their_view, length = _HELLO.unpack(head)
+    magic, protocol, _, length = _HELLO.unpack(head)
     if magic != MAGIC:
         raise HandshakeRefused(f"not a pliant worker: it began with {head[:16]!r}")
     rest = _receive(sock, length + _NONCE, deadline_s)
@@ -143,8 +145,6 @@ def answer(sock: socket.socket, secret: bytes, view: int, binding: bytes, deadli
             f"protocol {protocol}, but this worker speaks {PROTOCOL}: install one version on all hosts",
             deadline_s,
         )
-    if their_view != view:
-        _refuse(sock, f"view {their_view}, but this worker is in view {view}", deadline_s)
     try:
         worker = Worker.parse(rest[:length].decode())
     except (ConfigError, UnicodeDecodeError) as error:

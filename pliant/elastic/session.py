@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pliant.cluster import View, WorkerSpec, worker_spec
-from pliant.comm.engine import Engine, EngineConfig, connected
+from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.mesh import MeshConfig
 from pliant.comm.plan import Strategy
+from pliant.comm.station import connected
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,135 @@
+"""A worker moves from view to view on connections that live on, all workers in one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from viewing import QUICK, everybody_sums, subview
+
+from pliant.cluster import Worker
+from pliant.comm.loopback import stations, view_of
+from pliant.errors import CommError, ConfigError, InvalidView, ViewChanged
+
+pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(60)]
+
+
+def test_ranks_change_and_the_connections_stay() -> None:
+    workers = view_of("AAB").workers
+    with stations(workers, QUICK) as made:
+        for number, order in enumerate([(0, 1, 2), (2, 0, 1), (1, 2), (2, 1, 0)]):
+            everybody_sums([made[i] for i in order], subview(number, [workers[i] for i in order]))
+
+
+def test_a_view_of_one_folds_alone_and_grows() -> None:
+    workers = view_of("AAB").workers
+    with stations(workers, QUICK) as made:
+        alone = made[0].enter(subview(0, workers[:1]))
+        parts, total = [torch.full((10,), float(i)) for i in range(3)], torch.empty(10)
+        alone.all_reduce("sum", total, contributions=parts, parts=[3]).wait()
+        assert torch.equal(total, torch.full((10,), 3.0))
+        everybody_sums(made, subview(1, workers))
+
+
+def test_open_collectives_end_and_the_old_engine_refuses() -> None:
+    workers = view_of("AB").workers
+    with stations(workers, QUICK) as made:
+        old = [station.enter(subview(0, workers)) for station in made]
+        waiting = [old[0].all_reduce("never", torch.ones(100_000)), old[0].broadcast("nor this", torch.ones(5), root=1)]
+        made[0].enter(subview(1, workers))
+        for handle in waiting:
+            with pytest.raises(ViewChanged, match="from view 0 to 1"):
+                handle.wait(5)
+        for call in (
+            lambda: old[0].all_reduce("again", torch.ones(1)),
+            lambda: old[0].request(1, "x", torch.ones(1)),
+            old[0].latencies,
+        ):
+            with pytest.raises(ViewChanged):
+                call()
+        with pytest.raises(ConfigError, match="does not come after"):
+            made[0].enter(subview(1, workers))
+        with pytest.raises(InvalidView, match="is not in view 2"):
+            made[0].enter(subview(2, workers[1:]))
+
+
+def test_frames_of_a_later_view_wait_and_those_of_an_earlier_one_go_nowhere() -> None:
+    workers = view_of("ABB").workers
+    with stations(workers, QUICK) as made:
+        old = [station.enter(subview(0, workers)) for station in made]
+        tensors = [torch.ones(3_000_000) for _ in made]  # more than the kernel holds
+        slow = old[2].all_reduce("unfinished", tensors[2])
+        unfinished = old[1].all_reduce("unfinished", tensors[1])
+        fast = [made[rank].enter(subview(1, workers)) for rank in (0, 1)]
+        early = [engine.all_reduce("sum", torch.ones(2_000_000)) for engine in fast]
+        with pytest.raises(ViewChanged):
+            unfinished.wait(5)
+        assert not slow.done
+        last = made[2].enter(subview(1, workers))
+        with pytest.raises(ViewChanged):
+            slow.wait(5)
+        mine = torch.ones(2_000_000)
+        last.all_reduce("sum", mine).wait()
+        assert bool((mine == 3).all())
+        for handle in early:
+            assert bool((handle.wait() == 3).all())
+
+
+def test_a_slower_peer_completes_what_the_faster_has_left() -> None:
+    """Rank 0 is done with view 0 as soon as its bytes are with the kernel; rank 1 has not even begun."""
+    workers = view_of("AB").workers
+    with stations(workers, QUICK) as made:
+        old = [station.enter(subview(0, workers)) for station in made]
+        old[0].broadcast("last", torch.full((5000,), 7.0), root=0).wait()
+        new = made[0].enter(subview(1, workers))
+        sums = new.all_reduce("sum", torch.ones(1_000_000))
+        received = torch.zeros(5000)
+        old[1].broadcast("last", received, root=0).wait(5)
+        assert bool((received == 7).all())
+        made[1].enter(subview(1, workers)).all_reduce("sum", torch.ones(1_000_000)).wait()
+        sums.wait()
+
+
+def test_abort_ends_what_is_open_and_what_comes_later() -> None:
+    workers = view_of("AB").workers
+    with stations(workers, QUICK) as made:
+        made[0].abort(CommError("nothing to end yet"))
+        engine = made[0].enter(subview(0, workers))
+        made[1].enter(subview(0, workers))
+        waiting = engine.all_reduce("never", torch.ones(10))
+        made[0].abort(CommError("enough"))
+        for handle in (waiting, engine.all_reduce("later", torch.ones(10)), engine.request(1, "x", torch.ones(1))):
+            with pytest.raises(CommError, match="enough"):
+                handle.wait(5)
+        assert made[0].engine is engine
+        everybody_sums(made, subview(1, workers))
+
+
+def test_published_memory_is_read_as_it_is_through_views() -> None:
+    workers = view_of("AAB").workers
+    with stations(workers, QUICK) as made:
+        state = made[0].empty((300, 1000))
+        made[0].publish("state:a", state)
+        made[0].publish("other", state)
+        with pytest.raises(ConfigError, match="contiguous CPU memory"):
+            made[0].publish("strided", torch.ones(4, 4).t())
+        for number in range(3):
+            ranks = [station.enter(subview(number, workers)) for station in made]
+            state.fill_(number)  # no copy was made: this is what they get
+            for engine in ranks:
+                assert bool((engine.request(0, "state:a", torch.empty(300, 1000)).wait() == number).all())
+        made[0].unpublish("state:")
+        with pytest.raises(CommError, match="stored"):
+            ranks[1].request(0, "state:a", torch.empty(300, 1000)).wait()
+        ranks[2].request(0, "other", torch.empty(300, 1000)).wait()
+
+
+def test_a_member_without_a_connection_is_named_and_nothing_changes() -> None:
+    workers = (*view_of("AB").workers, Worker("C", 10009))
+    with stations(workers[:2], QUICK) as made:
+        engine = made[0].enter(subview(0, workers[:2]))
+        waiting = engine.all_reduce("sum", torch.ones(10))
+        with pytest.raises(CommError, match="no connection to C:10009"):
+            made[0].enter(subview(1, workers))
+        assert made[0].engine is engine
+        made[1].enter(subview(0, workers[:2])).all_reduce("sum", torch.ones(10)).wait()
+        waiting.wait()

@@ -1,0 +1,231 @@
+"""Real processes go from view to view: as planned, after a death, with a worker that comes back, beside children."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+from gang import addresses, gang, left_behind, listen, say, specs
+from viewing import check_sums, opened, subview
+
+from pliant.cluster import View, Worker, WorkerSpec
+from pliant.errors import CommError, ViewChanged, WorkerLost
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.usefixtures("fork_server", "no_leaks"),
+    pytest.mark.timeout(60),
+]
+
+
+def plan(workers: Sequence[Worker], count: int) -> list[View]:
+    """Permutations of the workers, at times without one of them; everybody is in the first and the last."""
+    chance, found = random.Random(5), []
+    for number in range(count):
+        order = chance.sample(list(workers), len(workers))
+        if 0 < number < count - 1 and chance.random() < 0.4:
+            order.pop()
+        found.append(subview(number, order))
+    return found
+
+
+def wanderer(rank: int, spec: WorkerSpec, planned: list[View]) -> int:
+    """Go through all views at the same points as the others, without a word about it."""
+    with opened(spec) as station:
+        station.connect(spec.view.workers, 0, timeout_s=20)
+        entered = 0
+        for view in planned:
+            if spec.worker in view.workers:
+                check_sums(station.enter(view), spec.worker, length=20_000)
+                entered += 1
+        return entered
+
+
+@pytest.mark.parametrize("hosts", ["AAA", "AAB", "ABC"])
+def test_fifty_switches(hosts: str) -> None:
+    members = specs(addresses(hosts))
+    planned = plan(members[0].view.workers, 50)
+    with gang(wanderer, [(spec, planned) for spec in members]) as started:
+        entered = started.results(50)
+        for process in started.processes:
+            process.join(10)
+        assert left_behind(members, []) == []
+    assert entered == [sum(spec.worker in view.workers for view in planned) for spec in members]
+    assert min(entered) < 50, "nobody was ever left out"
+
+
+def bereaved(rank: int, spec: WorkerSpec) -> tuple[str, bool, str]:
+    """Reduce until somebody dies; go on without, on the same buffers."""
+    with opened(spec) as station:
+        lost: list[str] = []
+        station.on_lost = lambda worker, why: lost.append(str(worker))
+        station.connect(spec.view.workers, 0, timeout_s=20)
+        engine, buffer = station.enter(spec.view), station.empty(400_000)
+        try:
+            for step in range(1_000_000):
+                buffer.fill_(rank + 1)
+                engine.all_reduce("gradient", buffer).wait()
+                if step == 3:
+                    say("up")
+        except WorkerLost as error:
+            dead = error.worker
+        left = [worker for worker in spec.view.workers if str(worker) != dead]
+        with pytest.raises(WorkerLost):
+            station.enter(View(1, spec.view.workers, spec.view.runners))
+        engine = station.enter(subview(1, left))
+        engine.barrier()  # from here on nobody is in the old view, so the buffer is ours alone
+        for _ in range(20):
+            buffer.fill_(rank + 1)
+            engine.all_reduce("gradient", buffer).wait()
+            expected = sum(spec.view.rank_of(worker) + 1 for worker in left)
+            assert bool((buffer == expected).all())
+        check_sums(engine, spec.worker)
+        return dead, lost == [dead], "up"
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("hosts", ["AAAA", "AABB"])
+def test_survivors_go_on_without_the_dead(hosts: str, victim: int) -> None:
+    members = specs(addresses(hosts))
+    others = [rank for rank in range(4) if rank != victim]
+    with gang(bereaved, [(spec,) for spec in members]) as started:
+        assert started.results(30) == ["up"] * 4
+        started.kill(victim)
+        assert started.results(30, others) == [(str(members[victim].worker), True, "up")] * 3
+
+
+def stayer(rank: int, spec: WorkerSpec) -> str:
+    """Meet the others, lose rank 1, meet it again."""
+    with opened(spec) as station:
+        station.connect(spec.view.workers, 0, timeout_s=20)
+        check_sums(station.enter(spec.view), spec.worker)
+        say("met")
+        assert listen() == "again"
+        station.connect(spec.view.workers, 1, timeout_s=20)
+        check_sums(station.enter(View(1, spec.view.workers, spec.view.runners)), spec.worker)
+        return "met again"
+
+
+def mortal(rank: int, spec: WorkerSpec, number: int) -> str:
+    with opened(spec) as station:
+        station.connect(spec.view.workers, number, timeout_s=20)
+        check_sums(station.enter(View(number, spec.view.workers, spec.view.runners)), spec.worker)
+        say("met")
+        return str(listen())
+
+
+@pytest.mark.parametrize("hosts", ["AAA", "ABC"])
+def test_a_worker_that_was_killed_comes_back_under_its_name(hosts: str) -> None:
+    members = specs(addresses(hosts))
+    with gang(stayer, [(members[0],), (members[2],)]) as rest, gang(mortal, [(members[1], 0)]) as first:
+        assert rest.results(30) + first.results(30) == ["met"] * 3
+        first.kill(0)
+        first.processes[0].join(10)
+        with gang(mortal, [(members[1], 1)]) as second:
+            for rank in (0, 1):
+                rest.tell(rank, "again")
+            assert second.hear(0, 30) == "met"
+            assert rest.results(30) == ["met again"] * 2
+            second.tell(0, "done")
+            assert second.hear(0, 30) == "done"
+
+
+def parent(rank: int, spec: WorkerSpec) -> float:
+    """Rank 0 forks a child that lives on; rank 1 waits until it has lost rank 0, and says when."""
+    with opened(spec) as station:
+        station.connect(spec.view.workers, 0, timeout_s=20)
+        engine = station.enter(spec.view)
+        engine.barrier()
+        if rank == 0:
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+                os._exit(0)
+            say(child)
+            listen()
+        say("up")
+        with pytest.raises(WorkerLost):
+            engine.all_reduce("never", torch.ones(10)).wait(20)
+        return time.monotonic()
+
+
+@pytest.mark.parametrize("hosts", ["AA", "AB"])
+def test_a_child_does_not_hide_its_parents_death(hosts: str) -> None:
+    members = specs(addresses(hosts), timeout_s=30)
+    with gang(parent, [(spec,) for spec in members]) as started:
+        child = started.hear(0, 30)
+        try:
+            assert started.hear(1, 30) == "up"
+            since_s = started.kill(0)
+            assert started.hear(1, 30) - since_s < 1.0
+            os.kill(child, 0)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def waiting(rank: int, spec: WorkerSpec) -> list[str]:
+    """Wait for a worker that never comes: until the time is up, and until it is told not to."""
+    found = []
+    with opened(spec) as station:
+        for cancelled in (None, lambda: True):
+            with pytest.raises(CommError) as caught:
+                station.connect(spec.view.workers, 7, timeout_s=0.3 if cancelled is None else 20, cancelled=cancelled)
+            found.append(str(caught.value))
+    return found
+
+
+def test_who_does_not_come_is_named() -> None:
+    members = specs(addresses("AAB"))
+    for missing in (0, 2):
+        present = members[1]
+        spec = WorkerSpec(
+            worker=present.worker, view=subview(7, [members[missing].worker, present.worker]), secret=b"x"
+        )
+        with gang(waiting, [(spec,)]) as started:
+            timed_out, cancelled = started.hear(0, 30)
+        for said in (timed_out, cancelled):
+            assert str(members[missing].worker) in said, said
+            assert "view 7" in said, said
+        assert "waited 0.3 s" in timed_out
+        assert "told not to" in cancelled
+
+
+def test_the_moving_on_of_others_is_no_loss() -> None:
+    """Heartbeats: whoever waits for a slow worker's next view is not taken for silent, and takes nobody for it."""
+    members = specs(addresses("AB"), timeout_s=0.5)
+    with gang(slow, [(spec,) for spec in members]) as started:
+        assert started.results(30) == ["done", "done"]
+
+
+def slow(rank: int, spec: WorkerSpec) -> str:
+    with opened(spec) as station:
+        station.connect(spec.view.workers, 0, timeout_s=20)
+        check_sums(station.enter(spec.view), spec.worker)
+        if rank == 0:
+            time.sleep(1.5)  # longer than the heartbeats' timeout: this is what is being tested
+        check_sums(station.enter(View(1, spec.view.workers, spec.view.runners)), spec.worker)
+        return "done"
+
+
+def test_a_collective_that_is_given_up_ends_with_view_changed() -> None:
+    members = specs(addresses("AB"))
+    with gang(quitter, [(spec,) for spec in members]) as started:
+        assert started.results(30) == ["done", "done"]
+
+
+def quitter(rank: int, spec: WorkerSpec) -> str:
+    with opened(spec) as station:
+        station.connect(spec.view.workers, 0, timeout_s=20)
+        engine = station.enter(spec.view)
+        half = engine.all_reduce("half", torch.ones(4_000_000)) if rank == 0 else None
+        new = station.enter(View(1, spec.view.workers, spec.view.runners))
+        if half is not None:
+            with pytest.raises(ViewChanged):
+                half.wait()
+        check_sums(new, spec.worker)
+        return "done"
