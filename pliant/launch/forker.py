@@ -128,8 +128,10 @@ class WarmProcess:
     def _reap(self, pid: int) -> int:
         try:
             return int(str(self._ask({"reap": pid})["code"]))
-        except WarmLost:
-            return -signal.SIGKILL  # the kernel has killed it with the warm process, and nobody knows better
+        except WarmLost as error:
+            # The kernel has killed it with the warm process, and nobody knows better.
+            log.warning("%s, and worker process %d with it", error, pid)
+            return -signal.SIGKILL
 
     def _ask(self, request: Mapping[str, object], descriptors: Sequence[int] = ()) -> dict[str, object]:
         if not self.is_up or self._socket is None:

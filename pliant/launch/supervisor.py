@@ -15,8 +15,8 @@ import signal
 
 from pliant.cluster import View, Worker
 from pliant.elastic.membership import arrival
-from pliant.elastic.roll import Roll
 from pliant.errors import REFUSED_EXIT
+from pliant.launch.company import Company
 from pliant.launch.events import (
     BUSY,
     DONE,
@@ -87,22 +87,13 @@ class Supervisor:
         """Local workers that live, with their slots."""
         self.leaving: dict[Worker, float] = {}
         """Those told to end, and when they will be killed."""
-        self.finished: set[Worker] = set()
-        """Those of the view that ended well."""
         self.num_started = self.num_finished = self.num_lost = 0
         """Over the whole job; those that a view removed have finished too."""
-        self.view: View | None = None
-        self.roll = Roll()
+        self._company = Company(host)
         self._host, self._grace_s, self._slots = host, grace_s, slots
         self._watch, self._keep, self._alone = watch, keep, alone
         self._replacements = Replacements(max_restarts)
-        self._begun = False
-        self._joined: set[Worker] = set()  # local workers that have been members
         self._patience: dict[Worker, float] = {}  # members no longer wanted, and how long they may take
-        self._gone: set[Worker] = set()  # of the view, but crashed: not to be started again under this name
-        self._dead: set[Worker] = set()  # of the roll, but crashed
-        self._dismissed: dict[Worker, int] = {}  # living local workers not in the view, and the version that did it
-        self._evicted: set[Worker] = set()  # living local workers that others have reported lost
         self._last_crash: tuple[Worker, str, int] | None = None
         self._outcome: tuple[str, int] | None = None
         self._verdict = alone
@@ -110,6 +101,10 @@ class Supervisor:
         self._status = ""
         self._was_listed = False
         self._over = False
+
+    @property
+    def view(self) -> View | None:
+        return self._company.view
 
     @property
     def failed(self) -> bool:
@@ -140,16 +135,18 @@ class Supervisor:
     def _react(self, event: Event, at_s: float) -> list[Action]:
         match event:
             case Arrived(view):
-                return self._arrive(view)
+                return self._arrive(view, at_s)
             case Rolled(roll):
-                self._follow(roll, at_s)
+                self._company.follow(roll, self.running)
+                for worker in self.running.keys() & set(roll.members):
+                    self._replacements.join(worker, at_s)
                 return []
             case Exited(worker, code):
                 return self._lose(worker, code, at_s)
             case StartFailed(worker, why):
                 self.running.pop(worker, None)
                 self.leaving.pop(worker, None)
-                if self._begun:
+                if self._company.begun:
                     return self._crash(worker, f"could not be started: {why}", 1, at_s)
                 return self._fail(f"worker {worker} could not be started: {why}", 1, at_s)
             case Interrupted(signum):
@@ -166,88 +163,55 @@ class Supervisor:
             case Tick() | Warmed():
                 return []
 
-    def _arrive(self, view: View) -> list[Action]:
+    def _arrive(self, view: View, at_s: float) -> list[Action]:
         if self.view is not None and view.number <= self.view.number:
             return []
         line = arrival(self.view, view, self._host)
-        before, now = self._local(self.view), self._local(view)
-        dismissed = before - now - self._gone
         if not view.workers and self._others():
             self._last_crash = None  # a wish: the last workers were not lost
-        self._replacements.arrive(now - before, dismissed - self._evicted)
-        self._dismissed |= dict.fromkeys(dismissed & set(self.running), view.number)
-        for worker in now:
-            self._dismissed.pop(worker, None)
-        self.view = view
-        self.finished &= set(view.workers)
-        self._gone &= set(view.workers)
+        added, dismissed = self._company.arrive(view, self.running, at_s)
+        self._replacements.arrive(added, dismissed)
         self._was_listed = self._was_listed or self._is_listed(view)
         return [Say(line)] if self._watch else []
 
-    def _local(self, view: View | None) -> set[Worker]:
-        return {worker for worker in view.workers if worker.host == self._host} if view is not None else set()
-
-    def _follow(self, roll: Roll, at_s: float) -> None:
-        old, self.roll = self.roll, roll
-        self._begun = self._begun or bool(roll.members)
-        self._dead &= set(roll.members)
-        for worker in roll.members:
-            if worker in self.running:
-                self._joined.add(worker)
-                self._replacements.join(worker, at_s)
-        if roll.urgent > old.number:
-            self._evicted |= {
-                worker
-                for worker in old.members
-                if worker in self.running and worker not in roll.members and self._was_lost(worker, roll)
-            }
-
-    def _was_lost(self, worker: Worker, roll: Roll) -> bool:
-        """Whether `worker` has left the view by the same change as the roll: a wish would have left it on the roll."""
-        return self._dismissed.get(worker, roll.wanted) == roll.wanted
-
     def _lose(self, worker: Worker, code: int, at_s: float) -> list[Action]:
         self.running.pop(worker, None)
-        was_told = self.leaving.pop(worker, None) is not None
-        was_evicted = worker in self._evicted and (was_told or code != 0)
-        was_member = worker in self._joined
         self._patience.pop(worker, None)
-        self._dismissed.pop(worker, None)
-        self._evicted.discard(worker)
-        self._joined.discard(worker)
+        was_told = self.leaving.pop(worker, None) is not None
+        bond = self._company.part(worker, at_s)
         if self.failed:
             return []  # it follows another's failure: no news in how it ended
-        if (was_told or code == 0) and not was_evicted:
+        is_wanted = worker in self._company.wanted
+        if code == 0 or (was_told and not bond.was_lost):
             self.num_finished += 1
-            return [] if was_told else self._see_off(worker, was_member)
+            return [] if was_told else self._see_off(worker, is_stranger=is_wanted and not bond.was_member)
         what = describe_exit(code)
-        is_wanted = worker in self._local(self.view)
-        if not self._begun or (self.roll.over and is_wanted):
+        if not self._company.begun or (self._company.over and is_wanted):
             cause = f"worker {worker} failed: {what}"
             return [Blame(worker, what), *self._fail(cause, exit_code(code), at_s, said=True)]
-        return self._crash(worker, what, exit_code(code), at_s, is_wanted=is_wanted or was_evicted)
+        return self._crash(worker, what, exit_code(code), at_s, is_wanted=is_wanted or bond.was_lost)
 
-    def _see_off(self, worker: Worker, was_member: bool) -> list[Action]:
+    def _see_off(self, worker: Worker, *, is_stranger: bool) -> list[Action]:
         """React to a worker that ended well, and by itself."""
-        if not self._begun or self.roll.over or worker in self.roll.members:
-            self.finished.add(worker)
+        company = self._company
+        if not company.begun or company.over or worker in company.roll.members:
+            company.finished.add(worker)
             self._last_crash = None  # the job has outlived it
-        elif not was_member and worker in self._local(self.view):
-            # The others would wait for it for ever.
-            self._gone.add(worker)
-            return [Report(worker, "it ended before it was ready"), Say(f"{worker.label} ended before it was ready")]
+        elif is_stranger:
+            company.lose(worker)
+            why = "it ended before it was ready"  # and the others would wait for it for ever
+            return [Report(worker, why), Say(f"lost {worker.label}: {why}")]
         return []
 
     def _crash(self, worker: Worker, what: str, code: int, at_s: float, *, is_wanted: bool = True) -> list[Action]:
         """React to a loss in a job that has begun."""
-        self._gone |= {worker} & self._local(self.view)
-        self._dead |= {worker} & set(self.roll.members)
+        self._company.lose(worker)
         self._last_crash = (worker, what, code)
         self.num_lost += 1
         report = Report(worker, what)
         if not self._others():
             return [report]  # and the job fails
-        if self.roll.over or not is_wanted:
+        if self._company.over or not is_wanted:
             then = "it was told to leave anyway"
         elif code == REFUSED_EXIT:
             then = "the job will not have it, so it is not replaced (see its messages)"
@@ -257,9 +221,7 @@ class Supervisor:
 
     def _others(self) -> bool:
         """Whether somebody still trains, or will."""
-        coming = set(self.view.workers if self.view is not None else ()) - self._gone
-        training = set(self.roll.members) - self._dead
-        return self._replacements.asked > 0 or bool((coming | training) - self.finished)
+        return bool(self._replacements.asked or self._company.known)
 
     def _fail_if_deserted(self, at_s: float) -> list[Action]:
         """Fail if the last member anywhere was lost, and nobody comes."""
@@ -270,11 +232,17 @@ class Supervisor:
         return [Blame(worker, what, "was the last one, and failed"), *self._fail(cause, code, at_s, said=True)]
 
     def _miss(self, host: str, was_head: bool, at_s: float) -> list[Action]:
-        if not self._begun:
+        """React to the end of the runner on `host`, which takes its workers with it."""
+        if not self._company.begun:
             return self._fail(f"the runner on {host} is gone", 1, at_s)
         if was_head:
             self._alone = self._verdict = True
-        return [Say(f"the runner on {host} is gone; the job goes on without it")]
+        known = self._company.known
+        theirs = sorted(worker for worker in known if worker.host == host)
+        reports: list[Action] = [Report(worker, f"the runner on {host} is gone") for worker in theirs]
+        if theirs and len(theirs) == len(known) and not self._replacements.asked:
+            return [*reports, *self._fail(f"the runner on {host} is gone, and all workers with it", 1, at_s)]
+        return [*reports, Say(f"the runner on {host} is gone; the job goes on without it")]
 
     def _interrupt(self, signum: int, at_s: float) -> list[Action]:
         name = signal.Signals(signum).name
@@ -320,32 +288,31 @@ class Supervisor:
 
     def _patience_for(self, worker: Worker) -> float | None:
         """How long `worker` may go on before it is told to end; None means for ever."""
-        if self.failed or self.view is None:
+        company = self._company
+        is_wanted = worker in company.wanted
+        if self.failed:
             return 0.0
-        is_wanted = worker in self.view.workers
-        if not self._begun:
+        if not company.begun:
             return None if is_wanted else 0.0
-        if self.roll.over and worker not in self._joined:
+        if company.over and company.is_stranger(worker):
             return 0.0
-        if is_wanted or worker in self.roll.members:
-            return None  # one that is on the roll leaves by itself, when the roll that the others make lets it
-        return self._grace_s if worker in self._joined else 0.0
+        if is_wanted or worker in company.roll.members:
+            return None  # one that is on the roll leaves by itself, when the others' next roll lets it
+        return 0.0 if company.is_stranger(worker) else self._grace_s
 
     def _replace_some(self, at_s: float) -> list[Action]:
-        if self.failed or self.roll.over:
+        if self.failed or self._company.over:
             self._replacements.due_s.clear()
             return []
-        num_free = self._slots - len(self._local(self.view) - self._gone)
-        return [Replace()] * self._replacements.ask(at_s, num_free)
+        return [Replace()] * self._replacements.ask(at_s, self._slots - len(self._company.here))
 
     def _start_some(self, at_s: float) -> list[Action]:
-        if self.failed or self.view is None or (self._begun and self.roll.over):
+        if self.failed or self.view is None or self._company.over:
             return []
         actions: list[Action] = []
         for worker in self.view.workers:
             # One that is still leaving under the same name is waited for: two cannot share a port.
-            is_done = worker in self.running or worker in self.finished or worker in self._gone
-            if worker.host == self._host and not is_done:
+            if self._company.is_to_start(worker) and worker not in self.running:
                 slot = next(slot for slot in range(len(self.running) + 1) if slot not in self.running.values())
                 self.running[worker] = slot
                 self.num_started += 1
@@ -362,10 +329,10 @@ class Supervisor:
             return DONE
         if self._keep:
             return IDLE
-        if self._begun and self.roll.over:
+        if self._company.over:
             return DONE
         was_removed = self._was_listed and not self._is_listed(self.view)
-        return DONE if self.finished or not self.view.workers or was_removed else IDLE
+        return DONE if self._company.finished or not self.view.workers or was_removed else IDLE
 
     def _is_listed(self, view: View) -> bool:
         return any(runner.host == self._host for runner in view.runners)

@@ -254,6 +254,12 @@ def test_one_that_others_hold_for_lost_is_replaced_when_it_ends() -> None:
         assert Replace() in made.handle(Exited(B, code), 31)
 
 
+def test_the_others_word_may_come_before_the_end_of_a_crashed_worker() -> None:
+    made = training(A, B)
+    made.handle(Arrived(view(2, A)), 20)
+    assert Replace() in made.handle(Exited(B, -9), 20.01)
+
+
 def test_a_crash_of_one_that_was_told_to_leave_is_not_replaced() -> None:
     made = training(A, B)
     made.handle(Arrived(view(2, A)), 20)
@@ -301,12 +307,37 @@ def test_a_signal_to_the_runner_ends_all() -> None:
 
 def test_a_job_that_has_begun_outlives_a_host() -> None:
     made = training(A, FAR, alone=False)
-    assert kinds(made.handle(RunnerGone(THERE), 1), Terminate, Tell) == []
+    actions = made.handle(RunnerGone(THERE), 1)
+    assert kinds(actions, Terminate, Tell, Report) == [Report(FAR, "the runner on 10.0.0.2 is gone")]
     made.handle(Exited(A, 0), 2)
     assert kinds(made.handle(Verdict("", 0), 3), Finish) == [Finish(0)]
     early = Supervisor(HERE, grace_s=10, watch=True, alone=False)
     early.handle(Arrived(view(1, A, FAR)), 0)
     assert kinds(early.handle(RunnerGone(THERE), 1), Terminate) == [Terminate(A)]
+
+
+def test_a_job_whose_workers_were_all_on_a_host_that_is_gone_fails() -> None:
+    made = training(FAR, alone=False)
+    actions = made.handle(RunnerGone(THERE), 1)
+    assert kinds(actions, Tell) == [Tell("failed", "the runner on 10.0.0.2 is gone, and all workers with it", 1)]
+
+
+def test_without_its_head_a_runner_ends_by_itself() -> None:
+    made = training(A, FAR, alone=False)
+    made.handle(RunnerGone(THERE, was_head=True), 1)
+    made.handle(Rolled(Roll(2, over=True)), 2)
+    assert kinds(made.handle(Exited(A, 0), 3), Finish) == [Finish(0)]
+
+
+def test_with_keep_the_next_job_of_a_server_starts_afresh() -> None:
+    made = Supervisor(HERE, grace_s=10, watch=True, keep=True, max_restarts=100)
+    made.handle(Arrived(view(1, A)), 0)
+    made.handle(Rolled(Roll(1, (A,))), 0)
+    made.handle(Rolled(Roll(2, over=True)), 1)
+    assert kinds(made.handle(Exited(A, 0), 2), Finish) == []
+    made.handle(Rolled(Roll(2)), 3)
+    assert kinds(made.handle(Arrived(view(3, A)), 4), Start) == [Start(A, view(3, A), 0)]
+    assert kinds(made.handle(Exited(A, 1), 5), Report, Blame) == [Blame(A, "exit code 1")]
 
 
 # --- real workers ---
@@ -380,3 +411,23 @@ def test_a_program_that_always_crashes_ends_the_job(launcher: Launcher) -> None:
     ended = launcher.run("-q", "-w", "--no-warm", "-np", 2, "--max-restarts", 2, "crash.py")
     assert ended.code == 5
     assert re.search(r"worker 127.0.0.1:\d+ .*was the last one, and failed: exit code 5", ended.stderr)
+
+
+@pytest.mark.processes
+def test_the_job_goes_on_when_a_host_dies(launcher: Launcher, free_port: int) -> None:
+    launcher.script("follow.py", FOLLOW)
+    common = ("-w", "--no-warm", "-np", 2, "-H", "127.0.0.1:1,127.0.0.2:1", "-port", free_port, "follow.py")
+    head, other = (
+        launcher.start("-self", host, *common, PLIANT_SECRET="s" * 32) for host in ("127.0.0.1", "127.0.0.2")
+    )
+    with ConfigClient(url_of(head)) as client:
+        up(launcher, 2)
+        roll = client.roll()
+        assert len(roll.members) == 2
+        other.kill()
+        lost = client.wait_roll(roll.number, 20)
+        assert [worker.host for worker in lost.members] == ["127.0.0.1"]
+        client.finish()
+    ended = launcher.end(head)
+    assert ended.code == 0, ended.stderr
+    assert "the runner on 127.0.0.2 is gone; the job goes on without it" in ended.stderr
