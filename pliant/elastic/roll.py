@@ -149,6 +149,10 @@ class Membership:
         if self.roll.over or not (is_wanted or is_member):
             return self
         wanted = self.wanted
+        if lost and _workers(wanted) == (worker,):
+            # Without anybody wanted the job would be over. It stays listed, though not ready, until its runner asks for
+            # another in its place and reports it lost again, or clears the view.
+            return self._settled(wanted, self.ready - {worker}, gone=worker, urgent=is_member)
         if is_wanted:
             wanted = wanted.after(RemoveWorker(worker))
             if lost and self.wanted.view is not None and wanted.view is not None:

@@ -119,6 +119,17 @@ def restore(state: RngState, device: torch.device | None = None) -> None:
         torch.cuda.set_rng_state(state.cuda, torch.device("cuda") if device is None else device)
 
 
+def seeded(seed: int, device: torch.device | None = None) -> RngState:
+    """The state after seeding all generators with `seed`; theirs stays as it is."""
+    present = capture(device)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    state = capture(device)
+    restore(present, device)
+    return state
+
+
 def _tensor_bytes(state: Tensor) -> bytes:
     return state.numpy().tobytes()
 

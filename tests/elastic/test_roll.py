@@ -126,8 +126,13 @@ def test_an_unwanted_worker_is_refused(before: tuple[Request | Event, ...]) -> N
         after(*before, Ready(A1))
 
 
-def test_the_loss_of_all_ends_the_job() -> None:
-    assert after(*TWO, Lost(A0), Lost(A1)).roll == Roll(3, (), urgent=3, over=True, wanted=3)
+def test_the_loss_of_all_leaves_the_job_open_for_a_replacement() -> None:
+    lost = after(*TWO, Lost(A0), Lost(A1))
+    assert lost.roll == Roll(3, (), urgent=3, over=False, wanted=2)
+    assert lost.after(Lost(A1)) is not None, "a second report changes nothing that matters"
+    replaced = lost.after(AddWorker(A2)).after(Lost(A1)).after(Ready(A2))
+    assert (replaced.roll.members, replaced.roll.over) == ((A2,), False)
+    assert lost.after(Clear()).roll.over
 
 
 @pytest.mark.parametrize("roll", [Roll(), Roll(7, (A0, Worker("::1", 1)), 6, False, 9), Roll(3, over=True)], ids=str)

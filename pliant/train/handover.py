@@ -1,0 +1,74 @@
+"""The state of a job as it travels to newcomers: offered by those who have it, fetched from all of them at once.
+
+Whoever has the state lends its own memory for reading (no copy is made): parameters do not change before the
+newcomers have taken part in the next step, so training goes on while they read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pliant.comm.engine import Engine
+from pliant.comm.handle import Handle
+from pliant.elastic.member import Alone, Member
+from pliant.train import tree
+from pliant.train.tree import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a worker lends, and how long its table of contents is."""
+
+    num_bytes: int
+
+
+def _prefix(view: int) -> str:
+    return f"state:{view}:"
+
+
+def lend(member: Member | Alone, view: int, state: object) -> Offer:
+    """Let the others of the view to come fetch `state`; before they can ask."""
+    skeleton, tensors = tree.flatten(state)
+    hosts = [tensor.detach().cpu().contiguous() for tensor in tensors]
+    contents = json.dumps(
+        {"skeleton": skeleton, "tensors": [spec.to_json() for spec in tree.describe_tensors(hosts)]}
+    ).encode()
+    member.publish(f"{_prefix(view)}contents", torch.frombuffer(bytearray(contents), dtype=torch.uint8))
+    for number, host in enumerate(hosts):
+        if host.numel():
+            member.publish(f"{_prefix(view)}{number}", host.view(-1))
+    return Offer(len(contents))
+
+
+def reclaim(member: Member | Alone) -> None:
+    """Lend nothing any more."""
+    member.unpublish("state:")
+
+
+def fetch(engine: Engine, holders: Sequence[int], num_bytes: int) -> object:
+    """The state that the workers of these ranks lend, each asked for its share.
+
+    Raises:
+        CommError: one of them is gone.
+    """
+    prefix = _prefix(engine.view.number)
+    contents = torch.empty(num_bytes, dtype=torch.uint8)
+    engine.request(holders[0], f"{prefix}contents", contents).wait()
+    table = json.loads(bytes(contents.numpy()))
+    specs = [TensorSpec.from_json(entry) for entry in table["tensors"]]
+    tensors = [spec.empty("cpu") for spec in specs]
+    load = dict.fromkeys(holders, 0)
+    waiting: list[Handle] = []
+    # The largest first, each to whoever has the least to send so far.
+    for number in sorted(range(len(specs)), key=lambda number: -specs[number].nbytes):
+        if tensors[number].numel():
+            source = min(load, key=lambda rank: load[rank])
+            load[source] += specs[number].nbytes
+            waiting.append(engine.request(source, f"{prefix}{number}", tensors[number].view(-1)))
+    for handle in waiting:
+        handle.wait()
+    return tree.unflatten(table["skeleton"], tensors)

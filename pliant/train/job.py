@@ -1,0 +1,633 @@
+"""`pliant.join()`: the job as a training program sees it.
+
+    job = pliant.join(replicas=4)
+    model, optimizer, loader = job.wrap(model, optimizer, dataset, batch_size=32)
+    for epoch in job.epochs(10):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+The loop's body runs once for each replica that this worker hosts. What happens once per step (the optimizer, tracked
+schedulers and scalers) happens in the last of these turns, and is a no-op in the others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from pliant.cluster import WorkerSpec, worker_spec
+from pliant.elastic.member import Member, member_of
+from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, PliantError, TrainError, Unsliceable
+from pliant.train import checkpoint, determinism, rng, slicing
+from pliant.train.data import Feeder, Stream, num_batches
+from pliant.train.gradients import Gradients
+from pliant.train.loader_options import describe
+from pliant.train.replica import Context
+from pliant.train.settling import Settling
+from pliant.train.trainer import Left, Parts, Trainer, ViewChange
+
+__all__ = ["Job", "Left", "Loader", "ViewChange", "join"]
+
+log = logging.getLogger(__name__)
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+Blocks = Callable[[int], Sequence[int]]
+_ONCE_PER_STEP = ("step", "update", "update_parameters", "unscale_")
+"""Methods of tracked objects that belong to the step and not to a replica."""
+
+
+def join(
+    replicas: int | None = None,
+    *,
+    determinism: str | None = None,
+    blocks: Blocks | None = None,
+    seed: int | None = None,
+) -> Job:
+    """Join the job that this process was started for, or begin one alone.
+
+    Args:
+        replicas: N, the number of data-parallel ranks that the maths sees; fixed for the job's life. None: as many as
+            there are workers at the start, and another number whenever that changes (weak scaling). The result
+            then depends on the workers: that is another experiment.
+        determinism: "D0" (bits hold as long as the workers stay the same), "D1" (they hold whatever happens to alike
+            workers; the default) or "D2" (also on unlike machines, at a price).
+        blocks: how many replicas each of P workers hosts; even blocks by default.
+        seed: replica r starts with all random generators seeded with seed + r, after the model was built. Without,
+            all replicas start with the state that the program is in, as in a DDP script with one seed.
+    """
+    if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1):
+        raise ConfigError(f"replicas={replicas!r}: use a number of 1 or more, or None for one per worker")
+    try:
+        spec = worker_spec()
+    except NotLaunched:
+        spec = None
+    level = _level(determinism, spec)
+    return Job(spec, replicas, level, blocks, seed)
+
+
+def _level(asked: str | None, spec: WorkerSpec | None) -> determinism.Level:
+    given = spec.determinism if spec is not None else ""
+    if asked and given and asked.upper() != given.upper():
+        raise ConfigError(f"determinism={asked!r} in the program, but --determinism {given}: give one of them")
+    return determinism.level_of(asked or given or "D1")
+
+
+class Loader:
+    """The batches of the replicas that this worker hosts, in turn. Iterate within `job.epochs`."""
+
+    def __init__(self, job: Job, num_steps: int) -> None:
+        self._job = job
+        self._num_steps = num_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        trainer = self._job._running()
+        return trainer.steps()
+
+    def __len__(self) -> int:
+        """Batches of one replica in an epoch: the steps, where each takes one."""
+        return self._num_steps
+
+
+class Job:
+    """One worker's part in a training job. Made by `pliant.join`."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec | None,
+        replicas: int | None,
+        level: determinism.Level,
+        blocks: Blocks | None,
+        seed: int | None,
+    ) -> None:
+        self._spec, self._level, self._blocks, self._seed = spec, level, blocks, seed
+        self._asked = replicas
+        self._stack = contextlib.ExitStack()
+        self._member = self._stack.enter_context(member_of(spec))
+        self._tracked: dict[str, Any] = {}
+        self._trainer: Trainer | None = None
+        self._settling: Settling | None = None
+        self._writer: checkpoint.Writer | None = None
+        self._written_to: Path | None = None
+        self._loader: Loader | None = None
+        self._load_path = spec.resume if spec is not None else ""
+        self._asked_save: str | None = None
+        self._schedule = dict(spec.resize_schedule) if spec is not None else {}
+        self._inside_epochs = False
+        self._notified = False
+        self._gradients: Gradients | None = None
+        self.pinned = determinism.pin(level, torch.device("cpu"))
+        """What this level of determinism has set in this process."""
+        atexit.register(self.close)
+        self._mind_spot_notice()
+
+    # --- who and where ---
+
+    @property
+    def replicas(self) -> int:
+        """N: how many replicas the job has."""
+        if self._trainer is not None:
+            return self._trainer.num_replicas
+        return self._asked or max(1, self._spec.view.size if self._spec else 1)
+
+    @property
+    def rank(self) -> int:
+        """This worker's place in the view; changes with it."""
+        return self._trainer.engine.rank if self._trainer is not None and self._trainer.engine is not None else 0
+
+    @property
+    def size(self) -> int:
+        """How many workers there are now."""
+        if self._trainer is not None and self._trainer.engine is not None:
+            return self._trainer.engine.view.size
+        return self._spec.view.size if self._spec is not None else 1
+
+    @property
+    def view(self) -> int:
+        """The number of the view; grows with every change."""
+        return max(0, self._member.entered)
+
+    @property
+    def replica(self) -> int | None:
+        """Whose turn it is; None outside of the loader's loop."""
+        turn = self._trainer.turn if self._trainer is not None else None
+        return turn.replica if turn is not None else None
+
+    @property
+    def hosted(self) -> range:
+        """The replicas that this worker hosts now."""
+        return self._trainer.hosted if self._trainer is not None else range(0)
+
+    @property
+    def step(self) -> int:
+        """Steps committed so far, by all replicas; the one in progress not counted."""
+        return self._trainer.progress.step if self._trainer is not None else 0
+
+    @property
+    def epoch(self) -> int:
+        return self._trainer.progress.epoch if self._trainer is not None else 0
+
+    @property
+    def committing(self) -> bool:
+        """Whether what shall happen once per step may happen now: in the last turn, after backward."""
+        return self._trainer is None or self._trainer.may_commit
+
+    @property
+    def changes(self) -> list[ViewChange]:
+        """The changes of view that this worker has seen, with their pauses."""
+        return list(self._trainer.changes) if self._trainer is not None else []
+
+    # --- wrapping ---
+
+    def wrap(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizers,
+        data: Any,
+        *,
+        find_unused_parameters: bool = False,
+        bucket_cap_mb: float | None = None,
+        sync_buffers: bool = True,
+        **loading: Any,
+    ) -> tuple[torch.nn.Module, Any, Loader]:
+        """Make a plain model, optimizer (or several) and dataset (or DataLoader) those of the job.
+
+        Args:
+            find_unused_parameters: as DDP's: some parameters may get no gradient in some steps.
+            bucket_cap_mb: as DDP's; it is part of the maths.
+            sync_buffers: replicas begin each step with the buffers of replica 0, as DDP's do; False: with their own.
+            loading: batch_size, shuffle, seed, num_workers and so on, where `data` is a dataset.
+
+        Raises:
+            Unsliceable: replicas cannot take turns on this model; says why and what to do.
+        """
+        if self._trainer is not None:
+            raise TrainError(
+                "job.wrap was called twice: a job trains one model; wrap several modules in one ModuleList"
+            )
+        slicing.check(model)
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        parameters = _trainable(model)
+        _check_optimizers(optimizers, parameters)
+        dataset, options = describe(data, **loading)
+        device = parameters[0][1].device
+        if device.type != "cpu":
+            self.pinned = determinism.pin(self._level, device)
+        num_replicas = self.replicas
+        feeder = self._stack.enter_context(Feeder(dataset, options, num_replicas))
+        steps = num_batches(len(dataset), num_replicas, options)
+        if steps == 0:
+            raise ConfigError(
+                f"{len(dataset)} samples give {num_replicas} replicas not one batch of {options.batch_size}: "
+                "use a smaller batch_size, or drop_last=False"
+            )
+        parts = Parts(model, optimizers, feeder, options, len(dataset), sync_buffers, device)
+        follows_view = self._asked is None and isinstance(self._member, Member)
+        gradients = Gradients(
+            parameters,
+            num_replicas,
+            find_unused=find_unused_parameters,
+            cap_bytes=None if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20)),
+            always_sums=follows_view,
+            on_backward=self._backward_over,
+        )
+        copies = self._spec.copies if self._spec is not None else 1
+        keeps_layout = self._level != "D0"
+        trainer = Trainer(
+            self._member,
+            parts,
+            num_replicas,
+            gradients,
+            self._blocks,
+            follows_view=follows_view,
+            keeps_layout=keeps_layout,
+            copies=copies,
+        )
+        self._trainer, self._gradients = trainer, gradients
+        self._member.max_members = None if follows_view else num_replicas
+        self._settling = Settling(
+            self._member,
+            trainer,
+            self._tracked,
+            _program_of(None if follows_view else num_replicas, parameters, len(dataset), options.batch_size),
+            determinism.fingerprint(device),
+            self._level,
+            self._start_fresh,
+            self._say,
+        )
+        trainer.settle = self._settling.settle
+        trainer.on_commit = self._committed
+        for each in optimizers:
+            self._patch_optimizer(each)
+        _guard_scalers(self)
+        self._loader = Loader(self, steps)
+        return model, optimizer, self._loader
+
+    def track(self, name: str, thing: Any) -> Any:
+        """Keep `thing` (an LR scheduler, a GradScaler, an EMA: anything with a state_dict) part of the job's state.
+
+        Its `step`, `update`, `update_parameters` and `unscale_` then happen once per step, whatever the number of
+        replicas hosted here. Returns `thing`.
+        """
+        if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+            raise TrainError(f"track({name!r}): a {type(thing).__name__} has no state_dict and load_state_dict")
+        if name in self._tracked:
+            raise TrainError(f"track({name!r}): there is already something under that name")
+        if self._settling is not None and self._settling.has_state:
+            raise TrainError(f"track({name!r}): the job is running; track before job.epochs")
+        self._tracked[name] = thing
+        if not isinstance(thing, torch.optim.Optimizer):
+            self._guard(name, thing)
+        return thing
+
+    def _guard(self, name: str, thing: Any) -> None:
+        """Give `thing` a class of its own whose methods know about turns. Methods put on the object itself would become
+        part of its state: a scheduler's state_dict is all that it has."""
+        kind = type(thing)
+        methods = {
+            method: self._once_per_step(getattr(kind, method))
+            for method in _ONCE_PER_STEP
+            if callable(getattr(kind, method, None))
+        }
+        try:
+            thing.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
+        except TypeError as error:
+            raise TrainError(f"track({name!r}): a {kind.__name__} cannot be told about turns ({error})") from None
+
+    def _once_per_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) if self.committing else None
+
+        return guarded
+
+    def _patch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        original = optimizer.step
+
+        @functools.wraps(original)
+        def step(closure: Any = None, **kwargs: Any) -> Any:
+            if closure is not None:
+                raise Unsliceable(
+                    f"{type(optimizer).__name__}.step(closure) computes several gradients per step, for which the "
+                    "replicas would have to take turns inside of it: use an optimizer without a closure"
+                )
+            trainer = self._running()
+            turn = trainer.turn
+            if turn is None:
+                return original(**kwargs)
+            if not turn.done:
+                raise TrainError(
+                    "optimizer.step() before the gradients of this replica are complete: call backward() on a loss of "
+                    "this batch first, the last one of an accumulation outside of job.no_sync()"
+                )
+            if not trainer.may_commit:
+                return None
+            return original(**kwargs)
+
+        optimizer.step = step  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backwards in this block only accumulate, as in DDP's `no_sync`."""
+        if self._gradients is None:
+            yield
+            return
+        self._gradients.no_sync = True
+        try:
+            yield
+        finally:
+            self._gradients.no_sync = False
+
+    def _backward_over(self) -> None:
+        assert self._trainer is not None
+        self._trainer.turn_over()
+
+    # --- running ---
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs that are left of `count`: a newcomer, or a resumed job, begins where the job stands."""
+        trainer = self._need_trainer()
+        self._check_tracked()
+        assert self._settling is not None
+        if not self._settling.has_state:
+            if isinstance(self._member, Member):
+                self._member.start()
+            self._settling.join()
+        self._inside_epochs = True
+        try:
+            while trainer.progress.epoch < count:
+                epoch = trainer.progress.epoch
+                yield epoch
+                if trainer.progress.epoch == epoch:
+                    trainer.progress.epoch += 1
+                    trainer.progress.epoch_step = 0
+                trainer.catching_up = False
+            self._finish()
+        finally:
+            self._inside_epochs = False
+
+    def _finish(self) -> None:
+        """Leave when everybody has the last step: until then somebody may need our state."""
+        trainer = self._need_trainer()
+        assert self._settling is not None
+        while self.size > 1:
+            assert trainer.engine is not None
+            try:
+                trainer.engine.barrier("finish")
+                break
+            except CommError as error:
+                trainer.tear(error)
+                self._settling.settle()
+        if self._writer is not None:
+            self._writer.flush()
+        if self.rank == 0:
+            self._member.finish()
+
+    def resize(self, num_workers: int) -> None:
+        """Ask for another number of workers; 0 ends the job. Takes effect at a later step's boundary."""
+        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
+            raise ConfigError(f"resize({num_workers!r}): use a number of workers, 0 or more")
+        if self.committing and self.rank == 0:
+            self._member.resize(num_workers)
+
+    def close(self) -> None:
+        """Leave the job; done at the program's end by itself."""
+        atexit.unregister(self.close)
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if self._gradients is not None:
+            self._gradients.close()
+        self._stack.close()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _need_trainer(self) -> Trainer:
+        if self._trainer is None:
+            raise TrainError("the job has nothing to train yet: call job.wrap(model, optimizer, data) first")
+        return self._trainer
+
+    def _running(self) -> Trainer:
+        trainer = self._need_trainer()
+        if not self._inside_epochs:
+            raise TrainError("use the loader and the optimizer inside of `for epoch in job.epochs(k):`")
+        return trainer
+
+    def _check_tracked(self) -> None:
+        trainer = self._need_trainer()
+        known = {id(each.optimizer) for each in self._tracked.values() if isinstance(each, LRScheduler)}
+        for optimizer in trainer.parts.optimizers:
+            scheduled = any(getattr(f, "_wrapped_by_lr_sched", False) for f in _wrappers(optimizer.step))
+            if scheduled and id(optimizer) not in known:
+                raise TrainError(
+                    f"an LR scheduler changes {type(optimizer).__name__}, but the job does not know it: a newcomer would "
+                    "begin with another learning rate. Add `job.track('scheduler', scheduler)`"
+                )
+
+    def _committed(self) -> None:
+        """A step is done by all replicas."""
+        trainer = self._need_trainer()
+        assert self._settling is not None
+        step = trainer.progress.step
+        if trainer.engine is None or trainer.engine.rank != 0:
+            self._asked_save = None
+            return
+        size = self._schedule.get(step)
+        if size is not None and isinstance(self._member, Member):
+            threading.Thread(target=self._resize_quietly, args=(size,), daemon=True).start()
+        every = self._spec.checkpoint_every if self._spec is not None else 0
+        if self._asked_save is not None or (every and step % every == 0):
+            name, self._asked_save = self._asked_save, None
+            self._write(name or "")
+
+    def _resize_quietly(self, size: int) -> None:
+        try:
+            self._member.resize(size)
+        except PliantError as error:
+            log.warning("resize to %d, asked for by the schedule, failed: %s", size, error)
+
+    # --- checkpoints ---
+
+    def save(self, path: str = "") -> None:
+        """Write a checkpoint, of the step in progress once it is committed; in the background, by rank 0.
+
+        Without a path it goes to `--checkpoint-dir`.
+        """
+        if not path and not (self._spec and self._spec.checkpoint_dir):
+            raise ConfigError("job.save() needs a path, or `pliant run --checkpoint-dir DIR`")
+        trainer = self._need_trainer()
+        if trainer.turn is not None:
+            self._asked_save = path
+        elif self.rank == 0:
+            self._write(path)
+
+    def load(self, path: str) -> None:
+        """Begin with the state in this checkpoint (a file, or a directory: its newest); call before `epochs`."""
+        if self._settling is not None and self._settling.has_state:
+            raise TrainError("job.load: the job is running; load before job.epochs")
+        if not Path(path).exists():
+            raise CheckpointError(f"{path}: there is no such checkpoint")
+        self._load_path = path
+
+    def _write(self, path: str) -> None:
+        assert self._settling is not None
+        directory = Path(path).parent if path else Path(self._spec.checkpoint_dir if self._spec else ".")
+        if self._writer is None or self._written_to != directory:
+            if self._writer is not None:
+                self._writer.close()
+            self._writer, self._written_to = checkpoint.Writer(directory, say=self._say), directory
+        trainer = self._need_trainer()
+        state = self._settling.state()
+        contexts = state.pop("contexts")
+        self._writer.save(
+            checkpoint.Checkpoint(
+                step=trainer.progress.step,
+                epoch=trainer.progress.epoch,
+                num_replicas=trainer.num_replicas,
+                meta={"torch": torch.__version__, "level": self._level},
+                state=state,
+                contexts=contexts,
+            ),
+            name=Path(path).name if path else None,
+        )
+
+    def _start_fresh(self, had_state: bool) -> None:
+        """The state to begin with: a checkpoint's, or what the program has built."""
+        trainer = self._need_trainer()
+        assert self._settling is not None
+        path = self._load_path
+        if not path and had_state and self._spec is not None and self._spec.checkpoint_dir:
+            path = "auto"
+        found = self._find_checkpoint(path) if path else None
+        if found is not None:
+            loaded = checkpoint.load(found)
+            if loaded.num_replicas != trainer.num_replicas:
+                raise CheckpointError(
+                    f"{found} is of a job with {loaded.num_replicas} replicas, this one has {trainer.num_replicas}: "
+                    f"that is another experiment; use replicas={loaded.num_replicas}"
+                )
+            self._settling.load({**loaded.state, "contexts": loaded.contexts})  # type: ignore[dict-item]
+            self._say(f"resumed from {found} at step {loaded.step}")
+            return
+        if had_state:
+            self._say(
+                "all workers with the job's state were lost, and there is no checkpoint: beginning again at step 0"
+            )
+        trainer.first_buffers = trainer.buffers.save()
+        own = b"" if trainer.parts.sync_buffers else bytes(trainer.buffers.pack(trainer.first_buffers).numpy())
+        states = self._initial_random(trainer)
+        trainer.contexts = [Context(state, Stream(), own) for state in states]
+
+    def _check_fold(self, num_replicas: int) -> None:
+        found = determinism.self_check(num_replicas)
+        if not found.ok:
+            self._say(f"torch {torch.__version__} does not sum as expected, so only D0 holds: {found.detail}")
+
+    def _initial_random(self, trainer: Trainer) -> list[rng.RngState]:
+        device = trainer.parts.device
+        if self._seed is None:
+            return [rng.capture(device)] * trainer.num_replicas
+        return [rng.seeded(self._seed + replica, device) for replica in range(trainer.num_replicas)]
+
+    def _find_checkpoint(self, path: str) -> Path | None:
+        if path != "auto":
+            return Path(path)
+        assert self._spec is not None
+        return checkpoint.newest(self._spec.checkpoint_dir)
+
+    # --- the world around ---
+
+    def _say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def _mind_spot_notice(self) -> None:
+        """SIGTERM is a notice that this machine will be taken away: leave at the next boundary, in good order."""
+        elastic = self._spec is not None and self._spec.elastic
+        if not elastic or threading.current_thread() is not threading.main_thread():
+            return
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return  # the program has its own
+
+        def leave(signum: int, frame: object) -> None:
+            if self._settling is None or not self._settling.has_state or self._notified:
+                sys.exit(0)
+            self._notified = True
+            self._member.leave()
+
+        signal.signal(signal.SIGTERM, leave)
+
+
+def _trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    found = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not found:
+        raise ConfigError("the model has no parameter that requires a gradient: there is nothing to train")
+    return found
+
+
+def _check_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[tuple[str, torch.nn.Parameter]]
+) -> None:
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"{type(optimizer).__name__} is not an optimizer: give one, or a list of them")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise Unsliceable("LBFGS needs a closure that computes several gradients per step: use another optimizer")
+    known = {id(parameter) for _, parameter in parameters}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(parameter.requires_grad and id(parameter) not in known for parameter in group["params"]):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} updates a parameter that is not in the model: its gradient would not be "
+                    "summed over the replicas. Put all modules into one, such as torch.nn.ModuleList"
+                )
+
+
+def _program_of(
+    num_replicas: int | None, parameters: Sequence[tuple[str, torch.nn.Parameter]], num_samples: int, batch_size: int
+) -> str:
+    shapes = repr([(name, tuple(p.shape), str(p.dtype)) for name, p in parameters]).encode()
+    digest = hashlib.sha256(shapes).hexdigest()[:12]
+    replicas = "a replica per worker" if num_replicas is None else f"{num_replicas} replicas"
+    return f"{replicas}, {len(parameters)} parameters ({digest}), {num_samples} samples by {batch_size}"
+
+
+def _wrappers(function: Any) -> Iterator[Any]:
+    """A patched method and all that it wraps."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _guard_scalers(job: Job) -> None:
+    """A GradScaler that the job does not know would be updated once per turn, so its result would depend on where the
+    replicas are: better to say so at once."""
+    original = torch.amp.GradScaler.update
+
+    @functools.wraps(original)
+    def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer = job._trainer
+        if trainer is not None and trainer.turn is not None and not any(t is scaler for t in job._tracked.values()):
+            raise TrainError(
+                "this GradScaler is not part of the job: add `job.track('scaler', scaler)` before job.epochs"
+            )
+        return original(scaler, *args, **kwargs)
+
+    torch.amp.GradScaler.update = update  # type: ignore[assignment,method-assign]
+    job._stack.callback(setattr, torch.amp.GradScaler, "update", original)

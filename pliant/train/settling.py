@@ -1,0 +1,213 @@
+"""How a worker gets into the next view: newcomers, survivors of a crash and those who merely stay take the same way.
+
+Everybody enters the view and reports what it has. Those with the newest state hold the job; whoever lacks it fetches
+it from all holders at once, and the step that was torn, if any, is done again. If somebody is lost meanwhile, there
+will be another roll, and all of this happens once more in that one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from pliant.comm.engine import Engine
+from pliant.elastic.member import Alone, Member
+from pliant.elastic.roll import Roll
+from pliant.errors import REFUSED_EXIT, CommError, NotWanted, Refused, TrainError
+from pliant.train import handover
+from pliant.train.determinism import Fingerprint, Level, differences
+from pliant.train.replica import Context
+from pliant.train.trainer import Left, Progress, Trainer
+
+log = logging.getLogger(__name__)
+
+Stateful = dict[str, Any]
+"""Tracked objects by name: anything with state_dict and load_state_dict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a worker says when it enters a view."""
+
+    step: int
+    """Steps committed here; -1 without a state."""
+    offered_bytes: int
+    program: str
+    """What must be the same on all workers: replicas, parameters, data."""
+    fingerprint: dict[str, Any]
+    """What the bits depend on."""
+
+    def to_bytes(self) -> bytes:
+        return json.dumps([self.step, self.offered_bytes, self.program, self.fingerprint]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Report:
+        return cls(*json.loads(data))
+
+
+class Settling:
+    """Takes a trainer into its next view."""
+
+    def __init__(
+        self,
+        member: Member | Alone,
+        trainer: Trainer,
+        tracked: Stateful,
+        program: str,
+        fingerprint: Fingerprint,
+        level: Level,
+        start_fresh: Callable[[bool], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._member, self._trainer, self._tracked = member, trainer, tracked
+        self._program, self._fingerprint, self._level = program, fingerprint, level
+        self._start_fresh = start_fresh
+        """Makes the state to begin with; told whether the job had one before and lost it."""
+        self._say = say
+        self.has_state = False
+
+    def join(self) -> None:
+        """A newcomer's way in: say that we are ready, wait to be listed."""
+        try:
+            self._member.ready()
+        except NotWanted as error:
+            raise Left(str(error)) from None  # removed again while it was starting
+        self._settle(None)
+
+    def settle(self) -> None:
+        """The way on from a view that has ended, at a step's boundary."""
+        trainer = self._trainer
+        planned = trainer.switch_to if trainer.torn is None else None
+        lost, old_size = trainer.torn is not None, self._member.size
+        since_s = trainer.torn_s if lost else trainer.step_ended_s or time.monotonic()
+        self._settle(planned)
+        change = trainer.note_pause(since_s, old_size, lost)
+        if self._spoke_first:
+            took_ms = change.pause_s * 1e3
+            if lost:
+                self._say(f"recovered at step {change.step}: {old_size} -> {change.new_size} took {took_ms:.1f}ms")
+            else:
+                self._say(f"resize {old_size} -> {change.new_size} took {took_ms:.1f}ms")
+
+    def _settle(self, planned: int | None) -> None:
+        """Enter `planned`, or else whatever roll comes next, until it works."""
+        after = self._member.entered
+        while True:
+            roll = self._member.roll(planned) if planned is not None else None
+            roll = roll or self._member.await_roll(after)
+            if roll.over:
+                raise Left("the job is over")
+            view = self._member.view_of(roll)
+            if self._member.me not in view.workers:
+                if self._member.me not in roll.members and self.has_state:
+                    if planned is not None:
+                        self._trainer.gather_contexts()
+                    raise Left(f"{self._member.me} is not in roll {roll.number}")
+                after, planned = roll.number, None  # stand by: more workers than replicas
+                continue
+            try:
+                self._enter(roll, planned is not None)
+                return
+            except CommError as error:
+                if not self._member.elastic:
+                    raise
+                log.debug("roll %d came to nothing: %s", roll.number, error)
+                after, planned = max(after, roll.number), None
+
+    def _enter(self, roll: Roll, planned: bool) -> None:
+        trainer, member = self._trainer, self._member
+        if planned:
+            trainer.gather_contexts()
+        known = set(trainer.view.workers) if trainer.view is not None else set()
+        everybody_has_it = planned and set(member.view_of(roll).workers) <= known
+        offered = 0
+        if self.has_state and not everybody_has_it:
+            offered = handover.lend(member, roll.number, self.state()).num_bytes
+        engine = member.enter(roll)
+        reports = self._gather(engine, "settle", offered)
+        holders = _holders(reports)
+        if not holders:
+            if engine.rank == 0:
+                self._start_fresh(roll.number > 1)
+                self.has_state = True
+                offered = handover.lend(member, roll.number, self.state()).num_bytes
+            reports = self._gather(engine, "begin", offered)
+            holders = _holders(reports)
+        self._check(reports, holders[0], engine)
+        if engine.rank not in holders:
+            state = handover.fetch(engine, holders, reports[holders[0]].offered_bytes)
+            self.load(cast(dict[str, Any], state))
+            self.has_state = True
+        trainer.work_in(engine)
+        self._spoke_first = engine.rank == holders[0]
+
+    _spoke_first = False
+
+    def _gather(self, engine: Engine, name: str, offered: int) -> list[Report]:
+        step = self._trainer.progress.step if self.has_state else -1
+        mine = Report(step, offered, self._program, self._fingerprint.to_json())
+        if engine.view.size == 1:
+            return [mine]
+        return [Report.from_bytes(data) for data in engine.all_gather_bytes(name, mine.to_bytes())]
+
+    def _check(self, reports: Sequence[Report], reference: int, engine: Engine) -> None:
+        """Refuse to take part where this program or this machine would change the result."""
+        theirs, mine = reports[reference], reports[engine.rank]
+        if theirs.program != mine.program:
+            raise TrainError(
+                f"this worker runs another program than {engine.view.workers[reference]}: {mine.program} here, "
+                f"{theirs.program} there; start all workers with the same script and data"
+            )
+        found = differences(self._fingerprint, Fingerprint.from_json(theirs.fingerprint), self._level)
+        if found and engine.rank != reference:
+            refused = Refused(
+                f"{engine.view.workers[engine.rank]} would change bits under {self._level}: {'; '.join(found)}. "
+                "Use alike machines, or `--determinism D2`, which pins what differs"
+            )
+            print(f"pliant: refused: {refused}", file=sys.stderr, flush=True)
+            raise SystemExit(REFUSED_EXIT)
+
+    # --- the whole state ---
+
+    def state(self) -> dict[str, Any]:
+        """All that a newcomer must know. References, no copies."""
+        trainer = self._trainer
+        progress = trainer.progress
+        return {
+            "progress": [progress.epoch, progress.epoch_step, progress.step],
+            "model": trainer.parts.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in trainer.parts.optimizers],
+            "tracked": {name: each.state_dict() for name, each in self._tracked.items()},
+            "buffers": list(trainer.first_buffers),
+            "layout": trainer.layout_json(),
+            "contexts": [context.to_bytes(trainer.num_loader_workers) for context in trainer.contexts],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        trainer = self._trainer
+        missing = set(state["tracked"]) ^ set(self._tracked)
+        if missing:
+            raise TrainError(f"tracked objects differ between workers or from the checkpoint: {sorted(missing)}")
+        trainer.parts.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(trainer.parts.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for name, saved in state["tracked"].items():
+            self._tracked[name].load_state_dict(saved)
+        trainer.first_buffers = [
+            saved.to(own.device) for saved, own in zip(state["buffers"], trainer.first_buffers, strict=True)
+        ]
+        trainer.buffers.load(trainer.first_buffers)
+        trainer.use_layout_json(state["layout"])
+        trainer.contexts = [Context.from_bytes(data, trainer.num_loader_workers) for data in state["contexts"]]
+        trainer.progress = Progress(*state["progress"])
+
+
+def _holders(reports: Sequence[Report]) -> list[int]:
+    """The ranks with the newest state."""
+    newest = max(report.step for report in reports)
+    return [rank for rank, report in enumerate(reports) if report.step == newest and newest >= 0]

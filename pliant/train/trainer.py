@@ -1,0 +1,440 @@
+"""One worker's training: the turns of its replicas, the commit of each step, the change to another view.
+
+A step is done by all N replicas or by none. Each replica hosted here takes its turn: its context is restored, its
+batches go through the user's loop, its gradients are caught, its context is captured. In the last turn the
+gradients are summed over the whole job, and with them travel the contexts and the buffers of replica 0:
+who has all of it has the whole state of the job. If anything is missing because a worker was lost, the step
+is torn: nothing of it counts, and it is done again in a new view.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import struct
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pliant.cluster import View
+from pliant.comm.engine import Engine
+from pliant.comm.handle import Handle
+from pliant.elastic.member import Alone, Member
+from pliant.errors import CommError, TrainError
+from pliant.train import rng
+from pliant.train.buckets import Layout, blocks
+from pliant.train.data import Feeder, Stream, samples_used
+from pliant.train.gradients import Gradients
+from pliant.train.loader_options import LoaderOptions
+from pliant.train.replica import Buffers, Context, Tensors
+
+log = logging.getLogger(__name__)
+
+_ROW = struct.Struct("<QQ")
+"""What a worker says with each step, before the contexts: the step, and the newest roll it is prepared for."""
+
+
+class Left(SystemExit):
+    """This worker is no longer part of the job, in good order. Ends the program with exit code 0."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(0)
+        self.why = why
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the job has come."""
+
+    epoch: int = 0
+    epoch_step: int = 0
+    """Steps committed in this epoch."""
+    step: int = 0
+    """Steps committed in all."""
+
+
+@dataclass(frozen=True, slots=True)
+class ViewChange:
+    """A change of the workers, as one of those who stayed saw it."""
+
+    step: int
+    """The first step of the new view."""
+    old_size: int
+    new_size: int
+    pause_s: float
+    """From the end of the old view's last step to the start of the new one's first."""
+    lost: bool
+    """Whether a step was torn."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """The turn of one replica."""
+
+    replica: int
+    slot: int
+    is_last: bool
+    done: bool = False
+    """Whether its gradients have been handed in."""
+
+
+@dataclass(slots=True)
+class Parts:
+    """What the user gave."""
+
+    model: torch.nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    feeder: Feeder
+    loading: LoaderOptions
+    num_samples: int
+    sync_buffers: bool = True
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+class Trainer:
+    """Runs the steps of this worker. Used by one thread, the program's own."""
+
+    def __init__(
+        self,
+        member: Member | Alone,
+        parts: Parts,
+        num_replicas: int,
+        gradients: Gradients,
+        place: Callable[[int], Sequence[int]] | None = None,
+        *,
+        follows_view: bool = False,
+        keeps_layout: bool = True,
+        copies: int = 1,
+    ) -> None:
+        self.parts = parts
+        self.follows_view = follows_view
+        """Whether there shall be one replica per worker, whatever their number: weak scaling."""
+        self.num_replicas = num_replicas
+        self.gradients = gradients
+        self.progress = Progress()
+        self.contexts: list[Context] = []
+        """Of all replicas, at the boundary where the last step was committed."""
+        self.buffers = Buffers(parts.model)
+        self.first_buffers: Tensors = self.buffers.save()
+        """Replica 0's, at that boundary: what DDP would broadcast."""
+        self.turn: Turn | None = None
+        self.torn: CommError | None = None
+        self.catching_up = False
+        """Whether the program is at the end of an epoch that its state is already beyond."""
+        self.switch_to: int | None = None
+        """The roll that all members have agreed to enter at the next boundary."""
+        self.changes: list[ViewChange] = []
+        self.step_ended_s = 0.0
+        """When the program came back from its last step for the next batch."""
+        self.torn_s = 0.0
+        """When a loss was noticed last."""
+        self.engine: Engine | None = None
+        self.hosted: range = range(0)
+        self.settle: Callable[[], None] = lambda: None
+        """How to get into the next view; `train.settling` provides it."""
+        self.on_commit: Callable[[], None] = lambda: None
+        self._member = member
+        self._place = place
+        self._keeps_layout = keeps_layout
+        self._copies = copies
+        self._new_contexts: dict[int, Context] = {}
+        self._new_buffers: Tensors | None = None
+        self._new_order: list[int] | None = None
+        self._pending: list[Handle] = []
+        self._blocks: tuple[int, ...] = ()
+        self._needs_hosting = True
+
+    # --- a view ---
+
+    @property
+    def view(self) -> View | None:
+        return self.engine.view if self.engine is not None else None
+
+    @property
+    def num_loader_workers(self) -> int:
+        return self.parts.loading.num_workers
+
+    def work_in(self, engine: Engine) -> None:
+        """Take up this view: know which replicas are hosted here."""
+        changed = self.engine is not None and self.engine is not engine
+        self.engine = engine
+        size = engine.view.size
+        if self.follows_view and size != self.num_replicas:
+            self._deal_anew(size)
+        self._blocks = tuple(self._place(size)) if self._place else blocks(self.num_replicas, size)
+        if len(self._blocks) != size or sum(self._blocks) != self.num_replicas or min(self._blocks) < 1:
+            raise TrainError(
+                f"blocks {self._blocks} do not place {self.num_replicas} replicas on {size} workers, one or more on each"
+            )
+        begin = sum(self._blocks[: engine.rank])
+        self.hosted = range(begin, begin + self._blocks[engine.rank])
+        if changed and not self._keeps_layout:
+            self.gradients.use_layout(None)
+        self.gradients.arrange(engine, self._blocks)
+        self.torn, self.switch_to, self._needs_hosting = None, None, True
+        self._forget_step()
+
+    def _deal_anew(self, num_replicas: int) -> None:
+        """Go on with another number of replicas: the rest of the epoch's samples is dealt to these."""
+        loading, stream = self.parts.loading, self._stream_of(0)
+        used = samples_used(self.parts.num_samples, self.num_replicas, stream, loading)
+        fresh = Stream(stream.epoch, consumed=used)
+        states = [context.random for context in self.contexts[:num_replicas]]
+        for replica in range(len(states), num_replicas):
+            label = f"{self.progress.step}:{replica}".encode()
+            states.append(rng.seeded(int.from_bytes(hashlib.sha256(label).digest()[:4]), self.parts.device))
+        own = [context.buffers for context in self.contexts[:num_replicas]]
+        own += [self.contexts[0].buffers] * (num_replicas - len(own))
+        self.contexts = [Context(state, fresh, buffers) for state, buffers in zip(states, own, strict=True)]
+        self.num_replicas = num_replicas
+        self.gradients.num_replicas = num_replicas
+
+    def owner_of(self, replica: int) -> int:
+        """The rank that hosts a replica."""
+        for rank, size in enumerate(self._blocks):
+            replica -= size
+            if replica < 0:
+                return rank
+        raise AssertionError(f"no such replica: {replica}")
+
+    # --- the loop ---
+
+    def steps(self) -> Iterator[Any]:
+        """The batches of the rest of this epoch, for the replicas hosted here in turn."""
+        self._needs_hosting = True
+        self.catching_up = False
+        epoch = self.progress.epoch
+        try:
+            while self._begin_step(epoch):
+                for slot, replica in enumerate(self.hosted):
+                    if not (yield from self._take_turn(slot, replica)):
+                        return
+                    if self.torn is not None:
+                        break
+                self._end_step()
+        except GeneratorExit:
+            # The program leaves its loop early: a step that is complete counts.
+            if self.turn is not None and self.turn.is_last and self.turn.done and self.torn is None:
+                self._end_step()
+            raise
+        finally:
+            self.turn = None
+            self._come_to_rest()
+
+    def _begin_step(self, epoch: int) -> bool:
+        """Be in the right view; False if the epoch is over."""
+        if self.torn is not None or self.switch_to is not None:
+            self.settle()
+        if self.progress.epoch != epoch:
+            # The others had finished this epoch before they brought us up to date. What the program does at its
+            # end has been done to the state that we were given.
+            self.catching_up = True
+            return False
+        if self._needs_hosting:
+            streams = {replica: self._stream_of(replica) for replica in self.hosted}
+            self.parts.feeder.host(streams, self.num_replicas)
+            self._needs_hosting = False
+        return self.parts.feeder.remaining(self.hosted[0]) > 0
+
+    def _stream_of(self, replica: int) -> Stream:
+        """Where the replica's data stand, in the epoch that the job is in."""
+        stream = self.contexts[replica].stream
+        while stream.epoch < self.progress.epoch:
+            stream = stream.next_epoch(self.parts.loading)
+        return stream
+
+    def _take_turn(self, slot: int, replica: int) -> Generator[Any, None, bool]:
+        """Give out the replica's batches until it hands in its gradients; False if the epoch ended before."""
+        context = self.contexts[replica]
+        turn = self.turn = Turn(replica, slot, slot == len(self.hosted) - 1)
+        rng.restore(context.random, self.parts.device)
+        self._load_buffers(context)
+        self.gradients.begin_turn(slot)
+        while not turn.done:
+            try:
+                batch = self.parts.feeder.next(replica)
+            except StopIteration:
+                log.warning("epoch %d ended in the middle of an accumulation, which is dropped", self.progress.epoch)
+                self.turn = None
+                return False
+            yield batch
+        return True
+
+    def _load_buffers(self, context: Context) -> None:
+        if self.parts.sync_buffers or not context.buffers:
+            self.buffers.load(self.first_buffers)
+        else:
+            flat = torch.frombuffer(bytearray(context.buffers), dtype=torch.uint8)
+            self.buffers.load(self.buffers.unpack(flat))
+
+    @property
+    def may_commit(self) -> bool:
+        """Whether what the program does once per step (optimizer, scheduler, ...) shall be done now."""
+        if self.turn is None:
+            return not self.catching_up
+        return self.turn.is_last and self.turn.done and self.torn is None
+
+    def turn_over(self) -> None:
+        """The replica has handed in its gradients: keep what its next turn depends on."""
+        turn = self.turn
+        if turn is None:
+            raise TrainError("a summed backward outside of the loader's loop: call it on a batch that the loader gave")
+        turn.done = True
+        own = b"" if self.parts.sync_buffers else bytes(self.buffers.pack(self.buffers.save()).numpy())
+        context = Context(rng.capture(self.parts.device), self.parts.feeder.stream(turn.replica), own)
+        self._new_contexts[turn.replica] = context
+        if turn.replica == 0:
+            self._new_buffers = self.buffers.save()
+            if self.gradients.waits_for_order:
+                self._new_order = list(self.gradients.ready_order)
+        if turn.is_last:
+            try:
+                self._exchange()
+            except CommError as error:
+                self.tear(error)
+
+    def tear(self, error: CommError) -> None:
+        """The step in progress does not count."""
+        if not self._member.elastic:
+            raise error
+        log.debug("step %d is torn: %s", self.progress.step, error)
+        self.torn, self.torn_s = error, time.monotonic()
+
+    # --- what travels with a step ---
+
+    def _exchange(self) -> None:
+        """Sum the gradients, and tell everybody what the next step depends on."""
+        engine = self.engine
+        assert engine is not None, "work_in() comes first"
+        if engine.view.size == 1:
+            self.gradients.wait()
+            self.switch_to = self._agreed([self._member.prepared])
+            return
+        root = self.owner_of(0)
+        row = engine.all_gather("step", self._row())
+        buffers = order = None
+        if self.buffers.num_bytes:
+            flat = self._packed_first_buffers()
+            buffers = engine.broadcast("buffers", flat, root)
+        if self.gradients.waits_for_order:
+            mine = self._new_order or [0] * len(self.gradients.parameters)
+            order = engine.broadcast("order", torch.tensor(mine, dtype=torch.int32), root)
+        self.gradients.wait()
+        if buffers is not None:
+            found = buffers.wait()
+            if self._new_buffers is None and found is not None:
+                self._new_buffers = self.buffers.unpack(found)
+        if order is not None:
+            told = order.wait()
+            self._new_order = told.tolist() if told is not None else None
+        rows = row.wait()
+        assert rows is not None, "an all_gather has a result on every rank"
+        self._read_rows(rows)
+
+    def _packed_first_buffers(self) -> torch.Tensor:
+        if self._new_buffers is not None:
+            return self.buffers.pack(self._new_buffers)
+        return torch.empty(self.buffers.num_bytes, dtype=torch.uint8)
+
+    @property
+    def _context_bytes(self) -> int:
+        own = 0 if self.parts.sync_buffers else self.buffers.num_bytes
+        return rng.SIZE + Stream.size(self.num_loader_workers) + own
+
+    def _row(self) -> torch.Tensor:
+        head = _ROW.pack(self.progress.step, self._member.prepared)
+        contexts = (
+            b"".join(self._new_contexts[r].to_bytes(self.num_loader_workers) for r in self.hosted)
+            if self._copies
+            else b""
+        )
+        room = _ROW.size + (self._context_bytes * max(self._blocks) if self._copies else 0)
+        return torch.frombuffer(bytearray((head + contexts).ljust(room, b"\0")), dtype=torch.uint8)
+
+    def _read_rows(self, rows: torch.Tensor) -> None:
+        size, replica, prepared = self._context_bytes, 0, []
+        for rank, count in enumerate(self._blocks):
+            data = bytes(rows[rank].numpy())
+            prepared.append(_ROW.unpack_from(data)[1])
+            for slot in range(count):
+                if replica not in self._new_contexts and self._copies:
+                    begin = _ROW.size + slot * size
+                    self._new_contexts[replica] = Context.from_bytes(
+                        data[begin : begin + size], self.num_loader_workers
+                    )
+                replica += 1
+        self.switch_to = self._agreed(prepared)
+
+    def _agreed(self, prepared: Sequence[int]) -> int | None:
+        """The roll that all are prepared for, if it is a new one. The same answer on every worker."""
+        number = min(prepared)
+        return number if number == max(prepared) and number > self._member.entered else None
+
+    # --- the end of a step ---
+
+    def _end_step(self) -> None:
+        self.turn = None
+        self.step_ended_s = time.monotonic()
+        if self.torn is not None:
+            return
+        for replica, context in self._new_contexts.items():
+            self.contexts[replica] = context
+        if self._new_buffers is not None:
+            self.first_buffers = self._new_buffers
+        if self.gradients.waits_for_order and self._new_order is not None:
+            self.gradients.rebuild(self._new_order)
+        self.progress.step += 1
+        self.progress.epoch_step += 1
+        self._forget_step()
+        self.on_commit()
+
+    def _forget_step(self) -> None:
+        self._new_contexts, self._new_buffers, self._new_order = {}, None, None
+
+    def _come_to_rest(self) -> None:
+        """Between epochs every worker has replica 0's buffers, and the random state of the first replica it hosts."""
+        if self.hosted and self.contexts:
+            rng.restore(self.contexts[self.hosted[0]].random, self.parts.device)
+        self.buffers.load(self.first_buffers)
+
+    def gather_contexts(self) -> None:
+        """Where contexts do not travel with each step (`copies=0`): bring them together before a planned change."""
+        assert self.engine is not None
+        if self.engine.view.size == 1 or self._copies:
+            return
+        for replica, context in self.contexts_by_owner(self.engine):
+            self.contexts[replica] = context
+
+    def contexts_by_owner(self, engine: Engine) -> list[tuple[int, Context]]:
+        """Every replica's context, from the worker that hosts it."""
+        mine = b"".join(self.contexts[replica].to_bytes(self.num_loader_workers) for replica in self.hosted)
+        found, replica, size = [], 0, self._context_bytes
+        for rank, data in enumerate(engine.all_gather_bytes("contexts", mine)):
+            for slot in range(self._blocks[rank]):
+                found.append(
+                    (replica, Context.from_bytes(data[slot * size : (slot + 1) * size], self.num_loader_workers))
+                )
+                replica += 1
+        return found
+
+    # --- the whole state, for newcomers and checkpoints ---
+
+    def layout_json(self) -> list[list[int]] | None:
+        """L2, once it is in use."""
+        if self.gradients.waits_for_order or not self.gradients.sums:
+            return None
+        return self.gradients.layout.to_json()
+
+    def use_layout_json(self, value: Sequence[Sequence[int]] | None) -> None:
+        self.gradients.use_layout(Layout.from_json(value) if value is not None else None)
+
+    def note_pause(self, since_s: float, old_size: int, lost: bool) -> ViewChange:
+        """Remember a change of view that has just ended."""
+        assert self.engine is not None
+        pause_s = time.monotonic() - since_s
+        change = ViewChange(self.progress.step, old_size, self.engine.view.size, pause_s, lost)
+        self.changes.append(change)
+        return change
