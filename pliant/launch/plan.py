@@ -160,7 +160,9 @@ def _pins(machine: Machine) -> dict[str, str]:
 def _default_hosts(options: RunOptions, machine: Machine, asked: str) -> tuple[Host, ...]:
     """Without -H: this machine alone, with room for all workers (they share cores if they must)."""
     address = asked or (nic_addresses(options.nic, machine.nics)[0] if options.nic else LOOPBACK)
-    return (Host(address, max(machine.num_cpus, options.np)),)
+    # How many a watched job will be asked to have is not known; only its ports are.
+    most = len(options.port_range) if options.watch else machine.num_cpus
+    return (Host(address, max(most, options.np)),)
 
 
 def first_view(plan: LaunchPlan, ports: Mapping[str, Sequence[int]]) -> View:

@@ -60,6 +60,7 @@ def test_without_hosts_this_machine_has_room_for_all() -> None:
     assert made.hosts == (Host("127.0.0.1", 4),)
     assert made.num_local == 4
     assert plan(np=1, num_cpus=8).hosts == (Host("127.0.0.1", 8),)
+    assert plan(np=1, num_cpus=8, watch=True, port_range=PortRange(9000, 9099)).hosts == (Host("127.0.0.1", 100),)
 
 
 def test_np_beyond_the_slots_is_refused() -> None:
