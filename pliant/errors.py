@@ -124,6 +124,11 @@ class WorkerLost(CommError):
         super().__init__(worker, rank, why)
         self.worker, self.rank, self.why = worker, rank, why
 
+    @property
+    def may_live(self) -> bool:
+        """Whether the worker was only silent: it may be stopped or cut off, and come back."""
+        return "silent for" in self.why
+
     def __str__(self) -> str:
         return f"lost worker {self.worker} (rank {self.rank}): {self.why}"
 

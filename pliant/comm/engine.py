@@ -382,6 +382,11 @@ class Engine:
 
     # --- looking at it ---
 
+    @property
+    def may_be_written_to(self) -> bool:
+        """Whether a lost worker may still live and write to the memory of collectives that have failed here."""
+        return any(lost.may_live for lost in list(self._core.lost.values()))
+
     def counters(self) -> Counters:
         """Payload bytes to and from each peer so far."""
         links = self._core.links.values()

@@ -14,19 +14,16 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker, WorkerSpec
 from pliant.comm import loopback
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.mesh import MeshConfig
 from pliant.comm.plan import Strategy
+from pliant.comm.station import Station
 from pliant.elastic.client import ConfigClient
 from pliant.elastic.roll import Roll
 from pliant.errors import CommError, ConfigError, PliantError, ServerUnavailable, ViewChanged
-
-if TYPE_CHECKING:
-    from pliant.comm.station import Station
 
 log = logging.getLogger(__name__)
 
@@ -325,8 +322,6 @@ def member_of(spec: WorkerSpec | None) -> Iterator[Member | Alone]:
         heartbeat_timeout_s=spec.heartbeat_timeout_s,
         collective_timeout_s=COLLECTIVE_S,
     )
-    from pliant.comm.station import Station
-
     with Station(spec.worker, mesh, config).open() as station:
         member = Member(spec, station)
         try:

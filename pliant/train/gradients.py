@@ -90,6 +90,7 @@ class Gradients:
         self._used_handle: Handle | None = None
         self._expecting = self._queued = False
         self._side: torch.cuda.Stream | None = None
+        self._buried: list[tuple[Engine, list[Bucket]]] = []
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._caught, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self.parameters)
@@ -117,6 +118,10 @@ class Gradients:
 
     def arrange(self, engine: Engine, blocks: Sequence[int]) -> None:
         """Work in this view from now on: rank r hosts `blocks[r]` replicas."""
+        if self._engine is not None and self._engine.may_be_written_to:
+            # A worker that was given up for its silence, and is only stopped, would finish its part of a sum of
+            # the old view when it goes on: into this memory, which must therefore never be used again.
+            self._buried.append((self._engine, self._buckets))
         self._engine, self._blocks = engine, tuple(blocks)
         self._expecting = False
         self._buckets = []
