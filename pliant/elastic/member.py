@@ -23,7 +23,7 @@ from pliant.comm.plan import Strategy
 from pliant.comm.station import Station
 from pliant.elastic.client import ConfigClient
 from pliant.elastic.roll import Roll
-from pliant.errors import CommError, ConfigError, PliantError, ServerUnavailable, ViewChanged
+from pliant.errors import CommError, ConfigError, EngineClosed, PliantError, ServerUnavailable, ViewChanged
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Member:
         self._prepared: dict[int, Roll] = {}
         self._entered = -1
         self._current: tuple[Worker, ...] = ()
-        self._closing = False
+        self._closing = self._finished = False
         self._reached_s = time.monotonic()
         self._errands: queue.SimpleQueue[tuple[str, Worker, str] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -131,10 +131,12 @@ class Member:
             self._latest = roll
             # Somebody was lost: those who stay have left, or will leave, the view that this worker is in.
             # Waiting there for them would be in vain.
-            if self._entered >= 0 and roll.urgent > self._entered:
-                self._station.abort(ViewChanged(f"roll {roll.urgent} excludes a lost worker"))
-            elif roll.over and self._entered >= 0 and not roll.members:
-                self._station.abort(ViewChanged("the job is over"))
+            if self._entered >= 0 and not self._closing:
+                with contextlib.suppress(EngineClosed):  # the program may be leaving just now
+                    if roll.urgent > self._entered:
+                        self._station.abort(ViewChanged(f"roll {roll.urgent} excludes a lost worker"))
+                    elif roll.over and not roll.members and not self._finished:
+                        self._station.abort(ViewChanged("the job is over"))
             self._changed.notify_all()
 
     def _prepare(self) -> None:
@@ -245,9 +247,10 @@ class Member:
         """Ask to be left out of the next roll (a spot notice); returns at once."""
         self._errands.put(("leave", self.me, ""))
 
-    def finish(self) -> None:
-        """Say that the job has done its work: those who stand by may go."""
-        if self.elastic:
+    def finish(self, *, tell: bool) -> None:
+        """The job has done its work. One of its members tells the server, so that those who stand by may go."""
+        self._finished = True
+        if self.elastic and tell:
             with self._client() as client, contextlib.suppress(PliantError):
                 client.finish()
 
@@ -301,7 +304,7 @@ class Alone:
     def leave(self) -> None:
         """There is nobody to tell."""
 
-    def finish(self) -> None:
+    def finish(self, *, tell: bool) -> None:
         """There is nobody to tell."""
 
     def resize(self, size: int) -> None:

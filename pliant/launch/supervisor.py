@@ -209,8 +209,6 @@ class Supervisor:
         self._last_crash = (worker, what, code)
         self.num_lost += 1
         report = Report(worker, what)
-        if not self._others():
-            return [report]  # and the job fails
         if self._company.over or not is_wanted:
             then = "it was told to leave anyway"
         elif code == REFUSED_EXIT:
@@ -221,7 +219,7 @@ class Supervisor:
 
     def _others(self) -> bool:
         """Whether somebody still trains, or will."""
-        return bool(self._replacements.asked or self._company.known)
+        return bool(self._replacements.asked or self._replacements.due_s or self._company.known)
 
     def _fail_if_deserted(self, at_s: float) -> list[Action]:
         """Fail if the last member anywhere was lost, and nobody comes."""
@@ -304,7 +302,13 @@ class Supervisor:
         if self.failed or self._company.over:
             self._replacements.due_s.clear()
             return []
-        return [Replace()] * self._replacements.ask(at_s, self._slots - len(self._company.here))
+        asked = self._replacements.ask(at_s, self._slots - len(self._company.here))
+        actions: list[Action] = [Replace()] * asked
+        if asked and self._last_crash is not None and not self._company.known:
+            # The server keeps the last worker of a view listed, lost or not, for else the job would be over. Now that
+            # another is coming, it can go.
+            actions.append(Report(*self._last_crash[:2]))
+        return actions
 
     def _start_some(self, at_s: float) -> list[Action]:
         if self.failed or self.view is None or self._company.over:

@@ -226,6 +226,17 @@ def test_a_newcomer_whose_wish_was_withdrawn_is_told_at_once() -> None:
     assert kinds(made.handle(Exited(B, -15), 7), Report, Replace) == []
 
 
+def test_the_last_member_is_replaced_and_only_then_dropped_from_the_view() -> None:
+    made = training(A)
+    actions = made.handle(Exited(A, -9), 20)
+    report = Report(A, "killed by SIGKILL (out of memory? see dmesg)")
+    assert kinds(actions, Report, Replace, Finish) == [report, Replace(), report]
+    made.handle(Rolled(Roll(2, (), urgent=2, wanted=1)), 20.1)
+    made.handle(Arrived(view(2, A, B)), 20.2)
+    assert kinds(made.handle(Arrived(view(3, B)), 20.3), Finish) == []
+    assert B in made.running
+
+
 def test_a_newcomer_that_crashes_is_reported_so_that_nobody_waits_for_it() -> None:
     made = training(A)
     made.handle(Arrived(view(2, A, B)), 5)
