@@ -34,7 +34,7 @@ FULL = os.environ.get("PLIANT_FULL") == "1"
 
 _PR_SET_PDEATHSIG = 1
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "numpy", "torch", "torch.distributed", "pliant.comm.engine"])
+_context.set_forkserver_preload(["pytest", "numpy", "torch", "torch.distributed", "pliant.comm.station"])
 
 
 class Failed(Exception):

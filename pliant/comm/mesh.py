@@ -64,8 +64,8 @@ class Mesh:
         self._config = config
         self._door = door
         self._coming: set[Worker] = set()
-        """Who is being looked at: of two that claim one name at once, the first."""
-        self._lock = threading.Lock()
+        """Who is being looked at: of two that claim one name at once, the second has to wait."""
+        self._settled = threading.Condition()
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._listeners: list[socket.socket] = []
         self._underway: set[socket.socket] = set()
@@ -195,11 +195,12 @@ class Mesh:
                 self._underway.add(sock)
                 binding = _own_certificate(self._config.tls_cert)
             worker = wire.answer(sock, self._config.secret, binding, deadline_s)
-            if not self._begin(worker):
-                self._turn_away(sock, worker, deadline_s)
-            coming = worker
-            if not self._door.admit(worker):
-                self._turn_away(sock, worker, deadline_s)
+            if self._begin(worker, deadline_s):
+                coming = worker
+            if coming is None or not self._door.admit(worker):
+                reason = f"{worker} is not expected here, or already connected"
+                wire.turn_away(sock, reason, deadline_s)
+                raise HandshakeRefused(reason)
             wire.welcome(sock, deadline_s)
             self._door.take(worker, sock)
         except (CommError, OSError, ValueError) as error:
@@ -209,22 +210,21 @@ class Mesh:
         finally:
             self._underway -= {raw, sock}
             if coming is not None:
-                with self._lock:
+                with self._settled:
                     self._coming.discard(coming)
+                    self._settled.notify_all()
             self._strangers.release()
 
-    def _begin(self, worker: Worker) -> bool:
-        """Note that this one is being looked at; False if it ought to wait for our call, or is so already."""
-        with self._lock:
-            if worker <= self._me or worker in self._coming:
+    def _begin(self, worker: Worker, deadline_s: float) -> bool:
+        """Take the turn of looking at who comes under this name; False if nobody may, for it is we who call it."""
+        with self._settled:
+            if worker <= self._me:
                 return False
+            while worker in self._coming:
+                if not self._settled.wait(deadline_s - time.monotonic()):
+                    return False
             self._coming.add(worker)
             return True
-
-    def _turn_away(self, sock: socket.socket, worker: Worker, deadline_s: float) -> None:
-        reason = f"{worker} is not expected here, or already connected"
-        wire.turn_away(sock, reason, deadline_s)
-        raise HandshakeRefused(reason)
 
 
 def _unix_name(worker: Worker, secret: bytes) -> str:

@@ -133,6 +133,11 @@ class Reactor:
         if self._ended:  # between the look at `_closing` and now
             self._refuse_inbox()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the engine's own thread, which must never wait for itself."""
+        return threading.current_thread() is self._thread
+
     def hasten(self, errand: Errand) -> None:
         """The same for somebody who waits for it now."""
         self.post(errand)
@@ -314,10 +319,13 @@ class Reactor:
                 self._read(link)
             if not link.closed:
                 self._drop(link, "its connection closed (the process ended or was killed)")
+        if link is not None and link.said_bye:
+            self._drop(link, "it left the job")
         if link is None or link.closed:
             answer(True)
-        elif link in self._probes:
-            answer(False)  # two newcomers of one name: the first is being looked at
+        elif link.paused or link in self._probes:
+            # We do not listen to it now, so its silence means nothing; or another newcomer is being looked at.
+            answer(False)
         else:
             self._probes[link] = (time.monotonic(), answer)
             link.say(header(Kind.PING, max(0, link.view)))

@@ -234,6 +234,8 @@ class Station:
 
     def _call(self, act: Callable[[], None]) -> None:
         """Do this on the engine's thread, and wait for it."""
+        if self._reactor.is_current:
+            raise ConfigError("the engine's thread cannot wait for itself: leave `on_lost` first, then do this")
         outcome: list[Exception | None] = []
         done = threading.Event()
 

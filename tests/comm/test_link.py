@@ -124,3 +124,57 @@ def test_a_descriptor_travels_with_its_frame(pair: tuple[Link, Link, Ear]) -> No
     received = receiver.fds.popleft()
     assert os.pread(received, 6, 0) == b"shared"
     os.close(received)
+
+
+def test_a_frame_of_a_later_view_waits_until_it_is_entered(pair: tuple[Link, Link, Ear]) -> None:
+    sender, receiver, ear = pair
+    sender.say(header(Kind.OFFER, 0, seq=1) + header(Kind.HEARTBEAT, 3, seq=2))
+    sender.say(header(Kind.OFFER, 2, seq=3, length=3), b"abc")
+    sender.say(header(Kind.OFFER, 3, seq=4) + header(Kind.HEARTBEAT, 0, seq=5))
+    exchange(sender, receiver)
+    assert receiver.paused
+    assert ear.heard == [(Kind.OFFER, 1, b""), (Kind.HEARTBEAT, 2, b"")]
+    member = Ear()
+    receiver.enter(2, 0, member)
+    receiver.read(0.0)
+    assert receiver.paused
+    assert member.heard == [(Kind.OFFER, 3, b"abc")]
+    receiver.enter(3, 0, member)
+    receiver.read(0.0)
+    assert not receiver.paused
+    assert member.heard == [(Kind.OFFER, 3, b"abc"), (Kind.OFFER, 4, b"")]
+    assert ear.heard[2:] == [(Kind.HEARTBEAT, 5, b"")], "what is of another view is not for the member's ear"
+
+
+def test_what_was_queued_in_one_view_leaves_before_the_next(pair: tuple[Link, Link, Ear]) -> None:
+    sender, receiver, ear = pair
+    for seq in (1, 2):
+        sender.send(9 - seq, header(Kind.BCAST, 0, seq=seq, length=3), [memoryview(b"abc")], None)
+    sender.say(header(Kind.OFFER, 0, seq=3))
+    sender.enter(1, 0, ear)
+    sender.say(header(Kind.OFFER, 1, seq=4))
+    sender.enter(2, 0, ear)
+    sender.send(0, header(Kind.BCAST, 2, seq=5, length=1), [memoryview(b"x")], None)
+    sender.say(header(Kind.OFFER, 2, seq=6))
+    receiver.view = 2
+    exchange(sender, receiver)
+    assert [seq for _, seq, _ in ear.heard] == [3, 2, 1, 4, 6, 5]
+    assert not sender.has_output
+
+
+def test_the_rest_of_an_old_payload_goes_nowhere(pair: tuple[Link, Link, Ear]) -> None:
+    sender, receiver, ear = pair
+    big = b"x" * 3_000_000
+    sender.send(0, header(Kind.BCAST, 0, seq=1, length=len(big)), [memoryview(big)], None)
+    sender.flush(0.0)
+    receiver.read(0.0)
+    arrived = ear.place.count(b"x")
+    assert 0 < arrived < len(big)
+    member = Ear()
+    receiver.enter(1, 0, member)
+    sender.say(header(Kind.OFFER, 1, seq=2))
+    exchange(sender, receiver)
+    while not member.heard:
+        receiver.read(0.0)
+    assert ear.place.count(b"x") == arrived, "written after the view was left"
+    assert member.heard == [(Kind.OFFER, 2, b"")]

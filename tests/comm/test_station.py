@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 from viewing import QUICK, everybody_sums, subview
@@ -121,6 +123,37 @@ def test_published_memory_is_read_as_it_is_through_views() -> None:
         with pytest.raises(CommError, match="stored"):
             ranks[1].request(0, "state:a", torch.empty(300, 1000)).wait()
         ranks[2].request(0, "other", torch.empty(300, 1000)).wait()
+
+
+def test_who_answers_keeps_its_name_and_who_does_not_loses_it() -> None:
+    workers = (*view_of("AB").workers, Worker("C", 10009))
+    with stations(workers[:2], QUICK) as made:
+        lost: list[tuple[Worker, str]] = []
+        made[0].on_lost = lambda worker, why: lost.append((worker, why))
+        assert made[0].admit(workers[2]), "nobody has this name"
+        assert not made[0].admit(workers[1]), "it is connected, and lives"
+        ours, silent = socket.socketpair()
+        with silent:
+            made[0].take(workers[2], ours)
+            assert made[0].is_connected(workers[2])
+            assert made[0].admit(workers[2]), "it does not answer"
+        assert not made[0].is_connected(workers[2])
+        assert [worker for worker, _ in lost] == [workers[2]]
+        assert "under its name" in lost[0][1]
+        refused: list[str] = []
+
+        def enter(worker: Worker, why: str) -> None:
+            with pytest.raises(ConfigError) as caught:
+                made[0].enter(subview(9, workers[:2]))
+            refused.append(str(caught.value))
+
+        made[0].on_lost = enter
+        ours, gone = socket.socketpair()
+        gone.close()
+        made[0].take(workers[2], ours)
+        assert made[0].admit(workers[2]), "it has hung up"
+        assert "cannot wait for itself" in refused[0]
+        everybody_sums(made, subview(0, workers[:2]))
 
 
 def test_a_member_without_a_connection_is_named_and_nothing_changes() -> None:

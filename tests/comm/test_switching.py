@@ -59,6 +59,47 @@ def test_fifty_switches(hosts: str) -> None:
     assert min(entered) < 50, "nobody was ever left out"
 
 
+def hasty(rank: int, spec: WorkerSpec, planned: list[View]) -> tuple[int, int]:
+    """Leave each view in the midst of its collectives; how many of them were complete, and how many not."""
+    chance, buffers = random.Random(rank), []
+    complete = given_up = 0
+    with opened(spec) as station:
+        buffers = [station.empty(size) for size in (10, 1000, 300_000)]
+        station.connect(spec.view.workers, 0, timeout_s=20)
+        for view in planned:
+            if spec.worker not in view.workers:
+                continue
+            engine = station.enter(view)
+            engine.barrier()  # nobody is in the old view any more
+            check_sums(engine, spec.worker, length=5_000)
+            for buffer in buffers:
+                buffer.fill_(1.0)
+            waiting = [engine.all_reduce(f"shared {i}", buffer) for i, buffer in enumerate(buffers)]
+            waiting += [engine.all_reduce(f"private {i}", torch.ones(100_000)) for i in range(5)]
+            waiting += [engine.all_gather("gather", torch.ones(100_000)), engine.request(0, "nothing", torch.ones(1))]
+            time.sleep(chance.choice([0, 0, 0.001, 0.003, 0.01]))  # where it leaves is what varies
+            station.abort(ViewChanged("left"))
+            for handle in waiting[:-1]:
+                try:
+                    value = handle.wait()
+                    assert value is not None
+                    assert bool((value == (1 if handle is waiting[-2] else view.size)).all()), f"wrong: {handle.name}"
+                    complete += 1
+                except ViewChanged:
+                    given_up += 1
+    return complete, given_up
+
+
+@pytest.mark.parametrize("hosts", ["AAA", "AAB", "ABC"])
+def test_views_are_left_at_odd_moments(hosts: str) -> None:
+    members = specs(addresses(hosts))
+    planned = plan(members[0].view.workers, 30)
+    with gang(hasty, [(spec, planned) for spec in members]) as started:
+        counts = started.results(50)
+    assert sum(complete for complete, _ in counts) > 0
+    assert sum(given_up for _, given_up in counts) > 0
+
+
 def bereaved(rank: int, spec: WorkerSpec) -> tuple[str, bool, str]:
     """Reduce until somebody dies; go on without, on the same buffers."""
     with opened(spec) as station:
