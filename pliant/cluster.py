@@ -344,6 +344,8 @@ class WorkerSpec:
     """Certificate file: connections between hosts are encrypted where it is given."""
     tls_key: str = ""
     """Its private key, where it is not in the same file."""
+    token: str = field(default="", repr=False)
+    """What the config server wants to hear; empty where it asks for nothing."""
     elastic: bool = False
     """Whether the job follows the config server's roll: workers may come and go."""
     copies: int = 1
@@ -378,6 +380,8 @@ class WorkerSpec:
             environ["PLIANT_LISTEN_FD"] = str(self.listen_fd)
         if self.tls_cert:
             environ |= {"PLIANT_TLS_CERT": self.tls_cert, "PLIANT_TLS_KEY": self.tls_key}
+        if self.token:
+            environ["PLIANT_TOKEN"] = self.token
         return environ | {
             "PLIANT_ELASTIC": str(int(self.elastic)),
             "PLIANT_COPIES": str(self.copies),
@@ -410,6 +414,7 @@ def worker_spec(environ: Mapping[str, str] = os.environ) -> WorkerSpec:
             heartbeat_timeout_s=float(environ.get("PLIANT_HEARTBEAT_TIMEOUT_S", "10")),
             tls_cert=environ.get("PLIANT_TLS_CERT", ""),
             tls_key=environ.get("PLIANT_TLS_KEY", ""),
+            token=environ.get("PLIANT_TOKEN", ""),
             elastic=environ.get("PLIANT_ELASTIC", "0") == "1",
             copies=int(environ.get("PLIANT_COPIES", "1")),
             determinism=environ.get("PLIANT_DETERMINISM", ""),

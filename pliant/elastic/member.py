@@ -104,7 +104,7 @@ class Member:
                 thread.join(timeout=2)
 
     def _client(self) -> ConfigClient:
-        return ConfigClient(self._spec.config_server)
+        return ConfigClient(self._spec.config_server, self._spec.token)
 
     def _follow(self) -> None:
         with self._client() as client:

@@ -266,6 +266,7 @@ class Job:
             determinism.fingerprint(device),
             self._level,
             self._start_fresh,
+            self._save_the_last,
             self._say,
         )
         trainer.settle = self._settling.settle
@@ -506,6 +507,13 @@ class Job:
             ),
             name=Path(path).name if path else None,
         )
+
+    def _save_the_last(self) -> None:
+        """The job is told to end, or this is its last worker and it must go: keep what was reached."""
+        if self._spec is not None and self._spec.checkpoint_dir and self.rank == 0:
+            self._write("")
+            assert self._writer is not None
+            self._writer.flush()
 
     def _start_fresh(self, had_state: bool) -> None:
         """The state to begin with: a checkpoint's, or what the program has built."""

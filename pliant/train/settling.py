@@ -62,12 +62,15 @@ class Settling:
         fingerprint: Fingerprint,
         level: Level,
         start_fresh: Callable[[bool], None],
+        before_end: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
         self._member, self._trainer, self._tracked = member, trainer, tracked
         self._program, self._fingerprint, self._level = program, fingerprint, level
         self._start_fresh = start_fresh
         """Makes the state to begin with; told whether the job had one before and lost it."""
+        self._before_end = before_end
+        """Called when nobody is left to go on: the last chance to write the state down."""
         self._say = say
         self.has_state = False
 
@@ -100,6 +103,8 @@ class Settling:
         while True:
             roll = self._member.roll(planned) if planned is not None else None
             roll = roll or self._member.await_roll(after)
+            if self.has_state and not roll.members:
+                self._before_end()
             if roll.over:
                 raise Left("the job is over")
             view = self._member.view_of(roll)
