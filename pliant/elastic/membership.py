@@ -16,6 +16,7 @@ from pliant.cluster import DEFAULT_RUNNER_PORT, Host, PortRange, View, Worker
 from pliant.errors import CapacityError, ClusterCleared, ConfigError, NoView, StaleView
 
 _ALL_PORTS = PortRange(10000, 65535)
+PORT_STRIDE = 16
 MAX_WORKERS = 10_000
 """More workers than this are a slip of the keyboard, and would cost the server its memory."""
 
@@ -175,7 +176,8 @@ def resized(view: View, size: int, limits: Limits = NO_LIMITS) -> tuple[Worker, 
     """The workers of `view`, cut at the tail or grown to `size`.
 
     Rank 0 therefore survives every shrink to 1 or more. Each newcomer goes to the host with the
-    fewest workers (the first of equals), at the smallest free port.
+    fewest workers (the first of equals), at a port that was not used lately: a worker that has just left may still
+    hold its own, and late words about it must not be taken for words about the newcomer.
 
     Raises:
         CapacityError: the hosts of the view do not hold `size` workers.
@@ -189,7 +191,7 @@ def resized(view: View, size: int, limits: Limits = NO_LIMITS) -> tuple[Worker, 
 def _newcomers(view: View, num_new: int, limits: Limits) -> Iterator[Worker]:
     slots = {host.address: host.slots for host in limits.hosts}
     taken = {(member.host, member.port) for member in (*view.workers, *view.runners)}
-    free = {runner.host: _free_places(runner.host, limits.ports, taken) for runner in view.runners}
+    free = {runner.host: _free_places(runner.host, limits.ports, taken, view.number) for runner in view.runners}
     crowd = Counter(view.hosts)
     queue = [(crowd[host], order, host) for order, host in enumerate(free)]
     heapq.heapify(queue)
@@ -205,8 +207,11 @@ def _newcomers(view: View, num_new: int, limits: Limits) -> Iterator[Worker]:
             raise CapacityError(_no_room(view, num_new, missing, limits))
 
 
-def _free_places(host: str, ports: PortRange, taken: Set[tuple[str, int]]) -> Iterator[Worker]:
-    return (Worker(host, port) for port in range(ports.begin, ports.end + 1) if (host, port) not in taken)
+def _free_places(host: str, ports: PortRange, taken: Set[tuple[str, int]], version: int) -> Iterator[Worker]:
+    """The free ports of a host, beginning further on with every version."""
+    begin = version * PORT_STRIDE
+    rotated = (ports.begin + (begin + step) % len(ports) for step in range(len(ports)))
+    return (Worker(host, port) for port in rotated if (host, port) not in taken)
 
 
 def _no_room(view: View, num_new: int, missing: int, limits: Limits) -> str:

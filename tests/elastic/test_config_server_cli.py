@@ -76,12 +76,13 @@ def test_kill_9_and_a_restart_forget_nothing(tmp_path: Path) -> None:
         client.ready(A1)
         roll = client.lost(A1, "killed by SIGKILL")
         view = client.resize(2)
+        newcomer = view.workers[1]
         program.process.kill()
         assert program.process.wait(30) == -signal.SIGKILL
     with started("--state", state) as program, ConfigClient(program.url) as client:
         assert client.state() == Wanted(3, view)
         assert client.roll() == roll == Roll(2, (A0,), urgent=2, wanted=2)
-        assert client.ready(A1).members == (A0, A1), "that A0 was ready has not been forgotten"
+        assert client.ready(newcomer).members == (A0, newcomer), "that A0 was ready has not been forgotten"
         client.clear(expected=3)
         program.process.kill()
     with started("--state", state) as program, ConfigClient(program.url) as client:
@@ -107,7 +108,9 @@ def test_kungfus_flags_and_stop(tmp_path: Path) -> None:
     flags = ("-init", str(init), "-endpoint", "/job", "-ttl", "600", "-H", "127.0.0.1:2", "-port-range", "10000-10009")
     with started(*flags) as program, ConfigClient(program.url) as client:
         assert program.url.endswith("/job")
-        assert client.resize(2) == View(2, (A0, A1), (RUN_A,))
+        view = client.resize(2)
+        assert (view.number, view.workers[0], view.size, view.runners) == (2, A0, 2, (RUN_A,))
+        assert 10000 < view.workers[1].port <= 10009
         with pytest.raises(ConfigError, match="hold 2 workers"):
             client.resize(3)
         httpx.post(str(client.url.copy_with(path="/stop")), trust_env=False)

@@ -120,13 +120,20 @@ def test_a_shrink_drops_the_tail() -> None:
 
 
 def test_growth_goes_to_the_emptiest_host_and_its_smallest_free_port() -> None:
-    view = View(1, (A0, A2, B0), (RUN_A, RUN_B))
+    view = View(0, (A0, A2, B0), (RUN_A, RUN_B))
     assert resized(view, 6) == (A0, A2, B0, B1, A1, Worker("10.0.0.2", 10002))
-    assert resized(View(1, (), (RUN_A, RUN_B)), 3) == (A0, B0, A1)
+    assert resized(View(0, (), (RUN_A, RUN_B)), 3) == (A0, B0, A1)
+
+
+def test_a_port_that_was_just_left_is_not_given_away_at_once() -> None:
+    before = after(Put(View(0, (A0, A1), (RUN_A,))))
+    newcomer = before.after(Resize(1)).after(Resize(2)).view
+    assert newcomer is not None
+    assert newcomer.workers[1].port not in (10000, 10001)
 
 
 def test_growth_keeps_to_slots_and_ports() -> None:
-    view = View(1, (A0, B0), (RUN_A, Worker("10.0.0.2", 10001)))
+    view = View(0, (A0, B0), (RUN_A, Worker("10.0.0.2", 10001)))
     slots = Limits(hosts=(Host("10.0.0.1", 1), Host("10.0.0.2", 3)), ports=PortRange(10000, 10009))
     assert resized(view, 4, slots)[2:] == (Worker("10.0.0.2", 10002), Worker("10.0.0.2", 10003))
     with pytest.raises(CapacityError, match=r"size 5: the 2 hosts of the view hold 4 workers \(ports 10000-10009\)"):

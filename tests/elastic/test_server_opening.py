@@ -80,7 +80,7 @@ def test_ipv6(host: str) -> None:
     with serving(host=host) as (server, client):
         assert server.url.startswith("http://[::1]:")
         assert client.put(View(0, (Worker("::1", 10000),), (Worker("::1", 38080),))).number == 1
-        assert client.resize(2).workers[1] == Worker("::1", 10001)
+        assert client.resize(2).workers[1].host == "::1"
 
 
 # Opening, and remembering
