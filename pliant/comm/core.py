@@ -56,6 +56,8 @@ class Core:
         """Why nothing begins here any more."""
         self.retired = False
         self.lost: dict[int, WorkerLost] = {}
+        self.given_up: list[Link] = []
+        """Links to workers that others have reported lost: to be closed."""
         self.lanes = LaneStats()
         self.runnable: PriorityQueue[tuple[Operation, int]] = PriorityQueue()
         self.dirty = dirty
@@ -671,6 +673,8 @@ class Core:
         seen = why if reported_by is None else f"{why} (reported by rank {reported_by})"
         error = self.lost[rank] = WorkerLost(str(worker), rank, seen)
         log.debug("rank %d: %s", self.rank, error)
+        if reported_by is not None:
+            self.given_up.append(self.links[rank])
         payload = why.encode()
         for peer, link in self.links.items():
             if peer not in self.lost:

@@ -195,6 +195,8 @@ class Reactor:
             self._begin(len(self._inbox))
         core = self.core
         if core is not None:
+            if core.given_up:
+                self._drop_given_up()
             core.work(time.monotonic() + self._work_s)
             core.say_notices()
         now_s = time.monotonic()
@@ -271,6 +273,7 @@ class Reactor:
         Raises:
             CommError: to a member there is none; nothing has changed.
         """
+        self._drop_given_up()
         links: dict[int, Link] = {}
         for rank, worker in enumerate(core.view.workers):
             if rank != core.rank:
@@ -427,6 +430,12 @@ class Reactor:
             except Exception:
                 log.exception("%s: what was to be done at the loss of %s failed", self._me, link.worker)
         self.on_change()
+
+    def _drop_given_up(self) -> None:
+        """Close what leads to workers that others have reported lost; so one that lives learns it."""
+        while self.core is not None and self.core.given_up:
+            link = self.core.given_up.pop()
+            self._drop(link, self.core.lost[link.rank].why)
 
     def _check_hearts(self, now_s: float) -> None:
         timeout_s = self._heartbeat_timeout_s
