@@ -423,8 +423,8 @@ class Trainer:
     # --- the whole state, for newcomers and checkpoints ---
 
     def layout_json(self) -> list[list[int]] | None:
-        """L2, once it is in use."""
-        if self.gradients.waits_for_order or not self.gradients.sums:
+        """L2, once it is in use; under D0 nothing, for a restarted DDP begins with L1 again."""
+        if self.gradients.waits_for_order or not self.gradients.sums or not self._keeps_layout:
             return None
         return self.gradients.layout.to_json()
 
