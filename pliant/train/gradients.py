@@ -38,17 +38,19 @@ class Bucket:
     total: torch.Tensor | None = None
     """The sum, in the same kind of memory; the only part itself where there is just one."""
     views: list[list[torch.Tensor]] = field(default_factory=list)
-    """Where each parameter's gradient goes, for each replica; on CUDA one list, in `staged`."""
+    """Where each parameter's gradient goes, for each replica."""
     sums: list[torch.Tensor] = field(default_factory=list)
     """Each parameter's view of the sum."""
-    staged: torch.Tensor | None = None
-    """CUDA: the bucket of the replica whose turn it is."""
     summed: torch.Tensor | None = None
     """CUDA: the sum."""
     copied: torch.cuda.Event | None = None
-    """CUDA: when `staged` has left for the host."""
+    """CUDA: when the bucket of the replica whose turn it is has left the device."""
     missing: int = 0
     handle: Handle | None = None
+
+    @property
+    def on_device(self) -> bool:
+        return self.device.type == "cuda"
 
 
 class Gradients:
@@ -135,8 +137,9 @@ class Gradients:
             empty = partial(self._engine.empty, bucket.length, bucket.dtype)
             bucket.parts = [empty() for _ in range(hosted)]
             bucket.total = bucket.parts[0] if hosted == 1 else empty()
-            if bucket.device.type == "cuda":
-                self._stage(bucket)
+            if bucket.on_device:
+                for part in (*bucket.parts, bucket.total):
+                    self._engine.pin(part)
             else:
                 bucket.views = [self._views(bucket, part) for part in bucket.parts]
                 bucket.sums = self._views(bucket, bucket.total)
@@ -151,16 +154,6 @@ class Gradients:
             length += self.parameters[index].numel()
         first = self.parameters[indices[0]]
         return Bucket(name, indices, tuple(offsets), length, first.dtype, first.device)
-
-    def _stage(self, bucket: Bucket) -> None:
-        assert self._engine is not None
-        assert bucket.total is not None
-        for part in (*bucket.parts, bucket.total):
-            self._engine.pin(part)
-        bucket.staged = torch.empty(bucket.length, dtype=bucket.dtype, device=bucket.device)
-        bucket.summed = torch.empty_like(bucket.staged)
-        bucket.views = [self._views(bucket, bucket.staged)]
-        bucket.sums = self._views(bucket, bucket.summed)
 
     def _views(self, bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
         """In the memory order of each parameter, as DDP lays them out."""
@@ -218,25 +211,27 @@ class Gradients:
 
     def _hand_in(self, index: int, gradient: torch.Tensor | None) -> None:
         bucket, position = self._bucket_of[index]
-        view = bucket.views[0 if bucket.staged is not None else self._slot][position]
-        if bucket.copied is not None and bucket.missing == len(bucket.indices):
-            torch.cuda.current_stream(bucket.device).wait_event(bucket.copied)
-        if gradient is None:
-            view.zero_()
-        elif gradient.is_sparse:
+        if gradient is not None and gradient.is_sparse:
             raise Unsliceable(
                 f"{self.names[index]!r} has a sparse gradient, which has no fixed place in a bucket: use sparse=False"
             )
-        else:
-            torch.mul(gradient.detach(), 1.0 / self.num_replicas, out=view)
+        if not bucket.on_device:
+            view = bucket.views[self._slot][position]
+            if gradient is None:
+                view.zero_()
+            else:
+                torch.mul(gradient.detach(), 1.0 / self.num_replicas, out=view)
         bucket.missing -= 1
         if bucket.missing == 0:
             self._bucket_full(bucket)
 
     def _bucket_full(self, bucket: Bucket) -> None:
-        if bucket.staged is not None:
-            if not (self._is_last and len(self._blocks) == 1):
-                self._copy_to_host(bucket)
+        if bucket.on_device:
+            flat = self._collected(bucket)
+            if self._is_last and len(self._blocks) == 1:
+                self._fold_on_device(bucket, flat)
+            else:
+                self._copy_to_host(bucket, flat)
         elif self._is_last:
             self._submit(bucket)
 
@@ -274,12 +269,16 @@ class Gradients:
 
     def wait(self) -> None:
         """Put the sums into `.grad`. Raises CommError if they cannot be had."""
-        if any(bucket.staged is not None for bucket in self._buckets):
-            self._sum_on_host_or_device()
-        else:
-            for bucket in self._buckets:
-                assert bucket.handle is not None, "every bucket was handed in"
+        for bucket in self._buckets:
+            if bucket.on_device and len(self._blocks) > 1:
+                assert bucket.copied is not None, "every bucket was handed in"
+                bucket.copied.synchronize()
+                self._submit(bucket)
+        for bucket in self._buckets:
+            if bucket.handle is not None:
                 bucket.handle.wait()
+            if bucket.on_device:
+                self._fetch(bucket)
         used: Sequence[Any] | None = None
         if self._used_handle is not None:
             found = self._used_handle.wait()
@@ -289,55 +288,81 @@ class Gradients:
             for index, total in zip(bucket.indices, bucket.sums, strict=True):
                 if used is None or used[index]:
                     self.parameters[index].grad = total
+            if bucket.on_device:
+                bucket.sums = []
 
     # --- CUDA ---
+    #
+    # Memory on the device is taken when a bucket is full, in a backward that has freed more of it by then, and given
+    # back when the bucket has left: the peak, at the end of a forward, does not know of replicas.
 
-    def _copy_to_host(self, bucket: Bucket) -> None:
-        assert bucket.staged is not None
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        """Where copies run beside the compute."""
         if self._side is None:
-            self._side = torch.cuda.Stream(bucket.device)  # type: ignore[no-untyped-call]
-        self._side.wait_stream(torch.cuda.current_stream(bucket.device))
-        with torch.cuda.stream(self._side):
-            bucket.parts[self._slot].copy_(bucket.staged, non_blocking=True)
-            bucket.copied = self._side.record_event()
+            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._side
 
-    def _sum_on_host_or_device(self) -> None:
-        if len(self._blocks) == 1:
-            for bucket in self._buckets:
-                self._fold_on_device(bucket)
-            return
-        for bucket in self._buckets:
-            if bucket.copied is not None:
-                bucket.copied.synchronize()
-            self._submit(bucket)
-        for bucket in self._buckets:
-            assert bucket.handle is not None
-            assert bucket.total is not None
-            assert bucket.summed is not None
-            bucket.handle.wait()
-            bucket.summed.copy_(bucket.total, non_blocking=True)
+    def _collected(self, bucket: Bucket) -> torch.Tensor:
+        """The bucket of the replica whose turn it is, scaled: few large operations in place of many small ones."""
+        parameters = [self.parameters[index] for index in bucket.indices]
+        seen = [index in self._seen for index in bucket.indices]
+        gradients = [
+            parameter.grad.detach() if there and parameter.grad is not None else torch.zeros_like(parameter)
+            for parameter, there in zip(parameters, seen, strict=True)
+        ]
+        if all(parameter.is_contiguous() for parameter in parameters):
+            flat = torch._utils._flatten_dense_tensors(gradients)  # type: ignore[no-untyped-call]
+            flat = flat.clone() if len(gradients) == 1 else flat
+        else:
+            flat = torch.empty(bucket.length, dtype=bucket.dtype, device=bucket.device)
+            torch._foreach_copy_(self._views(bucket, flat), gradients)
+        assert isinstance(flat, torch.Tensor)
+        return flat.mul_(1.0 / self.num_replicas)
 
-    def _fold_on_device(self, bucket: Bucket) -> None:
+    def _copy_to_host(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        side = self._stream(bucket.device)
+        side.wait_stream(torch.cuda.current_stream(bucket.device))
+        with torch.cuda.stream(side):
+            bucket.parts[self._slot].copy_(flat, non_blocking=True)
+            bucket.copied = side.record_event()
+        flat.record_stream(side)
+
+    def _fold_on_device(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """This worker hosts all replicas: fold where the last one's gradients lie, the others' brought back chunk by
-        chunk. The same additions in the same order as anywhere else."""
-        assert bucket.staged is not None
-        assert bucket.summed is not None
-        if bucket.copied is not None:
-            torch.cuda.current_stream(bucket.device).wait_event(bucket.copied)
+        chunk, while backward goes on. The same additions in the same order as anywhere else."""
+        side = self._stream(bucket.device)
+        bucket.summed = torch.empty_like(flat)
         length = order.chunk_length(bucket.length, bucket.dtype.itemsize, self.num_replicas)
         scratch = torch.empty(min(length, bucket.length), dtype=bucket.dtype, device=bucket.device)
-        for begin, end, chunk in order.chunks_between(0, bucket.length, length):
-            total = bucket.summed[begin:end]
-            for place, replica in enumerate(order.chain(chunk, self.num_replicas)):
-                if replica == self.num_replicas - 1:
-                    operand = bucket.staged[begin:end]
-                else:
-                    operand = scratch[: end - begin]
-                    operand.copy_(bucket.parts[replica][begin:end], non_blocking=True)
-                if place == 0:
-                    total.copy_(operand)
-                else:
-                    torch.add(operand, total, out=total)
+        side.wait_stream(torch.cuda.current_stream(bucket.device))
+        with torch.cuda.stream(side):
+            for begin, end, chunk in order.chunks_between(0, bucket.length, length):
+                total = bucket.summed[begin:end]
+                for place, replica in enumerate(order.chain(chunk, self.num_replicas)):
+                    if replica == self.num_replicas - 1:
+                        operand = flat[begin:end]
+                    else:
+                        operand = total if place == 0 else scratch[: end - begin]
+                        operand.copy_(bucket.parts[replica][begin:end], non_blocking=True)
+                    if place > 0:
+                        torch.add(operand, total, out=total)
+                    elif operand is not total:
+                        total.copy_(operand)
+            bucket.copied = side.record_event()
+        for tensor in (flat, bucket.summed, scratch):
+            tensor.record_stream(side)
+
+    def _fetch(self, bucket: Bucket) -> None:
+        """Bring the sum to the device, if it is not there, and to the parameters."""
+        present = torch.cuda.current_stream(bucket.device)
+        if len(self._blocks) > 1:
+            assert bucket.total is not None
+            bucket.summed = bucket.total.to(bucket.device, non_blocking=True)
+        elif bucket.copied is not None:
+            present.wait_event(bucket.copied)
+        assert bucket.summed is not None
+        bucket.sums = self._views(bucket, bucket.summed)
+        bucket.summed = None  # it lives as long as the parameters' gradients
 
 
 def _is_dense(parameter: torch.nn.Parameter) -> bool:
