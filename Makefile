@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 .PHONY: demo test lint bench clean
 
 demo: $(VENV)/.installed
-	$(BIN)/pliant bench allreduce -np 4 --model slp --repeat 5 --peers gloo
+	$(BIN)/pliant demo
 
 test: $(VENV)/.installed
 	scripts/system-packages

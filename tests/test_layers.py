@@ -29,6 +29,7 @@ TORCH_FREE = [
     "pliant.comm.slices",
     "pliant.elastic.membership",
     "pliant.elastic.server",
+    "pliant.experiments.demo",
     "pliant.launch.runner",
     "pliant.lab",
 ]

@@ -1,0 +1,145 @@
+"""`pliant demo` as its user runs it: it says yes only where every bit agrees, and leaves nothing running."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pliant.errors import ConfigError
+from pliant.experiments.demo import DemoOptions
+from pliant.experiments.ledger import Ledger, compare
+
+MAIN = "from pliant.cli.main import main; main()"
+MARK = "DEMO_TEST_MARK"
+"""In the environment of all processes of a demo that a test starts."""
+DEADLINE_S = 110.0
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    environ = {**os.environ, MARK: str(folder), "COLUMNS": "140"}
+    return subprocess.Popen(
+        [sys.executable, "-c", MAIN, "demo", *arguments],
+        cwd=folder,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def running(folder: Path) -> list[str]:
+    """The processes that the demo in `folder` has started, and that still run."""
+    needle = f"{MARK}={folder}".encode()
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            if process.name.isdecimal() and needle in (process / "environ").read_bytes().split(b"\0"):
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue  # gone meanwhile, or somebody else's
+    return found
+
+
+def until_none_runs(folder: Path) -> None:
+    """The kernel may take a moment to end who was killed."""
+    deadline_s = time.monotonic() + 5
+    while left := running(folder):
+        assert time.monotonic() < deadline_s, f"still running: {left}"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    until_none_runs(tmp_path)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(DEADLINE_S + 10)
+def test_resizes_and_a_kill_do_not_change_a_bit(folder: Path) -> None:
+    demo = start(folder, "--epochs", "5", "--pace", "0.12", "--json", "demo.json")
+    output, _ = demo.communicate(timeout=DEADLINE_S)
+    assert demo.returncode == 0, output
+    assert "bit-identical: yes" in output
+    result = json.loads((folder / "demo.json").read_text())
+    assert result["bit_identical"]
+    assert [event["workers"] for event in result["events"]] == ["4", "4 -> 2", "2 -> 1", "1 -> 2", "2 -> 3", "3 -> 1"]
+    assert [step["workers"] for step in result["pliant"]["steps"]][-1] == 1
+    assert len(result["ddp"]["steps"]) == len(result["pliant"]["steps"]) == 60
+    assert (folder / "pliant-demo.png").read_bytes().startswith(b"\x89PNG")
+    assert not running(folder)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(DEADLINE_S + 10)
+def test_one_unit_in_the_last_place_of_one_weight_is_found(folder: Path) -> None:
+    demo = start(folder, "--epochs", "1", "--path", "", "--pace", "0", "--nudge", "7")
+    output, _ = demo.communicate(timeout=DEADLINE_S)
+    assert demo.returncode == 1, output
+    assert "bit-identical: NO, first at step 7: SHA-256" in output
+    assert "bit-identical: yes" not in output
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(DEADLINE_S + 10)
+def test_an_interrupted_demo_leaves_nothing(folder: Path) -> None:
+    demo = start(folder, "--epochs", "1000")
+    assert demo.stdout is not None
+    for line in demo.stdout:
+        if "pliant starts" in line:
+            break
+    deadline_s = time.monotonic() + 30
+    while not any("digits.py" in command for command in running(folder)):
+        assert time.monotonic() < deadline_s, "no job was started"
+    demo.send_signal(signal.SIGINT)
+    demo.communicate(timeout=DEADLINE_S)
+    assert demo.returncode == 128 + signal.SIGINT
+    assert not (folder / "pliant-demo.png").exists()
+    until_none_runs(folder)
+
+
+@pytest.mark.parametrize("path", ["4", "2,2", "5", "1,kill", "some"])
+def test_a_path_that_cannot_be_taken_is_refused(path: str) -> None:
+    with pytest.raises(ConfigError, match="--path"):
+        DemoOptions(path=tuple(path.split(",")))
+
+
+def ledger_of(folder: Path, *lines: dict[str, object]) -> Ledger:
+    folder.mkdir(exist_ok=True)
+    (folder / "1.jsonl").write_text("".join(json.dumps({"at_s": 0, **line}) + "\n" for line in lines) + '{"kind": "tu')
+    ledger = Ledger(folder)
+    ledger.read()
+    return ledger
+
+
+def turn(loss: float) -> dict[str, object]:
+    return {"kind": "turn", "step": 0, "replica": 0, "loss": loss, "workers": 1, "rank": 0}
+
+
+STATE: dict[str, object] = {"kind": "state", "step": 0, "digest": "aa"}
+
+
+def test_what_is_missing_or_was_once_different_is_not_the_same(tmp_path: Path) -> None:
+    oracle = ledger_of(tmp_path / "oracle", turn(0.5), STATE)
+    for number, (lines, difference) in enumerate(
+        [
+            ([turn(0.5), STATE], None),
+            ([turn(0.5), turn(0.5), STATE], None),  # torn, and done again
+            ([turn(0.5)], 0),
+            ([STATE], 0),
+            ([turn(0.25), turn(0.5), STATE], 0),
+            ([turn(0.5), STATE, {**STATE, "digest": "bb"}], 0),
+            ([turn(0.5), STATE, {**STATE, "step": 1}], 1),
+        ]
+    ):
+        found = compare(oracle, ledger_of(tmp_path / str(number), *lines), num_steps=1, replicas=1)
+        assert found.first_difference == difference, f"case {number}: {found.what}"
