@@ -225,7 +225,7 @@ class Demo:
 
     def _run_command(self) -> list[str]:
         pliant = [sys.executable, "-c", "from pliant.cli.main import main; main()"]
-        arguments = ["run", "-w", "-q", "-np", str(REPLICAS), "--grace", "2s"]
+        arguments = ["run", "-w", "-q", "-np", str(REPLICAS), "--grace", "500ms"]
         return [*pliant, *arguments, *self._program("pliant"), "--pace", str(self.options.pace_s)]
 
     @contextlib.contextmanager
