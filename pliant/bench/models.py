@@ -76,7 +76,15 @@ def slp() -> Iterator[int]:
     yield from _linear(784, 10)
 
 
+TRAINED = ("resnet18", "transformer", "resnet50", "small")
+"""Those that `bench.networks` can train; named here for whoever does not want to load torch."""
 MODELS: dict[str, Callable[[], Iterator[int]]] = {"resnet50": resnet50, "vgg16": vgg16, "bert": bert, "slp": slp}
+
+
+def check_trained(model: str) -> None:
+    """Raises ConfigError, with the names there are, if no such network can be trained."""
+    if model not in TRAINED:
+        raise ConfigError(f"--model {model!r}: use one of {', '.join(TRAINED)}")
 
 
 def tensor_sizes(model: str) -> list[int]:
