@@ -65,7 +65,16 @@ def memory(ground: Ground) -> Job:
 
 
 def pliant(ground: Ground, strategy: str, name: str = "pliant") -> Job:
-    """This package's engine. The listening sockets are made here and inherited, so no port can be taken in between."""
+    """This package's engine."""
+    environs, sockets = identities(ground, strategy)
+    return _workers(ground, "pliant", environs, sockets, name)
+
+
+def identities(ground: Ground, strategy: str) -> tuple[list[dict[str, str]], list[socket.socket]]:
+    """For each rank of a job of ours: the environment that says who it is, and the socket that it listens on.
+
+    The sockets are made here and inherited, so no port can be taken in between.
+    """
     sockets = [_listening(ground, rank) for rank in range(ground.num_workers)]
     members = tuple(
         Worker(host, listener.getsockname()[1]) for host, listener in zip(ground.hosts, sockets, strict=True)
@@ -77,7 +86,7 @@ def pliant(ground: Ground, strategy: str, name: str = "pliant") -> Job:
         WorkerSpec(worker=member, view=view, secret=secret, strategy=strategy, listen_fd=listener.fileno()).to_environ()
         for member, listener in zip(members, sockets, strict=True)
     ]
-    return _workers(ground, "pliant", environs, sockets, name)
+    return environs, sockets
 
 
 def openmpi(ground: Ground, *, yielding: bool) -> Job:
@@ -135,11 +144,22 @@ def _workers(
     name: str = "",
 ) -> Job:
     name = name or side
-    task = _task(ground, side, name)
+    return processes(ground, name, "pliant.bench.worker", _task(ground, side, name), environs, sockets)
+
+
+def processes(
+    ground: Ground,
+    name: str,
+    module: str,
+    task: Path,
+    environs: Sequence[Mapping[str, str]],
+    sockets: Sequence[socket.socket] = (),
+) -> Job:
+    """A contender of one process per rank: `python -m MODULE TASK RANK`; it is to connect to FOLDER/NAME.sock."""
 
     def starter(rank: int) -> Starter:
         def start(output: IO[bytes]) -> subprocess.Popen[bytes]:
-            argv = [sys.executable, "-m", "pliant.bench.worker", str(task), str(rank)]
+            argv = [sys.executable, "-m", module, str(task), str(rank)]
             if ground.lab is not None:
                 argv = ground.lab.exec_argv(ground.host_of(rank), argv)
             child = subprocess.Popen(
