@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import signal
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from pliant.cli import bench_training
+from pliant.cli.bench_output import check_writable, ended_by_sigterm, milliseconds, ratio, shown_progress
 from pliant.errors import ConfigError
 
 
@@ -23,6 +21,7 @@ def register(app: typer.Typer) -> None:
     bench = typer.Typer(help="Measure ours beside its peers, interleaved, in one run.", no_args_is_help=True)
     bench.command("allreduce")(allreduce)
     bench.command("traffic")(traffic)
+    bench_training.register(bench)
     app.add_typer(bench, name="bench")
 
 
@@ -89,8 +88,8 @@ def allreduce(
         "determinism": determinism,
         "check": check,
     }
-    _check_writable(json_file)
-    with _ended_by_sigterm(), _progress() as progress:
+    check_writable(json_file)
+    with ended_by_sigterm(), shown_progress() as progress:
         result = bench.run(options, args, progress)
     _print_result(result)
     if json_file is not None:
@@ -101,39 +100,6 @@ def allreduce(
 
 def _arrows(edges: tuple[tuple[int, int], ...]) -> str:
     return " ".join(f"{source}->{target}" for source, target in edges) or "-"
-
-
-def _check_writable(path: Path | None) -> None:
-    """Before minutes of measuring, not after."""
-    try:
-        if path is not None:
-            path.touch()
-    except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror}; give a file that can be written") from None
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind as Ctrl-C does, so that everything started is ended."""
-
-    def leave(number: int, frame: object) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, float], None]]:
-    """A line that moves on a terminal, and nothing where the output is piped."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
-        task = shown.add_task("starting", total=1.0)
-        yield lambda what, fraction: shown.update(task, description=what, completed=fraction)
 
 
 Cell = Mapping[str, object]
@@ -154,11 +120,11 @@ def _print_result(result: Cell) -> None:
         table.add_row(f"ours, {cell['strategy']}", *_times(cast(Cell, cell["ours"])), "")
     if "fused" in result:
         fused = cast(Cell, result["fused"])
-        table.add_row("ours, one fused tensor", *_times(fused), _ratio(fused["speedup"], "x"))
+        table.add_row("ours, one fused tensor", *_times(fused), ratio(fused["speedup"], "x"))
     for name, peer in cast("dict[str, Cell]", result["peers"]).items():
-        table.add_row(name, *_times(peer), _ratio(peer["speedup"], "x"))
+        table.add_row(name, *_times(peer), ratio(peer["speedup"], "x"))
     bound = cast(Cell, result["bound"])
-    table.add_row("bound", *_times(bound), _ratio(bound["fraction"], " of it"))
+    table.add_row("bound", *_times(bound), ratio(bound["fraction"], " of it"))
     console = Console()
     console.print(table)
     if "cells" in result:
@@ -173,19 +139,8 @@ def _times(values: Cell) -> tuple[str, str, str]:
     median_s, p10_s, p90_s, cpu_s = (values.get(key) for key in ("median_s", "p10_s", "p90_s", "cpu_s"))
     if not isinstance(median_s, float):
         return "failed", "", ""
-    spread = f"{_ms(p10_s)}-{_ms(p90_s)}" if p10_s is not None else ""
-    return _ms(median_s), spread, _ms(cpu_s)
-
-
-def _ms(seconds: object) -> str:
-    """Three digits, or all those before the point."""
-    if not isinstance(seconds, float):
-        return ""
-    return f"{seconds * 1e3:.0f}" if seconds >= 0.1 else f"{seconds * 1e3:.3g}"
-
-
-def _ratio(value: object, unit: str) -> str:
-    return f"{value:.3g}{unit}" if isinstance(value, float) else "-"
+    spread = f"{milliseconds(p10_s)}-{milliseconds(p90_s)}" if p10_s is not None else ""
+    return milliseconds(median_s), spread, milliseconds(cpu_s)
 
 
 def traffic(
