@@ -1,0 +1,415 @@
+"""Replicas on one GPU: the bits of DDP, flat memory, throughput beside packed DDP, and what switching costs.
+
+    OUT=. python benchmarks/h200_training.py            # on a machine with one CUDA GPU, from the repository's root
+    OUT=. python benchmarks/h200_training.py --tiny     # small networks on the CPU, to test this program itself
+
+Needs torch and numpy only, ends by itself within nine minutes, writes $OUT/h200_training.json and prints a summary. Each part
+runs in a process of its own with a time limit, so that none can take the others along. With PROFILE=1 it also
+writes a trace of two steps ($OUT/trace.json.gz).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+from torch.utils.data.distributed import DistributedSampler  # noqa: E402
+
+LIMIT_S = 535.0
+PARTS = {"bits": 190.0, "throughput": 210.0, "memory": 170.0, "switch": 90.0, "profile": 60.0}
+"""And how long each may take."""
+REPLICAS = 4
+STEPS = 8
+SEED = 1234
+RATIO = 1.3
+"""Of images per second over packed DDP, at least."""
+FLAT = 0.01
+SHARE = 0.01
+
+Json = dict[str, Any]
+
+
+# --- bits: each rank is a process of its own, `--rank R --bits TASK.json` ---
+
+
+def bits(tiny: bool) -> Json:
+    """Stock DDP on gloo with 4 processes beside pliant on 1, 2 and 4, a digest after every step."""
+    device = "cpu" if tiny else "cuda"
+    cells = []
+    for variant in ("float32", "autocast"):
+        # All at once: most of the time they only start.
+        oracle, *gangs = [
+            Gang(side, size, device, variant)
+            for side, size in (("ddp", REPLICAS), ("pliant", 1), ("pliant", 2), ("pliant", 4))
+        ]
+        expected = oracle.digests()
+        for gang in gangs:
+            found = gang.digests()
+            same = [ours == theirs for ours, theirs in zip(found, expected, strict=False)]
+            cells.append(
+                {
+                    "variant": variant,
+                    "workers": gang.size,
+                    "equal": all(same) and len(found) == len(expected) == STEPS,
+                    "first_difference_at_step": same.index(False) if False in same else None,
+                    "digest": found[-1:],
+                    "ddp_digest": expected[-1:],
+                    "failure": gang.failure or oracle.failure,
+                }
+            )
+    return {"ok": all(cell["equal"] for cell in cells), "replicas": REPLICAS, "steps": STEPS, "cells": cells}
+
+
+class Gang:
+    """The processes of one side."""
+
+    def __init__(self, side: str, size: int, device: str, variant: str) -> None:
+        from pliant.bench.contenders import Ground, identities
+
+        self.size, self.failure = size, ""
+        self._temporary = tempfile.TemporaryDirectory()
+        self._folder = folder = Path(self._temporary.name)
+        environs, sockets = identities(Ground(num_workers=size, sizes=(), folder=folder), "AUTO")
+        task = {"side": side, "workers": size, "device": device, "variant": variant, "store": f"{folder}/store"}
+        self._name = f"{side} on {size} processes ({variant})"
+        self._processes = []
+        for rank in range(size):
+            ours = {} if side == "ddp" or size == 1 else environs[rank]
+            argv = [
+                sys.executable,
+                __file__,
+                "--bits",
+                json.dumps(task),
+                "--rank",
+                str(rank),
+                "--json",
+                f"{folder}/{rank}",
+            ]
+            process = subprocess.Popen(argv, env={**os.environ, **ours}, pass_fds=[sockets[rank].fileno()])
+            self._processes.append(process)
+        for sock in sockets:
+            sock.close()
+
+    def digests(self) -> list[str]:
+        """Those of rank 0 after every step; none where a process failed."""
+        codes = [process.wait() for process in self._processes]
+        with self._temporary:
+            if any(codes):
+                self.failure = f"{self._name}: exit codes {codes}"
+                print(self.failure, file=sys.stderr, flush=True)
+                return []
+            found: list[str] = json.loads((self._folder / "0").read_text())
+            return found
+
+
+def bits_rank(task: Json, rank: int) -> list[str]:
+    """Train a small network with convolutions, BatchNorm and dropout; a digest after every step."""
+    from pliant.bench.networks import Samples, build, optimizer_of
+    from pliant.train import determinism
+
+    torch.set_num_threads(1)
+    device = torch.device(task["device"])
+    determinism.pin("D1", device)
+    model = build("small", device)
+    optimizer = optimizer_of("adam", model)
+    dataset: Any = Samples("images", 16, STEPS * REPLICAS * 8, device)
+    scaler = torch.amp.GradScaler(device.type) if task["variant"] == "autocast" else None
+    train = _ddp if task["side"] == "ddp" else _ours
+    return train(task, rank, model, optimizer, dataset, scaler)
+
+
+def _ddp(task: Json, rank: int, model: Any, optimizer: Any, dataset: Any, scaler: Any) -> list[str]:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    size, limit = task["workers"], timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=f"file://{task['store']}", rank=rank, world_size=size, timeout=limit)
+    wrapped = DistributedDataParallel(model)
+    torch.manual_seed(SEED + rank)
+    digests = []
+    sampler: DistributedSampler[int] = DistributedSampler(dataset, size, rank)
+    for batch in DataLoader(dataset, batch_size=8, sampler=sampler):
+        _turn(wrapped, optimizer, batch, scaler)
+        digests.append(digest(model, optimizer, model.buffers(), scaler))
+    dist.destroy_process_group()
+    return digests
+
+
+def _ours(task: Json, rank: int, model: Any, optimizer: Any, dataset: Any, scaler: Any) -> list[str]:
+    import pliant
+
+    digests: list[str] = []
+    with pliant.join(replicas=REPLICAS, seed=SEED) as job:
+        model, optimizer, loader = job.wrap(model, optimizer, dataset, batch_size=8)
+        if scaler is not None:
+            job.track("scaler", scaler)
+        trainer = job._trainer
+        assert trainer is not None, "wrapped"
+        committed = trainer.on_commit
+
+        def note() -> None:
+            digests.append(digest(model, optimizer, trainer.first_buffers, scaler))
+            committed()
+
+        trainer.on_commit = note
+        for _epoch in job.epochs(1):
+            for batch in loader:
+                _turn(model, optimizer, batch, scaler)
+    return digests
+
+
+def _turn(model: Any, optimizer: Any, batch: Any, scaler: Any) -> None:
+    from pliant.bench.networks import loss_of
+
+    optimizer.zero_grad()
+    if scaler is None:
+        loss_of(model, *batch).backward()
+        optimizer.step()
+        return
+    with torch.autocast(batch[0].device.type, torch.bfloat16):
+        loss = loss_of(model, *batch)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def digest(model: Any, optimizer: Any, buffers: Iterable[torch.Tensor], scaler: Any) -> str:
+    """SHA-256 of parameters, optimizer state, buffers and the scaler's state."""
+    digested = hashlib.sha256()
+    tensors = [*model.parameters(), *buffers]
+    for parameter in model.parameters():
+        state = optimizer.state[parameter]
+        tensors += [value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
+    for tensor in tensors:
+        digested.update(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
+    if scaler is not None:
+        digested.update(repr(sorted(scaler.state_dict().items())).encode())
+    return digested.hexdigest()
+
+
+# --- throughput, memory, switching: the benches of the package on this device ---
+
+
+def throughput(tiny: bool) -> Json:
+    """4 replicas in one worker beside 4 packed DDP processes, and beside a bare loop of four batches as the bound."""
+    from pliant.bench import report
+    from pliant.bench.contest import Rules
+    from pliant.bench.throughput import TrainOptions, contest, per_step
+
+    rules = Rules(rounds=3 if tiny else 7, iterations=2 if tiny else 6, warmup=2 if tiny else 6, timeout_s=90.0)
+    options = TrainOptions(
+        num_workers=(1,),
+        model="small" if tiny else "resnet50",
+        batch=4 if tiny else 32,
+        device="cpu" if tiny else "cuda",
+        rules=rules,
+        start_timeout_s=100.0,
+    )
+    results = contest(options, 1, ["ddp_gloo", "pytorch"], _say, replicas=REPLICAS)
+    ours, peer, bare = results["pliant"], results["ddp_gloo"], results["pytorch"]
+    images = REPLICAS * options.batch
+
+    def with_images(values: Json) -> Json:
+        return {**values, "images_per_s": images * values["steps_per_s"] if values["steps_per_s"] else None}
+
+    beside = with_images(per_step(report.beside(peer, ours, 0)))
+    bound = with_images(per_step(report.beside(bare, ours, 0)))
+    speedup = beside["speedup"]
+    return {
+        "ok": isinstance(speedup, float) and speedup >= RATIO,
+        "ours": with_images(per_step(report.measured(ours, 0))),
+        "peers": {"ddp_gloo": beside},
+        "bound": {**bound, "name": "plain PyTorch, a loop of four batches and one step", "fraction": bound["speedup"]},
+        "target_speedup": RATIO,
+        "remarks": report.failures(results),
+    }
+
+
+def _say(what: str, fraction: float) -> None:
+    print(f"  {fraction:4.0%} {what}", file=sys.stderr, flush=True)
+
+
+def memory(tiny: bool) -> Json:
+    """Peak memory on the device for 1 to 16 replicas in one worker."""
+    found = _replicas(tiny, (1, 2, 4, 8, 16), with_pairs=False, windows=2, steps=2, warmup=2, timeout_s=60.0)
+    from pliant.bench.replicas import flatness
+
+    key = "host_peak_bytes" if tiny else "device_peak_bytes"
+    return {
+        "ok": found["memory_spread"] is not None and found["memory_spread"] <= FLAT,
+        "peak_bytes_by_replicas": found["memory_by_replicas"],
+        "spread": found["memory_spread"],
+        "spread_of_2_to_16": flatness(found["cells"][1:], key),
+        "images_per_s_by_replicas": found["samples_per_s_by_replicas"],
+        "cells": found["cells"],
+        "remarks": found["remarks"],
+    }
+
+
+def switch(tiny: bool) -> Json:
+    """The share of a step of 4 replicas that switching between them takes."""
+    found = _replicas(tiny, (REPLICAS,), with_pairs=True, windows=4 if tiny else 10, steps=3, warmup=3, timeout_s=80.0)
+    shares = [found["switch_share"], found["switch_timer_share"]]
+    return {
+        "ok": None not in shares and min(shares) <= SHARE,
+        "switch_share": shares[0],
+        "switch_timer_share": shares[1],
+        "cells": found["cells"],
+        "remarks": found["remarks"],
+    }
+
+
+def profile(tiny: bool) -> Json:
+    path = Path(os.environ.get("OUT", ".")) / "trace.json.gz"
+    extra = {"profile": str(path.resolve())}
+    _replicas(tiny, (REPLICAS,), with_pairs=False, windows=1, steps=1, warmup=2, timeout_s=55.0, extra=extra)
+    return {"ok": path.exists(), "trace": path.name, "num_bytes": path.stat().st_size}
+
+
+def _replicas(tiny: bool, counts: Sequence[int], **settings: Any) -> Json:
+    from pliant.bench.replicas import ReplicasOptions, run
+
+    chosen = {"model": "small", "batch": 4} if tiny else {"model": "resnet50", "batch": 32, "device": "cuda"}
+    return run(ReplicasOptions(replicas=tuple(counts), **chosen, **settings), {}, _say)
+
+
+ACTS: dict[str, Callable[[bool], Json]] = {
+    "bits": bits, "throughput": throughput, "memory": memory, "switch": switch, "profile": profile,
+}  # fmt: skip
+
+
+# --- all parts, one after the other ---
+
+
+def run_parts(names: Sequence[str], tiny: bool, folder: Path) -> dict[str, Json]:
+    """What each part found; one that fails or takes too long has `ok: false` and says why."""
+    deadline_s = time.monotonic() + LIMIT_S
+    found: dict[str, Json] = {}
+    for name in names:
+        begun_s = time.monotonic()
+        limit_s = PARTS[name] * 4 if tiny else min(PARTS[name], deadline_s - begun_s)  # tiny: machines may be slow
+        print(f"{name} (at most {limit_s:.0f} s)", file=sys.stderr, flush=True)
+        found[name] = _run_part(name, tiny, folder, limit_s) if limit_s > 5 else {"ok": False, "why": "no time left"}
+        found[name]["took_s"] = round(time.monotonic() - begun_s, 1)
+        print(f"  {name}: {json.dumps(found[name])[:300]}", file=sys.stderr, flush=True)
+    return found
+
+
+def _run_part(name: str, tiny: bool, folder: Path, limit_s: float) -> Json:
+    out, log = folder / f"{name}.json", folder / f"{name}.log"
+    argv = [sys.executable, __file__, "--part", name, "--json", str(out), *(["--tiny"] if tiny else [])]
+    with log.open("wb") as output:
+        process = subprocess.Popen(argv, stdout=output, stderr=output, env=_environ(folder), start_new_session=True)
+        why = ""
+        try:
+            code = process.wait(limit_s)
+            why = f"exit code {code}" if code else ""
+        except subprocess.TimeoutExpired:
+            why = f"not done within {limit_s:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # a part that failed may have left workers
+            process.wait()
+    if why or not out.exists():
+        return {"ok": False, "why": why, "said": log.read_text(errors="replace")[-1500:]}
+    result: Json = json.loads(out.read_text())
+    return result
+
+
+def _environ(folder: Path) -> dict[str, str]:
+    """For children: this tree on the path, and a stand-in for httpx where it is missing: jobs of a fixed view have no
+    config server to talk to."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if importlib.util.find_spec("httpx") is None:
+        stand_in = folder / "stand_in"
+        stand_in.mkdir(exist_ok=True)
+        (stand_in / "httpx.py").write_text("class URL: ...\nclass Response: ...\nclass Client: ...\n")
+        paths.append(str(stand_in))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def summary(parts: dict[str, Json]) -> list[str]:
+    """A line for each part."""
+    lines = []
+    for name, found in parts.items():
+        said = found.get("why", "")
+        if name == "bits" and "cells" in found:
+            equal = sum(cell["equal"] for cell in found["cells"])
+            said = f"{equal} of {len(found['cells'])} placements have DDP's bits after each of {found['steps']} steps"
+        elif name == "throughput" and "peers" in found:
+            peer, ours = found["peers"]["ddp_gloo"], found["ours"]
+            said = (
+                f"ours {ours.get('images_per_s')} images/s, packed DDP {peer.get('images_per_s')}, {peer['speedup']}x"
+            )
+            said += f"; {found['bound']['fraction']} of a bare loop"
+        elif name == "memory" and "spread" in found:
+            said = f"peak by replicas {found['peak_bytes_by_replicas']}, spread {found['spread']}"
+        elif name == "switch" and "switch_share" in found:
+            said = f"{found['switch_share']} of a step ({found['switch_timer_share']} by the clocks)"
+        lines.append(f"{name:<10} {'ok' if found['ok'] else 'NOT OK':<6} {found['took_s']:>6} s  {said}")
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="small networks on the CPU")
+    parser.add_argument("--part", choices=list(PARTS), help="only this one, in this process")
+    parser.add_argument("--parts", default="", help="only these, such as bits,memory")
+    parser.add_argument("--bits", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--json", type=Path, help="where to write the result; default: $OUT/h200_training.json")
+    args = parser.parse_args()
+    if args.bits:
+        args.json.write_text(json.dumps(bits_rank(json.loads(args.bits), args.rank)))
+        return 0
+    if not args.tiny and not torch.cuda.is_available():
+        print("skipped: no CUDA; use --tiny to try the program on the CPU")
+        return 0
+    if args.part:
+        args.json.write_text(json.dumps(ACTS[args.part](args.tiny)))
+        return 0
+    names = args.parts.split(",") if args.parts else [name for name in PARTS if name != "profile"]
+    if os.environ.get("PROFILE") == "1":
+        names.append("profile")
+    from pliant.bench.report import machine
+
+    with tempfile.TemporaryDirectory() as folder:
+        parts = run_parts(names, args.tiny, Path(folder))
+    contest = parts.get("throughput", {})
+    result = {
+        "bench": "h200_training",
+        "args": {"tiny": args.tiny, "parts": names},
+        "ours": contest.get("ours", {}),
+        "peers": contest.get("peers", {}),
+        "bound": contest.get("bound", {}),
+        "parts": parts,
+        "machine": {**machine(), "device": "cpu" if args.tiny else torch.cuda.get_device_name(0)},
+        "ok": all(found["ok"] for found in parts.values()),
+        "remarks": [f"{name}: {found['why']}" for name, found in parts.items() if "why" in found],
+    }
+    path = args.json or Path(os.environ.get("OUT", ".")) / "h200_training.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n".join(summary(parts)))
+    return 0 if result["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
