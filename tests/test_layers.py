@@ -17,7 +17,8 @@ LAYERS = [
     {"comm", "monitor"},
     {"elastic", "policy"},
     {"train", "sched", "fed", "launch", "lab"},
-    {"bench", "experiments", "dashboard"},
+    {"bench"},
+    {"experiments", "dashboard"},
     {"cli"},
 ]
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}

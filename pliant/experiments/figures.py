@@ -1,0 +1,203 @@
+"""The figures that `pliant reproduce` knows. Each is a module of its own: run -> result.json -> table and plot.
+
+To add one, write its module with `run`, `table` and `plot`, and list it in FIGURES.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+from pliant.bench.report import Json, machine
+from pliant.bench.stats import Summary
+from pliant.errors import ConfigError
+
+Say = Callable[[str], None]
+MODELS = ("shufflenetv2", "resnet50", "vgg19", "neumf", "bert", "electra", "swin")
+SCALES = ("tiny", "small", "paper")
+"""What `zoo` has, known without torch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How much of a figure to run, and on what."""
+
+    quick: bool = False
+    """As little as shows that it works: some 20 s on 2 cores."""
+    full: bool = False
+    """As long as the artifact runs it."""
+    steps: int = 0
+    """Steps of each stage or series; 0: as the figure has it."""
+    models: tuple[str, ...] = ()
+    """Of the zoo; empty: as the figure has it."""
+    scale: str = ""
+    """tiny, small or paper; empty: by the device."""
+    device: str = ""
+    """cpu or cuda; empty: what there is."""
+    say: Say = lambda text: None
+    """Told what happens now."""
+
+    def __post_init__(self) -> None:
+        if self.quick and self.full:
+            raise ConfigError("--quick and --full: use one of them")
+        if self.steps < 0:
+            raise ConfigError(f"--steps {self.steps}: use 1 or more, or leave it out")
+        for name in self.models:
+            check_model(name)
+        if self.scale:
+            check_scale(self.scale)
+        if self.device not in ("", "cpu", "cuda"):
+            raise ConfigError(f"--device {self.device!r} is unknown: use cpu or cuda")
+
+    def choose_steps(self, quick: int, usual: int, full: int) -> int:
+        return self.steps or (quick if self.quick else full if self.full else usual)
+
+    def choose_models(self, quick: Sequence[str], usual: Sequence[str]) -> tuple[str, ...]:
+        return self.models or tuple(quick if self.quick else usual)
+
+    @property
+    def where(self) -> str:
+        return self.device or default_device()
+
+    @property
+    def size(self) -> str:
+        return self.scale or ("tiny" if self.quick else "paper" if self.where != "cpu" else "small")
+
+
+def check_model(name: str) -> str:
+    """`name`, if there is such a model."""
+    if name not in MODELS:
+        raise ConfigError(f"model {name!r} is not in the zoo: use one of {', '.join(MODELS)}")
+    return name
+
+
+def check_scale(name: str) -> str:
+    """`name`, if there is such a scale."""
+    if name not in SCALES:
+        raise ConfigError(f"scale {name!r} is unknown: use one of {', '.join(SCALES)}")
+    return name
+
+
+def default_device() -> str:
+    """cuda where there is a GPU and a torch for it. Without importing torch, which takes seconds."""
+    try:
+        for_cpu = importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        for_cpu = True
+    return "cuda" if Path("/dev/nvidiactl").exists() and not for_cpu else "cpu"
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, slots=True)
+class TableRows:
+    """What is printed of a result."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class FigureModule(Protocol):
+    """What the module of a figure has."""
+
+    def run(self, options: Options) -> Json: ...
+
+    def table(self, result: Json) -> TableRows: ...
+
+    def plot(self, result: Json, path: Path) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One experiment of the artifact documents."""
+
+    name: str
+    about: str
+
+    @property
+    def module(self) -> FigureModule:
+        """Loaded when it is first used."""
+        return cast(FigureModule, importlib.import_module(f"pliant.experiments.{self.name.replace('-', '_')}"))
+
+
+FIGURES = {
+    figure.name: figure
+    for figure in (
+        Figure("easyscale-fig9", "the same loss and the same bits as DDP, through changes of workers and machines"),
+        Figure("easyscale-fig10", "memory and throughput of 1 to 16 replicas on one device, beside packed workers"),
+        Figure("easyscale-fig11", "what switching between replicas costs"),
+        Figure("easyscale-fig12", "what determinism costs"),
+        Figure("easyscale-fig13", "what copying and summing gradients costs, beside DDP"),
+        Figure("kungfu-fig7", "how long a resize takes, 1 -> 2 and 2 -> 1"),
+    )
+}
+
+
+def find(names: Sequence[str]) -> list[Figure]:
+    """The figures with these names; `all` is every one of them."""
+    if "all" in names:
+        return list(FIGURES.values())
+    unknown = [name for name in names if name not in FIGURES]
+    if unknown:
+        raise ConfigError(f"reproduce {' '.join(unknown)}: unknown; there are {', '.join(FIGURES)}, and all")
+    return [FIGURES[name] for name in dict.fromkeys(names)]
+
+
+def form(
+    name: str,
+    options: Options,
+    *,
+    ours: Mapping[str, object],
+    paper: Mapping[str, object],
+    cells: Sequence[Mapping[str, object]],
+    complaints: Sequence[str],
+    remarks: Sequence[str],
+    **more: object,
+) -> Json:
+    """The one form of a result. It is ok when there is no complaint: when the figure's claim holds here, too."""
+    args = {
+        "quick": options.quick, "full": options.full, "steps": options.steps, "models": list(options.models),
+        "scale": options.size, "device": options.where,
+    }  # fmt: skip
+    peers = {"paper": {"median_s": None, "iqr_s": None, "speedup": None, **paper}}
+    return {
+        "bench": name,
+        "args": args,
+        "ours": {"median_s": None, "iqr_s": None, **ours},
+        "peers": peers,
+        "bound": None,
+        "cells": list(cells),
+        **more,
+        "machine": machine(),
+        "ok": not complaints,
+        "remarks": [*(f"the claim does not hold: {text}" for text in complaints), *remarks],
+    }
+
+
+def timed(seconds: Sequence[float]) -> dict[str, float | None]:
+    """Median and spread in the names of the one form; nulls where nothing was measured."""
+    return dict(Summary.of(seconds).to_json()) if seconds else {"median_s": None, "iqr_s": None}
+
+
+def save(result: Json, path: Path) -> None:
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def load(path: Path, name: str) -> Json:
+    """A result that `save` has written."""
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; run `pliant reproduce {name}` first") from None
+    if not isinstance(result, dict) or result.get("bench") != name:
+        raise ConfigError(f"{path} is no result of {name}: run `pliant reproduce {name}` again")
+    return cast(Json, result)
