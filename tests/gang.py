@@ -34,7 +34,10 @@ FULL = os.environ.get("PLIANT_FULL") == "1"
 
 _PR_SET_PDEATHSIG = 1
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "numpy", "torch", "torch.distributed", "pliant.comm.station"])
+_context.set_forkserver_preload(
+    # The first optimizer of a process imports torch._dynamo, which takes longer than any test's training.
+    ["pytest", "numpy", "torch", "torch.distributed", "torch._dynamo", "pliant.elastic.server", "pliant.train.job"]
+)
 
 
 class Failed(Exception):

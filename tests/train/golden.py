@@ -1,0 +1,127 @@
+"""The oracle: a program under stock `DistributedDataParallel` on gloo, in N separate processes.
+
+`golden` says, for every step, what rank 0's state hashes to, and each rank's loss and samples. It runs once per
+test session and choice of arguments; what most tests ask for runs in one go, because processes cost more than steps.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from gang import run
+from programs import Program, build, digest, may_have_children, one_batch, seed_all
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of the oracle, of all its ranks."""
+
+    digest: str
+    """Of rank 0's parameters, optimizer state and buffers after it."""
+    losses: tuple[tuple[float, ...], ...]
+    """By rank; several where gradients were accumulated."""
+    samples: tuple[tuple[int, ...], ...]
+    """By rank: which ones it was computed from."""
+
+
+Run = tuple[str, int, tuple[int, ...]]
+"""A program, its epochs, and before which steps DDP is wrapped anew, as after a restart."""
+_RankSteps = list[tuple[str, tuple[float, ...], tuple[int, ...]]]
+
+TOGETHER: dict[int, list[Run]] = {
+    2: [("conv", 2, ())],
+    3: [
+        (name, 2, ())
+        for name in (
+            "conv",
+            "lstm",
+            "transformer",
+            "wide",
+            "accumulating",
+            "scaled",
+            "two-optimizers",
+            "frozen",
+            "unused",
+            "tied",
+            "channels-last",
+            "bfloat16",
+            "own-buffers",
+        )
+    ],
+    4: [("conv", 4, ()), ("conv-loaders", 2, ()), ("lstm", 3, ()), ("transformer", 3, ()), ("conv", 2, (7,))],
+    6: [("conv", 3, ())],
+}
+"""By N: what is run in one go as soon as some of it is asked for."""
+_known: dict[tuple[int, Run], tuple[Step, ...]] = {}
+
+
+def golden(name: str, num_replicas: int, epochs: int, restarts: tuple[int, ...] = ()) -> tuple[Step, ...]:
+    """What stock DDP on `num_replicas` processes does; wrapped anew, as after a restart, before each of `restarts`."""
+    asked: Run = (name, epochs, restarts)
+    if (num_replicas, asked) not in _known:
+        together = TOGETHER.get(num_replicas, [])
+        _run(num_replicas, together if asked in together else [asked])
+    return _known[num_replicas, asked]
+
+
+def _run(num_replicas: int, runs: Sequence[Run]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        store = str(Path(directory) / "store")
+        ranks = run(_train, num_replicas, num_replicas, runs, store, timeout_s=110 + runs[0][1])
+    for number, one in enumerate(runs):
+        steps = zip(*(rank[number] for rank in ranks), strict=True)
+        _known[num_replicas, one] = tuple(
+            Step(each[0][0], tuple(loss for _, loss, _ in each), tuple(samples for _, _, samples in each))
+            for each in steps
+        )
+
+
+def _train(rank: int, size: int, runs: Sequence[Run], store: str) -> list[_RankSteps]:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    may_have_children()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    try:
+        return [_loop(rank, build(name), epochs, restarts) for name, epochs, restarts in runs]
+    finally:
+        dist.destroy_process_group()
+
+
+def _loop(rank: int, program: Program, epochs: int, restarts: tuple[int, ...]) -> _RankSteps:
+    steps: _RankSteps = []
+    sampler: DistributedSampler[int] = DistributedSampler(program.dataset)
+    loader = DataLoader(program.dataset, sampler=sampler, **program.loading)
+    model = _wrapped(program)
+    if program.seed is not None:
+        seed_all(program.seed + rank)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        losses: list[float] = []
+        samples: list[int] = []
+
+        def note(loss: float, consumed: list[int]) -> None:
+            losses.append(loss)  # noqa: B023 - called at once
+            samples.extend(consumed)  # noqa: B023
+
+        for batch in loader:
+            if not losses and len(steps) in restarts:
+                del model  # its hooks go with it
+                model = _wrapped(program)
+            one_batch(program, model, batch, model.no_sync, note)
+            if len(losses) == program.accumulate:
+                state = digest(program, program.model.buffers()) if rank == 0 else ""
+                steps.append((state, tuple(losses), tuple(samples)))
+                losses.clear()
+                samples.clear()
+    return steps
+
+
+def _wrapped(program: Program) -> DistributedDataParallel:
+    return DistributedDataParallel(program.model, forward_sync_buffers=program.sync_buffers, **program.wrapping)

@@ -1,0 +1,403 @@
+"""The training programs of the acceptance tests, each written once: what stock DDP trains and what pliant trains.
+
+`build(name)` makes model, optimizers and data from fixed seeds, and `one_batch` is the body of the training loop.
+Nothing in here knows under whom it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import multiprocessing
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SEED = 1234
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(slots=True)
+class Program:
+    """What a training script has made before its loop."""
+
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    dataset: Any
+    loading: dict[str, Any]
+    """Arguments of the loader, batch_size among them."""
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    wrapping: dict[str, Any] = field(default_factory=dict)
+    """Arguments that DDP and `job.wrap` share."""
+    seed: int | None = None
+    """Replica r's generators are seeded with seed + r once the model is built; None: all replicas' alike."""
+    clip: float | None = None
+    accumulate: int = 1
+    scheduler: Any = None
+    scaler: Any = None
+    sync_buffers: bool = True
+    num_batches: int = 0
+    """Batches that the loop has seen in this process."""
+
+
+def one_batch(
+    program: Program,
+    model: nn.Module,
+    batch: Batch,
+    no_sync: Callable[[], Any],
+    note: Callable[[float, list[int]], None],
+) -> None:
+    """The body of the loop. Notes the loss, and which samples it was computed from, before backward."""
+    samples, inputs, targets = batch
+    program.num_batches += 1
+    is_last = program.num_batches % program.accumulate == 0
+    with contextlib.nullcontext() if is_last else no_sync():
+        loss = program.loss(model, inputs, targets)
+        note(loss.item(), samples.tolist())
+        scaled = loss if program.scaler is None else program.scaler.scale(loss)
+        scaled.backward()
+    if is_last:
+        _update(program, model)
+
+
+def _update(program: Program, model: nn.Module) -> None:
+    scaler = program.scaler
+    for optimizer in program.optimizers:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if program.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), program.clip)
+        if scaler is not None:
+            scaler.step(optimizer)
+        else:
+            optimizer.step()
+    if scaler is not None:
+        scaler.update()
+    if program.scheduler is not None:
+        program.scheduler.step()
+    for optimizer in program.optimizers:
+        optimizer.zero_grad()
+
+
+def digest(program: Program, buffers: Iterable[Tensor]) -> str:
+    """SHA-256 of the bytes of parameters, optimizer state, scheduler, scaler and these buffers."""
+    digested = hashlib.sha256()
+    for parameter in program.model.parameters():
+        _digest_tensor(digested, parameter)
+    for optimizer in program.optimizers:
+        for group in optimizer.param_groups:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            digested.update(repr(sorted(settings.items())).encode())
+            for parameter in group["params"]:
+                for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                    digested.update(key.encode())
+                    if isinstance(value, Tensor):
+                        _digest_tensor(digested, value)
+                    else:
+                        digested.update(repr(value).encode())
+    if program.scheduler is not None:
+        digested.update(repr((program.scheduler.last_epoch, program.scheduler.get_last_lr())).encode())
+    if program.scaler is not None:
+        digested.update(repr(sorted(program.scaler.state_dict().items())).encode())
+    for buffer in buffers:
+        _digest_tensor(digested, buffer)
+    return digested.hexdigest()
+
+
+def _digest_tensor(digested: Any, tensor: Tensor) -> None:
+    tensor = tensor.detach()
+    digested.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    digested.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def may_have_children() -> None:
+    """In a process of a gang: allow loader processes, which Python denies to daemons, forked as in any script."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.set_start_method("fork", force=True)
+
+
+# --- data ---
+
+
+class Images:
+    """Small pictures, flipped, moved and made noisy by three random generators whenever they are read."""
+
+    def __init__(self, length: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self._images = torch.rand(length, 1, 8, 8, generator=generator)
+        self._labels = torch.randint(0, 10, (length,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        image = self._images[index]
+        if random.random() < 0.5:
+            image = image.flip(-1)
+        down, right = np.random.randint(0, 3, size=2)
+        padded = F.pad(image, (1, 1, 1, 1))
+        image = padded[:, down : down + 8, right : right + 8]
+        return index, image + 0.1 * torch.randn(image.shape), self._labels[index]
+
+
+class Words:
+    """Sequences of word numbers, each to be continued by one word; nothing random about reading them."""
+
+    def __init__(self, length: int, num_words: int, num_steps: int) -> None:
+        generator = torch.Generator().manual_seed(8)
+        self._words = torch.randint(0, num_words, (length, num_steps + 1), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        return index, self._words[index, :-1], self._words[index, 1:]
+
+
+# --- models ---
+
+
+class Centered(nn.Module):
+    """Takes away a running mean: unlike BatchNorm in training, its output depends on its buffer."""
+
+    mean: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = inputs - self.mean
+        with torch.no_grad():
+            self.mean.lerp_(inputs.mean(0), 0.1)
+        return outputs
+
+
+def _conv_net(dropout: float = 0.25) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Flatten(),
+        Centered(256),
+        nn.Dropout(dropout),
+        nn.Linear(256, 10),
+    )
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, num_words: int = 40, width: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_words, width)
+        self.lstm = nn.LSTM(width, 2 * width, num_layers=2, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(2 * width, num_words)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embedding(words))[0])
+
+
+class Transformer(nn.Module):
+    def __init__(self, num_words: int = 40, width: int = 32, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_words, width)
+        self.positions = nn.Parameter(0.02 * torch.randn(8, width))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.1, batch_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(width, num_words, bias=not tied)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.embedding(words) + self.positions
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+class Branches(nn.Module):
+    """Uses one branch or the other, as the input says, and a third one never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(64, 32)
+        self.branches = nn.ModuleList(nn.Linear(32, 10) for _ in range(3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(images.flatten(1)))
+        return self.branches[int(images.sum() > images.numel() * 0.43)](hidden)
+
+
+def _classify(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(model(images), labels)
+
+
+def _continue_text(model: nn.Module, words: Tensor, following: Tensor) -> Tensor:
+    return F.cross_entropy(model(words).flatten(0, 1), following.flatten())
+
+
+# --- programs ---
+
+_CAP = {"bucket_cap_mb": 0.002}
+"""About 2 KB: a few buckets for each of the small models."""
+
+
+def _conv(
+    *,
+    num_workers: int = 0,
+    length: int = 50,
+    batch_size: int = 3,
+    change: Callable[[nn.Module], Any] = lambda model: None,
+    **more: Any,
+) -> Program:
+    model = _conv_net()
+    change(model)
+    return Program(
+        model=model,
+        optimizers=[torch.optim.Adam(model.parameters(), lr=1e-3)],
+        dataset=Images(length),
+        loading={"batch_size": batch_size, "num_workers": num_workers},
+        loss=_classify,
+        seed=SEED,
+        **{"wrapping": _CAP, **more},
+    )
+
+
+def _lstm() -> Program:
+    model = LanguageModel()
+    return Program(
+        model=model,
+        optimizers=[torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)],
+        dataset=Words(38, 40, 6),
+        loading={"batch_size": 2, "drop_last": True},
+        loss=_continue_text,
+        wrapping={"bucket_cap_mb": 0.01},
+    )
+
+
+def _transformer(*, tied: bool = False) -> Program:
+    model = Transformer(tied=tied)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    return Program(
+        model=model,
+        optimizers=[optimizer],
+        dataset=Words(41, 40, 8),
+        loading={"batch_size": 2},
+        loss=_continue_text,
+        wrapping={"bucket_cap_mb": 0.01},
+        clip=1.0,
+        scheduler=torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=7),
+    )
+
+
+def _wide() -> Program:
+    """With DDP's own bucket sizes: 1 MiB, then 25 MiB."""
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 10)
+    )
+    return Program(
+        model=model,
+        optimizers=[torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)],
+        dataset=Images(24),
+        loading={"batch_size": 2},
+        loss=_classify,
+        seed=SEED,
+    )
+
+
+def _scaled() -> Program:
+    """With a gradient scaler whose scale is too large at first: steps are left out until it fits."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    return Program(
+        model=model,
+        optimizers=[torch.optim.Adam(model.parameters(), lr=1e-2)],
+        dataset=Images(50),
+        loading={"batch_size": 3},
+        loss=lambda model, images, labels: 40 * _classify(model, images, labels),
+        wrapping={"bucket_cap_mb": 0.004},
+        clip=0.5,
+        scaler=torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2),
+    )
+
+
+def _two_optimizers() -> Program:
+    program = _conv()
+    layers = list(program.model)  # type: ignore[call-overload]
+    early = [parameter for layer in layers[:5] for parameter in layer.parameters()]
+    late = [parameter for layer in layers[5:] for parameter in layer.parameters()]
+    program.optimizers = [torch.optim.Adam(early, lr=1e-3), torch.optim.SGD(late, lr=0.05, momentum=0.9)]
+    return program
+
+
+def _branches() -> Program:
+    model = Branches()
+    return Program(
+        model=model,
+        optimizers=[torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)],
+        dataset=Images(50),
+        loading={"batch_size": 3},
+        loss=_classify,
+        wrapping={"find_unused_parameters": True, "bucket_cap_mb": 0.002},
+    )
+
+
+def _half() -> Program:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)).to(torch.bfloat16)
+    return Program(
+        model=model,
+        optimizers=[torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)],
+        dataset=Images(50),
+        loading={"batch_size": 3},
+        loss=lambda model, images, labels: F.cross_entropy(model(images.bfloat16()).float(), labels),
+        wrapping={"bucket_cap_mb": 0.002},
+    )
+
+
+def _channels_last(model: nn.Module) -> None:
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def _freeze(model: nn.Module) -> None:
+    for parameter in list(model.parameters())[:2]:
+        parameter.requires_grad_(False)
+
+
+PROGRAMS: Mapping[str, Callable[[], Program]] = {
+    "conv": _conv,
+    "conv-loaders": functools.partial(_conv, num_workers=2),
+    "conv-long": functools.partial(_conv, length=200, batch_size=2),
+    "lstm": _lstm,
+    "transformer": _transformer,
+    "wide": _wide,
+    "accumulating": functools.partial(_conv, accumulate=2, clip=1.0),
+    "scaled": _scaled,
+    "two-optimizers": _two_optimizers,
+    "frozen": functools.partial(_conv, change=_freeze),
+    "unused": _branches,
+    "tied": functools.partial(_transformer, tied=True),
+    "channels-last": functools.partial(_conv, change=_channels_last),
+    "bfloat16": _half,
+    "own-buffers": functools.partial(_conv, sync_buffers=False),
+}
+
+
+def build(name: str) -> Program:
+    """The program of that name, as every process of a job makes it."""
+    seed_all(SEED)
+    return PROGRAMS[name]()

@@ -1,0 +1,74 @@
+"""However many workers host the N replicas, parameters, optimizer state and buffers are those of stock DDP on N
+processes, bit for bit after every step, and every replica has its rank's losses and samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from gang import FULL
+from golden import golden
+from subject import Task, compare, run_fixed
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+PLACES = [
+    ("conv", 4, 4, (4,)),
+    ("conv", 4, 4, (2, 2)),
+    ("conv", 4, 4, (1, 1, 1, 1)),
+    ("conv", 3, 2, (2, 1)),
+    ("conv", 3, 2, (1, 2)),
+    ("conv", 6, 3, (4, 2)),
+]
+WIDE = [
+    ("conv", 2, 2, (2,)),
+    ("conv", 2, 2, (1, 1)),
+    ("conv", 6, 3, (3, 3)),
+    ("conv", 6, 3, (6,)),
+    ("lstm", 4, 3, (1, 3)),
+    ("lstm", 4, 3, (1, 1, 1, 1)),
+    ("transformer", 4, 3, (3, 1)),
+    ("transformer", 4, 3, (2, 1, 1)),
+    ("conv-loaders", 4, 2, (1, 2, 1)),
+]
+
+
+@pytest.mark.parametrize(("name", "replicas", "epochs", "blocks"), PLACES + WIDE * FULL, ids=str)
+def test_any_placement_has_the_bits_of_ddp(
+    name: str, replicas: int, epochs: int, blocks: tuple[int, ...], tmp_path: Path
+) -> None:
+    task = Task(program=name, replicas=replicas, epochs=epochs, journal=str(tmp_path / "journal"), blocks=blocks)
+    [found] = run_fixed([task], len(blocks))
+    compare(found, golden(name, replicas, epochs))
+
+
+def test_a_program_alone_has_the_bits_of_ddp(tmp_path: Path) -> None:
+    runs = [
+        ("conv", 2, 2), ("conv", 3, 2), ("conv", 4, 4), ("conv", 6, 3), ("conv-loaders", 4, 2), ("lstm", 4, 3),
+        ("transformer", 4, 3),
+    ]  # fmt: skip
+    tasks = [
+        Task(program=name, replicas=replicas, epochs=epochs, journal=str(tmp_path / f"{name}{replicas}"))
+        for name, replicas, epochs in runs
+    ]
+    for (name, replicas, epochs), found in zip(runs, run_fixed(tasks, 0), strict=True):
+        compare(found, golden(name, replicas, epochs))
+
+
+VARIANTS = (
+    "conv", "lstm", "transformer", "wide", "accumulating", "scaled", "two-optimizers", "frozen", "unused", "tied",
+    "channels-last", "bfloat16", "own-buffers",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_programs_do_beyond_the_plain_loop(size: int, tmp_path: Path) -> None:
+    tasks = [Task(program=name, replicas=3, epochs=2, journal=str(tmp_path / name)) for name in VARIANTS]
+    found = dict(zip(VARIANTS, run_fixed(tasks, size), strict=True))
+    wrong = {}
+    for name in VARIANTS:
+        try:
+            compare(found[name], golden(name, 3, 2))
+        except AssertionError as error:
+            wrong[name] = str(error)
+    assert not wrong

@@ -1,0 +1,126 @@
+"""Workers die at any moment: survivors stay the processes they are, and the bits stay those of stock DDP."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from gang import FULL
+from golden import golden
+from subject import ALL, Fault, Stage, Task, compare, history, new_workers, staged
+
+from pliant.train import checkpoint
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+EPOCHS = 4  # of 5 steps
+CONV = Task(program="conv", replicas=4, epochs=EPOCHS, journal="")
+KILLS = [
+    ("forward", 0, 7),
+    ("backward", 1, 7),
+    ("summed", 2, 7),
+    ("summed", 0, 0),
+    ("committed", 0, 4),
+    ("backward", 0, 9),
+]
+MORE_KILLS = [(moment, rank, step) for moment in ("forward", "backward", "summed", "committed") for rank in (0, 2) for step in (0, 1, 4, 5)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("moment", "rank", "step"), KILLS + MORE_KILLS * FULL, ids=str)
+def test_a_worker_is_killed(moment: str, rank: int, step: int, tmp_path: Path) -> None:
+    workers = new_workers(3)
+    with staged(CONV, tmp_path) as stage:
+        stage.replaces = True
+        stage.faults[workers[rank]] = Fault(moment, step)
+        stage.want(workers)
+        stage.until_over()
+        _check(stage, dead=1)
+        survivors = [stage.actor(worker) for index, worker in enumerate(workers) if index != rank]
+        assert all(actor.exit_code == 0 for actor in survivors), "a survivor was not the same process to the end"
+
+
+def test_two_are_killed_at_once(tmp_path: Path) -> None:
+    workers = new_workers(4)
+    with staged(CONV, tmp_path) as stage:
+        stage.replaces = True
+        stage.faults = {workers[0]: Fault("backward", 6), workers[2]: Fault("backward", 6)}
+        stage.want(workers)
+        stage.until_over()
+        _check(stage, dead=2)
+
+
+def test_one_is_killed_while_the_others_settle(tmp_path: Path) -> None:
+    """Rank 1 dies in a step; rank 0 dies when it has just entered the view without it."""
+    workers = new_workers(4)
+    with staged(CONV, tmp_path) as stage:
+        stage.faults = {workers[1]: Fault("backward", 6), workers[0]: Fault("settling", 6)}
+        stage.want(workers)
+        stage.until_over()
+        _check(stage, dead=2)
+
+
+@pytest.mark.parametrize("whose", ["newcomer", "survivor"])
+def test_one_is_killed_while_a_newcomer_is_let_in(whose: str, tmp_path: Path) -> None:
+    first, second, new = new_workers(3)
+    with staged(CONV, tmp_path) as stage:
+        # A newcomer has no state yet when it settles.
+        stage.faults = {new: Fault("settling", -1)} if whose == "newcomer" else {first: Fault("settling", 1)}
+        stage.open_gate(3)
+        stage.want([first, second])
+        stage.until_step(3)
+        stage.want([first, second, new])
+        stage.until(lambda: stage.client.roll().members == (first, second, new))
+        stage.open_gate(ALL)
+        stage.until_over()
+        _check(stage, dead=1)
+
+
+def test_one_that_is_silent_is_lost(tmp_path: Path) -> None:
+    workers = new_workers(3)
+    with staged(CONV, tmp_path, heartbeat_timeout_s=1.0) as stage:
+        stage.faults[workers[0]] = Fault("forward", 6, signal.SIGSTOP)
+        stage.want(workers)
+        stage.until(lambda: len(stage.running) == 1)
+        stage.kill(workers[0])
+        stage.until_over()
+        _check(stage, dead=1)
+
+
+def test_one_is_killed_while_it_writes_a_checkpoint(tmp_path: Path) -> None:
+    """The torn file does not count: whoever resumes uses the one before it."""
+    folder = tmp_path / "checkpoints"
+    workers = new_workers(2)
+    with staged(CONV, tmp_path, checkpoint_dir=str(folder), checkpoint_every=3) as stage:
+        stage.faults[workers[0]] = Fault("saving", 6)
+        stage.want(workers)
+        stage.until_over()
+        _check(stage, dead=1)
+        newest = checkpoint.newest(folder)
+        assert newest is not None
+        assert checkpoint.load(newest).step == 18
+
+
+def test_everybody_is_killed(tmp_path: Path) -> None:
+    """More at once than there are copies: the job goes on from its last checkpoint."""
+    folder = tmp_path / "checkpoints"
+    first, second, third = new_workers(3)
+    with staged(CONV, tmp_path, checkpoint_dir=str(folder), checkpoint_every=3) as stage:
+        stage.want([first, second])
+        stage.open_gate(8)
+        stage.until_step(8)
+        stage.until(lambda: checkpoint.newest(folder) is not None)
+        stage.client.add_worker(third)  # a view without anybody ends the job
+        stage.kill(first)
+        stage.kill(second)
+        stage.open_gate(ALL)
+        stage.until_over()
+        _check(stage, dead=2, repeats=5)
+        resumed = min(commit["step"] for commit in history([stage.actor(third).journal]).commits)
+        assert resumed in (3, 6), f"resumed at step {resumed}, which no checkpoint was written after"
+
+
+def _check(stage: Stage, dead: int, repeats: int | None = None) -> None:
+    compare(stage.history, golden("conv", 4, EPOCHS), repeats=dead if repeats is None else repeats)
+    codes = [actor.exit_code for actor in stage.actors]
+    assert sorted(code for code in codes if code) == [-signal.SIGKILL] * dead
