@@ -22,35 +22,55 @@ from pliant.comm.handle import Handle
 from pliant.errors import TrainError, Unsliceable
 from pliant.train.buckets import Item, Layout, first_layout, rebuilt_layout
 
+PIECE_BYTES = 8 << 20
+"""What is brought back to the device at once when it folds."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Bucket:
-    """The memory of one bucket: a flat tensor for each replica hosted here, and one for the sum."""
+    """One bucket: a flat tensor for each replica hosted here, and one for the sum."""
 
     name: str
-    indices: tuple[int, ...]
-    offsets: tuple[int, ...]
+    parameters: list[torch.nn.Parameter]
     length: int
-    dtype: torch.dtype
-    device: torch.device
+    whole: int
+    """A bit for each parameter."""
+    is_plain: bool
+    """Whether all parameters are contiguous."""
     parts: list[torch.Tensor] = field(default_factory=list)
     """In host memory that the workers of a host share; one per replica hosted here."""
     total: torch.Tensor | None = None
     """The sum, in the same kind of memory; the only part itself where there is just one."""
     views: list[list[torch.Tensor]] = field(default_factory=list)
-    """Where each parameter's gradient goes, for each replica."""
-    sums: list[torch.Tensor] = field(default_factory=list)
+    """On the CPU: where each parameter's gradient goes, for each replica."""
+    sums: Sequence[torch.Tensor] = ()
     """Each parameter's view of the sum."""
-    summed: torch.Tensor | None = None
-    """CUDA: the sum."""
+    flat: torch.Tensor | None = None
+    """CUDA: the sum, where it was folded on the device."""
     copied: torch.cuda.Event | None = None
-    """CUDA: when the bucket of the replica whose turn it is has left the device."""
-    missing: int = 0
+    """CUDA: when the bucket of the replica whose turn it is has left the device, or was folded there."""
+    seen: int = 0
+    """The bits of those whose gradient has come in this turn."""
     handle: Handle | None = None
 
     @property
-    def on_device(self) -> bool:
-        return self.device.type == "cuda"
+    def dtype(self) -> torch.dtype:
+        return self.parameters[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
+
+    def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's view of a flat tensor, in the memory order of the parameter, as DDP lays them out."""
+        views, offset = [], 0
+        for parameter in self.parameters:
+            if _is_dense(parameter):
+                views.append(flat.as_strided(parameter.size(), parameter.stride(), offset))
+            else:
+                views.append(flat[offset : offset + parameter.numel()].view(parameter.size()))
+            offset += parameter.numel()
+        return views
 
 
 class Gradients:
@@ -82,15 +102,19 @@ class Gradients:
         self._items = [Item((p.dtype, p.device), p.numel() * p.element_size()) for p in self.parameters]
         self._layout = first_layout(self._items, find_unused=find_unused, cap_bytes=cap_bytes)
         self._buckets: list[Bucket] = []
-        self._bucket_of: dict[int, tuple[Bucket, int]] = {}
+        self._places: list[tuple[Bucket, int]] = []
+        """For each parameter, its bucket and its place in it."""
+        self._on_device = self.parameters[0].is_cuda
         self._engine: Engine | None = None
         self._blocks: tuple[int, ...] = ()
         self._slot = 0
         self._is_last = False
-        self._seen: set[int] = set()
+        self._held: Bucket | None = None
         self._used: torch.Tensor | None = None
         self._used_handle: Handle | None = None
         self._expecting = self._queued = False
+        self._resting = True
+        """Whether no replica has its turn: what the program differentiates now is its own affair."""
         self._side: torch.cuda.Stream | None = None
         self._buried: list[tuple[Engine, list[Bucket]]] = []
         self._hooks = [
@@ -132,39 +156,21 @@ class Gradients:
         assert self._engine is not None, "arrange() comes first"
         hosted = self._blocks[self._engine.rank]
         generation = 1 if self.waits_for_order else 2
+        places: dict[int, tuple[Bucket, int]] = {}
         for number, indices in enumerate(self._layout.buckets):
-            bucket = self._make_bucket(f"grad:{generation}:{number}", indices)
+            bucket = _make_bucket(f"grad:{generation}:{number}", [self.parameters[index] for index in indices])
             empty = partial(self._engine.empty, bucket.length, bucket.dtype)
             bucket.parts = [empty() for _ in range(hosted)]
             bucket.total = bucket.parts[0] if hosted == 1 else empty()
-            if bucket.on_device:
+            if self._on_device:
                 for part in (*bucket.parts, bucket.total):
                     self._engine.pin(part)
             else:
-                bucket.views = [self._views(bucket, part) for part in bucket.parts]
-                bucket.sums = self._views(bucket, bucket.total)
+                bucket.views = [bucket.cut(part) for part in bucket.parts]
+                bucket.sums = bucket.cut(bucket.total)
             self._buckets.append(bucket)
-            for position, index in enumerate(indices):
-                self._bucket_of[index] = (bucket, position)
-
-    def _make_bucket(self, name: str, indices: tuple[int, ...]) -> Bucket:
-        offsets, length = [], 0
-        for index in indices:
-            offsets.append(length)
-            length += self.parameters[index].numel()
-        first = self.parameters[indices[0]]
-        return Bucket(name, indices, tuple(offsets), length, first.dtype, first.device)
-
-    def _views(self, bucket: Bucket, flat: torch.Tensor) -> list[torch.Tensor]:
-        """In the memory order of each parameter, as DDP lays them out."""
-        views = []
-        for index, offset in zip(bucket.indices, bucket.offsets, strict=True):
-            parameter = self.parameters[index]
-            if _is_dense(parameter):
-                views.append(flat.as_strided(parameter.size(), parameter.stride(), offset))
-            else:
-                views.append(flat[offset : offset + parameter.numel()].view(parameter.size()))
-        return views
+            places |= {index: (bucket, place) for place, index in enumerate(indices)}
+        self._places = [places[index] for index in range(len(self.parameters))]
 
     # --- one replica's turn ---
 
@@ -174,12 +180,15 @@ class Gradients:
         if not self._buckets and self.sums:
             self._allocate()
         self._slot, self._is_last = slot, slot == self._blocks[self._engine.rank] - 1
-        self._seen.clear()
-        self._expecting, self._queued = True, False
+        self._expecting, self._queued, self._resting, self._held = True, False, False, None
         for bucket in self._buckets:
-            bucket.missing, bucket.handle = len(bucket.indices), None
+            bucket.seen, bucket.handle = 0, None
         if self._find_unused and self.sums and slot == 0:
             self._used = torch.zeros(len(self.parameters), dtype=torch.uint8)
+
+    def rest(self) -> None:
+        """No replica has its turn."""
+        self._resting = True
 
     @property
     def turn_done(self) -> bool:
@@ -187,51 +196,50 @@ class Gradients:
         return not self._expecting
 
     def _caught(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """A gradient is complete."""
-        if self.no_sync:
+        """A gradient is complete. Called for every parameter of every replica, so it does the least it can."""
+        if self.no_sync or self._resting:
             return
+        if not self._queued:
+            self._begin_backward(index)
+        if not self.sums:
+            return
+        bucket, place = self._places[index]
+        bit = 1 << place
+        if bucket.seen & bit:
+            raise Unsliceable(
+                f"{self.names[index]!r} got its gradient twice in one backward, as with re-entrant checkpointing: "
+                "use torch.utils.checkpoint with use_reentrant=False"
+            )
+        bucket.seen |= bit
+        if self.waits_for_order:
+            self.ready_order.append(index)
+        if not self._on_device:
+            gradient = parameter.grad
+            assert gradient is not None, "the hook runs after the gradient was accumulated"
+            if gradient.is_sparse:
+                raise Unsliceable(
+                    f"{self.names[index]!r} has a sparse gradient, which has no fixed place in a bucket: use sparse=False"
+                )
+            torch.mul(gradient, 1.0 / self.num_replicas, out=bucket.views[self._slot][place])
+        if bucket.seen == bucket.whole:
+            self._bucket_full(bucket)
+
+    def _begin_backward(self, index: int) -> None:
         if not self._expecting:
-            if self._engine is None:
-                return
             raise TrainError(
                 f"a second backward reached {self.names[index]!r} before the next batch: each replica has one backward "
                 "per step whose gradients are summed. To accumulate, put `with job.no_sync():` around all but the last"
             )
-        if not self._queued:
-            self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
-            self.ready_order = []
-        if index in self._seen:
-            return  # tied weights used in a re-entrant graph: DDP, too, takes the first time
-        self._seen.add(index)
-        self.ready_order.append(index)
-        assert parameter.grad is not None, "the hook runs after the gradient was accumulated"
-        if self.sums:
-            self._hand_in(index, parameter.grad)
-
-    def _hand_in(self, index: int, gradient: torch.Tensor | None) -> None:
-        bucket, position = self._bucket_of[index]
-        if gradient is not None and gradient.is_sparse:
-            raise Unsliceable(
-                f"{self.names[index]!r} has a sparse gradient, which has no fixed place in a bucket: use sparse=False"
-            )
-        if not bucket.on_device:
-            view = bucket.views[self._slot][position]
-            if gradient is None:
-                view.zero_()
-            else:
-                torch.mul(gradient.detach(), 1.0 / self.num_replicas, out=view)
-        bucket.missing -= 1
-        if bucket.missing == 0:
-            self._bucket_full(bucket)
+        self._queued = True
+        self.ready_order = []
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
 
     def _bucket_full(self, bucket: Bucket) -> None:
-        if bucket.on_device:
-            flat = self._collected(bucket)
-            if self._is_last and len(self._blocks) == 1:
-                self._fold_on_device(bucket, flat)
-            else:
-                self._copy_to_host(bucket, flat)
+        if self._on_device:
+            # One bucket late: backward has then freed more memory than is taken here.
+            late, self._held = self._held, bucket
+            if late is not None:
+                self._send_off(late)
         elif self._is_last:
             self._submit(bucket)
 
@@ -247,122 +255,154 @@ class Gradients:
 
     def _backward_done(self) -> None:
         """Backward is over: every gradient is there, or was not used."""
-        unused = [index for index in range(len(self.parameters)) if index not in self._seen] if self.sums else []
-        if unused and not self._find_unused:
+        with torch.no_grad():
+            if any(bucket.seen != bucket.whole for bucket in self._buckets):
+                self._fill_in_unused()
+            if self._used is not None:
+                self._used |= torch.tensor([self._has_come(index) for index in range(len(self.parameters))])
+                if self._is_last:
+                    assert self._engine is not None
+                    self._used_handle = self._engine.all_reduce("grad:used", self._used, op="max", determinism="fast")
+            if self._held is not None:
+                self._send_off(self._held)
+        self._expecting = False
+        self._queued = False
+        self._on_backward()
+
+    def _has_come(self, index: int) -> bool:
+        bucket, place = self._places[index]
+        return bool(bucket.seen >> place & 1)
+
+    def _fill_in_unused(self) -> None:
+        """Parameters that were not used contribute zeros."""
+        unused = [index for index in range(len(self.parameters)) if not self._has_come(index)]
+        if not self._find_unused:
             names = ", ".join(repr(self.names[index]) for index in unused[:8])
             raise TrainError(
                 f"{len(unused)} parameters got no gradient in this backward ({names}): freeze them with "
                 "requires_grad_(False), or pass find_unused_parameters=True to job.wrap as you would to DDP"
             )
-        with torch.no_grad():
-            if self._used is not None:
-                self._used[list(self._seen)] = 1
-                if self._is_last:
-                    assert self._engine is not None
-                    self._used_handle = self._engine.all_reduce("grad:used", self._used, op="max", determinism="fast")
-            for index in unused:
-                self._hand_in(index, None)
-        self._expecting = False
-        self._on_backward()
+        for bucket in dict.fromkeys(self._places[index][0] for index in unused):
+            if not self._on_device:
+                for place, view in enumerate(bucket.views[self._slot]):
+                    if not bucket.seen >> place & 1:
+                        view.zero_()
+            self._bucket_full(bucket)
 
     # --- the sums ---
 
     def wait(self) -> None:
         """Put the sums into `.grad`. Raises CommError if they cannot be had."""
-        for bucket in self._buckets:
-            if bucket.on_device and len(self._blocks) > 1:
+        if self._on_device and len(self._blocks) > 1:
+            for bucket in self._buckets:
                 assert bucket.copied is not None, "every bucket was handed in"
                 bucket.copied.synchronize()
                 self._submit(bucket)
         for bucket in self._buckets:
             if bucket.handle is not None:
                 bucket.handle.wait()
-            if bucket.on_device:
+            if self._on_device:
                 self._fetch(bucket)
         used: Sequence[Any] | None = None
         if self._used_handle is not None:
             found = self._used_handle.wait()
             used = found.tolist() if found is not None else None
             self._used_handle = None
+        # What no replica has used keeps whatever gradient it has, as with DDP.
+        unused = {id(parameter) for index, parameter in enumerate(self.parameters) if used and not used[index]}
         for bucket in self._buckets:
-            for index, total in zip(bucket.indices, bucket.sums, strict=True):
-                if used is None or used[index]:
-                    self.parameters[index].grad = total
-            if bucket.on_device:
-                bucket.sums = []
+            for parameter, total in zip(bucket.parameters, bucket.sums, strict=True):
+                if id(parameter) not in unused:
+                    parameter.grad = total
+            if self._on_device:
+                bucket.sums = ()  # the memory is the gradients' now
 
     # --- CUDA ---
     #
     # Memory on the device is taken when a bucket is full, in a backward that has freed more of it by then, and given
     # back when the bucket has left: the peak, at the end of a forward, does not know of replicas.
 
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Where copies run beside the compute."""
+    def _send_off(self, bucket: Bucket) -> None:
+        """Have a full bucket leave the device; or fold it there, if this worker hosts all replicas."""
+        present = torch.cuda.current_stream(bucket.device)
+        flat = self._collected(bucket)
         if self._side is None:
-            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._side
-
-    def _collected(self, bucket: Bucket) -> torch.Tensor:
-        """The bucket of the replica whose turn it is, scaled: few large operations in place of many small ones."""
-        parameters = [self.parameters[index] for index in bucket.indices]
-        seen = [index in self._seen for index in bucket.indices]
-        gradients = [
-            parameter.grad.detach() if there and parameter.grad is not None else torch.zeros_like(parameter)
-            for parameter, there in zip(parameters, seen, strict=True)
-        ]
-        if all(parameter.is_contiguous() for parameter in parameters):
-            flat = torch._utils._flatten_dense_tensors(gradients)  # type: ignore[no-untyped-call]
-            flat = flat.clone() if len(gradients) == 1 else flat
-        else:
-            flat = torch.empty(bucket.length, dtype=bucket.dtype, device=bucket.device)
-            torch._foreach_copy_(self._views(bucket, flat), gradients)
-        assert isinstance(flat, torch.Tensor)
-        return flat.mul_(1.0 / self.num_replicas)
-
-    def _copy_to_host(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        side = self._stream(bucket.device)
-        side.wait_stream(torch.cuda.current_stream(bucket.device))
+            self._side = torch.cuda.Stream(bucket.device)  # type: ignore[no-untyped-call]
+        side = self._side
+        side.wait_stream(present)
         with torch.cuda.stream(side):
-            bucket.parts[self._slot].copy_(flat, non_blocking=True)
+            if self._is_last and len(self._blocks) == 1:
+                self._fold(bucket, flat)
+                bucket.flat = flat
+            else:
+                bucket.parts[self._slot].copy_(flat, non_blocking=True)
             bucket.copied = side.record_event()
         flat.record_stream(side)
 
-    def _fold_on_device(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        """This worker hosts all replicas: fold where the last one's gradients lie, the others' brought back chunk by
-        chunk, while backward goes on. The same additions in the same order as anywhere else."""
-        side = self._stream(bucket.device)
-        bucket.summed = torch.empty_like(flat)
-        length = order.chunk_length(bucket.length, bucket.dtype.itemsize, self.num_replicas)
-        scratch = torch.empty(min(length, bucket.length), dtype=bucket.dtype, device=bucket.device)
-        side.wait_stream(torch.cuda.current_stream(bucket.device))
-        with torch.cuda.stream(side):
-            for begin, end, chunk in order.chunks_between(0, bucket.length, length):
-                total = bucket.summed[begin:end]
-                for place, replica in enumerate(order.chain(chunk, self.num_replicas)):
-                    if replica == self.num_replicas - 1:
-                        operand = flat[begin:end]
-                    else:
-                        operand = total if place == 0 else scratch[: end - begin]
-                        operand.copy_(bucket.parts[replica][begin:end], non_blocking=True)
-                    if place > 0:
-                        torch.add(operand, total, out=total)
-                    elif operand is not total:
-                        total.copy_(operand)
-            bucket.copied = side.record_event()
-        for tensor in (flat, bucket.summed, scratch):
-            tensor.record_stream(side)
+    def _collected(self, bucket: Bucket) -> torch.Tensor:
+        """The gradients of the replica whose turn it is, scaled: few large operations in place of many small ones."""
+        gradients = [parameter.grad for parameter in bucket.parameters]
+        if bucket.seen != bucket.whole:
+            gradients = [found if bucket.seen >> place & 1 else None for place, found in enumerate(gradients)]
+        there = [
+            torch.zeros_like(parameter) if found is None else found
+            for parameter, found in zip(bucket.parameters, gradients, strict=True)
+        ]
+        if bucket.is_plain and len(there) > 1:
+            flat: torch.Tensor = torch._utils._flatten_dense_tensors(there)  # type: ignore[no-untyped-call]
+        else:
+            flat = torch.empty(bucket.length, dtype=bucket.dtype, device=bucket.device)
+            torch._foreach_copy_(bucket.cut(flat), there)
+        return flat.mul_(1.0 / self.num_replicas)
+
+    def _fold(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        """Add the other replicas' gradients, brought back piece by piece, to those of the last one, in place. The same
+        additions in the same order as anywhere else."""
+        last, itemsize = self.num_replicas - 1, flat.element_size()
+        size = min(flat.numel(), PIECE_BYTES // itemsize)
+        before, scratch = torch.empty_like(flat[:size]), torch.empty_like(flat[:size])
+        length = order.chunk_length(bucket.length, itemsize, self.num_replicas)
+        for chunk_begin, chunk_end, chunk in order.chunks_between(0, bucket.length, length):
+            replicas = order.chain(chunk, self.num_replicas)
+            turn = replicas.index(last)
+            for begin in range(chunk_begin, chunk_end, size):
+                end = min(begin + size, chunk_end)
+                total = flat[begin:end]
+                for place, replica in enumerate(replicas):
+                    if replica == last:
+                        if place:
+                            total.add_(before[: end - begin])
+                        continue
+                    target = before if place == 0 else scratch
+                    operand = target[: end - begin]
+                    operand.copy_(bucket.parts[replica][begin:end], non_blocking=True)
+                    if place:
+                        (total if place > turn else before[: end - begin]).add_(operand)
 
     def _fetch(self, bucket: Bucket) -> None:
-        """Bring the sum to the device, if it is not there, and to the parameters."""
-        present = torch.cuda.current_stream(bucket.device)
+        """Bring the sum to the device, if it is not there."""
         if len(self._blocks) > 1:
             assert bucket.total is not None
-            bucket.summed = bucket.total.to(bucket.device, non_blocking=True)
-        elif bucket.copied is not None:
-            present.wait_event(bucket.copied)
-        assert bucket.summed is not None
-        bucket.sums = self._views(bucket, bucket.summed)
-        bucket.summed = None  # it lives as long as the parameters' gradients
+            flat = bucket.total.to(bucket.device, non_blocking=True)
+        else:
+            assert bucket.flat is not None, "every bucket was folded"
+            assert bucket.copied is not None
+            torch.cuda.current_stream(bucket.device).wait_event(bucket.copied)
+            flat, bucket.flat = bucket.flat, None
+        if bucket.is_plain:
+            bucket.sums = torch._utils._unflatten_dense_tensors(flat, bucket.parameters)  # type: ignore[no-untyped-call]
+        else:
+            bucket.sums = bucket.cut(flat)
+
+
+def _make_bucket(name: str, parameters: list[torch.nn.Parameter]) -> Bucket:
+    return Bucket(
+        name,
+        parameters,
+        length=sum(parameter.numel() for parameter in parameters),
+        whole=(1 << len(parameters)) - 1,
+        is_plain=all(parameter.is_contiguous() for parameter in parameters),
+    )
 
 
 def _is_dense(parameter: torch.nn.Parameter) -> bool:

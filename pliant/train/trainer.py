@@ -396,6 +396,7 @@ class Trainer:
 
     def _come_to_rest(self) -> None:
         """Between epochs every worker has replica 0's buffers, and the random state of the first replica it hosts."""
+        self.gradients.rest()
         if self.hosted and self.contexts:
             rng.restore(self.contexts[self.hosted[0]].random, self.parts.device)
         self.buffers.load(self.first_buffers)
