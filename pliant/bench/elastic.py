@@ -223,8 +223,8 @@ class ElasticJob:
 
 def _some_ports() -> str:
     """A range in which no other job on this host is likely to look for ports."""
-    begin = random.SystemRandom().randrange(12_000, 31_000, 100)
-    return f"{begin}-{begin + 100}"
+    begin = random.SystemRandom().randrange(12_000, 31_000, 500)
+    return f"{begin}-{begin + 500}"
 
 
 def members(told: Sequence[Beginning]) -> dict[int, Beginning]:
