@@ -60,7 +60,7 @@ def run(options: Options) -> Json:
         cells=cells,
         complaints=complaints,
         remarks=[
-            "throughput is relative to one packed worker, as in the paper",
+            "throughput in the picture is relative to one packed worker, as in the paper",
             *([] if on_gpu else ["on a CPU the gradients of all replicas count as ours: memory grows by them"]),
         ],
     )
@@ -175,7 +175,10 @@ def plot(result: Json, path: Path) -> None:
             rates = {name: [_of(cell, name) for cell in mine] for name in ("ours", "packed")}
             one = rates["packed"][0] or 1.0
             scaled = {name: [value and value / one for value in values] for name, values in rates.items()}
-            plotting.bars(panels[2 * number + 1], [str(count) for count in counts], scaled, {})
+            published = cast("dict[str, float]", PAPER.get(model, {}).get("throughput", {}))
+            scaled["paper, EasyScale"] = [published.get(str(count)) for count in counts]
+            colours = {"paper, EasyScale": plotting.PAPER}
+            plotting.bars(panels[2 * number + 1], [str(count) for count in counts], scaled, colours)
             panels[2 * number + 1].set(title=f"{model}: throughput", xlabel="replicas")
 
 

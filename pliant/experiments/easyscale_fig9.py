@@ -9,7 +9,8 @@ compared after every step. Machines of another kind are stood for by kernels for
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -75,6 +76,7 @@ def measure(options: Options, chosen: Sequence[Series]) -> Json:
         cells=cells,
         complaints=complaints,
         remarks=[
+            "two runs share the machine: what counts are bits, not times",
             "live resizes instead of restarts; SHA-256 of parameters, optimizer and buffers instead of printed losses",
             "an unlike machine is a process with ATEN_CPU_CAPABILITY=default and ONEDNN_MAX_CPU_ISA=SSE41, unless D2 "
             "pins them; under D1 it is refused and the job goes on with 2 workers, where the paper's diverges",
@@ -92,26 +94,29 @@ def _cell(model: str, steps: int, options: Options, chosen: Sequence[Series]) ->
         replicas=REPLICAS,
         flags=("--digest",),
     )
-    golden: dict[bool, Trial] = {}
-    series: dict[str, Json] = {}
-    times: list[float] = []
-    for each in chosen:
-        pinned = each.level == "D2"
-        if pinned not in golden:
-            options.say(f"{model}: stock DDP{', pinned as under D2' * pinned}, {REPLICAS} processes")
-            golden[pinned] = trials.ddp(task, pinned=pinned)
+    schedule = [(number * steps, size) for number, size in enumerate(STAGES) if number]
+
+    def golden(pinned: bool) -> Trial:
+        options.say(f"{model}: stock DDP{', pinned as under D2' * pinned}, {REPLICAS} processes")
+        return trials.ddp(task, pinned=pinned)
+
+    def elastic(each: Series) -> Trial:
         options.say(f"{model}: pliant {each.name}, workers {' -> '.join(map(str, STAGES))}")
-        schedule = [(number * steps, size) for number, size in enumerate(STAGES) if number]
         flags = (*task.flags, *["--unlike"] * each.unlike)
-        found = trials.elastic(_with(task, flags), STAGES[0], schedule, level=each.level)
-        series[each.name] = compare(found, golden[pinned], task.steps)
-        times += found.step_times_s()
-    ddp_s = timed(golden[min(golden)].step_times_s())
-    return {"model": model, "series": series, "ours": timed(times), "peers": {"ddp": ddp_s}}
+        return trials.elastic(replace(task, flags=flags), STAGES[0], schedule, level=each.level)
 
-
-def _with(task: Task, flags: tuple[str, ...]) -> Task:
-    return Task(model=task.model, scale=task.scale, steps=task.steps, replicas=task.replicas, flags=flags)
+    levels = sorted({each.level == "D2" for each in chosen})
+    found = trials.together(
+        [*(partial(golden, pinned) for pinned in levels), *(partial(elastic, each) for each in chosen)]
+    )
+    goldens, ours = dict(zip(levels, found, strict=False)), found[len(levels) :]
+    series = {
+        each.name: compare(trial, goldens[each.level == "D2"], task.steps)
+        for each, trial in zip(chosen, ours, strict=True)
+    }
+    times = [seconds for trial in ours for seconds in trial.step_times_s()]
+    peers = {"ddp": {**timed(goldens[levels[0]].step_times_s()), "speedup": None}}
+    return {"model": model, "series": series, "ours": timed(times), "peers": peers}
 
 
 def compare(found: Trial, golden: Trial, num_steps: int) -> Json:
@@ -169,7 +174,7 @@ def table(result: Json) -> TableRows:
             stages = [f"{sum(same[begin : begin + steps])}/{steps}" for begin in range(0, len(same), steps)]
             refused = "yes" if series["refused"] else ""
             rows.append((str(cell["model"]), name, *stages, f"{max(deltas, default=0):.2g}", refused))
-    columns = ("model", "level", *(f"{size} workers" for size in STAGES), "max |delta loss|", "refused")
+    columns = ("model", "level", "4 x 1", "2 x 2", "2+1+1", "max |delta|", "refused")
     return TableRows(f"steps with DDP's bits, {REPLICAS} replicas, {steps} steps per stage", columns, tuple(rows))
 
 
@@ -184,10 +189,10 @@ def plot(result: Json, path: Path) -> None:
         path, "Loss of the last replica minus loss of the last DDP rank", caption, len(cells)
     ) as panels:
         for axes, cell in zip(panels, cells, strict=True):
-            for name, series in cast("dict[str, Json]", cell["series"]).items():
+            for number, (name, series) in enumerate(cast("dict[str, Json]", cell["series"]).items()):
                 deltas = cast("list[float | None]", series["delta_loss"])
                 values = [float("nan") if delta is None else delta for delta in deltas]
-                axes.plot(values, label=name, color=COLOURS.get(name), alpha=0.8)
+                axes.plot(values, label=name, color=COLOURS.get(name), linewidth=5 - number)
             for boundary in range(1, len(STAGES)):
                 axes.axvline(boundary * steps - 0.5, color=plotting.PAPER, linestyle=":")
             axes.set(title=str(cell["model"]), xlabel="mini-batch", ylabel="difference of loss")

@@ -14,7 +14,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from pliant.errors import LaunchError
 
 PROGRAM = Path(__file__).with_name("program.py")
 GRACE_S = 10.0
+_running: set[subprocess.Popen[str]] = set()
 Schedule = Sequence[tuple[int, int]]
 """(step, workers): how many there shall be from that step on."""
 
@@ -146,6 +148,19 @@ def elastic(
     return _run(task, command, "pliant", more=["--hold", format_schedule(held)], timeout_s=timeout_s)
 
 
+def together(calls: Sequence[Callable[[], Trial]]) -> list[Trial]:
+    """The results of these calls, two of them at a time: for trials whose bits count, and not their times."""
+    with ThreadPoolExecutor(2, "trial") as pool:
+        futures = [pool.submit(call) for call in calls]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(_running):
+                process.terminate()
+            raise
+
+
 def pins() -> dict[str, str]:
     """The environment that D2 pins."""
     from pliant.launch.options import RunOptions
@@ -181,6 +196,7 @@ def _finish(command: Sequence[str], environ: Mapping[str, str], timeout_s: float
         command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, errors="replace", start_new_session=True,
     )  # fmt: skip
+    _running.add(process)
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -193,6 +209,7 @@ def _finish(command: Sequence[str], environ: Mapping[str, str], timeout_s: float
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+        _running.discard(process)
     return output, process.returncode
 
 
