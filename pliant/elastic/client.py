@@ -133,6 +133,10 @@ class ConfigClient:
         """Say that `worker` can train; it does once the roll lists it. NotWanted: it was removed, and must end."""
         return self._roll("POST", "/ready", _notice(worker))
 
+    def settled(self, worker: Worker, replicas: int = 0) -> Roll:
+        """Say that `worker` has the state of a job of so many replicas: others may now leave it to this one."""
+        return self._roll("POST", "/settled", {"Worker": worker.to_json(), "Replicas": replicas})
+
     def lost(self, worker: Worker, reason: str) -> Roll:
         """Say that `worker` has died or fallen silent; the roll without it is urgent. Nothing if that is known."""
         return self._roll("POST", "/lost", _notice(worker, reason))

@@ -113,6 +113,17 @@ def check_finish(value: object) -> None:
         raise ConfigError(f'{value!r:.60} says more than that the job is done: give no body, or {{"Reason": "..."}}')
 
 
+def settled_in(value: object) -> tuple[Worker, int]:
+    """The worker and the number of replicas in `{"Worker": {"Host": "10.0.0.1", "Port": 10000}, "Replicas": 4}`."""
+    example = '{"Worker": {"Host": "10.0.0.1", "Port": 10000}, "Replicas": 4}'
+    if not isinstance(value, dict) or not {"Worker"} <= set(value) <= {"Worker", "Replicas"}:
+        raise ConfigError(f"{value!r:.60} names no worker that has settled: give {example}")
+    replicas = value.get("Replicas", 0)
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or not 0 <= replicas < 2**31:
+        raise ConfigError(f'"Replicas" {replicas!r:.60} is not a number from 0: give {example}')
+    return Worker.from_json(value["Worker"]), replicas
+
+
 def notice_in(value: object) -> tuple[Worker, str]:
     """The worker and the reason in `{"Worker": {"Host": "10.0.0.1", "Port": 10000}, "Reason": "exit 1"}`."""
     example = '{"Worker": {"Host": "10.0.0.1", "Port": 10000}, "Reason": "why, if you like"}'

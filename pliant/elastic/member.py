@@ -177,6 +177,8 @@ class Member:
                 with contextlib.suppress(PliantError):
                     if what == "lost":
                         client.lost(worker, why)
+                    elif what == "settled":
+                        client.settled(worker, self.max_members or 0)
                     elif what == "leave":
                         client.leave(worker)
 
@@ -243,6 +245,11 @@ class Member:
     def unpublish(self, prefix: str) -> None:
         self._station.unpublish(prefix)
 
+    def settled(self) -> None:
+        """Say that this worker has the state of the job; returns at once."""
+        if self.elastic:
+            self._errands.put(("settled", self.me, ""))
+
     def leave(self) -> None:
         """Ask to be left out of the next roll (a spot notice); returns at once."""
         self._errands.put(("leave", self.me, ""))
@@ -300,6 +307,9 @@ class Alone:
 
     def unpublish(self, prefix: str) -> None:
         """Nothing is published."""
+
+    def settled(self) -> None:
+        """There is nobody to tell."""
 
     def leave(self) -> None:
         """There is nobody to tell."""

@@ -2,18 +2,22 @@
 
 Pure values and functions: no I/O, no clock. The wanted view (`elastic.membership`) says who shall
 train; the roll says who does. A wish becomes the roll when all its workers are ready, so that
-nobody who trains ever waits for somebody who starts; a loss changes it at once.
+nobody who trains ever waits for somebody who starts; a loss changes it at once. Workers that are to leave
+stay as long as the others depend on them for the job's state.
 `Membership` is all that the config server keeps, and `Membership.after` is its only rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from pliant.cluster import View, Worker
 from pliant.elastic.membership import NO_LIMITS, Clear, Limits, RemoveWorker, Request, Reset, Wanted
 from pliant.errors import ClusterCleared, ConfigError, NotWanted
+
+KEPT_HOLDERS = 2
+"""While newcomers have not got the state, so many of those who have it stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,17 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class Settled:
+    """`worker` has done a step with the others, and so has the state of the job.
+
+    Of a roll that is longer than `replicas`, only so many take part; 0 means all.
+    """
+
+    worker: Worker
+    replicas: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """`worker` died or fell silent: it is no longer wanted, and the others drop the step they shared with it.
 
@@ -89,7 +104,7 @@ class Finished:
     """The program has run to its end: everybody stops."""
 
 
-Event = Ready | Lost | Left | Finished
+Event = Ready | Settled | Lost | Left | Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +115,10 @@ class Membership:
     roll: Roll = field(default_factory=Roll)
     ready: frozenset[Worker] = frozenset()
     """Workers that are up; each of them is wanted or a member."""
+    settled: frozenset[Worker] = frozenset()
+    """Members that have the state of the job."""
+    replicas: int = 0
+    """How many of the members take part; 0: all."""
 
     @classmethod
     def of(cls, wanted: Wanted) -> Membership:
@@ -122,10 +141,12 @@ class Membership:
         match request:
             case Ready(worker):
                 return self._with(worker)
+            case Settled(worker, replicas):
+                return self._knowing(worker, replicas)
             case Lost(worker) | Left(worker):
                 return self._without(worker, lost=isinstance(request, Lost))
             case Finished():
-                return self if self.wanted.view is None or self.roll.over else self._settled(self.wanted, over=True)
+                return self if self.wanted.view is None or self.roll.over else self._moved(self.wanted, over=True)
             case Reset():
                 wanted = self.wanted.after(request)
                 return self if wanted is self.wanted else Membership(wanted, self._turned((), False, wanted))
@@ -134,7 +155,7 @@ class Membership:
                 f"the job has finished (version {self.wanted.version}), its view is closed: reset it before the next job"
             )
         wanted = self.wanted.after(request, limits)
-        return self if wanted is self.wanted else self._settled(wanted)
+        return self if wanted is self.wanted else self._moved(wanted)
 
     def _with(self, worker: Worker) -> Membership:
         if worker not in _workers(self.wanted):
@@ -142,7 +163,7 @@ class Membership:
             raise NotWanted(
                 f"worker {worker} is not in the wanted view (version {self.wanted.version}): {why}; it must end"
             )
-        return self if self.roll.over or worker in self.ready else self._settled(self.wanted, {*self.ready, worker})
+        return self if self.roll.over or worker in self.ready else self._moved(self.wanted, {*self.ready, worker})
 
     def _without(self, worker: Worker, *, lost: bool) -> Membership:
         is_wanted, is_member = worker in _workers(self.wanted), worker in self.roll.members
@@ -152,32 +173,62 @@ class Membership:
         if lost and _workers(wanted) == (worker,):
             # Without anybody wanted the job would be over. It stays listed, though not ready, until its runner asks for
             # another in its place and reports it lost again, or clears the view.
-            return self._settled(wanted, self.ready - {worker}, gone=worker, urgent=is_member)
+            return self._moved(wanted, self.ready - {worker}, gone=worker, urgent=is_member)
         if is_wanted:
             wanted = wanted.after(RemoveWorker(worker))
             if lost and self.wanted.view is not None and wanted.view is not None:
                 wanted = replace(wanted, view=replace(wanted.view, runners=self.wanted.view.runners))
-        return self._settled(wanted, self.ready - {worker}, gone=worker, urgent=lost and is_member)
+        if lost:
+            return self._moved(wanted, self.ready - {worker}, gone=worker, urgent=is_member)
+        return self._moved(wanted, leaving=worker)
 
-    def _settled(
+    def _knowing(self, worker: Worker, replicas: int) -> Membership:
+        if worker not in self.roll.members or worker in self.settled:
+            return self
+        known = replace(self, settled=self.settled | {worker}, replicas=replicas)
+        return known._moved(self.wanted)
+
+    def _moved(
         self,
         wanted: Wanted,
         ready: frozenset[Worker] | set[Worker] | None = None,
         *,
         gone: Worker | None = None,
+        leaving: Worker | None = None,
         urgent: bool = False,
         over: bool = False,
     ) -> Membership:
         """This state with another `wanted` and `ready`, and the roll that follows from them."""
         ready = self.ready if ready is None else ready
         over = over or wanted.cleared
-        members = tuple(member for member in self.roll.members if member != gone)
-        if over:
-            members = ()
-        elif ready.issuperset(_workers(wanted)):
-            members = _workers(wanted)
+        members = () if over else self._members(wanted, ready, gone, leaving)
         known = {*members, *_workers(wanted)}
-        return Membership(wanted, self._turned(members, over, wanted, urgent), frozenset(known.intersection(ready)))
+        return Membership(
+            wanted,
+            self._turned(members, over, wanted, urgent),
+            frozenset(known.intersection(ready)),
+            self.settled.intersection(members),
+            self.replicas,
+        )
+
+    def _members(
+        self, wanted: Wanted, ready: Set[Worker], gone: Worker | None, leaving: Worker | None
+    ) -> tuple[Worker, ...]:
+        """Who trains from now on: those wanted once all are ready, and with newcomers as many of those that have
+        the state as it takes for no single crash to lose it. They come first, for the end of a long roll stands by."""
+        current = tuple(member for member in self.roll.members if member != gone)
+        if ready >= set(_workers(wanted)):
+            members = _workers(wanted)
+        else:
+            members = tuple(member for member in current if member != leaving)
+        holders = [member for member in current if member in self.settled]
+        if not members or self.settled.issuperset(members):
+            return members
+        room = max(1, self.replicas - 1) if self.replicas else KEPT_HOLDERS
+        missing = min(KEPT_HOLDERS, len(holders), room) - len(self.settled.intersection(members))
+        keepers = [holder for holder in holders if holder not in members]
+        keepers.sort(key=lambda holder: holder == leaving)
+        return (*keepers[: max(0, missing)], *members)
 
     def _turned(self, members: tuple[Worker, ...], over: bool, wanted: Wanted, urgent: bool = False) -> Roll:
         """The roll with these members: the same one if nothing is different about it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -21,6 +21,7 @@ _LOCK_TIMEOUT_S = 1.0
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS wanted (id INTEGER PRIMARY KEY CHECK (id = 1), version INTEGER NOT NULL, view TEXT)",
     "CREATE TABLE IF NOT EXISTS roll (id INTEGER PRIMARY KEY CHECK (id = 1), roll TEXT NOT NULL, ready TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS settled (id INTEGER PRIMARY KEY CHECK (id = 1), workers TEXT NOT NULL, replicas INTEGER)",
 )
 
 
@@ -82,12 +83,15 @@ class Store:
         assert self._database is not None, "save() needs an open store: use `with`"
         wanted = state.wanted
         view = None if wanted.view is None else json.dumps(wanted.view.to_json())
-        roll, ready = json.dumps(state.roll.to_json()), json.dumps([worker.to_json() for worker in sorted(state.ready)])
+        roll, ready, settled = json.dumps(state.roll.to_json()), _listed(state.ready), _listed(state.settled)
         with _transaction(self._database):
             self._database.execute(
                 "INSERT OR REPLACE INTO wanted (id, version, view) VALUES (1, ?, ?)", (wanted.version, view)
             )
             self._database.execute("INSERT OR REPLACE INTO roll (id, roll, ready) VALUES (1, ?, ?)", (roll, ready))
+            self._database.execute(
+                "INSERT OR REPLACE INTO settled (id, workers, replicas) VALUES (1, ?, ?)", (settled, state.replicas)
+            )
         self.state = state
 
     @staticmethod
@@ -101,11 +105,16 @@ class Store:
         if row is None:  # written before there were rolls
             return Membership.of(wanted)
         roll, ready = row
-        return Membership(
-            wanted,
-            Roll.from_json(json.loads(roll)),
-            frozenset(Worker.from_json(worker) for worker in json.loads(ready)),
-        )
+        settled, replicas = database.execute("SELECT workers, replicas FROM settled").fetchone() or ("[]", 0)
+        return Membership(wanted, Roll.from_json(json.loads(roll)), _workers(ready), _workers(settled), replicas)
+
+
+def _listed(workers: Iterable[Worker]) -> str:
+    return json.dumps([worker.to_json() for worker in sorted(workers)])
+
+
+def _workers(text: str) -> frozenset[Worker]:
+    return frozenset(Worker.from_json(worker) for worker in json.loads(text))
 
 
 @contextmanager

@@ -33,12 +33,13 @@ from pliant.elastic.inputs import (
     notice_in,
     number_in,
     query,
+    settled_in,
     size_in,
     version_in,
     wait_s,
 )
 from pliant.elastic.membership import AddWorker, Clear, Limits, Put, RemoveWorker, Reset, Resize, Wanted
-from pliant.elastic.roll import Event, Finished, Left, Lost, Membership, Ready, Roll
+from pliant.elastic.roll import Event, Finished, Left, Lost, Membership, Ready, Roll, Settled
 from pliant.elastic.store import Store
 from pliant.elastic.waiting import Bell
 from pliant.errors import CapacityError, ClusterCleared, ConfigError, NotWanted, NoView, PliantError, StaleView
@@ -57,6 +58,7 @@ PATHS = (
     "/resize",
     "/roll",
     "/ready",
+    "/settled",
     "/lost",
     "/leave",
     "/finish",
@@ -112,6 +114,7 @@ class Web:
             _route("/resize", PUT=self._resize, POST=self._resize),
             _route("/roll", GET=self._get_roll),
             _route("/ready", PUT=self._ready, POST=self._ready),
+            _route("/settled", PUT=self._settled, POST=self._settled),
             _route("/lost", PUT=self._lost, POST=self._lost),
             _route("/leave", PUT=self._leave, POST=self._leave),
             _route("/finish", PUT=self._finish, POST=self._finish),
@@ -217,6 +220,10 @@ class Web:
         worker, _ = decoded(await body_of(request), notice_in)
         return self._note(Ready(worker))
 
+    async def _settled(self, request: Request) -> Response:
+        worker, replicas = decoded(await body_of(request), settled_in)
+        return self._note(Settled(worker, replicas))
+
     async def _lost(self, request: Request) -> Response:
         worker, reason = decoded(await body_of(request), notice_in)
         return self._note(Lost(worker, reason[:MAX_REASON_CHARS]))
@@ -310,6 +317,6 @@ def _told(request: membership.Request | Event, before: Membership, after: Member
         parts.append("nothing is wanted" if wanted.view is None else f"{wanted.view.size} workers wanted")
     if roll is not before.roll:
         parts.append(f"roll {roll.number} of {len(roll.members)} members" + (", over" if roll.over else ""))
-    who = f" {request.worker}" if isinstance(request, Ready | Lost | Left | AddWorker | RemoveWorker) else ""
+    who = f" {request.worker}" if isinstance(request, Ready | Settled | Lost | Left | AddWorker | RemoveWorker) else ""
     why = f" ({request.reason!r})" if isinstance(request, Lost) and request.reason else ""
     return f"{', '.join(parts)}: {type(request).__name__}{who}{why}"

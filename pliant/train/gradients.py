@@ -22,7 +22,7 @@ from pliant.comm.handle import Handle
 from pliant.errors import TrainError, Unsliceable
 from pliant.train.buckets import Item, Layout, first_layout, rebuilt_layout
 
-PIECE_BYTES = 8 << 20
+PIECE_BYTES = 2 << 20
 """What is brought back to the device at once when it folds."""
 
 

@@ -146,6 +146,7 @@ class Trainer:
         self._pending: list[Handle] = []
         self._blocks: tuple[int, ...] = ()
         self._needs_hosting = True
+        self._settled_in = -1
 
     # --- a view ---
 
@@ -389,6 +390,10 @@ class Trainer:
         self.progress.step += 1
         self.progress.epoch_step += 1
         self._forget_step()
+        if self._settled_in < 0 or self._settled_in != self._member.entered:
+            # Told for every roll: the server forgets it of workers that were off the roll for a while.
+            self._settled_in = self._member.entered
+            self._member.settled()
         self.on_commit()
 
     def _forget_step(self) -> None:

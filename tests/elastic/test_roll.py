@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pliant.cluster import View, Worker
 from pliant.elastic.membership import AddWorker, Clear, Put, RemoveWorker, Request, Reset, Resize, Wanted
-from pliant.elastic.roll import Event, Finished, Left, Lost, Membership, Ready, Roll, missing
+from pliant.elastic.roll import Event, Finished, Left, Lost, Membership, Ready, Roll, Settled, missing
 from pliant.errors import ClusterCleared, ConfigError, NotWanted, PliantError
 
 A0, A1, A2, A3 = (Worker("10.0.0.1", port) for port in (10000, 10001, 10002, 10003))
@@ -124,6 +124,38 @@ def test_nothing_to_finish_is_no_end() -> None:
 def test_an_unwanted_worker_is_refused(before: tuple[Request | Event, ...]) -> None:
     with pytest.raises(NotWanted, match=r"worker 10\.0\.0\.1:10001 is not in the wanted view .* it must end"):
         after(*before, Ready(A1))
+
+
+def test_who_has_the_state_stays_until_a_newcomer_has_it() -> None:
+    alone = after(put(A0), Ready(A0), Settled(A0, 4))
+    both = alone.after(put(A0, A1)).after(Ready(A1))
+    assert both.roll.members == (A0, A1)
+    wished = both.after(put(A1))
+    assert wished.roll.members == (A0, A1), "A1 was listed, but has done no step"
+    assert wished.after(Settled(A1, 4)).roll.members == (A1,)
+
+
+def test_a_full_replacement_keeps_two_holders_until_two_others_have_the_state() -> None:
+    old = after(put(A0, A1), Ready(A0), Ready(A1), Settled(A0, 4), Settled(A1, 4))
+    moved = old.after(put(A2, A3)).after(Ready(A2)).after(Ready(A3))
+    assert moved.roll.members == (A0, A1, A2, A3)
+    assert moved.after(Lost(A0)).roll.members == (A1, A2, A3), "no single crash loses the state"
+    assert moved.after(Settled(A2, 4)).roll.members == (A0, A2, A3)
+    assert moved.after(Settled(A2, 4)).after(Settled(A3, 4)).roll.members == (A2, A3)
+    narrow = after(put(A0, A1), Ready(A0), Ready(A1), Settled(A0, 2), Settled(A1, 2))
+    assert narrow.after(put(A2, A3)).after(Ready(A2)).after(Ready(A3)).roll.members == (A0, A2, A3), "room for one"
+
+
+def test_a_shrink_keeps_nobody() -> None:
+    old = after(*TWO, Settled(A0, 4), Settled(A1, 4))
+    assert old.after(put(A1)).roll.members == (A1,)
+    assert old.after(Left(A0)).roll.members == (A1,)
+
+
+def test_who_takes_leave_stays_if_nobody_else_has_the_state() -> None:
+    both = after(put(A0), Ready(A0), Settled(A0, 4), put(A0, A1), Ready(A1))
+    assert both.after(Left(A0)).roll.members == (A0, A1)
+    assert both.after(Left(A0)).after(Settled(A1, 4)).roll.members == (A1,)
 
 
 def test_the_loss_of_all_leaves_the_job_open_for_a_replacement() -> None:
