@@ -30,7 +30,7 @@ from pliant.comm.slices import PriorityQueue
 from pliant.comm.store import Store
 from pliant.comm.telemetry import LaneStats
 from pliant.comm.wire import Frame, Kind
-from pliant.errors import CommError, Mismatch, WorkerLost
+from pliant.errors import CommError, Mismatch, ViewChanged, WorkerLost
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class Core:
         """The same of earlier views, until everybody is known to have left them."""
         self._finished_by: dict[int, dict[bytes, int]] = {}
         self._moved_on: set[int] = set()
+        self._moved: dict[int, ViewChanged] = {}
         """Ranks that left the job from a later view: they had finished with this one."""
 
     # --- what users submit ---
@@ -108,10 +109,9 @@ class Core:
         program = operation.program
         channel = program.known.channel
         self._submitted[channel] = operation.seq + 1
-        if self.lost or self._early_errors:
-            gone = next(
-                (self.lost[r] for r in program.spec.members if r in self.lost and self._needs(r, operation)), None
-            )
+        if self.lost or self._moved or self._early_errors:
+            absent: dict[int, CommError] = {**self._moved, **self.lost}
+            gone = next((absent[r] for r in program.spec.members if r in absent and self._needs(r, operation)), None)
             error = gone or self._early_errors.pop(operation.key, None)
             if error is not None:
                 self.fail(operation, error)
@@ -244,6 +244,9 @@ class Core:
                 self.dirty.add(link)
             case Kind.BYE:
                 self.on_bye(link, frame[3], payload)
+            case Kind.MOVED:
+                self._finished_by[link.rank] = dict(wire.TAGGED.iter_unpack(payload))
+                self._go_on_without(link)
             case Kind.HEARTBEAT:
                 pass
             case _:
@@ -684,6 +687,14 @@ class Core:
             self.fail(operation, error)
         self._forget(rank, error)
 
+    def _go_on_without(self, link: Link) -> None:
+        """A worker is in another view now: what it had finished here needs nothing more from it, all else fails."""
+        error = self._moved[link.rank] = ViewChanged(f"{link.worker} has moved on to another view")
+        for operation in list(self._operations.values()):
+            if link.rank in operation.program.spec.members and self._needs(link.rank, operation):
+                self.fail(operation, error)
+        self.requests.fail(error, link.rank)
+
     def leave(self, rank: int) -> None:
         """A worker has left in good order: what it had finished needs nothing more from it, all else fails."""
         if rank in self.lost:
@@ -717,6 +728,13 @@ class Core:
         """The worker moves to another view. What peers were owed is queued; all else ends with `error`."""
         self.retired = True
         self.say_notices()
+        # Whoever still waits for us in this view waits in vain, and must be told: it may have been asked to move on later
+        # than we were, or have got further than we had.
+        finished = self.farewell()
+        for rank, link in self.links.items():
+            if rank not in self.lost:
+                link.say(header(Kind.MOVED, self.view.number, length=len(finished)), finished)
+                self.dirty.add(link)
         self.abort(error)
         self.runnable.clear()
         self._early.clear()

@@ -43,6 +43,7 @@ class Kind(IntEnum):
     ASK = 13  # send me what you stored
     TELL = 14  # here it is
     BYE = 15  # I am leaving in good order
+    MOVED = 17  # I have left this view for another one; this is what I had finished in it
     PARTS = 16  # like OFFER, for one collective whose operands lie apart from its result
 
 

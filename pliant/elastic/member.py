@@ -54,6 +54,8 @@ class Member:
         self._prepared: dict[int, Roll] = {}
         self._entered = -1
         self._current: tuple[Worker, ...] = ()
+        self.settling = False
+        """Whether the program is on its way into a roll: it then turns to the next one as soon as there is one."""
         self._closing = self._finished = False
         self._reached_s = time.monotonic()
         self._errands: queue.SimpleQueue[tuple[str, Worker, str] | None] = queue.SimpleQueue()
@@ -135,6 +137,8 @@ class Member:
                 with contextlib.suppress(EngineClosed):  # the program may be leaving just now
                     if roll.urgent > self._entered:
                         self._station.abort(ViewChanged(f"roll {roll.urgent} excludes a lost worker"))
+                    elif self.settling and roll.number > self._entered:
+                        self._station.abort(ViewChanged(f"roll {roll.number} has come meanwhile"))
                     elif roll.over and not roll.members and not self._finished:
                         self._station.abort(ViewChanged("the job is over"))
             self._changed.notify_all()
@@ -235,8 +239,8 @@ class Member:
         with self._changed:
             engine = self._station.enter(view)
             self._entered, self._current = roll.number, view.workers
-            if self._latest.urgent > roll.number:
-                self._station.abort(ViewChanged(f"roll {self._latest.urgent} excludes a lost worker"))
+            if self._latest.number > roll.number:
+                self._station.abort(ViewChanged(f"roll {self._latest.number} has come meanwhile"))
         return engine
 
     def publish(self, name: str, tensor: object) -> None:
@@ -275,6 +279,7 @@ class Alone:
     """The membership of a program that was started without `pliant run`: one worker, for ever."""
 
     elastic = False
+    settling = False
     over = False
     entered = -1
     prepared = 0

@@ -72,6 +72,7 @@ class Settling:
         self._before_end = before_end
         """Called when nobody is left to go on: the last chance to write the state down."""
         self._say = say
+        self._was_listed = False
         self.has_state = False
 
     def join(self) -> None:
@@ -109,12 +110,13 @@ class Settling:
                 raise Left("the job is over")
             view = self._member.view_of(roll)
             if self._member.me not in view.workers:
-                if self._member.me not in roll.members and self.has_state:
+                if self._member.me not in roll.members and (self.has_state or self._was_listed):
                     if planned is not None:
                         self._trainer.gather_contexts()
                     raise Left(f"{self._member.me} is not in roll {roll.number}")
                 after, planned = roll.number, None  # stand by: more workers than replicas
                 continue
+            self._was_listed = self._member.settling = True
             try:
                 self._enter(roll, planned is not None)
                 return
@@ -123,6 +125,8 @@ class Settling:
                     raise
                 log.debug("roll %d came to nothing: %s", roll.number, error)
                 after, planned = max(after, roll.number), None
+            finally:
+                self._member.settling = False
 
     def _enter(self, roll: Roll, planned: bool) -> None:
         trainer, member = self._trainer, self._member

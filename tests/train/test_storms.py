@@ -1,0 +1,145 @@
+"""Many changes and deaths at random, and two changes where others expect one: nothing committed is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+from gang import FULL, left_behind
+from golden import golden
+from subject import ALL, Stage, Task, compare, history, new_workers, spec_of, staged, view_of
+
+from pliant.cluster import Worker
+from pliant.errors import ClusterCleared
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+LONG = "conv-long"
+STEPS_PER_EPOCH = 25
+
+
+def test_a_member_that_never_trained_inherits_the_job(tmp_path: Path) -> None:
+    """Two changes between two steps: the view in between, which no step was done in, is all that the two share."""
+    first, second = new_workers(2)
+    with staged(Task(program="conv", replicas=4, epochs=4, journal=""), tmp_path) as stage:
+        stage.change([first])
+        stage.advance(3)
+        stage.want([first, second])
+        stage.until(lambda: stage.client.roll().members == (first, second))
+        stage.want([second])
+        assert stage.client.roll().members == (first, second), "only the first one has the state"
+        stage.open_gate(ALL)
+        stage.until_over()
+        compare(stage.history, golden("conv", 4, 4))
+        assert history([stage.actor(second).journal]).commits, "the second one never trained"
+
+
+@pytest.mark.timeout(1500)
+def test_a_storm_of_changes_and_kills(tmp_path: Path) -> None:
+    """Random views and random deaths; the issue's numbers with PLIANT_FULL=1."""
+    epochs, changes, kills = (40, 200, 50) if FULL else (3, 10, 4)
+    task = Task(program=LONG, replicas=4, epochs=epochs, journal="")
+    chance = random.Random(5)
+    oracle = golden(LONG, 4, epochs)
+    with staged(task, tmp_path) as stage:
+        stage.replaces = True
+        stage.change(new_workers(2))
+        events = ["change"] * changes + ["kill"] * kills
+        chance.shuffle(events)
+        for number, event in enumerate(events):
+            stage.open_gate(max(stage.allowed, len(oracle) * (number + 1) // (len(events) + 1)))
+            _happen(stage, event, chance)
+            if number % 2:
+                stage.until_step(stage.allowed, 120)
+        stage.open_gate(ALL)
+        stage.until_over(120)
+        compare(stage.history, oracle, repeats=kills)
+        for epoch in range(epochs):
+            steps = oracle[STEPS_PER_EPOCH * epoch : STEPS_PER_EPOCH * (epoch + 1)]
+            consumed = sorted(sample for step in steps for samples in step.samples for sample in samples)
+            assert consumed == list(range(200)), "the oracle itself has lost or repeated a sample"
+        dead = [actor for actor in stage.actors if actor.exit_code != 0]
+        assert {actor.exit_code for actor in dead} <= {-signal.SIGKILL}
+        assert kills // 2 <= len(dead) <= kills, "a worker may have left just before it was to be killed"
+        specs = [spec_of(actor.worker, view_of([actor.worker])) for actor in stage.actors]
+        assert left_behind(specs, [actor.pid for actor in stage.actors]) == []
+
+
+def _happen(stage: Stage, event: str, chance: random.Random) -> None:
+    """Change the view at random, keeping somebody who trains; or kill somebody, while there is somebody else."""
+    if event == "kill":
+        while len(stage.holders) < 2:
+            view = stage.client.get()
+            if view is not None and view.size < 2:
+                stage.client.add_worker(new_workers(1)[0])
+            stage.open_gate(max(stage.allowed, stage.step + 1))  # newcomers are let in between two steps
+            stage.tend()
+            assert stage.running, "all workers have ended"
+        with contextlib.suppress(ProcessLookupError):  # it has left meanwhile
+            stage.kill(chance.choice(stage.holders))
+        stage.tend(0.2)
+        return
+    members = stage.holders
+    keep = chance.sample(members, chance.randint(1, len(members)))
+    view = [*keep, *new_workers(chance.randint(0, 4 - min(4, len(keep))))]
+    chance.shuffle(view)
+    stage.want(view)
+
+
+@pytest.mark.timeout(900)
+def test_a_storm_of_requests_from_outside(tmp_path: Path) -> None:
+    """Any list of workers every 300 ms, in any order, with one of those who train in it; and lists that are none."""
+    epochs, rounds = (40, 200) if FULL else (3, 12)
+    chance = random.Random(6)
+    oracle = golden(LONG, 4, epochs)
+    with staged(Task(program=LONG, replicas=4, epochs=epochs, journal=""), tmp_path) as stage:
+        stage.change(new_workers(1))
+        spare: list[Worker] = []
+        for number in range(rounds):
+            stage.open_gate(max(stage.allowed, len(oracle) * (number + 1) // (rounds + 1)))
+            members = stage.client.roll().members  # some of them may not have trained yet
+            spare = [*spare, *new_workers(1)][-4:]
+            free = [worker for worker in spare if worker not in members and worker not in _ended(stage)]
+            view = [chance.choice(members), *chance.sample(free, chance.randint(0, min(3, len(free))))]
+            chance.shuffle(view)
+            with contextlib.suppress(ClusterCleared):
+                stage.want(view)
+            _ask_for_nonsense(stage, view)
+            deadline_s = time.monotonic() + 0.3
+            while time.monotonic() < deadline_s:
+                stage.tend(0.05)
+        stage.open_gate(ALL)
+        stage.until_over()
+        compare(stage.history, oracle)
+        assert {actor.exit_code for actor in stage.actors} == {0}
+        specs = [spec_of(actor.worker, view_of([actor.worker])) for actor in stage.actors]
+        assert left_behind(specs, [actor.pid for actor in stage.actors]) == []
+
+
+def _ended(stage: Stage) -> set[Worker]:
+    """Whose turn is over: a worker that has been there once does not come back under its name."""
+    return {actor.worker for actor in stage.actors}
+
+
+def _ask_for_nonsense(stage: Stage, workers: Sequence[Worker]) -> None:
+    """Requests that must be refused with a reason, and change nothing."""
+    good = view_of(workers).to_json()
+    lists: list[object] = [
+        {**good, "Workers": [workers[0].to_json(), workers[0].to_json()]},
+        {**good, "Runners": []},
+        {"Workers": "all"},
+        [],
+    ]
+    with httpx.Client(trust_env=False, verify=False) as http:
+        version = stage.client.state().version
+        url = str(stage.client.url)
+        answers = [http.put(url, json=each) for each in lists]
+        answers.append(http.put(url, content=b'{"Workers": ['))
+        answers.append(http.put(url, json=good, headers={"If-Match": f'"{version - 1}"'}))
+        assert all(400 <= answer.status_code < 500 and answer.json()["error"] for answer in answers)
