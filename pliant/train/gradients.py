@@ -19,7 +19,7 @@ import torch
 from pliant.comm import order
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
-from pliant.errors import TrainError, Unsliceable
+from pliant.errors import CommError, TrainError, Unsliceable
 from pliant.train.buckets import Item, Layout, first_layout, rebuilt_layout
 
 PIECE_BYTES = 2 << 20
@@ -293,6 +293,15 @@ class Gradients:
 
     def wait(self) -> None:
         """Put the sums into `.grad`. Raises CommError if they cannot be had."""
+        try:
+            self._await_sums()
+        except CommError:
+            for parameter in self.parameters:
+                if parameter.grad is None:  # the program's own code may touch it before the step is dropped
+                    parameter.grad = torch.zeros_like(parameter)
+            raise
+
+    def _await_sums(self) -> None:
         if self._on_device and len(self._blocks) > 1:
             for bucket in self._buckets:
                 assert bucket.copied is not None, "every bucket was handed in"
@@ -326,6 +335,11 @@ class Gradients:
         """Have a full bucket leave the device; or fold it there, if this worker hosts all replicas."""
         present = torch.cuda.current_stream(bucket.device)
         flat = self._collected(bucket)
+        if self._is_last:
+            # The sum takes their place before the program sees them again.
+            for place, parameter in enumerate(bucket.parameters):
+                if bucket.seen >> place & 1:
+                    parameter.grad = None
         if self._side is None:
             self._side = torch.cuda.Stream(bucket.device)  # type: ignore[no-untyped-call]
         side = self._side

@@ -22,7 +22,7 @@ from pliant.errors import REFUSED_EXIT, CommError, NotWanted, Refused, TrainErro
 from pliant.train import handover
 from pliant.train.determinism import Fingerprint, Level, differences
 from pliant.train.replica import Context
-from pliant.train.trainer import Left, Progress, Trainer
+from pliant.train.trainer import Left, Progress, Trainer, ViewChange
 
 log = logging.getLogger(__name__)
 
@@ -90,13 +90,13 @@ class Settling:
         lost, old_size = trainer.torn is not None, self._member.size
         since_s = trainer.torn_s if lost else trainer.step_ended_s or time.monotonic()
         self._settle(planned)
-        change = trainer.note_pause(since_s, old_size, lost)
+        trainer.note_change(since_s, old_size, lost, self._tell)
+
+    def _tell(self, change: ViewChange) -> None:
+        """Say so once, by the first of those who were there before."""
         if self._spoke_first:
-            took_ms = change.pause_s * 1e3
-            if lost:
-                self._say(f"recovered at step {change.step}: {old_size} -> {change.new_size} took {took_ms:.1f}ms")
-            else:
-                self._say(f"resize {old_size} -> {change.new_size} took {took_ms:.1f}ms")
+            what = f"recovered at step {change.step}:" if change.lost else "resize"
+            self._say(f"{what} {change.old_size} -> {change.new_size} took {change.pause_s * 1e3:.1f}ms")
 
     def _settle(self, planned: int | None) -> None:
         """Enter `planned`, or else whatever roll comes next, until it works."""

@@ -147,6 +147,7 @@ class Trainer:
         self._blocks: tuple[int, ...] = ()
         self._needs_hosting = True
         self._settled_in = -1
+        self._ending_change: tuple[float, int, bool, Callable[[ViewChange], None]] | None = None
 
     # --- a view ---
 
@@ -261,6 +262,7 @@ class Trainer:
                 log.warning("epoch %d ended in the middle of an accumulation, which is dropped", self.progress.epoch)
                 self.turn = None
                 return False
+            self._end_change()
             yield batch
         return True
 
@@ -437,10 +439,16 @@ class Trainer:
     def use_layout_json(self, value: Sequence[Sequence[int]] | None) -> None:
         self.gradients.use_layout(Layout.from_json(value) if value is not None else None)
 
-    def note_pause(self, since_s: float, old_size: int, lost: bool) -> ViewChange:
-        """Remember a change of view that has just ended."""
+    def note_change(self, since_s: float, old_size: int, lost: bool, tell: Callable[[ViewChange], None]) -> None:
+        """A change of view has been made; it has ended when the first batch of the new view is in hand."""
+        self._ending_change = (since_s, old_size, lost, tell)
+
+    def _end_change(self) -> None:
+        if self._ending_change is None:
+            return
         assert self.engine is not None
+        (since_s, old_size, lost, tell), self._ending_change = self._ending_change, None
         pause_s = time.monotonic() - since_s
         change = ViewChange(self.progress.step, old_size, self.engine.view.size, pause_s, lost)
         self.changes.append(change)
-        return change
+        tell(change)
