@@ -15,7 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
+
 from pliant.comm.engine import Engine
+from pliant.comm.handle import Handle
 from pliant.elastic.member import Alone, Member
 from pliant.elastic.roll import Roll
 from pliant.errors import REFUSED_EXIT, CommError, NotWanted, Refused, TrainError
@@ -26,6 +29,8 @@ from pliant.train.trainer import Left, Progress, Trainer, ViewChange
 
 log = logging.getLogger(__name__)
 
+REPORT_BYTES = 8192
+"""Room for a report: reports are of one size, so that telling them takes one round."""
 Stateful = dict[str, Any]
 """Tracked objects by name: anything with state_dict and load_state_dict."""
 
@@ -132,37 +137,61 @@ class Settling:
         trainer, member = self._trainer, self._member
         if planned:
             trainer.gather_contexts()
+        view = member.view_of(roll)
         known = set(trainer.view.workers) if trainer.view is not None else set()
-        everybody_has_it = planned and set(member.view_of(roll).workers) <= known
         offered = 0
-        if self.has_state and not everybody_has_it:
+        if self.has_state and not (planned and known >= set(view.workers)):
             offered = handover.lend(member, roll.number, self.state()).num_bytes
         engine = member.enter(roll)
-        reports = self._gather(engine, "settle", offered)
+        reports = self._submit_report(engine, "settle", offered)
+        if planned:
+            # All who were in the old view have done its last step. They know each other's reports, and need not wait for
+            # those of newcomers, who fetch the state from them while they train on.
+            holders = [rank for rank, worker in enumerate(view.workers) if worker in known]
+        else:
+            holders = self._compare(engine, roll, offered, reports)
+        trainer.work_in(engine)
+        self._spoke_first = engine.rank == holders[0]
+
+    _spoke_first = False
+
+    def _compare(self, engine: Engine, roll: Roll, offered: int, submitted: Handle | None) -> list[int]:
+        """Find out who has the newest state, and have it, too; the ranks of those who had it."""
+        reports = self._reports(submitted, offered)
         holders = _holders(reports)
         if not holders:
             if engine.rank == 0:
                 self._start_fresh(roll.number > 1)
                 self.has_state = True
-                offered = handover.lend(member, roll.number, self.state()).num_bytes
-            reports = self._gather(engine, "begin", offered)
+                offered = handover.lend(self._member, roll.number, self.state()).num_bytes
+            reports = self._reports(self._submit_report(engine, "begin", offered), offered)
             holders = _holders(reports)
         self._check(reports, holders[0], engine)
         if engine.rank not in holders:
             state = handover.fetch(engine, holders, reports[holders[0]].offered_bytes)
             self.load(cast(dict[str, Any], state))
             self.has_state = True
-        trainer.work_in(engine)
-        self._spoke_first = engine.rank == holders[0]
+        return holders
 
-    _spoke_first = False
-
-    def _gather(self, engine: Engine, name: str, offered: int) -> list[Report]:
+    def _report(self, offered: int) -> Report:
         step = self._trainer.progress.step if self.has_state else -1
-        mine = Report(step, offered, self._program, self._fingerprint.to_json())
+        return Report(step, offered, self._program, self._fingerprint.to_json())
+
+    def _submit_report(self, engine: Engine, name: str, offered: int) -> Handle | None:
+        """Tell everybody what this worker has; None where there is nobody."""
         if engine.view.size == 1:
-            return [mine]
-        return [Report.from_bytes(data) for data in engine.all_gather_bytes(name, mine.to_bytes())]
+            return None
+        data = self._report(offered).to_bytes()
+        assert len(data) <= REPORT_BYTES, f"a report of {len(data)} bytes"
+        row = torch.frombuffer(bytearray(data.ljust(REPORT_BYTES)), dtype=torch.uint8)
+        return engine.all_gather(name, row)
+
+    def _reports(self, submitted: Handle | None, offered: int) -> list[Report]:
+        if submitted is None:
+            return [self._report(offered)]
+        rows = submitted.wait()
+        assert rows is not None, "an all_gather has a result on every rank"
+        return [Report.from_bytes(bytes(row.numpy())) for row in rows]
 
     def _check(self, reports: Sequence[Report], reference: int, engine: Engine) -> None:
         """Refuse to take part where this program or this machine would change the result."""

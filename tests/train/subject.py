@@ -156,7 +156,8 @@ def _note(journal: Journal, job: Any, loss: float, samples: list[int]) -> None:
 def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
     """Write down commits, and be there when a fault is due."""
     trainer, settling = job._trainer, job._settling
-    on_commit, exchange, enter = trainer.on_commit, trainer._exchange, settling._check
+    on_commit, exchange = trainer.on_commit, trainer._exchange
+    enter, check = settling._submit_report, settling._check
 
     def committed() -> None:
         journal.write(
@@ -175,12 +176,18 @@ def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
         exchange()
         _fail_at(task, "summed", job.step)
 
-    def entered(*args: Any) -> None:
-        if settling.has_state or task.fault is None or task.fault.step < 0:
+    def entered(*args: Any) -> Any:
+        if settling.has_state:
             _fail_at(task, "settling", job.step)
-        enter(*args)
+        return enter(*args)
 
-    trainer.on_commit, trainer._exchange, settling._check = committed, exchanged, entered
+    def compared(*args: Any) -> Any:
+        if not settling.has_state and (task.fault is None or task.fault.step < 0):
+            _fail_at(task, "settling", job.step)
+        return check(*args)
+
+    trainer.on_commit, trainer._exchange = committed, exchanged
+    settling._submit_report, settling._check = entered, compared
     if task.fault is not None and task.fault.moment == "backward":
         first = next(parameter for parameter in program.model.parameters() if parameter.requires_grad)
         first.register_hook(lambda gradient: _fail_at(task, "backward", job.step))
@@ -356,17 +363,23 @@ class Stage:
 
     def change(self, workers: Sequence[Worker], timeout_s: float = 60) -> None:
         """Want these workers; come back when their first step together is done, which is the next or the one after."""
-        members = set(self.client.roll().members)
+        before = set(self.client.roll().members)
         self.open_gate(self.step)
         self.want(workers)
-        self.until(lambda: self.client.roll().members == tuple(workers), timeout_s)
-        number = self.client.roll().number
-        standing = [worker for worker in workers if worker in members]
-        if self.step:
-            self.until(lambda: all(self.prepared.get(worker, 0) >= number for worker in standing), timeout_s)
+        self.until(lambda: set(workers) <= set(self.client.roll().members), timeout_s)
+        # Some of the old may have to stay until the new have the state, which takes a step or two.
+        for _ in range(6):
+            roll = self.client.roll()
+            standing = [worker for worker in roll.members if worker in before] if self.step else []
+            self.until(lambda r=roll, s=standing: self._are_prepared(s, r.number), timeout_s)  # type: ignore[misc]
             self.advance(self.step + 1, timeout_s)
-        self.advance(self.step + 1, timeout_s)
-        assert self.view == number, f"step {self.step} was done in view {self.view} instead of {number}"
+            roll = self.client.roll()
+            if roll.members == tuple(workers) and self.view == roll.number:
+                return
+        raise AssertionError(f"step {self.step} was done in view {self.view}, but there is {self.client.roll()}")
+
+    def _are_prepared(self, workers: Sequence[Worker], number: int) -> bool:
+        return all(self.prepared.get(worker, 0) >= number for worker in workers)
 
     def want(self, workers: Sequence[Worker]) -> None:
         """Ask for exactly these workers, in this order."""

@@ -44,7 +44,9 @@ def test_views_change_and_bits_do_not(views: Sequence[str], tmp_path: Path) -> N
         stage.open_gate(ALL)
         stage.until_over()
         _check(stage, EPOCHS)
-        assert _views_seen(stage, names) == [view[:4] for view in views], "not every view has trained"
+        seen = _views_seen(stage, names)
+        # In between there may be one with those who stay until the newcomers have the state.
+        assert [view for view in seen if view in {each[:4] for each in views}] == [view[:4] for view in views], seen
 
 
 @pytest.mark.parametrize("program", ["transformer", *(("lstm", "conv-loaders") if FULL else ())])
