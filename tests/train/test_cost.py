@@ -1,0 +1,54 @@
+"""What a step costs does not depend on how many replicas a worker hosts: one sum per bucket, one pool of loaders."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import pliant
+from pliant.comm.engine import Engine
+
+
+class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((16,), float(index)), torch.tensor(index % 2)
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_each_bucket_is_summed_once_per_step_in_the_last_turn(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sums: list[tuple[int | None, str]] = []
+    original = Engine.all_reduce
+
+    def counted(engine: Engine, name: str, *args: Any, **kwargs: Any) -> Any:
+        sums.append((job.replica, name))
+        return original(engine, name, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "all_reduce", counted)
+    with pliant.join(replicas=replicas) as job:
+        net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+        model, optimizer, loader = job.wrap(
+            net, torch.optim.SGD(net.parameters(), 0.1), Rows(), batch_size=4, num_workers=2, bucket_cap_mb=0.01
+        )
+        seen: list[Counter[str]] = []
+        for _ in job.epochs(1):
+            for x, y in loader:
+                optimizer.zero_grad()
+                functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if job.committing:
+                    seen.append(Counter(name for _, name in sums))
+                    assert {replica for replica, _ in sums} == {replicas - 1}, "only the last turn has something to send"
+                    sums.clear()
+                    assert len(job._trainer.parts.feeder.pids) == 2, "one pool, whatever the number of replicas"
+        first, *others = seen
+        assert set(first.values()) == {1}
+        assert len(first) == 1, "L1 is one bucket"
+        assert all(set(each.values()) == {1} and len(each) == 2 for each in others), "L2, each bucket once"
