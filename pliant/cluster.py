@@ -349,7 +349,7 @@ class WorkerSpec:
     elastic: bool = False
     """Whether the job follows the config server's roll: workers may come and go."""
     copies: int = 1
-    """On how many other workers each replica's context is kept."""
+    """On how many other workers each replica's context is to be kept, at least: all of them keep it."""
     determinism: str = ""
     """D0, D1 or D2; empty where the program decides."""
     checkpoint_dir: str = ""

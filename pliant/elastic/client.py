@@ -137,9 +137,11 @@ class ConfigClient:
         """Say that `worker` has the state of a job of so many replicas: others may now leave it to this one."""
         return self._roll("POST", "/settled", {"Worker": worker.to_json(), "Replicas": replicas})
 
-    def lost(self, worker: Worker, reason: str) -> Roll:
-        """Say that `worker` has died or fallen silent; the roll without it is urgent. Nothing if that is known."""
-        return self._roll("POST", "/lost", _notice(worker, reason))
+    def lost(self, worker: Worker, reason: str, by: Worker | None = None) -> Roll:
+        """Say that `worker` has died or fallen silent; the roll without it is urgent. Nothing if that is known, or if
+        the worker that says so (`by`) is itself not on the roll."""
+        notice = _notice(worker, reason)
+        return self._roll("POST", "/lost", notice if by is None else {**notice, "By": by.to_json()})
 
     def leave(self, worker: Worker) -> Roll:
         """Say that `worker` goes, after its step. Nothing if that is known."""

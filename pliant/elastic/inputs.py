@@ -124,6 +124,14 @@ def settled_in(value: object) -> tuple[Worker, int]:
     return Worker.from_json(value["Worker"]), replicas
 
 
+def loss_in(value: object) -> tuple[Worker, str, Worker | None]:
+    """A notice of a loss, with the worker that says so under "By" where it was one."""
+    by = value.get("By") if isinstance(value, dict) else None
+    rest = {key: item for key, item in value.items() if key != "By"} if isinstance(value, dict) else value
+    worker, reason = notice_in(rest)
+    return worker, reason, None if by is None else Worker.from_json(by)
+
+
 def notice_in(value: object) -> tuple[Worker, str]:
     """The worker and the reason in `{"Worker": {"Host": "10.0.0.1", "Port": 10000}, "Reason": "exit 1"}`."""
     example = '{"Worker": {"Host": "10.0.0.1", "Port": 10000}, "Reason": "why, if you like"}'

@@ -177,14 +177,24 @@ class Member:
     def _run_errands(self) -> None:
         with self._client() as client:
             while (errand := self._errands.get()) is not None:
-                what, worker, why = errand
-                with contextlib.suppress(PliantError):
-                    if what == "lost":
-                        client.lost(worker, why)
-                    elif what == "settled":
-                        client.settled(worker, self.max_members or 0)
-                    elif what == "leave":
-                        client.leave(worker)
+                self._carry(client, *errand)
+
+    def _carry(self, client: ConfigClient, what: str, worker: Worker, why: str) -> None:
+        """Tell the server, again and again if it does not answer: others wait for what follows from it."""
+        while not self._closing:
+            try:
+                if what == "lost":
+                    client.lost(worker, why, by=self.me)
+                elif what == "settled":
+                    client.settled(worker, self.max_members or 0)
+                elif what == "leave":
+                    client.leave(worker)
+                return
+            except ServerUnavailable:
+                time.sleep(RETRY_S)
+            except PliantError as error:
+                log.warning("the config server takes no note that %s is %s: %s", worker, what, error)
+                return
 
     # --- what the program asks and says ---
 
@@ -240,7 +250,7 @@ class Member:
             engine = self._station.enter(view)
             self._entered, self._current = roll.number, view.workers
             if self._latest.number > roll.number:
-                self._station.abort(ViewChanged(f"roll {self._latest.number} has come meanwhile"))
+                raise ViewChanged(f"roll {self._latest.number} has come meanwhile")
         return engine
 
     def publish(self, name: str, tensor: object) -> None:

@@ -90,6 +90,8 @@ class Lost:
 
     worker: Worker
     reason: str = ""
+    by: Worker | None = None
+    """Which worker says so; what one says that is off the roll itself does not count. None: a runner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,8 @@ class Membership:
                 return self._with(worker)
             case Settled(worker, replicas):
                 return self._knowing(worker, replicas)
+            case Lost(_, _, by) if by is not None and by not in self.roll.members:
+                return self  # of two that have lost each other, the first to say so stays
             case Lost(worker) | Left(worker):
                 return self._without(worker, lost=isinstance(request, Lost))
             case Finished():

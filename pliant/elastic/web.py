@@ -30,6 +30,7 @@ from pliant.elastic.inputs import (
     check_finish,
     check_no_body,
     decoded,
+    loss_in,
     notice_in,
     number_in,
     query,
@@ -225,8 +226,8 @@ class Web:
         return self._note(Settled(worker, replicas))
 
     async def _lost(self, request: Request) -> Response:
-        worker, reason = decoded(await body_of(request), notice_in)
-        return self._note(Lost(worker, reason[:MAX_REASON_CHARS]))
+        worker, reason, by = decoded(await body_of(request), loss_in)
+        return self._note(Lost(worker, reason[:MAX_REASON_CHARS], by))
 
     async def _leave(self, request: Request) -> Response:
         worker, _ = decoded(await body_of(request), notice_in)

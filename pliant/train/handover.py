@@ -16,6 +16,7 @@ from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.elastic.member import Alone, Member
 from pliant.train import tree
+from pliant.train.trainer import LENT
 from pliant.train.tree import TensorSpec
 
 
@@ -27,7 +28,7 @@ class Offer:
 
 
 def _prefix(view: int) -> str:
-    return f"state:{view}:"
+    return f"{LENT}{view}:"
 
 
 def lend(member: Member | Alone, view: int, state: object) -> Offer:
@@ -46,7 +47,7 @@ def lend(member: Member | Alone, view: int, state: object) -> Offer:
 
 def reclaim(member: Member | Alone) -> None:
     """Lend nothing any more."""
-    member.unpublish("state:")
+    member.unpublish(LENT)
 
 
 def fetch(engine: Engine, holders: Sequence[int], num_bytes: int) -> object:

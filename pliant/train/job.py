@@ -22,6 +22,7 @@ import logging
 import signal
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -244,7 +245,6 @@ class Job:
             always_sums=follows_view,
             on_backward=self._backward_over,
         )
-        copies = self._spec.copies if self._spec is not None else 1
         keeps_layout = self._level != "D0"
         trainer = Trainer(
             self._member,
@@ -254,7 +254,6 @@ class Job:
             self._blocks,
             follows_view=follows_view,
             keeps_layout=keeps_layout,
-            copies=copies,
         )
         self._trainer, self._gradients = trainer, gradients
         self._member.max_members = None if follows_view else num_replicas
@@ -319,7 +318,7 @@ class Job:
         original = optimizer.step
 
         @functools.wraps(original)
-        def step(closure: Any = None, **kwargs: Any) -> Any:
+        def step(_: torch.optim.Optimizer, closure: Any = None, **kwargs: Any) -> Any:
             if closure is not None:
                 raise Unsliceable(
                     f"{type(optimizer).__name__}.step(closure) computes several gradients per step, for which the "
@@ -338,7 +337,8 @@ class Job:
                 return None
             return original(**kwargs)
 
-        optimizer.step = step  # type: ignore[method-assign]
+        # A bound method, as it was: LR schedulers that are made later look for its function.
+        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

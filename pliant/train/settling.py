@@ -21,7 +21,7 @@ from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.elastic.member import Alone, Member
 from pliant.elastic.roll import Roll
-from pliant.errors import REFUSED_EXIT, CommError, NotWanted, Refused, TrainError
+from pliant.errors import REFUSED_EXIT, CollectiveTimeout, CommError, Mismatch, NotWanted, Refused, TrainError
 from pliant.train import handover
 from pliant.train.determinism import Fingerprint, Level, differences
 from pliant.train.replica import Context
@@ -116,8 +116,6 @@ class Settling:
             view = self._member.view_of(roll)
             if self._member.me not in view.workers:
                 if self._member.me not in roll.members and (self.has_state or self._was_listed):
-                    if planned is not None:
-                        self._trainer.gather_contexts()
                     raise Left(f"{self._member.me} is not in roll {roll.number}")
                 after, planned = roll.number, None  # stand by: more workers than replicas
                 continue
@@ -126,7 +124,7 @@ class Settling:
                 self._enter(roll, planned is not None)
                 return
             except CommError as error:
-                if not self._member.elastic:
+                if not self._member.elastic or isinstance(error, Mismatch | CollectiveTimeout):
                     raise
                 log.debug("roll %d came to nothing: %s", roll.number, error)
                 after, planned = max(after, roll.number), None
@@ -135,12 +133,12 @@ class Settling:
 
     def _enter(self, roll: Roll, planned: bool) -> None:
         trainer, member = self._trainer, self._member
-        if planned:
-            trainer.gather_contexts()
         view = member.view_of(roll)
         known = set(trainer.view.workers) if trainer.view is not None else set()
         offered = 0
-        if self.has_state and not (planned and known >= set(view.workers)):
+        handover.reclaim(member)
+        if self.has_state and view.size > 1:
+            # Also where nobody is new: a loss in the last step may have left one of us behind.
             offered = handover.lend(member, roll.number, self.state()).num_bytes
         engine = member.enter(roll)
         reports = self._submit_report(engine, "settle", offered)
@@ -151,6 +149,9 @@ class Settling:
         else:
             holders = self._compare(engine, roll, offered, reports)
         trainer.work_in(engine)
+        if view.size > 1:
+            token = torch.zeros(1, dtype=torch.uint8)
+            trainer.fetched = engine.all_reduce("fetched", token, op="max", determinism="fast")
         self._spoke_first = engine.rank == holders[0]
 
     _spoke_first = False
@@ -242,6 +243,7 @@ class Settling:
         trainer.buffers.load(trainer.first_buffers)
         trainer.use_layout_json(state["layout"])
         trainer.contexts = [Context.from_bytes(data, trainer.num_loader_workers) for data in state["contexts"]]
+        trainer.num_replicas = trainer.gradients.num_replicas = len(trainer.contexts)
         trainer.progress = Progress(*state["progress"])
 
 

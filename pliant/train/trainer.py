@@ -23,7 +23,7 @@ from pliant.cluster import View
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.elastic.member import Alone, Member
-from pliant.errors import CommError, TrainError
+from pliant.errors import CommError, EngineClosed, TrainError, ViewChanged, WorkerLost
 from pliant.train import rng
 from pliant.train.buckets import Layout, blocks
 from pliant.train.data import Feeder, Stream, samples_used
@@ -33,6 +33,8 @@ from pliant.train.replica import Buffers, Context, Tensors
 
 log = logging.getLogger(__name__)
 
+LENT = "state:"
+"""What the names of lent memory begin with."""
 _ROW = struct.Struct("<QQ")
 """What a worker says with each step, before the contexts: the step, and the newest roll it is prepared for."""
 
@@ -107,7 +109,6 @@ class Trainer:
         *,
         follows_view: bool = False,
         keeps_layout: bool = True,
-        copies: int = 1,
     ) -> None:
         self.parts = parts
         self.follows_view = follows_view
@@ -135,11 +136,12 @@ class Trainer:
         self.hosted: range = range(0)
         self.settle: Callable[[], None] = lambda: None
         """How to get into the next view; `train.settling` provides it."""
+        self.fetched: Handle | None = None
+        """Done when everybody in the view has the state."""
         self.on_commit: Callable[[], None] = lambda: None
         self._member = member
         self._place = place
         self._keeps_layout = keeps_layout
-        self._copies = copies
         self._new_contexts: dict[int, Context] = {}
         self._new_buffers: Tensors | None = None
         self._new_order: list[int] | None = None
@@ -228,18 +230,32 @@ class Trainer:
 
     def _begin_step(self, epoch: int) -> bool:
         """Be in the right view; False if the epoch is over."""
-        if self.torn is not None or self.switch_to is not None:
-            self.settle()
-        if self.progress.epoch != epoch:
-            # The others had finished this epoch before they brought us up to date. What the program does at its
-            # end has been done to the state that we were given.
-            self.catching_up = True
-            return False
-        if self._needs_hosting:
-            streams = {replica: self._stream_of(replica) for replica in self.hosted}
-            self.parts.feeder.host(streams, self.num_replicas)
-            self._needs_hosting = False
-        return self.parts.feeder.remaining(self.hosted[0]) > 0
+        while True:
+            if self.torn is not None or self.switch_to is not None:
+                self.settle()
+            if self.progress.epoch != epoch:
+                # The others had finished this epoch before they brought us up to date. What the program does at its
+                # end has been done to the state that we were given.
+                self.catching_up = True
+                return False
+            if self._needs_hosting:
+                streams = {replica: self._stream_of(replica) for replica in self.hosted}
+                self.parts.feeder.host(streams, self.num_replicas)
+                self._needs_hosting = False
+            if self.parts.feeder.remaining(self.hosted[0]) > 0:
+                return True
+            self._await_newcomers()
+            if self.torn is None:
+                return False
+
+    def _await_newcomers(self) -> None:
+        """What the program does at the end of an epoch may change what newcomers are still reading."""
+        fetched, self.fetched = self.fetched, None
+        if fetched is not None:
+            try:
+                fetched.wait()
+            except CommError as error:
+                self.tear(error)
 
     def _stream_of(self, replica: int) -> Stream:
         """Where the replica's data stand, in the epoch that the job is in."""
@@ -301,8 +317,8 @@ class Trainer:
 
     def tear(self, error: CommError) -> None:
         """The step in progress does not count."""
-        if not self._member.elastic:
-            raise error
+        if not self._member.elastic or not isinstance(error, WorkerLost | ViewChanged | EngineClosed):
+            raise error  # no other roll would come of it
         log.debug("step %d is torn: %s", self.progress.step, error)
         self.torn, self.torn_s = error, time.monotonic()
 
@@ -349,12 +365,8 @@ class Trainer:
 
     def _row(self) -> torch.Tensor:
         head = _ROW.pack(self.progress.step, self._member.prepared)
-        contexts = (
-            b"".join(self._new_contexts[r].to_bytes(self.num_loader_workers) for r in self.hosted)
-            if self._copies
-            else b""
-        )
-        room = _ROW.size + (self._context_bytes * max(self._blocks) if self._copies else 0)
+        contexts = b"".join(self._new_contexts[r].to_bytes(self.num_loader_workers) for r in self.hosted)
+        room = _ROW.size + self._context_bytes * max(self._blocks)
         return torch.frombuffer(bytearray((head + contexts).ljust(room, b"\0")), dtype=torch.uint8)
 
     def _read_rows(self, rows: torch.Tensor) -> None:
@@ -363,7 +375,7 @@ class Trainer:
             data = bytes(rows[rank].numpy())
             prepared.append(_ROW.unpack_from(data)[1])
             for slot in range(count):
-                if replica not in self._new_contexts and self._copies:
+                if replica not in self._new_contexts:
                     begin = _ROW.size + slot * size
                     self._new_contexts[replica] = Context.from_bytes(
                         data[begin : begin + size], self.num_loader_workers
@@ -396,6 +408,7 @@ class Trainer:
             # Told for every roll: the server forgets it of workers that were off the roll for a while.
             self._settled_in = self._member.entered
             self._member.settled()
+            self._member.unpublish(LENT)  # a step with all of them: everybody has what it needs
         self.on_commit()
 
     def _forget_step(self) -> None:
@@ -407,26 +420,6 @@ class Trainer:
         if self.hosted and self.contexts:
             rng.restore(self.contexts[self.hosted[0]].random, self.parts.device)
         self.buffers.load(self.first_buffers)
-
-    def gather_contexts(self) -> None:
-        """Where contexts do not travel with each step (`copies=0`): bring them together before a planned change."""
-        assert self.engine is not None
-        if self.engine.view.size == 1 or self._copies:
-            return
-        for replica, context in self.contexts_by_owner(self.engine):
-            self.contexts[replica] = context
-
-    def contexts_by_owner(self, engine: Engine) -> list[tuple[int, Context]]:
-        """Every replica's context, from the worker that hosts it."""
-        mine = b"".join(self.contexts[replica].to_bytes(self.num_loader_workers) for replica in self.hosted)
-        found, replica, size = [], 0, self._context_bytes
-        for rank, data in enumerate(engine.all_gather_bytes("contexts", mine)):
-            for slot in range(self._blocks[rank]):
-                found.append(
-                    (replica, Context.from_bytes(data[slot * size : (slot + 1) * size], self.num_loader_workers))
-                )
-                replica += 1
-        return found
 
     # --- the whole state, for newcomers and checkpoints ---
 

@@ -158,6 +158,12 @@ def test_who_takes_leave_stays_if_nobody_else_has_the_state() -> None:
     assert both.after(Left(A0)).after(Settled(A1, 4)).roll.members == (A1,)
 
 
+def test_of_two_that_have_lost_each_other_the_first_to_say_so_stays() -> None:
+    state = after(*TWO, Lost(A1, "cut off", A0), Lost(A0, "cut off", A1))
+    assert state.roll.members == (A0,)
+    assert after(*TWO, Lost(A1, "gone", A3)).roll.members == (A0, A1), "a stranger's word does not count"
+
+
 def test_the_loss_of_all_leaves_the_job_open_for_a_replacement() -> None:
     lost = after(*TWO, Lost(A0), Lost(A1))
     assert lost.roll == Roll(3, (), urgent=3, over=False, wanted=2)

@@ -59,7 +59,8 @@ def test_a_storm_of_changes_and_kills(tmp_path: Path) -> None:
                 stage.until_step(stage.allowed, 120)
         stage.open_gate(ALL)
         stage.until_over(120)
-        compare(stage.history, oracle, repeats=kills)
+        # Whoever is killed, or leaves, may have committed a step that the others had to do again: to the same bits.
+        compare(stage.history, oracle, repeats=kills + changes)
         for epoch in range(epochs):
             steps = oracle[STEPS_PER_EPOCH * epoch : STEPS_PER_EPOCH * (epoch + 1)]
             consumed = sorted(sample for step in steps for samples in step.samples for sample in samples)
@@ -116,7 +117,7 @@ def test_a_storm_of_requests_from_outside(tmp_path: Path) -> None:
                 stage.tend(0.05)
         stage.open_gate(ALL)
         stage.until_over()
-        compare(stage.history, oracle)
+        compare(stage.history, oracle, repeats=rounds)
         assert {actor.exit_code for actor in stage.actors} == {0}
         specs = [spec_of(actor.worker, view_of([actor.worker])) for actor in stage.actors]
         assert left_behind(specs, [actor.pid for actor in stage.actors]) == []
