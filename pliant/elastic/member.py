@@ -35,6 +35,8 @@ GATHER_S = 300.0
 """How long the workers of a job that is not elastic wait for each other at the start."""
 SERVER_LOST_S = 60.0
 """Who needs a new roll and has not reached the config server for this long stops."""
+FINISH_S = 10.0
+"""How long to try to tell the server that the job is done."""
 COLLECTIVE_S = 1800.0
 """A peer may evaluate for long between two steps; whether it lives, its heartbeat tells."""
 
@@ -268,12 +270,21 @@ class Member:
         """Ask to be left out of the next roll (a spot notice); returns at once."""
         self._errands.put(("leave", self.me, ""))
 
-    def finish(self, *, tell: bool) -> None:
-        """The job has done its work. One of its members tells the server, so that those who stand by may go."""
+    def finish(self) -> None:
+        """Tell the server that the job has done its work, so that those who stand by may go. Every member does: any of them
+        may be killed before it could."""
         self._finished = True
-        if self.elastic and tell:
-            with self._client() as client, contextlib.suppress(PliantError):
-                client.finish()
+        deadline_s = time.monotonic() + FINISH_S
+        while self.elastic and time.monotonic() < deadline_s:
+            try:
+                with self._client() as client:
+                    client.finish()
+                return
+            except ServerUnavailable:
+                time.sleep(RETRY_S)
+            except PliantError as error:
+                log.warning("the config server takes no note that the job is done: %s", error)
+                return
 
     def resize(self, size: int) -> None:
         """Ask for another number of workers.
@@ -329,7 +340,7 @@ class Alone:
     def leave(self) -> None:
         """There is nobody to tell."""
 
-    def finish(self, *, tell: bool) -> None:
+    def finish(self) -> None:
         """There is nobody to tell."""
 
     def resize(self, size: int) -> None:

@@ -394,7 +394,7 @@ class Job:
                 self._settling.settle()
         if self._writer is not None:
             self._writer.flush()
-        self._member.finish(tell=self.rank == 0)
+        self._member.finish()
 
     def resize(self, num_workers: int) -> None:
         """Ask for another number of workers; 0 ends the job. Takes effect at a later step's boundary."""
