@@ -137,8 +137,7 @@ class Settling:
         known = set(trainer.view.workers) if trainer.view is not None else set()
         offered = 0
         handover.reclaim(member)
-        if self.has_state and view.size > 1:
-            # Also where nobody is new: a loss in the last step may have left one of us behind.
+        if self.has_state and view.size > 1 and not (planned and known >= set(view.workers)):
             offered = handover.lend(member, roll.number, self.state()).num_bytes
         engine = member.enter(roll)
         reports = self._submit_report(engine, "settle", offered)
@@ -169,6 +168,12 @@ class Settling:
             holders = _holders(reports)
         self._check(reports, holders[0], engine)
         if engine.rank not in holders:
+            if not reports[holders[0]].offered_bytes:
+                # The others have left a view together, in good order as they thought, and lend nothing. Rare enough to
+                # begin anew: this worker ends, and its runner starts another.
+                raise TrainError(
+                    f"{self._member.me} missed the last step of a view that the others have left: it has to be replaced"
+                )
             state = handover.fetch(engine, holders, reports[holders[0]].offered_bytes)
             self.load(cast(dict[str, Any], state))
             self.has_state = True
