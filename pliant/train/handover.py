@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -20,19 +19,12 @@ from pliant.train.trainer import LENT
 from pliant.train.tree import TensorSpec
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """What a worker lends, and how long its table of contents is."""
-
-    num_bytes: int
-
-
 def _prefix(view: int) -> str:
     return f"{LENT}{view}:"
 
 
-def lend(member: Member | Alone, view: int, state: object) -> Offer:
-    """Let the others of the view to come fetch `state`; before they can ask."""
+def lend(member: Member | Alone, view: int, state: object) -> int:
+    """Let the others of the view to come fetch `state`, before they can ask; how long its table of contents is."""
     skeleton, tensors = tree.flatten(state)
     hosts = [tensor.detach().cpu().contiguous() for tensor in tensors]
     contents = json.dumps(
@@ -42,7 +34,7 @@ def lend(member: Member | Alone, view: int, state: object) -> Offer:
     for number, host in enumerate(hosts):
         if host.numel():
             member.publish(f"{_prefix(view)}{number}", host.view(-1))
-    return Offer(len(contents))
+    return len(contents)
 
 
 def reclaim(member: Member | Alone) -> None:

@@ -519,6 +519,8 @@ class Job:
         """The state to begin with: a checkpoint's, or what the program has built."""
         trainer = self._need_trainer()
         assert self._settling is not None
+        if trainer.num_replicas > 1:
+            self._check_fold(trainer.num_replicas)
         path = self._load_path
         if not path and had_state and self._spec is not None and self._spec.checkpoint_dir:
             path = "auto"

@@ -138,7 +138,7 @@ class Settling:
         offered = 0
         handover.reclaim(member)
         if self.has_state and view.size > 1 and not (planned and known >= set(view.workers)):
-            offered = handover.lend(member, roll.number, self.state()).num_bytes
+            offered = handover.lend(member, roll.number, self.state())
         engine = member.enter(roll)
         reports = self._submit_report(engine, "settle", offered)
         if planned:
@@ -163,7 +163,7 @@ class Settling:
             if engine.rank == 0:
                 self._start_fresh(roll.number > 1)
                 self.has_state = True
-                offered = handover.lend(self._member, roll.number, self.state()).num_bytes
+                offered = handover.lend(self._member, roll.number, self.state())
             reports = self._reports(self._submit_report(engine, "begin", offered), offered)
             holders = _holders(reports)
         self._check(reports, holders[0], engine)

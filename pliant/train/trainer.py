@@ -145,7 +145,6 @@ class Trainer:
         self._new_contexts: dict[int, Context] = {}
         self._new_buffers: Tensors | None = None
         self._new_order: list[int] | None = None
-        self._pending: list[Handle] = []
         self._blocks: tuple[int, ...] = ()
         self._needs_hosting = True
         self._settled_in = -1

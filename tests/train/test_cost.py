@@ -12,6 +12,8 @@ from torch.nn import functional
 
 import pliant
 from pliant.comm.engine import Engine
+from pliant.train import determinism
+from pliant.train.fold_check import SelfCheck
 
 
 class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -52,3 +54,22 @@ def test_each_bucket_is_summed_once_per_step_in_the_last_turn(replicas: int, mon
         assert set(first.values()) == {1}
         assert len(first) == 1, "L1 is one bucket"
         assert all(set(each.values()) == {1} and len(each) == 2 for each in others), "L2, each bucket once"
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_job_proves_at_its_start_that_torch_sums_as_it_does(
+    ok: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[int] = []
+
+    def check(num_replicas: int) -> SelfCheck:
+        asked.append(num_replicas)
+        return SelfCheck(ok, "another order")
+
+    monkeypatch.setattr(determinism, "self_check", check)
+    with pliant.join(replicas=3) as job:
+        net = nn.Linear(16, 2)
+        job.wrap(net, torch.optim.SGD(net.parameters(), 0.1), Rows(), batch_size=4)
+        next(iter(job.epochs(1)))
+    assert asked == [3]
+    assert ("only D0 holds: another order" in capsys.readouterr().out) is not ok
