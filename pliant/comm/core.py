@@ -28,7 +28,7 @@ from pliant.comm.requests import Requests
 from pliant.comm.shm import SharedMemory
 from pliant.comm.slices import PriorityQueue
 from pliant.comm.store import Store
-from pliant.comm.telemetry import LaneStats
+from pliant.comm.telemetry import LaneStats, Watcher
 from pliant.comm.wire import Frame, Kind
 from pliant.errors import CommError, Mismatch, ViewChanged, WorkerLost
 
@@ -59,6 +59,7 @@ class Core:
         self.given_up: list[Link] = []
         """Links to workers that others have reported lost: to be closed."""
         self.lanes = LaneStats()
+        self.watcher: Watcher | None = None
         self.runnable: PriorityQueue[tuple[Operation, int]] = PriorityQueue()
         self.dirty = dirty
         """Links with something to write."""
@@ -387,6 +388,9 @@ class Core:
 
     def _on_result(self, operation: Operation, index: int) -> None:
         operation.missing[index] = ARRIVED
+        if self.watcher is not None:
+            now_s = time.monotonic()
+            self.watcher("back", operation.program.spec.name, index, self.rank, now_s, now_s)
         self._tell(operation, operation.program.plan.steps[index], index)
         self._finish_part(operation)
 
@@ -532,7 +536,8 @@ class Core:
             head = self._header(Kind.REDUCE, known, operation, piece=index, length=len(items) * size)
             views = [span.bytes(begin, begin + step.length) for span, begin in items]
             operation.left += 1
-            link.send(operation.priority, head, views, lambda: self._sent_up(operation, step, index, items))
+            sent: Callable[[], None] = lambda: self._sent_up(operation, step, index, items)  # noqa: E731
+            link.send(operation.priority, head, views, self._watched("push", operation, index, link, sent))
         self.dirty.add(link)
 
     def _sent_up(self, operation: Operation, step: Step, index: int, items: object, frames: int = 1) -> None:
@@ -573,8 +578,23 @@ class Core:
         head = self._header(Kind.BCAST, known, operation, piece=index, length=len(view))
         operation.left += 1
         link.egress_bytes += len(view)
-        link.send(operation.priority, head, [view], lambda: self._finish_part(operation))
+        sent: Callable[[], None] = lambda: self._finish_part(operation)  # noqa: E731
+        link.send(operation.priority, head, [view], self._watched("reply", operation, index, link, sent))
         self.dirty.add(link)
+
+    def _watched(
+        self, what: str, operation: Operation, index: int, link: Link, sent: Callable[[], None]
+    ) -> Callable[[], None]:
+        """`sent`, and where somebody watches: also tell when the slice was queued and when it had left."""
+        watcher, queued_s = self.watcher, time.monotonic()
+        if watcher is None:
+            return sent
+
+        def tell() -> None:
+            watcher(what, operation.program.spec.name, index, link.rank, queued_s, time.monotonic())
+            sent()
+
+        return tell
 
     def _push(self, operation: Operation, step: Step, index: int, link: Link, theirs: Span) -> None:
         """Write the result of a slice into the memory of a peer on this host."""
@@ -759,4 +779,5 @@ class Core:
 
 def _describe(spec: Spec) -> str:
     order = "exact" if spec.exact else "fast"
-    return f"{spec.length} x {dtype_of(spec.dtype)} ({spec.op}, {order}, root {spec.root}, parts {spec.parts or 1})"
+    slices = f", {len(spec.portion.lanes)} slices" if spec.portion is not None else ""
+    return f"{spec.length} x {dtype_of(spec.dtype)} ({spec.op}, {order}, root {spec.root}, parts {spec.parts or 1}{slices})"

@@ -27,7 +27,8 @@ from pliant.comm.link import header
 from pliant.comm.operation import Known, Operation, Program, Span, make_program
 from pliant.comm.plan import Channel, Spec, Strategy, local_ranks, make_plan
 from pliant.comm.reactor import Errand
-from pliant.comm.telemetry import Counters, LaneThroughput
+from pliant.comm.slices import Portion
+from pliant.comm.telemetry import Counters, LaneThroughput, Pressure, Watcher
 from pliant.comm.wire import TAGGED, Kind, channel_tag
 from pliant.comm.workshop import Workshop
 from pliant.errors import CollectiveTimeout, ConfigError, Mismatch, NotStored
@@ -147,6 +148,8 @@ class Engine:
         ranks: Sequence[int] | None = None,
         contributions: Sequence[torch.Tensor] | None = None,
         parts: Sequence[int] | None = None,
+        portion: Portion | None = None,
+        prompt: bool = False,
     ) -> Handle:
         """Reduce `tensor` over all ranks, in place; returns at once.
 
@@ -157,6 +160,10 @@ class Engine:
         A rank that hosts several replicas brings one tensor for each of them as `contributions`, and
         `parts` says how many each rank brings; the result goes to `tensor`.
 
+        A `portion` says that `tensor` is a run of a larger one, whose order of summation it keeps, and how
+        it is sliced. Whoever waits for a `prompt` one is woken as soon as it is done; otherwise when all is
+        that was submitted about the same time.
+
         Raises:
             ConfigError: this type or operation cannot be reduced.
             Mismatch, WorkerLost: from `wait`, on every rank.
@@ -164,21 +171,23 @@ class Engine:
         target = _as_tensor(tensor)
         memo = None
         if ranks is None and contributions is None and parts is None and not target.is_cuda:
-            memo = (name, target.data_ptr(), target.numel(), target.dtype, op, determinism)
+            memo = (name, target.data_ptr(), target.numel(), target.dtype, op, determinism, portion)
             prepared = self._prepared.get(memo)
             if prepared is not None and target.is_contiguous():
-                return self._submit(*prepared, priority, _finish_in_place, result=target)
-        known = self._describe("all_reduce", name, target, op, determinism, ranks, -1, parts)
+                return self._submit(*prepared, priority, _finish_in_place, result=target, prompt=prompt)
+        known = self._describe("all_reduce", name, target, op, determinism, ranks, -1, parts, portion)
         reduce = reducer(op, target.dtype)
         out, finished = self._bind(target, known.spec, read=contributions is None, write=True)
         if memo is not None and out.lasting:
             # The same memory under the same name at every step: what follows from it need not be found again.
             self._prepared[memo] = (known, out, [out], reduce)
         if contributions is None:
-            return self._submit(known, out, [out], reduce, priority, finished, result=target)
+            return self._submit(known, out, [out], reduce, priority, finished, result=target, prompt=prompt)
         self._check_contributions(known.spec, target, contributions)
         own = [self._bind_operand(part, known.spec) for part in contributions]
-        return self._submit(known, out, own, reduce, priority, finished, result=target, kept=tuple(contributions))
+        return self._submit(
+            known, out, own, reduce, priority, finished, result=target, kept=tuple(contributions), prompt=prompt
+        )
 
     def _check_contributions(self, spec: Spec, target: torch.Tensor, contributions: Sequence[torch.Tensor]) -> None:
         wanted = spec.parts[spec.members.index(self.rank)] if spec.parts else 1
@@ -395,6 +404,18 @@ class Engine:
             {str(link.worker): link.ingress_bytes for link in links},
         )
 
+    def pressure(self) -> Pressure:
+        """What went out so far while the network was the limit, and how long that was: together, its rate."""
+        return self._reactor.pressure.total
+
+    def keep_below(self, num_bytes: int) -> None:
+        """How much may lie in the kernel's queues to other hosts, where no priority reaches it; from any thread."""
+        self._reactor.post(Errand(partial(self._reactor.keep_below, num_bytes), lambda _: None))
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """Have `watcher` told of every slice that goes out and comes back, on the engine's thread."""
+        self._core.watcher = watcher
+
     def throughput(self) -> dict[int, LaneThroughput]:
         """What each topology of the strategy carried since the last call."""
         return self._core.lanes.take()
@@ -448,6 +469,7 @@ class Engine:
         ranks: Sequence[int] | None,
         root: int,
         parts: Sequence[int] | None = None,
+        portion: Portion | None = None,
     ) -> Known:
         members = tuple(range(self.size)) if ranks is None else tuple(sorted({int(rank) for rank in ranks}))
         if not members or members[0] < 0 or members[-1] >= self.size:
@@ -462,8 +484,10 @@ class Engine:
                 f"{kind} {name!r}: parts={list(parts)} must have one number, 1 or more, for each of {len(members)} ranks"
             )
         dtype, length = dtype_name(tensor.dtype), tensor.numel()
+        if portion is not None and (not portion.lanes or portion.begin < 0 or portion.begin + length > portion.whole):
+            raise ConfigError(f"{kind} {name!r}: {portion} does not hold {length} elements in one slice or more")
         return self._core.know(
-            Spec(kind, name, members, dtype, length, op, exact, int(root), tuple(map(int, parts or ())))
+            Spec(kind, name, members, dtype, length, op, exact, int(root), tuple(map(int, parts or ())), portion)
         )
 
     def _submit(
@@ -478,6 +502,7 @@ class Engine:
         result: torch.Tensor | None = None,
         base: int = 0,
         kept: tuple[torch.Tensor, ...] = (),
+        prompt: bool = False,
     ) -> Handle:
         with self._submitting:
             channel = known.channel
@@ -487,7 +512,7 @@ class Engine:
                 self._names[channel] = known.spec.channel
             program = self._program(known, self._epoch_of(known, seq))
             operation = Operation(program, seq, priority, out, own, reduce, result, finished, base)
-            operation.kept = kept
+            operation.kept, operation.prompt = kept, prompt
             operation.begin = self._begin
             operation.handle = handle = Handle(known.spec.name, self, operation)
             if result is not None and result.is_cuda:

@@ -26,7 +26,8 @@ from pliant.comm.wire import ANYTIME, BULK, HEADER, MAX_CONTROL_BYTES, Frame, Ki
 from pliant.errors import CommError
 
 WRITE_BYTES = 128 << 10
-"""At most this much is handed to the kernel at once, and at most this much may lie there unsent."""
+"""At most this much is handed to the kernel at once, and at most this much may lie there unsent, if not told otherwise."""
+LEAST_WRITE_BYTES = 8 << 10
 READ_BYTES = 1 << 20
 """At most about this much is taken in from one peer before the others have their turn."""
 BUFFER_BYTES = 64 << 10
@@ -71,6 +72,8 @@ class Link:
         """Whether the peer is on this host, with shared memory."""
         self.egress_bytes = 0
         self.ingress_bytes = 0
+        self.sent_bytes = 0
+        """Handed to the kernel, headers and all."""
         self.said_bye = False
         self.closed = False
         self.paused = False
@@ -104,10 +107,19 @@ class Link:
         self._bulk_began_s = 0.0
         self._rate_bytes_per_s = 0.0
         self._low_water = 1
+        self._write_bytes = WRITE_BYTES
         self._patient = self._plain and sock.family in (socket.AF_INET, socket.AF_INET6)
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
-            _keep_little_below(sock)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.keep_below(WRITE_BYTES)
+
+    def keep_below(self, num_bytes: int) -> None:
+        """Hand the kernel at most about this much at a time: what has left the priority queue cannot be overtaken."""
+        self._write_bytes = max(LEAST_WRITE_BYTES, num_bytes)
+        lowat = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+        if lowat is not None:
+            self.sock.setsockopt(socket.IPPROTO_TCP, lowat, self._write_bytes)
 
     def enter(self, view: int, rank: int, receiver: Receiver) -> None:
         """Go on in another view. Whatever arrives of the old one from now on is no longer the old receiver's."""
@@ -152,7 +164,8 @@ class Link:
                 return True
             self.last_sent_s = now_s
             self._advance(sent)
-            if not self.shared and sent >= WRITE_BYTES:
+            self.sent_bytes += sent
+            if not self.shared and sent >= self._write_bytes:
                 return self.has_output
         return False
 
@@ -173,8 +186,8 @@ class Link:
 
     def _write(self) -> int:
         if not self._plain:
-            return self.sock.send(self._current[0][:WRITE_BYTES])
-        ready, room = [], WRITE_BYTES
+            return self.sock.send(self._current[0][: self._write_bytes])
+        ready, room = [], self._write_bytes
         for view in self._current:
             ready.append(view[:room])
             room -= len(ready[-1])
@@ -352,14 +365,6 @@ class Link:
                 os.close(fd)
         self.fds.clear()
         self.sock.close()
-
-
-def _keep_little_below(sock: socket.socket) -> None:
-    """What has left the priority queue cannot be overtaken any more, so the kernel gets little at a time."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    lowat = getattr(socket, "TCP_NOTSENT_LOWAT", None)
-    if lowat is not None:
-        sock.setsockopt(socket.IPPROTO_TCP, lowat, WRITE_BYTES)
 
 
 def header(

@@ -194,6 +194,7 @@ class Operation:
         "own",
         "priority",
         "program",
+        "prompt",
         "reduce",
         "result",
         "seq",
@@ -201,6 +202,8 @@ class Operation:
 
     handle: Handle
     burst: Burst
+    prompt: bool
+    """Whether it is announced by itself, whatever it was submitted with."""
     begin: Callable[[Operation], None]
     """What the engine's thread shall do with it."""
 
@@ -232,6 +235,7 @@ class Operation:
         self.finished = finished
         """What remains to be done when the result is in place, such as copying it to where the user wants it."""
         self.began_s = 0.0
+        self.prompt = False
         self.left = len(program.plan.steps)
         """Steps and frames that are not done yet."""
         self.missing = program.missing.copy()

@@ -15,7 +15,16 @@ from functools import lru_cache
 from pliant.comm import graph, order
 from pliant.comm.graph import Forest, Topology
 from pliant.comm.order import Fold, Term
-from pliant.comm.slices import WHOLE_BYTES, WHOLE_SHARED_BYTES, Slice, cut, cut_exact, even_partition
+from pliant.comm.slices import (
+    WHOLE_BYTES,
+    WHOLE_SHARED_BYTES,
+    Portion,
+    Slice,
+    cut,
+    cut_exact,
+    cut_portion,
+    even_partition,
+)
 
 Channel = tuple[str, str, tuple[int, ...]]
 """Kind, name and members: what successive collectives under one name have in common."""
@@ -41,6 +50,8 @@ class Spec:
     """For reduce, broadcast and gather: the rank at the centre; else -1."""
     parts: tuple[int, ...] = ()
     """How many contributions each member brings (its replicas); empty means one each."""
+    portion: Portion | None = None
+    """For an all_reduce: which run of which larger tensor this is, if it is one."""
 
     @property
     def channel(self) -> Channel:
@@ -152,16 +163,19 @@ def _reducing(
         fathers = graph.rerooted(trees[0].bcast_from, root)
         trees = (Topology(fathers, fathers),)
     whole_bytes = min(slice_bytes, WHOLE_SHARED_BYTES if len(set(hosts)) == 1 else WHOLE_BYTES)
-    if spec.exact:
+    if spec.portion is not None:
+        slices = cut_portion(spec.portion, spec.length, item_bytes, len(trees), num_replicas if spec.exact else None)
+    elif spec.exact:
         slices = cut_exact(spec.name, spec.length, item_bytes, len(trees), slice_bytes, num_replicas, whole_bytes)
     else:
         slices = cut(spec.name, spec.length, item_bytes, len(trees), slice_bytes, whole_bytes)
-    borders = order.chunk_length(spec.length, item_bytes, num_replicas)
+    whole, offset = (spec.portion.whole, spec.portion.begin) if spec.portion is not None else (spec.length, 0)
+    borders = order.chunk_length(whole, item_bytes, num_replicas)
     steps = {}
     for index, piece in enumerate(slices):
         tree = trees[piece.lane]
         raw = _read_in_place(tree, hosts)
-        fold, folds = _folding(spec, tree, blocks, raw, me, piece, borders)
+        fold, folds = _folding(spec, tree, blocks, raw, me, piece, borders, offset)
         steps[index] = Step(
             begin=piece.begin,
             end=piece.end,
@@ -211,14 +225,22 @@ Folds = tuple[tuple[int, int, tuple[int, ...]], ...]
 
 
 def _folding(
-    spec: Spec, tree: Topology, blocks: tuple[Term, ...], raw: frozenset[int], me: int, piece: Slice, borders: int
+    spec: Spec,
+    tree: Topology,
+    blocks: tuple[Term, ...],
+    raw: frozenset[int],
+    me: int,
+    piece: Slice,
+    borders: int,
+    offset: int,
 ) -> tuple[Fold, Folds]:
-    """What is folded here, with the ranges it is folded over."""
+    """What is folded here, with the ranges it is folded over; chunks are counted from `offset` elements before."""
     fold = _fold(spec, tree, blocks, raw, me, piece.chunk)
     if spec.exact and piece.chunk is None and tree.reduce_to[me] == me and len(fold.operands) > 1:
-        pieces = order.chunks_between(piece.begin, piece.end, borders)
+        first = offset + piece.begin
+        pieces = order.chunks_between(first, offset + piece.end, borders)
         return fold, tuple(
-            (begin - piece.begin, end - piece.begin, order.fold_order(fold.operands, chunk, len(fold.operands)))
+            (begin - first, end - first, order.fold_order(fold.operands, chunk, len(fold.operands)))
             for begin, end, chunk in pieces
         )
     return fold, ((0, piece.length, fold.folded),) if fold.folded else ()

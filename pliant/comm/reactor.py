@@ -24,6 +24,7 @@ from pliant.comm.core import Core
 from pliant.comm.link import Link, header
 from pliant.comm.lobby import Lobby
 from pliant.comm.operation import Burst, Operation
+from pliant.comm.telemetry import PressureGauge
 from pliant.comm.wire import Kind
 from pliant.errors import CommError, EngineClosed, ViewChanged, WorkerLost
 
@@ -95,6 +96,9 @@ class Reactor:
         self._writing: set[Link] = set()
         """Links whose kernel buffer is full: the selector watches them."""
         self._writable: set[Link] = set()
+        self.pressure = PressureGauge()
+        self._below_bytes = 0
+        """What may lie in the kernel's queues to other hosts, all together; 0: as much as links take by themselves."""
         self._thread = threading.Thread(target=self._run, name=f"pliant-engine-{me}", daemon=True)
 
     def start(self) -> None:
@@ -215,10 +219,10 @@ class Reactor:
     def _begin(self, size: int) -> None:
         """Begin what was submitted, as one burst."""
         items = [self._inbox.popleft() for _ in range(size)]
-        burst = Burst(sum(isinstance(item, Operation) for item in items))
+        burst = Burst(sum(isinstance(item, Operation) and not item.prompt for item in items))
         for item in items:
             if isinstance(item, Operation):
-                item.burst = burst
+                item.burst = Burst(1) if item.prompt else burst
                 item.begin(item)
             else:
                 item.run()
@@ -312,7 +316,24 @@ class Reactor:
         self.links[link.worker] = link
         self.gone.pop(link.worker, None)
         self._watch(link)
+        self._share_out()
         self.on_change()
+
+    def keep_below(self, num_bytes: int) -> None:
+        """Let at most about this much lie in the kernel's queues to other hosts."""
+        self._below_bytes = num_bytes
+        self._share_out()
+
+    def _share_out(self) -> None:
+        remote = [link for link in self.links.values() if not link.shared]
+        for link in remote if self._below_bytes else ():
+            link.keep_below(self._below_bytes // len(remote))
+
+    def _gauge(self, now_s: float) -> None:
+        """Note how much has gone out while some link was full."""
+        pressed = any(not link.shared for link in self._writing)
+        if pressed or self.pressure.pressed:
+            self.pressure.note(pressed, sum(link.sent_bytes for link in self.links.values() if not link.shared), now_s)
 
     def probe(self, worker: Worker, answer: Callable[[bool], None]) -> None:
         """Whether there is no living connection to this worker; a dead one is dropped. Takes `PROBE_S` at most."""
@@ -366,6 +387,7 @@ class Reactor:
                 # stuff a few bytes into it.
                 self._guarded(link, self._flush_link, link, now_s)
         self._writable.clear()
+        self._gauge(now_s)
 
     def _flush_link(self, link: Link, now_s: float) -> None:
         more = link.flush(now_s)
@@ -418,6 +440,7 @@ class Reactor:
             self._selector.unregister(link.sock)
         self.dirty.discard(link)
         self._writing.discard(link)
+        self.pressure.forget()
         link.close()
         if self.links.get(link.worker) is link:
             del self.links[link.worker]

@@ -99,6 +99,35 @@ def cut_exact(
     return slices
 
 
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """A run of a larger tensor that travels by itself, in slices and with owners of its own.
+
+    Its exact order is that of the larger tensor: however the larger one is cut, the bits of the sum are the same.
+    """
+
+    whole: int
+    """Elements of the larger tensor."""
+    begin: int
+    """Where the run begins in it."""
+    lanes: tuple[int, ...]
+    """The lane of each slice; the run is cut evenly into as many."""
+
+
+def cut_portion(
+    portion: Portion, num_elements: int, item_bytes: int, lanes: int, num_replicas: int | None
+) -> list[Slice]:
+    """The slices of a run of `num_elements`; `num_replicas` is None where the order of summation is free."""
+    length = chunk_length(portion.whole, item_bytes, num_replicas) if num_replicas else 0
+    slices = []
+    ranges = even_partition(num_elements, max(1, min(len(portion.lanes), num_elements)))
+    for (begin, end), lane in zip(ranges, portion.lanes, strict=False):
+        first, last = portion.begin + begin, portion.begin + end - 1
+        in_one_chunk = length and first // length == last // length
+        slices.append(Slice(begin, end, lane % lanes, first // length if in_one_chunk else None))
+    return slices if num_elements else []
+
+
 class PriorityQueue(Generic[T]):
     """Lowest priority number first, and among equals the oldest."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +27,57 @@ class LaneThroughput:
     @property
     def bytes_per_s(self) -> float:
         return self.num_bytes / self.busy_s if self.busy_s > 0 else 0.0
+
+
+Watcher = Callable[[str, str, int, int, float, float], None]
+"""Told of slices: what happened (push, reply, back), the collective's name, the slice, the peer, from when to when."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """What went out while the network was the limit."""
+
+    num_bytes: int
+    seconds: float
+
+    def rate_since(self, earlier: Pressure) -> float:
+        """Bytes per second since then; 0 if the network was never the limit."""
+        seconds = self.seconds - earlier.seconds
+        return (self.num_bytes - earlier.num_bytes) / seconds if seconds > 0 else 0.0
+
+
+class PressureGauge:
+    """Adds up the times in which some link had more to send than the kernel would take.
+
+    Counted from the moment that the kernel's queue is full to the moment that ours is empty: it is full at both, so
+    what was handed over meanwhile is what has left.
+    """
+
+    def __init__(self) -> None:
+        self._num_bytes, self._seconds = 0, 0.0
+        self._since: tuple[int, float] | None = None
+        """Bytes sent, and the time, when the present interval began."""
+
+    def note(self, pressed: bool, sent_bytes: int, now_s: float) -> None:
+        """`sent_bytes` in all have been handed over by now; `pressed` says whether the kernel refuses more."""
+        if self._since is not None:
+            self._num_bytes += sent_bytes - self._since[0]
+            self._seconds += now_s - self._since[1]
+        self._since = (sent_bytes, now_s) if pressed else None
+
+    @property
+    def pressed(self) -> bool:
+        """Whether an interval is open."""
+        return self._since is not None
+
+    def forget(self) -> None:
+        """A link is gone, and with it what it had sent: the present interval does not count."""
+        self._since = None
+
+    @property
+    def total(self) -> Pressure:
+        """So far; from any thread."""
+        return Pressure(self._num_bytes, self._seconds)
 
 
 class Carried(Protocol):

@@ -18,9 +18,10 @@ from enum import IntEnum
 
 from pliant.cluster import Worker
 from pliant.comm.plan import KINDS, Channel, Spec
+from pliant.comm.slices import Portion
 from pliant.errors import CommError, ConfigError, HandshakeRefused
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAGIC = b"PLIANT"
 MAX_CONTROL_BYTES = 16 << 20
 
@@ -78,15 +79,17 @@ def unpack_places(payload: bytes) -> list[Place]:
 
 def pack_spec(spec: Spec) -> bytes:
     fields = (spec.kind, spec.name, spec.members, spec.dtype, spec.length, spec.op, spec.exact, spec.root, spec.parts)
-    return json.dumps(fields).encode()
+    portion = spec.portion and (spec.portion.whole, spec.portion.begin, spec.portion.lanes)
+    return json.dumps((*fields, portion)).encode()
 
 
 def unpack_spec(payload: bytes) -> Spec:
     """Raises CommError if `payload` is not a spec."""
     try:
-        kind, name, members, dtype, length, op, exact, root, parts = json.loads(payload)
-        spec = Spec(kind, name, tuple(members), dtype, int(length), op, bool(exact), int(root), tuple(parts))
-    except (ValueError, TypeError) as error:
+        kind, name, members, dtype, length, op, exact, root, parts, run = json.loads(payload)
+        portion = Portion(int(run[0]), int(run[1]), tuple(map(int, run[2]))) if run is not None else None
+        spec = Spec(kind, name, tuple(members), dtype, int(length), op, bool(exact), int(root), tuple(parts), portion)
+    except (ValueError, TypeError, IndexError) as error:
         raise CommError(f"a peer sent a damaged description of a collective: {error}") from None
     if spec.kind not in KINDS:
         raise CommError(f"a peer asked for an unknown kind of collective {spec.kind!r}: do all run the same version?")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pliant.comm import order
 from pliant.comm.graph import STRATEGIES
 from pliant.comm.plan import Plan, Spec, Strategy, make_plan
-from pliant.comm.slices import PriorityQueue, cut, cut_exact, even_partition, name_hash
+from pliant.comm.slices import Portion, PriorityQueue, cut, cut_exact, even_partition, name_hash
 
 Expr = object
 """A replica's number, or a pair (a, b) for a + b."""
@@ -153,3 +155,32 @@ def test_the_queue_serves_priority_first_and_age_among_equals() -> None:
     for priority, item in [(1, "b"), (0, "a"), (1, "c"), (-1, "z")]:
         queue.push(priority, item)
     assert [queue.pop() for _ in range(4)] == ["z", "a", "b", "c"]
+
+
+@pytest.mark.parametrize("lanes", [(0,), (2, 1, 0), (0, 1, 2, 3, 0, 1)], ids=str)
+@pytest.mark.parametrize("hosts", ["AAA", "AABB", "ABCD"])
+@pytest.mark.parametrize("parts", [(), (2, 1, 1, 2)], ids=str)
+def test_a_portion_sums_in_the_order_of_the_whole(hosts: str, parts: tuple[int, ...], lanes: tuple[int, ...]) -> None:
+    size, whole, length = len(hosts), 100_000, 30_000
+    counts = parts[:size] or (1,) * size
+    blocks, first = [], 0
+    for count in counts:
+        blocks.append(list(range(first, first + count)))
+        first += count
+    borders = order.chunk_length(whole, 4, first)
+    for begin in (0, 12_345, 70_000):
+        asked = replace(spec(size, length, exact=True, parts=counts), portion=Portion(whole, begin, lanes))
+        plans = [make_plan(asked, rank, hosts, Strategy("AUTO"), 4, 1 << 20) for rank in range(size)]
+        assert all(len(plan.steps) == len(lanes) for plan in plans)
+        for found in run(plans, blocks):
+            assert sorted(found)[0] == 0
+            for at, expression in found.items():
+                assert expression == gloo((begin + at) // borders, first)
+
+
+def test_a_portion_that_forgets_its_place_sums_in_another_order() -> None:
+    asked = replace(spec(4, 30_000, exact=True), portion=Portion(30_000, 0, (0, 1, 2)))
+    plans = [make_plan(asked, rank, "ABCD", Strategy("AUTO"), 4, 1 << 20) for rank in range(4)]
+    borders = order.chunk_length(100_000, 4, 4)
+    found = run(plans, [[rank] for rank in range(4)])[0]
+    assert any(expression != gloo((70_000 + at) // borders, 4) for at, expression in found.items())
