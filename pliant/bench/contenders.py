@@ -187,8 +187,12 @@ def _listening(ground: Ground, rank: int) -> socket.socket:
     return ground.lab.call(ground.host_of(rank), lambda: socket.create_server((address, 0)))
 
 
-def _environ(extra: Mapping[str, str], ground: Ground) -> dict[str, str]:
-    """A clean environment: one arithmetic thread each, no trace of a job that this bench may run in."""
+def clean_environ() -> dict[str, str]:
+    """Ours, with one arithmetic thread, and without a trace of a job that this bench may run in."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PLIANT_")}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def _environ(extra: Mapping[str, str], ground: Ground) -> dict[str, str]:
     interface = INTERFACE if ground.lab is not None else "lo"
-    return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": interface, **extra}
+    return {**clean_environ(), "GLOO_SOCKET_IFNAME": interface, **extra}

@@ -14,13 +14,13 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from pliant.errors import ConfigError
 
 
-def check_writable(path: Path | None) -> None:
+def check_writable(path: Path | None, flag: str = "--json") -> None:
     """Before minutes of measuring, not after."""
     try:
         if path is not None:
             path.touch()
     except OSError as error:
-        raise ConfigError(f"--json {path}: {error.strerror}; give a file that can be written") from None
+        raise ConfigError(f"{flag} {path}: {error.strerror}; give a file that can be written") from None
 
 
 @contextlib.contextmanager

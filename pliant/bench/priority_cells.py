@@ -1,0 +1,233 @@
+"""From what was measured to the cells of the result of `pliant bench priority`. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pliant.bench.priority_contest import Entry, Record
+from pliant.bench.report import Json
+from pliant.bench.stats import Summary, quantile
+from pliant.perf import Bounds, Layer, bounds, tictac_efficiency
+
+BUSY = 0.85
+"""Beyond this the processors, not the links, set the pace: no verdict."""
+IDLE = 0.05
+"""Of the capacity: a sample with less is idle, as in the paper's figure 9."""
+DDP, DDP_DEFAULT, PLAIN = "ddp", "ddp-default", "plain"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ring:
+    """What all cells of one rate have in common."""
+
+    model: str
+    compute: str
+    nodes: int
+    rate_bits_per_s: int | None
+    """What the links were set to; None: no limit."""
+    capacity_bits_per_s: float | None
+    """What they were measured to carry with all nodes sending at once; None: unknown."""
+    capacity_from: str
+    layers: tuple[Layer, ...]
+    layers_from: str
+    num_bytes: int
+    """Of all gradients."""
+    samples: int
+    """Of a replica's step; 0: unknown."""
+
+    @property
+    def bound(self) -> Bounds | None:
+        return self._bound(self.capacity_bits_per_s)
+
+    @property
+    def nominal_bound(self) -> Bounds | None:
+        return self._bound(self.rate_bits_per_s)
+
+    def _bound(self, bits_per_s: float | None) -> Bounds | None:
+        return bounds(self.layers, self.nodes, bits_per_s / 8) if bits_per_s and self.layers else None
+
+    @property
+    def least_tx_bytes(self) -> float:
+        """2(N-1)/N*S: what each node must send in a step."""
+        return 2 * (self.nodes - 1) / self.nodes * self.num_bytes
+
+
+def cell(ring: Ring, entry: Entry, record: Record, peers: Mapping[str, Record], mode: str = "") -> Json:
+    """One line of the contest at one rate; `peers` are those that ours is set against, by name."""
+    found = _parameters(ring, entry, mode or entry.mode)
+    median_s = record.median_s
+    if median_s is None:
+        return {**found, **_nothing(), "failure": record.failure or "no repeat was finished", "ok": False}
+    summary = Summary.of(record.seconds)
+    tx = [sum(each) / len(each) for each in record.tx_bytes]
+    loads = [max(each) * len(each) / sum(each) - 1 for each in record.tx_bytes if sum(each)]
+    tx_per_iter = quantile(tx, 0.5) if tx else None
+    return {
+        **found,
+        "iter_median_s": median_s,
+        "iter_iqr_s": summary.iqr,
+        "iter_p10_s": summary.p10,
+        "iter_p90_s": summary.p90,
+        "num_iters": summary.num_samples,
+        "repeats": len(record.rounds),
+        "repeat_medians_s": [quantile(each, 0.5) for each in record.rounds],
+        "samples_per_s": ring.samples / median_s if ring.samples else None,
+        **_held_against(ring.bound, record, median_s),
+        "nominal_p_star_s": ring.nominal_bound.p_star_s if ring.nominal_bound else None,
+        "tx_bytes_per_iter": tx_per_iter,
+        "tx_over_least": tx_per_iter / ring.least_tx_bytes - 1 if tx_per_iter and ring.least_tx_bytes else None,
+        "owner_imbalance": quantile(loads, 0.5) if loads else None,
+        "cpu_s_per_iter": quantile(record.cpu_s, 0.5),
+        "cpu_busy": quantile(record.busy, 0.5),
+        "waited_s_per_iter": quantile(record.waited_s, 0.5) if record.waited_s else None,
+        "slice_bytes": record.stats.get("slice_bytes"),
+        "in_flight_bytes": record.stats.get("in_flight_bytes"),
+        "estimated_bits_per_s": _bits(record.stats.get("rate_bytes_per_s")),
+        "estimated_r": record.stats.get("r"),
+        "ran_as": record.stats.get("mode"),
+        "hash": record.hashes[0] if record.hashes else None,
+        "hash_steps": record.hash_steps,
+        "same_on_all_ranks": len(set(record.hashes)) == 1,
+        **_gains(record, peers),
+        **utilisation(record.series, ring.capacity_bits_per_s),
+        "ours": {"median_s": median_s, "iqr_s": summary.iqr},
+        "peers": {name: _peer(peer, median_s) for name, peer in peers.items()},
+        "bound": _bound_form(ring.bound, median_s),
+        "ok": len(set(record.hashes)) == 1,
+    }
+
+
+def _parameters(ring: Ring, entry: Entry, mode: str) -> Json:
+    bound = ring.bound
+    return {
+        "model": ring.model,
+        "compute": ring.compute,
+        "nodes": ring.nodes,
+        "rate_mbit": ring.rate_bits_per_s / 1e6 if ring.rate_bits_per_s else None,
+        "measured_mbit": ring.capacity_bits_per_s / 1e6 if ring.capacity_bits_per_s else None,
+        "mode": mode,
+        "slice": entry.slice_params if entry.slice_params is not None else "auto",
+        "bucket_cap_mb": entry.bucket_cap_mb,
+        "r": bound.r if bound else None,
+        "compute_s": sum(layer.forward_s + layer.backward_s for layer in ring.layers) if ring.layers else None,
+        "p_star_s": bound.p_star_s if bound else None,
+        "p_fifo_s": bound.p_fifo_s if bound else None,
+        "gain_cap": bound.gain_cap if bound else None,
+    }
+
+
+def _nothing() -> Json:
+    empty = ("iter_median_s", "fraction_of_bound", "tx_bytes_per_iter", "cpu_s_per_iter", "hash")
+    return {**dict.fromkeys(empty), "ours": {"median_s": None, "iqr_s": None}, "peers": {}, "bound": None}
+
+
+def _held_against(bound: Bounds | None, record: Record, median_s: float) -> Json:
+    if bound is None:
+        return {"fraction_of_bound": None, "fraction_of_worst_repeat": None, "tictac": None, "over_p_fifo": None}
+    slowest_s = max(quantile(each, 0.5) for each in record.rounds)
+    return {
+        "fraction_of_bound": bound.fraction_of_bound(median_s),
+        "fraction_of_worst_repeat": bound.fraction_of_bound(slowest_s),
+        "tictac": tictac_efficiency(bound.compute_s, bound.traffic_s, median_s),
+        "over_p_fifo": median_s / bound.p_fifo_s - 1,
+    }
+
+
+def _gains(record: Record, peers: Mapping[str, Record]) -> Json:
+    """How much faster than each peer, by the medians, and by those of each repeat: its spread."""
+    found: Json = {}
+    for name, peer in peers.items():
+        if peer is record or peer.median_s is None or record.median_s is None:
+            continue
+        pairs = zip(peer.rounds, record.rounds, strict=False)
+        ratios = [quantile(theirs, 0.5) / quantile(own, 0.5) - 1 for theirs, own in pairs]
+        key = f"gain_over_{name.replace('-', '_')}"
+        found |= {key: peer.median_s / record.median_s - 1, f"{key}_worst": min(ratios), f"{key}_best": max(ratios)}
+    return found
+
+
+def _peer(peer: Record, median_s: float) -> Json:
+    if peer.median_s is None:
+        return {"median_s": None, "iqr_s": None, "speedup": None, "failure": peer.failure}
+    return {"median_s": peer.median_s, "iqr_s": Summary.of(peer.seconds).iqr, "speedup": peer.median_s / median_s}
+
+
+def _bound_form(bound: Bounds | None, median_s: float) -> Json | None:
+    if bound is None:
+        return None
+    return {"name": "P*, ideal priorities", "median_s": bound.p_star_s, "fraction": bound.p_star_s / median_s}
+
+
+def _bits(bytes_per_s: object) -> float | None:
+    return bytes_per_s * 8 if isinstance(bytes_per_s, float) and bytes_per_s > 0 else None
+
+
+def utilisation(series: Sequence[tuple[float, int]], capacity_bits_per_s: float | None) -> Json:
+    """What the samples say: the mean share of the capacity that was sent, and the share of time that sent nearly none."""
+    if len(series) < 3 or not capacity_bits_per_s:
+        return {}
+    rates = [
+        (now[1] - then[1]) * 8 / (now[0] - then[0]) / capacity_bits_per_s
+        for then, now in itertools.pairwise(series)
+        if now[0] > then[0]
+    ]
+    spent_s = series[-1][0] - series[0][0]
+    return {
+        "tx_mean_share": (series[-1][1] - series[0][1]) * 8 / spent_s / capacity_bits_per_s,
+        "tx_idle_share": sum(rate < IDLE for rate in rates) / len(rates),
+        "tx_series": {"step_s": spent_s / (len(series) - 1), "share": [round(rate, 3) for rate in rates]},
+    }
+
+
+def measured_layers(answers: Sequence[Sequence[Sequence[float]]], stretch: float = 1.0) -> tuple[Layer, ...]:
+    """The layers as rank 0 has timed them, all times `stretch` as long."""
+    return tuple(Layer(forward * stretch, backward * stretch, int(size)) for forward, backward, size in answers[0])
+
+
+def stretch_of(layers: Sequence[Layer], compute_s: float) -> float:
+    """By how much computing with communication is slower than the layers' times add up to."""
+    alone_s = sum(layer.forward_s + layer.backward_s for layer in layers)
+    return compute_s / alone_s if alone_s > 0 and math.isfinite(compute_s) else 1.0
+
+
+def remarks_on(cells: Sequence[Json]) -> list[str]:
+    """What a reader must know before believing the cells."""
+    found = []
+    if any(one["compute"] == "paced" for one in cells):
+        found.append("compute is paced: layers wait for as long as a GPU would compute; gradients and weights are real")
+    for one in cells:
+        name = f"{one['model']} at {_rate(one)}, {one['mode']}"
+        if "failure" in one:
+            found.append(f"{name}: {one['failure']}")
+        busy = one.get("cpu_busy")
+        if isinstance(busy, float) and busy > BUSY:
+            found.append(f"{name}: the processors are {busy:.0%} busy, so they set the pace: no verdict on this cell")
+        if one.get("same_on_all_ranks") is False:
+            found.append(f"{name}: the ranks ended with different parameters")
+    return found + _on_hashes(cells)
+
+
+def _rate(one: Json) -> str:
+    return f"{one['rate_mbit']:g} Mbit/s" if isinstance(one["rate_mbit"], float) else "no limit"
+
+
+def exact(one: Json) -> bool:
+    """Whether this cell's maths is DDP's with its default buckets, so that the bits must be the same."""
+    return one["mode"] != PLAIN and (one["mode"] != DDP or one.get("bucket_cap_mb") is None)
+
+
+def _on_hashes(cells: Sequence[Json]) -> list[str]:
+    found = []
+    for rate in dict.fromkeys(one["rate_mbit"] for one in cells):
+        same = [one for one in cells if one["rate_mbit"] == rate and exact(one) and one["hash"]]
+        by_steps = {(one["hash_steps"], one["hash"]) for one in same}
+        if len({steps for steps, _ in by_steps}) == len(by_steps):
+            continue
+        listed = ", ".join(f"{one['mode']}/{one['slice']} {str(one['hash'])[:8]}" for one in same)
+        found.append(f"at {_rate(same[0])} the parameters differ between modes: {listed}")
+    if any(one["mode"] == DDP and not exact(one) for one in cells):
+        found.append("ddp with other buckets than its default sums in another order: its hash is another, rightly")
+    return found

@@ -1,0 +1,222 @@
+"""The sides of `pliant bench priority`: ours in each way of synchronising, stock DDP, and one without any."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pliant.bench import priority_models as models
+from pliant.bench.networks import as_it_is
+from pliant.bench.priority_models import Subject
+from pliant.bench.priority_worker import Task
+from pliant.errors import ConfigError
+
+TIMEOUT_S = 120.0
+MAX_EPOCHS = 1_000_000
+
+
+class Side(Protocol):
+    """One rank of a way to train."""
+
+    @property
+    def num_steps(self) -> int:
+        """Of the chosen model, so far."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all gradients."""
+
+    def choose(self, options: Mapping[str, object]) -> None: ...
+
+    def step(self) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def facts(self) -> dict[str, object]: ...
+
+    def digest(self) -> str: ...
+
+    def measured_layers(self) -> list[list[float]]: ...
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4)
+
+
+def digest_of(model: nn.Module) -> str:
+    """SHA-256 of all parameters, in their order. `state_dict` first: whatever is under way arrives before it answers."""
+    values = model.state_dict()
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        found.update(values[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        assert values[name].shape == parameter.shape, name
+    return found.hexdigest()
+
+
+class Loop:
+    """The body of a plain training loop, and what all sides have in common."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        model: nn.Module,
+        optimizer: Any,
+        batches: Iterator[Any],
+        *,
+        stats: Callable[[], dict[str, object]] = dict,
+        stalls: bool = False,
+    ) -> None:
+        self.subject, self._model, self._optimizer, self._batches = subject, model, optimizer, batches
+        self._stats = stats
+        self._stalls = stalls
+        """Whether the program has waited for the network when its step is over."""
+        self.num_steps = 0
+        self.num_bytes = subject.num_bytes
+
+    def choose(self, options: Mapping[str, object]) -> None:
+        pass
+
+    def step(self) -> None:
+        batch = next(self._batches)
+        self._optimizer.zero_grad()
+        self.subject.loss(self._model, batch).backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self.num_steps += 1
+        if self._stalls and self.subject.paced is not None:
+            self.subject.paced.device.stalled()
+
+    def flush(self) -> None:
+        self.subject.model.state_dict()
+
+    def facts(self) -> dict[str, object]:
+        return self._stats()
+
+    def digest(self) -> str:
+        return digest_of(self.subject.model)
+
+    def measured_layers(self) -> list[list[float]]:
+        return models.layer_times(self.subject, self.step, rounds=7)
+
+
+class Ddp:
+    """Stock DDP. Every bucket size asked for has a model of its own, made when it is first chosen."""
+
+    def __init__(self, task: Task, rank: int) -> None:
+        self._task, self._rank = task, rank
+        self._loops: dict[str, Loop] = {}
+        self.choose({})
+
+    def choose(self, options: Mapping[str, object]) -> None:
+        cap, purpose = options.get("bucket_cap_mb"), options.get("purpose", "")
+        key = f"{purpose} {cap}"
+        if key not in self._loops:
+            subject = models.make(self._task)
+            sized: dict[str, Any] = {} if cap is None else {"bucket_cap_mb": cap}
+            model = DistributedDataParallel(
+                subject.model,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+                static_graph=True,
+                **sized,
+            )
+            batches = models.endless(subject, self._rank, self._task.num_workers)
+            self._loops[key] = Loop(subject, model, optimizer_of(subject.model), batches, stalls=True)
+        self._loop = self._loops[key]
+
+    @property
+    def num_steps(self) -> int:
+        return self._loop.num_steps
+
+    @property
+    def num_bytes(self) -> int:
+        return self._loop.num_bytes
+
+    def step(self) -> None:
+        self._loop.step()
+
+    def flush(self) -> None:
+        self._loop.flush()
+
+    def facts(self) -> dict[str, object]:
+        return {}
+
+    def digest(self) -> str:
+        return self._loop.digest()
+
+    def measured_layers(self) -> list[list[float]]:
+        return self._loop.measured_layers()
+
+
+@contextlib.contextmanager
+def opened(task: Task, rank: int) -> Iterator[Side]:
+    """The task's side, with its connections, for one rank."""
+    torch.set_num_threads(1)
+    ways = {"plain": _open_plain, "ddp": _open_ddp}
+    with ways.get(task.side, _open_pliant)(task, rank) as side:
+        yield side
+
+
+@contextlib.contextmanager
+def _open_plain(task: Task, rank: int) -> Iterator[Side]:
+    subject = models.make(task)
+    batches = models.endless(subject, rank, task.num_workers)
+    yield Loop(subject, subject.model, optimizer_of(subject.model), batches)
+
+
+@contextlib.contextmanager
+def _open_ddp(task: Task, rank: int) -> Iterator[Side]:
+    dist.init_process_group(
+        "gloo",
+        init_method=task.meeting,
+        rank=rank,
+        world_size=task.num_workers,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    try:
+        yield Ddp(task, rank)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _open_pliant(task: Task, rank: int) -> Iterator[Side]:
+    import pliant
+
+    with pliant.join(replicas=task.num_workers, **_sync_of(task)) as job:
+        stats = getattr(job, "sync_stats", None)
+        subject = models.make(task, None if stats is None else lambda: int(stats().waits))
+        model, optimizer, loader = job.wrap(
+            subject.model,
+            optimizer_of(subject.model),
+            subject.dataset,
+            batch_size=subject.batch,
+            shuffle=False,
+            collate_fn=as_it_is,
+        )
+
+        def batches() -> Iterator[Any]:
+            for _epoch in job.epochs(MAX_EPOCHS):
+                yield from loader
+
+        facts = dict if stats is None else lambda: dataclasses.asdict(stats())
+        yield Loop(subject, model, optimizer, batches(), stats=facts, stalls=stats is None)
+
+
+def _sync_of(task: Task) -> dict[str, Any]:
+    import pliant
+
+    if "sync" in inspect.signature(pliant.join).parameters:
+        return {"sync": task.side, "slice_bytes": task.slice_bytes}
+    if task.side != "fifo":
+        raise ConfigError(f"sync={task.side!r} is not there yet")
+    return {}
