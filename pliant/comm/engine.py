@@ -328,6 +328,11 @@ class Engine:
     # --- topologies ---
 
     @property
+    def num_lanes(self) -> int:
+        """How many topologies the strategy has: between how many owners slices can be shared."""
+        return len(self.strategy.topologies(self.view.hosts, exact=True))
+
+    @property
     def strategy(self) -> Strategy:
         """The strategy that collectives submitted from now on use."""
         return self._strategies[-1]
@@ -407,6 +412,11 @@ class Engine:
     def pressure(self) -> Pressure:
         """What went out so far while the network was the limit, and how long that was: together, its rate."""
         return self._reactor.pressure.total
+
+    @property
+    def wire_bytes(self) -> int:
+        """What was handed to the kernel for other hosts so far, headers and all, on the connections of this view."""
+        return sum(link.sent_bytes for link in list(self._core.links.values()) if not link.shared)
 
     def keep_below(self, num_bytes: int) -> None:
         """How much may lie in the kernel's queues to other hosts, where no priority reaches it; from any thread."""

@@ -49,6 +49,11 @@ class Handle:
         """Whether it has ended, well or badly."""
         return self._done
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether it has ended well."""
+        return self._done and self._error is None
+
     def wait(self, timeout_s: float | None = None) -> torch.Tensor | None:
         """Block until the collective has ended; its result, where it has one on this rank.
 

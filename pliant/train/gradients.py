@@ -12,16 +12,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
 from pliant.comm import order
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
+from pliant.comm.slices import Portion
 from pliant.errors import CommError, TrainError, Unsliceable
 from pliant.train.buckets import Item, Layout, first_layout, rebuilt_layout
+from pliant.train.priority import Awaited, Pending
+from pliant.train.tuning import Choice
+from pliant.train.units import cut_units, layer_units
 
+FIRST = -1
+"""The priority of what every worker needs before it can begin its next step."""
 PIECE_BYTES = 2 << 20
 """What is brought back to the device at once when it folds."""
 
@@ -53,6 +58,9 @@ class Bucket:
     """The bits of those whose gradient has come in this turn."""
     handle: Handle | None = None
 
+    sizes: list[int] = field(default_factory=list)
+    """Elements of each parameter."""
+
     @property
     def dtype(self) -> torch.dtype:
         return self.parameters[0].dtype
@@ -73,6 +81,23 @@ class Bucket:
         return views
 
 
+@dataclass(slots=True, eq=False)
+class Run:
+    """A unit of a bucket, and its sum in the step in progress."""
+
+    name: str
+    indices: list[int]
+    """Of its parameters."""
+    parts: list[torch.Tensor]
+    total: torch.Tensor
+    sums: Sequence[torch.Tensor]
+    portion: Portion
+    priority: int = 0
+    missing: int = 0
+    """Gradients that have not come yet in this turn."""
+    handle: Handle | None = None
+
+
 class Gradients:
     """Catches and sums the gradients of `parameters`, for a job of N replicas."""
 
@@ -85,6 +110,7 @@ class Gradients:
         cap_bytes: int | None = None,
         always_sums: bool = False,
         on_backward: Callable[[], None],
+        before_backward: Callable[[], set[int]] = set,
     ) -> None:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
@@ -97,7 +123,7 @@ class Gradients:
         """While set, gradients only accumulate in `.grad`."""
         self.ready_order: list[int] = []
         """In which order the gradients of the last complete backward came."""
-        self._on_backward = on_backward
+        self._on_backward, self._before_backward = on_backward, before_backward
         self._find_unused, self._cap_bytes = find_unused, cap_bytes
         self._items = [Item((p.dtype, p.device), p.numel() * p.element_size()) for p in self.parameters]
         self._layout = first_layout(self._items, find_unused=find_unused, cap_bytes=cap_bytes)
@@ -117,6 +143,14 @@ class Gradients:
         """Whether no replica has its turn: what the program differentiates now is its own affair."""
         self._side: torch.cuda.Stream | None = None
         self._buried: list[tuple[Engine, list[Bucket]]] = []
+        self._way = Choice()
+        """How sums travel in this step."""
+        self._runs: list[Run] = []
+        """Where sums do not travel by buckets: what does. Empty else."""
+        self._run_of: list[Run] = []
+        self._cut_for: Choice | None = None
+        self._leftover: set[int] = set()
+        """Parameters that were not used in the forward before this backward, as far as can be seen."""
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._caught, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self.parameters)
@@ -136,7 +170,7 @@ class Gradients:
         """Use L2 as another worker, or a checkpoint, has it; None goes back to L1, as a restarted DDP would."""
         self.waits_for_order = layout is None and self.sums and not self._find_unused
         self._layout = layout or first_layout(self._items, find_unused=self._find_unused, cap_bytes=self._cap_bytes)
-        self._buckets = []
+        self._buckets, self._runs = [], []
 
     def rebuild(self, ready_order: Sequence[int]) -> None:
         """Replace L1 by L2, for good."""
@@ -150,7 +184,7 @@ class Gradients:
             self._buried.append((self._engine, self._buckets))
         self._engine, self._blocks = engine, tuple(blocks)
         self._expecting = False
-        self._buckets = []
+        self._buckets, self._runs = [], []
 
     def _allocate(self) -> None:
         assert self._engine is not None, "arrange() comes first"
@@ -171,6 +205,53 @@ class Gradients:
             self._buckets.append(bucket)
             places |= {index: (bucket, place) for place, index in enumerate(indices)}
         self._places = [places[index] for index in range(len(self.parameters))]
+        self._runs, self._cut_for = [], None
+
+    def travel(self, way: Choice, order: Sequence[int]) -> None:
+        """How the sums of the step that begins now travel; `order` is that in which they are wanted."""
+        assert self._engine is not None, "arrange() comes first"
+        if not self._buckets and self.sums:
+            self._allocate()
+        self._way = way
+        if way.mode == "fifo" or not self.sums or self._engine.size == 1:
+            self._runs = []
+            return
+        if not self._runs or self._cut_for != way:
+            self._cut_runs(way)
+        self._cut_for = way
+        wanted = {index: place for place, index in enumerate(order)}
+        for run in self._runs:
+            first = min(wanted.get(index, len(self.parameters)) for index in run.indices)
+            run.priority = first if way.mode == "priority" else 0
+
+    def _cut_runs(self, way: Choice) -> None:
+        assert self._engine is not None
+        sizes = [bucket.sizes for bucket in self._buckets]
+        item_bytes = [bucket.dtype.itemsize for bucket in self._buckets]
+        lanes = self._engine.num_lanes
+        if way.mode == "baseline":
+            units = layer_units(sizes, item_bytes, way.slice_bytes // 4, lanes)
+        else:
+            units = cut_units(sizes, item_bytes, way.slice_bytes, lanes)
+        number = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        self._runs = []
+        run_of: dict[int, Run] = {}
+        for unit in units:
+            bucket = self._buckets[unit.bucket]
+            begin, end = unit.portion.begin, unit.portion.begin + unit.length
+            assert bucket.total is not None
+            places = slice(unit.first, unit.last + 1)
+            run = Run(
+                f"{bucket.name}:{unit.first}",
+                [number[id(parameter)] for parameter in bucket.parameters[places]],
+                [part[begin:end] for part in bucket.parts],
+                bucket.total[begin:end],
+                bucket.sums[places],
+                unit.portion,
+            )
+            self._runs.append(run)
+            run_of |= dict.fromkeys(run.indices, run)
+        self._run_of = [run_of[index] for index in range(len(self.parameters))]
 
     # --- one replica's turn ---
 
@@ -179,6 +260,9 @@ class Gradients:
         assert self._engine is not None, "arrange() comes first"
         if not self._buckets and self.sums:
             self._allocate()
+        for run in self._runs:
+            run.missing, run.handle = len(run.indices), None
+        self._leftover = set()
         self._slot, self._is_last = slot, slot == self._blocks[self._engine.rank] - 1
         self._expecting, self._queued, self._resting, self._held = True, False, False, None
         for bucket in self._buckets:
@@ -197,6 +281,11 @@ class Gradients:
 
     def _caught(self, index: int, parameter: torch.nn.Parameter) -> None:
         """A gradient is complete. Called for every parameter of every replica, so it does the least it can."""
+        if parameter.__class__ is Pending or index in self._leftover:
+            raise TrainError(
+                f"{self.names[index]!r} got a gradient, but its last update was still under way when it was used: something "
+                "(compiled or scripted code?) uses it where torch's Python functions do not see it. Use sync='fifo'"
+            )
         if self.no_sync or self._resting:
             return
         if not self._queued:
@@ -221,8 +310,26 @@ class Gradients:
                     f"{self.names[index]!r} has a sparse gradient, which has no fixed place in a bucket: use sparse=False"
                 )
             torch.mul(gradient, 1.0 / self.num_replicas, out=bucket.views[self._slot][place])
-        if bucket.seen == bucket.whole:
+        if self._runs:
+            run = self._run_of[index]
+            run.missing -= 1
+            if run.missing == 0 and self._is_last:
+                self._submit_run(run)
+        elif bucket.seen == bucket.whole:
             self._bucket_full(bucket)
+
+    def _submit_run(self, run: Run) -> None:
+        assert self._engine is not None
+        plain = len(run.parts) == 1 and max(self._blocks) == 1
+        run.handle = self._engine.all_reduce(
+            run.name,
+            run.total,
+            priority=run.priority,
+            portion=run.portion,
+            prompt=True,
+            contributions=None if plain else run.parts,
+            parts=None if plain else self._blocks,
+        )
 
     def _begin_backward(self, index: int) -> None:
         if not self._expecting:
@@ -230,6 +337,9 @@ class Gradients:
                 f"a second backward reached {self.names[index]!r} before the next batch: each replica has one backward "
                 "per step whose gradients are summed. To accumulate, put `with job.no_sync():` around all but the last"
             )
+        self._leftover = self._before_backward()
+        if index in self._leftover:
+            self._caught(index, self.parameters[index])
         self._queued = True
         self.ready_order = []
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
@@ -262,7 +372,9 @@ class Gradients:
                 self._used |= torch.tensor([self._has_come(index) for index in range(len(self.parameters))])
                 if self._is_last:
                     assert self._engine is not None
-                    self._used_handle = self._engine.all_reduce("grad:used", self._used, op="max", determinism="fast")
+                    self._used_handle = self._engine.all_reduce(
+                        "grad:used", self._used, op="max", determinism="fast", priority=FIRST
+                    )
             if self._held is not None:
                 self._send_off(self._held)
         self._expecting = False
@@ -287,9 +399,40 @@ class Gradients:
                 for place, view in enumerate(bucket.views[self._slot]):
                     if not bucket.seen >> place & 1:
                         view.zero_()
-            self._bucket_full(bucket)
+            if not self._runs:
+                self._bucket_full(bucket)
+        if self._is_last:
+            for run in self._runs:
+                if run.handle is None:
+                    self._submit_run(run)
 
     # --- the sums ---
+
+    @property
+    def crosses(self) -> bool:
+        """Whether sums are taken in one by one, when their parameters are used."""
+        return bool(self._runs)
+
+    def under_way(self) -> list[Awaited]:
+        """What is to be waited for, parameter by parameter. Raises CommError if it is known already that it fails."""
+        used = self._wait_for_used()
+        return [
+            Awaited(
+                run.handle,
+                [
+                    (i, total if used is None or used[i] else None)
+                    for i, total in zip(run.indices, run.sums, strict=True)
+                ],
+            )
+            for run in self._runs
+            if run.handle is not None
+        ]
+
+    def _wait_for_used(self) -> list[int] | None:
+        """Which parameters any replica has used; None where all must be."""
+        handle, self._used_handle = self._used_handle, None
+        found = handle.wait() if handle is not None else None
+        return found.tolist() if found is not None else None
 
     def wait(self) -> None:
         """Put the sums into `.grad`. Raises CommError if they cannot be had."""
@@ -312,11 +455,7 @@ class Gradients:
                 bucket.handle.wait()
             if self._on_device:
                 self._fetch(bucket)
-        used: Sequence[Any] | None = None
-        if self._used_handle is not None:
-            found = self._used_handle.wait()
-            used = found.tolist() if found is not None else None
-            self._used_handle = None
+        used = self._wait_for_used()
         # What no replica has used keeps whatever gradient it has, as with DDP.
         unused = {id(parameter) for index, parameter in enumerate(self.parameters) if used and not used[index]}
         for bucket in self._buckets:
@@ -416,6 +555,7 @@ def _make_bucket(name: str, parameters: list[torch.nn.Parameter]) -> Bucket:
         length=sum(parameter.numel() for parameter in parameters),
         whole=(1 << len(parameters)) - 1,
         is_plain=all(parameter.is_contiguous() for parameter in parameters),
+        sizes=[parameter.numel() for parameter in parameters],
     )
 
 

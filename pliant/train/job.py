@@ -16,27 +16,25 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import hashlib
 import logging
 import signal
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from pliant.cluster import WorkerSpec, worker_spec
 from pliant.elastic.member import Member, member_of
-from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, PliantError, TrainError, Unsliceable
-from pliant.train import checkpoint, determinism, rng, slicing
+from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, PliantError, TrainError
+from pliant.train import checkpoint, determinism, guards, rng, slicing, trace, tuning
 from pliant.train.data import Feeder, Stream, num_batches
 from pliant.train.gradients import Gradients
 from pliant.train.loader_options import describe
+from pliant.train.priority import Crossing, hidden_uses
 from pliant.train.replica import Context
 from pliant.train.settling import Settling
 from pliant.train.trainer import Left, Parts, Trainer, ViewChange
@@ -47,14 +45,15 @@ log = logging.getLogger(__name__)
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 Blocks = Callable[[int], Sequence[int]]
-_ONCE_PER_STEP = ("step", "update", "update_parameters", "unscale_")
-"""Methods of tracked objects that belong to the step and not to a replica."""
 
 
 def join(
     replicas: int | None = None,
     *,
     determinism: str | None = None,
+    sync: str = "fifo",
+    slice_bytes: int | None = None,
+    in_flight_bytes: int | None = None,
     blocks: Blocks | None = None,
     seed: int | None = None,
 ) -> Job:
@@ -66,6 +65,12 @@ def join(
             then depends on the workers: that is another experiment.
         determinism: "D0" (bits hold as long as the workers stay the same), "D1" (they hold whatever happens to alike
             workers; the default) or "D2" (also on unlike machines, at a price).
+        sync: how sums travel; none of it changes a bit. "fifo": in the order in which backward makes them, and the
+            optimizer waits for all. "priority": what the next forward needs first goes first, and each parameter is
+            updated when its sum is there, while the forward already runs. "auto": priority where the network
+            is slow enough for it to help. ("slicing" and "baseline" are there to compare with.)
+        slice_bytes: with priority, gradients travel in slices of at most this size. None: tuned while running.
+        in_flight_bytes: how much may be on its way where no priority reaches it. None: tuned while running.
         blocks: how many replicas each of P workers hosts; even blocks by default.
         seed: replica r starts with all random generators seeded with seed + r, after the model was built. Without,
             all replicas start with the state that the program is in, as in a DDP script with one seed.
@@ -77,7 +82,8 @@ def join(
     except NotLaunched:
         spec = None
     level = _level(determinism, spec)
-    return Job(spec, replicas, level, blocks, seed)
+    tuning.check(sync, slice_bytes, in_flight_bytes)
+    return Job(spec, replicas, level, blocks, seed, (sync, slice_bytes, in_flight_bytes))
 
 
 def _level(asked: str | None, spec: WorkerSpec | None) -> determinism.Level:
@@ -113,7 +119,9 @@ class Job:
         level: determinism.Level,
         blocks: Blocks | None,
         seed: int | None,
+        sync: tuple[str, int | None, int | None] = ("fifo", None, None),
     ) -> None:
+        self._sync = sync
         self._spec, self._level, self._blocks, self._seed = spec, level, blocks, seed
         self._asked = replicas
         self._stack = contextlib.ExitStack()
@@ -186,6 +194,10 @@ class Job:
         """Whether what shall happen once per step may happen now: in the last turn, after backward."""
         return self._trainer is None or self._trainer.may_commit
 
+    def sync_stats(self) -> tuning.SyncStats:
+        """How the sums travel now, and what the network has cost so far."""
+        return self._need_trainer().sync_stats()
+
     @property
     def changes(self) -> list[ViewChange]:
         """The changes of view that this worker has seen, with their pauses."""
@@ -222,7 +234,7 @@ class Job:
         slicing.check(model)
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         parameters = _trainable(model)
-        _check_optimizers(optimizers, parameters)
+        guards.check_optimizers(optimizers, parameters)
         dataset, options = describe(data, **loading)
         device = parameters[0][1].device
         if device.type != "cpu":
@@ -244,13 +256,17 @@ class Job:
             cap_bytes=None if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20)),
             always_sums=follows_view,
             on_backward=self._backward_over,
+            before_backward=lambda: crossing.leftover(),
         )
+        crossing = Crossing(gradients.parameters, gradients.names, can_undo=self._member.elastic, say=self._say_first)
         keeps_layout = self._level != "D0"
         trainer = Trainer(
             self._member,
             parts,
             num_replicas,
             gradients,
+            crossing,
+            tuning.Tuner(self._possible_sync(model, device), *self._sync[1:], say=self._say_first),
             self._blocks,
             follows_view=follows_view,
             keeps_layout=keeps_layout,
@@ -271,10 +287,20 @@ class Job:
         trainer.settle = self._settling.settle
         trainer.on_commit = self._committed
         for each in optimizers:
-            self._patch_optimizer(each)
-        _guard_scalers(self)
+            guards.patch_optimizer(each, self._running, lambda: self._trainer)
+        self._stack.callback(guards.guard_scalers(self._tracked, lambda: self._trainer))
         self._loader = Loader(self, steps)
         return model, optimizer, self._loader
+
+    def _possible_sync(self, model: torch.nn.Module, device: torch.device) -> str:
+        """What was asked for, unless this model cannot have it."""
+        asked = self._sync[0]
+        reason = f"its parameters are on {device.type}" if device.type != "cpu" else hidden_uses(model)
+        if asked == "fifo" or not reason:
+            return asked
+        if asked != "auto":
+            self._say(f"sync: {asked!r} is not possible, because {reason}; using 'fifo'")
+        return "fifo"
 
     def track(self, name: str, thing: Any) -> Any:
         """Keep `thing` (an LR scheduler, a GradScaler, an EMA: anything with a state_dict) part of the job's state.
@@ -290,55 +316,8 @@ class Job:
             raise TrainError(f"track({name!r}): the job is running; track before job.epochs")
         self._tracked[name] = thing
         if not isinstance(thing, torch.optim.Optimizer):
-            self._guard(name, thing)
+            guards.guard(name, thing, lambda: self._trainer)
         return thing
-
-    def _guard(self, name: str, thing: Any) -> None:
-        """Give `thing` a class of its own whose methods know about turns. Methods put on the object itself would become
-        part of its state: a scheduler's state_dict is all that it has."""
-        kind = type(thing)
-        methods = {
-            method: self._once_per_step(getattr(kind, method))
-            for method in _ONCE_PER_STEP
-            if callable(getattr(kind, method, None))
-        }
-        try:
-            thing.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
-        except TypeError as error:
-            raise TrainError(f"track({name!r}): a {kind.__name__} cannot be told about turns ({error})") from None
-
-    def _once_per_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if self.committing else None
-
-        return guarded
-
-    def _patch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        original = optimizer.step
-
-        @functools.wraps(original)
-        def step(_: torch.optim.Optimizer, closure: Any = None, **kwargs: Any) -> Any:
-            if closure is not None:
-                raise Unsliceable(
-                    f"{type(optimizer).__name__}.step(closure) computes several gradients per step, for which the "
-                    "replicas would have to take turns inside of it: use an optimizer without a closure"
-                )
-            trainer = self._running()
-            turn = trainer.turn
-            if turn is None:
-                return original(**kwargs)
-            if not turn.done:
-                raise TrainError(
-                    "optimizer.step() before the gradients of this replica are complete: call backward() on a loss of "
-                    "this batch first, the last one of an accumulation outside of job.no_sync()"
-                )
-            if not trainer.may_commit:
-                return None
-            return original(**kwargs)
-
-        # A bound method, as it was: LR schedulers that are made later look for its function.
-        optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -361,12 +340,13 @@ class Job:
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left of `count`: a newcomer, or a resumed job, begins where the job stands."""
         trainer = self._need_trainer()
-        self._check_tracked()
+        guards.check_tracked(trainer.parts.optimizers, self._tracked)
         assert self._settling is not None
         if not self._settling.has_state:
             if isinstance(self._member, Member):
                 self._member.start()
             self._settling.join()
+        trace.begin(self.rank)
         self._inside_epochs = True
         try:
             while trainer.progress.epoch < count:
@@ -430,17 +410,6 @@ class Job:
             raise TrainError("use the loader and the optimizer inside of `for epoch in job.epochs(k):`")
         return trainer
 
-    def _check_tracked(self) -> None:
-        trainer = self._need_trainer()
-        known = {id(each.optimizer) for each in self._tracked.values() if isinstance(each, LRScheduler)}
-        for optimizer in trainer.parts.optimizers:
-            scheduled = any(getattr(f, "_wrapped_by_lr_sched", False) for f in _wrappers(optimizer.step))
-            if scheduled and id(optimizer) not in known:
-                raise TrainError(
-                    f"an LR scheduler changes {type(optimizer).__name__}, but the job does not know it: a newcomer would "
-                    "begin with another learning rate. Add `job.track('scheduler', scheduler)`"
-                )
-
     def _committed(self) -> None:
         """A step is done by all replicas."""
         trainer = self._need_trainer()
@@ -488,6 +457,8 @@ class Job:
 
     def _write(self, path: str) -> None:
         assert self._settling is not None
+        if not self._need_trainer().finish_sums():
+            return  # the step does not count, and will be written when it does
         directory = Path(path).parent if path else Path(self._spec.checkpoint_dir if self._spec else ".")
         if self._writer is None or self._written_to != directory:
             if self._writer is not None:
@@ -563,6 +534,10 @@ class Job:
 
     # --- the world around ---
 
+    def _say_first(self, text: str) -> None:
+        if self.rank == 0:
+            self._say(text)
+
     def _say(self, text: str) -> None:
         print(text, flush=True)
 
@@ -590,24 +565,6 @@ def _trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     return found
 
 
-def _check_optimizers(
-    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[tuple[str, torch.nn.Parameter]]
-) -> None:
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(f"{type(optimizer).__name__} is not an optimizer: give one, or a list of them")
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise Unsliceable("LBFGS needs a closure that computes several gradients per step: use another optimizer")
-    known = {id(parameter) for _, parameter in parameters}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if any(parameter.requires_grad and id(parameter) not in known for parameter in group["params"]):
-                raise ConfigError(
-                    f"{type(optimizer).__name__} updates a parameter that is not in the model: its gradient would not be "
-                    "summed over the replicas. Put all modules into one, such as torch.nn.ModuleList"
-                )
-
-
 def _program_of(
     num_replicas: int | None, parameters: Sequence[tuple[str, torch.nn.Parameter]], num_samples: int, batch_size: int
 ) -> str:
@@ -615,28 +572,3 @@ def _program_of(
     digest = hashlib.sha256(shapes).hexdigest()[:12]
     replicas = "a replica per worker" if num_replicas is None else f"{num_replicas} replicas"
     return f"{replicas}, {len(parameters)} parameters ({digest}), {num_samples} samples by {batch_size}"
-
-
-def _wrappers(function: Any) -> Iterator[Any]:
-    """A patched method and all that it wraps."""
-    while function is not None:
-        yield function
-        function = getattr(function, "__wrapped__", None)
-
-
-def _guard_scalers(job: Job) -> None:
-    """A GradScaler that the job does not know would be updated once per turn, so its result would depend on where the
-    replicas are: better to say so at once."""
-    original = torch.amp.GradScaler.update
-
-    @functools.wraps(original)
-    def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
-        trainer = job._trainer
-        if trainer is not None and trainer.turn is not None and not any(t is scaler for t in job._tracked.values()):
-            raise TrainError(
-                "this GradScaler is not part of the job: add `job.track('scaler', scaler)` before job.epochs"
-            )
-        return original(scaler, *args, **kwargs)
-
-    torch.amp.GradScaler.update = update  # type: ignore[assignment,method-assign]
-    job._stack.callback(setattr, torch.amp.GradScaler, "update", original)

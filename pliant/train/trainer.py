@@ -14,7 +14,7 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,21 +22,26 @@ import torch
 from pliant.cluster import View
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
+from pliant.comm.telemetry import Pressure
 from pliant.elastic.member import Alone, Member
 from pliant.errors import CommError, EngineClosed, TrainError, ViewChanged, WorkerLost
-from pliant.train import rng
+from pliant.train import rng, trace, tuning
 from pliant.train.buckets import Layout, blocks
 from pliant.train.data import Feeder, Stream, samples_used
-from pliant.train.gradients import Gradients
+from pliant.train.gradients import FIRST, Gradients
 from pliant.train.loader_options import LoaderOptions
+from pliant.train.priority import Crossing
 from pliant.train.replica import Buffers, Context, Tensors
+from pliant.train.tuning import Choice, Measured, SyncStats, Tuner
 
 log = logging.getLogger(__name__)
 
 LENT = "state:"
 """What the names of lent memory begin with."""
 _ROW = struct.Struct("<QQ")
-"""What a worker says with each step, before the contexts: the step, and the newest roll it is prepared for."""
+"""What a worker says with each step, before the contexts: the step, and the newest roll it is prepared for; and then
+how it would have the sums travel, and what it has measured."""
+_HEAD_BYTES = _ROW.size + tuning.ROW_BYTES
 
 
 class Left(SystemExit):
@@ -96,6 +101,29 @@ class Parts:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """The job before a step whose sums are not all here yet."""
+
+    progress: Progress
+    contexts: list[Context]
+    first_buffers: Tensors
+
+
+@dataclass(slots=True)
+class Measuring:
+    """The figures of the step in progress."""
+
+    began_s: float = 0.0
+    compute_s: float = 0.0
+    turn_began_s: float = 0.0
+    waited_s: float = 0.0
+    """At gates, when the turn began."""
+    pressure: Pressure = field(default_factory=lambda: Pressure(0, 0.0))
+    sent_bytes: int = 0
+    last: Measured = field(default_factory=Measured)
+
+
 class Trainer:
     """Runs the steps of this worker. Used by one thread, the program's own."""
 
@@ -105,6 +133,8 @@ class Trainer:
         parts: Parts,
         num_replicas: int,
         gradients: Gradients,
+        crossing: Crossing,
+        tuner: Tuner,
         place: Callable[[int], Sequence[int]] | None = None,
         *,
         follows_view: bool = False,
@@ -139,6 +169,17 @@ class Trainer:
         self.fetched: Handle | None = None
         """Done when everybody in the view has the state."""
         self.on_commit: Callable[[], None] = lambda: None
+        self.crossing = crossing
+        crossing.on_lost, crossing.on_whole = self.tear, self._whole
+        self.tuner = tuner
+        self.repeats = 0
+        """Steps that are done again because of the last loss."""
+        self._way = Choice()
+        """How this step's sums travel."""
+        self._next_way: Choice | None = None
+        self._undo: Undo | None = None
+        self._tracked_before: dict[str, tuple[Any, dict[str, Any]]] = {}
+        self._measuring = Measuring()
         self._member = member
         self._place = place
         self._keeps_layout = keeps_layout
@@ -178,6 +219,10 @@ class Trainer:
             self.gradients.use_layout(None)
         self.gradients.arrange(engine, self._blocks)
         self.torn, self.switch_to, self._needs_hosting = None, None, True
+        self._next_way = None
+        self._measuring = Measuring()
+        if trace.enabled():
+            engine.watch(_watch)
         self._forget_step()
 
     def _deal_anew(self, num_replicas: int) -> None:
@@ -222,6 +267,7 @@ class Trainer:
             # The program leaves its loop early: a step that is complete counts.
             if self.turn is not None and self.turn.is_last and self.turn.done and self.torn is None:
                 self._end_step()
+            self.finish_sums()
             raise
         finally:
             self.turn = None
@@ -230,6 +276,10 @@ class Trainer:
     def _begin_step(self, epoch: int) -> bool:
         """Be in the right view; False if the epoch is over."""
         while True:
+            if self.switch_to is not None:
+                self.finish_sums()
+            if self.torn is not None:
+                self._take_back()
             if self.torn is not None or self.switch_to is not None:
                 self.settle()
             if self.progress.epoch != epoch:
@@ -242,10 +292,51 @@ class Trainer:
                 self.parts.feeder.host(streams, self.num_replicas)
                 self._needs_hosting = False
             if self.parts.feeder.remaining(self.hosted[0]) > 0:
+                self._choose_way()
                 return True
-            self._await_newcomers()
+            self.finish_sums()
+            if self.torn is None:
+                self._await_newcomers()
             if self.torn is None:
                 return False
+
+    def _choose_way(self) -> None:
+        """How the sums of the coming step travel. In a view's first step by buckets: newcomers know no better, and the
+        order in which parameters are used is observed meanwhile."""
+        assert self.engine is not None
+        way = self._next_way
+        if way is None and self.tuner.may_cross and self.engine.size > 1:
+            self.crossing.observe()
+        if way is not None and way.in_flight_bytes != self._way.in_flight_bytes:
+            self.engine.keep_below(way.in_flight_bytes)
+        self._way = way or Choice()
+        self.gradients.travel(self._way, self.crossing.order)
+        self._begin_measuring()
+
+    def finish_sums(self) -> bool:
+        """Wait for what is still under way of the last step; False if it was torn instead."""
+        self.crossing.flush()
+        return self.torn is None
+
+    def _whole(self) -> None:
+        self._undo = None
+        self._tracked_before.clear()
+
+    def _take_back(self) -> None:
+        """A step was torn. If the one before it was not whole either, that one does not count as well."""
+        self.repeats = 1
+        if self._undo is not None:
+            undo, self._undo = self._undo, None
+            self.progress, self.contexts, self.first_buffers = undo.progress, undo.contexts, undo.first_buffers
+            self.repeats = 2
+            for thing, state in self._tracked_before.values():
+                thing.load_state_dict(state)
+        self._tracked_before.clear()
+        self.crossing.take_back()
+
+    def keep_tracked(self, name: str, thing: Any, state: dict[str, Any]) -> None:
+        """How a tracked object was before a step that may have to be taken back."""
+        self._tracked_before.setdefault(name, (thing, state))
 
     def _await_newcomers(self) -> None:
         """What the program does at the end of an epoch may change what newcomers are still reading."""
@@ -278,6 +369,8 @@ class Trainer:
                 self.turn = None
                 return False
             self._end_change()
+            self._measuring.turn_began_s = time.monotonic()
+            self._measuring.waited_s = self.crossing.waits.seconds
             yield batch
         return True
 
@@ -301,6 +394,7 @@ class Trainer:
         if turn is None:
             raise TrainError("a summed backward outside of the loader's loop: call it on a batch that the loader gave")
         turn.done = True
+        self._end_measuring_turn()
         own = b"" if self.parts.sync_buffers else bytes(self.buffers.pack(self.buffers.save()).numpy())
         context = Context(rng.capture(self.parts.device), self.parts.feeder.stream(turn.replica), own)
         self._new_contexts[turn.replica] = context
@@ -321,6 +415,41 @@ class Trainer:
         log.debug("step %d is torn: %s", self.progress.step, error)
         self.torn, self.torn_s = error, time.monotonic()
 
+    # --- figures ---
+
+    def _begin_measuring(self) -> None:
+        assert self.engine is not None
+        measuring, now_s = self._measuring, time.monotonic()
+        sent, pressure = self.engine.wire_bytes, self.engine.pressure()
+        measuring.last = Measured(
+            now_s - measuring.began_s,
+            measuring.compute_s,
+            sent - measuring.sent_bytes,
+            pressure.rate_since(measuring.pressure),
+        )
+        if trace.enabled():
+            trace.event("step", f"step {self.progress.step - 1}", measuring.began_s or now_s, now_s)
+        measuring.began_s, measuring.compute_s = now_s, 0.0
+        measuring.sent_bytes, measuring.pressure = sent, pressure
+
+    def _end_measuring_turn(self) -> None:
+        measuring = self._measuring
+        waited_s = self.crossing.waits.seconds - measuring.waited_s
+        measuring.compute_s += max(0.0, time.monotonic() - measuring.turn_began_s - waited_s)
+
+    def sync_stats(self) -> SyncStats:
+        """How the sums travel now, and what the network has cost so far."""
+        waits, choice = self.crossing.waits, self._way
+        return SyncStats(
+            choice.mode,
+            waits.count,
+            waits.seconds,
+            choice.slice_bytes,
+            choice.in_flight_bytes,
+            self.tuner.rate,
+            self.tuner.r,
+        )
+
     # --- what travels with a step ---
 
     def _exchange(self) -> None:
@@ -332,15 +461,19 @@ class Trainer:
             self.switch_to = self._agreed([self._member.prepared])
             return
         root = self.owner_of(0)
-        row = engine.all_gather("step", self._row())
+        row = engine.all_gather("step", self._row(), priority=FIRST)
         buffers = order = None
         if self.buffers.num_bytes:
             flat = self._packed_first_buffers()
-            buffers = engine.broadcast("buffers", flat, root)
+            buffers = engine.broadcast("buffers", flat, root, priority=FIRST)
         if self.gradients.waits_for_order:
             mine = self._new_order or [0] * len(self.gradients.parameters)
-            order = engine.broadcast("order", torch.tensor(mine, dtype=torch.int32), root)
-        self.gradients.wait()
+            order = engine.broadcast("order", torch.tensor(mine, dtype=torch.int32), root, priority=FIRST)
+        awaited = self.gradients.under_way() if self.gradients.crosses else None
+        if awaited is None:
+            began_s = time.monotonic()
+            self.gradients.wait()
+            self.crossing.waits.add(time.monotonic() - began_s)
         if buffers is not None:
             found = buffers.wait()
             if self._new_buffers is None and found is not None:
@@ -351,6 +484,12 @@ class Trainer:
         rows = row.wait()
         assert rows is not None, "an all_gather has a result on every rank"
         self._read_rows(rows)
+        if awaited is not None:
+            self.crossing.begin(awaited, self._priorities())
+
+    def _priorities(self) -> list[int]:
+        wanted = {index: place for place, index in enumerate(self.crossing.order)}
+        return [wanted.get(index, len(wanted)) for index in range(len(self.gradients.parameters))]
 
     def _packed_first_buffers(self) -> torch.Tensor:
         if self._new_buffers is not None:
@@ -364,23 +503,31 @@ class Trainer:
 
     def _row(self) -> torch.Tensor:
         head = _ROW.pack(self.progress.step, self._member.prepared)
+        head += tuning.pack(self.tuner.choice, self._measuring.last)
         contexts = b"".join(self._new_contexts[r].to_bytes(self.num_loader_workers) for r in self.hosted)
-        room = _ROW.size + self._context_bytes * max(self._blocks)
+        room = _HEAD_BYTES + self._context_bytes * max(self._blocks)
         return torch.frombuffer(bytearray((head + contexts).ljust(room, b"\0")), dtype=torch.uint8)
 
     def _read_rows(self, rows: torch.Tensor) -> None:
         size, replica, prepared = self._context_bytes, 0, []
+        said = []
         for rank, count in enumerate(self._blocks):
             data = bytes(rows[rank].numpy())
             prepared.append(_ROW.unpack_from(data)[1])
+            said.append(tuning.unpack(data[_ROW.size : _HEAD_BYTES]))
             for slot in range(count):
                 if replica not in self._new_contexts:
-                    begin = _ROW.size + slot * size
+                    begin = _HEAD_BYTES + slot * size
                     self._new_contexts[replica] = Context.from_bytes(
                         data[begin : begin + size], self.num_loader_workers
                     )
                 replica += 1
         self.switch_to = self._agreed(prepared)
+        # The first worker decides for all; the others keep up with it, for they may be first in the next view.
+        self._next_way = said[0][0]
+        self.tuner.learn([measured for _, measured in said], decides=self.engine is not None and self.engine.rank == 0)
+        if self.engine is not None and self.engine.rank != 0:
+            self.tuner.choice = self._next_way
 
     def _agreed(self, prepared: Sequence[int]) -> int | None:
         """The roll that all are prepared for, if it is a new one. The same answer on every worker."""
@@ -394,11 +541,15 @@ class Trainer:
         self.step_ended_s = time.monotonic()
         if self.torn is not None:
             return
+        if self.crossing.is_open:
+            self._undo = Undo(replace(self.progress), self.contexts, self.first_buffers)
+            self.contexts = list(self.contexts)
         for replica, context in self._new_contexts.items():
             self.contexts[replica] = context
         if self._new_buffers is not None:
             self.first_buffers = self._new_buffers
         if self.gradients.waits_for_order and self._new_order is not None:
+            assert not self.crossing.is_open, "a view's first step has a barrier"
             self.gradients.rebuild(self._new_order)
         self.progress.step += 1
         self.progress.epoch_step += 1
@@ -444,3 +595,8 @@ class Trainer:
         change = ViewChange(self.progress.step, old_size, self.engine.view.size, pause_s, lost)
         self.changes.append(change)
         tell(change)
+
+
+def _watch(what: str, name: str, index: int, peer: int, begin_s: float, end_s: float) -> None:
+    """Put a slice into the trace."""
+    trace.event(what, f"{name}[{index}]" + ("" if what == "back" else f" to {peer}"), begin_s, end_s)

@@ -58,6 +58,8 @@ class Task:
     fault: Fault | None = None
     threads: int = 1
     """torch's, which bits may depend on."""
+    sync: str = "fifo"
+    slice_bytes: int | None = None
     tampering: str = "nothing"
     """A function of `tampering` that spoils something, for negative controls."""
 
@@ -111,6 +113,8 @@ def _train(task: Task, journal: Journal) -> None:
         replicas=task.replicas,
         determinism=task.determinism,
         blocks=blocks,
+        sync=task.sync,
+        slice_bytes=task.slice_bytes,
         seed=program.seed,  # type: ignore[arg-type]
     ) as job:
         model, _, loader = job.wrap(
@@ -150,6 +154,8 @@ def _pass_gate(task: Task, job: Any, journal: Journal) -> None:
 
 
 def _note(journal: Journal, job: Any, loss: float, samples: list[int]) -> None:
+    if job._trainer.torn is not None:
+        return  # a sum was lost during this very forward: what it computed does not count
     journal.write("turn", step=job.step, replica=job.replica, loss=loss, samples=samples)
 
 
@@ -159,18 +165,29 @@ def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
     on_commit, exchange = trainer.on_commit, trainer._exchange
     enter, check = settling._submit_report, settling._check
 
+    crossing = trainer.crossing
+    whole = crossing.on_whole
+    unwritten: list[dict[str, Any]] = []
+
+    def write_commits() -> None:
+        for facts in unwritten:
+            if facts["step"] == job.step - 1:  # else it was taken back
+                journal.write("commit", digest=digest(program, trainer.first_buffers), **facts)
+        unwritten.clear()
+
+    def became_whole() -> None:
+        whole()
+        write_commits()
+
     def committed() -> None:
-        journal.write(
-            "commit",
-            step=job.step - 1,
-            digest=digest(program, trainer.first_buffers),
-            rank=job.rank,
-            size=job.size,
-            view=job.view,
-            hosted=list(job.hosted),
-        )
+        facts = {"rank": job.rank, "size": job.size, "view": job.view, "hosted": list(job.hosted)}
+        unwritten[:] = [{"step": job.step - 1, "crossed": crossing.is_open, **facts}]
+        if not crossing.is_open:  # looking at parameters would wait for them
+            write_commits()
         on_commit()
         _fail_at(task, "committed", job.step - 1)
+
+    crossing.on_whole = became_whole
 
     def exchanged() -> None:
         exchange()

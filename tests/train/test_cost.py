@@ -47,7 +47,9 @@ def test_each_bucket_is_summed_once_per_step_in_the_last_turn(replicas: int, mon
                 optimizer.step()
                 if job.committing:
                     seen.append(Counter(name for _, name in sums))
-                    assert {replica for replica, _ in sums} == {replicas - 1}, "only the last turn has something to send"
+                    assert {replica for replica, _ in sums} == {replicas - 1}, (
+                        "only the last turn has something to send"
+                    )
                     sums.clear()
                     assert len(job._trainer.parts.feeder.pids) == 2, "one pool, whatever the number of replicas"
         first, *others = seen

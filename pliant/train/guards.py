@@ -1,0 +1,167 @@
+"""What the job puts around the program's own objects: what belongs to a step happens once per step, whatever the number
+of replicas hosted here, and with updates under way nothing sees or changes half a step."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from pliant.errors import ConfigError, TrainError, Unsliceable
+from pliant.train.trainer import Trainer
+
+_ONCE_PER_STEP = ("step", "update", "update_parameters", "unscale_")
+"""Methods of tracked objects that belong to the step and not to a replica."""
+
+Running = Callable[[], Trainer]
+"""Gives the trainer; raises TrainError where the program is not training."""
+
+
+def patch_optimizer(
+    optimizer: torch.optim.Optimizer, running: Running, trainer_of: Callable[[], Trainer | None]
+) -> None:
+    """Let `step` happen in the last turn only, and with priority sync when its sums are there."""
+    original, original_zero = optimizer.step, optimizer.zero_grad
+
+    @functools.wraps(original)
+    def step(_: torch.optim.Optimizer, closure: Any = None, **kwargs: Any) -> Any:
+        if closure is not None:
+            raise Unsliceable(
+                f"{type(optimizer).__name__}.step(closure) computes several gradients per step, for which the "
+                "replicas would have to take turns inside of it: use an optimizer without a closure"
+            )
+        trainer = running()
+        turn = trainer.turn
+        if turn is None:
+            return original(**kwargs)
+        if not turn.done:
+            raise TrainError(
+                "optimizer.step() before the gradients of this replica are complete: call backward() on a loss of "
+                "this batch first, the last one of an accumulation outside of job.no_sync()"
+            )
+        if not trainer.may_commit:
+            return None
+        if trainer.crossing.is_crossing:
+            return trainer.crossing.step(optimizer, original, **kwargs)
+        return original(**kwargs)
+
+    @functools.wraps(original_zero)
+    def zero_grad(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        trainer = trainer_of()
+        if trainer is not None and trainer.crossing.is_open:
+            trainer.crossing.zero_grad(optimizer, original_zero, set_to_none)
+        else:
+            original_zero(set_to_none=set_to_none)
+
+    # Bound methods, as they were: LR schedulers that are made later look for their functions.
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+
+    def before_state_dict(_: torch.optim.Optimizer) -> None:
+        trainer = trainer_of()
+        if trainer is not None:
+            trainer.finish_sums()
+
+    optimizer.register_state_dict_pre_hook(before_state_dict)
+
+
+def guard(name: str, thing: Any, trainer_of: Callable[[], Trainer | None]) -> None:
+    """Give a tracked `thing` a class of its own whose methods know about turns. Methods put on the object itself would
+    become part of its state: a scheduler's state_dict is all that it has."""
+    kind = type(thing)
+    methods = {
+        method: _once_per_step(name, getattr(kind, method), trainer_of)
+        for method in _ONCE_PER_STEP
+        if callable(getattr(kind, method, None))
+    }
+    try:
+        thing.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
+    except TypeError as error:
+        raise TrainError(f"track({name!r}): a {kind.__name__} cannot be told about turns ({error})") from None
+
+
+def _once_per_step(
+    name: str, original: Callable[..., Any], trainer_of: Callable[[], Trainer | None]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def guarded(thing: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer = trainer_of()
+        if trainer is None:
+            return original(thing, *args, **kwargs)
+        if not trainer.may_commit:
+            return None
+        if trainer.crossing.is_open:
+            if isinstance(thing, LRScheduler):
+                # Small, and it does not look at parameters: kept as it was, in case the step is torn.
+                trainer.keep_tracked(name, thing, copy.deepcopy(thing.state_dict()))
+            else:
+                if not trainer.finish_sums():
+                    return None
+        return original(thing, *args, **kwargs)
+
+    return guarded
+
+
+def check_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[tuple[str, torch.nn.Parameter]]
+) -> None:
+    """Raises ConfigError or Unsliceable for optimizers that a job cannot have."""
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"{type(optimizer).__name__} is not an optimizer: give one, or a list of them")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise Unsliceable("LBFGS needs a closure that computes several gradients per step: use another optimizer")
+    known = {id(parameter) for _, parameter in parameters}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(parameter.requires_grad and id(parameter) not in known for parameter in group["params"]):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} updates a parameter that is not in the model: its gradient would not be "
+                    "summed over the replicas. Put all modules into one, such as torch.nn.ModuleList"
+                )
+
+
+def check_tracked(optimizers: Sequence[torch.optim.Optimizer], tracked: dict[str, Any]) -> None:
+    """Raises TrainError if a scheduler changes an optimizer behind the job's back."""
+    known = {id(each.optimizer) for each in tracked.values() if isinstance(each, LRScheduler)}
+    for optimizer in optimizers:
+        scheduled = any(getattr(f, "_wrapped_by_lr_sched", False) for f in _wrappers(optimizer.step))
+        if scheduled and id(optimizer) not in known:
+            raise TrainError(
+                f"an LR scheduler changes {type(optimizer).__name__}, but the job does not know it: a newcomer would "
+                "begin with another learning rate. Add `job.track('scheduler', scheduler)`"
+            )
+
+
+def _wrappers(function: Any) -> Iterator[Any]:
+    """A patched method and all that it wraps."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def guard_scalers(tracked: dict[str, Any], trainer_of: Callable[[], Trainer | None]) -> Callable[[], None]:
+    """A GradScaler that the job does not know would be updated once per turn, so its result would depend on where the
+    replicas are: better to say so at once. Returns how to undo this."""
+    original = torch.amp.GradScaler.update
+
+    @functools.wraps(original)
+    def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer = trainer_of()
+        if trainer is not None and trainer.turn is not None and not any(t is scaler for t in tracked.values()):
+            raise TrainError(
+                "this GradScaler is not part of the job: add `job.track('scaler', scaler)` before job.epochs"
+            )
+        return original(scaler, *args, **kwargs)
+
+    torch.amp.GradScaler.update = update  # type: ignore[assignment,method-assign]
+
+    def undo() -> None:
+        torch.amp.GradScaler.update = original  # type: ignore[method-assign]
+
+    return undo

@@ -1,0 +1,462 @@
+"""Updates that are still on their way, while the program already goes on: P3's priority propagation.
+
+With `sync="priority"` the optimizer does not wait for all sums. A parameter whose sum is under way becomes `Pending`:
+its class is changed, and with it what torch does when anything uses it. Whoever does (a layer of the next
+forward, `state_dict`, a print) waits for this one parameter, has the optimizer update it, and goes on with an ordinary
+parameter. So it does not matter who uses a parameter, where and in which order: tied weights, functional use and
+branches are right without knowing of them, and a stale weight is impossible as long as it is used through torch's
+Python face. Compiled or scripted code is not; there the job stays with `fifo`. And if a gradient comes back for
+a parameter that nobody has waited for, the step is refused.
+
+The order of these uses is the order in which the next step's sums are wanted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from pliant.comm.handle import Handle
+from pliant.errors import CommError
+from pliant.train import trace
+
+_Tensor: Any = torch.Tensor
+_METADATA = frozenset(
+    getattr(found, "__get__", found) if not callable(found) else found
+    for found in (
+        getattr(_Tensor, name, None)  # some are of some versions of torch only
+        for name in (
+            "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim", "is_cuda", "is_cpu", "is_sparse",
+            "is_meta", "is_quantized", "is_nested", "names", "itemsize", "nbytes", "is_mps", "is_xpu", "grad_fn",
+            "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "output_nr", "size", "dim", "numel",
+            "nelement", "ndimension", "stride", "element_size", "is_contiguous", "storage_offset", "is_floating_point",
+            "is_complex", "is_signed", "get_device", "__len__", "data_ptr", "register_hook", "is_pinned", "is_shared",
+            "register_post_accumulate_grad_hook", "__hash__",
+        )
+    )
+    if found is not None
+)  # fmt: skip
+"""What can be asked of a parameter without using its values."""
+
+
+class Pending(Parameter):
+    """A parameter whose next value is on its way. Whatever uses it waits for that."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        _complete_all(args)
+        if kwargs:
+            _complete_all(kwargs.values())
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+_pending: dict[int, tuple[Crossing, int]] = {}
+"""By id: whose they are, and their number there. (An attribute would be pickled with the parameter.)"""
+
+
+def _complete_all(values: Any) -> None:
+    for value in values:
+        if isinstance(value, Pending):
+            owner = _pending.get(id(value))
+            if owner is None:
+                _make_plain(value)  # a copy of one, whose values are its own
+            else:
+                owner[0].use(owner[1])
+        elif isinstance(value, list | tuple):
+            _complete_all(value)
+        elif isinstance(value, dict):
+            _complete_all(value.values())
+
+
+def _make_plain(parameter: Parameter) -> None:
+    if isinstance(parameter, Pending):
+        parameter.__class__ = Parameter  # type: ignore[assignment]
+
+
+@dataclass(slots=True, eq=False)
+class Awaited:
+    """Parameters whose sums come with one collective."""
+
+    handle: Handle
+    members: list[tuple[int, torch.Tensor | None]]
+    """The number of each parameter, and where its sum will be; None where no replica has used it."""
+
+
+@dataclass(slots=True, eq=False)
+class Deferred:
+    """A call of `optimizer.step()` that has not happened yet for some parameters."""
+
+    optimizer: torch.optim.Optimizer
+    options: list[dict[str, Any]]
+    """Of each group, as they were at the call: a scheduler may have changed them since."""
+
+
+@dataclass(slots=True)
+class Before:
+    """A parameter and its optimizer state before an update that may have to be taken back."""
+
+    parameter: Parameter
+    values: torch.Tensor
+    optimizer: torch.optim.Optimizer
+    state: dict[str, Any] | None
+
+
+@dataclass(slots=True)
+class Waits:
+    """What the network has cost the program."""
+
+    count: int = 0
+    seconds: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.count += 1
+        self.seconds += seconds
+
+
+@dataclass(slots=True, eq=False)
+class Crossing:
+    """The parameters of a job between one step's sums and the next step's use. Used by the program's thread."""
+
+    parameters: Sequence[Parameter]
+    names: Sequence[str]
+    can_undo: bool
+    """Whether a step may have to be taken back: its parameters are then kept until all of its sums are here."""
+    say: Callable[[str], None]
+    on_lost: Callable[[CommError], None] = lambda _: None
+    """Told when a sum will never come; returns if the step can be done again."""
+    on_whole: Callable[[], None] = lambda: None
+    """Told when all sums of the step are here."""
+    waits: Waits = field(default_factory=Waits)
+    order: list[int] = field(default_factory=list)
+    """In which order the parameters were used, in a forward that was observed."""
+    _awaited: dict[int, Awaited] = field(default_factory=dict)
+    _sums: dict[int, torch.Tensor | None] = field(default_factory=dict)
+    _deferred: dict[int, tuple[Deferred, int]] = field(default_factory=dict)
+    """For a parameter: what is to be done, and the number of its group."""
+    _zeroed: dict[int, bool] = field(default_factory=dict)
+    """Gradients that the program has cleared before they were here; the value is `set_to_none`."""
+    _open: list[Handle] = field(default_factory=list)
+    """The sums that may not be here yet, the last one wanted at the end."""
+    _before: list[Before] = field(default_factory=list)
+    _calls: list[Deferred] = field(default_factory=list)
+    _observing: bool = False
+    _crossing: bool = False
+    _told: set[str] = field(default_factory=set)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    # --- the step's end ---
+
+    def observe(self) -> None:
+        """Note in which order parameters are used from now on, though nothing is to be waited for."""
+        self.order = []
+        self._observing = True
+        for index, parameter in enumerate(self.parameters):
+            if parameter.__class__ is Parameter:
+                self._suspend(index)
+
+    def stop_observing(self) -> None:
+        """A forward is over."""
+        if self._observing:
+            self._observing = False
+            for index in range(len(self.parameters)):
+                self._release(index)
+
+    def begin(self, awaited: Sequence[Awaited], priorities: Sequence[int]) -> None:
+        """Backward is over, and these sums are under way: from now on every use of their parameters waits for them."""
+        wanted = sorted(awaited, key=lambda each: min(priorities[index] for index, _ in each.members))
+        self._open = [each.handle for each in wanted]
+        for each in wanted:
+            for index, total in each.members:
+                self._awaited[index] = each
+                self._sums[index] = total
+                self._suspend(index)
+        self._before.clear()
+        self._calls.clear()
+        self._crossing = True
+
+    def _suspend(self, index: int) -> None:
+        parameter = self.parameters[index]
+        _pending[id(parameter)] = (self, index)
+        parameter.__class__ = Pending
+
+    def _release(self, index: int) -> None:
+        parameter = self.parameters[index]
+        _make_plain(parameter)
+        _pending.pop(id(parameter), None)
+
+    def step(self, optimizer: torch.optim.Optimizer, original: Callable[..., Any], **kwargs: Any) -> Any:
+        """`optimizer.step()`: now for the parameters whose sums were waited for, for the others when they are used."""
+        groups = optimizer.param_groups
+        number = {id(self.parameters[index]): index for index in self._awaited}
+        waiting = sum(id(parameter) in number for group in groups for parameter in group["params"])
+        if waiting and (reason := _inseparable(optimizer)):
+            self._tell(f"sync: {reason}: all sums are waited for before its step, so priority cannot help")
+            self.flush()
+            waiting = 0
+        if not waiting:
+            if _members(optimizer) & {id(parameter) for parameter in self.parameters}:
+                self._tell(
+                    "sync: gradients were used between backward and the optimizer's step (clipping, inf checks, ...): that "
+                    "needs all sums, so there is a barrier in every step and priority cannot help"
+                )
+            return original(**kwargs)
+        call = Deferred(optimizer, [_options(group) for group in groups])
+        self._calls.append(call)
+        at_once: list[dict[str, Any]] = []
+        for place, group in enumerate(groups):
+            rest = []
+            for parameter in group["params"]:
+                index = number.get(id(parameter))
+                if index is None:
+                    rest.append(parameter)
+                else:
+                    self._deferred[index] = (call, place)
+            at_once.append({**group, "params": rest})
+        return _with_groups(optimizer, at_once, lambda: original(**kwargs))
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer, original: Callable[..., Any], set_to_none: bool) -> None:
+        """`optimizer.zero_grad()`: for parameters that are still to be updated, right after that."""
+        if any(
+            id(self.parameters[index]) in _members(optimizer) for index in self._awaited if index not in self._deferred
+        ):
+            self.flush()  # cleared before the step: the program means it
+        at_once = []
+        number = {id(self.parameters[index]): index for index in self._awaited}
+        for group in optimizer.param_groups:
+            rest = []
+            for parameter in group["params"]:
+                index = number.get(id(parameter))
+                if index is None:
+                    rest.append(parameter)
+                else:
+                    self._zeroed[index] = set_to_none
+            at_once.append({**group, "params": rest})
+        _with_groups(optimizer, at_once, lambda: original(set_to_none=set_to_none))
+
+    # --- uses ---
+
+    def use(self, index: int) -> None:
+        """Something is about to use this parameter: have it ready."""
+        with self._lock:
+            if self._observing:
+                self.order.append(index)
+            awaited = self._awaited.get(index)
+            if awaited is None:
+                self._release(index)
+                return
+            if self._wait_for(awaited):
+                whole = self._is_whole()
+                ready = list(self._awaited) if whole else [member for member, _ in awaited.members]
+                self._take_in([member for member in ready if member in self._awaited], whole)
+                if not self._awaited:
+                    self._close()
+
+    def flush(self) -> None:
+        """Wait for all there is: afterwards every parameter is what it should be."""
+        with self._lock:
+            for awaited in dict.fromkeys(self._awaited.values()):
+                if not self._wait_for(awaited):
+                    return
+            if self._awaited:
+                self._take_in(list(self._awaited), whole=True)
+                self._close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether sums of the last step may still be under way."""
+        return bool(self._awaited)
+
+    @property
+    def is_crossing(self) -> bool:
+        """Whether this step's sums are taken in one by one."""
+        return self._crossing
+
+    def leftover(self) -> set[int]:
+        """Parameters that nobody has used since the last step, though backward begins: they can have no gradient."""
+        found = set(self._awaited)
+        self.flush()
+        self._crossing = False
+        self.stop_observing()
+        return found
+
+    def _wait_for(self, awaited: Awaited) -> bool:
+        """Whether the sum is here now; if it will never be, the step in progress is given up."""
+        began_s = time.monotonic()
+        blocked = not awaited.handle.done
+        try:
+            awaited.handle.wait()
+        except CommError as error:
+            self.on_lost(error)
+            self._give_up()
+            return False
+        finally:
+            if blocked:
+                ended_s = time.monotonic()
+                self.waits.add(ended_s - began_s)
+                if trace.enabled():
+                    trace.event("wait", self.names[awaited.members[0][0]], began_s, ended_s)
+        return True
+
+    def _is_whole(self) -> bool:
+        """Whether all sums of the step are here: then it cannot be torn any more."""
+        while self._open and self._open[-1].succeeded:
+            self._open.pop()
+        return not self._open
+
+    def _take_in(self, indices: Sequence[int], whole: bool) -> None:
+        """The sums of these are here: make them the gradients, and do what was put off."""
+        began_s = time.monotonic()
+        by_call: dict[int, tuple[Deferred, list[list[Parameter]]]] = {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for index in indices:
+                parameter = self.parameters[index]
+                del self._awaited[index]
+                self._release(index)
+                if (total := self._sums[index]) is not None:
+                    parameter.grad = total
+                deferred = self._deferred.get(index)
+                if deferred is not None:
+                    call, place = deferred
+                    groups = by_call.setdefault(id(call), (call, [[] for _ in call.options]))[1]
+                    groups[place].append(parameter)
+                    if self.can_undo and not whole:
+                        self._keep(parameter, call.optimizer)
+            for call, groups in by_call.values():
+                given = [{**options, "params": group} for options, group in zip(call.options, groups, strict=True)]
+                _with_groups(call.optimizer, given, lambda call=call: _bare_step(call.optimizer))  # type: ignore[misc]
+            for index in indices:
+                del self._sums[index]
+                if self._deferred.pop(index, None) is not None and index in self._zeroed:
+                    self._clear(self.parameters[index], self._zeroed.pop(index))
+        if by_call and trace.enabled():
+            trace.event("apply", self.names[indices[0]] + (" ..." if len(indices) > 1 else ""), began_s)
+
+    def _clear(self, parameter: Parameter, set_to_none: bool) -> None:
+        if set_to_none:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            parameter.grad.zero_()
+
+    def _close(self) -> None:
+        self._open.clear()
+        self._before.clear()
+        self._calls.clear()
+        self._zeroed.clear()
+        self.on_whole()
+
+    # --- a step that does not count ---
+
+    def _keep(self, parameter: Parameter, optimizer: torch.optim.Optimizer) -> None:
+        state = optimizer.state.get(parameter)
+        kept = None if state is None else {
+            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()
+        }  # fmt: skip
+        self._before.append(Before(parameter, parameter.detach().clone(), optimizer, kept))
+
+    def _give_up(self) -> None:
+        """Sums are missing for good: what the program does until its next batch does not count."""
+        for index in list(self._awaited):
+            self._release(index)
+            parameter = self.parameters[index]
+            with torch._C.DisableTorchFunctionSubclass():
+                if parameter.grad is None and index not in self._zeroed:
+                    parameter.grad = torch.zeros_like(parameter)  # the program's own code may touch it
+        self._awaited.clear()
+        self._sums.clear()
+        self._deferred.clear()
+        self._zeroed.clear()
+        self._observing = False
+
+    def take_back(self) -> None:
+        """The last step is torn: be where it began. Only what was updated too early has to change."""
+        self._give_up()
+        with torch.no_grad():
+            for before in reversed(self._before):
+                before.parameter.copy_(before.values)
+                if before.state is None:
+                    before.optimizer.state.pop(before.parameter, None)
+                else:
+                    before.optimizer.state[before.parameter] = before.state
+        for call in self._calls:
+            for group, options in zip(call.optimizer.param_groups, call.options, strict=True):
+                group.update(options)
+        self._open.clear()
+        self._before.clear()
+        self._calls.clear()
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self.say(text)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def _members(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _with_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], act: Callable[[], Any]) -> Any:
+    """`act` while the optimizer believes these to be its groups. Its state is by parameter, so it stays right."""
+    own = optimizer.param_groups
+    optimizer.param_groups = groups
+    try:
+        return act()
+    finally:
+        optimizer.param_groups = own
+
+
+def _bare_step(optimizer: torch.optim.Optimizer) -> None:
+    """The update alone, without what torch and schedulers have put around `step`: that has happened at the call."""
+    function: Any = type(optimizer).step
+    if getattr(function, "hooked", False):
+        function = function.__wrapped__
+    function(optimizer)
+
+
+def _inseparable(optimizer: torch.optim.Optimizer) -> str:
+    """Why this optimizer cannot update one parameter after the other; empty if it can."""
+    name = type(optimizer).__name__
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return f"{name} is not one of torch's own optimizers, and may need all gradients at once"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return f"{name} has step hooks, which expect one step for all parameters"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name} is differentiable"
+    return ""
+
+
+def hidden_uses(model: torch.nn.Module) -> str:
+    """Why uses of this model's parameters could go unseen; empty if they cannot."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{name or 'the model'} is scripted ({kind})"
+        if getattr(module, "_compiled_call_impl", None) is not None or kind == "OptimizedModule":
+            return f"{name or 'the model'} is compiled"
+    for name, parameter in model.named_parameters():
+        if type(parameter) not in (Parameter, Pending):
+            return f"{name} is a {type(parameter).__name__}, not a plain Parameter"
+    return ""

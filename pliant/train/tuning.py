@@ -1,0 +1,208 @@
+"""How the sums of a step travel: which way, in which slices, with how much in flight. Pure.
+
+One worker (the first) decides and tells the others with every step, so all of them change at the same step. What
+it decides on is what all have measured: how long they computed, what they sent, and at which rate the network took
+it. None of it changes a bit of the result.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from pliant.errors import ConfigError
+
+MODES = ("fifo", "slicing", "priority", "baseline")
+ASKED = ("fifo", "priority", "auto", "slicing", "baseline")
+FIRST_SLICE_BYTES = 128 << 10
+FIRST_IN_FLIGHT_BYTES = 192 << 10
+LEAST_SLICE_BYTES = 16 << 10
+MOST_SLICE_BYTES = 1 << 20
+LEAST_IN_FLIGHT_BYTES = 24 << 10
+MOST_IN_FLIGHT_BYTES = 1 << 20
+SLICE_SHARE = 0.01
+"""A slice takes this part of a step's compute on the wire: what is urgent waits for about one of them. More and smaller
+ones cost processor time, fewer and larger ones delay."""
+IN_FLIGHT_SHARE = 0.008
+NEWS = 0.2
+"""A rate that differs by this much from the one tuned for is worth a change."""
+USEFUL_R = 0.6
+USELESS_R = 0.5
+"""`auto` takes to priorities when T/C reaches the first, and leaves them below the second. Below 0.66 the sums of all
+layers but the first can be done before backward is: there is nothing to win (reference: F:B = 1:2)."""
+PROBE_STEPS = 3
+"""So many steps are measured before `auto` says anything."""
+
+_WIRE = struct.Struct("<BIIdddd")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How one step's sums travel."""
+
+    mode: str = "fifo"
+    slice_bytes: int = FIRST_SLICE_BYTES
+    in_flight_bytes: int = FIRST_IN_FLIGHT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One worker's last step."""
+
+    step_s: float = 0.0
+    compute_s: float = 0.0
+    """Without what it waited for the network."""
+    sent_bytes: float = 0.0
+    """To other hosts."""
+    rate: float = 0.0
+    """Bytes per second, while the network was the limit; 0 where it never was."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncStats:
+    """What a program may know of the way its sums travel."""
+
+    mode: str
+    waits: int
+    """How often a forward, or a barrier, had to wait for the network."""
+    waited_s: float
+    slice_bytes: int
+    in_flight_bytes: int
+    rate_bytes_per_s: float
+    """Of this worker's egress; 0 if the network was never the limit."""
+    r: float
+    """T/C: time on the wire by time of compute; 0 if unknown."""
+
+
+ROW_BYTES = _WIRE.size
+
+
+def pack(choice: Choice, measured: Measured) -> bytes:
+    """What a worker says with its step."""
+    return _WIRE.pack(
+        MODES.index(choice.mode),
+        choice.slice_bytes,
+        choice.in_flight_bytes,
+        measured.step_s,
+        measured.compute_s,
+        measured.sent_bytes,
+        measured.rate,
+    )
+
+
+def unpack(data: bytes) -> tuple[Choice, Measured]:
+    mode, slice_bytes, in_flight_bytes, *figures = _WIRE.unpack(data)
+    return Choice(MODES[mode], slice_bytes, in_flight_bytes), Measured(*figures)
+
+
+def check(asked: str, slice_bytes: int | None, in_flight_bytes: int | None) -> None:
+    """Raises ConfigError where `join` was asked for something that there is not."""
+    if asked not in ASKED:
+        raise ConfigError(
+            f"sync={asked!r}: use 'priority', 'fifo' or 'auto' (or, to compare, {' or '.join(map(repr, ASKED[3:]))})"
+        )
+    for name, value, least in (("slice_bytes", slice_bytes, 4096), ("in_flight_bytes", in_flight_bytes, 4096)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            raise ConfigError(f"{name}={value!r}: use {least} bytes or more, or None to have it tuned while running")
+
+
+class Tuner:
+    """Decides for the next step from what all workers measured in the last ones."""
+
+    def __init__(
+        self, asked: str, slice_bytes: int | None, in_flight_bytes: int | None, say: Callable[[str], None]
+    ) -> None:
+        self._asked = asked
+        self._fixed_slice, self._fixed_in_flight = slice_bytes, in_flight_bytes
+        self._say = say
+        first = Choice("fifo" if asked == "auto" else asked)
+        self.choice = replace(
+            first,
+            slice_bytes=slice_bytes or first.slice_bytes,
+            in_flight_bytes=in_flight_bytes or first.in_flight_bytes,
+        )
+        self.r = 0.0
+        self.rate = 0.0
+        """What the network takes, by the steps so far."""
+        self._tuned_for = (0.0, 0.0)
+        self._odd_steps = 0
+        self._steps = 0
+        self._said = ""
+        self._decides = True
+
+    @property
+    def may_cross(self) -> bool:
+        """Whether steps may overlap."""
+        return self._asked != "fifo"
+
+    def learn(self, steps: Sequence[Measured], *, decides: bool = True) -> Choice:
+        """What all workers measured in a step; the choice for the steps to come.
+
+        Only the one that `decides` has anything to say about it.
+        """
+        self._steps += 1
+        self._decides = decides
+        compute_s = max(measured.compute_s for measured in steps)
+        rates = [measured.rate for measured in steps if measured.rate > 0]
+        if rates and compute_s > 0:
+            self._hear_rate(min(rates))
+            self.r = max(measured.sent_bytes for measured in steps) / self.rate / compute_s
+            self._tune(compute_s)
+        else:
+            self.r = 0.0
+        if self._asked == "auto" and self._steps >= PROBE_STEPS:
+            self._judge()
+        return self.choice
+
+    def _hear_rate(self, rate: float) -> None:
+        """Follow slow drifts slowly, and a jump at once when a second step confirms it."""
+        if not self.rate or abs(rate / self.rate - 1) <= NEWS:
+            self._odd_steps = 0
+            self.rate = rate if not self.rate else 0.7 * self.rate + 0.3 * rate
+            return
+        self._odd_steps += 1
+        if self._odd_steps >= 2:
+            self.rate, self._odd_steps = rate, 0
+
+    def _tune(self, compute_s: float) -> None:
+        for_rate, for_compute_s = self._tuned_for
+        if for_rate and abs(self.rate / for_rate - 1) <= NEWS and abs(compute_s / for_compute_s - 1) <= 0.5:
+            return
+        old = self.choice
+        self._tuned_for = (self.rate, compute_s)
+        slice_bytes = self._fixed_slice or _rounded(
+            self.rate * compute_s * SLICE_SHARE, LEAST_SLICE_BYTES, MOST_SLICE_BYTES
+        )
+        in_flight = self._fixed_in_flight or _rounded(
+            self.rate * compute_s * IN_FLIGHT_SHARE, LEAST_IN_FLIGHT_BYTES, MOST_IN_FLIGHT_BYTES
+        )
+        self.choice = replace(old, slice_bytes=slice_bytes, in_flight_bytes=in_flight)
+        if self.choice != old and old.mode != "fifo" and self._decides:
+            self._say(
+                f"sync: slice {old.slice_bytes >> 10} -> {slice_bytes >> 10} KiB, in flight {old.in_flight_bytes >> 10} -> "
+                f"{in_flight >> 10} KiB, at an estimated {self.rate * 8e-6:.0f} Mbit/s (T/C = {self.r:.2f})"
+            )
+
+    def _judge(self) -> None:
+        mode = self.choice.mode
+        if mode == "fifo" and self.r >= USEFUL_R:
+            mode = "priority"
+            self._tell(f"sync: priority from now on: T/C = {self.r:.2f} at an estimated {self.rate * 8e-6:.0f} Mbit/s")
+        elif self.r < USELESS_R:
+            mode = "fifo"
+            self._tell(
+                f"sync: priority would not help here: T/C = {self.r:.2f} (it begins to at about 0.66); using fifo"
+            )
+        self.choice = replace(self.choice, mode=mode)
+
+    def _tell(self, text: str) -> None:
+        kind = text[:40]
+        if kind != self._said and self._decides:  # once, until there is something else to say
+            self._said = kind
+            self._say(text)
+
+
+def _rounded(num_bytes: float, least: int, most: int) -> int:
+    """To whole kibibytes within bounds."""
+    return int(min(most, max(least, num_bytes))) >> 10 << 10
