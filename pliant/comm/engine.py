@@ -212,22 +212,31 @@ class Engine:
         priority: int = 0,
         determinism: Determinism | None = None,
         ranks: Sequence[int] | None = None,
+        portion: Portion | None = None,
+        prompt: bool = False,
     ) -> Handle:
         """Reduce `tensor` over all ranks into the root's; the others' stay as they are."""
         target = _as_tensor(tensor)
-        known = self._describe("reduce", name, target, op, determinism, ranks, root)
+        known = self._describe("reduce", name, target, op, determinism, ranks, root, portion=portion)
         reduce = reducer(op, target.dtype)
         out, finished = self._bind(target, known.spec, read=True, write=self.rank == root)
-        return self._submit(known, out, [out], reduce, priority, finished, result=target)
+        return self._submit(known, out, [out], reduce, priority, finished, result=target, prompt=prompt)
 
     def broadcast(
-        self, name: str, tensor: Array, root: int = 0, *, priority: int = 0, ranks: Sequence[int] | None = None
+        self,
+        name: str,
+        tensor: Array,
+        root: int = 0,
+        *,
+        priority: int = 0,
+        ranks: Sequence[int] | None = None,
+        prompt: bool = False,
     ) -> Handle:
         """Make `tensor` on all ranks what it is on the root."""
         target = _as_tensor(tensor)
         known = self._describe("broadcast", name, target, "none", "fast", ranks, root)
         out, finished = self._bind(target, known.spec, read=self.rank == root, write=self.rank != root)
-        return self._submit(known, out, [], None, priority, finished, result=target)
+        return self._submit(known, out, [], None, priority, finished, result=target, prompt=prompt)
 
     def all_gather(self, name: str, tensor: Array, *, priority: int = 0, ranks: Sequence[int] | None = None) -> Handle:
         """Everybody's `tensor` on every rank: `wait` returns them stacked, in the order of ranks."""

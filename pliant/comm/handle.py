@@ -30,7 +30,7 @@ _making = _thread.allocate_lock()
 class Handle:
     """The outcome of one collective. Any thread may wait, any number of times."""
 
-    __slots__ = ("_after", "_done", "_error", "_lock", "_patron", "_result", "name", "subject")
+    __slots__ = ("_acts", "_after", "_done", "_error", "_lock", "_patron", "_result", "name", "subject")
 
     def __init__(self, name: str, patron: Patron, subject: object) -> None:
         self.name = name
@@ -40,6 +40,7 @@ class Handle:
         self._result: torch.Tensor | None = None
         self._error: Exception | None = None
         self._after: Callable[[], None] | None = None
+        self._acts: list[Callable[[], None]] | None = None
         self._done = False
         self._lock: _thread.LockType | None = None
         """Made by the first thread that has to wait: most of a burst's handles are done before anybody asks."""
@@ -53,6 +54,27 @@ class Handle:
     def succeeded(self) -> bool:
         """Whether it has ended well."""
         return self._done and self._error is None
+
+    @property
+    def error(self) -> Exception | None:
+        """What went wrong."""
+        return self._error
+
+    def then(self, act: Callable[[], None]) -> None:
+        """Have `act` called when it has ended, well or badly: on the thread that ended it, which must not be kept."""
+        if self._acts is None:
+            self._acts = []
+        self._acts.append(act)
+        if self._done:  # perhaps since before it was noted
+            self._act()
+
+    def _act(self) -> None:
+        while self._acts:
+            try:
+                act = self._acts.pop()
+            except IndexError:  # another thread has taken it
+                return
+            act()
 
     def wait(self, timeout_s: float | None = None) -> torch.Tensor | None:
         """Block until the collective has ended; its result, where it has one on this rank.
@@ -103,3 +125,5 @@ class Handle:
         self._done = True
         if self._lock is not None:
             self._lock.release()
+        if self._acts:
+            self._act()

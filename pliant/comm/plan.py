@@ -51,7 +51,7 @@ class Spec:
     parts: tuple[int, ...] = ()
     """How many contributions each member brings (its replicas); empty means one each."""
     portion: Portion | None = None
-    """For an all_reduce: which run of which larger tensor this is, if it is one."""
+    """For an all_reduce or a reduce: which run of which larger tensor this is, if it is one."""
 
     @property
     def channel(self) -> Channel:

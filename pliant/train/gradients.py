@@ -20,6 +20,7 @@ from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.comm.slices import Portion
 from pliant.errors import CommError, TrainError, Unsliceable
+from pliant.train import notify_pull
 from pliant.train.buckets import Item, Layout, first_layout, rebuilt_layout
 from pliant.train.priority import Awaited, Pending
 from pliant.train.tuning import Choice
@@ -321,6 +322,11 @@ class Gradients:
     def _submit_run(self, run: Run) -> None:
         assert self._engine is not None
         plain = len(run.parts) == 1 and max(self._blocks) == 1
+        if self._way.mode == "baseline":
+            if not plain:
+                raise TrainError("sync='baseline' takes one replica per worker: start as many workers as replicas")
+            run.handle = notify_pull.all_reduce(self._engine, run.name, run.total, run.portion)
+            return
         run.handle = self._engine.all_reduce(
             run.name,
             run.total,

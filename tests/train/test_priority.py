@@ -16,7 +16,7 @@ VARIANTS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("sync", ["priority"])
+@pytest.mark.parametrize("sync", ["priority", "baseline", "slicing"])
 def test_what_programs_do(sync: str, tmp_path: Path) -> None:
     tasks = [
         Task(program=name, replicas=3, epochs=2, journal=str(tmp_path / name), sync=sync, slice_bytes=4096)

@@ -1,0 +1,87 @@
+"""A sum the way a parameter server of old does it, to compare with: push, notify, pull.
+
+Each part has one owner. It sums what all push, and then only says that it has; a worker asks for the parts of an array when
+it has heard of all of them. So nothing of an array comes back before all of it is summed, and each array costs a
+round trip more. Same order of summation, same bits.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import torch
+
+from pliant.comm.engine import Engine
+from pliant.comm.handle import Handle
+from pliant.comm.slices import Portion, even_partition
+
+
+def all_reduce(engine: Engine, name: str, tensor: torch.Tensor, portion: Portion) -> Handle:
+    """Sum `tensor`, a run of a larger one, over all ranks, in place; its slices are the parts."""
+    owners = [_owner(engine, lane) for lane in portion.lanes]
+    sum_of_all = _Sum(engine, name, tensor, owners)
+    for part, (begin, end) in enumerate(sum_of_all.ranges):
+        sum_of_all.push(part, Portion(portion.whole, portion.begin + begin, (0,)), tensor[begin:end])
+    return sum_of_all.handle
+
+
+def _owner(engine: Engine, lane: int) -> int:
+    return engine.cross_ranks[lane] if len(engine.cross_ranks) > 1 else lane
+
+
+class _Sum:
+    """One array on its way. Its methods are called by the engine's thread as well."""
+
+    def __init__(self, engine: Engine, name: str, tensor: torch.Tensor, owners: list[int]) -> None:
+        self.handle = Handle(name, engine, owners[0])
+        self.ranges = even_partition(len(tensor), len(owners))
+        self._engine, self._name, self._tensor, self._owners = engine, name, tensor, owners
+        self._lock = threading.Lock()
+        self._to_hear = self._to_get = len(owners)
+
+    def push(self, part: int, portion: Portion, piece: torch.Tensor) -> None:
+        """Send this rank's operand to the part's owner."""
+        engine, owner = self._engine, self._owners[part]
+        pushed = engine.reduce(f"{self._name}/{part}", piece, owner, portion=portion)
+        if engine.rank == owner:
+            pushed.then(partial(self._summed, part, pushed))
+        else:
+            notice = engine.broadcast(f"{self._name}/{part}/notice", torch.zeros(1, dtype=torch.uint8), owner)
+            notice.then(partial(self._heard, notice))
+
+    def _summed(self, part: int, pushed: Handle) -> None:
+        """At the owner: keep the sum for those who will ask, and tell them."""
+        if pushed.error is None:
+            begin, end = self.ranges[part]
+            self._engine.save(f"{self._name}/{part}", self._tensor[begin:end])
+            self._engine.broadcast(f"{self._name}/{part}/notice", torch.zeros(1, dtype=torch.uint8), self._engine.rank)
+        self._heard(pushed)
+        self._got(pushed)
+
+    def _heard(self, notice: Handle) -> None:
+        if self._failed(notice):
+            return
+        with self._lock:
+            self._to_hear -= 1
+            heard_all = self._to_hear == 0
+        if heard_all:
+            for part, (begin, end) in enumerate(self.ranges):
+                owner = self._owners[part]
+                if owner != self._engine.rank:
+                    pulled = self._engine.request(owner, f"{self._name}/{part}", self._tensor[begin:end])
+                    pulled.then(partial(self._got, pulled))
+
+    def _got(self, pulled: Handle) -> None:
+        if self._failed(pulled):
+            return
+        with self._lock:
+            self._to_get -= 1
+            got_all = self._to_get == 0
+        if got_all:
+            self.handle.finish(self._tensor)
+
+    def _failed(self, handle: Handle) -> bool:
+        if handle.error is not None and not self.handle.done:
+            self.handle.fail(handle.error)
+        return handle.error is not None
