@@ -43,11 +43,13 @@ class _Sum:
     def push(self, part: int, portion: Portion, piece: torch.Tensor) -> None:
         """Send this rank's operand to the part's owner."""
         engine, owner = self._engine, self._owners[part]
-        pushed = engine.reduce(f"{self._name}/{part}", piece, owner, portion=portion)
+        pushed = engine.reduce(f"{self._name}/{part}", piece, owner, portion=portion, prompt=True)
         if engine.rank == owner:
             pushed.then(partial(self._summed, part, pushed))
         else:
-            notice = engine.broadcast(f"{self._name}/{part}/notice", torch.zeros(1, dtype=torch.uint8), owner)
+            notice = engine.broadcast(
+                f"{self._name}/{part}/notice", torch.zeros(1, dtype=torch.uint8), owner, prompt=True
+            )
             notice.then(partial(self._heard, notice))
 
     def _summed(self, part: int, pushed: Handle) -> None:
@@ -55,7 +57,9 @@ class _Sum:
         if pushed.error is None:
             begin, end = self.ranges[part]
             self._engine.save(f"{self._name}/{part}", self._tensor[begin:end])
-            self._engine.broadcast(f"{self._name}/{part}/notice", torch.zeros(1, dtype=torch.uint8), self._engine.rank)
+            self._engine.broadcast(
+                f"{self._name}/{part}/notice", torch.zeros(1, dtype=torch.uint8), self._engine.rank, prompt=True
+            )
         self._heard(pushed)
         self._got(pushed)
 

@@ -21,6 +21,8 @@ LEAST_SLICE_BYTES = 16 << 10
 MOST_SLICE_BYTES = 1 << 20
 LEAST_IN_FLIGHT_BYTES = 24 << 10
 MOST_IN_FLIGHT_BYTES = 1 << 20
+BASELINE_BYTES = 4_000_000
+"""Arrays of this size and more are cut by the baseline, as MXNet does by default."""
 SLICE_SHARE = 0.01
 """A slice takes this part of a step's compute on the wire: what is urgent waits for about one of them. More and smaller
 ones cost processor time, fewer and larger ones delay."""
@@ -116,6 +118,8 @@ class Tuner:
         self._asked = asked
         self._fixed_slice, self._fixed_in_flight = slice_bytes, in_flight_bytes
         self._say = say
+        if asked == "baseline":
+            self._fixed_slice = slice_bytes = slice_bytes or BASELINE_BYTES
         first = Choice("fifo" if asked == "auto" else asked)
         self.choice = replace(
             first,
