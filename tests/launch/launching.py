@@ -113,6 +113,7 @@ class Launcher:
     directory: Path
     environ: dict[str, str]
     nursery: Nursery
+    nohup: bool = False
     started: list[Runner] = field(default_factory=list)
 
     def script(self, name: str, text: str) -> Path:
@@ -132,6 +133,7 @@ class Launcher:
             "arguments": list(map(str, arguments)),
             "directory": str(self.directory),
             "environ": {**self.environ, **environ},
+            "nohup": self.nohup,
         }
         runner = Runner(self.nursery, request)
         self.started.append(runner)

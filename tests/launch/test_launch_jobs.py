@@ -135,6 +135,19 @@ def test_a_signal_leaves_workers_time_to_finish_the_step(launcher: Launcher, sig
     assert f"{signal.Signals(signum).name} received by the runner" in ended.stderr
 
 
+def test_under_nohup_a_hangup_is_nothing(launcher: Launcher) -> None:
+    launcher.script("steps.py", STEPS)
+    launcher.nohup = True
+    runner = launcher.start("-q", "-np", 2, "steps.py")
+    up(launcher, 2)
+    runner.send_signal(signal.SIGHUP)
+    runner.terminate()
+    ended = launcher.end(runner)
+    assert ended.code == 143
+    assert len(launcher.files("step-done-*")) == 2, "a second signal would have killed them"
+    assert "SIGHUP" not in ended.stderr
+
+
 def test_a_second_signal_kills_at_once(launcher: Launcher, alive: Callable[[int], bool]) -> None:
     launcher.script("stubborn.py", STUBBORN)
     runner = launcher.start("-q", "--grace", "10m", "stubborn.py")
