@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from gang import free_port
+from gang import FULL, free_port
 
 from pliant.elastic.session import Session
 from pliant.errors import NotLaunched
@@ -69,6 +69,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.skipif(not FULL, reason="seconds of imports, for less than the two runners below show: PLIANT_FULL=1")
 def test_three_workers_on_one_host(script: Path) -> None:
     with runner(script.parent, "-np", 3, script.name) as process:
         output, errors = process.communicate(timeout=DEADLINE_S)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from gang import addresses, gang, joined, run, specs
+from gang import FULL, addresses, gang, joined, run, specs
 
 from pliant.cluster import WorkerSpec
 from pliant.comm.engine import Determinism
@@ -49,6 +49,7 @@ class Cell:
 
 
 FLOAT32 = [Cell("float32", size) for size in SIZES]
+FEW = FLOAT32 if FULL else [cell for cell in FLOAT32 if cell.size in (0, 1, MIB + 1)]
 
 
 def operand(cell: Cell, rank: int) -> torch.Tensor:
@@ -193,9 +194,16 @@ def left_to_right(cell: Cell, size: int) -> str:
     return digest(total)
 
 
-def check_against_torch(size: int, store: Path, exact: Sequence[Cell], fast: Sequence[Cell], hosts: str) -> None:
+def check_against_torch(
+    size: int,
+    store: Path,
+    exact: Sequence[Cell],
+    fast: Sequence[Cell],
+    hosts: str,
+    strategies: Sequence[str] = STRATEGIES,
+) -> None:
     oracle = torchs_digests(size, store, [cell for cell in exact if cell.dtype in GLOO])
-    digests = our_digests(addresses(hosts), exact, fast)
+    digests = our_digests(addresses(hosts), exact, fast, strategies)
     assert list(differences(digests, oracle)) == []
     if size > 2:
         blind = [str(cell) for cell in telling(exact) if left_to_right(cell, size) == oracle[cell]]
@@ -212,7 +220,7 @@ def telling(cells: Sequence[Cell]) -> list[Cell]:
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 def test_every_strategy_has_the_bits_of_torchs_all_reduce(size: int, tmp_path: Path) -> None:
     fast = [Cell("float32", 1), Cell("float32", 70_001 if size > 4 else MIB + 1)]
-    check_against_torch(size, tmp_path / "store", FLOAT32, fast, HOSTS[size])
+    check_against_torch(size, tmp_path / "store", FLOAT32 if size == 3 else FEW, fast, HOSTS[size])
 
 
 def test_two_workers_of_one_host_have_the_bits_of_torchs_all_reduce(tmp_path: Path) -> None:
@@ -227,7 +235,9 @@ def test_a_single_worker_keeps_its_tensors() -> None:
 def test_every_type_and_operation_of_three_workers(tmp_path: Path) -> None:
     cells = [Cell(dtype, size) for dtype in OURS for size in (0, 1, 300_007)]
     cells += [Cell(dtype, 10_007, op) for dtype in OURS for op in ("prod", "min", "max") if defined(dtype, op)]
-    check_against_torch(3, tmp_path / "store", cells, cells[::3], HOSTS[3])
+    # How elements are added does not depend on who sends them to whom, which float32 has shown for all strategies.
+    strategies = STRATEGIES if FULL else ("CLIQUE", "RING", "BINARY_TREE_STAR")
+    check_against_torch(3, tmp_path / "store", cells, cells[::3], HOSTS[3], strategies)
 
 
 def defined(dtype: str, op: str) -> bool:

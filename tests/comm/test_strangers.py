@@ -135,10 +135,10 @@ class Job:
 
 
 @contextmanager
-def under_attack() -> Iterator[Job]:
+def under_attack(patience_s: float = HANDSHAKE_S) -> Iterator[Job]:
     """Three workers; at the end all strangers must be in the log, and nothing else, and every sum was right."""
     members = specs(addresses("AAB"), number=5)
-    with gang(steady, [(spec,) for spec in members]) as started:
+    with gang(steady, [(spec, patience_s) for spec in members]) as started:
         pids = [started.pid(rank) for rank in range(3)]
         assert started.results(30) == ["up"] * 3
         job = Job(members, started, [])
@@ -238,7 +238,8 @@ def test_our_own_client_says_why_it_was_refused(way: Way) -> None:
 
 
 def test_garbage_and_silence() -> None:
-    with under_attack() as job:
+    patience_s = 1.0
+    with under_attack(patience_s) as job:
         silent = []
         for way in (Job.tcp, Job.unix):
             half, nothing = way(job, "time"), way(job, "time")
@@ -261,7 +262,7 @@ def test_garbage_and_silence() -> None:
         begin_s = time.monotonic()
         for sock in silent:
             closed(sock)
-        assert time.monotonic() - begin_s < HANDSHAKE_S + 2, "half a frame and then silence was let stay"
+        assert time.monotonic() - begin_s < patience_s + 2, "half a frame and then silence was let stay"
 
 
 def tls_hello(sock: socket.socket) -> None:
@@ -341,7 +342,7 @@ def test_a_worker_that_takes_another_job_for_its_own_is_refused(hosts: str) -> N
     mine = specs(addresses(hosts))
     workers = (mine[0].worker, mine[1].worker)
     lost = replace(mine[1], view=View(0, workers, mine[0].view.runners), secret=b"of another job")
-    with gang(steady, [(mine[0],)]) as first, gang(astray, [(lost,)]) as second:
+    with gang(steady, [(mine[0],)]) as first, gang(astray, [(lost, 0.5 if hosts == "AA" else 20.0)]) as second:
         said = second.hear(0, 30)
         with gang(late_steady, [(mine[1],)]) as rest:
             assert (rest.hear(0, 30), first.hear(0, 30)) == ("up", "up")
@@ -356,9 +357,9 @@ def test_a_worker_that_takes_another_job_for_its_own_is_refused(hosts: str) -> N
         assert len(report.warnings) == 1, report.warnings
 
 
-def astray(index: int, spec: WorkerSpec) -> str:
+def astray(index: int, spec: WorkerSpec, timeout_s: float) -> str:
     try:
-        with joined(spec, join_timeout_s=2.0):
+        with joined(spec, join_timeout_s=timeout_s):
             return "taken in"
     except Exception as error:
         return f"{type(error).__name__}: {error}"
