@@ -17,6 +17,7 @@ import pytest
 
 from pliant import lab as labs
 from pliant.bench import traffic
+from pliant.cli.main import main
 from pliant.cluster import Worker
 from pliant.errors import ConfigError, LabError
 from pliant.lab import Lab, format_rate, host_index, parse_rate, shaper
@@ -365,10 +366,15 @@ def test_a_detached_lab_lives_until_it_is_taken_down() -> None:
         ("bench", "traffic"),
     ],
 )
-def test_a_wrong_value_is_one_line_and_exit_2(args: tuple[str, ...]) -> None:
-    done = pliant(*args)
-    assert done.returncode == 2, done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+def test_a_wrong_value_is_one_line_and_exit_2(
+    args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["pliant", *args])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2, said
+    assert len(said.strip().splitlines()) == 1, said
 
 
 # Background traffic
