@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from gang import gang, say, warm_up
 from safetensors import safe_open
 from torch import nn
 
 from pliant.errors import CheckpointError, TrainError
+from pliant.train import checkpoint_file
 from pliant.train.checkpoint import Checkpoint, Writer, load, newest, write
 
 STATE = {
@@ -314,27 +316,30 @@ def test_unwritable_directory(tmp_path: Path, said: list[str]) -> None:
     assert load(tmp_path / "file" / "sub").step == 2
 
 
-KILLED = """
-import os, signal, sys, torch
-from pliant.train import checkpoint_file
-from pliant.train.checkpoint import Checkpoint, Writer
-writer = Writer(sys.argv[1])
-writer.save(Checkpoint(1, 0, 1, {}, {"w": torch.ones(1 << 20)}))
-writer.flush()
-checkpoint_file.os.fsync = lambda fd: (print("writing", flush=True), signal.pause())  # all written, none renamed
-writer.save(Checkpoint(2, 0, 1, {}, {"w": torch.ones(1 << 20)}))
-writer.flush()
-"""
+def endless(rank: int, directory: Path) -> None:
+    """In another process: write one checkpoint, and never come to the end of a second."""
+    writer = Writer(directory)
+    writer.save(Checkpoint(1, 0, 1, {}, {"w": torch.ones(1 << 20)}))
+    writer.flush()
+    checkpoint_file.os.fsync = lambda fd: (say("writing"), signal.pause())  # all written, none renamed
+    writer.save(Checkpoint(2, 0, 1, {}, {"w": torch.ones(1 << 20)}))
+    writer.flush()
 
 
-def test_killed_while_writing(tmp_path: Path, writer: Writer) -> None:
-    with subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "writing\n"
+@pytest.fixture(scope="module")
+def fork_server() -> None:
+    """Before `no_leaks` counts descriptors."""
+    warm_up()
+
+
+def test_killed_while_writing(tmp_path: Path, fork_server: None, writer: Writer) -> None:
+    with gang(endless, [(tmp_path,)]) as started:
+        assert started.hear(0) == "writing"
         writer.save(at(0))  # a second writer does not take the first's file for a leftover while it lives
         writer.flush()
         assert len([name for name in names(tmp_path) if name.startswith(".")]) == 1
-        child.send_signal(signal.SIGKILL)
+        started.kill(0)
+        started.processes[0].join(10)
     assert load(tmp_path).step == 1
     writer.save(at(3))
     writer.flush()
