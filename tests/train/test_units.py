@@ -1,0 +1,147 @@
+"""Units: every parameter travels exactly once, in runs of one bucket, and the owners have equal shares."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+
+from pliant.bench import models
+from pliant.bench.profiles import profile
+from pliant.comm.slices import cut_portion
+from pliant.train.buckets import Item, rebuilt_layout
+from pliant.train.units import MAX_SLICES, Unit, cut_units, layer_units
+
+KIB = 1 << 10
+
+
+def _resnet50() -> list[int]:
+    return list(models.resnet50())
+
+
+def _vgg19() -> list[int]:
+    """Weights and biases of VGG-19, from its layers: a bias for each output."""
+    sizes: list[int] = []
+    inputs = 3
+    for width, layers in ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4)):
+        for _ in range(layers):
+            sizes += [inputs * width * 9, width]
+            inputs = width
+    for source, target in ((512 * 49, 4096), (4096, 4096), (4096, 1000)):
+        sizes += [source * target, target]
+    return sizes
+
+
+MODELS = {"resnet50": _resnet50(), "vgg19": _vgg19()}
+
+
+def _buckets(sizes: Sequence[int]) -> list[list[int]]:
+    """As DDP lays them out, gradients coming last layer first."""
+    layout = rebuilt_layout([Item("float32", 4 * size) for size in sizes], range(len(sizes) - 1, -1, -1))
+    return [[sizes[index] for index in bucket] for bucket in layout.buckets]
+
+
+def _check_cover(units: Sequence[Unit], sizes: Sequence[Sequence[int]]) -> None:
+    """Every parameter is in exactly one unit; the units of a bucket are its neighbouring runs, in order."""
+    for bucket, lengths in enumerate(sizes):
+        found = [unit for unit in units if unit.bucket == bucket]
+        places = [place for unit in found for place in range(unit.first, unit.last + 1)]
+        assert places == list(range(len(lengths)))
+        begin = 0
+        for unit in found:
+            assert unit.portion.whole == sum(lengths)
+            assert unit.portion.begin == begin
+            assert unit.length == sum(lengths[unit.first : unit.last + 1])
+            begin += unit.length
+        assert begin == sum(lengths)
+
+
+def _loads(units: Sequence[Unit], item_bytes: Sequence[int], lanes: int, replicas: int) -> list[int]:
+    """Bytes of each owner, by the slices that really travel."""
+    loads: Counter[int] = Counter()
+    for unit in units:
+        size = item_bytes[unit.bucket]
+        slices = cut_portion(unit.portion, unit.length, size, lanes, replicas)
+        assert sum(each.length for each in slices) == unit.length
+        for each in slices:
+            loads[each.lane] += each.length * size
+    return [loads[lane] for lane in range(lanes)]
+
+
+def test_the_models_are_those_of_the_paper() -> None:
+    assert sum(MODELS["resnet50"]) == profile("resnet50").num_parameters == 25_557_032
+    assert sum(MODELS["vgg19"]) == profile("vgg").num_parameters == 143_667_240
+
+
+@pytest.mark.parametrize("slice_bytes", [16 * KIB, 50_000, 128 * KIB, 1024 * KIB])
+@pytest.mark.parametrize("lanes", [2, 3, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_owners_have_equal_shares_of_real_models(model: str, lanes: int, slice_bytes: int) -> None:
+    sizes = _buckets(MODELS[model])
+    item_bytes = [4] * len(sizes)
+    units = cut_units(sizes, item_bytes, slice_bytes, lanes)
+    _check_cover(units, sizes)
+    for unit in units:
+        assert unit.length * 4 <= slice_bytes or unit.first == unit.last
+        largest = -(-unit.length // len(unit.portion.lanes)) * 4
+        assert largest <= slice_bytes or len(unit.portion.lanes) == MAX_SLICES
+    loads = _loads(units, item_bytes, lanes, lanes)
+    assert max(loads) <= 1.05 * sum(loads) / lanes
+    assert units == cut_units([tuple(bucket) for bucket in sizes], item_bytes, slice_bytes, lanes), (
+        "not the same anywhere"
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_sizes_are_covered(seed: int) -> None:
+    """Small and large, empty ones among them, of several types."""
+    chance = random.Random(seed)
+    sizes = [
+        [chance.choice([0, 1, 2, 7, 100, 1000, 5000, 100_000]) for _ in range(chance.randint(0, 9))]
+        for _ in range(chance.randint(1, 6))
+    ]
+    item_bytes = [chance.choice([1, 2, 4, 8]) for _ in sizes]
+    slice_bytes, lanes = chance.choice([1, 64, 4096, 65536]), chance.randint(1, 5)
+    units = cut_units(sizes, item_bytes, slice_bytes, lanes)
+    _check_cover(units, sizes)
+    for unit in units:
+        cut = [length for length in sizes[unit.bucket][unit.first : unit.last + 1] if length]
+        assert unit.length * item_bytes[unit.bucket] <= slice_bytes or len(cut) == 1
+        assert 1 <= len(unit.portion.lanes) <= max(1, min(MAX_SLICES, unit.length))
+        assert all(0 <= lane < lanes for lane in unit.portion.lanes)
+    total = sum(size * sum(bucket) for bucket, size in zip(sizes, item_bytes, strict=True))
+    assert sum(_loads(units, item_bytes, lanes, 3)) == total
+    _check_cover(layer_units(sizes, item_bytes, 1000, lanes), sizes)
+
+
+def test_neighbours_share_a_unit_until_it_is_full() -> None:
+    units = cut_units([[10, 10, 10, 100, 1]], [4], 100, 2)
+    assert [(each.first, each.last, each.length) for each in units] == [(0, 1, 20), (2, 2, 10), (3, 3, 100), (4, 4, 1)]
+    assert [each.portion.begin for each in units] == [0, 20, 30, 130]
+
+
+def test_a_large_parameter_is_cut_and_dealt_to_all() -> None:
+    [unit] = cut_units([[100_000]], [4], 40_000, 4)
+    assert sorted(Counter(unit.portion.lanes).values()) == [2, 2, 3, 3]
+    slices = cut_portion(unit.portion, unit.length, 4, 4, None)
+    assert [(each.begin, each.end) for each in slices] == list(pairwise(range(0, 100_001, 10_000)))
+
+
+@pytest.mark.parametrize("lanes", [2, 3, 4])
+def test_layers_are_placed_as_by_mxnet(lanes: int) -> None:
+    """Whole ones by a hash of their number; from the bound on in one equal part per server (kvstore_dist.h)."""
+    bound = 1000
+    lengths = [999, 1000, 5, 100_003, 7, 8]
+    units = layer_units([lengths[:2], lengths[2:]], [4, 4], bound, lanes)
+    assert [(unit.bucket, unit.first, unit.last) for unit in units] == [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1), (1, 2, 2), (1, 3, 3)]  # fmt: skip
+    for number, (unit, length) in enumerate(zip(units, lengths, strict=True)):
+        assert unit.length == length
+        expected = tuple(range(lanes)) if length >= bound else (number * 9973 % lanes,)
+        assert unit.portion.lanes == expected
+        ends = [each.end for each in cut_portion(unit.portion, length, 4, lanes, None)]
+        assert all(
+            abs(end - round(length / len(expected) * (part + 1))) <= len(expected) for part, end in enumerate(ends)
+        )
