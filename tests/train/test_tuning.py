@@ -1,0 +1,243 @@
+"""The tuner: what it chooses from what workers measured, when it changes its mind, and what it says about it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from pliant.errors import ConfigError
+from pliant.train import tuning
+from pliant.train.tuning import ASKED, MODES, Choice, Measured, Tuner, check, pack, unpack
+
+MBIT = 1e6 / 8
+COMPUTE_S = 0.3
+
+
+def _step(rate_mbit: float, *, r: float = 1.0, compute_s: float = COMPUTE_S) -> list[Measured]:
+    """What three workers measure of a step with this T/C; the second one has the slowest link."""
+    rate = rate_mbit * MBIT
+    sent = r * rate * compute_s
+    slow = Measured(compute_s + 0.1, compute_s, sent, rate)
+    fast = Measured(compute_s + 0.1, 0.9 * compute_s, 0.9 * sent, 1.3 * rate if rate else 0.0)
+    return [fast, slow, fast]
+
+
+def _tuner(asked: str = "priority", *fixed: int | None) -> tuple[Tuner, list[str]]:
+    said: list[str] = []
+    slice_bytes, in_flight = (*fixed, None, None)[:2]
+    return Tuner(asked, slice_bytes, in_flight, said.append), said
+
+
+def _until_changed(tuner: Tuner, steps: list[Measured], limit: int = 10) -> int:
+    """How many such steps it takes until the choice is another one."""
+    before = tuner.choice
+    for count in range(1, limit + 1):
+        if tuner.learn(steps) != before:
+            return count
+    raise AssertionError(f"no change in {limit} steps")
+
+
+# --- sizes ---
+
+
+@pytest.mark.parametrize("rate", [100, 200, 400, 800])
+def test_slices_and_credit_follow_the_rate(rate: float) -> None:
+    tuner, _ = _tuner()
+    choice = tuner.learn(_step(rate))
+    assert choice.slice_bytes == pytest.approx(rate * MBIT * COMPUTE_S * tuning.SLICE_SHARE, abs=1024)
+    assert choice.in_flight_bytes == pytest.approx(rate * MBIT * COMPUTE_S * tuning.IN_FLIGHT_SHARE, abs=1024)
+    assert choice.slice_bytes % 1024 == choice.in_flight_bytes % 1024 == 0
+    assert tuner.rate == rate * MBIT, "the slowest link counts"
+    assert tuner.r == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("rate", "compute_s"), [(0.1, 0.01), (100_000, 1.0)])
+def test_sizes_stay_within_bounds(rate: float, compute_s: float) -> None:
+    tuner, _ = _tuner()
+    choice = tuner.learn(_step(rate, compute_s=compute_s))
+    low = rate < 1
+    assert choice.slice_bytes == (tuning.LEAST_SLICE_BYTES if low else tuning.MOST_SLICE_BYTES)
+    assert choice.in_flight_bytes == (tuning.LEAST_IN_FLIGHT_BYTES if low else tuning.MOST_IN_FLIGHT_BYTES)
+
+
+def test_nothing_changes_within_20_percent() -> None:
+    tuner, said = _tuner()
+    choice = tuner.learn(_step(400))
+    said.clear()
+    for rate in (440, 360, 470, 330, 400, 450, 350) * 5:
+        assert tuner.learn(_step(rate)) == choice
+    assert not said
+
+
+def test_one_odd_step_changes_nothing() -> None:
+    tuner, said = _tuner()
+    choice = tuner.learn(_step(400))
+    said.clear()
+    for rate in (400, 100, 400, 1600, 400, 100, 400):
+        assert tuner.learn(_step(rate)) == choice
+    assert not said
+
+
+@pytest.mark.parametrize(("old", "new"), [(400, 100), (100, 400)])
+def test_a_jump_retunes_within_3_steps_and_says_so(old: float, new: float) -> None:
+    tuner, said = _tuner()
+    for _ in range(20):
+        before = tuner.learn(_step(old))
+    said.clear()
+    assert _until_changed(tuner, _step(new)) <= 3
+    [line] = said
+    numbers = [int(found) for found in re.findall(r"\d+", line.split("(")[0])]
+    after = tuner.choice
+    assert numbers[:4] == [
+        before.slice_bytes >> 10, after.slice_bytes >> 10, before.in_flight_bytes >> 10, after.in_flight_bytes >> 10
+    ]  # fmt: skip
+    assert numbers[4] == pytest.approx(new, rel=0.02)
+    assert after.slice_bytes / before.slice_bytes == pytest.approx(new / old, rel=0.05)
+    for _ in range(20):
+        assert tuner.learn(_step(new)) == after
+    assert len(said) == 1
+
+
+def test_a_slow_drift_is_followed() -> None:
+    tuner, said = _tuner()
+    first = tuner.learn(_step(100))
+    said.clear()
+    rate = 100.0
+    for _ in range(100):
+        rate *= 1.02
+        last = tuner.learn(_step(rate))
+    assert last.slice_bytes == pytest.approx(rate * MBIT * COMPUTE_S * tuning.SLICE_SHARE, rel=0.35)
+    assert last.slice_bytes > 4 * first.slice_bytes
+    assert 4 <= len(said) <= 15, "some lines, not one per step"
+
+
+def test_without_a_rate_nothing_changes() -> None:
+    tuner, said = _tuner()
+    assert tuner.learn(_step(0)) == Choice("priority")
+    assert tuner.learn([Measured()] * 3) == Choice("priority")
+    assert tuner.r == tuner.rate == 0.0
+    assert not said
+
+
+@pytest.mark.parametrize("mode", ["priority", "slicing"])
+def test_what_was_given_stays(mode: str) -> None:
+    tuner, _ = _tuner(mode, 8192, None)
+    assert tuner.choice == Choice(mode, 8192)
+    for rate in (100, 400, 400, 400, 50, 50, 50):
+        choice = tuner.learn(_step(rate))
+        assert choice.slice_bytes == 8192
+    assert choice.in_flight_bytes != Choice().in_flight_bytes
+    tuner, said = _tuner(mode, 8192, 16384)
+    for rate in (100, 400, 400, 400, 50, 50, 50):
+        assert tuner.learn(_step(rate)) == Choice(mode, 8192, 16384)
+    assert not said
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_modes_are_what_was_asked_for(asked: str) -> None:
+    tuner, _ = _tuner(asked)
+    first = tuner.choice.mode
+    assert first == ("fifo" if asked == "auto" else asked)
+    assert tuner.may_cross == (asked != "fifo")
+    for _ in range(10):
+        assert tuner.learn(_step(100, r=0.55)).mode == first
+    if asked != "auto":
+        for r in (0.1, 3.0):
+            assert tuner.learn(_step(100, r=r)).mode == first
+    if asked == "baseline":
+        assert tuner.choice.slice_bytes == tuning.BASELINE_BYTES, "its bound is not a matter of tuning"
+
+
+def test_only_the_one_that_decides_speaks() -> None:
+    tuner, said = _tuner("auto")
+    other, heard = _tuner("auto")
+    for r in (0.2, 0.2, 0.2, 0.2, 1.0, 1.0, 1.0, 0.2, 0.2):
+        assert tuner.learn(_step(100, r=r)) == other.learn(_step(100, r=r), decides=False)
+    assert said
+    assert not heard
+
+
+# --- auto ---
+
+
+def test_auto_says_once_that_priority_would_not_help() -> None:
+    tuner, said = _tuner("auto")
+    for step in range(20):
+        assert tuner.learn(_step(400, r=0.3)).mode == "fifo"
+        assert len(said) == (step + 1 >= tuning.PROBE_STEPS)
+    assert "priority would not help here" in said[0]
+    assert "0.30" in said[0]
+
+
+def test_auto_says_once_that_it_takes_to_priorities() -> None:
+    tuner, said = _tuner("auto")
+    modes = [tuner.learn(_step(100, r=0.9)).mode for _ in range(20)]
+    assert modes == ["fifo"] * (tuning.PROBE_STEPS - 1) + ["priority"] * (21 - tuning.PROBE_STEPS)
+    [line] = [line for line in said if "priority" in line]
+    assert "0.90" in line
+    assert "100 Mbit/s" in line
+
+
+def test_auto_does_not_waver_between_its_bounds() -> None:
+    tuner, _ = _tuner("auto")
+    modes = [
+        tuner.learn(_step(100, r=r)).mode for r in (0.55, 0.55, 0.55, 0.59, 0.61, 0.55, 0.51, 0.59, 0.49, 0.55, 0.59)
+    ]
+    assert modes == ["fifo"] * 4 + ["priority"] * 4 + ["fifo"] * 3
+
+
+def test_auto_on_a_network_that_is_never_the_limit() -> None:
+    tuner, said = _tuner("auto")
+    for _ in range(10):
+        assert tuner.learn([Measured(0.3, 0.3, 1e6, 0.0)] * 3).mode == "fifo"
+    [line] = said
+    assert "would not help" in line
+
+
+def test_auto_follows_a_network_that_changes() -> None:
+    tuner, said = _tuner("auto")
+    sent = 0.3 * 400 * MBIT * COMPUTE_S
+    for rate in (400, 50, 400):
+        for _ in range(5):
+            choice = tuner.learn([Measured(0.4, COMPUTE_S, sent, rate * MBIT)] * 3)
+        assert choice.mode == ("fifo" if rate == 400 else "priority")
+    kinds = [line for line in said if "priority" in line]
+    assert ["would not help" in line for line in kinds] == [True, False, True]
+
+
+# --- what is asked for, and what travels ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("p3", None, None), ["'p3'", "'priority'", "'fifo'", "'auto'"]),
+        (("priority", 0, None), ["slice_bytes=0", "4096", "None"]),
+        (("priority", 4095, None), ["slice_bytes=4095", "4096"]),
+        (("priority", None, -1), ["in_flight_bytes=-1", "4096", "None"]),
+        (("priority", "64k", None), ["slice_bytes='64k'"]),
+        (("priority", True, None), ["slice_bytes=True"]),
+        (("priority", 1e6, None), ["slice_bytes=1000000.0"]),
+    ],
+    ids=str,
+)
+def test_bad_wishes_are_refused(arguments: tuple[Any, Any, Any], says: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(*arguments)
+    assert all(each in str(refused.value) for each in says), str(refused.value)
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_good_wishes_are_granted(asked: str) -> None:
+    check(asked, None, None)
+    check(asked, 4096, 1 << 30)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_choice_and_its_reasons_travel(mode: str) -> None:
+    choice, measured = Choice(mode, 123_456, (1 << 32) - 1), Measured(0.1, 1 / 3, 1e12 + 0.5, 1e9 / 7)
+    data = pack(choice, measured)
+    assert len(data) == tuning.ROW_BYTES
+    assert unpack(data) == (choice, measured)
