@@ -38,6 +38,15 @@ class CudaStage:
         """Copy the result back, then finish the handle; whoever waits has its stream wait for the copy."""
         self._todo.put(lambda: self._copy_out(target, staging, write, operation))
 
+    def after(self, event: torch.cuda.Event, act: Callable[[], None]) -> None:
+        """Have `act` called, on the copying thread, when the device has come to `event`."""
+
+        def wait_and_act() -> None:
+            event.synchronize()
+            act()
+
+        self._todo.put(wait_and_act)
+
     def close(self) -> None:
         self._todo.put(None)
         self._thread.join(timeout=10)

@@ -135,6 +135,21 @@ class Engine:
         """Make copies between a GPU and this tensor, which is from `empty`, as fast as they can be."""
         self._workshop.stage().pin(tensor)
 
+    def after(self, event: torch.cuda.Event, submit: Callable[[], Handle], name: str) -> Handle:
+        """The handle of a collective that is submitted when a device has come to `event`; returns at once."""
+        awaited = Handle(name, self, self.rank)
+
+        def act() -> None:
+            try:
+                submitted = submit()
+            except Exception as error:
+                awaited.fail(error)
+                return
+            submitted.then(lambda: awaited.follow(submitted))
+
+        self._workshop.stage().after(event, act)
+        return awaited
+
     # --- collectives ---
 
     def all_reduce(

@@ -118,6 +118,13 @@ class Handle:
         self._error = error
         self._end()
 
+    def follow(self, other: Handle) -> None:
+        """End as `other` has ended."""
+        if other.error is not None:
+            self.fail(other.error)
+        else:
+            self.finish(other._result, other._after)
+
     def _end(self) -> None:
         # The subject refers back to this handle and holds the memory it worked on: without the
         # circle that memory is free at once, and not when the collector next comes by.

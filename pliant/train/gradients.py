@@ -71,15 +71,8 @@ class Bucket:
         return self.parameters[0].device
 
     def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's view of a flat tensor, in the memory order of the parameter, as DDP lays them out."""
-        views, offset = [], 0
-        for parameter in self.parameters:
-            if _is_dense(parameter):
-                views.append(flat.as_strided(parameter.size(), parameter.stride(), offset))
-            else:
-                views.append(flat[offset : offset + parameter.numel()].view(parameter.size()))
-            offset += parameter.numel()
-        return views
+        """Each parameter's view of a flat tensor."""
+        return _cut(flat, self.parameters)
 
 
 @dataclass(slots=True, eq=False)
@@ -89,6 +82,7 @@ class Run:
     name: str
     indices: list[int]
     """Of its parameters."""
+    parameters: list[torch.nn.Parameter]
     parts: list[torch.Tensor]
     total: torch.Tensor
     sums: Sequence[torch.Tensor]
@@ -242,12 +236,14 @@ class Gradients:
             begin, end = unit.portion.begin, unit.portion.begin + unit.length
             assert bucket.total is not None
             places = slice(unit.first, unit.last + 1)
+            total = bucket.total[begin:end]
             run = Run(
                 f"{bucket.name}:{unit.first}",
                 [number[id(parameter)] for parameter in bucket.parameters[places]],
+                bucket.parameters[places],
                 [part[begin:end] for part in bucket.parts],
-                bucket.total[begin:end],
-                bucket.sums[places],
+                total,
+                _cut(total, bucket.parameters[places]),
                 unit.portion,
             )
             self._runs.append(run)
@@ -314,20 +310,28 @@ class Gradients:
         if self._runs:
             run = self._run_of[index]
             run.missing -= 1
-            if run.missing == 0 and self._is_last:
-                self._submit_run(run)
+            if run.missing == 0:
+                self._run_full(run)
         elif bucket.seen == bucket.whole:
             self._bucket_full(bucket)
 
-    def _submit_run(self, run: Run) -> None:
+    def _run_full(self, run: Run) -> None:
+        if self._on_device:
+            copied = self._send_off_run(run)
+            if self._is_last:
+                assert self._engine is not None
+                run.handle = self._engine.after(copied, partial(self._submit_run, run), run.name)
+        elif self._is_last:
+            run.handle = self._submit_run(run)
+
+    def _submit_run(self, run: Run) -> Handle:
         assert self._engine is not None
         plain = len(run.parts) == 1 and max(self._blocks) == 1
         if self._way.mode == "baseline":
             if not plain:
                 raise TrainError("sync='baseline' takes one replica per worker: start as many workers as replicas")
-            run.handle = notify_pull.all_reduce(self._engine, run.name, run.total, run.portion)
-            return
-        run.handle = self._engine.all_reduce(
+            return notify_pull.all_reduce(self._engine, run.name, run.total, run.portion)
+        return self._engine.all_reduce(
             run.name,
             run.total,
             priority=run.priority,
@@ -407,10 +411,9 @@ class Gradients:
                         view.zero_()
             if not self._runs:
                 self._bucket_full(bucket)
-        if self._is_last:
-            for run in self._runs:
-                if run.handle is None:
-                    self._submit_run(run)
+        for run in self._runs:
+            if run.missing:
+                self._run_full(run)
 
     # --- the sums ---
 
@@ -498,6 +501,34 @@ class Gradients:
             bucket.copied = side.record_event()
         flat.record_stream(side)
 
+    def _send_off_run(self, run: Run) -> torch.cuda.Event:
+        """Have the gradients of a unit leave the device; when they have."""
+        device = run.parameters[0].device
+        present = torch.cuda.current_stream(device)
+        gradients = [
+            parameter.grad if self._has_come(index) else None
+            for index, parameter in zip(run.indices, run.parameters, strict=True)
+        ]
+        there = [
+            torch.zeros_like(parameter) if found is None else found
+            for parameter, found in zip(run.parameters, gradients, strict=True)
+        ]
+        flat = torch.empty(len(run.total), dtype=run.total.dtype, device=device)
+        torch._foreach_copy_(_cut(flat, run.parameters), there)
+        flat.mul_(1.0 / self.num_replicas)
+        if self._is_last:
+            for parameter, found in zip(run.parameters, gradients, strict=True):
+                if found is not None:
+                    parameter.grad = None  # the sum takes its place
+        if self._side is None:
+            self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side.wait_stream(present)
+        with torch.cuda.stream(self._side):
+            run.parts[self._slot].copy_(flat, non_blocking=True)
+            copied: torch.cuda.Event = self._side.record_event()
+        flat.record_stream(self._side)
+        return copied
+
     def _collected(self, bucket: Bucket) -> torch.Tensor:
         """The gradients of the replica whose turn it is, scaled: few large operations in place of many small ones."""
         gradients = [parameter.grad for parameter in bucket.parameters]
@@ -552,6 +583,18 @@ class Gradients:
             bucket.sums = torch._utils._unflatten_dense_tensors(flat, bucket.parameters)  # type: ignore[no-untyped-call]
         else:
             bucket.sums = bucket.cut(flat)
+
+
+def _cut(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Each parameter's view of a flat tensor, in the memory order of the parameter, as DDP lays them out."""
+    views, offset = [], 0
+    for parameter in parameters:
+        if _is_dense(parameter):
+            views.append(flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset() + offset))
+        else:
+            views.append(flat[offset : offset + parameter.numel()].view(parameter.size()))
+        offset += parameter.numel()
+    return views
 
 
 def _make_bucket(name: str, parameters: list[torch.nn.Parameter]) -> Bucket:

@@ -266,7 +266,7 @@ class Job:
             num_replicas,
             gradients,
             crossing,
-            tuning.Tuner(self._possible_sync(model, device), *self._sync[1:], say=self._say_first),
+            tuning.Tuner(self._possible_sync(model), *self._sync[1:], say=self._say_first),
             self._blocks,
             follows_view=follows_view,
             keeps_layout=keeps_layout,
@@ -292,10 +292,10 @@ class Job:
         self._loader = Loader(self, steps)
         return model, optimizer, self._loader
 
-    def _possible_sync(self, model: torch.nn.Module, device: torch.device) -> str:
+    def _possible_sync(self, model: torch.nn.Module) -> str:
         """What was asked for, unless this model cannot have it."""
         asked = self._sync[0]
-        reason = f"its parameters are on {device.type}" if device.type != "cpu" else hidden_uses(model)
+        reason = hidden_uses(model)
         if asked == "fifo" or not reason:
             return asked
         if asked != "auto":

@@ -329,7 +329,7 @@ class Crossing:
                 del self._awaited[index]
                 self._release(index)
                 if (total := self._sums[index]) is not None:
-                    parameter.grad = total
+                    parameter.grad = total.to(parameter.device, non_blocking=True)
                 deferred = self._deferred.get(index)
                 if deferred is not None:
                     call, place = deferred

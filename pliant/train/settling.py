@@ -101,7 +101,8 @@ class Settling:
         """Say so once, by the first of those who were there before."""
         if self._spoke_first:
             what = f"recovered at step {change.step}:" if change.lost else "resize"
-            self._say(f"{what} {change.old_size} -> {change.new_size} took {change.pause_s * 1e3:.1f}ms")
+            again = f", {change.repeated} steps are done again" if change.repeated > 1 else ""
+            self._say(f"{what} {change.old_size} -> {change.new_size} took {change.pause_s * 1e3:.1f}ms{again}")
 
     def _settle(self, planned: int | None) -> None:
         """Enter `planned`, or else whatever roll comes next, until it works."""

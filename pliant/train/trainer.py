@@ -75,6 +75,8 @@ class ViewChange:
     """From the end of the old view's last step to the start of the new one's first."""
     lost: bool
     """Whether a step was torn."""
+    repeated: int = 0
+    """Steps that this worker had begun and does again."""
 
 
 @dataclass(slots=True)
@@ -172,8 +174,8 @@ class Trainer:
         self.crossing = crossing
         crossing.on_lost, crossing.on_whole = self.tear, self._whole
         self.tuner = tuner
-        self.repeats = 0
-        """Steps that are done again because of the last loss."""
+        self._begun = 0
+        """Steps that were begun when the last loss was noticed."""
         self._way = Choice()
         """How this step's sums travel."""
         self._next_way: Choice | None = None
@@ -324,11 +326,10 @@ class Trainer:
 
     def _take_back(self) -> None:
         """A step was torn. If the one before it was not whole either, that one does not count as well."""
-        self.repeats = 1
+        self._begun = self.progress.step + 1
         if self._undo is not None:
             undo, self._undo = self._undo, None
             self.progress, self.contexts, self.first_buffers = undo.progress, undo.contexts, undo.first_buffers
-            self.repeats = 2
             for thing, state in self._tracked_before.values():
                 thing.load_state_dict(state)
         self._tracked_before.clear()
@@ -592,7 +593,8 @@ class Trainer:
         assert self.engine is not None
         (since_s, old_size, lost, tell), self._ending_change = self._ending_change, None
         pause_s = time.monotonic() - since_s
-        change = ViewChange(self.progress.step, old_size, self.engine.view.size, pause_s, lost)
+        repeated = max(0, self._begun - self.progress.step) if lost else 0
+        change = ViewChange(self.progress.step, old_size, self.engine.view.size, pause_s, lost, repeated)
         self.changes.append(change)
         tell(change)
 
