@@ -469,13 +469,22 @@ def _on_own_thread(work: Callable[[], T]) -> T:
         return executor.submit(work).result()
 
 
+def enter(namespace: str) -> None:
+    """Move the calling thread, and those that it will start, into one of a lab's `namespaces`, for good.
+
+    Raises:
+        LabError: there is no such namespace.
+    """
+    try:
+        with open(_NAMESPACES / namespace, "rb") as handle:
+            _libc_call("setns", handle.fileno(), _CLONE_NEWNET)
+    except OSError as error:
+        raise LabError(f"namespace {namespace}: {error}; is the lab up? see `pliant lab list`") from error
+
+
 def _in_namespace(namespace: str, work: Callable[[], T]) -> T:
     def enter_and_work() -> T:
-        try:
-            with open(_NAMESPACES / namespace, "rb") as handle:
-                _libc_call("setns", handle.fileno(), _CLONE_NEWNET)
-        except OSError as error:
-            raise LabError(f"namespace {namespace}: {error}; is the lab up? see `pliant lab list`") from error
+        enter(namespace)
         return work()
 
     return _on_own_thread(enter_and_work)

@@ -34,6 +34,9 @@ from pliant.perf import Layer
 BUCKETS_MB = (25.0, 5.0, 1.0)
 """DDP's bucket sizes for a model of full size, beside its default."""
 
+PROBED = 5
+"""Timed steps with each of them."""
+
 
 def caps_of(options: PriorityOptions) -> list[float | None]:
     """The bucket sizes that DDP is tried with: its default, and sizes that cut a scaled model as the full one."""
@@ -172,7 +175,8 @@ def _choose_buckets(
     ddp = next((entry for entry in entries if entry.mode == DDP), None)
     if ddp is None:
         return list(entries), {}
-    probed = contest.probe_ddp(ddp, caps_of(options), patience_s, progress, one_clock=lab is not None)
+    caps, few = caps_of(options), min(options.iters, PROBED)
+    probed = contest.probe_ddp(ddp, caps, few, patience_s, progress, one_clock=lab is not None)
     best = min(probed, key=lambda cap: probed[cap]) if probed else None
     shown = [entry for entry in entries if entry.mode != DDP]
     shown.append(dataclasses.replace(ddp, label=DDP_DEFAULT))

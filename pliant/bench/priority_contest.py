@@ -218,7 +218,13 @@ def sampling(lab: Lab | None) -> Iterator[list[tuple[float, int]]]:
 
 
 def probe_ddp(
-    entry: Entry, caps: Sequence[float | None], patience_s: float, progress: Progress, *, one_clock: bool
+    entry: Entry,
+    caps: Sequence[float | None],
+    iterations: int,
+    patience_s: float,
+    progress: Progress,
+    *,
+    one_clock: bool,
 ) -> dict[float | None, float]:
     """A few steps of DDP with each bucket size; the median step by size, without those that failed."""
     found: dict[float | None, float] = {}
@@ -230,7 +236,7 @@ def probe_ddp(
             # The first steps of a new model rebuild its buckets.
             run = {"do": "run", "options": trial.options, "iterations": 2, "lead": 2}
             trial.job.ask(run, _timeout_s(patience_s, 4))
-            take_turn(trial, record, 5, patience_s, None, one_clock=one_clock)
+            take_turn(trial, record, iterations, patience_s, None, one_clock=one_clock)
         except LaunchError:
             break
         found[cap] = quantile(record.seconds, 0.5)

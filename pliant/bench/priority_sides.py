@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import inspect
+import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from pliant.bench.networks import as_it_is
 from pliant.bench.priority_models import Subject
 from pliant.bench.priority_worker import Task
 from pliant.errors import ConfigError
+from pliant.train import trace
 
 TIMEOUT_S = 120.0
 MAX_EPOCHS = 1_000_000
@@ -75,11 +77,14 @@ class Loop:
         *,
         stats: Callable[[], dict[str, object]] = dict,
         stalls: bool = False,
+        tells: bool = False,
     ) -> None:
         self.subject, self._model, self._optimizer, self._batches = subject, model, optimizer, batches
         self._stats = stats
         self._stalls = stalls
         """Whether the program has waited for the network when its step is over."""
+        self._tells = tells
+        """Whether steps are to be traced here, because nobody else does."""
         self.num_steps = 0
         self.num_bytes = subject.num_bytes
 
@@ -87,6 +92,7 @@ class Loop:
         pass
 
     def step(self) -> None:
+        begin_s = time.monotonic()
         batch = next(self._batches)
         self._optimizer.zero_grad()
         self.subject.loss(self._model, batch).backward()  # type: ignore[no-untyped-call]
@@ -94,6 +100,8 @@ class Loop:
         self.num_steps += 1
         if self._stalls and self.subject.paced is not None:
             self.subject.paced.device.stalled()
+        if self._tells:
+            trace.event("step", f"step {self.num_steps}", begin_s)
 
     def flush(self) -> None:
         self.subject.model.state_dict()
@@ -109,7 +117,11 @@ class Loop:
 
 
 class Ddp:
-    """Stock DDP. Every bucket size asked for has a model of its own, made when it is first chosen."""
+    """Stock DDP. Every bucket size asked for has a model of its own, made when it is first chosen.
+
+    With its default buckets it is as plain as a script has it, and its bits are those that all our modes must have. Where
+    a size is given it is tuned in full: a static graph, which sums in another order in the first step.
+    """
 
     def __init__(self, task: Task, rank: int) -> None:
         self._task, self._rank = task, rank
@@ -126,11 +138,11 @@ class Ddp:
                 subject.model,
                 broadcast_buffers=False,
                 gradient_as_bucket_view=True,
-                static_graph=True,
+                static_graph=cap is not None,
                 **sized,
             )
             batches = models.endless(subject, self._rank, self._task.num_workers)
-            self._loops[key] = Loop(subject, model, optimizer_of(subject.model), batches, stalls=True)
+            self._loops[key] = Loop(subject, model, optimizer_of(subject.model), batches, stalls=True, tells=True)
         self._loop = self._loops[key]
 
     @property
@@ -162,8 +174,10 @@ def opened(task: Task, rank: int) -> Iterator[Side]:
     """The task's side, with its connections, for one rank."""
     torch.set_num_threads(1)
     ways = {"plain": _open_plain, "ddp": _open_ddp}
+    trace.begin(rank)
     with ways.get(task.side, _open_pliant)(task, rank) as side:
         yield side
+    trace.write(rank)
 
 
 @contextlib.contextmanager

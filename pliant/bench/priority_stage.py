@@ -60,33 +60,43 @@ class Stage:
             trace=str(self.folder / f"trace-{name}") if options.trace is not None else "",
         )
         control = self.folder / f"{name}.sock"
-        starters = [self._starter(rank, control, sockets) for rank in range(options.nodes)]
+        if self.lab is not None:
+            starters = [self._forked(control, self.lab, sockets)]
+        else:
+            starters = [self._over_ssh(rank, control) for rank in range(options.nodes)]
         return SideJob(name, options.nodes, starters, control, task)
 
     def _ground(self) -> Ground:
         return Ground(num_workers=self.options.nodes, sizes=(), folder=self.folder, lab=self.lab)
 
-    def _argv(self, rank: int) -> list[str]:
-        if self.lab is not None:
-            return self.lab.exec_argv(rank, [sys.executable, "-m", WORKER, str(rank)])
-        return machines.ssh_argv(self.hosts[rank], sys.executable, WORKER, rank)
-
-    def _starter(self, rank: int, control: Path, sockets: Sequence[socket.socket]) -> Starter:
+    def _forked(self, control: Path, lab: Lab, sockets: Sequence[socket.socket]) -> Starter:
         def start(output: IO[bytes]) -> subprocess.Popen[bytes]:
-            # One socket is both its input and its output: so ssh, too, carries the whole conversation.
+            child = subprocess.Popen(
+                [sys.executable, "-m", WORKER, str(control), *lab.namespaces],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=contenders.clean_environ(),
+                pass_fds=[each.fileno() for each in sockets],
+            )
+            for each in sockets:
+                each.close()
+            return child
+
+        return start
+
+    def _over_ssh(self, rank: int, control: Path) -> Starter:
+        def start(output: IO[bytes]) -> subprocess.Popen[bytes]:
+            # One socket is both its input and its output, so that ssh carries the whole conversation.
             with socket.socket(socket.AF_UNIX) as line:
                 line.connect(str(control))
-                child = subprocess.Popen(
-                    self._argv(rank),
+                return subprocess.Popen(
+                    machines.ssh_argv(self.hosts[rank], sys.executable, WORKER, rank),
                     stdin=line.fileno(),
                     stdout=line.fileno(),
                     stderr=output,
                     env=contenders.clean_environ(),
-                    pass_fds=[sockets[rank].fileno()] if sockets else [],
                 )
-            if sockets:
-                sockets[rank].close()
-            return child
 
         return start
 

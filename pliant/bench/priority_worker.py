@@ -1,7 +1,7 @@
-"""One rank of one side of `pliant bench priority`: told over standard input what to do, answers on standard output.
+"""One rank of one side of `pliant bench priority`: is told what to do, and answers, one JSON object per line.
 
-So the same process can be started in a namespace of this machine or through ssh on another one. Each line is a JSON
-object. `run` trains a window: a few steps that bring the pipeline into its steady state, then the timed ones.
+On another machine the line is its standard input and output, which ssh carries. In a lab one process loads torch, then
+forks all ranks, which saves minutes where a contest has many; their lines are Unix sockets. `run` trains a window: a few steps that bring the pipeline into its steady state, then the timed ones.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import contextlib
 import json
 import os
 import queue
+import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
+
+from pliant.lab import enter
 
 if TYPE_CHECKING:
     from pliant.bench.priority_sides import Side
@@ -77,10 +81,8 @@ def commands_of(source: IO[bytes]) -> queue.SimpleQueue[dict[str, object]]:
     return commands
 
 
-def answers_to(descriptor: int) -> Callable[..., None]:
-    """A function that sends its arguments. What the program prints goes to standard error from now on."""
-    line = os.fdopen(os.dup(descriptor), "wb", buffering=0)
-    os.dup2(2, descriptor)
+def answers_to(line: IO[bytes]) -> Callable[..., None]:
+    """A function that sends its arguments."""
 
     def answer(**values: object) -> None:
         line.write(json.dumps(values).encode() + b"\n")
@@ -140,6 +142,10 @@ def obey(side: Side, iface: str, command: Mapping[str, object]) -> dict[str, obj
 
 def prepare(task: Task, rank: int) -> str:
     """Make this process what the task says; its interface."""
+    for other, environ in enumerate(task.environs):
+        if other != rank and "PLIANT_LISTEN_FD" in environ:  # inherited, where one process has started all ranks
+            with contextlib.suppress(OSError):
+                os.close(int(environ["PLIANT_LISTEN_FD"]))
     os.environ.update(task.environs[rank] if task.environs else {})
     iface = (task.ifaces[rank] if task.ifaces else "") or default_iface(Path("/proc/net/route").read_text())
     os.environ["GLOO_SOCKET_IFNAME"] = iface
@@ -151,18 +157,17 @@ def prepare(task: Task, rank: int) -> str:
     return iface
 
 
-def main() -> None:
-    rank = int(sys.argv[1])
-    os.environ["OMP_NUM_THREADS"] = "1"
-    commands = commands_of(sys.stdin.buffer)
-    answer = answers_to(1)
+def serve(rank: int, source: IO[bytes], target: IO[bytes]) -> int:
+    """Be rank `rank` of whatever side the first command names, until told to stop; the exit status."""
+    commands = commands_of(source)
+    answer = answers_to(target)
     try:
         from pliant.bench import priority_sides as sides  # loads torch, while the other jobs do so, too
 
         answer(rank=rank, pid=os.getpid())
         command = commands.get()
         if command["do"] == "stop":
-            return
+            return 0
         task = Task.from_json(cast("Mapping[str, object]", command["task"]))
         iface = prepare(task, rank)
         with sides.opened(task, rank) as side:
@@ -170,9 +175,45 @@ def main() -> None:
             while (command := commands.get())["do"] != "stop":
                 answer(**obey(side, iface, command))
     except Exception as error:
-        answer(error=f"{type(error).__name__}: {error}")
-        raise
-    os._exit(0)  # some libraries take seconds to tidy up, which the contest would have to wait for
+        traceback.print_exc()
+        with contextlib.suppress(OSError):
+            answer(error=f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def fork_all(control: str, namespaces: list[str]) -> int:
+    """All ranks of a lab as children of one process that has loaded torch for them; waits until they have ended."""
+    import pliant.bench.priority_sides  # noqa: F401
+
+    children = []
+    for rank, namespace in enumerate(namespaces):
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                enter(namespace)
+                line = socket.socket(socket.AF_UNIX)
+                line.connect(control)
+                status = serve(rank, line.makefile("rb"), cast("IO[bytes]", line.makefile("wb", buffering=0)))
+            finally:
+                os._exit(status)
+        children.append(child)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return max(statuses, key=abs)
+
+
+def main() -> None:
+    """`RANK`: this process is that rank, and talks over its standard input and output. `SOCKET NAMESPACE...`: all are."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if len(sys.argv) > 2:
+        status = fork_all(sys.argv[1], sys.argv[2:])
+    else:
+        line = os.fdopen(os.dup(1), "wb", buffering=0)
+        os.dup2(2, 1)  # what the program prints is no answer
+        status = serve(int(sys.argv[1]), sys.stdin.buffer, line)
+    sys.stderr.flush()
+    os._exit(status)  # some libraries take seconds to tidy up, which the contest would have to wait for
 
 
 if __name__ == "__main__":
