@@ -59,8 +59,15 @@ def bits(tiny: bool) -> Json:
     for variant in ("float32", "autocast"):
         # All at once: most of the time they only start.
         oracle, *gangs = [
-            Gang(side, size, device, variant)
-            for side, size in (("ddp", REPLICAS), ("pliant", 1), ("pliant", 2), ("pliant", 4))
+            Gang(side, size, device, variant, sync)
+            for side, size, sync in (
+                ("ddp", REPLICAS, ""),
+                ("pliant", 1, "fifo"),
+                ("pliant", 2, "fifo"),
+                ("pliant", 4, "fifo"),
+                ("pliant", 2, "priority"),
+                ("pliant", 4, "priority"),
+            )
         ]
         expected = oracle.digests()
         for gang in gangs:
@@ -70,6 +77,7 @@ def bits(tiny: bool) -> Json:
                 {
                     "variant": variant,
                     "workers": gang.size,
+                    "sync": gang.sync,
                     "equal": all(same) and len(found) == len(expected) == STEPS,
                     "first_difference_at_step": same.index(False) if False in same else None,
                     "digest": found[-1:],
@@ -83,15 +91,16 @@ def bits(tiny: bool) -> Json:
 class Gang:
     """The processes of one side."""
 
-    def __init__(self, side: str, size: int, device: str, variant: str) -> None:
+    def __init__(self, side: str, size: int, device: str, variant: str, sync: str) -> None:
         from pliant.bench.contenders import Ground, identities
 
-        self.size, self.failure = size, ""
+        self.size, self.sync, self.failure = size, sync, ""
         self._temporary = tempfile.TemporaryDirectory()
         self._folder = folder = Path(self._temporary.name)
         environs, sockets = identities(Ground(num_workers=size, sizes=(), folder=folder), "AUTO")
-        task = {"side": side, "workers": size, "device": device, "variant": variant, "store": f"{folder}/store"}
-        self._name = f"{side} on {size} processes ({variant})"
+        task = {"side": side, "workers": size, "device": device, "variant": variant, "sync": sync}
+        task["store"] = f"{folder}/store"
+        self._name = f"{side} on {size} processes ({variant} {sync})"
         self._processes = []
         for rank in range(size):
             ours = {} if side == "ddp" or size == 1 else environs[rank]
@@ -157,7 +166,8 @@ def _ours(task: Json, rank: int, model: Any, optimizer: Any, dataset: Any, scale
     import pliant
 
     digests: list[str] = []
-    with pliant.join(replicas=REPLICAS, seed=SEED) as job:
+    crossed: list[bool] = []
+    with pliant.join(replicas=REPLICAS, seed=SEED, sync=task["sync"], slice_bytes=16 << 10) as job:
         model, optimizer, loader = job.wrap(model, optimizer, dataset, batch_size=8)
         if scaler is not None:
             job.track("scaler", scaler)
@@ -165,14 +175,28 @@ def _ours(task: Json, rank: int, model: Any, optimizer: Any, dataset: Any, scale
         assert trainer is not None, "wrapped"
         committed = trainer.on_commit
 
-        def note() -> None:
+        def note_now() -> None:
             digests.append(digest(model, optimizer, trainer.first_buffers, scaler))
+
+        whole = trainer.crossing.on_whole
+
+        def became_whole() -> None:
+            whole()
+            if len(digests) < trainer.progress.step:
+                note_now()
+
+        def note() -> None:
+            crossed.append(trainer.crossing.is_open)
+            if not crossed[-1]:  # looking at parameters would wait for them
+                note_now()
             committed()
 
-        trainer.on_commit = note
+        trainer.on_commit, trainer.crossing.on_whole = note, became_whole
         for _epoch in job.epochs(1):
             for batch in loader:
                 _turn(model, optimizer, batch, scaler)
+    if task["sync"] == "priority" and scaler is None and sum(crossed) < STEPS - 2:
+        raise RuntimeError(f"steps were to overlap, but only {sum(crossed)} of {STEPS} did")
     return digests
 
 

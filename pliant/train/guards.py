@@ -6,13 +6,14 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from pliant.errors import ConfigError, TrainError, Unsliceable
+from pliant.train.priority import wrappers
 from pliant.train.trainer import Trainer
 
 _ONCE_PER_STEP = ("step", "update", "update_parameters", "unscale_")
@@ -55,9 +56,11 @@ def patch_optimizer(
         trainer = trainer_of()
         if trainer is not None and trainer.crossing.is_open:
             trainer.crossing.zero_grad(optimizer, original_zero, set_to_none)
-        else:
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # it is no use of the parameters
             original_zero(set_to_none=set_to_none)
 
+    step.of_pliant = True  # type: ignore[attr-defined]
     # Bound methods, as they were: LR schedulers that are made later look for their functions.
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
@@ -130,19 +133,12 @@ def check_tracked(optimizers: Sequence[torch.optim.Optimizer], tracked: dict[str
     """Raises TrainError if a scheduler changes an optimizer behind the job's back."""
     known = {id(each.optimizer) for each in tracked.values() if isinstance(each, LRScheduler)}
     for optimizer in optimizers:
-        scheduled = any(getattr(f, "_wrapped_by_lr_sched", False) for f in _wrappers(optimizer.step))
+        scheduled = any(getattr(f, "_wrapped_by_lr_sched", False) for f in wrappers(optimizer.step))
         if scheduled and id(optimizer) not in known:
             raise TrainError(
                 f"an LR scheduler changes {type(optimizer).__name__}, but the job does not know it: a newcomer would "
                 "begin with another learning rate. Add `job.track('scheduler', scheduler)`"
             )
-
-
-def _wrappers(function: Any) -> Iterator[Any]:
-    """A patched method and all that it wraps."""
-    while function is not None:
-        yield function
-        function = getattr(function, "__wrapped__", None)
 
 
 def guard_scalers(tracked: dict[str, Any], trainer_of: Callable[[], Trainer | None]) -> Callable[[], None]:

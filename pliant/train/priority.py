@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ _METADATA = frozenset(
             "is_meta", "is_quantized", "is_nested", "names", "itemsize", "nbytes", "is_mps", "is_xpu", "grad_fn",
             "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "output_nr", "size", "dim", "numel",
             "nelement", "ndimension", "stride", "element_size", "is_contiguous", "storage_offset", "is_floating_point",
-            "is_complex", "is_signed", "get_device", "__len__", "data_ptr", "register_hook", "is_pinned", "is_shared",
+            "is_complex", "is_signed", "get_device", "__len__", "register_hook", "is_pinned", "is_shared",
             "register_post_accumulate_grad_hook", "__hash__",
         )
     )
@@ -441,11 +441,69 @@ def _inseparable(optimizer: torch.optim.Optimizer) -> str:
     name = type(optimizer).__name__
     if not type(optimizer).__module__.startswith("torch.optim."):
         return f"{name} is not one of torch's own optimizers, and may need all gradients at once"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        torch.optim.optimizer._global_optimizer_pre_hooks,
+        torch.optim.optimizer._global_optimizer_post_hooks,
+    )
+    if any(hooks):
         return f"{name} has step hooks, which expect one step for all parameters"
+    known = list(wrappers(type(optimizer).step))
+    for function in wrappers(optimizer.step):
+        plain = getattr(function, "__func__", function)
+        if plain not in known and not any(hasattr(plain, mark) for mark in ("of_pliant", "_wrapped_by_lr_sched")):
+            return f"{name}.step was replaced by the program"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{name} is differentiable"
     return ""
+
+
+def wrappers(function: Any) -> Iterator[Any]:
+    """A patched method and all that it wraps."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+class EvalGate:
+    """A forward hook: before a module is evaluated, all of the job's parameters are what they should be.
+
+    Some modules of torch take another way, with other bits, where their parameters are of an unusual class; in
+    training they do not.
+    """
+
+    def __init__(self, crossing: Crossing) -> None:
+        self._crossing = crossing
+
+    def __call__(self, module: torch.nn.Module, _: object) -> None:
+        if not module.training:
+            self._crossing.flush()
+            self._crossing.stop_observing()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _idle_gate, ()  # a copy of the model is no part of the job
+
+
+def _idle_gate() -> EvalGate:
+    return EvalGate(Crossing((), (), can_undo=False, say=lambda _: None))
+
+
+def gate_evaluation(model: torch.nn.Module, crossing: Crossing) -> Callable[[], None]:
+    """Put gates where they are needed; returns how to take them away."""
+    touchy = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder)
+    gate = EvalGate(crossing)
+    hooks = [
+        module.register_forward_pre_hook(gate)
+        for module in model.modules()
+        if module is model or isinstance(module, touchy)
+    ]
+
+    def remove() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return remove
 
 
 def hidden_uses(model: torch.nn.Module) -> str:

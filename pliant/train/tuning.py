@@ -33,9 +33,12 @@ USEFUL_R = 0.6
 USELESS_R = 0.5
 """`auto` takes to priorities when T/C reaches the first, and leaves them below the second. Below 0.66 the sums of all
 layers but the first can be done before backward is: there is nothing to win (reference: F:B = 1:2)."""
+CONFIRMED = 3
+"""So many steps in which the network was never the limit mean that it is not."""
 PROBE_STEPS = 3
 """So many steps are measured before `auto` says anything."""
 
+MOST = 1 << 30
 _WIRE = struct.Struct("<BIIdddd")
 
 
@@ -105,8 +108,8 @@ def check(asked: str, slice_bytes: int | None, in_flight_bytes: int | None) -> N
             f"sync={asked!r}: use 'priority', 'fifo' or 'auto' (or, to compare, {' or '.join(map(repr, ASKED[3:]))})"
         )
     for name, value, least in (("slice_bytes", slice_bytes, 4096), ("in_flight_bytes", in_flight_bytes, 4096)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ConfigError(f"{name}={value!r}: use {least} bytes or more, or None to have it tuned while running")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST):
+            raise ConfigError(f"{name}={value!r}: use {least} to {MOST} bytes, or None to have it tuned while running")
 
 
 class Tuner:
@@ -130,7 +133,9 @@ class Tuner:
         self.rate = 0.0
         """What the network takes, by the steps so far."""
         self._tuned_for = (0.0, 0.0)
-        self._odd_steps = 0
+        self._odd_rate = 0.0
+        """Of the last step, where it was far from what is known."""
+        self._quiet_steps = 0
         self._steps = 0
         self._said = ""
         self._decides = True
@@ -149,12 +154,15 @@ class Tuner:
         self._decides = decides
         compute_s = max(measured.compute_s for measured in steps)
         rates = [measured.rate for measured in steps if measured.rate > 0]
-        if rates and compute_s > 0:
+        if rates:
             self._hear_rate(min(rates))
+        self._quiet_steps = 0 if rates else self._quiet_steps + 1
+        if self._quiet_steps >= CONFIRMED:
+            self.rate = 0.0  # the network has not been the limit for a while: nobody knows how fast it is
+        self.r = 0.0
+        if self.rate and compute_s > 0:
             self.r = max(measured.sent_bytes for measured in steps) / self.rate / compute_s
             self._tune(compute_s)
-        else:
-            self.r = 0.0
         if self._asked == "auto" and self._steps >= PROBE_STEPS:
             self._judge()
         return self.choice
@@ -162,12 +170,12 @@ class Tuner:
     def _hear_rate(self, rate: float) -> None:
         """Follow slow drifts slowly, and a jump at once when a second step confirms it."""
         if not self.rate or abs(rate / self.rate - 1) <= NEWS:
-            self._odd_steps = 0
             self.rate = rate if not self.rate else 0.7 * self.rate + 0.3 * rate
-            return
-        self._odd_steps += 1
-        if self._odd_steps >= 2:
-            self.rate, self._odd_steps = rate, 0
+            self._odd_rate = 0.0
+        elif self._odd_rate and abs(rate / self._odd_rate - 1) <= NEWS:
+            self.rate, self._odd_rate = rate, 0.0
+        else:
+            self._odd_rate = rate
 
     def _tune(self, compute_s: float) -> None:
         for_rate, for_compute_s = self._tuned_for
