@@ -13,6 +13,7 @@ The order of these uses is the order in which the next step's sums are wanted.
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from pliant.errors import CommError
 from pliant.train import trace
 
 _Tensor: Any = torch.Tensor
+_optimizers: Any = importlib.import_module("torch.optim.optimizer")  # torch hides it behind a name of its own
 _METADATA = frozenset(
     getattr(found, "__get__", found) if not callable(found) else found
     for found in (
@@ -444,8 +446,8 @@ def _inseparable(optimizer: torch.optim.Optimizer) -> str:
     hooks = (
         optimizer._optimizer_step_pre_hooks,
         optimizer._optimizer_step_post_hooks,
-        torch.optim.optimizer._global_optimizer_pre_hooks,
-        torch.optim.optimizer._global_optimizer_post_hooks,
+        _optimizers._global_optimizer_pre_hooks,
+        _optimizers._global_optimizer_post_hooks,
     )
     if any(hooks):
         return f"{name} has step hooks, which expect one step for all parameters"
