@@ -33,13 +33,13 @@ def reproduce(
     quick: Annotated[bool, typer.Option("--quick", help="As little as shows that it works; some 20 s each.")] = False,
     full: Annotated[bool, typer.Option("--full", help="As long as the artifacts run it.")] = False,
     steps: Annotated[int, typer.Option("--steps", help="Steps of each stage or series; 0: the figure's own.")] = 0,
-    models: Annotated[str, typer.Option("--models", metavar="NAME,...", help="Models of the zoo.")] = "",
+    models: Annotated[str, typer.Option("--models", metavar="NAME,...", help="Models of the zoo, or of P3.")] = "",
     scale: Annotated[str, typer.Option("--scale", help="tiny, small or paper; default: by the device.")] = "",
     device: Annotated[str, typer.Option("--device", help="cpu or cuda; default: what there is.")] = "",
     plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw NAME.png, too.")] = True,
     replot: Annotated[bool, typer.Option("--replot", help="Measure nothing, draw what NAME.json says.")] = False,
 ) -> None:
-    """Run experiments of the EasyScale and KungFu artifacts, with the papers' numbers beside ours."""
+    """Run experiments of the EasyScale, KungFu and P3 artifacts, with the papers' numbers beside ours."""
     from pliant.experiments import figures, plotting
 
     if show_list or not names:

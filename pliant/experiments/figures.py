@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, cast
 
+from pliant.bench.profiles import PROFILES
 from pliant.bench.report import Json, machine
 from pliant.bench.stats import Summary
 from pliant.errors import ConfigError
@@ -22,6 +23,8 @@ Say = Callable[[str], None]
 MODELS = ("shufflenetv2", "resnet50", "vgg19", "neumf", "bert", "electra", "swin")
 SCALES = ("tiny", "small", "paper")
 """What `zoo` has, known without torch."""
+PACED = tuple(PROFILES)
+"""What the figures of P3 have, whose models only wait where others compute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +38,7 @@ class Options:
     steps: int = 0
     """Steps of each stage or series; 0: as the figure has it."""
     models: tuple[str, ...] = ()
-    """Of the zoo; empty: as the figure has it."""
+    """Of the zoo, or of P3's; empty: as the figure has it."""
     scale: str = ""
     """tiny, small or paper; empty: by the device."""
     device: str = ""
@@ -49,7 +52,8 @@ class Options:
         if self.steps < 0:
             raise ConfigError(f"--steps {self.steps}: use 1 or more, or leave it out")
         for name in self.models:
-            check_model(name)
+            if name not in PACED:
+                check_model(name)
         if self.scale:
             check_scale(self.scale)
         if self.device not in ("", "cpu", "cuda"):
@@ -58,7 +62,12 @@ class Options:
     def choose_steps(self, quick: int, usual: int, full: int) -> int:
         return self.steps or (quick if self.quick else full if self.full else usual)
 
-    def choose_models(self, quick: Sequence[str], usual: Sequence[str]) -> tuple[str, ...]:
+    def choose_models(
+        self, quick: Sequence[str], usual: Sequence[str], known: Sequence[str] = MODELS
+    ) -> tuple[str, ...]:
+        for name in self.models:
+            if name not in known:
+                raise ConfigError(f"--models {name}: this figure has {', '.join(known)}")
         return self.models or tuple(quick if self.quick else usual)
 
     @property
@@ -138,6 +147,10 @@ FIGURES = {
         Figure("easyscale-fig12", "what determinism costs"),
         Figure("easyscale-fig13", "what copying and summing gradients costs, beside DDP"),
         Figure("kungfu-fig7", "how long a resize takes, 1 -> 2 and 2 -> 1"),
+        Figure("p3-fig7", "throughput over bandwidth: baseline, slicing, priority; needs root"),
+        Figure("p3-fig9", "how busy the network is, baseline beside priority; needs root"),
+        Figure("p3-fig10", "throughput over machines, baseline beside priority; needs root"),
+        Figure("p3-fig12", "throughput over the size of a slice; needs root"),
     )
 }
 
