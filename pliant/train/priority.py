@@ -63,7 +63,7 @@ class Pending(Parameter):
                 return func(*args, **(kwargs or {}))
         _complete_all(args)
         if kwargs:
-            _complete_all(kwargs.values())
+            _complete_all(list(kwargs.values()))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -72,7 +72,9 @@ _pending: dict[int, tuple[Crossing, int]] = {}
 """By id: whose they are, and their number there. (An attribute would be pickled with the parameter.)"""
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator]
 def _complete_all(values: Any) -> None:
+    """Have all pending parameters among these ready. Never traced: compiled, an optimizer may compute other bits."""
     for value in values:
         if isinstance(value, Pending):
             owner = _pending.get(id(value))
@@ -210,7 +212,7 @@ class Crossing:
         if waiting and (reason := _inseparable(optimizer)):
             self._tell(f"sync: {reason}: all sums are waited for before its step, so priority cannot help")
             self.flush()
-            waiting = 0
+            return original(**kwargs)
         if not waiting:
             if _members(optimizer) & {id(parameter) for parameter in self.parameters}:
                 self._tell(
@@ -441,7 +443,7 @@ def _bare_step(optimizer: torch.optim.Optimizer) -> None:
 def _inseparable(optimizer: torch.optim.Optimizer) -> str:
     """Why this optimizer cannot update one parameter after the other; empty if it can."""
     name = type(optimizer).__name__
-    if not type(optimizer).__module__.startswith("torch.optim."):
+    if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:
         return f"{name} is not one of torch's own optimizers, and may need all gradients at once"
     hooks = (
         optimizer._optimizer_step_pre_hooks,

@@ -172,8 +172,8 @@ class Tuner:
         if not self.rate or abs(rate / self.rate - 1) <= NEWS:
             self.rate = rate if not self.rate else 0.7 * self.rate + 0.3 * rate
             self._odd_rate = 0.0
-        elif self._odd_rate and abs(rate / self._odd_rate - 1) <= NEWS:
-            self.rate, self._odd_rate = rate, 0.0
+        elif self._odd_rate and (rate > self.rate) == (self._odd_rate > self.rate):
+            self.rate, self._odd_rate = (rate + self._odd_rate) / 2, 0.0
         else:
             self._odd_rate = rate
 
