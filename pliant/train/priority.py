@@ -72,7 +72,7 @@ _pending: dict[int, tuple[Crossing, int]] = {}
 """By id: whose they are, and their number there. (An attribute would be pickled with the parameter.)"""
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined,untyped-decorator]
+@torch._disable_dynamo  # type: ignore[attr-defined]
 def _complete_all(values: Any) -> None:
     """Have all pending parameters among these ready. Never traced: compiled, an optimizer may compute other bits."""
     for value in values:
