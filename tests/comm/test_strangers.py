@@ -209,7 +209,7 @@ def test_strangers_are_refused_and_told_why(way: Way) -> None:
         reason = "does not know this job's secret"
         assert reason in refusal(prove(way(job, reason), greeting(job), b"a wrong secret"))
         for flaw, reason in (
-            (greeting(job, protocol=99), "protocol 99, but this worker speaks 2"),
+            (greeting(job, protocol=99), "protocol 99, but this worker speaks 3"),
             (greeting(job, name="no worker at all"), "no worker's name"),
         ):
             sock = way(job, reason)
