@@ -180,13 +180,23 @@ def remove(name: str) -> None:
 class Lab:
     """Hosts in network namespaces; `up` makes them, the end of the `with` removes them.
 
-    `rate` limits what each host sends, `rx_rate` what it receives; None or "none" is no limit.
+    `rate` limits what each host sends, `rx_rate` what it receives; None or "none" is no limit. `mtu` is the size of a
+    packet: headers take 4.6 % of a link at 1500 bytes, and 0.8 % at 9000.
     Two labs share nothing but the look of their addresses.
     """
 
     def __init__(
-        self, *, num_hosts: int = 4, rate: str | None = None, rx_rate: str | None = None, name: str | None = None
+        self,
+        *,
+        num_hosts: int = 4,
+        rate: str | None = None,
+        rx_rate: str | None = None,
+        name: str | None = None,
+        mtu: int = 1500,
     ) -> None:
+        if not 576 <= mtu <= 65535:
+            raise ConfigError(f"packets of {mtu} bytes: use 576 to 65535, such as 1500 or 9000")
+        self._mtu = mtu
         if not 1 <= num_hosts <= MAX_HOSTS:
             raise ConfigError(f"a lab of {num_hosts} hosts: use 1 to {MAX_HOSTS}")
         self.name = _check_name(name if name is not None else secrets.token_hex(3))
@@ -248,7 +258,7 @@ class Lab:
         self._batch("ip", *(f"netns add {namespace}" for namespace in self.namespaces))
         self._batch("ip", "link set lo up", "link add b0 type bridge", "link set b0 up", inside=self._bridge)
         for host, (namespace, address) in enumerate(zip(self.namespaces, self.addresses, strict=True)):
-            veth = f"link add v{host} type veth peer name {INTERFACE} netns {namespace}"
+            veth = f"link add v{host} mtu {self._mtu} type veth peer name {INTERFACE} mtu {self._mtu} netns {namespace}"
             self._batch("ip", veth, f"link set v{host} master b0 up", inside=self._bridge)
             up = f"link set {INTERFACE} up"
             self._batch("ip", "link set lo up", f"addr add {address}/24 dev {INTERFACE}", up, inside=namespace)

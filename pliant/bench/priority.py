@@ -34,6 +34,9 @@ from pliant.perf import Layer
 BUCKETS_MB = (25.0, 5.0, 1.0)
 """DDP's bucket sizes for a model of full size, beside its default."""
 
+JUMBO = 9000
+"""Bytes of a packet in the lab, about as on the paper's network, so that headers matter as little as there."""
+
 PROBED = 5
 """Timed steps with each of them."""
 
@@ -57,7 +60,7 @@ def run(options: PriorityOptions, args: Mapping[str, object], progress: Progress
         lab = None
         if not options.hosts:
             first = next((rate for rate in options.rates if rate is not None), None)
-            lab = cleanup.enter_context(Lab(num_hosts=options.nodes, rate=format_rate(first)).up())
+            lab = cleanup.enter_context(Lab(num_hosts=options.nodes, rate=format_rate(first), mtu=JUMBO).up())
         stage = Stage(options, folder, lab)
         with contextlib.ExitStack() as sides:  # ended before the lab and the folder, so that traces are complete
             entries = contest.enter(stage, sides, progress)
