@@ -219,6 +219,7 @@ def train_ddp(rank: int, task: Task, store: str) -> None:
                 journal.state(step, plain, optimizer)
     if rank == 0:
         journal.write("end", accuracy=accuracy(plain, *held_out))
+    del model  # one that outlives its process group hangs at times, in torch, as it goes
     dist.destroy_process_group()
 
 
