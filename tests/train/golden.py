@@ -54,9 +54,22 @@ TOGETHER: dict[int, list[Run]] = {
             "channels-last",
             "bfloat16",
             "own-buffers",
+            "adamw",
+            "accumulating-4",
+            "tied-unclipped",
+            "nesterov",
+            "saving",
+            "evaluating",
         )
     ],
-    4: [("conv", 4, ()), ("conv-loaders", 2, ()), ("lstm", 3, ()), ("transformer", 3, ()), ("conv", 2, (7,))],
+    4: [
+        ("conv", 4, ()),
+        ("adamw", 3, ()),
+        ("conv-loaders", 2, ()),
+        ("lstm", 3, ()),
+        ("transformer", 3, ()),
+        ("conv", 2, (7,)),
+    ],
     6: [("conv", 3, ())],
 }
 """By N: what is run in one go as soon as some of it is asked for."""

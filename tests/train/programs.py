@@ -10,7 +10,9 @@ import contextlib
 import functools
 import hashlib
 import multiprocessing
+import os
 import random
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +45,14 @@ class Program:
     scheduler: Any = None
     scaler: Any = None
     sync_buffers: bool = True
+    set_to_none: bool = True
+    """How gradients are cleared."""
+    clears_first: bool = False
+    """Whether that happens before the forward, and not after the step."""
+    look: Callable[[Program], float] | None = None
+    """What the program looks at right after each step."""
+    seen: float = 0.0
+    """What it saw last: a factor of its next loss."""
     num_batches: int = 0
     """Batches that the loop has seen in this process."""
 
@@ -58,8 +68,12 @@ def one_batch(
     samples, inputs, targets = batch
     program.num_batches += 1
     is_last = program.num_batches % program.accumulate == 0
+    if program.clears_first and (program.num_batches - 1) % program.accumulate == 0:
+        _clear(program)
     with contextlib.nullcontext() if is_last else no_sync():
         loss = program.loss(model, inputs, targets)
+        if program.look is not None:
+            loss = loss * (1 + 1e-3 * program.seen)
         note(loss.item(), samples.tolist())
         scaled = loss if program.scaler is None else program.scaler.scale(loss)
         scaled.backward()
@@ -82,8 +96,15 @@ def _update(program: Program, model: nn.Module) -> None:
         scaler.update()
     if program.scheduler is not None:
         program.scheduler.step()
+    if program.look is not None:
+        program.seen = program.look(program)
+    if not program.clears_first:
+        _clear(program)
+
+
+def _clear(program: Program) -> None:
     for optimizer in program.optimizers:
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=program.set_to_none)
 
 
 def digest(program: Program, buffers: Iterable[Tensor]) -> str:
@@ -231,6 +252,20 @@ class Transformer(nn.Module):
         return self.head(hidden)
 
 
+class Backwards(nn.Module):
+    """Uses its layers in the opposite of the order in which they are registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(24, 10), nn.Linear(32, 24), nn.Linear(64, 32)])
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = images.flatten(1)
+        for layer in reversed(self.layers):
+            hidden = torch.tanh(layer(hidden))
+        return hidden
+
+
 class Branches(nn.Module):
     """Uses one branch or the other, as the input says, and a third one never."""
 
@@ -291,7 +326,7 @@ def _lstm() -> Program:
     )
 
 
-def _transformer(*, tied: bool = False) -> Program:
+def _transformer(*, tied: bool = False, clip: float | None = 1.0) -> Program:
     model = Transformer(tied=tied)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     return Program(
@@ -301,7 +336,7 @@ def _transformer(*, tied: bool = False) -> Program:
         loading={"batch_size": 2},
         loss=_continue_text,
         wrapping={"bucket_cap_mb": 0.01},
-        clip=1.0,
+        clip=clip,
         scheduler=torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=7),
     )
 
@@ -369,6 +404,57 @@ def _half() -> Program:
     )
 
 
+def _nesterov() -> Program:
+    """Two groups with their own rates; what is registered last is used first; gradients are kept, and cleared first."""
+    model = Backwards()
+    groups = [
+        {"params": model.layers[:2].parameters(), "weight_decay": 1e-2},
+        {"params": model.layers[2].parameters(), "lr": 0.02},
+    ]
+    return Program(
+        model=model,
+        optimizers=[torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)],
+        dataset=Images(50),
+        loading={"batch_size": 3},
+        loss=_classify,
+        wrapping=_CAP,
+        set_to_none=False,
+        clears_first=True,
+    )
+
+
+def _looking(look: Callable[[Program], float]) -> Program:
+    """Without buffers: those change between a step and the next forward."""
+    program = _transformer(clip=None)
+    program.look = look
+    return program
+
+
+def _saved(program: Program) -> float:
+    """Of all that a checkpoint would have."""
+    total = sum(float(value.double().abs().sum()) for value in program.model.state_dict().values())
+    for optimizer in program.optimizers:
+        for state in optimizer.state_dict()["state"].values():
+            total += sum(float(value.double().abs().sum()) for value in state.values())
+    return total
+
+
+def _evaluated(program: Program) -> float:
+    words = torch.arange(8).repeat(2, 1)
+    program.model.eval()
+    with torch.no_grad():
+        loss = float(_continue_text(program.model, words, words.flip(1)))
+    program.model.train()
+    return loss
+
+
+def _dawdle(model: nn.Module) -> None:
+    """Sleep now and then in backward, in every process at other moments."""
+    chance = random.Random(os.getpid())
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: time.sleep(chance.choice([0, 0, 0, 1e-4, 2e-3])))  # type: ignore[no-untyped-call]
+
+
 def _channels_last(model: nn.Module) -> None:
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
@@ -393,6 +479,13 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "tied": functools.partial(_transformer, tied=True),
     "channels-last": functools.partial(_conv, change=_channels_last),
     "bfloat16": _half,
+    "adamw": functools.partial(_transformer, clip=None),
+    "accumulating-4": functools.partial(_conv, accumulate=4, length=72, batch_size=2),
+    "tied-unclipped": functools.partial(_transformer, tied=True, clip=None),
+    "nesterov": _nesterov,
+    "saving": functools.partial(_looking, _saved),
+    "evaluating": functools.partial(_looking, _evaluated),
+    "dawdling": functools.partial(_conv, change=_dawdle),
     "own-buffers": functools.partial(_conv, sync_buffers=False),
 }
 

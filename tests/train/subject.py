@@ -60,6 +60,7 @@ class Task:
     """torch's, which bits may depend on."""
     sync: str = "fifo"
     slice_bytes: int | None = None
+    in_flight_bytes: int | None = None
     tampering: str = "nothing"
     """A function of `tampering` that spoils something, for negative controls."""
 
@@ -115,6 +116,7 @@ def _train(task: Task, journal: Journal) -> None:
         blocks=blocks,
         sync=task.sync,
         slice_bytes=task.slice_bytes,
+        in_flight_bytes=task.in_flight_bytes,
         seed=program.seed,  # type: ignore[arg-type]
     ) as job:
         model, _, loader = job.wrap(
@@ -181,7 +183,9 @@ def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
 
     def committed() -> None:
         facts = {"rank": job.rank, "size": job.size, "view": job.view, "hosted": list(job.hosted)}
-        unwritten[:] = [{"step": job.step - 1, "crossed": crossing.is_open, **facts}]
+        stats = job.sync_stats()
+        facts |= {"crossed": crossing.is_open, "mode": stats.mode, "slice_bytes": stats.slice_bytes}
+        unwritten[:] = [{"step": job.step - 1, **facts}]
         if not crossing.is_open:  # looking at parameters would wait for them
             write_commits()
         on_commit()
@@ -307,11 +311,13 @@ def new_workers(count: int, hosts: Sequence[str] = (HOST,)) -> list[Worker]:
     return workers
 
 
-def run_fixed(tasks: Sequence[Task], size: int, *, timeout_s: float = 60, **settings: Any) -> list[History]:
+def run_fixed(
+    tasks: Sequence[Task], size: int, *, timeout_s: float = 60, hosts: Sequence[str] = (HOST,), **settings: Any
+) -> list[History]:
     """Each task in turn, on `size` workers that stay; `size` 0: alone, without anything that a runner sets."""
     plans: list[list[Task]] = [[] for _ in range(max(1, size))]
     for task in tasks:
-        view = view_of(new_workers(size)) if size else None
+        view = view_of(new_workers(size, hosts)) if size else None
         for rank, plan in enumerate(plans):
             environ = spec_of(view.workers[rank], view, **settings).to_environ() if view else {}
             plan.append(replace(task, journal=f"{task.journal}.{rank}", environ=environ))

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from pliant.comm import order
-from pliant.train import data, gradients, rng, trainer
+from pliant.train import data, gradients, priority, rng, trainer, tuning
 
 
 @contextlib.contextmanager
@@ -87,6 +87,56 @@ def division() -> Iterator[None]:
 def ascending_fold() -> Iterator[None]:
     """Sums run from replica 0 up in all chunks."""
     with mock.patch.object(order, "chain", lambda chunk, num_replicas: tuple(range(num_replicas))):
+        yield
+
+
+@contextlib.contextmanager
+def fickle() -> Iterator[None]:
+    """The tuner has another opinion about slices in every third step."""
+    original = tuning.Tuner.learn
+
+    def learn(self: tuning.Tuner, *args: Any, **kwargs: Any) -> tuning.Choice:
+        original(self, *args, **kwargs)
+        size = (4096, 65536, 8192)[self._steps // 3 % 3]
+        self.choice = replace(self.choice, slice_bytes=size, in_flight_bytes=2 * size)
+        return self.choice
+
+    with mock.patch.object(tuning.Tuner, "learn", learn):
+        yield
+
+
+@contextlib.contextmanager
+def wavering() -> Iterator[None]:
+    """What workers measure says now that priority helps, now that it does not."""
+    original = tuning.Tuner.learn
+
+    def learn(self: tuning.Tuner, steps: Sequence[tuning.Measured], **kwargs: Any) -> tuning.Choice:
+        r = 1.0 if self._steps // 3 % 2 else 0.1
+        measured = [tuning.Measured(1.0, 0.5, r * 0.5 * 4e6, 4e6) for _ in steps]
+        return original(self, measured, **kwargs)
+
+    with mock.patch.object(tuning.Tuner, "learn", learn):
+        yield
+
+
+@contextlib.contextmanager
+def blind_uses() -> Iterator[None]:
+    """Nobody notices that a parameter is used."""
+    with mock.patch.object(priority.Crossing, "use"):
+        yield
+
+
+@contextlib.contextmanager
+def late_options() -> Iterator[None]:
+    """An update that was put off is done with the learning rate of later."""
+    with mock.patch.object(priority, "_options", lambda group: group):
+        yield
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Updates that came too early cannot be taken back."""
+    with mock.patch.object(priority.Crossing, "_keep"):
         yield
 
 
