@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 from pliant import lab as labs
 from pliant.bench import priority, priority_cells, priority_hosts, priority_paper, priority_trace, priority_verdict
-from pliant.bench.priority_cells import Ring, measured_layers, remarks_on, stretch_of, utilisation
+from pliant.bench.priority_cells import Ring, measured_layers, remarks_on, utilisation
 from pliant.bench.priority_contest import Entry, Record, step_times_s
 from pliant.bench.priority_hosts import Host, identities, parse_hosts, placed, ssh_argv
 from pliant.bench.priority_options import PriorityOptions, batch_from, parse_modes, parse_rates, parse_slices
-from pliant.bench.priority_worker import Task, commands_of, default_iface, sent_bytes, window
+from pliant.bench.priority_worker import Task, commands_of, default_iface, running_s, sent_bytes, window
 from pliant.cli.main import build
 from pliant.cluster import worker_spec
 from pliant.errors import ConfigError
@@ -295,11 +295,18 @@ def test_utilisation_is_of_the_capacity() -> None:
 
 
 def test_measured_layers_are_stretched_to_the_time_with_communication() -> None:
-    layers = measured_layers([[[0.1, 0.2, 400.0], [0.1, 0.2, 800.0]]])
+    layers = measured_layers([[0.1, 0.2, 400.0], [0.1, 0.2, 800.0]])
     assert [layer.num_bytes for layer in layers] == [400, 800]
-    assert stretch_of(layers, 0.9) == pytest.approx(1.5)
-    slower = measured_layers([[[0.1, 0.2, 400.0]]], 1.5)
-    assert slower[0].forward_s == pytest.approx(0.15)
+    records = {"plain": record(0.6, compute_s=[0.5]), "priority": record(0.9, compute_s=[0.75])}
+    assert [layer.forward_s for layer in priority.stretched(layers, records)] == pytest.approx([0.15, 0.15])
+    assert priority.stretched(layers, {"priority": record(0.9, compute_s=[0.75])}) == layers
+    assert running_s("1500000000 500000000 7") == 2.0
+
+
+def test_the_side_that_sends_nothing_is_not_held_against_anything() -> None:
+    one = priority_cells.cell(ring(), entry("plain"), record(0.6, compute_s=[0.5]), {})
+    assert (one["iter_median_s"], one["fraction_of_bound"], one["ok"]) == (0.6, None, True)
+    assert remarks_on([{**one, "compute": "real"}]) == []
 
 
 def test_forwards_last_until_the_next_and_backwards_from_the_one_before() -> None:

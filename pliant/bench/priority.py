@@ -37,6 +37,11 @@ BUCKETS_MB = (25.0, 5.0, 1.0)
 JUMBO = 9000
 """Bytes of a packet in the lab, about as on the paper's network, so that headers matter as little as there."""
 
+PROFILED = "the profile"
+MEASURED = (
+    "hooks at forwards and gradients of a run that sends nothing, all stretched by how much longer the program's "
+    "thread runs, or waits for its core, in a run that sends"
+)
 PROBED = 5
 """Timed steps with each of them."""
 
@@ -87,7 +92,7 @@ def _layers(options: PriorityOptions, entries: Sequence[Entry]) -> tuple[Layer, 
         answers = plain.job.ask({"do": "layers"}, 300.0)
     except LaunchError as error:
         raise ConfigError(f"--model {options.model}: {error}") from None
-    return cells.measured_layers([cast("list[list[float]]", answer["layers"]) for answer in answers])
+    return cells.measured_layers(cast("list[list[float]]", answers[0]["layers"]))
 
 
 def _at_rate(
@@ -116,8 +121,8 @@ def _at_rate(
         rate_bits_per_s=rate,
         capacity_bits_per_s=sum(rates) / len(rates) if rates else None,
         capacity_from="iperf3, all nodes at once" if lab is not None else "as given",
-        layers=_stretched(layers, records) if options.compute == "real" else layers,
-        layers_from="the profile" if options.compute == "paced" else "hooks, times with communication on",
+        layers=stretched(layers, records) if options.compute == "real" else layers,
+        layers_from=PROFILED if options.compute == "paced" else MEASURED,
         num_bytes=next((entry.job.num_bytes for entry in entries if entry.job.num_bytes), 0),
         samples=options.samples,
     )
@@ -191,16 +196,18 @@ def _choose_buckets(
     return shown, named
 
 
-def _stretched(layers: tuple[Layer, ...], records: Mapping[str, Record]) -> tuple[Layer, ...]:
-    """Computing is slower while the same core also sends: the step of ours less its waiting says by how much."""
-    for label in ("priority", "auto", "slicing", "fifo"):
-        record = records.get(label)
-        if record is not None and record.median_s is not None and record.waited_s:
-            stretch = cells.stretch_of(layers, record.median_s - quantile(record.waited_s, 0.5))
-            return cells.measured_layers(
-                [[[each.forward_s, each.backward_s, each.num_bytes] for each in layers]], stretch
-            )
-    return layers
+def stretched(layers: tuple[Layer, ...], records: Mapping[str, Record]) -> tuple[Layer, ...]:
+    """The layers with the times that they take while the same core also sends.
+
+    By as much as the program's thread needs longer than where nothing is sent: running, or kept from it by others.
+    """
+    sends = [label for label in ("priority", "auto", "slicing", "fifo", DDP, DDP_DEFAULT) if label in records]
+    alone_s, along_s = (
+        min((quantile(records[label].compute_s, 0.5) for label in labels if records[label].compute_s), default=0.0)
+        for labels in ([PLAIN] if PLAIN in records else [], sends[:1])
+    )
+    factor = max(1.0, along_s / alone_s) if alone_s else 1.0
+    return tuple(Layer(each.forward_s * factor, each.backward_s * factor, each.num_bytes) for each in layers)
 
 
 def _write_trace(path: Path, folder: Path, remarks: list[str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -61,6 +60,8 @@ def cell(ring: Ring, entry: Entry, record: Record, peers: Mapping[str, Record], 
     median_s = record.median_s
     if median_s is None:
         return {**found, **_nothing(), "failure": record.failure or "no repeat was finished", "ok": False}
+    if found["mode"] == PLAIN:
+        return {**found, **_nothing(), **_alone(record), "ok": True}
     summary = Summary.of(record.seconds)
     tx = [sum(each) / len(each) for each in record.tx_bytes]
     loads = [max(each) * len(each) / sum(each) - 1 for each in record.tx_bytes if sum(each)]
@@ -82,6 +83,7 @@ def cell(ring: Ring, entry: Entry, record: Record, peers: Mapping[str, Record], 
         "owner_imbalance": quantile(loads, 0.5) if loads else None,
         "cpu_s_per_iter": quantile(record.cpu_s, 0.5),
         "cpu_busy": quantile(record.busy, 0.5),
+        "program_s_per_iter": quantile(record.compute_s, 0.5) if record.compute_s else None,
         "waited_s_per_iter": quantile(record.waited_s, 0.5) if record.waited_s else None,
         "slice_bytes": record.stats.get("slice_bytes"),
         "in_flight_bytes": record.stats.get("in_flight_bytes"),
@@ -122,6 +124,17 @@ def _parameters(ring: Ring, entry: Entry, mode: str) -> Json:
 def _nothing() -> Json:
     empty = ("iter_median_s", "fraction_of_bound", "tx_bytes_per_iter", "cpu_s_per_iter", "hash")
     return {**dict.fromkeys(empty), "ours": {"median_s": None, "iqr_s": None}, "peers": {}, "bound": None}
+
+
+def _alone(record: Record) -> Json:
+    """Of the side that sends nothing there is only its time to tell."""
+    summary = Summary.of(record.seconds)
+    times = {"iter_median_s": summary.median, "iter_p10_s": summary.p10, "iter_p90_s": summary.p90}
+    return {
+        **times,
+        "cpu_s_per_iter": quantile(record.cpu_s, 0.5),
+        "program_s_per_iter": quantile(record.compute_s, 0.5),
+    }
 
 
 def _held_against(bound: Bounds | None, record: Record, median_s: float) -> Json:
@@ -182,15 +195,9 @@ def utilisation(series: Sequence[tuple[float, int]], capacity_bits_per_s: float 
     }
 
 
-def measured_layers(answers: Sequence[Sequence[Sequence[float]]], stretch: float = 1.0) -> tuple[Layer, ...]:
-    """The layers as rank 0 has timed them, all times `stretch` as long."""
-    return tuple(Layer(forward * stretch, backward * stretch, int(size)) for forward, backward, size in answers[0])
-
-
-def stretch_of(layers: Sequence[Layer], compute_s: float) -> float:
-    """By how much computing with communication is slower than the layers' times add up to."""
-    alone_s = sum(layer.forward_s + layer.backward_s for layer in layers)
-    return compute_s / alone_s if alone_s > 0 and math.isfinite(compute_s) else 1.0
+def measured_layers(rows: Sequence[Sequence[float]]) -> tuple[Layer, ...]:
+    """The layers as a rank has timed them: forward seconds, backward seconds, bytes."""
+    return tuple(Layer(forward_s, backward_s, int(size)) for forward_s, backward_s, size in rows)
 
 
 def remarks_on(cells: Sequence[Json]) -> list[str]:
@@ -202,12 +209,18 @@ def remarks_on(cells: Sequence[Json]) -> list[str]:
         name = f"{one['model']} at {_rate(one)}, {one['mode']}"
         if "failure" in one:
             found.append(f"{name}: {one['failure']}")
-        busy = one.get("cpu_busy")
-        if isinstance(busy, float) and busy > BUSY:
-            found.append(f"{name}: the processors are {busy:.0%} busy, so they set the pace: no verdict on this cell")
+        if too_busy(one):
+            busy = f"{one['cpu_busy']:.0%}"
+            found.append(f"{name}: the processors are {busy} busy, so they set the pace: no verdict on this cell")
         if one.get("same_on_all_ranks") is False:
             found.append(f"{name}: the ranks ended with different parameters")
     return found + _on_hashes(cells)
+
+
+def too_busy(one: Json) -> bool:
+    """Whether the processors set the pace, which only real computing may let them."""
+    busy = one.get("cpu_busy")
+    return one["compute"] == "paced" and isinstance(busy, float) and busy > BUSY
 
 
 def _rate(one: Json) -> str:

@@ -58,6 +58,8 @@ class Record:
     """What each rank's host sent in a step, by the kernel's count; one list per repeat."""
     busy: list[float] = field(default_factory=list)
     """The share of the processors' time that was used, by whomever; one per repeat."""
+    compute_s: list[float] = field(default_factory=list)
+    """How long the program's own thread ran, or would have, in a step; the slowest rank's; one per repeat."""
     waited_s: list[float] = field(default_factory=list)
     """How long rank 0 waited for the network in a step, where it knows; one per repeat."""
     stats: dict[str, object] = field(default_factory=dict)
@@ -166,6 +168,7 @@ def take_turn(
     marks = [cast("list[float]", answer["marks_s"]) for answer in answers]
     record.rounds.append(step_times_s(marks, one_clock=one_clock))
     record.cpu_s.append(sum(cast(float, answer["cpu_s"]) for answer in answers))
+    record.compute_s.append(max(cast(float, answer["compute_s"]) for answer in answers))
     _note_stats(record, answers[0], steps)
     if samples:
         record.series = [(at_s - marks[0][0], sent) for at_s, sent in samples if marks[0][0] <= at_s <= marks[0][-1]]

@@ -126,12 +126,17 @@ class Ddp:
     def __init__(self, task: Task, rank: int) -> None:
         self._task, self._rank = task, rank
         self._loops: dict[str, Loop] = {}
+        self._random: dict[str, torch.Tensor] = {}
+        self._key = ""
         self.choose({})
 
     def choose(self, options: Mapping[str, object]) -> None:
         cap, purpose = options.get("bucket_cap_mb"), options.get("purpose", "")
         key = f"{purpose} {cap}"
-        if key not in self._loops:
+        self._random[self._key] = torch.get_rng_state()  # each model draws as if it were alone
+        if key in self._loops:
+            torch.set_rng_state(self._random[key])
+        else:
             subject = models.make(self._task)
             sized: dict[str, Any] = {} if cap is None else {"bucket_cap_mb": cap}
             model = DistributedDataParallel(
@@ -143,7 +148,7 @@ class Ddp:
             )
             batches = models.endless(subject, self._rank, self._task.num_workers)
             self._loops[key] = Loop(subject, model, optimizer_of(subject.model), batches, stalls=True, tells=True)
-        self._loop = self._loops[key]
+        self._key, self._loop = key, self._loops[key]
 
     @property
     def num_steps(self) -> int:
@@ -216,6 +221,7 @@ def _open_pliant(task: Task, rank: int) -> Iterator[Side]:
             batch_size=subject.batch,
             shuffle=False,
             collate_fn=as_it_is,
+            sync_buffers=False,  # as DDP's broadcast_buffers=False
         )
 
         def batches() -> Iterator[Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from pliant.bench.priority_cells import BUSY, DDP, PLAIN, exact
+from pliant.bench.priority_cells import DDP, PLAIN, exact, too_busy
 from pliant.bench.priority_paper import FIG7_MODES, published
 from pliant.bench.report import Json
 from pliant.errors import ConfigError
@@ -105,12 +105,12 @@ def _value(one: Json, key: str) -> float | None:
 def _at_rate(model: str, rate: float | None, modes: Modes) -> Iterator[Check]:
     where = f"{model} at {rate:g} Mbit/s" if rate else f"{model} without limit"
     for mode, one in modes.items():
-        busy = _value(one, "cpu_busy")
         if "failure" in one:
             yield Check(f"{where}, {mode} ran", False, str(one["failure"]))
-        elif busy is not None and busy > BUSY and mode != PLAIN:
-            yield Check(f"{where}, {mode}: the links set the pace", None, f"processors {busy:.0%} busy: no verdict")
-    quiet = {mode: one for mode, one in modes.items() if (_value(one, "cpu_busy") or 0.0) <= BUSY}
+        elif too_busy(one):
+            found = f"processors {one['cpu_busy']:.0%} busy: no verdict"
+            yield Check(f"{where}, {mode}: the links set the pace", None, found)
+    quiet = {mode: one for mode, one in modes.items() if not too_busy(one)}
     yield from _order(where, quiet)
     yield from _bounds(where, model, quiet)
     yield from _bytes(where, modes)
