@@ -72,9 +72,8 @@ _pending: dict[int, tuple[Crossing, int]] = {}
 """By id: whose they are, and their number there. (An attribute would be pickled with the parameter.)"""
 
 
-@torch._disable_dynamo  # type: ignore[attr-defined]
 def _complete_all(values: Any) -> None:
-    """Have all pending parameters among these ready. Never traced: compiled, an optimizer may compute other bits."""
+    """Have all pending parameters among these ready."""
     for value in values:
         if isinstance(value, Pending):
             owner = _pending.get(id(value))
@@ -437,7 +436,14 @@ def _bare_step(optimizer: torch.optim.Optimizer) -> None:
     function: Any = type(optimizer).step
     if getattr(function, "hooked", False):
         function = function.__wrapped__
-    function(optimizer)
+    # Where a compiled function is the first to use a parameter, torch believes that it compiles, and its optimizers compute
+    # other bits then.
+    compiler: Any = torch.compiler
+    compiling, compiler._is_compiling_flag = compiler._is_compiling_flag, False
+    try:
+        function(optimizer)
+    finally:
+        compiler._is_compiling_flag = compiling
 
 
 def _inseparable(optimizer: torch.optim.Optimizer) -> str:

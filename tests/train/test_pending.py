@@ -917,7 +917,6 @@ def test_the_address_of_a_parameter_is_that_of_its_new_values() -> None:
     assert found == ctypes.string_at(plain.scale.data_ptr(), size)  # type: ignore[operator]
 
 
-@pytest.mark.xfail(reason="an update in the middle of a compilation has other bits")
 def test_a_compiled_function_never_computes_with_a_stale_weight() -> None:
     """It is not a module, so nobody knows of it at the start. Optimizers compute otherwise while something is compiled."""
     compiled = torch.compile(lambda x, scale: (x * scale).pow(2).mean(), backend="eager")
