@@ -40,6 +40,7 @@ def bench(*words: str) -> Any:
 def test_rates_share_a_unit() -> None:
     assert parse_rates("100,200,400mbit") == (100_000_000, 200_000_000, 400_000_000)
     assert parse_rates("500mbit,1gbit,none") == (500_000_000, 10**9, None)
+    assert parse_rates("400,100,400mbit") == (400_000_000, 100_000_000, 400_000_000)
     assert parse_rates("1,2gbit, none") == (10**9, 2 * 10**9, None)
     with pytest.raises(ConfigError, match="no unit"):
         parse_rates("100,200")
@@ -241,6 +242,13 @@ def test_a_cell_has_what_scripts_rely_on() -> None:
     json.dumps(one)
 
 
+def test_a_rate_is_settled_when_no_later_step_is_slow() -> None:
+    settled = priority_cells.settled_after
+    assert settled([0.5, 0.4, 0.31, 0.3], 0.3) == 2
+    assert settled([0.3, 0.3], 0.3) == 0
+    assert settled([0.3, 0.4], 0.3) is None
+
+
 def test_a_failed_mode_is_a_cell_without_numbers() -> None:
     one = priority_cells.cell(ring(), entry("priority"), record(failure="rank 2 ended early"), {})
     assert (one["iter_median_s"], one["fraction_of_bound"], one["ok"]) == (None, None, False)
@@ -410,6 +418,24 @@ def test_a_gain_at_the_wrong_place_fails() -> None:
         if one["mode"] in ("slicing", "ddp") and one["rate_mbit"] == 100:
             one["iter_median_s"] *= 2
     assert any("near r = 1" in name for name in failing(result))
+
+
+def test_the_tuner_is_held_against_the_best_size() -> None:
+    def result(tuned_s: float) -> dict[str, Any]:
+        sizes = {None: tuned_s, 1000: 0.5, 5000: 0.4, 50_000: 0.6}
+        shown = [entry("priority", label=str(size), slice_params=size) for size in sizes]
+        records = {str(size): record(step_s) for size, step_s in sizes.items()}
+        return {"cells": priority.cells_of(ring(), shown, records, {})}
+
+    assert not any("slice size" in name for name in failing(result(0.42)))
+    assert any("slice size" in name for name in failing(result(0.43)))
+
+
+def test_a_tuner_that_does_not_follow_fails() -> None:
+    result = as_published("resnet50")
+    for one in result["cells"]:
+        one.update(warmup_s=[9.0] * 25, settled_after=None)
+    assert any("new rate" in name for name in failing(result))
 
 
 def test_validate_prints_a_line_per_check_and_exits_1_where_one_fails(tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ def cell(ring: Ring, entry: Entry, record: Record, peers: Mapping[str, Record], 
         "num_iters": summary.num_samples,
         "repeats": len(record.rounds),
         "repeat_medians_s": [quantile(each, 0.5) for each in record.rounds],
+        "warmup_s": record.warmup_s,
+        "settled_after": settled_after(record.warmup_s, median_s),
         "samples_per_s": ring.samples / median_s if ring.samples else None,
         **_held_against(ring.bound, record, median_s),
         "nominal_p_star_s": ring.nominal_bound.p_star_s if ring.nominal_bound else None,
@@ -124,6 +126,13 @@ def _parameters(ring: Ring, entry: Entry, mode: str) -> Json:
 def _nothing() -> Json:
     empty = ("iter_median_s", "fraction_of_bound", "tx_bytes_per_iter", "cpu_s_per_iter", "hash")
     return {**dict.fromkeys(empty), "ours": {"median_s": None, "iqr_s": None}, "peers": {}, "bound": None}
+
+
+def settled_after(steps_s: Sequence[float], median_s: float, margin: float = 0.10) -> int | None:
+    """How many of these steps it took until all later ones were as fast as those that followed; None: never."""
+    slow = [number for number, step_s in enumerate(steps_s) if step_s > (1 + margin) * median_s]
+    settled = slow[-1] + 1 if slow else 0
+    return settled if settled < len(steps_s) else None
 
 
 def _alone(record: Record) -> Json:

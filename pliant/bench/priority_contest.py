@@ -52,6 +52,8 @@ class Record:
 
     rounds: list[list[float]] = field(default_factory=list)
     """Seconds of each step, repeat by repeat."""
+    warmup_s: list[float] = field(default_factory=list)
+    """Seconds of each step from the change to this rate on, before the first repeat."""
     cpu_s: list[float] = field(default_factory=list)
     """CPU seconds of a step, all ranks together; one per repeat."""
     tx_bytes: list[list[float]] = field(default_factory=list)
@@ -136,7 +138,9 @@ def hold(
             try:
                 if turn == 0:
                     run = {"do": "run", "options": entry.options, "iterations": options.warmup, "lead": 0}
-                    entry.job.ask(run, _timeout_s(patience_s, options.warmup))
+                    answers = entry.job.ask(run, _timeout_s(patience_s, options.warmup))
+                    marks = [cast("list[float]", answer["marks_s"]) for answer in answers]
+                    record.warmup_s = step_times_s(marks, one_clock=lab is not None)
                 elif turn < turns - 1:
                     sampled = lab if options.utilisation else None
                     take_turn(entry, record, options.iters, patience_s, sampled, one_clock=lab is not None)

@@ -125,7 +125,7 @@ def parse_rates(text: str) -> tuple[int | None, ...]:
     """
     rates: list[int | None] = []
     unit = ""
-    for word in reversed(_words(text)):
+    for word in reversed([word.strip() for word in text.split(",") if word.strip()]):  # the same rate may come again
         if re.fullmatch(r"[\d.]+", word):
             if not unit:
                 raise ConfigError(f"--rate {text!r}: {word} has no unit; use 100,200,400mbit")

@@ -28,6 +28,9 @@ PEAK_GAIN = (0.20, 0.33)
 NO_LOSS = 0.03
 EXTRA_BYTES = 0.05
 IMBALANCE = 0.05
+TUNED = 0.05
+SETTLED = 20
+"""Steps until a new rate is used as well as it ever is."""
 BARRIERS = ("slicing", "fifo", DDP)
 
 
@@ -63,8 +66,9 @@ def load(path: Path) -> Json:
 def judge(result: Mapping[str, object]) -> list[Check]:
     """All checks that the result has the cells for."""
     cells = cast("list[Json]", result["cells"])
-    checks = []
+    checks: list[Check] = []
     for model in dict.fromkeys(str(one["model"]) for one in cells):
+        checks += _of_slices([one for one in cells if one["model"] == model])
         rates = _by_rate([one for one in cells if one["model"] == model])
         checks += [check for rate, modes in rates.items() for check in _at_rate(model, rate, modes)]
         checks += _of_the_curve(model, rates)
@@ -119,6 +123,23 @@ def _at_rate(model: str, rate: float | None, modes: Modes) -> Iterator[Check]:
         yield from _beside_paper(where, model, rate, quiet)
 
 
+def _of_slices(cells: Sequence[Json]) -> Iterator[Check]:
+    """Where sizes of slices were tried: the tuner finds one that is about as good as the best."""
+    for rate, mode in dict.fromkeys((one["rate_mbit"], str(one["mode"])) for one in cells):
+        speeds = {
+            str(one["slice"]): step_s
+            for one in cells
+            if (one["rate_mbit"], one["mode"]) == (rate, mode) and (step_s := _value(one, "iter_median_s")) is not None
+        }
+        tuned_s = speeds.pop("auto", None)
+        if tuned_s is None or not speeds:
+            continue
+        best = min(speeds, key=lambda size: speeds[size])
+        found = f"{tuned_s * 1e3:.0f} ms, {speeds[best] * 1e3:.0f} ms with slices of {best}"
+        name = f"{cells[0]['model']} at {rate:g} Mbit/s, {mode}: tuned within {TUNED:.0%} of the best slice size"
+        yield Check(name, tuned_s <= speeds[best] / (1 - TUNED), found)
+
+
 def _order(where: str, modes: Modes) -> Iterator[Check]:
     first, second, third = (_step_s(modes, name) for name in ("priority", "slicing", "baseline"))
     if first and second:
@@ -134,6 +155,13 @@ def _bounds(where: str, model: str, modes: Modes) -> Iterator[Check]:
         worst = _value(ours, "fraction_of_worst_repeat") or 0.0
         yield Check(f"{where}: P*/measured >= {LEAST_FRACTION}", fraction >= LEAST_FRACTION, f"{fraction:.3f}")
         yield Check(f"{where}: P*/worst repeat >= {LEAST_WORST}", worst >= LEAST_WORST, f"{worst:.3f}")
+    warmup, settled = ours.get("warmup_s") if ours else None, _value(ours, "settled_after") if ours else None
+    if warmup and (settled is not None or len(cast("list[float]", warmup)) >= SETTLED):
+        ok = settled is not None and settled <= SETTLED
+        said = (
+            f"after {settled:.0f} steps" if settled is not None else f"not in {len(cast('list[float]', warmup))} steps"
+        )
+        yield Check(f"{where}: a new rate is used within {SETTLED} steps", ok, said)
     over = _value(modes["slicing"], "over_p_fifo") if "slicing" in modes else None
     if over is not None:
         yield Check(f"{where}: slicing within {NEAR_FIFO:.0%} of P_fifo", abs(over) <= NEAR_FIFO, f"{over:+.1%}")
