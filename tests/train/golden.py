@@ -65,6 +65,7 @@ TOGETHER: dict[int, list[Run]] = {
     4: [
         ("conv", 4, ()),
         ("adamw", 3, ()),
+        ("nesterov", 3, ()),
         ("conv-loaders", 2, ()),
         ("lstm", 3, ()),
         ("transformer", 3, ()),

@@ -29,11 +29,14 @@ import pliant
 from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker, WorkerSpec
 from pliant.elastic.server import ConfigClient, ConfigServer, ServerConfig
 from pliant.errors import REFUSED_EXIT
+from pliant.train import trace
+from pliant.train.priority import Awaited, Crossing
 
 HOST = "127.0.0.1"
 GATE_S = 60.0
 ALL = 1 << 60
 """A gate that is open for good."""
+_WAIT_FOR = Crossing._wait_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +64,8 @@ class Task:
     sync: str = "fifo"
     slice_bytes: int | None = None
     in_flight_bytes: int | None = None
+    trace: str = ""
+    """What the names of Chrome traces begin with."""
     tampering: str = "nothing"
     """A function of `tampering` that spoils something, for negative controls."""
 
@@ -96,6 +101,8 @@ def train(rank: int, task: Task) -> int:
     for name in foreign:
         del os.environ[name]
     os.environ.update(task.environ)
+    if task.trace:
+        os.environ[trace.VARIABLE] = task.trace
     torch.set_num_threads(task.threads)
     try:
         with getattr(tampering, task.tampering)():
@@ -142,11 +149,16 @@ def _train(task: Task, journal: Journal) -> None:
                     job.save(task.save)
                 note = functools.partial(_note, journal, job)
                 one_batch(program, model, batch, job.no_sync, note)
+        journal.write("looped", repeated=[change.repeated for change in job.changes])
+        if task.trace:
+            trace.write(job.rank)  # what a program of its own would do at its exit
 
 
 def _pass_gate(task: Task, job: Any, journal: Journal) -> None:
     """Wait until the test lets this step begin. Says meanwhile which roll this worker is prepared for."""
     deadline_s, said = time.monotonic() + GATE_S, 0
+    if task.gate and int(Path(task.gate).read_text()) <= job.step:
+        job._trainer.finish_sums()  # the test wants to see this step's end
     while task.gate and int(Path(task.gate).read_text()) <= job.step:
         if job._member.prepared > said:
             said = job._member.prepared
@@ -193,6 +205,14 @@ def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
 
     crossing.on_whole = became_whole
 
+    def waited(_: Crossing, awaited: Awaited) -> bool:
+        taken_in = len(crossing.parameters) - len(crossing._awaited)
+        if taken_in and not awaited.handle.done:
+            journal.write("blocked", step=job.step, taken_in=taken_in)
+        return _WAIT_FOR(crossing, awaited)
+
+    Crossing._wait_for = waited  # type: ignore[method-assign]
+
     def exchanged() -> None:
         exchange()
         _fail_at(task, "summed", job.step)
@@ -225,9 +245,14 @@ def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
         checkpoint_file._write_all = write_half
 
 
+_noticed: set[Fault] = set()
+
+
 def _fail_at(task: Task, moment: str, step: int) -> None:
     fault = task.fault
-    if fault is not None and fault.moment == moment and step >= fault.step:
+    if fault is not None and fault.moment == moment and step >= fault.step and fault not in _noticed:
+        if fault.sig == signal.SIGTERM:
+            _noticed.add(fault)  # one notice: at a second one it would go at once
         os.kill(os.getpid(), fault.sig)
 
 
@@ -340,6 +365,12 @@ class Actor:
     journal: Path
     pid: int
     exit_code: int | None = None
+    looped_s: float = 0.0
+    """When its loop was over."""
+    ended_s: float = 0.0
+    """When its process was seen to have ended."""
+    repeated: Sequence[int] = ()
+    """Of each change of view it has seen: how many steps it did again."""
 
     @property
     def is_running(self) -> bool:
@@ -370,6 +401,8 @@ class Stage:
         """The last step that each worker has committed."""
         self.prepared: dict[Worker, int] = {}
         """The newest roll that each worker at the gate says it is prepared for."""
+        self.blocked: dict[Worker, int] = {}
+        """The step in which each worker last waited for a sum of the step before, some of which it had already used."""
 
     def open_gate(self, steps: int) -> None:
         """Let the job do so many steps, counted from its beginning."""
@@ -473,6 +506,7 @@ class Stage:
 
     def _reap(self, actor: Actor) -> None:
         process = actor.gang.processes[0]
+        actor.ended_s = time.monotonic()
         process.join(10)
         actor.exit_code = process.exitcode
         if actor.exit_code == 0:
@@ -502,6 +536,10 @@ class Stage:
                     self.last_step[actor.worker] = facts["step"]
                 elif kind == "prepared":
                     self.prepared[actor.worker] = facts["roll"]
+                elif kind == "blocked":
+                    self.blocked[actor.worker] = facts["step"]
+                elif kind == "looped":
+                    actor.looped_s, actor.repeated = facts["at_s"], facts["repeated"]
 
 
 @contextlib.contextmanager

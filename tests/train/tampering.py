@@ -10,7 +10,10 @@ from unittest import mock
 
 import torch
 
-from pliant.comm import order
+from pliant.comm import core, order
+from pliant.comm.engine import Engine
+from pliant.comm.operation import Operation
+from pliant.comm.reactor import Errand
 from pliant.train import data, gradients, priority, rng, trainer, tuning
 
 
@@ -138,6 +141,77 @@ def nothing_kept() -> Iterator[None]:
     """Updates that came too early cannot be taken back."""
     with mock.patch.object(priority.Crossing, "_keep"):
         yield
+
+
+@contextlib.contextmanager
+def withholding() -> Iterator[None]:
+    """From the fourth step of a view on, this worker's part of all sums but the most urgent ones is never done. Over TCP only."""
+    original = core.Core._step
+
+    def step(self: core.Core, operation: Operation, index: int) -> None:
+        if not (_is_gradient(operation) and operation.priority > 0 and operation.seq >= 2):
+            original(self, operation, index)
+
+    with mock.patch.object(core.Core, "_step", step):
+        yield
+
+
+@contextlib.contextmanager
+def slow_rest() -> Iterator[None]:
+    """All sums but the most urgent ones are done when the program has updated its first layer, as if the network were
+    slow; or when it waits for everything. Over TCP only."""
+    held: list[tuple[core.Core, Operation, int]] = []
+    engines: list[Engine] = []
+    flowing = False
+    step, work_in = core.Core._step, trainer.Trainer.work_in
+    take_in, flush, leftover = priority.Crossing._take_in, priority.Crossing.flush, priority.Crossing.leftover
+
+    def held_step(self: core.Core, operation: Operation, index: int) -> None:
+        if _is_gradient(operation) and operation.priority > 0 and not flowing:
+            held.append((self, operation, index))
+        else:
+            step(self, operation, index)
+
+    def release() -> None:
+        for owner, operation, index in held:
+            owner.runnable.push(operation.priority, (operation, index))
+        held.clear()
+
+    def let_go() -> None:
+        nonlocal flowing
+        flowing = True
+        engines[-1]._reactor.post(Errand(release, lambda _: None))
+
+    def noted_work_in(self: trainer.Trainer, engine: Engine) -> None:
+        engines.append(engine)
+        work_in(self, engine)
+
+    def noted_take_in(self: priority.Crossing, *args: Any, **kwargs: Any) -> None:
+        take_in(self, *args, **kwargs)
+        let_go()
+
+    def noted_flush(self: priority.Crossing) -> None:
+        let_go()
+        flush(self)
+
+    def noted_leftover(self: priority.Crossing) -> set[int]:
+        nonlocal flowing
+        found = leftover(self)
+        flowing = False  # what backward hands in from now on is the next step's
+        return found
+
+    with (
+        mock.patch.object(core.Core, "_step", held_step),
+        mock.patch.object(trainer.Trainer, "work_in", noted_work_in),
+        mock.patch.object(priority.Crossing, "_take_in", noted_take_in),
+        mock.patch.object(priority.Crossing, "flush", noted_flush),
+        mock.patch.object(priority.Crossing, "leftover", noted_leftover),
+    ):
+        yield
+
+
+def _is_gradient(operation: Operation) -> bool:
+    return operation.program.spec.name.startswith("grad:")
 
 
 @contextlib.contextmanager
