@@ -75,7 +75,8 @@ def run(options: PriorityOptions, args: Mapping[str, object], progress: Progress
                 def tell(what: str, fraction: float, number: int = number, rate: int | None = rate) -> None:
                     progress(f"{format_rate(rate)}: {what}", (number + fraction) / len(options.rates))
 
-                found += _at_rate(options, lab, rate, entries, layers, remarks, tell)
+                there = _at_rate(options, lab, rate, entries, layers, remarks, tell)
+                found += [{**one, "stage": number} for one in there]
         if options.trace is not None:
             _write_trace(options.trace, folder, remarks)
     return result_of(options, args, found, remarks)

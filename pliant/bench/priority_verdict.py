@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,26 +71,36 @@ def judge(result: Mapping[str, object]) -> list[Check]:
     for model in dict.fromkeys(str(one["model"]) for one in cells):
         checks += _of_slices([one for one in cells if one["model"] == model])
         rates = _by_rate([one for one in cells if one["model"] == model])
-        checks += [check for rate, modes in rates.items() for check in _at_rate(model, rate, modes)]
+        checks += [check for rate, modes in rates for check in _at_rate(model, rate, modes)]
         checks += _of_the_curve(model, rates)
     return checks
 
 
 Modes = Mapping[str, Json]
+Rates = Sequence[tuple[float | None, Modes]]
 
 
-def _by_rate(cells: Sequence[Json]) -> dict[float | None, dict[str, Json]]:
-    """The cells by rate, slowest first, and mode; of several slice sizes, the tuned one or the fastest."""
-    found: dict[float | None, dict[str, Json]] = {}
-    for one in sorted(cells, key=lambda one: cast(float, one["rate_mbit"] or 1e12)):
-        modes = found.setdefault(cast("float | None", one["rate_mbit"]), {})
-        mode = str(one["mode"])
-        before = modes.get(mode)
-        if before is None or before["slice"] != "auto":
-            faster = before is None or (one.get("iter_median_s") or 1e9) < (before.get("iter_median_s") or 1e9)  # type: ignore[operator]
-            if one["slice"] == "auto" or faster:
-                modes[mode] = one
-    return found
+def _by_rate(cells: Sequence[Json]) -> list[tuple[float | None, Modes]]:
+    """The cells by mode at each rate, slowest first; of several slice sizes, the tuned one or the fastest.
+
+    A rate that was come back to is there twice.
+    """
+    found: dict[tuple[float, object], dict[str, Json]] = {}
+    for one in cells:
+        key = (_value(one, "rate_mbit") or math.inf, one.get("stage", 0))
+        modes = found.setdefault(key, {})
+        before = modes.get(str(one["mode"]))
+        if before is None or (before["slice"] != "auto" and (one["slice"] == "auto" or _faster(one, before))):
+            modes[str(one["mode"])] = one
+    return [(rate if math.isfinite(rate) else None, found[rate, stage]) for rate, stage in sorted(found, key=_order_of)]
+
+
+def _order_of(key: tuple[float, object]) -> tuple[float, str]:
+    return key[0], str(key[1])
+
+
+def _faster(one: Json, other: Json) -> bool:
+    return (_value(one, "iter_median_s") or math.inf) < (_value(other, "iter_median_s") or math.inf)
 
 
 def _step_s(modes: Modes, mode: str) -> float | None:
@@ -219,14 +230,14 @@ def _beside_paper(where: str, model: str, rate: float, modes: Modes) -> Iterator
             yield Check(f"{where}: {mode} beside the paper's", None, said)
 
 
-def _of_the_curve(model: str, rates: Mapping[float | None, Modes]) -> Iterator[Check]:
+def _of_the_curve(model: str, rates: Rates) -> Iterator[Check]:
     """What only a sweep can say: whether it rises, and where the gain is largest."""
-    ours = [step_s for modes in rates.values() if (step_s := _step_s(modes, "priority")) is not None]
+    ours = [step_s for _, modes in rates if (step_s := _step_s(modes, "priority")) is not None]
     if len(ours) > 2:
         rises = all(after <= 1.03 * before for before, after in itertools.pairwise(ours))
         yield Check(f"{model}: throughput rises with the rate", rises, " ".join(f"{1 / each:.2f}/s" for each in ours))
     gains: dict[float, tuple[float, float]] = {}
-    for rate, modes in rates.items():
+    for rate, modes in rates:
         step_s, best_s = _step_s(modes, "priority"), _best_s(modes, BARRIERS)
         r = _value(modes["priority"], "r") if "priority" in modes else None
         if rate and step_s and best_s and r is not None:
@@ -245,9 +256,9 @@ def _of_the_curve(model: str, rates: Mapping[float | None, Modes]) -> Iterator[C
         yield from _of_vgg(rates)
 
 
-def _of_vgg(rates: Mapping[float | None, Modes]) -> Iterator[Check]:
+def _of_vgg(rates: Rates) -> Iterator[Check]:
     """One layer holds most of VGG: whole layers cannot be overlapped, slices can."""
-    for rate, modes in rates.items():
+    for rate, modes in rates:
         one = modes.get("priority") or modes.get("slicing")
         r = _value(one, "r") if one else None
         ours, sliced, whole = (_step_s(modes, name) for name in ("priority", "slicing", "baseline"))
