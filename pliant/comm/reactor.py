@@ -38,6 +38,8 @@ ANNOUNCE_S = 0.01
 """Results are announced when all that was submitted together is done, or this long after the last time."""
 WORK_S = 0.001
 """Folding goes on for at most about this long before the sockets have their turn."""
+GAUGE_S = 0.01
+"""How often what goes out is looked at, while it is the network that limits it."""
 PARTING_S = 1.0
 """Who leaves waits this long for the others to take note."""
 SHARED_WORK_S = 0.004
@@ -97,6 +99,7 @@ class Reactor:
         """Links whose kernel buffer is full: the selector watches them."""
         self._writable: set[Link] = set()
         self.pressure = PressureGauge()
+        self._gauge_due_s = 0.0
         self._below_bytes = 0
         """What may lie in the kernel's queues to other hosts, all together; 0: as much as links take by themselves."""
         self._thread = threading.Thread(target=self._run, name=f"pliant-engine-{me}", daemon=True)
@@ -330,9 +333,10 @@ class Reactor:
             link.keep_below(self._below_bytes // len(remote))
 
     def _gauge(self, now_s: float) -> None:
-        """Note how much has gone out while some link was full."""
-        pressed = any(not link.shared for link in self._writing)
-        if pressed or self.pressure.pressed:
+        """Note how much has gone out while some link was full: at its begin and end, and now and then between."""
+        pressed = bool(self._writing) and any(not link.shared for link in self._writing)
+        if pressed != self.pressure.pressed or (pressed and now_s > self._gauge_due_s):
+            self._gauge_due_s = now_s + GAUGE_S
             self.pressure.note(pressed, sum(link.sent_bytes for link in self.links.values() if not link.shared), now_s)
 
     def probe(self, worker: Worker, answer: Callable[[bool], None]) -> None:

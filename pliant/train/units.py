@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from pliant.comm.slices import Portion
 
+LEAST_BYTES = 8 << 10
+"""No slice need be smaller than this, whatever is urgent: a message has its price."""
+SHARE = 8
 MAX_SLICES = 4096
 """Of one unit: a description of more would not be worth its bytes."""
 
@@ -33,22 +36,35 @@ def cut_units(
 ) -> list[Unit]:
     """The units of buckets whose parameters have these numbers of elements; each slice has one owner.
 
-    Owners get equal shares by bytes: the largest slices are dealt first, each to whoever has least.
+    Buckets hold gradients in the order in which they come, so what lies behind a place is needed before it. Slices are
+    a part of all that is needed until then, at most `slice_bytes`: the very first layers, for which everybody waits, go
+    and come back in small ones, through many owners at once. Owners get equal shares by bytes: the largest slices are
+    dealt first, each to whoever has least.
     """
     runs: list[tuple[int, int, int, int, int]] = []
-    """(bucket, first place, last place, begin, length)"""
-    for bucket, (lengths, size) in enumerate(zip(sizes, item_bytes, strict=True)):
-        begin = first = total = 0
-        for place, length in enumerate(lengths):
-            if total and (total + length) * size > slice_bytes:
-                runs.append((bucket, first, place - 1, begin, total))
-                begin, first, total = begin + total, place, 0
-            total += length
+    """(bucket, first place, last place, begin, length), from behind"""
+    limits: list[int] = []
+    behind = 0
+    for bucket in reversed(range(len(sizes))):
+        lengths, size = sizes[bucket], item_bytes[bucket]
+        end, total, last, limit = sum(lengths), 0, len(lengths) - 1, 0
+        for place in reversed(range(len(lengths))):
+            if total and (total + lengths[place]) * size > limit:
+                runs.append((bucket, place + 1, last, end - total, total))
+                limits.append(limit)
+                behind += total * size
+                end, total, last = end - total, 0, place
+            if not total:
+                limit = max(min(slice_bytes, LEAST_BYTES), min(slice_bytes, behind // SHARE))
+            total += lengths[place]
         if lengths:
-            runs.append((bucket, first, len(lengths) - 1, begin, total))
+            runs.append((bucket, 0, last, 0, total))
+            limits.append(limit)
+            behind += total * size
     totals = [length * item_bytes[bucket] for bucket, _, _, _, length in runs]
     counts = [
-        max(1, min(MAX_SLICES, run[-1], -(-total // slice_bytes))) for run, total in zip(runs, totals, strict=True)
+        max(1, min(MAX_SLICES, run[-1], -(-total // limit)))
+        for run, total, limit in zip(runs, totals, limits, strict=True)
     ]
     lanes = _dealt([total // count for total, count in zip(totals, counts, strict=True)], counts, num_lanes)
     return [
