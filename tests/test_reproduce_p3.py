@@ -93,7 +93,8 @@ def fig9(*cells: dict[str, Any]) -> Any:
 def test_fig9_wants_a_busier_network() -> None:
     assert fig9(busy("vgg", "baseline", 0.45, 0.26), busy("vgg", "priority", 0.74, 0.02))["ok"]
     assert not fig9(busy("vgg", "baseline", 0.45, 0.26), busy("vgg", "priority", 0.40, 0.02))["ok"]
-    assert not fig9(busy("vgg", "baseline", 0.45, 0.02), busy("vgg", "priority", 0.74, 0.26))["ok"]
+    assert fig9(busy("vgg", "baseline", 0.45, 0.02), busy("vgg", "priority", 0.74, 0.26))["ok"]  # r is 0.8
+    assert not fig9(busy("resnet50", "baseline", 0.73, 0.02), busy("resnet50", "priority", 0.87, 0.12))["ok"]
     assert not fig9(busy("vgg", "baseline", 0.45, 0.02))["ok"]
 
 
