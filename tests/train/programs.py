@@ -485,6 +485,7 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "nesterov": _nesterov,
     "saving": functools.partial(_looking, _saved),
     "evaluating": functools.partial(_looking, _evaluated),
+    "dawdling-long": functools.partial(_conv, length=200, batch_size=2, change=_dawdle),
     "dawdling": functools.partial(_conv, change=_dawdle),
     "own-buffers": functools.partial(_conv, sync_buffers=False),
 }

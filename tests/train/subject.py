@@ -251,8 +251,7 @@ _noticed: set[Fault] = set()
 def _fail_at(task: Task, moment: str, step: int) -> None:
     fault = task.fault
     if fault is not None and fault.moment == moment and step >= fault.step and fault not in _noticed:
-        if fault.sig == signal.SIGTERM:
-            _noticed.add(fault)  # one notice: at a second one it would go at once
+        _noticed.add(fault)  # once: at a second notice it would go at once
         os.kill(os.getpid(), fault.sig)
 
 

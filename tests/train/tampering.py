@@ -180,7 +180,8 @@ def slow_rest() -> Iterator[None]:
     def let_go() -> None:
         nonlocal flowing
         flowing = True
-        engines[-1]._reactor.post(Errand(release, lambda _: None))
+        for engine in engines[-1:]:
+            engine._reactor.post(Errand(release, lambda _: None))
 
     def noted_work_in(self: trainer.Trainer, engine: Engine) -> None:
         engines.append(engine)

@@ -68,7 +68,7 @@ def test_what_programs_do(tmp_path: Path) -> None:
 
 def test_blocks_of_replicas(tmp_path: Path) -> None:
     """Several replicas take turns on a worker; on one host and on two."""
-    names = ("adamw", "unused", *(CROSSING[:9] if FULL else ()))
+    names = ("adamw", "unused", "nesterov", *(CROSSING[:9] if FULL else ()))
     tasks = [
         task
         for blocks in ((2, 1), (1, 2))

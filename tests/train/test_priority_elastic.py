@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -10,9 +11,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from gang import FULL
+from gang import FULL, Failed, gang
 from golden import golden
-from subject import ALL, Actor, Fault, Stage, Task, compare, differing, history, new_workers, run_fixed, staged
+from subject import (
+    ALL,
+    Actor,
+    Fault,
+    Stage,
+    Task,
+    compare,
+    differing,
+    history,
+    new_workers,
+    run_fixed,
+    spec_of,
+    staged,
+    train,
+    view_of,
+)
 from test_crash import KILLS, MORE_KILLS
 
 from pliant.cluster import Worker
@@ -137,6 +153,65 @@ def _tear(stage: Stage, workers: Sequence[Worker], dying: Worker) -> list[Actor]
     return [stage.actor(worker) for worker in others]
 
 
+def test_two_are_stopped_in_turn(tmp_path: Path) -> None:
+    """For less than the time after which they would be lost: the others wait, and nothing else happens."""
+    workers = new_workers(3, HOSTS)
+    with staged(replace(CONV, program="dawdling"), tmp_path) as stage:
+        stage.faults = {
+            workers[1]: Fault("backward", 6, signal.SIGSTOP),
+            workers[2]: Fault("forward", 8, signal.SIGSTOP),
+        }
+        stage.want(workers)
+        for worker in workers[1:]:
+            pid = stage.actor(worker).pid
+            stage.until(lambda pid=pid: _status(pid)[0] == "T")  # type: ignore[misc]
+            end_s = time.monotonic() + (5 if FULL else 0.3)
+            stage.until(lambda end_s=end_s: time.monotonic() > end_s)  # type: ignore[misc]
+            stage.kill(worker, signal.SIGCONT)
+        stage.until_over()
+        _check(stage)
+        assert {commit["view"] for commit in stage.history.commits} == {1}
+
+
+def test_a_job_that_is_not_elastic_ends_with_the_name_of_the_lost(tmp_path: Path) -> None:
+    """Two wait in a forward for what the third one withholds, and it is killed."""
+    view = view_of(new_workers(3, HOSTS))
+    tasks = [
+        replace(CONV, replicas=3, journal=str(tmp_path / f"{rank}"), environ=spec_of(worker, view).to_environ())
+        for rank, worker in enumerate(view.workers)
+    ]
+    tasks[1] = replace(tasks[1], tampering="withholding")
+    with gang(train, [(task,) for task in tasks]) as started:
+        deadline_s = time.monotonic() + 60
+        while not all(_is_blocked(tasks[rank]) for rank in (0, 2)):
+            assert time.monotonic() < deadline_s, "the others never waited"
+            time.sleep(0.01)  # pacing a poll with a deadline
+        killed_s = started.kill(1)
+        for rank in (0, 2):
+            with pytest.raises(Failed, match=rf"WorkerLost.*{view.workers[1]}"):
+                started.hear(rank)
+        assert time.monotonic() - killed_s < 10
+
+
+def _is_blocked(task: Task) -> bool:
+    path = Path(task.journal)
+    lines = path.read_text().splitlines() if path.exists() else []
+    return any(json.loads(line)[:1] == ["blocked"] and json.loads(line)[1]["step"] == TORN + 1 for line in lines)
+
+
+@pytest.mark.skipif(not FULL, reason="takes minutes")
+@pytest.mark.timeout(900)
+def test_a_thousand_steps(tmp_path: Path) -> None:
+    """With one slice in flight, and nobody in time with anybody."""
+    task = replace(
+        CONV, program="dawdling-long", replicas=3, epochs=30, journal=str(tmp_path / "long"), in_flight_bytes=4096
+    )
+    [found] = run_fixed([task], 3, hosts=HOSTS, timeout_s=600)
+    oracle = golden("conv-long", 3, 30)
+    assert len(oracle) >= 1000
+    compare(found, oracle)
+
+
 # --- rest and end ---
 
 
@@ -160,7 +235,12 @@ def test_who_waits_does_not_burn_and_who_is_done_goes(tmp_path: Path) -> None:
     assert max(shares) < 0.02, f"{shares} of a processor while all were waiting"
 
 
+def _status(pid: int) -> list[str]:
+    """Of a process, as in proc(5), from its state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def _cpu_s(pid: int) -> float:
     """Of all threads of a process, the engine's among them."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = _status(pid)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

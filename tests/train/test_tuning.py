@@ -80,6 +80,25 @@ def test_one_odd_step_changes_nothing() -> None:
     assert not said
 
 
+def test_odd_steps_to_both_sides_change_nothing() -> None:
+    tuner, said = _tuner()
+    choice = tuner.learn(_step(400))
+    said.clear()
+    for rate in (400, 550, 250, 560, 240, 400, 250, 550):
+        assert tuner.learn(_step(rate)) == choice
+    assert not said
+
+
+def test_a_lasting_change_is_found_in_noise() -> None:
+    tuner, _ = _tuner()
+    for _ in range(5):
+        before = tuner.learn(_step(100))
+    for rate in (50, 70, 50, 70, 50, 70):
+        after = tuner.learn(_step(rate))
+    assert after.slice_bytes < 0.8 * before.slice_bytes
+    assert 45 < tuner.rate / MBIT < 75
+
+
 @pytest.mark.parametrize(("old", "new"), [(400, 100), (100, 400)])
 def test_a_jump_retunes_within_3_steps_and_says_so(old: float, new: float) -> None:
     tuner, said = _tuner()
@@ -196,6 +215,15 @@ def test_auto_on_a_network_that_is_never_the_limit() -> None:
     assert "would not help" in line
 
 
+def test_auto_does_not_mind_a_quiet_step() -> None:
+    """In some steps the network is never the limit, and its rate cannot be measured."""
+    tuner, said = _tuner("auto")
+    for step in range(30):
+        mode = tuner.learn(_step(100, r=0.9) if step % 3 else [Measured(0.4, 0.3, 3e6, 0.0)] * 3).mode
+        assert mode == ("fifo" if step < 2 else "priority")
+    assert len([line for line in said if "priority" in line]) == 1
+
+
 def test_auto_follows_a_network_that_changes() -> None:
     tuner, said = _tuner("auto")
     sent = 0.3 * 400 * MBIT * COMPUTE_S
@@ -218,6 +246,8 @@ def test_auto_follows_a_network_that_changes() -> None:
         (("priority", 4095, None), ["slice_bytes=4095", "4096"]),
         (("priority", None, -1), ["in_flight_bytes=-1", "4096", "None"]),
         (("priority", "64k", None), ["slice_bytes='64k'"]),
+        (("priority", 1 << 33, None), [f"slice_bytes={1 << 33}"]),
+        (("priority", None, 1 << 32), [f"in_flight_bytes={1 << 32}"]),
         (("priority", True, None), ["slice_bytes=True"]),
         (("priority", 1e6, None), ["slice_bytes=1000000.0"]),
     ],

@@ -13,7 +13,7 @@ from pliant.bench import models
 from pliant.bench.profiles import profile
 from pliant.comm.slices import cut_portion
 from pliant.train.buckets import Item, rebuilt_layout
-from pliant.train.units import MAX_SLICES, Unit, cut_units, layer_units
+from pliant.train.units import LEAST_BYTES, MAX_SLICES, Unit, cut_units, layer_units
 
 KIB = 1 << 10
 
@@ -47,7 +47,7 @@ def _buckets(sizes: Sequence[int]) -> list[list[int]]:
 def _check_cover(units: Sequence[Unit], sizes: Sequence[Sequence[int]]) -> None:
     """Every parameter is in exactly one unit; the units of a bucket are its neighbouring runs, in order."""
     for bucket, lengths in enumerate(sizes):
-        found = [unit for unit in units if unit.bucket == bucket]
+        found = sorted((unit for unit in units if unit.bucket == bucket), key=lambda unit: unit.first)
         places = [place for unit in found for place in range(unit.first, unit.last + 1)]
         assert places == list(range(len(lengths)))
         begin = 0
@@ -118,16 +118,29 @@ def test_any_sizes_are_covered(seed: int) -> None:
 
 
 def test_neighbours_share_a_unit_until_it_is_full() -> None:
+    """From behind: what came last is needed first."""
     units = cut_units([[10, 10, 10, 100, 1]], [4], 100, 2)
-    assert [(each.first, each.last, each.length) for each in units] == [(0, 1, 20), (2, 2, 10), (3, 3, 100), (4, 4, 1)]
-    assert [each.portion.begin for each in units] == [0, 20, 30, 130]
+    assert [(each.first, each.last, each.length) for each in units] == [(4, 4, 1), (3, 3, 100), (1, 2, 20), (0, 0, 10)]
+    assert [each.portion.begin for each in units] == [130, 30, 10, 0]
 
 
 def test_a_large_parameter_is_cut_and_dealt_to_all() -> None:
-    [unit] = cut_units([[100_000]], [4], 40_000, 4)
+    [unit] = cut_units([[20_000]], [4], LEAST_BYTES, 4)
     assert sorted(Counter(unit.portion.lanes).values()) == [2, 2, 3, 3]
     slices = cut_portion(unit.portion, unit.length, 4, 4, None)
-    assert [(each.begin, each.end) for each in slices] == list(pairwise(range(0, 100_001, 10_000)))
+    assert [(each.begin, each.end) for each in slices] == list(pairwise(range(0, 20_001, 2_000)))
+
+
+def test_what_is_needed_first_goes_in_small_slices() -> None:
+    """They grow with what is needed before them, up to the size that was asked for."""
+    sizes = [[2**18]] * 40  # of 1 MiB each
+    units = cut_units(sizes, [4] * 40, 512 * KIB, 2)
+    assert [unit.bucket for unit in units] == list(range(39, -1, -1))
+    slices = [unit.length * 4 // len(unit.portion.lanes) for unit in units]
+    assert slices == sorted(slices)
+    assert slices[0] <= LEAST_BYTES
+    assert slices[2] <= 2048 * KIB // 8
+    assert slices[-1] == 512 * KIB
 
 
 @pytest.mark.parametrize("lanes", [2, 3, 4])
