@@ -348,6 +348,7 @@ class Job:
                 self._member.start()
             self._settling.join()
         trace.begin(self.rank)
+        trainer.watch()
         self._inside_epochs = True
         try:
             while trainer.progress.epoch < count:

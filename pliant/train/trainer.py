@@ -223,9 +223,13 @@ class Trainer:
         self.torn, self.switch_to, self._needs_hosting = None, None, True
         self._next_way = None
         self._measuring = Measuring()
-        if trace.enabled():
-            engine.watch(_watch)
+        self.watch()
         self._forget_step()
+
+    def watch(self) -> None:
+        """Have the engine's slices in the trace, if there is one."""
+        if trace.enabled() and self.engine is not None:
+            self.engine.watch(_watch)
 
     def _deal_anew(self, num_replicas: int) -> None:
         """Go on with another number of replicas: the rest of the epoch's samples is dealt to these."""
