@@ -55,6 +55,14 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4)
 
 
+def load() -> None:
+    """Import what a side will need: torch loads much of itself only when the first optimizer is made. No thread starts."""
+    import pliant
+
+    optimizer_of(nn.Linear(1, 1))
+    assert pliant.join is not None, "loads what is behind it"
+
+
 def digest_of(model: nn.Module) -> str:
     """SHA-256 of all parameters, in their order. `state_dict` first: whatever is under way arrives before it answers."""
     values = model.state_dict()

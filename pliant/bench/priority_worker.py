@@ -195,8 +195,9 @@ def serve(rank: int, source: IO[bytes], target: IO[bytes]) -> int:
 
 def fork_all(control: str, namespaces: list[str]) -> int:
     """All ranks of a lab as children of one process that has loaded torch for them; waits until they have ended."""
-    import pliant.bench.priority_sides  # noqa: F401
+    from pliant.bench import priority_sides as sides
 
+    sides.load()
     children = []
     for rank, namespace in enumerate(namespaces):
         child = os.fork()
