@@ -475,13 +475,13 @@ def cells_by_mode(path: Path) -> dict[str, Any]:
 @pytest.mark.processes
 @in_a_lab
 def test_a_contest_in_a_lab(tmp_path: Path) -> None:
-    words = ("--nodes", "2", "--rate", "1gbit", "--modes", "fifo,priority,ddp", "--utilisation")
+    words = ("--nodes", "2", "--rate", "1gbit", "--modes", "priority,ddp", "--utilisation")
     files = ("--json", str(tmp_path / "r.json"), "--trace", str(tmp_path / "t.json"))
     answer = bench(*SHORT, *words, *files)
     assert answer.exit_code == 0, answer.output
     found = cells_by_mode(tmp_path / "r.json")
-    assert set(found) == {"fifo", "priority", "ddp-default", "ddp"}
-    assert found["fifo"]["hash"] == found["priority"]["hash"] == found["ddp-default"]["hash"]
+    assert set(found) == {"priority", "ddp-default", "ddp"}
+    assert found["priority"]["hash"] == found["ddp-default"]["hash"]
     for one in found.values():
         assert one["iter_median_s"] > 0.5 * one["p_star_s"]
         assert one["same_on_all_ranks"]

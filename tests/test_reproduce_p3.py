@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from pliant import lab as labs
 from pliant.bench.priority_options import PriorityOptions
 from pliant.bench.priority_paper import FIG7, FIG10
 from pliant.cli.main import build
 from pliant.errors import ConfigError
-from pliant.experiments import figures, p3_fig7, p3_fig9, p3_fig10, p3_fig12
+from pliant.experiments import figures, p3_fig7, p3_fig9, p3_fig10, p3_fig12, p3_sweep
 from pliant.experiments.figures import Options
 from pliant.perf import bounds
 
@@ -159,16 +158,20 @@ def test_a_figure_says_which_models_it_has() -> None:
         Options(models=("vgg",)).choose_models((), ())
 
 
-MISSING = labs.check()
+def test_a_sweep_is_a_contest_at_scaled_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[PriorityOptions] = []
 
+    def run(options: PriorityOptions, args: object, progress: Any) -> dict[str, Any]:
+        asked.append(options)
+        progress("375mbit: priority", 0.5)
+        return contest(busy("vgg", "baseline", 0.45, 0.26), busy("vgg", "priority", 0.74, 0.02))
 
-@pytest.mark.root
-@pytest.mark.processes
-@pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING) or "a lab is possible")
-def test_fig9_with_real_processes() -> None:
-    result: Any = p3_fig9.run(Options(quick=True, steps=2, models=("sockeye",)))
-    assert [one["mode"] for one in result["cells"]] == ["baseline", "priority"]
-    assert len({one["hash"] for one in result["cells"]}) == 1
-    assert all(one["tx_mean_share"] > 0.1 for one in result["cells"])
-    assert p3_fig9.table(result).rows[1][1] == "priority"
+    said: list[str] = []
+    monkeypatch.setattr(p3_sweep.priority, "run", run)
+    result: Any = p3_fig9.run(Options(quick=True, models=("vgg",), say=said.append))
+    [options] = asked
+    assert (options.model, options.rates, options.modes) == ("vgg", (375_000_000,), ("baseline", "priority"))
+    assert (options.nodes, options.utilisation, options.iters) == (4, True, 5)
+    assert said == ["vgg, 4 nodes: 375mbit"]
+    assert p3_fig9.table(result).rows[1] == ("vgg at 15G", "priority", "74%", "74%", "2%", "2%")
     json.dumps(result)
