@@ -428,6 +428,10 @@ def test_the_tuner_is_held_against_the_best_size() -> None:
         return {"cells": priority.cells_of(ring(), shown, records, {})}
 
     assert not any("slice size" in name for name in failing(result(0.42)))
+    unlimited = result(0.43)
+    for one in unlimited["cells"]:
+        one["rate_mbit"] = None
+    assert any("without limit" in name for name in failing(unlimited))
     assert any("slice size" in name for name in failing(result(0.43)))
 
 

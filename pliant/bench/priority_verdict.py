@@ -117,8 +117,12 @@ def _value(one: Json, key: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
+def _where(model: str, rate: float | None) -> str:
+    return f"{model} at {rate:g} Mbit/s" if rate else f"{model} without limit"
+
+
 def _at_rate(model: str, rate: float | None, modes: Modes) -> Iterator[Check]:
-    where = f"{model} at {rate:g} Mbit/s" if rate else f"{model} without limit"
+    where = _where(model, rate)
     for mode, one in modes.items():
         if "failure" in one:
             yield Check(f"{where}, {mode} ran", False, str(one["failure"]))
@@ -147,7 +151,8 @@ def _of_slices(cells: Sequence[Json]) -> Iterator[Check]:
             continue
         best = min(speeds, key=lambda size: speeds[size])
         found = f"{tuned_s * 1e3:.0f} ms, {speeds[best] * 1e3:.0f} ms with slices of {best}"
-        name = f"{cells[0]['model']} at {rate:g} Mbit/s, {mode}: tuned within {TUNED:.0%} of the best slice size"
+        where = _where(str(cells[0]["model"]), cast("float | None", rate))
+        name = f"{where}, {mode}: tuned within {TUNED:.0%} of the best slice size"
         yield Check(name, tuned_s <= speeds[best] / (1 - TUNED), found)
 
 
