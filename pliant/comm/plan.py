@@ -159,9 +159,7 @@ def _reducing(
     num_replicas = sum(map(len, blocks))
     trees = strategy.topologies(hosts, spec.exact)
     if spec.kind == "reduce":
-        root = spec.members.index(spec.root)
-        fathers = graph.rerooted(trees[0].bcast_from, root)
-        trees = (Topology(fathers, fathers),)
+        trees = (_rooted(trees, spec.members.index(spec.root)),)
     whole_bytes = min(slice_bytes, WHOLE_SHARED_BYTES if len(set(hosts)) == 1 else WHOLE_BYTES)
     if spec.portion is not None:
         slices = cut_portion(spec.portion, spec.length, item_bytes, len(trees), num_replicas if spec.exact else None)
@@ -192,6 +190,13 @@ def _reducing(
             offers=me in raw,
         )
     return Plan(steps, spec.length)
+
+
+def _rooted(trees: Sequence[Topology], root: int) -> Topology:
+    """The topology that has this root, or else the first one hung up there."""
+    tree = next((tree for tree in trees if tree.bcast_from[root] == root), trees[0])
+    fathers = graph.rerooted(tree.bcast_from, root)
+    return Topology(fathers, fathers)
 
 
 @lru_cache(maxsize=1024)
@@ -262,9 +267,7 @@ def _listeners(spec: Spec, tree: Topology, me: int) -> tuple[int, ...]:
 def _broadcasting(
     spec: Spec, me: int, hosts: tuple[str, ...], strategy: Strategy, item_bytes: int, slice_bytes: int
 ) -> Plan:
-    root = spec.members.index(spec.root)
-    fathers = graph.rerooted(strategy.topologies(hosts, False)[0].bcast_from, root)
-    tree = Topology(fathers, fathers)
+    tree = _rooted(strategy.topologies(hosts, False), spec.members.index(spec.root))
     slices = cut(spec.name, spec.length, item_bytes, 1, slice_bytes)
     return Plan({index: _telling(spec, tree, me, s.begin, s.end) for index, s in enumerate(slices)}, spec.length)
 

@@ -65,13 +65,6 @@ def patch_optimizer(
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
 
-    def before_state_dict(_: torch.optim.Optimizer) -> None:
-        trainer = trainer_of()
-        if trainer is not None:
-            trainer.finish_sums()
-
-    optimizer.register_state_dict_pre_hook(before_state_dict)
-
 
 def guard(name: str, thing: Any, trainer_of: Callable[[], Trainer | None]) -> None:
     """Give a tracked `thing` a class of its own whose methods know about turns. Methods put on the object itself would
@@ -103,6 +96,10 @@ def _once_per_step(
                 # Small, and it does not look at parameters: kept as it was, in case the step is torn.
                 trainer.keep_tracked(name, thing, copy.deepcopy(thing.state_dict()))
             else:
+                trainer.crossing.tell(
+                    f"sync: {name!r} (a {type(thing).__name__}) is updated in every step: all sums are waited for before, so "
+                    "priority cannot help"
+                )
                 if not trainer.finish_sums():
                     return None
         return original(thing, *args, **kwargs)

@@ -34,7 +34,7 @@ from pliant.train import checkpoint, determinism, guards, rng, slicing, trace, t
 from pliant.train.data import Feeder, Stream, num_batches
 from pliant.train.gradients import Gradients
 from pliant.train.loader_options import describe
-from pliant.train.priority import Crossing, gate_evaluation, hidden_uses
+from pliant.train.priority import Crossing, gate_evaluation, gate_state, hidden_uses
 from pliant.train.replica import Context
 from pliant.train.settling import Settling
 from pliant.train.trainer import Left, Parts, Trainer, ViewChange
@@ -288,6 +288,7 @@ class Job:
         trainer.on_commit = self._committed
         for each in optimizers:
             guards.patch_optimizer(each, self._running, lambda: self._trainer)
+            gate_state(each, crossing)
         self._stack.callback(gate_evaluation(model, crossing))
         self._stack.callback(guards.guard_scalers(self._tracked, lambda: self._trainer))
         self._loader = Loader(self, steps)

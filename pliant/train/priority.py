@@ -13,9 +13,11 @@ The order of these uses is the order in which the next step's sums are wanted.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +31,8 @@ from pliant.train import trace
 
 _Tensor: Any = torch.Tensor
 _optimizers: Any = importlib.import_module("torch.optim.optimizer")  # torch hides it behind a name of its own
+TOGETHER = 16
+"""So many parameters are updated at once, if they may have to be put back."""
 _METADATA = frozenset(
     getattr(found, "__get__", found) if not callable(found) else found
     for found in (
@@ -160,6 +164,7 @@ class Crossing:
     _calls: list[Deferred] = field(default_factory=list)
     _observing: bool = False
     _crossing: bool = False
+    _is_updating: bool = False
     _told: set[str] = field(default_factory=set)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -206,15 +211,17 @@ class Crossing:
     def step(self, optimizer: torch.optim.Optimizer, original: Callable[..., Any], **kwargs: Any) -> Any:
         """`optimizer.step()`: now for the parameters whose sums were waited for, for the others when they are used."""
         groups = optimizer.param_groups
+        if any(id(self.parameters[index]) in _members(optimizer) for index in self._deferred):
+            self.flush()  # a second step, before the first is done
         number = {id(self.parameters[index]): index for index in self._awaited}
         waiting = sum(id(parameter) in number for group in groups for parameter in group["params"])
         if waiting and (reason := _inseparable(optimizer)):
-            self._tell(f"sync: {reason}: all sums are waited for before its step, so priority cannot help")
+            self.tell(f"sync: {reason}: all sums are waited for before its step, so priority cannot help")
             self.flush()
             return original(**kwargs)
         if not waiting:
             if _members(optimizer) & {id(parameter) for parameter in self.parameters}:
-                self._tell(
+                self.tell(
                     "sync: gradients were used between backward and the optimizer's step (clipping, inf checks, ...): that "
                     "needs all sums, so there is a barrier in every step and priority cannot help"
                 )
@@ -231,7 +238,22 @@ class Crossing:
                 else:
                     self._deferred[index] = (call, place)
             at_once.append({**group, "params": rest})
-        return _with_groups(optimizer, at_once, lambda: original(**kwargs))
+        with self._updating():
+            return _with_groups(optimizer, at_once, lambda: original(**kwargs))
+
+    @contextlib.contextmanager
+    def _updating(self) -> Iterator[None]:
+        """What is read of optimizers' states now is read by them."""
+        before, self._is_updating = self._is_updating, True
+        try:
+            yield
+        finally:
+            self._is_updating = before
+
+    def before_state(self) -> None:
+        """The program is about to look at an optimizer's state, or to change it."""
+        if self._awaited and not self._is_updating:
+            self.flush()
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, original: Callable[..., Any], set_to_none: bool) -> None:
         """`optimizer.zero_grad()`: for parameters that are still to be updated, right after that."""
@@ -265,10 +287,20 @@ class Crossing:
                 return
             if self._wait_for(awaited):
                 whole = self._is_whole()
-                ready = list(self._awaited) if whole else [member for member, _ in awaited.members]
-                self._take_in([member for member in ready if member in self._awaited], whole)
+                self._take_in(list(self._awaited) if whole else self._arrived(awaited), whole)
                 if not self._awaited:
                     self._close()
+
+    def _arrived(self, first: Awaited) -> list[int]:
+        """The parameters of `first`, and of others that are used soon and here already: an optimizer's call has its price.
+        Not too many, where they must be kept as they were."""
+        ready = dict.fromkeys((index for index, _ in first.members if index in self._awaited), None)
+        for index, awaited in self._awaited.items():
+            if self.can_undo and len(ready) >= TOGETHER:
+                break
+            if awaited.handle.succeeded:
+                ready[index] = None
+        return list(ready)
 
     def flush(self) -> None:
         """Wait for all there is: afterwards every parameter is what it should be."""
@@ -326,7 +358,7 @@ class Crossing:
         """The sums of these are here: make them the gradients, and do what was put off."""
         began_s = time.monotonic()
         by_call: dict[int, tuple[Deferred, list[list[Parameter]]]] = {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), self._updating():
             for index in indices:
                 parameter = self.parameters[index]
                 del self._awaited[index]
@@ -389,7 +421,7 @@ class Crossing:
     def take_back(self) -> None:
         """The last step is torn: be where it began. Only what was updated too early has to change."""
         self._give_up()
-        with torch.no_grad():
+        with torch.no_grad(), self._updating():
             for before in reversed(self._before):
                 before.parameter.copy_(before.values)
                 if before.state is None:
@@ -403,7 +435,8 @@ class Crossing:
         self._before.clear()
         self._calls.clear()
 
-    def _tell(self, text: str) -> None:
+    def tell(self, text: str) -> None:
+        """Say it, once."""
         if text not in self._told:
             self._told.add(text)
             self.say(text)
@@ -474,6 +507,47 @@ def wrappers(function: Any) -> Iterator[Any]:
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
+
+
+class State(defaultdict[Any, Any]):
+    """An optimizer's state: whoever looks at it sees all updates done."""
+
+    crossing: Crossing | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict, dict(self))
+
+
+def _seeing(name: str) -> Callable[..., Any]:
+    original = getattr(defaultdict, name)
+
+    def method(self: State, *args: Any, **kwargs: Any) -> Any:
+        if self.crossing is not None:
+            self.crossing.before_state()
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+for _name in (
+    "__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "get", "items", "values", "keys",
+    "pop", "popitem", "clear", "update", "setdefault", "copy",
+):  # fmt: skip
+    setattr(State, _name, _seeing(_name))
+
+
+def gate_state(optimizer: torch.optim.Optimizer, crossing: Crossing) -> None:
+    """Have the optimizer's state looked at only when it is what it should be."""
+
+    def put_on(_: torch.optim.Optimizer) -> None:
+        state = State(dict, optimizer.state)
+        state.crossing = crossing
+        optimizer.state = state
+
+    put_on(optimizer)
+    optimizer.register_load_state_dict_pre_hook(lambda *_: crossing.before_state())
+    optimizer.register_load_state_dict_post_hook(put_on)
+    optimizer.register_state_dict_pre_hook(lambda _: crossing.before_state())
 
 
 class EvalGate:
