@@ -116,15 +116,15 @@ def train(rank: int, task: Task) -> int:
 
 def _train(task: Task, journal: Journal) -> None:
     program = build(task.program)
-    blocks = None if task.blocks is None else (lambda size: task.blocks)
+    placed = task.blocks
     with pliant.join(
         replicas=task.replicas,
         determinism=task.determinism,
-        blocks=blocks,
+        blocks=None if placed is None else lambda size: placed,
         sync=task.sync,
         slice_bytes=task.slice_bytes,
         in_flight_bytes=task.in_flight_bytes,
-        seed=program.seed,  # type: ignore[arg-type]
+        seed=program.seed,
     ) as job:
         model, _, loader = job.wrap(
             program.model,
@@ -211,7 +211,7 @@ def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
             journal.write("blocked", step=job.step, taken_in=taken_in)
         return _WAIT_FOR(crossing, awaited)
 
-    Crossing._wait_for = waited  # type: ignore[method-assign]
+    Crossing._wait_for = waited  # type: ignore[assignment, method-assign]
 
     def exchanged() -> None:
         exchange()
@@ -237,10 +237,10 @@ def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
 
         write_all = checkpoint_file._write_all
 
-        def write_half(file: Any, data: memoryview) -> None:
-            write_all(file, data[: len(data) // 2])
+        def write_half(file: Any, block: memoryview) -> None:
+            write_all(file, block[: len(block) // 2])
             _fail_at(task, "saving", task.fault.step if task.fault else 0)
-            write_all(file, data[len(data) // 2 :])
+            write_all(file, block[len(block) // 2 :])
 
         checkpoint_file._write_all = write_half
 
@@ -445,11 +445,11 @@ class Stage:
         """Do the runner's work: reap, report, start; waits for at most so long for somebody to end."""
         running = {actor.gang.processes[0].sentinel: actor for actor in self.actors if actor.is_running}
         for sentinel in wait_for_any(list(running), timeout_s) if running else ():
-            self._reap(running[sentinel])  # type: ignore[index]
+            self._reap(running[sentinel])
         view = self.client.get()
         busy = {actor.worker for actor in self.actors if actor.is_running}
         for worker in view.workers if view is not None else ():
-            if worker not in busy and worker not in {actor.worker for actor in self.actors}:
+            if view is not None and worker not in busy and worker not in {actor.worker for actor in self.actors}:
                 self._start(worker, view)
         self._follow()
 
