@@ -474,11 +474,10 @@ class Trainer:
         if self.gradients.waits_for_order:
             mine = self._new_order or [0] * len(self.gradients.parameters)
             order = engine.broadcast("order", torch.tensor(mine, dtype=torch.int32), root, priority=FIRST)
+        began_s = time.monotonic()
         awaited = self.gradients.under_way() if self.gradients.crosses else None
         if awaited is None:
-            began_s = time.monotonic()
             self.gradients.wait()
-            self.crossing.waits.add(time.monotonic() - began_s)
         if buffers is not None:
             found = buffers.wait()
             if self._new_buffers is None and found is not None:
@@ -489,6 +488,10 @@ class Trainer:
         rows = row.wait()
         assert rows is not None, "an all_gather has a result on every rank"
         self._read_rows(rows)
+        ended_s = time.monotonic()
+        self.crossing.waits.add(ended_s - began_s)
+        if trace.enabled():
+            trace.event("wait", "all workers", began_s, ended_s)
         if awaited is not None:
             self.crossing.begin(awaited, self._priorities())
 
