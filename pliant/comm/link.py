@@ -28,6 +28,8 @@ from pliant.errors import CommError
 WRITE_BYTES = 128 << 10
 """At most this much is handed to the kernel at once, and at most this much may lie there unsent, if not told otherwise."""
 LEAST_WRITE_BYTES = 8 << 10
+TOGETHER_BYTES = 16 << 10
+"""Frames are put together until they are this large: a system call has its price."""
 READ_BYTES = 1 << 20
 """At most about this much is taken in from one peer before the others have their turn."""
 BUFFER_BYTES = 64 << 10
@@ -94,8 +96,9 @@ class Link:
         self._data: PriorityQueue[tuple[list[memoryview], Callable[[], None] | None]] = PriorityQueue()
         self._elder: deque[tuple[list[memoryview], Callable[[], None] | None]] = deque()
         """What was queued in earlier views."""
-        self._current: list[memoryview] = []
-        self._current_sent: Callable[[], None] | None = None
+        self._current: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
+        """What is on its way to the kernel, and what to call when each is there. Nothing can overtake it any more."""
+        self._current_bytes = 0
         self._current_fds: list[int] = []
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
@@ -157,42 +160,61 @@ class Link:
 
     def flush(self, now_s: float) -> bool:
         """Write what can be written now; True if more waits. Raises OSError when the connection is gone."""
-        while self._current or self._next():
+        while self._fill():
+            asked = min(self._current_bytes, self._write_bytes)
             try:
                 sent = self._write()
             except _BLOCKED:
                 return True
             self.last_sent_s = now_s
-            self._advance(sent)
             self.sent_bytes += sent
+            self._advance(sent)
             if not self.shared and sent >= self._write_bytes:
                 return self.has_output
+            if sent < asked and self._plain:
+                return True  # the kernel takes no more
         return False
 
-    def _next(self) -> bool:
-        if self._with_fds:
-            frame, fd = self._with_fds.popleft()
-            self._current, self._current_fds = [memoryview(frame)], [fd]
-        elif self._elder:
-            self._current, self._current_sent = self._elder.popleft()
-        elif self._control:
-            self._current = [memoryview(bytes(self._control))]
-            self._control.clear()
-        elif len(self._data):
-            self._current, self._current_sent = self._data.pop()
-        else:
-            return False
-        return True
+    def _fill(self) -> bool:
+        """Have something to write, and small frames together."""
+        while self._current_bytes < TOGETHER_BYTES and not self._current_fds:
+            if self._with_fds:
+                if self._current:
+                    break
+                frame, fd = self._with_fds.popleft()
+                self._add(([memoryview(frame)], None))
+                self._current_fds = [fd]
+            elif self._elder:
+                self._add(self._elder.popleft())
+            elif self._control:
+                self._add(([memoryview(bytes(self._control))], None))
+                self._control.clear()
+            elif len(self._data):
+                self._add(self._data.pop())
+            else:
+                break
+        return bool(self._current)
+
+    def _add(self, frame: tuple[list[memoryview], Callable[[], None] | None]) -> None:
+        views, sent = frame
+        for view in views[:-1]:
+            self._current.append((view, None))
+            self._current_bytes += len(view)
+        self._current.append((views[-1], sent))
+        self._current_bytes += len(views[-1])
 
     def _write(self) -> int:
         if not self._plain:
-            return self.sock.send(self._current[0][: self._write_bytes])
-        ready, room = [], self._write_bytes
-        for view in self._current:
-            ready.append(view[:room])
-            room -= len(ready[-1])
-            if room == 0:
-                break
+            return self.sock.send(self._current[0][0][: self._write_bytes])
+        if self._current_bytes <= self._write_bytes:
+            ready = [view for view, _ in self._current]
+        else:
+            ready, room = [], self._write_bytes
+            for view, _ in self._current:
+                ready.append(view[:room])
+                room -= len(ready[-1])
+                if room == 0:
+                    break
         if self._current_fds:
             fds = array.array("i", self._current_fds)
             sent = self.sock.sendmsg(ready, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
@@ -201,14 +223,16 @@ class Link:
         return self.sock.sendmsg(ready)
 
     def _advance(self, sent: int) -> None:
-        while self._current and sent >= len(self._current[0]):
-            sent -= len(self._current[0])
-            del self._current[0]
-        if self._current:
-            self._current[0] = self._current[0][sent:]
-        elif self._current_sent is not None:
-            done, self._current_sent = self._current_sent, None
-            done()
+        current = self._current
+        self._current_bytes -= sent
+        while current and sent >= len(current[0][0]):
+            view, done = current.popleft()
+            sent -= len(view)
+            if done is not None:
+                done()
+        if sent:
+            view, done = current[0]
+            current[0] = (view[sent:], done)
 
     # --- in ---
 
@@ -359,7 +383,8 @@ class Link:
         self.closed = True
         self._data.clear()
         self._elder.clear()
-        self._current, self._current_sent = [], None
+        self._current.clear()
+        self._current_bytes = 0
         for fd in self.fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
