@@ -56,7 +56,8 @@ def _check(stage: Stage, program: str = "conv", *, dead: int = 0, repeats: int |
 def test_views_change_and_bits_do_not(sync: str, tmp_path: Path) -> None:
     """4 -> 2 -> 3 workers, one of them new; then one has to leave."""
     first, second, third, fourth, fifth = new_workers(5, HOSTS)
-    with staged(replace(CONV, sync=sync), tmp_path) as stage:
+    task = replace(CONV, sync=sync, tampering="wavering" if sync == "auto" else "nothing")
+    with staged(task, tmp_path) as stage:
         stage.change([first, second, third, fourth])
         stage.advance(3)
         stage.change([second, fourth])
