@@ -35,7 +35,11 @@ from pliant.train.priority import Crossing, Pending, gate_evaluation, gate_state
 from pliant.train.trainer import Turn
 from pliant.train.tuning import Choice
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad:UserWarning"),
+]
 
 Optimizers = Sequence[torch.optim.Optimizer]
 

@@ -23,7 +23,7 @@ CROSSING = (
     "adamw", "accumulating-4", "tied-unclipped", "nesterov",
 )  # fmt: skip
 """Programs that let the next forward begin before all sums are there."""
-STOPPING = ("transformer", "accumulating", "scaled", "tied", "saving", "evaluating")
+STOPPING = ("accumulating", "scaled", "saving", "evaluating", *(("transformer", "tied") if FULL else ()))
 """Programs that need all sums in every step: they clip, or look at everything."""
 SOME = ("conv", "unused", "accumulating-4", "nesterov")
 
