@@ -24,9 +24,9 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 100.0
 
-    def device(self, waits: list[int] | None = None) -> Device:
-        count = None if waits is None else lambda: waits[0]
-        return Device(count, now_s=lambda: self.now_s, sleep=self.pass_by)
+    def device(self, waited: list[float] | None = None) -> Device:
+        until = None if waited is None else lambda: waited[0]
+        return Device(until, now_s=lambda: self.now_s, sleep=self.pass_by)
 
     def pass_by(self, seconds: float) -> None:
         assert seconds > 0
@@ -88,15 +88,15 @@ def test_a_stall_that_the_device_did_not_notice_costs_nothing() -> None:
     assert device.run(1.0) == (101.0, 102.0)
 
 
-def test_waits_that_were_counted_are_stalls() -> None:
-    clock, waits = Clock(), [3]
-    device = clock.device(waits)
+def test_the_clock_goes_on_from_the_end_of_a_wait() -> None:
+    clock, waited = Clock(), [3.0]
+    device = clock.device(waited)
     device.run(1.0)
     clock.now_s += 0.02
     device.run(1.0)
     assert clock.now_s == pytest.approx(102.0)
-    clock.now_s += 0.02
-    waits[0] += 2
+    waited[0] = clock.now_s = clock.now_s + 0.02
+    clock.now_s += 0.01  # an update, say: it is paced already
     device.run(1.0)
     assert clock.now_s == pytest.approx(103.02)
     device.run(1.0)
@@ -198,15 +198,15 @@ def test_a_step_takes_its_time_layer_by_layer() -> None:
 
 
 def test_the_weight_is_waited_for_before_the_device_runs() -> None:
-    clock, waits = Clock(), [0]
-    net = PacedNet(TINY, device=clock.device(waits))
+    clock, waited = Clock(), [0.0]
+    net = PacedNet(TINY, device=clock.device(waited))
     heavy = net.layers["heavy"].weight
 
     class LateWeight(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            if not waits[0] and any(each is heavy for each in args):
+            if not waited[0] and any(each is heavy for each in args):
                 clock.now_s += 5.0
-                waits[0] += 1
+                waited[0] = clock.now_s
             return func(*args, **(kwargs or {}))
 
     with LateWeight():

@@ -36,23 +36,23 @@ class Device:
     """Computes one thing after the other, each for a given time, by its own clock.
 
     The clock moves by what is computed and by nothing else, so errors of sleeping do not add up. It jumps to the present
-    when the device has run dry: `stalled` was called, `waits` has risen, or the program is more than `slack_s` behind,
-    as after a pause.
+    when the device has run dry: `stalled` was called, or the program is more than `slack_s` behind, as after a pause.
+    `waited_until` tells when the program last stopped waiting for the network: the clock goes on from there. What the
+    program does after that, such as updating parameters, is part of what is paced already.
     """
 
     def __init__(
         self,
-        waits: Callable[[], int] | None = None,
+        waited_until: Callable[[], float] | None = None,
         *,
         slack_s: float = 0.05,
         now_s: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._waits = waits
+        self._waited_until = waited_until
         self._slack_s = slack_s
         self._now_s = now_s
         self._sleep = sleep
-        self._waits_seen = 0
         self._clock_s: float | None = None  # None: has never run, or has run dry
         self.behind_s = 0.0
         """The most that the program was behind the device so far, pauses aside: time that the clock has hidden."""
@@ -64,10 +64,10 @@ class Device:
 
     def launch(self, seconds: float) -> tuple[float, float]:
         """Begin to compute for `seconds` after all that was launched before; returns when it begins and ends."""
-        waits = self._waits() if self._waits is not None else 0
-        if waits != self._waits_seen or self._clock_s is None:
-            self._waits_seen = waits
+        if self._clock_s is None:
             self.stalled()
+        elif self._waited_until is not None:
+            self._clock_s = max(self._clock_s, self._waited_until())
         assert self._clock_s is not None, "stalled() sets it"
         behind_s = self._now_s() - self._clock_s
         if behind_s > self._slack_s:
@@ -117,8 +117,8 @@ class PacedNet(nn.Module):
     All nets of one profile and seed start from the same bits, whatever torch's own generator has done.
 
     Args:
-        waits: how often the program has waited for the network so far; None: it calls `device.stalled()` itself.
-        device: another one than a new one with `waits`.
+        waited_until: when the program last stopped waiting for the network; None: it calls `device.stalled()` itself.
+        device: another one than a new one with `waited_until`.
     """
 
     num_inputs = WIDTH
@@ -126,14 +126,14 @@ class PacedNet(nn.Module):
     def __init__(
         self,
         profile: Profile,
-        waits: Callable[[], int] | None = None,
+        waited_until: Callable[[], float] | None = None,
         *,
         seed: int = 1,
         device: Device | None = None,
     ) -> None:
         super().__init__()
         self.profile = profile
-        self.device = device if device is not None else Device(waits)
+        self.device = device if device is not None else Device(waited_until)
         generator = torch.Generator().manual_seed(seed)
         costs = layers_of(profile)
         self.layers = nn.ModuleDict(

@@ -60,11 +60,11 @@ class Pool:
         return self[indices[0]]
 
 
-def make(task: Task, waits: Callable[[], int] | None = None) -> Subject:
+def make(task: Task, waited_until: Callable[[], float] | None = None) -> Subject:
     """The task's model with the same first values in every process.
 
     Args:
-        waits: how often the program has waited for the network so far; None: it says so itself.
+        waited_until: when the program last stopped waiting for the network; None: it says so itself.
 
     Raises:
         ConfigError: the user's function cannot be had, or gives something else.
@@ -72,7 +72,7 @@ def make(task: Task, waits: Callable[[], int] | None = None) -> Subject:
     length = EPOCH_STEPS * task.num_workers
     torch.manual_seed(1)
     if task.compute == "paced":
-        net = PacedNet(chosen_profile(task.model, task.batch), waits=waits)
+        net = PacedNet(chosen_profile(task.model, task.batch), waited_until=waited_until)
         generator = torch.Generator().manual_seed(0)
         batches = [torch.randn(net.num_inputs, generator=generator) for _ in range(POOL)]
         return Subject(net, lambda model, batch: model(batch), Pool(batches, length), paced=net)

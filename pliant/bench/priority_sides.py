@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -20,7 +19,6 @@ from pliant.bench import priority_models as models
 from pliant.bench.networks import as_it_is
 from pliant.bench.priority_models import Subject
 from pliant.bench.priority_worker import Task
-from pliant.errors import ConfigError
 from pliant.train import trace
 
 TIMEOUT_S = 120.0
@@ -104,10 +102,10 @@ class Loop:
         batch = next(self._batches)
         self._optimizer.zero_grad()
         self.subject.loss(self._model, batch).backward()  # type: ignore[no-untyped-call]
+        if self._stalls and self.subject.paced is not None:
+            self.subject.paced.device.stalled()  # before the update, which is part of what is paced
         self._optimizer.step()
         self.num_steps += 1
-        if self._stalls and self.subject.paced is not None:
-            self.subject.paced.device.stalled()
         if self._tells:
             trace.event("step", f"step {self.num_steps}", begin_s)
 
@@ -219,9 +217,8 @@ def _open_ddp(task: Task, rank: int) -> Iterator[Side]:
 def _open_pliant(task: Task, rank: int) -> Iterator[Side]:
     import pliant
 
-    with pliant.join(replicas=task.num_workers, **_sync_of(task)) as job:
-        stats = getattr(job, "sync_stats", None)
-        subject = models.make(task, None if stats is None else lambda: int(stats().waits))
+    with pliant.join(replicas=task.num_workers, sync=task.side, slice_bytes=task.slice_bytes) as job:
+        subject = models.make(task, lambda: job.sync_stats().waited_until_s)
         model, optimizer, loader = job.wrap(
             subject.model,
             optimizer_of(subject.model),
@@ -236,15 +233,4 @@ def _open_pliant(task: Task, rank: int) -> Iterator[Side]:
             for _epoch in job.epochs(MAX_EPOCHS):
                 yield from loader
 
-        facts = dict if stats is None else lambda: dataclasses.asdict(stats())
-        yield Loop(subject, model, optimizer, batches(), stats=facts, stalls=stats is None)
-
-
-def _sync_of(task: Task) -> dict[str, Any]:
-    import pliant
-
-    if "sync" in inspect.signature(pliant.join).parameters:
-        return {"sync": task.side, "slice_bytes": task.slice_bytes}
-    if task.side != "fifo":
-        raise ConfigError(f"sync={task.side!r} is not there yet")
-    return {}
+        yield Loop(subject, model, optimizer, batches(), stats=lambda: dataclasses.asdict(job.sync_stats()))

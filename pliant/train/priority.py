@@ -130,10 +130,13 @@ class Waits:
 
     count: int = 0
     seconds: float = 0.0
+    until_s: float = 0.0
+    """When the last one ended, by time.monotonic()."""
 
-    def add(self, seconds: float) -> None:
+    def add(self, began_s: float, ended_s: float) -> None:
         self.count += 1
-        self.seconds += seconds
+        self.seconds += ended_s - began_s
+        self.until_s = ended_s
 
 
 @dataclass(slots=True, eq=False)
@@ -343,7 +346,7 @@ class Crossing:
         finally:
             if blocked:
                 ended_s = time.monotonic()
-                self.waits.add(ended_s - began_s)
+                self.waits.add(began_s, ended_s)
                 if trace.enabled():
                     trace.event("wait", self.names[awaited.members[0][0]], began_s, ended_s)
         return True

@@ -449,6 +449,7 @@ class Trainer:
             choice.mode,
             waits.count,
             waits.seconds,
+            waits.until_s,
             choice.slice_bytes,
             choice.in_flight_bytes,
             self.tuner.rate,
@@ -489,7 +490,7 @@ class Trainer:
         assert rows is not None, "an all_gather has a result on every rank"
         self._read_rows(rows)
         ended_s = time.monotonic()
-        self.crossing.waits.add(ended_s - began_s)
+        self.crossing.waits.add(began_s, ended_s)
         if trace.enabled():
             trace.event("wait", "all workers", began_s, ended_s)
         if awaited is not None:

@@ -72,6 +72,8 @@ class SyncStats:
     waits: int
     """How often a forward, or a barrier, had to wait for the network."""
     waited_s: float
+    waited_until_s: float
+    """When the last of these waits ended, by time.monotonic()."""
     slice_bytes: int
     in_flight_bytes: int
     rate_bytes_per_s: float
