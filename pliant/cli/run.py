@@ -134,7 +134,8 @@ def run(
         ),
     ] = "",
     copies: Annotated[
-        str, typer.Option("--copies", metavar="N", help="Other workers that keep a replica's context, at least: all do.")
+        str,
+        typer.Option("--copies", metavar="N", help="Other workers that keep a replica's context, at least: all do."),
     ] = "1",
     determinism: Annotated[
         str, typer.Option("--determinism", metavar="D0|D1|D2", help="How far equal bits go; D2: other machines too.")

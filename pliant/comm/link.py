@@ -15,6 +15,7 @@ import contextlib
 import os
 import socket
 import ssl
+import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -37,6 +38,10 @@ BUFFER_BYTES = 64 << 10
 PATIENCE_S = 0.004
 PATIENCE_BYTES = 256 << 10
 _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_TCP_INFO_BYTES = 168
+"""As much of Linux' tcp_info as is looked at: tcpi_min_rtt is at 148, tcpi_delivery_rate at 160."""
+_MIN_RTT, _DELIVERY_RATE = struct.Struct("=I"), struct.Struct("=Q")
+_UNKNOWN = 0xFFFFFFFF
 _FD_BYTES = array.array("i").itemsize
 _NOWHERE = memoryview(bytearray(256 << 10))
 """Where payloads go that nobody wants."""
@@ -111,6 +116,8 @@ class Link:
         self._rate_bytes_per_s = 0.0
         self._low_water = 1
         self._write_bytes = WRITE_BYTES
+        self._buffer_bytes = 0
+        """What the kernel was told to keep at most; 0: nothing."""
         self._patient = self._plain and sock.family in (socket.AF_INET, socket.AF_INET6)
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -122,7 +129,21 @@ class Link:
         self._write_bytes = max(LEAST_WRITE_BYTES, num_bytes)
         lowat = getattr(socket, "TCP_NOTSENT_LOWAT", None)
         if lowat is not None:
-            self.sock.setsockopt(socket.IPPROTO_TCP, lowat, self._write_bytes)
+            self.sock.setsockopt(socket.IPPROTO_TCP, lowat, self._write_bytes // 3)
+
+    def fit_buffer(self) -> None:
+        """Let the kernel keep no more unacknowledged than the path needs: the rest would lie in queues on the way, where
+        no priority reaches it. Called now and then, because the path is found out by sending."""
+        info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        if self.shared or len(info) < _TCP_INFO_BYTES:
+            return
+        (min_rtt_us,), (bytes_per_s,) = _MIN_RTT.unpack_from(info, 148), _DELIVERY_RATE.unpack_from(info, 160)
+        # Four times what is on the path at the rate seen: if it was this buffer that held the rate down, it grows.
+        path_bytes = 0 if min_rtt_us == _UNKNOWN else 4 * bytes_per_s * min_rtt_us // 1_000_000
+        wanted = max(self._write_bytes // 2, path_bytes)
+        if not 0.8 < wanted / max(1, self._buffer_bytes) < 1.25:
+            self._buffer_bytes = wanted
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wanted)
 
     def enter(self, view: int, rank: int, receiver: Receiver) -> None:
         """Go on in another view. Whatever arrives of the old one from now on is no longer the old receiver's."""

@@ -331,6 +331,7 @@ class Reactor:
         remote = [link for link in self.links.values() if not link.shared]
         for link in remote if self._below_bytes else ():
             link.keep_below(self._below_bytes // len(remote))
+            link.fit_buffer()
 
     def _gauge(self, now_s: float) -> None:
         """Note how much has gone out while some link was full: at its begin and end, and now and then between."""
@@ -469,6 +470,8 @@ class Reactor:
         for link in list(self.links.values()):
             if self._is_lost(link):
                 continue
+            if self._below_bytes and not link.shared:
+                link.fit_buffer()
             if now_s - link.last_sent_s > timeout_s / 4:
                 link.say(header(Kind.HEARTBEAT, max(0, link.view)))
                 link.last_sent_s = now_s

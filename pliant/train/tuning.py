@@ -7,6 +7,7 @@ it. None of it changes a bit of the result.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +25,8 @@ MOST_IN_FLIGHT_BYTES = 1 << 20
 BASELINE_BYTES = 4_000_000
 """Arrays of this size and more are cut by the baseline, as MXNet does by default."""
 SLICE_SHARE = 0.01
-"""A slice takes this part of a step's compute on the wire: what is urgent waits for about one of them. More and smaller
-ones cost processor time, fewer and larger ones delay."""
+"""A slice takes this part of a step on the wire: what is urgent waits for about one of them. More and smaller ones cost
+processor time, fewer and larger ones delay."""
 IN_FLIGHT_SHARE = 0.008
 NEWS = 0.2
 """A rate that differs by this much from the one tuned for is worth a change."""
@@ -185,11 +186,10 @@ class Tuner:
             return
         old = self.choice
         self._tuned_for = (self.rate, compute_s)
-        slice_bytes = self._fixed_slice or _rounded(
-            self.rate * compute_s * SLICE_SHARE, LEAST_SLICE_BYTES, MOST_SLICE_BYTES
-        )
+        in_a_step = self.rate * compute_s * max(1.0, self.r)
+        slice_bytes = self._fixed_slice or _rounded(in_a_step * SLICE_SHARE, LEAST_SLICE_BYTES, MOST_SLICE_BYTES)
         in_flight = self._fixed_in_flight or _rounded(
-            self.rate * compute_s * IN_FLIGHT_SHARE, LEAST_IN_FLIGHT_BYTES, MOST_IN_FLIGHT_BYTES
+            in_a_step * IN_FLIGHT_SHARE, LEAST_IN_FLIGHT_BYTES, MOST_IN_FLIGHT_BYTES
         )
         self.choice = replace(old, slice_bytes=slice_bytes, in_flight_bytes=in_flight)
         if self.choice != old and old.mode != "fifo" and self._decides:
@@ -218,5 +218,6 @@ class Tuner:
 
 
 def _rounded(num_bytes: float, least: int, most: int) -> int:
-    """To whole kibibytes within bounds."""
-    return int(min(most, max(least, num_bytes))) >> 10 << 10
+    """To one of a few sizes within bounds: each size that was used leaves its plans behind."""
+    steps = round(2 * math.log2(max(1.0, num_bytes)))
+    return int(min(most, max(least, 2 ** (steps / 2)))) >> 10 << 10
