@@ -19,7 +19,7 @@ from pliant.comm import order
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.comm.slices import Portion
-from pliant.errors import CommError, TrainError, Unsliceable
+from pliant.errors import TrainError, Unsliceable
 from pliant.train import notify_pull
 from pliant.train.buckets import Item, Layout, first_layout, rebuilt_layout
 from pliant.train.priority import Awaited, Pending
@@ -134,6 +134,8 @@ class Gradients:
         self._used: torch.Tensor | None = None
         self._used_handle: Handle | None = None
         self._expecting = self._queued = False
+        self._halted = False
+        """Whether the step does not count any more: its memory may still be read by others, and is left alone."""
         self._resting = True
         """Whether no replica has its turn: what the program differentiates now is its own affair."""
         self._side: torch.cuda.Stream | None = None
@@ -177,8 +179,10 @@ class Gradients:
             # A worker that was given up for its silence, and is only stopped, would finish its part of a sum of
             # the old view when it goes on: into this memory, which must therefore never be used again.
             self._buried.append((self._engine, self._buckets))
+        if self._side is not None:
+            self._side.synchronize()  # before the memory that is being copied to is given away
         self._engine, self._blocks = engine, tuple(blocks)
-        self._expecting = False
+        self._expecting = self._halted = False
         self._buckets, self._runs = [], []
 
     def _allocate(self) -> None:
@@ -267,6 +271,10 @@ class Gradients:
         if self._find_unused and self.sums and slot == 0:
             self._used = torch.zeros(len(self.parameters), dtype=torch.uint8)
 
+    def halt(self) -> None:
+        """The step is torn: catch nothing until there is another view."""
+        self._halted = True
+
     def rest(self) -> None:
         """No replica has its turn."""
         self._resting = True
@@ -283,7 +291,7 @@ class Gradients:
                 f"{self.names[index]!r} got a gradient, but its last update was still under way when it was used: something "
                 "(compiled or scripted code?) uses it where torch's Python functions do not see it. Use sync='fifo'"
             )
-        if self.no_sync or self._resting:
+        if self.no_sync or self._resting or self._halted:
             return
         if not self._queued:
             self._begin_backward(index)
@@ -320,26 +328,11 @@ class Gradients:
             copied = self._send_off_run(run)
             if self._is_last:
                 assert self._engine is not None
-                run.handle = self._engine.after(copied, partial(self._submit_run, run), run.name)
+                submit = partial(_submit_run, self._engine, self._blocks, self._way, run)
+                run.handle = self._engine.after(copied, submit, run.name)
         elif self._is_last:
-            run.handle = self._submit_run(run)
-
-    def _submit_run(self, run: Run) -> Handle:
-        assert self._engine is not None
-        plain = len(run.parts) == 1 and max(self._blocks) == 1
-        if self._way.mode == "baseline":
-            if not plain:
-                raise TrainError("sync='baseline' takes one replica per worker: start as many workers as replicas")
-            return notify_pull.all_reduce(self._engine, run.name, run.total, run.portion)
-        return self._engine.all_reduce(
-            run.name,
-            run.total,
-            priority=run.priority,
-            portion=run.portion,
-            prompt=True,
-            contributions=None if plain else run.parts,
-            parts=None if plain else self._blocks,
-        )
+            assert self._engine is not None
+            run.handle = _submit_run(self._engine, self._blocks, self._way, run)
 
     def _begin_backward(self, index: int) -> None:
         if not self._expecting:
@@ -445,13 +438,13 @@ class Gradients:
 
     def wait(self) -> None:
         """Put the sums into `.grad`. Raises CommError if they cannot be had."""
-        try:
-            self._await_sums()
-        except CommError:
-            for parameter in self.parameters:
-                if parameter.grad is None:  # the program's own code may touch it before the step is dropped
-                    parameter.grad = torch.zeros_like(parameter)
-            raise
+        self._await_sums()
+
+    def fill_in(self) -> None:
+        """The step is torn, but the program's own code may touch gradients before its next batch."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _await_sums(self) -> None:
         if self._on_device and len(self._blocks) > 1:
@@ -583,6 +576,24 @@ class Gradients:
             bucket.sums = torch._utils._unflatten_dense_tensors(flat, bucket.parameters)  # type: ignore[no-untyped-call]
         else:
             bucket.sums = bucket.cut(flat)
+
+
+def _submit_run(engine: Engine, blocks: tuple[int, ...], way: Choice, run: Run) -> Handle:
+    """Have a unit summed. (A function: on CUDA it is called later, when there may be another view already.)"""
+    plain = len(run.parts) == 1 and max(blocks) == 1
+    if way.mode == "baseline":
+        if not plain:
+            raise TrainError("sync='baseline' takes one replica per worker: start as many workers as replicas")
+        return notify_pull.all_reduce(engine, run.name, run.total, run.portion)
+    return engine.all_reduce(
+        run.name,
+        run.total,
+        priority=run.priority,
+        portion=run.portion,
+        prompt=True,
+        contributions=None if plain else run.parts,
+        parts=None if plain else blocks,
+    )
 
 
 def _cut(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:

@@ -40,6 +40,8 @@ def patch_optimizer(
         turn = trainer.turn
         if turn is None:
             return original(**kwargs)
+        if trainer.torn is not None:
+            return None
         if not turn.done:
             raise TrainError(
                 "optimizer.step() before the gradients of this replica are complete: call backward() on a loss of "

@@ -191,8 +191,19 @@ class Job:
 
     @property
     def committing(self) -> bool:
-        """Whether what shall happen once per step may happen now: in the last turn, after backward."""
-        return self._trainer is None or self._trainer.may_commit
+        """Whether what shall happen once per step may happen now: in the last turn, after backward.
+
+        With priority sync, asking waits for all sums of the step: a program that asks is about to use them.
+        """
+        trainer = self._trainer
+        if trainer is None:
+            return True
+        if trainer.may_commit and trainer.crossing.is_open:
+            trainer.crossing.tell(
+                "sync: the program asks job.committing, which waits for all sums: priority cannot help"
+            )
+            trainer.finish_sums()
+        return trainer.may_commit
 
     def sync_stats(self) -> tuning.SyncStats:
         """How the sums travel now, and what the network has cost so far."""
@@ -258,7 +269,13 @@ class Job:
             on_backward=self._backward_over,
             before_backward=lambda: crossing.leftover(),
         )
-        crossing = Crossing(gradients.parameters, gradients.names, can_undo=self._member.elastic, say=self._say_first)
+        crossing = Crossing(
+            gradients.parameters,
+            gradients.names,
+            can_undo=self._member.elastic,
+            say=self._say_first,
+            optimizers=optimizers,
+        )
         keeps_layout = self._level != "D0"
         trainer = Trainer(
             self._member,
@@ -394,6 +411,10 @@ class Job:
             self._writer = None
         if self._gradients is not None:
             self._gradients.close()
+        if self._trainer is not None:
+            with contextlib.suppress(CommError):
+                if not self._trainer.finish_sums():
+                    self._trainer.take_back()
         self._stack.close()
 
     def __enter__(self) -> Job:

@@ -15,6 +15,7 @@ import torch
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.comm.slices import Portion, even_partition
+from pliant.errors import CommError
 
 
 def all_reduce(engine: Engine, name: str, tensor: torch.Tensor, portion: Portion) -> Handle:
@@ -72,9 +73,14 @@ class _Sum:
         if heard_all:
             for part, (begin, end) in enumerate(self.ranges):
                 owner = self._owners[part]
-                if owner != self._engine.rank:
+                if owner == self._engine.rank:
+                    continue
+                try:
                     pulled = self._engine.request(owner, f"{self._name}/{part}", self._tensor[begin:end])
-                    pulled.then(partial(self._got, pulled))
+                except CommError as error:  # this is the engine's thread: nobody else would hear of it
+                    self.handle.fail(error)
+                    return
+                pulled.then(partial(self._got, pulled))
 
     def _got(self, pulled: Handle) -> None:
         if self._failed(pulled):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import threading
 import time
 from collections import defaultdict
@@ -31,6 +32,7 @@ from pliant.train import trace
 
 _Tensor: Any = torch.Tensor
 _optimizers: Any = importlib.import_module("torch.optim.optimizer")  # torch hides it behind a name of its own
+_READ_GRADIENT = _Tensor.grad.__get__
 TOGETHER = 16
 """So many parameters are updated at once, if they may have to be put back."""
 _METADATA = frozenset(
@@ -62,6 +64,9 @@ class Pending(Parameter):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func == _READ_GRADIENT and isinstance(args[0], Pending) and id(args[0]) in _pending:
+            crossing, index = _pending[id(args[0])]
+            crossing.gradient_is_read(index)
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -120,8 +125,7 @@ class Before:
 
     parameter: Parameter
     values: torch.Tensor
-    optimizer: torch.optim.Optimizer
-    state: dict[str, Any] | None
+    states: list[tuple[torch.optim.Optimizer, dict[str, Any] | None]]
 
 
 @dataclass(slots=True)
@@ -148,6 +152,7 @@ class Crossing:
     can_undo: bool
     """Whether a step may have to be taken back: its parameters are then kept until all of its sums are here."""
     say: Callable[[str], None]
+    optimizers: Sequence[torch.optim.Optimizer] = ()
     on_lost: Callable[[CommError], None] = lambda _: None
     """Told when a sum will never come; returns if the step can be done again."""
     on_whole: Callable[[], None] = lambda: None
@@ -165,6 +170,8 @@ class Crossing:
     """The sums that may not be here yet, the last one wanted at the end."""
     _before: list[Before] = field(default_factory=list)
     _calls: list[Deferred] = field(default_factory=list)
+    _options: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = field(default_factory=list)
+    """Of all groups, when backward was over."""
     _observing: bool = False
     _crossing: bool = False
     _is_updating: bool = False
@@ -200,6 +207,10 @@ class Crossing:
         self._before.clear()
         self._calls.clear()
         self._crossing = True
+        if self.can_undo:
+            self._options = [
+                (optimizer, [_options(group) for group in optimizer.param_groups]) for optimizer in self.optimizers
+            ]
 
     def _suspend(self, index: int) -> None:
         parameter = self.parameters[index]
@@ -213,36 +224,37 @@ class Crossing:
 
     def step(self, optimizer: torch.optim.Optimizer, original: Callable[..., Any], **kwargs: Any) -> Any:
         """`optimizer.step()`: now for the parameters whose sums were waited for, for the others when they are used."""
-        groups = optimizer.param_groups
-        if any(id(self.parameters[index]) in _members(optimizer) for index in self._deferred):
+        members = _members(optimizer)
+        if any(id(self.parameters[index]) in members for index in self._deferred):
             self.flush()  # a second step, before the first is done
-        number = {id(self.parameters[index]): index for index in self._awaited}
-        waiting = sum(id(parameter) in number for group in groups for parameter in group["params"])
+        waiting = any(id(self.parameters[index]) in members for index in self._awaited)
         if waiting and (reason := _inseparable(optimizer)):
             self.tell(f"sync: {reason}: all sums are waited for before its step, so priority cannot help")
             self.flush()
             return original(**kwargs)
         if not waiting:
-            if _members(optimizer) & {id(parameter) for parameter in self.parameters}:
+            if members & {id(parameter) for parameter in self.parameters}:
                 self.tell(
                     "sync: gradients were used between backward and the optimizer's step (clipping, inf checks, ...): that "
                     "needs all sums, so there is a barrier in every step and priority cannot help"
                 )
             return original(**kwargs)
-        call = Deferred(optimizer, [_options(group) for group in groups])
+        call = Deferred(optimizer, [_options(group) for group in optimizer.param_groups])
         self._calls.append(call)
-        at_once: list[dict[str, Any]] = []
-        for place, group in enumerate(groups):
-            rest = []
-            for parameter in group["params"]:
-                index = number.get(id(parameter))
-                if index is None:
-                    rest.append(parameter)
-                else:
-                    self._deferred[index] = (call, place)
-            at_once.append({**group, "params": rest})
+        at_once, later = self._split(optimizer)
+        self._deferred |= {index: (call, place) for index, place in later.items()}
         with self._updating():
             return _with_groups(optimizer, at_once, lambda: original(**kwargs))
+
+    def _split(self, optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[int, int]]:
+        """The optimizer's groups without the parameters that are under way, and the group of each of those."""
+        number = {id(self.parameters[index]): index for index in self._awaited}
+        at_once: list[dict[str, Any]] = []
+        later: dict[int, int] = {}
+        for place, group in enumerate(optimizer.param_groups):
+            at_once.append({**group, "params": [each for each in group["params"] if id(each) not in number]})
+            later |= {number[id(each)]: place for each in group["params"] if id(each) in number}
+        return at_once, later
 
     @contextlib.contextmanager
     def _updating(self) -> Iterator[None]:
@@ -260,21 +272,11 @@ class Crossing:
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, original: Callable[..., Any], set_to_none: bool) -> None:
         """`optimizer.zero_grad()`: for parameters that are still to be updated, right after that."""
-        if any(
-            id(self.parameters[index]) in _members(optimizer) for index in self._awaited if index not in self._deferred
-        ):
+        at_once, later = self._split(optimizer)
+        if any(index not in self._deferred for index in later):
             self.flush()  # cleared before the step: the program means it
-        at_once = []
-        number = {id(self.parameters[index]): index for index in self._awaited}
-        for group in optimizer.param_groups:
-            rest = []
-            for parameter in group["params"]:
-                index = number.get(id(parameter))
-                if index is None:
-                    rest.append(parameter)
-                else:
-                    self._zeroed[index] = set_to_none
-            at_once.append({**group, "params": rest})
+            at_once, later = self._split(optimizer)
+        self._zeroed |= dict.fromkeys(later, set_to_none)
         _with_groups(optimizer, at_once, lambda: original(set_to_none=set_to_none))
 
     # --- uses ---
@@ -293,6 +295,14 @@ class Crossing:
                 self._take_in(list(self._awaited) if whole else self._arrived(awaited), whole)
                 if not self._awaited:
                     self._close()
+
+    def gradient_is_read(self, index: int) -> None:
+        """Nothing wrong with that, but after the step it is probably meant otherwise."""
+        if index in self._deferred:
+            self.tell(
+                "sync: gradients are read after the optimizer's step, which waits for all sums, so priority cannot help: to "
+                "clear them, use optimizer.zero_grad() instead of model.zero_grad()"
+            )
 
     def _arrived(self, first: Awaited) -> list[int]:
         """The parameters of `first`, and of others that are used soon and here already: an optimizer's call has its price.
@@ -361,10 +371,9 @@ class Crossing:
         """The sums of these are here: make them the gradients, and do what was put off."""
         began_s = time.monotonic()
         by_call: dict[int, tuple[Deferred, list[list[Parameter]]]] = {}
-        with torch._C.DisableTorchFunctionSubclass(), self._updating():
+        with torch._C.DisableTorchFunctionSubclass(), self._updating(), _plain_modes():
             for index in indices:
                 parameter = self.parameters[index]
-                del self._awaited[index]
                 self._release(index)
                 if (total := self._sums[index]) is not None:
                     parameter.grad = total.to(parameter.device, non_blocking=True)
@@ -373,13 +382,18 @@ class Crossing:
                     call, place = deferred
                     groups = by_call.setdefault(id(call), (call, [[] for _ in call.options]))[1]
                     groups[place].append(parameter)
-                    if self.can_undo and not whole:
-                        self._keep(parameter, call.optimizer)
-            for call, groups in by_call.values():
-                given = [{**options, "params": group} for options, group in zip(call.options, groups, strict=True)]
-                _with_groups(call.optimizer, given, lambda call=call: _bare_step(call.optimizer))  # type: ignore[misc]
+                if self.can_undo and not whole:
+                    self._keep(parameter)
+            try:
+                for call, groups in by_call.values():
+                    given = [{**options, "params": group} for options, group in zip(call.options, groups, strict=True)]
+                    _with_groups(call.optimizer, given, lambda call=call: _bare_step(call.optimizer))  # type: ignore[misc]
+            except BaseException:
+                for index in indices:
+                    self._suspend(index)  # not updated: whoever uses it next tries again
+                raise
             for index in indices:
-                del self._sums[index]
+                del self._awaited[index], self._sums[index]
                 if self._deferred.pop(index, None) is not None and index in self._zeroed:
                     self._clear(self.parameters[index], self._zeroed.pop(index))
         if by_call and trace.enabled():
@@ -396,23 +410,30 @@ class Crossing:
         self._before.clear()
         self._calls.clear()
         self._zeroed.clear()
+        self._options.clear()
         self.on_whole()
 
     # --- a step that does not count ---
 
-    def _keep(self, parameter: Parameter, optimizer: torch.optim.Optimizer) -> None:
-        state = optimizer.state.get(parameter)
-        kept = None if state is None else {
-            name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()
-        }  # fmt: skip
-        self._before.append(Before(parameter, parameter.detach().clone(), optimizer, kept))
+    def _keep(self, parameter: Parameter) -> None:
+        """As it is, with whatever optimizers know of it: it may be updated at once, or by the program itself."""
+        states = []
+        for optimizer in self.optimizers:
+            state = optimizer.state.get(parameter)
+            kept = None if state is None else {
+                name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()
+            }  # fmt: skip
+            states.append((optimizer, kept))
+        self._before.append(Before(parameter, parameter.detach().clone(), states))
 
     def _give_up(self) -> None:
         """Sums are missing for good: what the program does until its next batch does not count."""
         for index in list(self._awaited):
             self._release(index)
             parameter = self.parameters[index]
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass(), self._updating(), _plain_modes():
+                if self.can_undo:
+                    self._keep(parameter)  # the program may change it yet
                 if parameter.grad is None and index not in self._zeroed:
                     parameter.grad = torch.zeros_like(parameter)  # the program's own code may touch it
         self._awaited.clear()
@@ -427,22 +448,36 @@ class Crossing:
         with torch.no_grad(), self._updating():
             for before in reversed(self._before):
                 before.parameter.copy_(before.values)
-                if before.state is None:
-                    before.optimizer.state.pop(before.parameter, None)
-                else:
-                    before.optimizer.state[before.parameter] = before.state
-        for call in self._calls:
-            for group, options in zip(call.optimizer.param_groups, call.options, strict=True):
+                for optimizer, state in before.states:
+                    if state is None:
+                        optimizer.state.pop(before.parameter, None)
+                    else:
+                        optimizer.state[before.parameter] = state
+        for optimizer, groups in self._options:
+            for group, options in zip(optimizer.param_groups, groups, strict=True):
                 group.update(options)
         self._open.clear()
         self._before.clear()
         self._calls.clear()
+        self._options.clear()
 
     def tell(self, text: str) -> None:
         """Say it, once."""
         if text not in self._told:
             self._told.add(text)
             self.say(text)
+
+
+@contextlib.contextmanager
+def _plain_modes() -> Iterator[None]:
+    """What happens to be the mode of whoever uses a parameter first is none of the optimizer's business."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
@@ -601,7 +636,16 @@ def hidden_uses(model: torch.nn.Module) -> str:
             return f"{name or 'the model'} is scripted ({kind})"
         if getattr(module, "_compiled_call_impl", None) is not None or kind == "OptimizedModule":
             return f"{name or 'the model'} is compiled"
+    runs: list[tuple[int, int, str]] = []
     for name, parameter in model.named_parameters():
         if type(parameter) not in (Parameter, Pending):
             return f"{name} is a {type(parameter).__name__}, not a plain Parameter"
+        if parameter.numel() and parameter.device.type != "meta":
+            last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            begin = parameter.data_ptr()
+            runs.append((begin, begin + (last + 1) * parameter.element_size(), name))
+    runs.sort()
+    for (_, end, name), (begin, _, other) in itertools.pairwise(runs):
+        if begin < end:
+            return f"{name} and {other} share memory"
     return ""

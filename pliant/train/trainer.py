@@ -179,6 +179,8 @@ class Trainer:
         self._way = Choice()
         """How this step's sums travel."""
         self._next_way: Choice | None = None
+        self._in_flight_bytes = 0
+        """What the connections were told last."""
         self._undo: Undo | None = None
         self._tracked_before: dict[str, tuple[Any, dict[str, Any]]] = {}
         self._measuring = Measuring()
@@ -222,7 +224,7 @@ class Trainer:
         self.gradients.arrange(engine, self._blocks)
         self.torn, self.switch_to, self._needs_hosting = None, None, True
         self._next_way = None
-        self._measuring = Measuring()
+        self._measuring = Measuring(pressure=engine.pressure(), sent_bytes=engine.wire_bytes)
         self.watch()
         self._forget_step()
 
@@ -273,10 +275,11 @@ class Trainer:
             # The program leaves its loop early: a step that is complete counts.
             if self.turn is not None and self.turn.is_last and self.turn.done and self.torn is None:
                 self._end_step()
-            self.finish_sums()
             raise
         finally:
             self.turn = None
+            if not self.finish_sums():
+                self.take_back()
             self._come_to_rest()
 
     def _begin_step(self, epoch: int) -> bool:
@@ -285,7 +288,7 @@ class Trainer:
             if self.switch_to is not None:
                 self.finish_sums()
             if self.torn is not None:
-                self._take_back()
+                self.take_back()
             if self.torn is not None or self.switch_to is not None:
                 self.settle()
             if self.progress.epoch != epoch:
@@ -313,7 +316,8 @@ class Trainer:
         way = self._next_way
         if way is None and self.tuner.may_cross and self.engine.size > 1:
             self.crossing.observe()
-        if way is not None and way.in_flight_bytes != self._way.in_flight_bytes:
+        if way is not None and way.in_flight_bytes != self._in_flight_bytes:
+            self._in_flight_bytes = way.in_flight_bytes
             self.engine.keep_below(way.in_flight_bytes)
         self._way = way or Choice()
         self.gradients.travel(self._way, self.crossing.order)
@@ -328,14 +332,14 @@ class Trainer:
         self._undo = None
         self._tracked_before.clear()
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
         """A step was torn. If the one before it was not whole either, that one does not count as well."""
         self._begun = self.progress.step + 1
         if self._undo is not None:
             undo, self._undo = self._undo, None
             self.progress, self.contexts, self.first_buffers = undo.progress, undo.contexts, undo.first_buffers
-            for thing, state in self._tracked_before.values():
-                thing.load_state_dict(state)
+        for thing, state in self._tracked_before.values():
+            thing.load_state_dict(state)
         self._tracked_before.clear()
         self.crossing.take_back()
 
@@ -366,7 +370,7 @@ class Trainer:
         rng.restore(context.random, self.parts.device)
         self._load_buffers(context)
         self.gradients.begin_turn(slot)
-        while not turn.done:
+        while not turn.done and self.torn is None:
             try:
                 batch = self.parts.feeder.next(replica)
             except StopIteration:
@@ -390,7 +394,7 @@ class Trainer:
     def may_commit(self) -> bool:
         """Whether what the program does once per step (optimizer, scheduler, ...) shall be done now."""
         if self.turn is None:
-            return not self.catching_up
+            return not self.catching_up and self.torn is None
         return self.turn.is_last and self.turn.done and self.torn is None
 
     def turn_over(self) -> None:
@@ -411,6 +415,7 @@ class Trainer:
             try:
                 self._exchange()
             except CommError as error:
+                self.gradients.fill_in()
                 self.tear(error)
 
     def tear(self, error: CommError) -> None:
@@ -418,6 +423,7 @@ class Trainer:
         if not self._member.elastic or not isinstance(error, WorkerLost | ViewChanged | EngineClosed):
             raise error  # no other roll would come of it
         log.debug("step %d is torn: %s", self.progress.step, error)
+        self.gradients.halt()
         self.torn, self.torn_s = error, time.monotonic()
 
     # --- figures ---
@@ -427,10 +433,7 @@ class Trainer:
         measuring, now_s = self._measuring, time.monotonic()
         sent, pressure = self.engine.wire_bytes, self.engine.pressure()
         measuring.last = Measured(
-            now_s - measuring.began_s,
-            measuring.compute_s,
-            sent - measuring.sent_bytes,
-            pressure.rate_since(measuring.pressure),
+            measuring.compute_s, sent - measuring.sent_bytes, pressure.rate_since(measuring.pressure)
         )
         if trace.enabled():
             trace.event("step", f"step {self.progress.step - 1}", measuring.began_s or now_s, now_s)

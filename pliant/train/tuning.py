@@ -40,7 +40,7 @@ PROBE_STEPS = 3
 """So many steps are measured before `auto` says anything."""
 
 MOST = 1 << 30
-_WIRE = struct.Struct("<BIIdddd")
+_WIRE = struct.Struct("<BIIddd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,6 @@ class Choice:
 class Measured:
     """One worker's last step."""
 
-    step_s: float = 0.0
     compute_s: float = 0.0
     """Without what it waited for the network."""
     sent_bytes: float = 0.0
@@ -92,7 +91,6 @@ def pack(choice: Choice, measured: Measured) -> bytes:
         MODES.index(choice.mode),
         choice.slice_bytes,
         choice.in_flight_bytes,
-        measured.step_s,
         measured.compute_s,
         measured.sent_bytes,
         measured.rate,
@@ -153,6 +151,8 @@ class Tuner:
 
         Only the one that `decides` has anything to say about it.
         """
+        if not any(measured.compute_s for measured in steps):
+            return self.choice  # a view's first step: nobody has measured anything
         self._steps += 1
         self._decides = decides
         compute_s = max(measured.compute_s for measured in steps)

@@ -115,7 +115,7 @@ def wavering() -> Iterator[None]:
 
     def learn(self: tuning.Tuner, steps: Sequence[tuning.Measured], **kwargs: Any) -> tuning.Choice:
         r = 1.0 if self._steps // 3 % 2 else 0.1
-        measured = [tuning.Measured(1.0, 0.5, r * 0.5 * 4e6, 4e6) for _ in steps]
+        measured = [tuning.Measured(0.5, r * 0.5 * 4e6, 4e6) for _ in steps]
         return original(self, measured, **kwargs)
 
     with mock.patch.object(tuning.Tuner, "learn", learn):

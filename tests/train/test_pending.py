@@ -123,13 +123,15 @@ class Loop:
             before_backward=lambda: self.crossing.leftover(),
         )
         self.gradients.arrange(self.network, (1, 1))  # type: ignore[arg-type]
-        self.crossing = Crossing(self.gradients.parameters, self.gradients.names, can_undo, self.said.append)
+        self.crossing = Crossing(
+            self.gradients.parameters, self.gradients.names, can_undo, self.said.append, optimizers=optimizers
+        )
         self.crossing.on_lost = self.lost.append
         gate_evaluation(model, self.crossing)
         self.whole = 0
         self.crossing.on_whole = self._whole
         self.turn = Turn(0, 0, True)
-        self.may_commit = True
+        self.may_commit, self.torn = True, None
         self.way = Choice()
         for optimizer in optimizers:
             guards.patch_optimizer(optimizer, lambda: self, lambda: self)  # type: ignore[arg-type, return-value]
