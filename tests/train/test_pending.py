@@ -756,6 +756,69 @@ def test_the_first_update_of_all_is_taken_back() -> None:
     assert not mine[0].state
 
 
+def test_what_was_updated_at_once_is_taken_back_too() -> None:
+    """A gradient that was looked at before the step is summed by then, so its parameter is updated in the step itself."""
+    loop, mine, _, _ = _pair(can_undo=True)
+    _train(loop, loop.model, mine, _zoo_loss)
+    loop.finish_sums()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(mine[0], 0.5)
+    before = _state(loop.model, mine)
+    loop.begin()
+    _zoo_loss(loop.model).backward()  # type: ignore[no-untyped-call]
+    assert loop.model.scale.grad is not None
+    loop.model.last.bias.data.mul_(2)  # type: ignore[union-attr, operator]
+    scheduler.step()  # before the step, as programs of old do
+    mine[0].step()
+    assert len(_changed(loop.model, before)) >= 2
+    loop.network.broken = True
+    loop.model(WORDS)
+    loop.model.embedding.weight.data.zero_()  # type: ignore[union-attr, operator]  # in the pass that does not count
+    loop.crossing.take_back()
+    assert _same(_state(loop.model, mine), before)
+
+
+def test_an_update_knows_nothing_of_the_mode_it_happens_in() -> None:
+    def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(model.parameters(), lr=0.01)  # multiplies matrices
+
+    loop, mine, plain, theirs = _under_way(adafactor)
+    with torch.autocast("cpu", torch.bfloat16):
+        loop.model.last(X)  # type: ignore[operator]
+    loop.finish_sums()
+    assert _same(_state(loop.model, mine), _state(plain, theirs))
+    _train(loop, loop.model, mine, _zoo_loss)
+    _train(None, plain, theirs, _zoo_loss)
+    with torch.inference_mode():
+        loop.model(WORDS)
+    _train(loop, loop.model, mine, _zoo_loss)
+    _train(None, plain, theirs, _zoo_loss)
+    loop.finish_sums()
+    assert _same(_state(loop.model, mine), _state(plain, theirs))
+
+
+def test_parameters_that_share_memory_are_found() -> None:
+    pair = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    pair[1].weight = nn.Parameter(pair[0].weight.data)
+    assert "0.weight and 1.weight share memory" in hidden_uses(pair)
+
+
+def test_an_update_that_fails_is_tried_again() -> None:
+    loop, mine, plain, theirs = _under_way()
+    original = torch.optim.Adam._init_group
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    torch.optim.Adam._init_group = fail  # type: ignore[assignment, method-assign]
+    try:
+        with pytest.raises(MemoryError):
+            loop.model(WORDS)
+    finally:
+        torch.optim.Adam._init_group = original  # type: ignore[method-assign]
+    loop.finish_sums()
+    assert _same(_state(loop.model, mine), _state(plain, theirs))
+
+
 def test_what_is_whole_is_not_taken_back() -> None:
     loop, mine, plain, theirs = _under_way(can_undo=True)
     loop.model(WORDS)
