@@ -116,6 +116,8 @@ class Link:
         self._rate_bytes_per_s = 0.0
         self._low_water = 1
         self._write_bytes = WRITE_BYTES
+        self._blocked_bytes = 0
+        """How much TLS was given when it could not write it; 0: it could."""
         self._buffer_bytes = 0
         """What the kernel was told to keep at most; 0: nothing."""
         self._patient = self._plain and sock.family in (socket.AF_INET, socket.AF_INET6)
@@ -128,7 +130,7 @@ class Link:
         """Hand the kernel at most about this much at a time: what has left the priority queue cannot be overtaken."""
         self._write_bytes = max(LEAST_WRITE_BYTES, num_bytes)
         lowat = getattr(socket, "TCP_NOTSENT_LOWAT", None)
-        if lowat is not None:
+        if lowat is not None and self.sock.family in (socket.AF_INET, socket.AF_INET6):
             self.sock.setsockopt(socket.IPPROTO_TCP, lowat, self._write_bytes // 3)
 
     def fit_buffer(self) -> None:
@@ -226,7 +228,7 @@ class Link:
 
     def _write(self) -> int:
         if not self._plain:
-            return self.sock.send(self._current[0][0][: self._write_bytes])
+            return self._write_tls(self._current[0][0])
         if self._current_bytes <= self._write_bytes:
             ready = [view for view, _ in self._current]
         else:
@@ -242,6 +244,14 @@ class Link:
             self._current_fds = []
             return sent
         return self.sock.sendmsg(ready)
+
+    def _write_tls(self, view: memoryview) -> int:
+        # A write that blocked must be tried again with no less: part of it may be encrypted already.
+        length = min(len(view), max(self._write_bytes, self._blocked_bytes))
+        self._blocked_bytes = length
+        sent = self.sock.send(view[:length])
+        self._blocked_bytes = 0
+        return sent
 
     def _advance(self, sent: int) -> None:
         current = self._current

@@ -206,6 +206,27 @@ def test_what_tls_has_already_decrypted_is_not_left_lying(
     link.close()
 
 
+def test_a_blocked_write_is_tried_again_in_full_though_less_may_be_written_at_once_now(
+    certificates: list[tuple[str, str]],
+) -> None:
+    """OpenSSL calls it a bad retry otherwise, and the connection is gone."""
+    ends = tls_pair(certificates[0])
+    ear = Ear()
+    sender, receiver = (Link(0, Worker("127.0.0.1", 1), end, shared=False, receiver=ear) for end in ends)
+    payload = memoryview(bytes(4 << 20))
+    sender.send(0, header(Kind.BCAST, 0, seq=5, length=len(payload)), [payload], None)
+    for _ in range(100):  # until nothing fits any more
+        assert sender.flush(0.0)
+    sender.keep_below(8 << 10)
+    while sender.flush(0.0):
+        receiver.read(0.0)
+    while not ear.heard:
+        receiver.read(0.0)
+    assert ear.heard == [(Kind.BCAST, 5)]
+    sender.close()
+    receiver.close()
+
+
 class Ear:
     """Writes down what a link delivers."""
 
