@@ -14,14 +14,15 @@ import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from operator import is_
 
 import torch
 
 from pliant.cluster import View
 from pliant.comm import wire
-from pliant.comm.kernels import Recipe, Scratch, dtype_of
+from pliant.comm.kernels import Recipe, Reducer, Scratch, dtype_of
 from pliant.comm.link import Link, header
-from pliant.comm.operation import ARRIVED, Again, Known, Operation, Span, bytes_of
+from pliant.comm.operation import ARRIVED, Again, Folded, Known, Landing, LandingKey, Operation, Span
 from pliant.comm.plan import Channel, Spec, Step
 from pliant.comm.reach import Reach
 from pliant.comm.requests import Requests
@@ -33,6 +34,9 @@ from pliant.comm.wire import Frame, Kind
 from pliant.errors import CommError, Mismatch, ViewChanged, WorkerLost
 
 log = logging.getLogger(__name__)
+
+LANDING_BYTES = 256 << 20
+"""At most this much memory for operands is kept from step to step."""
 
 
 class Core:
@@ -77,7 +81,11 @@ class Core:
         self._offers: defaultdict[Link, bytearray] = defaultdict(bytearray)
         self._done: defaultdict[Link, bytearray] = defaultdict(bytearray)
         self._early_offers: dict[int, list[tuple[Link, Known, int, int]]] = {}
-        self._arriving: dict[Link, tuple[Operation | None, torch.Tensor | None]] = {}
+        self._arriving: dict[Link, Operation | Landing | None] = {}
+        """Where the payload of each link goes: to a collective's result, or where operands land; None: nowhere any more."""
+        self._landings: dict[LandingKey, Landing] = {}
+        """Not in use now."""
+        self._landing_bytes = 0
         self._submitted: dict[int, int] = {}
         self._buried: deque[tuple[object, ...]] = deque(maxlen=4096)
         """Memory of failed collectives: a peer that has not heard of the failure may still write to it."""
@@ -367,24 +375,28 @@ class Core:
                 step = operation.program.plan.steps[frame[6]]
                 place = operation.out.bytes(step.begin - operation.base, step.end - operation.base)
                 if len(place) == length:
-                    self._arriving[link] = (operation, None)
+                    self._arriving[link] = operation
                     return place
-        scratch = self.memory.empty(length, torch.uint8)
-        self._arriving[link] = (None, scratch)
-        return bytes_of(scratch)
+        landing = self._landings.pop((link.rank, frame[4], frame[6], length), None)
+        if landing is None:
+            landing = Landing(self.memory.empty(length, torch.uint8))
+        else:
+            self._landing_bytes -= length
+        self._arriving[link] = landing
+        return landing.bytes
 
     def on_bulk(self, link: Link, frame: Frame) -> None:
         link.ingress_bytes += frame[8]
         if frame[0] == Kind.TELL:
             self.requests.on_told(link, frame)
             return
-        operation, scratch = self._arriving.pop(link)
-        if operation is not None:
-            self._on_result(operation, frame[6])
-        elif scratch is not None and frame[0] == Kind.BCAST:
-            self._match(link, frame[4], frame[5], lambda op: self._on_early_result(op, frame[6], scratch))
-        elif scratch is not None:
-            self._match(link, frame[4], frame[5], lambda op: self._on_operands(op, link, frame[6], scratch))
+        place = self._arriving.pop(link)
+        if isinstance(place, Operation):
+            self._on_result(place, frame[6])
+        elif place is not None and frame[0] == Kind.BCAST:
+            self._match(link, frame[4], frame[5], lambda op: self._on_early_result(op, frame[6], place.scratch))
+        elif place is not None:
+            self._match(link, frame[4], frame[5], lambda op: self._on_operands(op, link, frame, place))
 
     def _on_result(self, operation: Operation, index: int) -> None:
         operation.missing[index] = ARRIVED
@@ -399,21 +411,40 @@ class Core:
         self._cut(operation, step).copy_(scratch.view(operation.out.flat.dtype))
         self._on_result(operation, index)
 
-    def _on_operands(self, operation: Operation, link: Link, index: int, scratch: torch.Tensor) -> None:
+    def _on_operands(self, operation: Operation, link: Link, frame: Frame, landing: Landing) -> None:
+        index = frame[6]
         step = operation.program.plan.steps[index]
+        if landing.step is not step:
+            landing.parts = self._parts(operation, step, link, landing.scratch)
+            landing.step = step
+        operation.hear(index, link.rank, landing.parts)
+        operation.landings.append(((link.rank, frame[4], index, frame[8]), landing))
+        self._heard(operation, index)
+
+    def _parts(self, operation: Operation, step: Step, link: Link, scratch: torch.Tensor) -> list[Span]:
+        """The operands in what a peer has sent for a step."""
         flat = scratch.view(operation.out.flat.dtype)
         count = next(count for child, count in step.children if child == link.rank)
-        if len(flat) != count * step.length:
-            raise CommError(f"{link.worker} sent {len(flat)} elements for {count} x {step.length}")
+        if flat.numel() != count * step.length:
+            raise CommError(f"{link.worker} sent {flat.numel()} elements for {count} x {step.length}")
         arena, offset = self.memory.locate(scratch) or (-1, 0)
         size = step.length * flat.dtype.itemsize
-        parts = [
+        return [
             Span(flat[k * step.length : (k + 1) * step.length], self.rank, arena, offset + k * size)
             for k in range(count)
         ]
-        operation.hear(index, link.rank, parts)
-        operation.kept += (scratch,)
-        self._heard(operation, index)
+
+    def _recycle(self, landings: list[tuple[LandingKey, Landing]]) -> None:
+        """Keep what a complete collective no longer needs for the next one."""
+        for key, landing in landings:
+            if key in self._landings:
+                continue  # two of one name were under way at once
+            if self._landing_bytes + key[3] > LANDING_BYTES:
+                # Slices of another size than now, most likely: begin anew.
+                self._landings.clear()
+                self._landing_bytes = 0
+            self._landings[key] = landing
+            self._landing_bytes += key[3]
 
     # --- steps ---
 
@@ -472,9 +503,7 @@ class Core:
         targets = [operation.offers[peer][0] for peer in pushed]
         if step.folds:
             assert operation.reduce is not None, "only a reduction has folds"
-            values = [span.cut(begin, begin + step.length) for span, begin in operands]
-            copies = [target.cut(step.begin, step.end) for target in targets]
-            recipe = Recipe(operation.reduce, values, step.folds, self._scratch.of(out.dtype), out, copies)
+            recipe = self._recipe(operation, operation.reduce, step, out, operands, targets)
             recipe.run()
             if len(pushed) == len(step.listeners) and len(step.offered) == len(step.children):
                 self._remember(operation, index, recipe, pushed, [span for span, _ in operands] + targets)
@@ -490,6 +519,29 @@ class Core:
             self._tell(operation, step, index, already=pushed)
         self._release(operation, step, index)
         self._finish_part(operation)
+
+    def _recipe(
+        self,
+        operation: Operation,
+        reduce: Reducer,
+        step: Step,
+        out: torch.Tensor,
+        operands: list[tuple[Span, int]],
+        targets: list[Span],
+    ) -> Recipe:
+        """How to fold; the same as the last time where the operands have landed where they did then."""
+        last = operands[-1][0]
+        others = [span for span, _ in operands[:-1]] + targets
+        folded = last.folded
+        if folded is not None and folded.out is operation.out and _same(folded.others, others):
+            return folded.recipe
+        values = [span.cut(begin, begin + step.length) for span, begin in operands]
+        copies = [target.cut(step.begin, step.end) for target in targets]
+        recipe = Recipe(reduce, values, step.folds, self._scratch.of(out.dtype), out, copies)
+        landed = bool(operation.landings) and not last.lasting
+        if landed and operation.out.lasting and all(span.lasting for span in operation.own):
+            last.folded = Folded(operation.out, others, recipe)
+        return recipe
 
     def _remember(self, operation: Operation, index: int, recipe: Recipe, pushed: list[int], used: list[Span]) -> None:
         """Keep a step that is wholly a matter of this host's memory, for the next time with the same memory."""
@@ -619,6 +671,9 @@ class Core:
 
     def _complete(self, operation: Operation) -> None:
         del self._operations[operation.key]
+        if operation.landings:
+            self._recycle(operation.landings)
+            operation.landings = []
         self.lanes.add(operation.program, operation.began_s, time.monotonic())
         operation.burst.open -= 1
         self.completed.append(operation)
@@ -680,11 +735,11 @@ class Core:
             return
         operation.failed = True
         operation.burst.open -= 1
-        self._buried.append((operation.out, operation.own, operation.result, operation.kept))
+        self._buried.append((operation.out, operation.own, operation.result, operation.kept, operation.landings))
         self._operations.pop(operation.key, None)
-        for link, (arriving, _) in list(self._arriving.items()):
+        for link, arriving in list(self._arriving.items()):
             if arriving is operation:
-                self._arriving[link] = (None, None)
+                self._arriving[link] = None
                 link.divert()
         operation.handle.fail(error)
 
@@ -775,6 +830,10 @@ class Core:
         for operation in list(self._operations.values()):
             self.fail(operation, error)
         self.requests.fail(error)
+
+
+def _same(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _describe(spec: Spec) -> str:

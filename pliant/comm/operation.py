@@ -12,14 +12,14 @@ import torch
 from pliant.comm.handle import Handle
 from pliant.comm.kernels import Recipe, Reducer
 from pliant.comm.link import Link
-from pliant.comm.plan import Plan, Spec
+from pliant.comm.plan import Plan, Spec, Step
 from pliant.comm.wire import Place
 
 
 class Span:
     """A flat run of elements in memory that this process can reach, its own or a peer's."""
 
-    __slots__ = ("_bytes", "_cuts", "arena", "flat", "lasting", "offset", "owner")
+    __slots__ = ("_bytes", "_cuts", "arena", "flat", "folded", "lasting", "offset", "owner")
 
     def __init__(self, flat: torch.Tensor, owner: int = -1, arena: int = 0, offset: int = 0) -> None:
         self.flat = flat
@@ -29,6 +29,8 @@ class Span:
         self.offset = offset
         self.lasting = False
         """Whether this very object is kept for as long as the engine, so that views on it may be, too."""
+        self.folded: Folded | None = None
+        """How it was folded with others the last time."""
         # A training job asks for the same ranges at every step, and making a view costs more than
         # summing a bias.
         self._cuts: dict[tuple[int, int], torch.Tensor] = {}
@@ -54,7 +56,22 @@ class Span:
 
 def bytes_of(flat: torch.Tensor) -> memoryview:
     """The memory of a flat CPU tensor."""
-    return flat.view(torch.uint8).numpy().data if len(flat) else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+class Landing:
+    """Memory into which the operands of one slice are received from one peer, kept from step to step: making it, and
+    the views on it, costs more than adding a small slice up."""
+
+    __slots__ = ("bytes", "parts", "scratch", "step")
+
+    def __init__(self, scratch: torch.Tensor) -> None:
+        self.scratch = scratch
+        self.bytes = bytes_of(scratch)
+        self.step: Step | None = None
+        """What they were operands of the last time."""
+        self.parts: list[Span] = []
+        """The operands in it, for that step."""
 
 
 class Known:
@@ -83,6 +100,17 @@ class Again:
     recipe: Recipe
     links: list[Link]
     """Whom to tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A fold as it was done last: good for the next time if result and operands lie in the same places. The last
+    operand has it, as long as it lands in the same place."""
+
+    out: Span
+    others: list[Span]
+    """All operands but the last, and the other places where the result goes."""
+    recipe: Recipe
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,6 +194,8 @@ class Burst:
 
 
 ARRIVED = -1
+LandingKey = tuple[int, int, int, int]
+"""The peer, its number of the spec, the slice, and the length in bytes."""
 _NOTHING: dict[Any, Any] = {}
 
 
@@ -185,6 +215,7 @@ class Operation:
         "handle",
         "kept",
         "key",
+        "landings",
         "left",
         "missing",
         "offers",
@@ -250,6 +281,8 @@ class Operation:
         """Results for peers that have not yet said where they belong."""
         self.kept: tuple[object, ...] = ()
         """Memory that others may still read."""
+        self.landings: list[tuple[LandingKey, Landing]] = []
+        """Where operands have arrived, to be used again when this is complete."""
         self.failed = False
 
     def hear(self, index: int, child: int, spans: list[Span]) -> None:

@@ -1,6 +1,6 @@
 """The engine's thread: waits for sockets and submissions, and lets `comm.core` act on them.
 
-One thread per worker owns all sockets and does all folding, through all views. It sleeps in a selector
+One thread per worker owns all sockets and does all folding, through all views. It sleeps in epoll
 and never polls; it notices peers that died or fell silent. What a frame or a submission means is not
 its business.
 """
@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import select
-import selectors
 import socket
 import threading
 import time
@@ -48,6 +47,8 @@ SHARED_WORK_S = 0.004
 
 PROBE_S = 1.0
 """Who comes under the name of a connected worker is taken in if that one does not stir for this long."""
+# As selectors has it: what has hung up is both, so that reading or writing tells why.
+_READABLE, _WRITABLE = ~select.EPOLLOUT, ~select.EPOLLIN
 _HUNG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
@@ -81,7 +82,10 @@ class Reactor:
         """Called when a connection has come or gone."""
         self._probes: dict[Link, tuple[float, Callable[[bool], None]]] = {}
         self._inbox: deque[Operation | Errand] = deque()
-        self._selector = selectors.DefaultSelector()
+        # Not `selectors`: after each sleep the caches are cold, and every layer of Python costs.
+        self._epoll = select.epoll()
+        self._watched: dict[int, tuple[Link, int]] = {}
+        """The links that epoll looks at, and what for, by descriptor."""
         self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._ringing = threading.Lock()
         """Held while the alarm is rung, so that its number cannot meanwhile mean another file."""
@@ -96,7 +100,9 @@ class Reactor:
         self._ended = False
         self._broken: Exception | None = None
         self._writing: set[Link] = set()
-        """Links whose kernel buffer is full: the selector watches them."""
+        """Links whose kernel buffer is full: epoll watches them."""
+        self._pressed = False
+        """Whether one of them leads to another host."""
         self._writable: set[Link] = set()
         self.pressure = PressureGauge()
         self._gauge_due_s = 0.0
@@ -106,14 +112,14 @@ class Reactor:
 
     def start(self) -> None:
         """Begin to serve."""
-        self._selector.register(self._alarm, selectors.EVENT_READ, None)
+        self._epoll.register(self._alarm, select.EPOLLIN)
         self._thread.start()
 
     def close(self) -> None:
         """Send what is queued, say goodbye, end. What still waits fails with EngineClosed."""
         self._closing = True
         if self._thread.ident is None:  # never started
-            self._selector.close()
+            self._epoll.close()
             self._silence_alarm()
             return
         self._wake()
@@ -123,7 +129,7 @@ class Reactor:
         """In a forked child: close what belongs to the parent. Nothing that it shares with the parent is changed."""
         for link in list(self.links.values()):
             link.sock.close()
-        self._selector.close()
+        self._epoll.close()
         self._ringing = threading.Lock()  # the parent's thread may have held it at the fork
         self._silence_alarm()
         self._closing = self._ended = True
@@ -181,7 +187,7 @@ class Reactor:
                 answer(False)
             for link in self.links.values():
                 link.close()
-            self._selector.close()
+            self._epoll.close()
             self._silence_alarm()
 
     def _silence_alarm(self) -> None:
@@ -243,23 +249,25 @@ class Reactor:
 
     def _take_in(self, patience_s: float) -> bool:
         """Read what has come; whether the thread had been asleep before."""
-        events = self._selector.select(patience_s)
+        events = self._epoll.poll(patience_s)
         was_asleep = self._asleep
         self._asleep = self._dozing = False
-        for key, mask in events:
-            link = key.data
-            if link is None:
-                os.eventfd_read(self._alarm)
+        for fd, mask in events:
+            if fd == self._alarm:
+                os.eventfd_read(fd)
                 continue
-            if mask & selectors.EVENT_READ:
+            link, wanted = self._watched.get(fd, (None, 0))
+            if link is None:
+                continue  # dropped, by what another one has said
+            if mask & _READABLE and wanted & select.EPOLLIN:
                 self._read(link)
-            if mask & selectors.EVENT_WRITE:
+            if mask & _WRITABLE and wanted & select.EPOLLOUT:
                 self._writable.add(link)
         return was_asleep
 
     def _patience_s(self) -> float:
         core = self.core
-        if (core is not None and len(core.runnable)) or self.dirty - self._writing:
+        if (core is not None and len(core.runnable)) or not self.dirty <= self._writing:
             return 0.0
         if self._busy:
             self._busy, self._dozing = False, True
@@ -335,7 +343,7 @@ class Reactor:
 
     def _gauge(self, now_s: float) -> None:
         """Note how much has gone out while some link was full: at its begin and end, and now and then between."""
-        pressed = bool(self._writing) and any(not link.shared for link in self._writing)
+        pressed = self._pressed
         if pressed != self.pressure.pressed or (pressed and now_s > self._gauge_due_s):
             self._gauge_due_s = now_s + GAUGE_S
             self.pressure.note(pressed, sum(link.sent_bytes for link in self.links.values() if not link.shared), now_s)
@@ -369,18 +377,26 @@ class Reactor:
                 answer(link.closed)
 
     def _watch(self, link: Link) -> None:
-        """Have the selector look for what this link can do now."""
-        events = 0 if link.paused else selectors.EVENT_READ
+        """Have epoll look for what this link can do now."""
+        events = 0 if link.paused else select.EPOLLIN
         if link in self._writing:
-            events |= selectors.EVENT_WRITE
-        watched = link.sock in self._selector.get_map()
+            events |= select.EPOLLOUT
+        fd = link.sock.fileno()
+        watched = self._watched.get(fd)
         if not events:
-            if watched:
-                self._selector.unregister(link.sock)
-        elif watched:
-            self._selector.modify(link.sock, events, link)
-        else:
-            self._selector.register(link.sock, events, link)
+            self._unwatch(link)
+        elif watched is None:
+            self._epoll.register(fd, events)
+            self._watched[fd] = link, events
+        elif watched != (link, events):
+            self._epoll.modify(fd, events)
+            self._watched[fd] = link, events
+
+    def _unwatch(self, link: Link) -> None:
+        fd = link.sock.fileno()
+        if self._watched.pop(fd, None) is not None:
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(fd)
 
     def _flush(self) -> None:
         now_s = time.monotonic()
@@ -400,6 +416,7 @@ class Reactor:
             self.dirty.discard(link)
         if more != (link in self._writing):
             (self._writing.add if more else self._writing.discard)(link)
+            self._pressed = any(not other.shared for other in self._writing)
             self._watch(link)
 
     def _read(self, link: Link) -> None:
@@ -441,10 +458,10 @@ class Reactor:
         if link.closed:
             return
         member = self.core is not None and self.core.links.get(link.rank) is link
-        with contextlib.suppress(KeyError, ValueError, OSError):
-            self._selector.unregister(link.sock)
+        self._unwatch(link)
         self.dirty.discard(link)
         self._writing.discard(link)
+        self._pressed = any(not other.shared for other in self._writing)
         self.pressure.forget()
         link.close()
         if self.links.get(link.worker) is link:
@@ -506,23 +523,24 @@ class Reactor:
     def _await_closing(self, leaving: list[Link], deadline_s: float) -> None:
         """Let the peers close first. Closing with something unread would reset the connection, and a reset may
         overtake our goodbye."""
-        self._selector.unregister(self._alarm)
+        self._epoll.unregister(self._alarm)
         for link in leaving:
             if not link.closed:
                 link.paused = False  # what it says is of no interest now, but must be read
                 self._watch(link)
                 with contextlib.suppress(OSError):
                     link.sock.shutdown(socket.SHUT_WR)
-        while self._selector.get_map() and time.monotonic() < deadline_s:
-            for key, _ in self._selector.select(max(0.0, deadline_s - time.monotonic())):
+        while self._watched and time.monotonic() < deadline_s:
+            for fd, _ in self._epoll.poll(max(0.0, deadline_s - time.monotonic())):
+                link = self._watched[fd][0]
                 try:
-                    more = key.data.sock.recv(1 << 16)
+                    more = link.sock.recv(1 << 16)
                 except BlockingIOError:
                     continue
                 except OSError:
                     more = b""
                 if not more:
-                    self._selector.unregister(key.data.sock)
+                    self._unwatch(link)
 
 
 def _hung_up(link: Link) -> bool:
