@@ -39,6 +39,8 @@ NETWORK = "10.77.0.0/24"
 INTERFACE = "e0"
 """The name of every host's interface, as GLOO_SOCKET_IFNAME wants it."""
 MAX_HOSTS = 200
+QUEUE_S = 0.015
+"""How long a shaped link's queue may be."""
 
 _NAMESPACES = Path("/run/netns")
 _TCP_SETTINGS = Path("/proc/sys/net/ipv4")
@@ -87,11 +89,12 @@ def shaper(bits_per_s: int) -> list[str]:
 
     A burst of 128 KB lets whole GSO packets (64 KB) through unsplit at 100 Mbit/s and above; it is
     never less than 1 ms of traffic, so that a late timer costs no rate, and at low rates not more
-    than 10 ms. The queue is a few milliseconds, given in bytes: a long one would hide priorities.
+    than 10 ms. The queue is some milliseconds, given in bytes: a long one would hide priorities, a short one drops the
+    last packets of a burst, and with few packets under way TCP then waits for 200 ms.
     """
     bytes_per_s = bits_per_s / 8
     burst = max(4096, min(128 << 10, bytes_per_s * 0.010), bytes_per_s * 0.001)
-    limit = max(32 << 10, 2 * burst)
+    limit = max(32 << 10, 2 * burst, bytes_per_s * QUEUE_S)
     return ["tbf", "rate", f"{bits_per_s}bit", "burst", f"{burst:.0f}", "limit", f"{limit:.0f}"]
 
 

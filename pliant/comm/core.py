@@ -14,6 +14,7 @@ import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import is_
 
 import torch
@@ -21,13 +22,13 @@ import torch
 from pliant.cluster import View
 from pliant.comm import wire
 from pliant.comm.kernels import Recipe, Reducer, Scratch, dtype_of
-from pliant.comm.link import Link, header
+from pliant.comm.link import FRAGMENT, Link, header
 from pliant.comm.operation import ARRIVED, Again, Folded, Known, Landing, LandingKey, Operation, Span
 from pliant.comm.plan import Channel, Spec, Step
 from pliant.comm.reach import Reach
 from pliant.comm.requests import Requests
 from pliant.comm.shm import SharedMemory
-from pliant.comm.slices import PriorityQueue
+from pliant.comm.slices import PriorityQueue, even_partition
 from pliant.comm.store import Store
 from pliant.comm.telemetry import LaneStats, Watcher
 from pliant.comm.wire import Frame, Kind
@@ -37,6 +38,18 @@ log = logging.getLogger(__name__)
 
 LANDING_BYTES = 256 << 20
 """At most this much memory for operands is kept from step to step."""
+
+
+@dataclass(slots=True, eq=False)
+class Gathering:
+    """A payload that comes in fragments, between which others may come."""
+
+    view: memoryview | None
+    """Where it goes; None: nowhere."""
+    target: Operation | Landing | None
+    """What it is for."""
+    total: int
+    missing: int
 
 
 class Core:
@@ -81,8 +94,10 @@ class Core:
         self._offers: defaultdict[Link, bytearray] = defaultdict(bytearray)
         self._done: defaultdict[Link, bytearray] = defaultdict(bytearray)
         self._early_offers: dict[int, list[tuple[Link, Known, int, int]]] = {}
-        self._arriving: dict[Link, Operation | Landing | None] = {}
+        self._arriving: dict[Link, Operation | Landing | Gathering | None] = {}
         """Where the payload of each link goes: to a collective's result, or where operands land; None: nowhere any more."""
+        self._gathering: dict[tuple[int, int, int, int, int], Gathering] = {}
+        """Payloads that come in fragments: by peer, kind, spec, number and slice."""
         self._landings: dict[LandingKey, Landing] = {}
         """Not in use now."""
         self._landing_bytes = 0
@@ -365,6 +380,21 @@ class Core:
     # --- bulk payloads ---
 
     def place_for(self, link: Link, frame: Frame) -> memoryview | None:
+        if frame[1] != FRAGMENT:
+            return self._place(link, frame)
+        total, begin = frame[7] >> 32, frame[7] & 0xFFFFFFFF
+        key = (link.rank, frame[0], frame[4], frame[5], frame[6])
+        gathering = self._gathering.get(key)
+        if gathering is None:
+            view = self._place(link, (*frame[:8], total))
+            target = self._arriving[link]
+            assert not isinstance(target, Gathering), "that is what is made here"
+            gathering = self._gathering[key] = Gathering(view, target, total, total)
+        self._arriving[link] = gathering
+        return None if gathering.view is None else gathering.view[begin : begin + frame[8]]
+
+    def _place(self, link: Link, frame: Frame) -> memoryview | None:
+        """Where a payload belongs as a whole."""
         kind, length = frame[0], frame[8]
         if kind == Kind.TELL:
             return self.requests.place_for(frame)
@@ -391,6 +421,12 @@ class Core:
             self.requests.on_told(link, frame)
             return
         place = self._arriving.pop(link)
+        if isinstance(place, Gathering):
+            place.missing -= frame[8]
+            if place.missing:
+                return
+            del self._gathering[link.rank, frame[0], frame[4], frame[5], frame[6]]
+            frame, place = (*frame[:7], 0, place.total), place.target
         if isinstance(place, Operation):
             self._on_result(place, frame[6])
         elif place is not None and frame[0] == Kind.BCAST:
@@ -585,11 +621,12 @@ class Core:
             payload = wire.pack_places([span.place(begin) for span, begin in items])
             link.say(self._header(Kind.READY, known, operation, piece=index, length=len(payload)), payload)
         else:
-            head = self._header(Kind.REDUCE, known, operation, piece=index, length=len(items) * size)
             views = [span.bytes(begin, begin + step.length) for span, begin in items]
             operation.left += 1
             sent: Callable[[], None] = lambda: self._sent_up(operation, step, index, items)  # noqa: E731
-            link.send(operation.priority, head, views, self._watched("push", operation, index, link, sent))
+            self._send(
+                Kind.REDUCE, known, operation, index, link, views, self._watched("push", operation, index, link, sent)
+            )
         self.dirty.add(link)
 
     def _sent_up(self, operation: Operation, step: Step, index: int, items: object, frames: int = 1) -> None:
@@ -627,12 +664,36 @@ class Core:
     def _send_result(self, operation: Operation, step: Step, index: int, link: Link) -> None:
         known = self._tell_spec(operation.program.known, link)
         view = operation.out.bytes(step.begin - operation.base, step.end - operation.base)
-        head = self._header(Kind.BCAST, known, operation, piece=index, length=len(view))
         operation.left += 1
         link.egress_bytes += len(view)
         sent: Callable[[], None] = lambda: self._finish_part(operation)  # noqa: E731
-        link.send(operation.priority, head, [view], self._watched("reply", operation, index, link, sent))
+        self._send(
+            Kind.BCAST, known, operation, index, link, [view], self._watched("reply", operation, index, link, sent)
+        )
         self.dirty.add(link)
+
+    def _send(
+        self,
+        kind: Kind,
+        known: Known,
+        operation: Operation,
+        index: int,
+        link: Link,
+        views: list[memoryview],
+        sent: Callable[[], None],
+    ) -> None:
+        """Queue a slice; in fragments, where something more urgent shall not have to wait for all of it."""
+        total = sum(map(len, views))
+        count = -(-total // link.fragment_bytes) if link.fragment_bytes else 1
+        if count <= 1:
+            head = self._header(kind, known, operation, piece=index, length=total)
+            link.send(operation.priority, head, views, sent)
+            return
+        view, spec, seq = self.view.number, known.number, operation.seq
+        for begin, end in even_partition(total, count):
+            extra = total << 32 | begin
+            head = header(kind, view, spec=spec, seq=seq, piece=index, extra=extra, length=end - begin, flags=FRAGMENT)
+            link.send(operation.priority, head, _between(views, begin, end), sent if end == total else None)
 
     def _watched(
         self, what: str, operation: Operation, index: int, link: Link, sent: Callable[[], None]
@@ -738,9 +799,13 @@ class Core:
         self._buried.append((operation.out, operation.own, operation.result, operation.kept, operation.landings))
         self._operations.pop(operation.key, None)
         for link, arriving in list(self._arriving.items()):
-            if arriving is operation:
-                self._arriving[link] = None
+            if arriving is operation or (isinstance(arriving, Gathering) and arriving.target is operation):
+                if arriving is operation:
+                    self._arriving[link] = None
                 link.divert()
+        for gathering in self._gathering.values():
+            if gathering.target is operation:
+                gathering.view = gathering.target = None
         operation.handle.fail(error)
 
     def lose(self, rank: int, why: str, reported_by: int | None = None) -> None:
@@ -790,6 +855,8 @@ class Core:
         return b"".join(wire.TAGGED.pack(tags[number], count) for number, count in counts.items())
 
     def _forget(self, rank: int, error: WorkerLost) -> None:
+        for key in [key for key in self._gathering if key[0] == rank]:
+            del self._gathering[key]
         self.requests.fail(error, rank)
         for pong in self.pongs.pop(rank, ()):
             pong(float("inf"))
@@ -815,6 +882,7 @@ class Core:
         self._early.clear()
         self._early_offers.clear()
         self._arriving.clear()
+        self._gathering.clear()
 
     def succeed(self, former: Core) -> None:
         """Begin where a retired core ended: keep the memory that peers may still write to."""
@@ -834,6 +902,16 @@ class Core:
 
 def _same(some: Sequence[object], others: Sequence[object]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _between(views: list[memoryview], begin: int, end: int) -> list[memoryview]:
+    """Bytes [begin, end) of some runs of memory one after the other."""
+    found, at = [], 0
+    for view in views:
+        if at < end and at + len(view) > begin:
+            found.append(view[max(0, begin - at) : end - at])
+        at += len(view)
+    return found
 
 
 def _describe(spec: Spec) -> str:

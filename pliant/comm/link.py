@@ -28,6 +28,9 @@ from pliant.errors import CommError
 
 WRITE_BYTES = 128 << 10
 """At most this much is handed to the kernel at once, and at most this much may lie there unsent, if not told otherwise."""
+FRAGMENT = 1
+"""The flag of a frame that carries a part of a payload; `extra` says where it begins, and how long the whole is."""
+LEAST_FRAGMENT_BYTES = 24 << 10
 LEAST_WRITE_BYTES = 8 << 10
 TOGETHER_BYTES = 16 << 10
 """Frames are put together until they are this large: a system call has its price."""
@@ -118,17 +121,21 @@ class Link:
         self._write_bytes = WRITE_BYTES
         self._blocked_bytes = 0
         """How much TLS was given when it could not write it; 0: it could."""
+        self.fragment_bytes = 0
+        """Payloads are sent in fragments of about this size, so that others can overtake them; 0: whole."""
         self._buffer_bytes = 0
         """What the kernel was told to keep at most; 0: nothing."""
         self._patient = self._plain and sock.family in (socket.AF_INET, socket.AF_INET6)
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.keep_below(WRITE_BYTES)
+            self.keep_below(WRITE_BYTES, first=True)
 
-    def keep_below(self, num_bytes: int) -> None:
+    def keep_below(self, num_bytes: int, *, first: bool = False) -> None:
         """Hand the kernel at most about this much at a time: what has left the priority queue cannot be overtaken."""
         self._write_bytes = max(LEAST_WRITE_BYTES, num_bytes)
+        if not first:
+            self.fragment_bytes = max(LEAST_FRAGMENT_BYTES, num_bytes)
         lowat = getattr(socket, "TCP_NOTSENT_LOWAT", None)
         if lowat is not None and self.sock.family in (socket.AF_INET, socket.AF_INET6):
             self.sock.setsockopt(socket.IPPROTO_TCP, lowat, self._write_bytes // 3)
@@ -424,6 +431,14 @@ class Link:
 
 
 def header(
-    kind: Kind, view: int, *, spec: int = 0, seq: int = 0, piece: int = 0, extra: int = 0, length: int = 0
+    kind: Kind,
+    view: int,
+    *,
+    spec: int = 0,
+    seq: int = 0,
+    piece: int = 0,
+    extra: int = 0,
+    length: int = 0,
+    flags: int = 0,
 ) -> bytes:
-    return HEADER.pack(kind, 0, 0, view, spec, seq, piece, extra, length)
+    return HEADER.pack(kind, flags, 0, view, spec, seq, piece, extra, length)

@@ -8,7 +8,9 @@ it. None of it changes a bit of the result.
 from __future__ import annotations
 
 import math
+import statistics
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -133,7 +135,10 @@ class Tuner:
         self.r = 0.0
         self.rate = 0.0
         """What the network takes, by the steps so far."""
-        self._tuned_for = (0.0, 0.0)
+        self._tuned_for = 0.0
+        """The bytes that the network would have carried in a step, when sizes were last chosen."""
+        self._in_steps: deque[float] = deque(maxlen=3)
+        """The same of the last steps."""
         self._odd_rate = 0.0
         """Of the last step, where it was far from what is known."""
         self._quiet_steps = 0
@@ -181,12 +186,12 @@ class Tuner:
             self._odd_rate = rate
 
     def _tune(self, compute_s: float) -> None:
-        for_rate, for_compute_s = self._tuned_for
-        if for_rate and abs(self.rate / for_rate - 1) <= NEWS and abs(compute_s / for_compute_s - 1) <= 0.5:
+        self._in_steps.append(self.rate * compute_s * max(1.0, self.r))
+        in_a_step = statistics.median_low(self._in_steps)  # one odd step is no news
+        if self._tuned_for and abs(in_a_step / self._tuned_for - 1) <= NEWS:
             return
         old = self.choice
-        self._tuned_for = (self.rate, compute_s)
-        in_a_step = self.rate * compute_s * max(1.0, self.r)
+        self._tuned_for = in_a_step
         slice_bytes = self._fixed_slice or _rounded(in_a_step * SLICE_SHARE, LEAST_SLICE_BYTES, MOST_SLICE_BYTES)
         in_flight = self._fixed_in_flight or _rounded(
             in_a_step * IN_FLIGHT_SHARE, LEAST_IN_FLIGHT_BYTES, MOST_IN_FLIGHT_BYTES
