@@ -26,7 +26,7 @@ LEAST_IN_FLIGHT_BYTES = 24 << 10
 MOST_IN_FLIGHT_BYTES = 1 << 20
 BASELINE_BYTES = 4_000_000
 """Arrays of this size and more are cut by the baseline, as MXNet does by default."""
-SLICE_SHARE = 0.01
+SLICE_SHARE = 0.007
 """A slice takes this part of a step on the wire: what is urgent waits for about one of them. More and smaller ones cost
 processor time, fewer and larger ones delay."""
 IN_FLIGHT_SHARE = 0.008
