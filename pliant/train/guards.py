@@ -13,6 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from pliant.errors import ConfigError, TrainError, Unsliceable
+from pliant.train.gates import watch_state
 from pliant.train.priority import wrappers
 from pliant.train.trainer import Trainer
 
@@ -50,6 +51,7 @@ def patch_optimizer(
         if not trainer.may_commit:
             return None
         if trainer.crossing.is_crossing:
+            watch_state(optimizer, trainer.crossing)
             return trainer.crossing.step(optimizer, original, **kwargs)
         return original(**kwargs)
 

@@ -32,9 +32,10 @@ from pliant.elastic.member import Member, member_of
 from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, PliantError, TrainError
 from pliant.train import checkpoint, determinism, guards, rng, slicing, trace, tuning
 from pliant.train.data import Feeder, Stream, num_batches
+from pliant.train.gates import gate_evaluation, gate_state, hidden_uses
 from pliant.train.gradients import Gradients
 from pliant.train.loader_options import describe
-from pliant.train.priority import Crossing, gate_evaluation, gate_state, hidden_uses
+from pliant.train.priority import Crossing
 from pliant.train.replica import Context
 from pliant.train.settling import Settling
 from pliant.train.trainer import Left, Parts, Trainer, ViewChange

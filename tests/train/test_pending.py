@@ -30,8 +30,9 @@ import pliant
 from pliant.comm.handle import Handle
 from pliant.errors import TrainError, WorkerLost
 from pliant.train import guards
+from pliant.train.gates import gate_evaluation, gate_state, hidden_uses
 from pliant.train.gradients import Gradients
-from pliant.train.priority import Crossing, Pending, gate_evaluation, gate_state, hidden_uses
+from pliant.train.priority import Crossing, Pending
 from pliant.train.trainer import Turn
 from pliant.train.tuning import Choice
 
@@ -1148,15 +1149,10 @@ UNUSUAL: list[tuple[Callable[[Any, Optimizers], None], Callable[[nn.Module], Opt
         (act, lambda model: [_adam(model)])
         for act in (
             _never_clears, _clears_the_model, _clears_by_hand, _changes_the_rate, _steps_twice, _clears_the_state,
-            _looks_at_the_state, _copies_the_optimizer, _halves_the_momentum, _goes_back,
+            _looks_at_the_state, _copies_the_optimizer, _halves_the_momentum, _goes_back, _replaces_the_state,
         )
     ),
 ]  # fmt: skip
-
-
-@pytest.mark.xfail(reason="the state that a late update needs is gone")
-def test_a_program_may_replace_the_optimizers_state() -> None:
-    test_programs_may_do_unusual_things(_replaces_the_state, lambda model: [_adam(model)])
 
 
 @pytest.mark.parametrize(("act", "make"), UNUSUAL, ids=lambda value: value.__name__.strip("_<>"))
