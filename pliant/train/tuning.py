@@ -110,7 +110,7 @@ def check(asked: str, slice_bytes: int | None, in_flight_bytes: int | None) -> N
         raise ConfigError(
             f"sync={asked!r}: use 'priority', 'fifo' or 'auto' (or, to compare, {' or '.join(map(repr, ASKED[3:]))})"
         )
-    for name, value, least in (("slice_bytes", slice_bytes, 4096), ("in_flight_bytes", in_flight_bytes, 4096)):
+    for name, value, least in (("slice_bytes", slice_bytes, 1024), ("in_flight_bytes", in_flight_bytes, 4096)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST):
             raise ConfigError(f"{name}={value!r}: use {least} to {MOST} bytes, or None to have it tuned while running")
 
