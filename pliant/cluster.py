@@ -360,6 +360,8 @@ class WorkerSpec:
     """`auto` (the newest good checkpoint, if any), a checkpoint's path, or empty."""
     resize_schedule: tuple[tuple[int, int], ...] = ()
     """(step, number of workers): what to ask for once that many steps are done."""
+    adapting: Mapping[str, str] = field(default_factory=dict)
+    """What the command line says of monitors, policies, record, replay, metrics and tensorboard, as typed."""
 
     def __post_init__(self) -> None:
         self.view.rank_of(self.worker)
@@ -390,6 +392,7 @@ class WorkerSpec:
             "PLIANT_CHECKPOINT_EVERY": str(self.checkpoint_every),
             "PLIANT_RESUME": self.resume,
             "PLIANT_RESIZE_SCHEDULE": format_schedule(self.resize_schedule),
+            "PLIANT_ADAPTING": json.dumps(dict(self.adapting)),
         }
 
 
@@ -422,6 +425,7 @@ def worker_spec(environ: Mapping[str, str] = os.environ) -> WorkerSpec:
             checkpoint_every=int(environ.get("PLIANT_CHECKPOINT_EVERY", "0")),
             resume=environ.get("PLIANT_RESUME", ""),
             resize_schedule=parse_schedule(environ.get("PLIANT_RESIZE_SCHEDULE", "")),
+            adapting=json.loads(environ.get("PLIANT_ADAPTING", "{}")),
         )
     except KeyError as error:
         raise ConfigError(f"{error.args[0]} is unset although PLIANT_WORKER is set: start with `pliant run`") from None

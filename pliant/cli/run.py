@@ -149,6 +149,28 @@ def run(
     resume: Annotated[
         str, typer.Option("--resume", metavar="auto|PATH", help="Begin with the newest checkpoint, or this one.")
     ] = "",
+    monitor: Annotated[
+        str,
+        typer.Option("--monitor", metavar="NAME=STEPS,...", help="Watch noise_scale or variance, every STEPS steps."),
+    ] = "",
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy", metavar="NAME[:K=V,...]", help="Adapt by this policy, or module:Class; may be repeated."
+        ),
+    ] = None,
+    record: Annotated[
+        str, typer.Option("--record", metavar="FILE", help="Append the facts of the run to this file, as JSON lines.")
+    ] = "",
+    replay: Annotated[
+        str, typer.Option("--replay", metavar="FILE", help="Take this record's decisions on batch and learning rate.")
+    ] = "",
+    metrics: Annotated[
+        bool, typer.Option("--metrics", help="Serve Prometheus' /metrics on each worker's port + 10000.")
+    ] = False,
+    tensorboard: Annotated[
+        str, typer.Option("--tensorboard", metavar="DIR", help="Write scalars for TensorBoard there.")
+    ] = "",
     max_restarts: Annotated[
         str, typer.Option("--max-restarts", metavar="N", help="With -w, replace this many crashed workers.")
     ] = "100",
@@ -211,6 +233,7 @@ def run(
         checkpoint_every=_whole(checkpoint_every, "--checkpoint-every"),
         resume=resume if resume == "auto" else _absolute(resume),
         resize_schedule=parse_schedule(resize_schedule),
+        adapting=_adapting(monitor, policy or [], record, replay, metrics, tensorboard),
         max_restarts=_whole(max_restarts, "--max-restarts"),
         config_server=config_server,
         builtin_config_port=_whole(builtin_config_port, "-builtin-config-port"),
@@ -273,6 +296,21 @@ def _hosts(listed: str, hostfile: str) -> tuple[Host, ...]:
             raise ConfigError(f"-hostfile {hostfile}: {why}; give a text file with lines <host> [slots=N]") from None
         return parse_hostfile(text, f"-hostfile {hostfile}")
     return parse_hosts(listed) if listed else ()
+
+
+def _adapting(
+    monitor: str, policies: Sequence[str], record: str, replay: str, metrics: bool, tensorboard: str
+) -> dict[str, str]:
+    """What was said of adaptation, for the workers to read."""
+    said = {
+        "monitor": monitor,
+        "policy": "\n".join(policies),
+        "record": _absolute(record),
+        "replay": _absolute(replay),
+        "metrics": "1" if metrics else "",
+        "tensorboard": _absolute(tensorboard),
+    }
+    return {name: value for name, value in said.items() if value}
 
 
 def _whole(text: str, flag: str) -> int:

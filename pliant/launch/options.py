@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from pliant.cluster import DEFAULT_RUNNER_PORT, DEFAULT_STRATEGY, Host, PortRange, check_port
 from pliant.errors import ConfigError
+from pliant.policy.asked import parse_monitors
 
 LEVELS = ("D0", "D1", "D2")
 """Equal bits for an equal number of workers; for any number of them; and on machines of other kinds, too."""
@@ -79,6 +82,8 @@ class RunOptions:
     """`auto`, a checkpoint's path, or empty: what training begins with."""
     resize_schedule: tuple[tuple[int, int], ...] = ()
     """(step, number of workers): what the job asks for by itself; such a job is watched."""
+    adapting: Mapping[str, str] = field(default_factory=dict)
+    """Monitors, policies, record, replay, metrics and tensorboard, as typed; empty ones are left out."""
     max_restarts: int = 100
     """In watch mode, how many crashed workers this runner replaces."""
     warm: bool = True
@@ -129,6 +134,10 @@ class RunOptions:
                 raise ConfigError(f"{flag} {count}: use 0 or more")
         if self.determinism and self.determinism not in LEVELS:
             raise ConfigError(f"--determinism {self.determinism!r} is not known: use one of {', '.join(LEVELS)}")
+        parse_monitors(self.adapting.get("monitor", ""))
+        replay = self.adapting.get("replay", "")
+        if replay and not Path(replay).is_file():
+            raise ConfigError(f"--replay {replay}: there is no such file; give a record that `--record` has written")
         if not self.checkpoint_dir:
             needs = "needs a directory for checkpoints: add --checkpoint-dir DIR"
             if self.resume:

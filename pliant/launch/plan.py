@@ -214,6 +214,7 @@ def make_spec(
         checkpoint_every=options.checkpoint_every,
         resume=options.resume,
         resize_schedule=options.resize_schedule,
+        adapting=options.adapting,
     )
 
 

@@ -185,8 +185,13 @@ class Feeder:
         """The loader processes that run now."""
         return [] if self._pool is None else self._pool.pids
 
-    def host(self, streams: Mapping[int, Stream], num_replicas: int | None = None) -> None:
+    def host(
+        self, streams: Mapping[int, Stream], num_replicas: int | None = None, options: LoaderOptions | None = None
+    ) -> None:
         """Feed these replicas from now on, in this order of turns, from these positions on.
+
+        `num_replicas` and `options` say how the samples are dealt from now on; of the latter only `batch_size` may
+        be another than before.
 
         Called at the start of an epoch, after a change of the hosted replicas, and to do a step again. What was
         prefetched is kept where it still fits. All must be in the same epoch; loader processes are started anew with
@@ -195,8 +200,8 @@ class Feeder:
         epochs = {stream.epoch for stream in streams.values()}
         if len(epochs) > 1:
             raise TrainError(f"replicas in different epochs {sorted(epochs)} cannot be fed by one worker")
-        redealt = num_replicas is not None and num_replicas != self._num_replicas
-        self._num_replicas = num_replicas or self._num_replicas
+        redealt = (num_replicas or self._num_replicas, options or self._options) != (self._num_replicas, self._options)
+        self._num_replicas, self._options = num_replicas or self._num_replicas, options or self._options
         if epochs and epochs != {self._epoch}:
             (self._epoch,) = epochs
             if not self._options.persistent_workers:

@@ -21,7 +21,7 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,11 @@ import torch
 
 from pliant.cluster import WorkerSpec, worker_spec
 from pliant.elastic.member import Member, member_of
-from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, PliantError, TrainError
+from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, TrainError
+from pliant.policy import Observation, Policy
 from pliant.train import checkpoint, determinism, guards, rng, slicing, trace, tuning
+from pliant.train.adaptation_settings import adaptation_settings
+from pliant.train.adapting import Adaptation, Settings
 from pliant.train.data import Feeder, Stream, num_batches
 from pliant.train.gates import gate_evaluation, gate_state, hidden_uses
 from pliant.train.gradients import Gradients
@@ -57,6 +60,10 @@ def join(
     in_flight_bytes: int | None = None,
     blocks: Blocks | None = None,
     seed: int | None = None,
+    policies: Sequence[Policy] = (),
+    monitor: Mapping[str, int] | None = None,
+    record: str = "",
+    replay: str = "",
 ) -> Job:
     """Join the job that this process was started for, or begin one alone.
 
@@ -75,6 +82,11 @@ def join(
         blocks: how many replicas each of P workers hosts; even blocks by default.
         seed: replica r starts with all random generators seeded with seed + r, after the model was built. Without,
             all replicas start with the state that the program is in, as in a DDP script with one seed.
+        policies: what adapts the job while it runs; after those of `pliant run --policy`.
+        monitor: what to watch, every how many steps: {"noise_scale": 1, "variance": 8}. Policies ask for what they
+            need by themselves.
+        record: a file for the facts of the run, of which the decisions can be replayed.
+        replay: such a file, whose decisions on batch sizes and learning rates are taken in place of the policies'.
     """
     if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1):
         raise ConfigError(f"replicas={replicas!r}: use a number of 1 or more, or None for one per worker")
@@ -84,7 +96,8 @@ def join(
         spec = None
     level = _level(determinism, spec)
     tuning.check(sync, slice_bytes, in_flight_bytes)
-    return Job(spec, replicas, level, blocks, seed, (sync, slice_bytes, in_flight_bytes))
+    adapting = adaptation_settings(spec, policies, monitor or {}, record, replay)
+    return Job(spec, replicas, level, blocks, seed, (sync, slice_bytes, in_flight_bytes), adapting)
 
 
 def _level(asked: str | None, spec: WorkerSpec | None) -> determinism.Level:
@@ -97,17 +110,17 @@ def _level(asked: str | None, spec: WorkerSpec | None) -> determinism.Level:
 class Loader:
     """The batches of the replicas that this worker hosts, in turn. Iterate within `job.epochs`."""
 
-    def __init__(self, job: Job, num_steps: int) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self._num_steps = num_steps
 
     def __iter__(self) -> Iterator[Any]:
         trainer = self._job._running()
         return trainer.steps()
 
     def __len__(self) -> int:
-        """Batches of one replica in an epoch: the steps, where each takes one."""
-        return self._num_steps
+        """Batches of one replica in an epoch, with the batch size of now: the steps, where each takes one."""
+        parts, replicas = self._job._need_trainer().parts, self._job.replicas
+        return num_batches(parts.num_samples, replicas, parts.loading)
 
 
 class Job:
@@ -121,8 +134,10 @@ class Job:
         blocks: Blocks | None,
         seed: int | None,
         sync: tuple[str, int | None, int | None] = ("fifo", None, None),
+        adapting: Settings | None = None,
     ) -> None:
         self._sync = sync
+        self._adapting = adapting or Settings()
         self._spec, self._level, self._blocks, self._seed = spec, level, blocks, seed
         self._asked = replicas
         self._stack = contextlib.ExitStack()
@@ -205,6 +220,21 @@ class Job:
             )
             trainer.finish_sums()
         return trainer.may_commit
+
+    @property
+    def batch_size(self) -> int:
+        """Samples in a batch of one replica, now."""
+        return self._need_trainer().parts.loading.batch_size
+
+    @property
+    def observation(self) -> Observation | None:
+        """The job after the last step, as its policies have seen it; None before the second step, or without any
+        policy, monitor or record."""
+        return self._need_trainer().adaptation.seen
+
+    def report(self, **values: float) -> None:
+        """Put figures of the step in progress (the loss, say) into the record. The first worker's count."""
+        self._need_trainer().adaptation.values.update({name: float(value) for name, value in values.items()})
 
     def sync_stats(self) -> tuning.SyncStats:
         """How the sums travel now, and what the network has cost so far."""
@@ -290,6 +320,8 @@ class Job:
             keeps_layout=keeps_layout,
         )
         self._trainer, self._gradients = trainer, gradients
+        trainer.tracked = self._tracked
+        trainer.adaptation = Adaptation(self._adapting, trainer, options.batch_size, None, self._say)
         self._member.max_members = None if follows_view else num_replicas
         self._settling = Settling(
             self._member,
@@ -309,7 +341,7 @@ class Job:
             gate_state(each, crossing)
         self._stack.callback(gate_evaluation(model, crossing))
         self._stack.callback(guards.guard_scalers(self._tracked, lambda: self._trainer))
-        self._loader = Loader(self, steps)
+        self._loader = Loader(self)
         return model, optimizer, self._loader
 
     def _possible_sync(self, model: torch.nn.Module) -> str:
@@ -395,6 +427,7 @@ class Job:
                 self._settling.settle()
         if self._writer is not None:
             self._writer.flush()
+        trainer.adaptation.end(trainer.situation())
         self._member.finish()
 
     def resize(self, num_workers: int) -> None:
@@ -413,6 +446,7 @@ class Job:
         if self._gradients is not None:
             self._gradients.close()
         if self._trainer is not None:
+            self._trainer.adaptation.close()
             with contextlib.suppress(CommError):
                 if not self._trainer.finish_sums():
                     self._trainer.take_back()
@@ -445,17 +479,11 @@ class Job:
             return
         size = self._schedule.get(step)
         if size is not None and isinstance(self._member, Member):
-            threading.Thread(target=self._resize_quietly, args=(size,), daemon=True).start()
+            trainer.ask_for(size)
         every = self._spec.checkpoint_every if self._spec is not None else 0
         if self._asked_save is not None or (every and step % every == 0):
             name, self._asked_save = self._asked_save, None
             self._write(name or "")
-
-    def _resize_quietly(self, size: int) -> None:
-        try:
-            self._member.resize(size)
-        except PliantError as error:
-            log.warning("resize to %d, asked for by the schedule, failed: %s", size, error)
 
     # --- checkpoints ---
 

@@ -231,6 +231,7 @@ class Settling:
             "buffers": list(trainer.first_buffers),
             "layout": trainer.layout_json(),
             "contexts": [context.to_bytes(trainer.num_loader_workers) for context in trainer.contexts],
+            "adaptation": trainer.adaptation.state_dict(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -251,6 +252,8 @@ class Settling:
         trainer.contexts = [Context.from_bytes(data, trainer.num_loader_workers) for data in state["contexts"]]
         trainer.num_replicas = trainer.gradients.num_replicas = len(trainer.contexts)
         trainer.progress = Progress(*state["progress"])
+        if "adaptation" in state:  # checkpoints of before there were decisions have none
+            trainer.adaptation.load_state_dict(state["adaptation"])
 
 
 def _holders(reports: Sequence[Report]) -> list[int]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import struct
+import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,10 +25,11 @@ from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.comm.telemetry import Pressure
 from pliant.elastic.member import Alone, Member
-from pliant.errors import CommError, EngineClosed, TrainError, ViewChanged, WorkerLost
+from pliant.errors import CommError, ConfigError, EngineClosed, PliantError, TrainError, ViewChanged, WorkerLost
 from pliant.train import rng, trace, tuning
+from pliant.train.adapting import Adaptation, Settings, Situation
 from pliant.train.buckets import Layout, blocks
-from pliant.train.data import Feeder, Stream, samples_used
+from pliant.train.data import Feeder, Stream, num_batches, samples_used
 from pliant.train.gradients import FIRST, Gradients
 from pliant.train.loader_options import LoaderOptions
 from pliant.train.priority import Crossing
@@ -184,6 +186,10 @@ class Trainer:
         self._undo: Undo | None = None
         self._tracked_before: dict[str, tuple[Any, dict[str, Any]]] = {}
         self._measuring = Measuring()
+        self.adaptation = Adaptation(Settings(), self, parts.loading.batch_size, None, lambda _: None)
+        """What policies decide; by default nobody decides anything."""
+        self.tracked: Mapping[str, Any] = {}
+        """What the program has put under the job's care beside model and optimizers."""
         self._member = member
         self._place = place
         self._keeps_layout = keeps_layout
@@ -226,6 +232,7 @@ class Trainer:
         self._next_way = None
         self._measuring = Measuring(pressure=engine.pressure(), sent_bytes=engine.wire_bytes)
         self.watch()
+        self.adaptation.work_in(engine)
         self._forget_step()
 
     def watch(self) -> None:
@@ -298,9 +305,10 @@ class Trainer:
                 return False
             if self._needs_hosting:
                 streams = {replica: self._stream_of(replica) for replica in self.hosted}
-                self.parts.feeder.host(streams, self.num_replicas)
+                self.parts.feeder.host(streams, self.num_replicas, self.parts.loading)
                 self._needs_hosting = False
             if self.parts.feeder.remaining(self.hosted[0]) > 0:
+                self.adaptation.begin(self.situation())
                 self._choose_way()
                 return True
             self.finish_sums()
@@ -468,6 +476,7 @@ class Trainer:
         if engine.view.size == 1:
             self.gradients.wait()
             self.switch_to = self._agreed([self._member.prepared])
+            self.adaptation.read([self.adaptation.row()])
             return
         root = self.owner_of(0)
         row = engine.all_gather("step", self._row(), priority=FIRST)
@@ -513,23 +522,28 @@ class Trainer:
         own = 0 if self.parts.sync_buffers else self.buffers.num_bytes
         return rng.SIZE + Stream.size(self.num_loader_workers) + own
 
+    @property
+    def _head_bytes(self) -> int:
+        return _HEAD_BYTES + self.adaptation.row_bytes
+
     def _row(self) -> torch.Tensor:
         head = _ROW.pack(self.progress.step, self._member.prepared)
-        head += tuning.pack(self.tuner.choice, self._measuring.last)
+        head += tuning.pack(self.tuner.choice, self._measuring.last) + self.adaptation.row()
         contexts = b"".join(self._new_contexts[r].to_bytes(self.num_loader_workers) for r in self.hosted)
-        room = _HEAD_BYTES + self._context_bytes * max(self._blocks)
+        room = self._head_bytes + self._context_bytes * max(self._blocks)
         return torch.frombuffer(bytearray((head + contexts).ljust(room, b"\0")), dtype=torch.uint8)
 
     def _read_rows(self, rows: torch.Tensor) -> None:
-        size, replica, prepared = self._context_bytes, 0, []
-        said = []
+        size, head, replica, prepared = self._context_bytes, self._head_bytes, 0, []
+        said, figures = [], []
         for rank, count in enumerate(self._blocks):
             data = bytes(rows[rank].numpy())
             prepared.append(_ROW.unpack_from(data)[1])
             said.append(tuning.unpack(data[_ROW.size : _HEAD_BYTES]))
+            figures.append(data[_HEAD_BYTES:head])
             for slot in range(count):
                 if replica not in self._new_contexts:
-                    begin = _HEAD_BYTES + slot * size
+                    begin = head + slot * size
                     self._new_contexts[replica] = Context.from_bytes(
                         data[begin : begin + size], self.num_loader_workers
                     )
@@ -540,6 +554,7 @@ class Trainer:
         self.tuner.learn([measured for _, measured in said], decides=self.engine is not None and self.engine.rank == 0)
         if self.engine is not None and self.engine.rank != 0:
             self.tuner.choice = self._next_way
+        self.adaptation.read(figures)
 
     def _agreed(self, prepared: Sequence[int]) -> int | None:
         """The roll that all are prepared for, if it is a new one. The same answer on every worker."""
@@ -553,6 +568,9 @@ class Trainer:
         self.step_ended_s = time.monotonic()
         if self.torn is not None:
             return
+        self.adaptation.expect(self.progress.step + 1)
+        if self.adaptation.has_decided and not self.finish_sums():
+            return  # nothing is changed between a step that may not count and the next one
         if self.crossing.is_open:
             self._undo = Undo(replace(self.progress), self.contexts, self.first_buffers)
             self.contexts = list(self.contexts)
@@ -571,10 +589,77 @@ class Trainer:
             self._settled_in = self._member.entered
             self._member.settled()
             self._member.unpublish(LENT)  # a step with all of them: everybody has what it needs
+        self._adapt()
         self.on_commit()
 
     def _forget_step(self) -> None:
         self._new_contexts, self._new_buffers, self._new_order = {}, None, None
+
+    # --- what policies decide ---
+
+    def _adapt(self) -> None:
+        self.adaptation.measured(self._measuring.compute_s)
+        try:
+            self.adaptation.settle(self.situation())
+        except CommError as error:
+            self.tear(error)
+
+    def situation(self) -> Situation:
+        """How far the job is."""
+        progress, stream, loading = self.progress, self._stream_of(0), self.parts.loading
+        samples = self.parts.num_samples
+        left = num_batches(samples, self.num_replicas, loading, stream.consumed) - stream.batch
+        return Situation(
+            progress.step,
+            progress.epoch,
+            progress.epoch_step,
+            num_batches(samples, self.num_replicas, loading),
+            self._member.entered,
+            self.num_replicas,
+            epoch_over=left <= 0,
+        )
+
+    def set_batch_size(self, size: int) -> None:
+        """Of every replica, from the next step on: what is left of the epoch is dealt anew.
+
+        Raises:
+            ConfigError: an epoch would not have one such batch.
+        """
+        loading, stream = self.parts.loading, self._stream_of(0)
+        if num_batches(self.parts.num_samples, self.num_replicas, replace(loading, batch_size=size)) == 0:
+            raise ConfigError(
+                f"{self.parts.num_samples} samples give {self.num_replicas} replicas not one batch of {size}: "
+                "decide for less, or use drop_last=False"
+            )
+        used = samples_used(self.parts.num_samples, self.num_replicas, stream, loading)
+        dealt = Stream(stream.epoch, consumed=used)
+        self.contexts = [replace(context, stream=dealt) for context in self.contexts]
+        self.use_batch_size(size)
+
+    def use_batch_size(self, size: int) -> None:
+        """As `set_batch_size`, where the replicas' places in their data say so already."""
+        self.parts.loading = replace(self.parts.loading, batch_size=size)
+        self._needs_hosting = True
+
+    def scale_learning_rate(self, ratio: float) -> None:
+        """Multiply all learning rates, and what schedulers compute them from."""
+        for optimizer in self.parts.optimizers:
+            for group in optimizer.param_groups:
+                for name in ("lr", "initial_lr"):
+                    if name in group:
+                        group[name] = group[name] * ratio
+        for thing in self.tracked.values():
+            _scale_base(thing, ratio)
+
+    def ask_for(self, num_workers: int) -> None:
+        """Ask for as many workers; they come when they come."""
+        threading.Thread(target=self._ask_quietly, args=(num_workers,), daemon=True).start()
+
+    def _ask_quietly(self, num_workers: int) -> None:
+        try:
+            self._member.resize(num_workers)
+        except PliantError as error:
+            log.warning("%d workers cannot be had: %s", num_workers, error)
 
     def _come_to_rest(self) -> None:
         """Between epochs every worker has replica 0's buffers, and the random state of the first replica it hosts."""
@@ -607,7 +692,18 @@ class Trainer:
         repeated = max(0, self._begun - self.progress.step) if lost else 0
         change = ViewChange(self.progress.step, old_size, self.engine.view.size, pause_s, lost, repeated)
         self.changes.append(change)
+        self.adaptation.note(
+            "view", change.step, old=old_size, new=change.new_size, pause_s=pause_s, lost=lost, repeated=repeated
+        )
         tell(change)
+
+
+def _scale_base(scheduler: Any, ratio: float) -> None:
+    """Schedulers keep the rates that the program began with; some keep other schedulers."""
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
+    for each in getattr(scheduler, "_schedulers", ()):
+        _scale_base(each, ratio)
 
 
 def _watch(what: str, name: str, index: int, peer: int, begin_s: float, end_s: float) -> None:

@@ -163,7 +163,7 @@ class Tuner:
         compute_s = max(measured.compute_s for measured in steps)
         rates = [measured.rate for measured in steps if measured.rate > 0]
         if rates:
-            self._hear_rate(min(rates))
+            self._hear_rate(_common_rate(rates))
         self._quiet_steps = 0 if rates else self._quiet_steps + 1
         if self._quiet_steps >= CONFIRMED:
             self.rate = 0.0  # the network has not been the limit for a while: nobody knows how fast it is
@@ -220,6 +220,13 @@ class Tuner:
         if kind != self._said and self._decides:  # once, until there is something else to say
             self._said = kind
             self._say(text)
+
+
+def _common_rate(rates: Sequence[float]) -> float:
+    """What the slowest line carries. A measured rate can only be too low, where a processor was late to hand something
+    over; so among lines that seem alike the middle one is nearer to the truth than the least."""
+    middle, least = statistics.median(rates), min(rates)
+    return middle if least >= (1 - NEWS) * middle else least
 
 
 def _rounded(num_bytes: float, least: int, most: int) -> int:

@@ -1,0 +1,44 @@
+"""What a job adapts by: what `pliant run` was told, and what the program says beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pliant.cluster import WorkerSpec
+from pliant.errors import ConfigError
+from pliant.policy import Policies, Policy
+from pliant.policy.asked import check_monitors, parse_monitors
+from pliant.train.adapting import Settings
+
+
+def adaptation_settings(
+    spec: WorkerSpec | None, policies: Sequence[Policy], monitor: Mapping[str, int], record: str, replay: str
+) -> Settings:
+    """Everything together; the command line's policies come first.
+
+    Raises:
+        ConfigError: a monitor or policy that is not known, an interval that is none, a file said twice.
+    """
+    told = spec.adapting if spec is not None else {}
+    every = Policies([*_told_policies(told.get("policy", "")), *policies])
+    monitors = dict(every.needs)
+    for name, interval in [*parse_monitors(told.get("monitor", "")).items(), *check_monitors(monitor).items()]:
+        monitors[name] = min(interval, monitors.get(name, interval))
+    for name, value in (("record", record), ("replay", replay)):
+        if value and told.get(name) and told[name] != value:
+            raise ConfigError(f"{name}={value!r} in the program, but --{name} {told[name]}: give one of them")
+    return Settings(
+        policies=every,
+        monitors=check_monitors(monitors),
+        record=record or told.get("record", ""),
+        replay=replay or told.get("replay", ""),
+        metrics=told.get("metrics", "") == "1",
+        tensorboard=told.get("tensorboard", ""),
+    )
+
+
+def _told_policies(text: str) -> list[Policy]:
+    """One on each line."""
+    from pliant.policy import registry  # the user's own are imported by it
+
+    return [registry.parse(line) for line in text.splitlines()]

@@ -1,0 +1,475 @@
+"""Where a job's figures, policies and record meet.
+
+With each step every worker tells the others how its last one went, so all of them see the same job. All ask
+their policies; what the first worker's policies answer travels with the next step, and is done by all at that
+step's end. So a decision is everywhere the same, whatever a policy draws or reads off a clock, and a worker that
+becomes the first one goes on where the last one stood.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from pliant import record
+from pliant.comm.engine import Engine
+from pliant.errors import ConfigError
+from pliant.policy import (
+    Decision,
+    Observation,
+    Policies,
+    ProbeLinks,
+    Resize,
+    SetBatchSize,
+    SetLearningRate,
+    SetTopology,
+    WorkerFigures,
+)
+from pliant.policy.decisions import from_json
+from pliant.policy.observation import Rates
+
+log = logging.getLogger(__name__)
+
+_FIGURES = struct.Struct("<dddddd")
+"""The clock, then what `WorkerFigures` has."""
+_LENGTH = struct.Struct("<I")
+PROBE_TIMEOUT_S = 30.0
+Named = tuple[str, Decision]
+"""Who has decided, and what."""
+
+
+class Monitor(Protocol):
+    """What watches the gradients; `train.probing` has it. Its rows are of one size on all workers of a view."""
+
+    @property
+    def needs_bytes(self) -> int:
+        """Of a row."""
+
+    def row(self) -> bytes:
+        """What this worker knows of its last step."""
+
+    def learn(self, rows: Sequence[bytes]) -> None:
+        """What all workers know of it."""
+
+    def figures(self) -> Mapping[str, float | None]:
+        """noise_scale, gradient_sqr, gradient_var, variance: what is known of them."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class Subject(Protocol):
+    """The trainer, as far as decisions go."""
+
+    def set_batch_size(self, size: int) -> None:
+        """From now on; what is left of the epoch is dealt anew."""
+
+    def use_batch_size(self, size: int) -> None:
+        """It is dealt like that already."""
+
+    def scale_learning_rate(self, ratio: float) -> None:
+        """Of all optimizers, and of what schedulers make of it."""
+
+    def ask_for(self, num_workers: int) -> None:
+        """Have as many workers, some time."""
+
+
+@dataclass(slots=True)
+class Situation:
+    """How far the job is, as the trainer says it."""
+
+    step: int
+    epoch: int
+    epoch_step: int
+    steps_per_epoch: int
+    view: int
+    replicas: int
+    epoch_over: bool = False
+
+
+@dataclass(slots=True)
+class Settings:
+    """What a job may adapt by: policies, monitors with their intervals, files."""
+
+    policies: Policies = field(default_factory=lambda: Policies(()))
+    monitors: dict[str, int] = field(default_factory=dict)
+    record: str = ""
+    replay: str = ""
+    metrics: bool = False
+    tensorboard: str = ""
+
+    @property
+    def is_active(self) -> bool:
+        return bool(
+            len(self.policies) or self.monitors or self.record or self.replay or self.metrics or self.tensorboard
+        )
+
+
+class Adaptation:
+    """One worker's part in the decisions of the job. Does nothing at all where there is nobody to decide."""
+
+    def __init__(
+        self, settings: Settings, subject: Subject, batch_size: int, monitor: Monitor | None, say: Callable[[str], None]
+    ) -> None:
+        self.is_active = settings.is_active
+        self.policies, self.monitor = settings.policies, monitor
+        self.batch_size, self.learning_rate_factor = batch_size, 1.0
+        self.seen: Observation | None = None
+        """The job after the last step."""
+        self.listeners: list[Callable[[Observation, int], None]] = []
+        """Called after each step with what is seen, and this worker's rank."""
+        self.values: dict[str, float] = {}
+        """What the program has reported in the step in progress."""
+        self._subject, self._say = subject, say
+        self._settings = settings
+        self._replayed = _maths_decisions(settings.replay) if settings.replay else None
+        self._recorder: record.Recorder | None = None
+        self._engine: Engine | None = None
+        self._began_s: float | None = None
+        """The first worker's clock when the job began."""
+        self._pending: list[Named] = []
+        self._agreed: list[Named] = []
+        """What is to be done at the end of the step in progress."""
+        self._figures = WorkerFigures(name="")
+        self._workers: tuple[WorkerFigures, ...] = ()
+        self._clock_s = 0.0
+        self._before = (0.0, 0)
+        self._asked = {"train": False, "epoch": -1}
+
+    # --- what travels with a step ---
+
+    def work_in(self, engine: Engine) -> None:
+        """There is another view."""
+        self._engine = engine
+        if not self.is_active:
+            return
+        engine.throughput()  # what was carried before is of no interest
+        self._before = (time.monotonic(), engine.wire_bytes)
+        self._figures, self._workers, self._agreed = WorkerFigures(name=""), (), []
+
+    @property
+    def row_bytes(self) -> int:
+        """The same on all workers of a view."""
+        if not self.is_active:
+            return 0
+        return _LENGTH.size + _FIGURES.size + (self.monitor.needs_bytes if self.monitor is not None else 0)
+
+    def row(self) -> bytes:
+        """How this worker's last step went, and how long its decisions are, as text."""
+        if not self.is_active:
+            return b""
+        own = self._figures
+        figures = _FIGURES.pack(time.time(), own.step_s, own.compute_s, own.comm_bytes, own.comm_s, own.egress_bytes)
+        length = len(_to_bytes(self._pending)) if self._pending else 0
+        return _LENGTH.pack(length) + figures + (self.monitor.row() if self.monitor is not None else b"")
+
+    def read(self, rows: Sequence[bytes]) -> None:
+        """Everybody's rows of the step in progress; then, if the first worker has decided something, what.
+
+        Raises:
+            CommError: a worker was lost meanwhile.
+        """
+        if not self.is_active:
+            return
+        assert self._engine is not None, "work_in() comes first"
+        names = [str(worker) for worker in self._engine.view.workers]
+        self._workers = tuple(_unpack(name, row[_LENGTH.size :]) for name, row in zip(names, rows, strict=True))
+        self._clock_s = _FIGURES.unpack_from(rows[0], _LENGTH.size)[0]
+        if self.monitor is not None:
+            self.monitor.learn([row[_LENGTH.size + _FIGURES.size :] for row in rows])
+        length = _LENGTH.unpack_from(rows[0])[0]
+        self._agreed = self._told(length) if length else []
+
+    def _told(self, length: int) -> list[Named]:
+        """The first worker's decisions, on all workers."""
+        assert self._engine is not None
+        if self._engine.size == 1:
+            return self._pending
+        text = torch.zeros(length, dtype=torch.uint8)
+        if self._engine.rank == 0:
+            text = torch.frombuffer(bytearray(_to_bytes(self._pending)), dtype=torch.uint8)
+        told = self._engine.broadcast("decision", text, 0).wait()
+        assert told is not None, "a broadcast has a result on every rank"
+        return _from_bytes(bytes(told.numpy()))
+
+    # --- a step's end ---
+
+    @property
+    def has_decided(self) -> bool:
+        """Whether something is to be done at the end of the step in progress. Then it must be whole before."""
+        return bool(self._agreed) or (self._replayed is not None and self._next_step in self._replayed)
+
+    _next_step = 0
+
+    def expect(self, step: int) -> None:
+        """The step in progress will be the job's `step`-th."""
+        self._next_step = step
+
+    def measured(self, compute_s: float) -> None:
+        """The step has been done here."""
+        if not self.is_active:
+            return
+        assert self._engine is not None
+        lanes = self._engine.throughput().values()
+        now_s, sent = time.monotonic(), self._engine.wire_bytes
+        self._figures = WorkerFigures(
+            name="",
+            step_s=now_s - self._before[0],
+            compute_s=compute_s,
+            comm_bytes=sum(lane.num_bytes for lane in lanes),
+            comm_s=max((lane.busy_s for lane in lanes), default=0.0),
+            egress_bytes=sent - self._before[1],
+        )
+        self._before = (now_s, sent)
+
+    def settle(self, at: Situation) -> None:
+        """Do what was agreed on, look at the job, and ask the policies what to do next.
+
+        Raises:
+            CommError: a worker was lost while something was done by all together.
+        """
+        if not self.is_active:
+            return
+        agreed, self._agreed = self._agreed, []
+        self._pending = []  # the first worker's were told with this step, and nobody asks for the others'
+        for decision in self._replayed.get(at.step, ()) if self._replayed is not None else ():
+            self._do("replay", decision, at)
+        self._do_all(agreed, at)
+        if self._workers:
+            self._look(at)
+
+    def _do_all(self, agreed: Sequence[Named], at: Situation) -> None:
+        for name, decision in agreed:
+            if self._replayed is None or not decision.is_maths:
+                self._do(name, decision, at)
+
+    def _look(self, at: Situation) -> None:
+        seen = self.seen = self._observe(at)
+        assert self._engine is not None
+        self._record_step(seen)
+        for listener in self.listeners:
+            listener(seen, self._engine.rank)
+        decided = self.policies.ask("after_step", seen)
+        if at.epoch_over:
+            decided += self.policies.ask("after_epoch", seen)
+        else:
+            decided += self.policies.ask("before_step", seen)
+        self._decide(decided)
+
+    def _decide(self, decided: Sequence[Named]) -> None:
+        """To be done at the end of the next step, if this is the first worker then."""
+        kinds = {decision.kind for _, decision in decided}
+        self._pending = [each for each in self._pending if each[1].kind not in kinds] + list(decided)
+
+    def begin(self, at: Situation) -> None:
+        """An epoch begins, or the job does."""
+        if not self.is_active or self._asked["epoch"] == at.epoch:
+            return
+        seen = self._observe(at)
+        hooks = ["before_epoch"] if self._asked["train"] else ["before_train", "before_epoch"]
+        if not self._asked["train"]:
+            self._fact("start", at.step, replicas=at.replicas, batch_size=self.batch_size, workers=self._engine_size)
+        self._asked = {"train": True, "epoch": at.epoch}
+        for hook in hooks:
+            self._decide(self.policies.ask(hook, seen))
+
+    @property
+    def _engine_size(self) -> int:
+        return self._engine.size if self._engine is not None else 1
+
+    def end(self, at: Situation) -> None:
+        """The job is over."""
+        if not self.is_active:
+            return
+        seen = self._observe(at)
+        self.policies.ask("after_train", seen)
+        self._fact("end", at.step, time_s_since_begin=round(seen.time_s, 3))
+
+    def close(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+
+    def _observe(self, at: Situation, link_rates: Rates | None = None) -> Observation:
+        if self._began_s is None and self._clock_s:
+            self._began_s = self._clock_s
+        figures = self.monitor.figures() if self.monitor is not None else {}
+        strategy = self._engine.strategy if self._engine is not None else None
+        name = "AUTO" if strategy is None else ",".join(map(str, strategy.forest)) or strategy.name
+        return Observation(
+            step=at.step,
+            epoch=at.epoch,
+            epoch_step=at.epoch_step,
+            steps_per_epoch=at.steps_per_epoch,
+            time_s=self._clock_s - (self._began_s or self._clock_s),
+            view=at.view,
+            replicas=at.replicas,
+            batch_size=self.batch_size,
+            learning_rate_factor=self.learning_rate_factor,
+            strategy=name,
+            workers=self._workers,
+            link_rates=link_rates,
+            **figures,  # type: ignore[arg-type]
+        )
+
+    # --- doing it ---
+
+    def _do(self, name: str, decision: Decision, at: Situation) -> None:
+        assert self._engine is not None
+        try:
+            if isinstance(decision, ProbeLinks):
+                self._probe(decision, at)
+            else:
+                self._change(decision)
+        except ConfigError as error:
+            # Every worker refuses it, for the same reason.
+            self._tell(f"policy {name}: {decision.kind} at step {at.step} cannot be done: {error}")
+            self._fact("refused", at.step, policy=name, decision=decision.to_json(), why=str(error))
+            return
+        if not isinstance(decision, ProbeLinks):
+            self._tell(f"policy {name}: {_summary(decision)} after step {at.step}: {decision.reason}")
+        self._fact("decision", at.step, policy=name, decision=decision.to_json())
+
+    def _change(self, decision: Decision) -> None:
+        assert self._engine is not None
+        match decision:
+            case SetBatchSize():
+                self._subject.set_batch_size(decision.size)
+                self.batch_size = decision.size
+            case SetLearningRate():
+                self._subject.scale_learning_rate(decision.factor / self.learning_rate_factor)
+                self.learning_rate_factor = decision.factor
+            case SetTopology():
+                if self._engine.size > 1:
+                    self._engine.set_strategy(decision.strategy)
+            case Resize():
+                if self._engine.rank == 0:
+                    self._subject.ask_for(decision.workers)
+            case _:
+                raise ConfigError(f"{type(decision).__name__} is no decision that a job can carry out")
+
+    def _probe(self, decision: ProbeLinks, at: Situation) -> None:
+        """Measure, and ask again at once: everybody is here."""
+        assert self._engine is not None
+        if self._engine.size == 1:
+            return
+        from pliant.comm import probe as links
+
+        rates = links.measure(self._engine, decision.num_bytes, PROBE_TIMEOUT_S)
+        decided = self.policies.ask("after_step", self._observe(at, rates))
+        mine = _to_bytes([each for each in decided if not isinstance(each[1], ProbeLinks)])
+        told = self._engine.all_gather_bytes("decision:probed", mine)[0]
+        self._do_all(_from_bytes(told), at)
+
+    # --- files, and the state for newcomers ---
+
+    def _fact(self, kind: str, step: int, **data: Any) -> None:
+        """Written by whoever is the first worker now."""
+        if not self._settings.record or self._engine is None or self._engine.rank != 0:
+            return
+        if self._recorder is None:
+            self._recorder = record.Recorder(self._settings.record)
+        self._recorder.write(kind, step, **data)
+
+    def note(self, kind: str, step: int, **data: Any) -> None:
+        """Put a fact into the record."""
+        if self.is_active:
+            self._fact(kind, step, **data)
+
+    def _record_step(self, seen: Observation) -> None:
+        values, self.values = self.values, {}
+        measured = {"noise_scale": seen.noise_scale, "variance": seen.variance}
+        self._fact(
+            "step",
+            seen.step,
+            epoch=seen.epoch,
+            workers=seen.num_workers,
+            batch_size=seen.batch_size,
+            learning_rate_factor=seen.learning_rate_factor,
+            step_s=round(seen.step_s, 6),
+            samples_per_s=round(seen.samples_per_s, 3),
+            **{name: value for name, value in measured.items() if value is not None},
+            **values,
+        )
+
+    def _tell(self, text: str) -> None:
+        if self._engine is not None and self._engine.rank == 0:
+            self._say(text)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "batch_size": self.batch_size,
+            "learning_rate_factor": self.learning_rate_factor,
+            "began_s": self._began_s,
+            "asked": self._asked,
+            "policies": self.policies.state_dict(),
+            "monitor": self.monitor.state_dict() if self.monitor is not None else {},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.learning_rate_factor = state["learning_rate_factor"]
+        self._began_s, self._asked = state["began_s"], dict(state["asked"])
+        if len(state["policies"]) != len(self.policies):
+            raise ConfigError(
+                f"the job was begun with {len(state['policies'])} policies, this program has {len(self.policies)}: "
+                "use the same ones"
+            )
+        self.policies.load_state_dict(state["policies"])
+        if self.monitor is not None:
+            self.monitor.load_state_dict(state["monitor"])
+        if state["batch_size"] != self.batch_size:
+            self._subject.use_batch_size(state["batch_size"])
+            self.batch_size = state["batch_size"]
+
+
+def _maths_decisions(path: str) -> dict[int, list[Decision]]:
+    """What a record says was decided about the maths, by step."""
+    found: dict[int, list[Decision]] = {}
+    for fact in record.read(path):
+        if fact.kind == "decision":
+            decision = from_json(fact.data["decision"])
+            if decision.is_maths:
+                found.setdefault(fact.step, []).append(decision)
+    return found
+
+
+def _summary(decision: Decision) -> str:
+    match decision:
+        case SetBatchSize():
+            return f"batch size {decision.size} per replica"
+        case SetLearningRate():
+            return f"learning rate x {decision.factor:.4g}"
+        case Resize():
+            return f"{decision.workers} workers"
+        case SetTopology():
+            return f"topology {decision.strategy}"
+        case _:
+            return decision.kind
+
+
+def _to_bytes(decided: Sequence[Named]) -> bytes:
+    return json.dumps([[name, decision.to_json()] for name, decision in decided]).encode()
+
+
+def _from_bytes(data: bytes) -> list[Named]:
+    return [(name, from_json(decision)) for name, decision in json.loads(data)]
+
+
+def _unpack(name: str, data: bytes) -> WorkerFigures:
+    _, step_s, compute_s, comm_bytes, comm_s, egress_bytes = _FIGURES.unpack_from(data)
+    return WorkerFigures(
+        name=name,
+        step_s=step_s,
+        compute_s=compute_s,
+        comm_bytes=comm_bytes,
+        comm_s=comm_s,
+        egress_bytes=egress_bytes,
+    )

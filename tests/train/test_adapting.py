@@ -1,0 +1,227 @@
+"""Decisions of policies: the bits are those of a DDP script that does the same, on any number of workers, live or replayed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gang import gang, run
+from programs import build, digest, may_have_children, one_batch, seed_all
+from subject import new_workers, spec_of, view_of
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import pliant
+from pliant import record
+from pliant.errors import ConfigError
+from pliant.policy import (
+    Decision,
+    Observation,
+    Policy,
+    ProbeLinks,
+    Resize,
+    SetBatchSize,
+    SetLearningRate,
+    SetTopology,
+)
+
+pytestmark = pytest.mark.processes
+REPLICAS, EPOCHS = 3, 3
+Changes = Mapping[int, tuple[int, float]]
+CHANGES: Changes = {2: (5, 1.0), 6: (2, 0.5), 14: (4, 2.0)}
+"""After so many steps: the batch of a replica, and the factor of the learning rate. The second is an epoch's last step."""
+
+
+# --- the oracle ---
+
+
+def _ddp(rank: int, store: str, name: str, changes: Changes) -> list[str]:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    may_have_children()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=REPLICAS)
+    program = build(name)
+    model = DistributedDataParallel(program.model, **program.wrapping)
+    if program.seed is not None:
+        seed_all(program.seed + rank)
+    batch_size, factor = program.loading["batch_size"], 1.0
+    found: list[str] = []
+    for epoch in range(EPOCHS):
+        order = torch.randperm(len(program.dataset), generator=torch.Generator().manual_seed(epoch)).tolist()
+        while order:
+            padded = order + order * REPLICAS
+            share = padded[: -(-len(order) // REPLICAS) * REPLICAS][rank::REPLICAS]
+            order, used = [], 0
+            loader: Any = DataLoader(program.dataset, batch_size=batch_size, sampler=share)
+            whole = padded[: len(padded) // (REPLICAS + 1)]
+            for batch in loader:
+                one_batch(program, model, batch, model.no_sync, lambda loss, samples: None)
+                used += batch_size * REPLICAS
+                found.append("")
+                changed = changes.get(len(found))
+                if changed is not None:
+                    batch_size, new = changed
+                    for group in program.optimizers[0].param_groups:
+                        for key in ("lr", "initial_lr"):
+                            if key in group:
+                                group[key] *= new / factor
+                    if program.scheduler is not None:
+                        program.scheduler.base_lrs = [rate * new / factor for rate in program.scheduler.base_lrs]
+                    factor = new
+                found[-1] = digest(program, program.model.buffers())
+                if changed is not None:
+                    order = whole[used:]
+                    break
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Sequence[str]]:
+    """The hashes of every step, by program."""
+    found = {}
+    for name in ("conv", "transformer"):
+        store = tmp_path_factory.mktemp("ddp") / name
+        found[name] = run(_ddp, REPLICAS, str(store), name, CHANGES)[0]
+    return found
+
+
+# --- ours ---
+
+
+class Scripted(Policy):
+    """Decides what the test says; odd in that only the first worker of all does so."""
+
+    def __init__(self, changes: Changes, more: Mapping[int, Sequence[Decision]], rank: int) -> None:
+        self._rank, self.changes, self.more = rank, changes, more
+        self.rates: list[Any] = []
+
+    def after_step(self, seen: Observation) -> list[Decision]:
+        if seen.link_rates is not None:
+            return [SetTopology(strategy="RING", reason=f"rates {seen.link_rates}")]
+        decided: list[Decision] = list(self.more.get(seen.step + 1, ()))
+        if seen.step + 1 in self.changes and self._rank == 0:
+            size, factor = self.changes[seen.step + 1]
+            decided += [SetBatchSize(size=size, reason="scripted"), SetLearningRate(factor=factor, reason="scripted")]
+        return decided
+
+
+def _ours(
+    rank: int, environ: dict[str, str], name: str, options: dict[str, Any], changes: Changes, more: Mapping[int, Any]
+) -> tuple[list[str], str]:
+    may_have_children()
+    os.environ.update(environ)
+    program = build(name)
+    found: dict[int, str] = {}
+    policy = Scripted(changes, more, rank)
+    options = {**options, "policies": [policy] if changes or more else []}
+    with pliant.join(replicas=REPLICAS, seed=program.seed, **options) as job:
+        model, _, loader = job.wrap(
+            program.model, program.optimizers, program.dataset, **program.wrapping, **program.loading
+        )
+        if program.scheduler is not None:
+            job.track("scheduler", program.scheduler)
+        assert job._trainer is not None
+        trainer = job._trainer
+        on_commit = trainer.on_commit
+
+        def committed() -> None:
+            trainer.finish_sums()
+            found[job.step] = digest(program, trainer.first_buffers)
+            on_commit()
+
+        trainer.on_commit = committed
+        for _ in job.epochs(EPOCHS):
+            for batch in loader:
+                one_batch(program, model, batch, job.no_sync, lambda loss, samples: None)
+        strategy = trainer.engine.strategy.name if trainer.engine is not None else ""
+    return [found[step] for step in sorted(found)], strategy
+
+
+def _train(
+    size: int,
+    name: str,
+    options: dict[str, Any],
+    changes: Changes = CHANGES,
+    more: Mapping[int, Sequence[Decision]] | None = None,
+) -> list[tuple[list[str], str]]:
+    workers = new_workers(size)
+    environs = [spec_of(worker, view_of(workers)).to_environ() if size > 1 else {} for worker in workers]
+    with gang(_ours, [(environ, name, options, changes, more or {}) for environ in environs]) as started:
+        return list(started.results(90))
+
+
+@pytest.mark.parametrize(("name", "size"), [("conv", 1), ("conv", 2), ("conv", 3), ("transformer", 2)])
+def test_batch_sizes_and_rates_change_as_in_a_ddp_script(
+    name: str, size: int, oracles: Mapping[str, Sequence[str]]
+) -> None:
+    for found, _ in _train(size, name, {}):
+        assert found == oracles[name]
+
+
+def test_crossing_steps_change_alike(oracles: Mapping[str, Sequence[str]]) -> None:
+    for found, _ in _train(3, "conv", {"sync": "priority"}):
+        assert found == oracles["conv"]
+
+
+def test_without_the_decisions_it_is_another_result(oracles: Mapping[str, Sequence[str]]) -> None:
+    found, _ = _train(1, "conv", {}, changes={2: (4, 1.0)})[0]
+    assert found[:2] == oracles["conv"][:2]
+    assert found[2:] != oracles["conv"][2:]
+
+
+def test_a_record_is_replayed_on_other_workers(tmp_path: Path, oracles: Mapping[str, Sequence[str]]) -> None:
+    path = str(tmp_path / "record.jsonl")
+    more = {4: [ProbeLinks(reason="scripted")], 9: [Resize(workers=1, reason="nobody is there to hear it")]}
+    for found, strategy in _train(2, "conv", {"record": path}, more=more):
+        assert found == oracles["conv"]
+        assert strategy == "RING", "the probe was answered"
+    facts = record.read(path)
+    decided = [fact.data["decision"]["kind"] for fact in facts if fact.kind == "decision"]
+    assert decided.count("set_batch_size") == 3
+    assert {"set_topology", "probe_links"} <= set(decided)
+    steps = [fact for fact in facts if fact.kind == "step"]
+    assert [fact.step for fact in steps] == list(range(1, len(oracles["conv"]) + 1))
+    assert steps[5].data["batch_size"] == 2, "as it is after the step"
+    for size in (1, 3):
+        for found, _ in _train(size, "conv", {"replay": path}, changes={}):
+            assert found == oracles["conv"]
+
+
+def test_what_cannot_be_done_is_said_and_left(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "record.jsonl")
+    more = {2: [SetTopology(strategy="HYPERCUBE", reason="why not")]}
+    _train(2, "conv", {"record": path}, changes={}, more=more)
+    (refused,) = [fact for fact in record.read(path) if fact.kind == "refused"]
+    assert "HYPERCUBE" in refused.data["why"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"policies": ["fast"]}, "fast"),
+        ({"monitor": {"entropy": 1}}, "entropy"),
+        ({"monitor": {"variance": 0}}, "variance=0"),
+        ({"replay": "no/such/file.jsonl"}, "no/such/file.jsonl"),
+    ],
+)
+def test_wrong_settings_are_named(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named.replace(".", r"\.")), pliant.join(replicas=2, **options) as job:
+        model = torch.nn.Linear(2, 1)
+        job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.zeros(2)] * 8, batch_size=1)
+
+
+def test_records_survive_a_line_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    with record.Recorder(path) as recorder:
+        recorder.write("step", 1, loss=0.5)
+    with path.open("a") as file:
+        file.write(json.dumps({"kind": "step", "step": 2})[:10])
+    with record.Recorder(path) as recorder:
+        recorder.write("step", 3)
+    assert [fact.step for fact in record.read(path)] == [1, 3]
