@@ -3,10 +3,11 @@
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["Job", "Left", "__version__", "join"]
+__all__ = ["AdaptiveSGD", "Job", "Left", "PairAveraging", "SynchronousAveraging", "__version__", "join"]
 
 if TYPE_CHECKING:
     from pliant.train.job import Job, Left, join
+    from pliant.train.optim import AdaptiveSGD, PairAveraging, SynchronousAveraging
 
 
 def __getattr__(name: str) -> object:
@@ -15,4 +16,8 @@ def __getattr__(name: str) -> object:
         from pliant.train import job
 
         return getattr(job, name)
+    if name in ("AdaptiveSGD", "PairAveraging", "SynchronousAveraging"):
+        from pliant.train import optim
+
+        return getattr(optim, name)
     raise AttributeError(f"module 'pliant' has no attribute {name!r}")

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pliant.errors import ConfigError, TrainError, Unsliceable
 from pliant.train.gates import watch_state
+from pliant.train.optim import Averaging
 from pliant.train.priority import wrappers
 from pliant.train.trainer import Trainer
 
@@ -134,8 +135,10 @@ def check_tracked(optimizers: Sequence[torch.optim.Optimizer], tracked: dict[str
     """Raises TrainError if a scheduler changes an optimizer behind the job's back."""
     known = {id(each.optimizer) for each in tracked.values() if isinstance(each, LRScheduler)}
     for optimizer in optimizers:
-        scheduled = any(getattr(f, "_wrapped_by_lr_sched", False) for f in wrappers(optimizer.step))
-        if scheduled and id(optimizer) not in known:
+        inner = optimizer.inner if isinstance(optimizer, Averaging) else optimizer
+        steps = [*wrappers(optimizer.step), *wrappers(inner.step)]
+        scheduled = any(getattr(f, "_wrapped_by_lr_sched", False) for f in steps)
+        if scheduled and not known & {id(optimizer), id(inner)}:
             raise TrainError(
                 f"an LR scheduler changes {type(optimizer).__name__}, but the job does not know it: a newcomer would "
                 "begin with another learning rate. Add `job.track('scheduler', scheduler)`"

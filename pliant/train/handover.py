@@ -25,16 +25,40 @@ def _prefix(view: int) -> str:
 
 def lend(member: Member | Alone, view: int, state: object) -> int:
     """Let the others of the view to come fetch `state`, before they can ask; how long its table of contents is."""
-    skeleton, tensors = tree.flatten(state)
-    hosts = [tensor.detach().cpu().contiguous() for tensor in tensors]
-    contents = json.dumps(
-        {"skeleton": skeleton, "tensors": [spec.to_json() for spec in tree.describe_tensors(hosts)]}
-    ).encode()
+    contents, hosts = _packed(state)
     member.publish(f"{_prefix(view)}contents", torch.frombuffer(bytearray(contents), dtype=torch.uint8))
     for number, host in enumerate(hosts):
         if host.numel():
             member.publish(f"{_prefix(view)}{number}", host.view(-1))
     return len(contents)
+
+
+def _packed(state: object) -> tuple[bytes, list[torch.Tensor]]:
+    """The table of contents, and the tensors; these are no copies where they are on the host already."""
+    skeleton, tensors = tree.flatten(state)
+    hosts = [tensor.detach().cpu().contiguous() for tensor in tensors]
+    specs = [spec.to_json() for spec in tree.describe_tensors(hosts)]
+    return json.dumps({"skeleton": skeleton, "tensors": specs}).encode(), hosts
+
+
+def spread(engine: Engine, state: object | None) -> object:
+    """The state of rank 0, on every rank; the others give None.
+
+    Raises:
+        CommError: somebody is gone.
+    """
+    contents, tensors = _packed(state) if engine.rank == 0 else (b"", [])
+    table = json.loads(engine.all_gather_bytes("spread", contents)[0])
+    if engine.rank != 0:
+        tensors = [TensorSpec.from_json(entry).empty("cpu") for entry in table["tensors"]]
+    waiting = [
+        engine.broadcast(f"spread:{number}", tensor.view(-1).view(torch.uint8))
+        for number, tensor in enumerate(tensors)
+        if tensor.numel()
+    ]
+    for handle in waiting:
+        handle.wait()
+    return tree.unflatten(table["skeleton"], tensors)
 
 
 def reclaim(member: Member | Alone) -> None:

@@ -38,6 +38,7 @@ from pliant.train.data import Feeder, Stream, num_batches
 from pliant.train.gates import gate_evaluation, gate_state, hidden_uses
 from pliant.train.gradients import Gradients
 from pliant.train.loader_options import describe
+from pliant.train.optim import Averaging, averaging_of
 from pliant.train.priority import Crossing
 from pliant.train.replica import Context
 from pliant.train.settling import Settling
@@ -277,6 +278,7 @@ class Job:
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         parameters = _trainable(model)
         guards.check_optimizers(optimizers, parameters)
+        averaging = averaging_of(optimizers)
         dataset, options = describe(data, **loading)
         device = parameters[0][1].device
         if device.type != "cpu":
@@ -314,7 +316,7 @@ class Job:
             num_replicas,
             gradients,
             crossing,
-            tuning.Tuner(self._possible_sync(model), *self._sync[1:], say=self._say_first),
+            tuning.Tuner(self._possible_sync(model, averaging), *self._sync[1:], say=self._say_first),
             self._blocks,
             follows_view=follows_view,
             keeps_layout=keeps_layout,
@@ -327,7 +329,8 @@ class Job:
             self._member,
             trainer,
             self._tracked,
-            _program_of(None if follows_view else num_replicas, parameters, len(dataset), options.batch_size),
+            _program_of(None if follows_view else num_replicas, parameters, len(dataset), options.batch_size)
+            + (f", {averaging.describe()}" if averaging is not None else ""),
             determinism.fingerprint(device),
             self._level,
             self._start_fresh,
@@ -335,6 +338,9 @@ class Job:
             self._say,
         )
         trainer.settle = self._settling.settle
+        if averaging is not None:
+            averaging.attach(gradients, self._settling.equalise)
+            trainer.averaging = averaging
         trainer.on_commit = self._committed
         for each in optimizers:
             guards.patch_optimizer(each, self._running, lambda: self._trainer)
@@ -344,10 +350,10 @@ class Job:
         self._loader = Loader(self)
         return model, optimizer, self._loader
 
-    def _possible_sync(self, model: torch.nn.Module) -> str:
+    def _possible_sync(self, model: torch.nn.Module, averaging: Averaging | None) -> str:
         """What was asked for, unless this model cannot have it."""
         asked = self._sync[0]
-        reason = hidden_uses(model)
+        reason = hidden_uses(model) if averaging is None else f"{averaging.describe()} averages models"
         if asked == "fifo" or not reason:
             return asked
         if asked != "auto":

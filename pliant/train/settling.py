@@ -175,7 +175,9 @@ class Settling:
                 raise TrainError(
                     f"{self._member.me} missed the last step of a view that the others have left: it has to be replaced"
                 )
-            state = handover.fetch(engine, holders, reports[holders[0]].offered_bytes)
+            # Where models are averaged every holder has its own: what is fetched must be of one.
+            sources = holders if self._trainer.averaging is None else holders[:1]
+            state = handover.fetch(engine, sources, reports[holders[0]].offered_bytes)
             self.load(cast(dict[str, Any], state))
             self.has_state = True
         return holders
@@ -217,6 +219,14 @@ class Settling:
             print(f"pliant: refused: {refused}", file=sys.stderr, flush=True)
             raise SystemExit(REFUSED_EXIT)
 
+    def equalise(self) -> None:
+        """Give every worker the state of the first. Raises CommError if somebody is gone."""
+        engine = self._trainer.engine
+        assert engine is not None, "there is a view"
+        state = handover.spread(engine, self.state() if engine.rank == 0 else None)
+        if engine.rank != 0:
+            self.load(cast(dict[str, Any], state))
+
     # --- the whole state ---
 
     def state(self) -> dict[str, Any]:
@@ -248,6 +258,8 @@ class Settling:
             saved.to(own.device) for saved, own in zip(state["buffers"], trainer.first_buffers, strict=True)
         ]
         trainer.buffers.load(trainer.first_buffers)
+        if trainer.averaging is not None:
+            trainer.averaging.loading(state["progress"][2])
         trainer.use_layout_json(state["layout"])
         trainer.contexts = [Context.from_bytes(data, trainer.num_loader_workers) for data in state["contexts"]]
         trainer.num_replicas = trainer.gradients.num_replicas = len(trainer.contexts)

@@ -32,6 +32,7 @@ from pliant.train.buckets import Layout, blocks
 from pliant.train.data import Feeder, Stream, num_batches, samples_used
 from pliant.train.gradients import FIRST, Gradients
 from pliant.train.loader_options import LoaderOptions
+from pliant.train.optim import Averaging
 from pliant.train.priority import Crossing
 from pliant.train.replica import Buffers, Context, Tensors
 from pliant.train.tuning import Choice, Measured, SyncStats, Tuner
@@ -176,6 +177,8 @@ class Trainer:
         self.crossing = crossing
         crossing.on_lost, crossing.on_whole = self.tear, self._whole
         self.tuner = tuner
+        self.averaging: Averaging | None = None
+        """The optimizer, where it averages models in place of gradients."""
         self._begun = 0
         """Steps that were begun when the last loss was noticed."""
         self._way = Choice()
@@ -228,6 +231,8 @@ class Trainer:
         if changed and not self._keeps_layout:
             self.gradients.use_layout(None)
         self.gradients.arrange(engine, self._blocks)
+        if self.averaging is not None:
+            self.averaging.work_in(engine, self._blocks)
         self.torn, self.switch_to, self._needs_hosting = None, None, True
         self._next_way = None
         self._measuring = Measuring(pressure=engine.pressure(), sent_bytes=engine.wire_bytes)
@@ -308,6 +313,8 @@ class Trainer:
                 self.parts.feeder.host(streams, self.num_replicas, self.parts.loading)
                 self._needs_hosting = False
             if self.parts.feeder.remaining(self.hosted[0]) > 0:
+                if not self._begin_averaging():
+                    continue
                 self.adaptation.begin(self.situation())
                 self._choose_way()
                 return True
@@ -316,6 +323,15 @@ class Trainer:
                 self._await_newcomers()
             if self.torn is None:
                 return False
+
+    def _begin_averaging(self) -> bool:
+        """Have models on their way, where it is them that are averaged; False if somebody is gone."""
+        if self.averaging is not None:
+            try:
+                self.averaging.begin(self.progress.step)
+            except CommError as error:
+                self.tear(error)
+        return self.torn is None
 
     def _choose_way(self) -> None:
         """How the sums of the coming step travel. In a view's first step by buckets: newcomers know no better, and the
@@ -491,6 +507,8 @@ class Trainer:
         awaited = self.gradients.under_way() if self.gradients.crosses else None
         if awaited is None:
             self.gradients.wait()
+        if self.averaging is not None:
+            self.averaging.wait()
         if buffers is not None:
             found = buffers.wait()
             if self._new_buffers is None and found is not None:

@@ -1,0 +1,331 @@
+"""Optimizers that average models instead of gradients: SMA, AD-PSGD, and SMA that becomes synchronous SGD.
+
+Each wraps one of torch's optimizers, which applies the worker's own gradient, and stands in for it. So every worker has a
+model of its own, and hosts one replica. The trainer calls `begin` before a step, for what can travel while the
+program computes, and `wait` with the rest of the exchange; the program's `step()` averages, and then applies. Who and how
+many the workers are is asked of the present view, never remembered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from pliant.comm.engine import Engine
+from pliant.comm.handle import Handle
+from pliant.errors import CommError, ConfigError, Unsliceable
+from pliant.train.gradients import Gradients
+from pliant.train.model_copies import Copies, copies_to_fetch, copies_to_sum
+
+log = logging.getLogger(__name__)
+
+_SAVED = "model of a pair"
+"""What a worker's model is called in its store."""
+
+
+class Averaging(torch.optim.Optimizer):
+    """The base of these: an optimizer in the place of another, whose groups, state and hooks it has."""
+
+    _step_supports_amp_scaling = False  # a scaler would talk to us, not to the optimizer that scales
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        # Not the base's: whatever that would make, `optimizer` has.
+        name = type(self).__name__
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"{name}({optimizer!r:.60}): give one of torch's optimizers, as {name}(torch.optim.SGD(...))"
+            )
+        if isinstance(optimizer, Averaging):
+            raise ConfigError(f"{name} around {type(optimizer).__name__}: models can be averaged in one way only")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise Unsliceable(f"{name} around LBFGS, which needs a closure that is called several times: use another")
+        self.inner = optimizer
+        self._parameters: list[Parameter] = []
+        self._engine: Engine | None = None
+
+    # --- in the place of the other ---
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # a copy that is being made has none yet
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.inner.state = state
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_parameters": [], "_engine": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"{self.describe()} of {self.inner!r}"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.inner.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> Any:
+        """Average as far as models of others are there, then apply the gradient."""
+        with torch.no_grad():
+            self._average()
+        result = self.inner.step() if closure is None else self.inner.step(closure)
+        with torch.no_grad():
+            self._applied()
+        return result
+
+    # --- for the trainer ---
+
+    def describe(self) -> str:
+        """What must be the same on all workers."""
+        raise NotImplementedError
+
+    def attach(self, gradients: Gradients, equalise: Callable[[], None]) -> None:
+        """Be the optimizer of a job: its gradients stay where they are made. `equalise` gives all workers the state of
+        the first."""
+        gradients.sums = gradients.waits_for_order = False
+
+    def work_in(self, engine: Engine, blocks: Sequence[int]) -> None:
+        """Take up a view in which rank r hosts `blocks[r]` replicas. The model is here already."""
+        if max(blocks) > 1:
+            raise ConfigError(
+                f"{type(self).__name__} keeps a model in each worker, so each has one replica, but {sum(blocks)} replicas "
+                f"are on {len(blocks)} workers: use pliant.join(replicas=None), or as many workers as replicas"
+            )
+        self._engine = engine
+        self._parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    def begin(self, step: int) -> None:
+        """A step begins: have sent what can be sent. Raises CommError if somebody is gone."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """What the step cannot do without is here; raises CommError if it cannot be had."""
+
+    def loading(self, step: int) -> None:
+        """A state of this step is about to be loaded."""
+
+    def _average(self) -> None:
+        raise NotImplementedError
+
+    def _applied(self) -> None:
+        """The gradient has been applied."""
+
+
+class SynchronousAveraging(Averaging):
+    """SMA (EA-SGD): in each step the model is drawn by `alpha` towards the mean of all workers' models at the step's
+    begin, and then the worker's own gradient is applied.
+
+    The models of all workers are summed while the program computes.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, alpha: float = 0.1) -> None:
+        super().__init__(optimizer)
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= 1:
+            raise ConfigError(f"{type(self).__name__}: alpha={alpha!r} must be above 0 and at most 1; 0.1 is usual")
+        self.alpha = float(alpha)
+        self._copies: list[Copies] = []
+        self._under_way: list[Handle] = []
+        self._is_here = False
+        """Whether the sums of this step's models have come, and are not used yet."""
+        self._buried: list[tuple[Engine, list[Copies]]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_copies": [], "_under_way": [], "_is_here": False, "_buried": []}
+
+    def describe(self) -> str:
+        return f"{type(self).__name__}(alpha={self.alpha:g})"
+
+    def work_in(self, engine: Engine, blocks: Sequence[int]) -> None:
+        if self._engine is not None and self._engine.may_be_written_to:
+            self._buried.append((self._engine, self._copies))  # somebody who is only silent may still write there
+        super().work_in(engine, blocks)
+        self._copies, self._under_way, self._is_here = [], [], False
+
+    def begin(self, step: int) -> None:
+        self._is_here = False
+        for handle in self._under_way:  # of a step that was begun and dropped; its memory is needed
+            handle.wait()
+        self._under_way = []
+        engine = self._engine
+        assert engine is not None, "work_in() comes first"
+        if engine.size == 1:
+            return
+        if not self._copies:
+            self._copies = copies_to_sum(self._parameters, engine)
+        with torch.no_grad():
+            for number, copies in enumerate(self._copies):
+                copies.take()
+                self._under_way.append(engine.all_reduce(f"model:{number}", copies.flat, determinism="exact"))
+
+    def wait(self) -> None:
+        waiting, self._under_way = self._under_way, []
+        for handle in waiting:
+            handle.wait()
+        self._is_here = bool(waiting)
+
+    def _average(self) -> None:
+        if self._is_here:
+            self._is_here = False
+            assert self._engine is not None
+            for copies in self._copies:
+                copies.flat.div_(self._engine.size)
+                copies.draw(self.alpha)
+
+
+class AdaptiveSGD(SynchronousAveraging):
+    """SMA in the first `change_step` steps, synchronous SGD from then on. In between all workers get the first one's
+    whole state, optimizer and all, so from there on their models are the same to the bit."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, change_step: int, alpha: float = 0.1) -> None:
+        super().__init__(optimizer, alpha)
+        if isinstance(change_step, bool) or not isinstance(change_step, int) or change_step < 0:
+            raise ConfigError(f"AdaptiveSGD: change_step={change_step!r} must be a number of steps, 0 or more")
+        self.change_step = change_step
+        self._gradients: Gradients | None = None
+        self._could_sum = False
+        self._equalise: Callable[[], None] = lambda: None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        del state["_equalise"]
+        return {**state, "_gradients": None}
+
+    def describe(self) -> str:
+        return f"AdaptiveSGD(change_step={self.change_step}, alpha={self.alpha:g})"
+
+    def attach(self, gradients: Gradients, equalise: Callable[[], None]) -> None:
+        self._gradients, self._could_sum, self._equalise = gradients, gradients.sums, equalise
+        super().attach(gradients, equalise)
+
+    def begin(self, step: int) -> None:
+        if step < self.change_step:
+            super().begin(step)
+            return
+        if step == self.change_step and self._engine is not None and self._engine.size > 1:
+            # Whenever this step is begun, also once more after a loss: what to do then depends on nothing but the step.
+            self._equalise()
+        gradients = self._gradients
+        if gradients is not None and gradients.sums != self._could_sum:
+            gradients.sums = self._could_sum
+            gradients.use_layout(None)
+
+    def loading(self, step: int) -> None:
+        """Who comes later gets the layout of the sums with the state, and must know that there are some."""
+        if self._gradients is not None:
+            self._gradients.sums = self._could_sum and step > self.change_step
+
+
+class PairAveraging(Averaging):
+    """AD-PSGD: in each step a worker takes the mean of its model and that of one other, which it chooses at random, then
+    applies its own gradient, then saves its model for others to fetch.
+
+    The other's model is fetched while the program computes, and is of whichever step that worker has saved last. If it
+    cannot be had (the worker is new and has saved none yet, or is gone) the step goes without it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+        super().__init__(optimizer)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ConfigError(f"PairAveraging: seed={seed!r} must be a whole number")
+        self.seed = seed
+        self.peer: int | None = None
+        """The rank whose model the last step was averaged with; None if with none."""
+        self._asked: tuple[int, Handle] | None = None
+        self._saved: Copies | None = None
+        """Where the model is put together to be saved."""
+        self._fetched: Copies | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_asked": None, "_saved": None, "_fetched": None}
+
+    def describe(self) -> str:
+        return f"PairAveraging(seed={self.seed})"
+
+    def work_in(self, engine: Engine, blocks: Sequence[int]) -> None:
+        super().work_in(engine, blocks)
+        self._asked = self._saved = self._fetched = None
+        with torch.no_grad():
+            self._save()
+
+    def begin(self, step: int) -> None:
+        engine, asked = self._engine, self._asked
+        assert engine is not None, "work_in() comes first"
+        if asked is not None and not asked[1].done:
+            self._fetched = None  # it may still come, and shall not come into what is asked for now
+        self._asked = None
+        if engine.size > 1:
+            if self._fetched is None:
+                self._fetched = copies_to_fetch(self._parameters)
+            peer = peer_of(engine.rank, engine.size, step, self.seed)
+            self._asked = peer, engine.request(peer, _SAVED, self._fetched.flat)
+
+    def _average(self) -> None:
+        asked, self._asked, self.peer = self._asked, None, None
+        if asked is None or self._fetched is None:
+            return
+        peer, handle = asked
+        try:
+            handle.wait()
+        except CommError as error:
+            log.debug("a step without the model of rank %d: %s", peer, error)
+            if not handle.done:
+                self._fetched = None
+            return
+        self._fetched.draw(0.5)
+        self.peer = peer
+
+    def _applied(self) -> None:
+        self._save()
+
+    def _save(self) -> None:
+        if self._engine is not None and self._engine.size > 1:
+            if self._saved is None:
+                self._saved = copies_to_fetch(self._parameters)
+            self._saved.take()
+            self._engine.save(_SAVED, self._saved.flat)
+
+
+def peer_of(rank: int, size: int, step: int, seed: int) -> int:
+    """Another rank, each as likely as any other; the program's own random numbers are left alone."""
+    label = f"{seed}:{step}:{rank}".encode()
+    found = int.from_bytes(hashlib.sha256(label).digest()[:8]) % (size - 1)
+    return found + (found >= rank)
+
+
+def averaging_of(optimizers: Sequence[torch.optim.Optimizer]) -> Averaging | None:
+    """The one that averages, if there is one. Raises ConfigError if it is not the only optimizer."""
+    found = [optimizer for optimizer in optimizers if isinstance(optimizer, Averaging)]
+    if found and len(optimizers) > 1:
+        raise ConfigError(
+            f"{type(found[0]).__name__} beside another optimizer: give job.wrap one optimizer, with a group of parameters "
+            "for each rate"
+        )
+    return found[0] if found else None
