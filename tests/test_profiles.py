@@ -37,7 +37,12 @@ CELLS = [(model, *row) for model, rows in PUBLISHED.items() for row in rows]
 
 @pytest.mark.parametrize(
     ("model", "num_layers", "num_parameters", "giga_macs"),
-    [("resnet50", 54, 25_557_032, 4.09), ("inception-v3", 95, 23_834_568, 5.71), ("vgg", 19, 143_667_240, 19.63)],
+    [
+        ("resnet50", 54, 25_557_032, 4.09),
+        ("inception-v3", 95, 23_834_568, 5.71),
+        ("vgg", 19, 143_667_240, 19.63),
+        ("mobilenet-v2", 53, 3_504_872, 0.30),
+    ],
 )
 def test_models_have_their_published_sizes(model: str, num_layers: int, num_parameters: int, giga_macs: float) -> None:
     found = profile(model)

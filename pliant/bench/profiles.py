@@ -221,6 +221,24 @@ def _fork(name: str) -> Iterator[LayerShape]:
     yield _conv(f"{name}.column", 384, 384, (3, 1), 8)
 
 
+def _mobilenet_v2() -> Iterator[LayerShape]:
+    """Sandler et al. 2018, table 2, 224x224: expand, convolve each channel by itself, project."""
+    yield _conv("conv1", 3, 32, (3, 3), 112)
+    inputs, size = 32, 112
+    blocks = ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+    for stage, (factor, outputs, count, stride) in enumerate(blocks):
+        for block in range(count):
+            name, width = f"block{stage + 1}_{block + 1}", factor * inputs
+            if factor > 1:
+                yield _conv(f"{name}.expand", inputs, width, (1, 1), size)
+            size //= stride if block == 0 else 1
+            yield LayerShape(f"{name}.depthwise", 9 * width + 2 * width, 9 * width * size * size)
+            yield _conv(f"{name}.project", width, outputs, (1, 1), size)
+            inputs = outputs
+    yield _conv("conv2", inputs, 1280, (1, 1), size)
+    yield _linear("fc", 1280, 1000)
+
+
 def _sockeye() -> Iterator[LayerShape]:
     """Like Sockeye's LSTM with attention, two layers on either side, 512 wide, on IWSLT15 English to Vietnamese.
 
@@ -249,7 +267,7 @@ def _lstm(name: str, inputs: int, width: int, length: int) -> LayerShape:
     return LayerShape(name, weights + 8 * width, weights * length)
 
 
-SCALES = {"resnet50": 10.0, "inception-v3": 10.0, "vgg": 40.0, "sockeye": 10.0}
+SCALES = {"resnet50": 10.0, "inception-v3": 10.0, "vgg": 40.0, "sockeye": 10.0, "mobilenet-v2": 2.0}
 """Published Gbit/s become hundreds of Mbit/s, which one machine can shape for several nodes."""
 PROFILES = {
     name: Profile(name, tuple(layers), compute_s, PUBLISHED_BATCH, scale=1.0)
@@ -258,5 +276,6 @@ PROFILES = {
         ("inception-v3", _inception_v3(), 0.455),
         ("vgg", _vgg19(), 0.581),
         ("sockeye", _sockeye(), 0.19),
+        ("mobilenet-v2", _mobilenet_v2(), 0.16),  # none of P3's: assumed to be twice as fast as ResNet-50
     )
 }
