@@ -182,12 +182,16 @@ class Counting:
     def facts(self) -> dict[str, object]:
         return {"waits": len(self.done)}
 
+    def take_losses(self) -> list[float]:
+        return [0.5] * self.done.count("step")
+
 
 def test_a_window_leads_in_and_flushes() -> None:
     side = Counting()
     found = window(side, iterations=4, lead=3)  # type: ignore[arg-type]
     assert side.done == ["step"] * 7 + ["flush"]
     assert len(found["marks_s"]) == 5  # type: ignore[arg-type]
+    assert found["losses"] == [0.5] * 7
     assert (found["before"], found["after"]) == ({"waits": 0}, {"waits": 8})
 
 
@@ -240,6 +244,26 @@ def test_a_cell_has_what_scripts_rely_on() -> None:
     assert one["samples_per_s"] == 40.0
     assert one["bound"]["fraction"] == one["fraction_of_bound"]  # type: ignore[index]
     json.dumps(one)
+
+
+def test_real_training_is_held_against_the_curve_of_losses() -> None:
+    real = dataclasses.replace(ring(), compute="real")  # P* 0.9 s
+    losses = [3 - 0.1 * step for step in range(9)]
+    curve: dict[str, Any] = {"losses": [9.0, *losses], "timed_losses": losses}
+    ours, theirs = record(0.9, 0.9, 0.9, **curve), record(1.2, 1.2, 1.2, **curve)
+    one = priority_cells.cell(real, entry("priority"), ours, {"ddp": theirs})
+    assert one["losses"] == curve["losses"]
+    assert one["target_loss"] == pytest.approx(sum(losses[-8:]) / 8)
+    assert (one["s_to_target"], one["s_to_target_ddp"]) == pytest.approx((8.1, 10.8))
+    assert one["gain_to_target_over_ddp"] == pytest.approx(1 / 3)
+    assert one["gain_of_cap_over_ddp"] == pytest.approx(1 / 3 / one["gain_cap"])  # type: ignore[operator]
+    assert one["loss_apart_from_ddp"] == 0.0
+    [said] = [remark for remark in remarks_on([one]) if "losses of 10 steps the same bits" in remark]
+    assert said.endswith("holds")
+    theirs.losses = [9.01, *losses]
+    one = priority_cells.cell(real, entry("priority"), ours, {"ddp": theirs})
+    assert any("does not hold" in remark for remark in remarks_on([one]))
+    assert "losses" not in priority_cells.cell(ring(), entry("priority"), ours, {"ddp": theirs}), "paced: no curve"
 
 
 def test_a_rate_is_settled_when_no_later_step_is_slow() -> None:

@@ -76,7 +76,7 @@ def slp() -> Iterator[int]:
     yield from _linear(784, 10)
 
 
-TRAINED = ("resnet18", "transformer", "resnet50", "small")
+TRAINED = ("resnet18", "transformer", "resnet50", "resnet20", "small")
 """Those that `bench.networks` can train; named here for whoever does not want to load torch."""
 MODELS: dict[str, Callable[[], Iterator[int]]] = {"resnet50": resnet50, "vgg16": vgg16, "bert": bert, "slp": slp}
 

@@ -1,4 +1,4 @@
-"""The networks that benches train, and their data: ResNet-18 and -50, a transformer with a large embedding, a small net.
+"""The networks that benches train, and their data: ResNets, a transformer with a large embedding, a small net.
 
 Written out here so that a bench needs nothing but torch. The layers, their order and their first values are those of
 the papers (and of torchvision), so the numbers of parameters and of gradients are the known ones. All data are
@@ -79,6 +79,26 @@ class ResNet(nn.Module):
         return found
 
 
+class CifarResNet(nn.Module):
+    """He et al. 2015, section 4.2: the ResNet-20 for images of 32x32, with as many classes as our data have."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        stages: list[nn.Module] = [*_conv_bn(3, 16, 3), nn.ReLU(inplace=True)]
+        inputs = 16
+        for stage in range(3):
+            width = 16 << stage
+            for number in range(blocks):
+                stages.append(Block(inputs, [(width, 3, 2 if stage > 0 and number == 0 else 1), (width, 3, 1)]))
+                inputs = width
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(inputs, NUM_CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        found: Tensor = self.head(self.stages(images).mean((2, 3)))
+        return found
+
+
 class Transformer(nn.Module):
     """A small decoder-only language model whose embedding and head hold most of its parameters."""
 
@@ -131,6 +151,7 @@ class Network:
 
 NETWORKS = {
     "resnet18": Network(lambda: ResNet((2, 2, 2, 2), bottleneck=False), "images", 32, 16, "sgd"),
+    "resnet20": Network(CifarResNet, "images", 32, 32, "sgd"),
     "resnet50": Network(lambda: ResNet((3, 4, 6, 3), bottleneck=True), "images", 224, 32, "sgd"),
     "transformer": Network(Transformer, "text", 32, 2, "adamw"),
     "small": Network(SmallNet, "images", 16, 4, "adam"),

@@ -15,6 +15,12 @@ BUSY = 0.85
 """Beyond this the processors, not the links, set the pace: no verdict."""
 IDLE = 0.05
 """Of the capacity: a sample with less is idle, as in the paper's figure 9."""
+SMOOTH = 8
+"""Steps that a loss is averaged over, before it counts as reached."""
+SAME_LOSS = 1e-4
+"""Two losses of one step that differ by less, relatively, are the same curve."""
+GAIN_SHARE = 0.7
+"""Of what priorities can gain at most: so much earlier the target is to be reached where compute is real."""
 DDP, DDP_DEFAULT, PLAIN = "ddp", "ddp-default", "plain"
 
 
@@ -96,6 +102,7 @@ def cell(ring: Ring, entry: Entry, record: Record, peers: Mapping[str, Record], 
         "hash_steps": record.hash_steps,
         "same_on_all_ranks": len(set(record.hashes)) == 1,
         **_gains(record, peers),
+        **(_learned(record, peers, ring.bound) if ring.compute == "real" else {}),
         **utilisation(record.series, ring.capacity_bits_per_s),
         "ours": {"median_s": median_s, "iqr_s": summary.iqr},
         "peers": {name: _peer(peer, median_s) for name, peer in peers.items()},
@@ -171,6 +178,60 @@ def _gains(record: Record, peers: Mapping[str, Record]) -> Json:
     return found
 
 
+def _learned(record: Record, peers: Mapping[str, Record], bound: Bounds | None) -> Json:
+    """The curve of losses, whether it is that of each peer, and how much earlier than they it is where all of them end."""
+    found: Json = {"losses": record.losses}
+    others = {name: peer for name, peer in peers.items() if peer is not record and peer.losses and not peer.failure}
+    curves = [record, *others.values()]
+    if not others or any(len(each.timed_losses) < SMOOTH for each in curves):
+        return found
+    target = max(_smoothed(each.timed_losses)[-1] for each in curves)
+    own_s = time_to(record, target)
+    found |= {"target_loss": target, "s_to_target": own_s}
+    for name, peer in others.items():
+        key = name.replace("-", "_")
+        gain = time_to(peer, target) / own_s - 1
+        apart = (abs(a - b) / max(abs(a), abs(b)) for a, b in zip(record.losses, peer.losses, strict=False) if a != b)
+        found |= {
+            f"loss_apart_from_{key}": max(apart, default=0.0),
+            f"s_to_target_{key}": time_to(peer, target),
+            f"gain_to_target_over_{key}": gain,
+            f"gain_of_cap_over_{key}": gain / bound.gain_cap if bound and bound.gain_cap > 0 else None,
+        }
+    return found
+
+
+def _smoothed(losses: Sequence[float]) -> list[float]:
+    """The mean of each step's loss and of those before it."""
+    return [sum(losses[end - SMOOTH : end]) / SMOOTH for end in range(SMOOTH, len(losses) + 1)]
+
+
+def time_to(record: Record, target: float) -> float:
+    """Seconds of timed steps until the smoothed loss is as low as `target`; all of them if it never is."""
+    reached = next((at for at, loss in enumerate(_smoothed(record.timed_losses)) if loss <= target), None)
+    return sum(record.seconds[: reached + SMOOTH] if reached is not None else record.seconds)
+
+
+def _on_losses(one: Json) -> list[str]:
+    """The verdict on real training, against each peer."""
+    found = []
+    for key in ("ddp", "ddp_default"):
+        apart, share = one.get(f"loss_apart_from_{key}"), one.get(f"gain_of_cap_over_{key}")
+        if not isinstance(apart, float) or not isinstance(share, float):
+            continue
+        losses = one["losses"]
+        assert isinstance(losses, list)
+        same = "the same bits" if apart == 0 else f"within {apart:.1g}"
+        holds = apart <= SAME_LOSS and share >= GAIN_SHARE
+        found.append(
+            f"{one['mode']} beside {key.replace('_', '-')} at {_rate(one)}: losses of {len(losses)} steps {same}; loss "
+            f"{one['target_loss']:.4g} after {one['s_to_target']:.2f} s of steps, not {one[f's_to_target_{key}']:.2f} s: "
+            f"gain {one[f'gain_to_target_over_{key}']:.1%}, {share:.0%} of gain_cap {one['gain_cap']:.1%}: "
+            + ("holds" if holds else f"does not hold (losses within {SAME_LOSS:g}, {GAIN_SHARE:.0%} of the cap)")
+        )
+    return found
+
+
 def _peer(peer: Record, median_s: float) -> Json:
     if peer.median_s is None:
         return {"median_s": None, "iqr_s": None, "speedup": None, "failure": peer.failure}
@@ -223,6 +284,7 @@ def remarks_on(cells: Sequence[Json]) -> list[str]:
             found.append(f"{name}: the processors are {busy} busy, so they set the pace: no verdict on this cell")
         if one.get("same_on_all_ranks") is False:
             found.append(f"{name}: the ranks ended with different parameters")
+        found += _on_losses(one)
     return found + _on_hashes(cells)
 
 

@@ -64,6 +64,10 @@ class Record:
     """How long the program's own thread ran, or would have, in a step; the slowest rank's; one per repeat."""
     waited_s: list[float] = field(default_factory=list)
     """How long rank 0 waited for the network in a step, where it knows; one per repeat."""
+    losses: list[float] = field(default_factory=list)
+    """The mean of all ranks' losses in each step at this rate, timed or not."""
+    timed_losses: list[float] = field(default_factory=list)
+    """Of the steps in `seconds`."""
     stats: dict[str, object] = field(default_factory=dict)
     """Rank 0's `sync_stats` at the end."""
     hashes: list[str] = field(default_factory=list)
@@ -141,6 +145,7 @@ def hold(
                     answers = entry.job.ask(run, _timeout_s(patience_s, options.warmup))
                     marks = [cast("list[float]", answer["marks_s"]) for answer in answers]
                     record.warmup_s = step_times_s(marks, one_clock=lab is not None)
+                    record.losses = _losses(answers)
                 elif turn < turns - 1:
                     sampled = lab if options.utilisation else None
                     take_turn(entry, record, options.iters, patience_s, sampled, one_clock=lab is not None)
@@ -173,9 +178,17 @@ def take_turn(
     record.rounds.append(step_times_s(marks, one_clock=one_clock))
     record.cpu_s.append(sum(cast(float, answer["cpu_s"]) for answer in answers))
     record.compute_s.append(max(cast(float, answer["compute_s"]) for answer in answers))
+    losses = _losses(answers)
+    record.losses += losses
+    record.timed_losses += losses[-iterations:]
     _note_stats(record, answers[0], steps)
     if samples:
         record.series = [(at_s - marks[0][0], sent) for at_s, sent in samples if marks[0][0] <= at_s <= marks[0][-1]]
+
+
+def _losses(answers: Sequence[Answer]) -> list[float]:
+    ranks = [cast("list[float]", answer["losses"]) for answer in answers]
+    return [sum(each) / len(each) for each in zip(*ranks, strict=True)]
 
 
 def _note_stats(record: Record, answer: Answer, steps: int) -> None:

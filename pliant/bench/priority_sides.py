@@ -44,6 +44,9 @@ class Side(Protocol):
 
     def facts(self) -> dict[str, object]: ...
 
+    def take_losses(self) -> list[float]:
+        """Of this rank's batches in the steps since the last call."""
+
     def digest(self) -> str: ...
 
     def measured_layers(self) -> list[list[float]]: ...
@@ -93,6 +96,7 @@ class Loop:
         """Whether steps are to be traced here, because nobody else does."""
         self.num_steps = 0
         self.num_bytes = subject.num_bytes
+        self._losses: list[torch.Tensor] = []
 
     def choose(self, options: Mapping[str, object]) -> None:
         pass
@@ -101,7 +105,9 @@ class Loop:
         begin_s = time.monotonic()
         batch = next(self._batches)
         self._optimizer.zero_grad()
-        self.subject.loss(self._model, batch).backward()  # type: ignore[no-untyped-call]
+        loss = self.subject.loss(self._model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._losses.append(loss.detach())  # read later, as reading one may wait for a device
         if self._stalls and self.subject.paced is not None:
             self.subject.paced.device.stalled()  # before the update, which is part of what is paced
         self._optimizer.step()
@@ -114,6 +120,10 @@ class Loop:
 
     def facts(self) -> dict[str, object]:
         return self._stats()
+
+    def take_losses(self) -> list[float]:
+        found, self._losses = self._losses, []
+        return [float(loss) for loss in found]
 
     def digest(self) -> str:
         return digest_of(self.subject.model)
@@ -173,6 +183,9 @@ class Ddp:
     def facts(self) -> dict[str, object]:
         return {}
 
+    def take_losses(self) -> list[float]:
+        return self._loop.take_losses()
+
     def digest(self) -> str:
         return self._loop.digest()
 
@@ -217,7 +230,12 @@ def _open_ddp(task: Task, rank: int) -> Iterator[Side]:
 def _open_pliant(task: Task, rank: int) -> Iterator[Side]:
     import pliant
 
-    with pliant.join(replicas=task.num_workers, sync=task.side, slice_bytes=task.slice_bytes) as job:
+    with pliant.join(
+        replicas=task.num_workers,
+        sync=task.side,
+        slice_bytes=task.slice_bytes,
+        in_flight_bytes=task.in_flight_bytes,
+    ) as job:
         subject = models.make(task, lambda: job.sync_stats().waited_until_s)
         model, optimizer, loader = job.wrap(
             subject.model,

@@ -35,7 +35,14 @@ class Stage:
         """Of each rank; only without a lab."""
         return machines.placed(self.options.hosts)
 
-    def job(self, name: str, side: str, number: int, slice_bytes: int | None = None) -> SideJob:
+    def job(
+        self,
+        name: str,
+        side: str,
+        number: int,
+        slice_bytes: int | None = None,
+        in_flight_bytes: int | None = None,
+    ) -> SideJob:
         """The processes of one side, not started yet, which take their task when they are ready."""
         options = self.options
         environs: Sequence[Mapping[str, str]] = [{}] * options.nodes
@@ -53,6 +60,7 @@ class Stage:
             batch=options.batch,
             size=options.size,
             slice_bytes=slice_bytes,
+            in_flight_bytes=in_flight_bytes,
             meeting=f"tcp://{self.lab.addresses[0] if self.lab else self.hosts[0].host}:{machines.BASE_PORT}",
             ifaces=tuple(INTERFACE if self.lab else host.iface for host in (self.hosts or [Host("")] * options.nodes)),
             environs=tuple(dict(each) for each in environs),

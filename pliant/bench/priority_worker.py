@@ -42,6 +42,7 @@ class Task:
     batch: int = 0
     size: int = 0
     slice_bytes: int | None = None
+    in_flight_bytes: int | None = None
     meeting: str = ""
     """Where the ranks of DDP meet: tcp://host:port."""
     ifaces: tuple[str, ...] = ()
@@ -131,7 +132,8 @@ def window(side: Side, iterations: int, lead: int) -> dict[str, object]:
     compute_s = (_running_s() - begun_s) / (lead + iterations)
     side.flush()
     cpu_s = (time.process_time() - cpu_begun_s) / (lead + iterations)
-    return {"marks_s": marks_s, "cpu_s": cpu_s, "compute_s": compute_s, "before": before, "after": side.facts()}
+    costs = {"marks_s": marks_s, "cpu_s": cpu_s, "compute_s": compute_s}
+    return {**costs, "losses": side.take_losses(), "before": before, "after": side.facts()}
 
 
 def obey(side: Side, iface: str, command: Mapping[str, object]) -> dict[str, object]:
