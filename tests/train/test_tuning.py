@@ -54,6 +54,12 @@ def test_slices_and_credit_follow_the_rate(rate: float) -> None:
     assert tuner.r == pytest.approx(1.0)
 
 
+def test_among_lines_alike_one_late_worker_does_not_lower_the_rate() -> None:
+    tuner, _ = _tuner()
+    tuner.learn([Measured(COMPUTE_S, 400 * MBIT * COMPUTE_S, rate * MBIT) for rate in (390, 330, 385, 395)])
+    assert tuner.rate == pytest.approx(387.5 * MBIT)
+
+
 @pytest.mark.parametrize(("rate", "compute_s"), [(0.1, 0.01), (100_000, 1.0)])
 def test_sizes_stay_within_bounds(rate: float, compute_s: float) -> None:
     tuner, _ = _tuner()
