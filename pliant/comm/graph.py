@@ -134,13 +134,16 @@ def topologies(strategy: str, hosts: Sequence[str]) -> tuple[Topology, ...]:
     """The topologies of a strategy; slices are spread over them. `hosts` holds the host of each rank.
 
     AUTO: on one host every rank owns a share (CLIQUE: with shared memory all of it is one hop);
-    between hosts every host owns a share and sends each byte once (MULTI_STAR).
+    between hosts every host owns a share and sends each byte once (MULTI_STAR). `MULTI_STAR@1,2` leaves the shares to
+    the hosts of ranks 1 and 2.
 
     Raises:
         ConfigError: no such strategy.
     """
     size, heads = len(hosts), masters(hosts)
     match strategy.upper():
+        case name if name.startswith("MULTI_STAR@"):
+            return tuple(_over_masters(hosts, [head] * len(heads)) for head in _owners(name, hosts))
         case "STAR":
             return (star(size),)
         case "CLIQUE":
@@ -160,6 +163,15 @@ def topologies(strategy: str, hosts: Sequence[str]) -> tuple[Topology, ...]:
         case "AUTO":
             return topologies("CLIQUE" if len(heads) == 1 else "MULTI_STAR", hosts)
     raise ConfigError(f"-strategy {strategy!r} is unknown: use one of {', '.join(STRATEGIES)}")
+
+
+def _owners(strategy: str, hosts: Sequence[str]) -> tuple[int, ...]:
+    """The masters of the hosts that `MULTI_STAR@rank,rank,...` gives shares to."""
+    listed = strategy.partition("@")[2].split(",")
+    if not all(rank.isdecimal() and int(rank) < len(hosts) for rank in listed):
+        raise ConfigError(f"-strategy {strategy!r}: after the @ list ranks below {len(hosts)}, such as MULTI_STAR@0,1")
+    master_of = {hosts[head]: head for head in masters(hosts)}
+    return tuple(dict.fromkeys(master_of[hosts[int(rank)]] for rank in listed))
 
 
 def _heap(ranks: Sequence[int], size: int) -> list[int]:

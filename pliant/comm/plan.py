@@ -66,6 +66,11 @@ class Strategy:
     name: str = "AUTO"
     forest: Forest = ()
 
+    @property
+    def names_ranks(self) -> bool:
+        """Whether it is made for the workers of one view, and means nothing to some of them."""
+        return bool(self.forest) or "@" in self.name
+
     def topologies(self, hosts: Sequence[str], exact: bool) -> tuple[Topology, ...]:
         """The topologies over ranks on `hosts`; a subset of the ranks falls back from a user's tree to AUTO."""
         if self.forest:
@@ -142,6 +147,8 @@ def make_plan(
     """The plan of `rank`, one of `spec.members`; `hosts` holds the host of every rank of the view."""
     me = spec.members.index(rank)
     member_hosts = tuple(hosts[member] for member in spec.members)
+    if strategy.names_ranks and len(spec.members) < len(hosts):
+        strategy = Strategy()
     match spec.kind:
         case "all_reduce" | "reduce":
             return _reducing(spec, me, member_hosts, strategy, item_bytes, slice_bytes)
