@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from pliant import record
 from pliant.errors import ConfigError
 
 MOST_BATCH = 1 << 20
@@ -105,3 +106,14 @@ def from_json(value: Mapping[str, Any]) -> Decision:
         return KINDS[kind](**fields)
     except TypeError as error:
         raise ConfigError(f"decision {kind!r} with {sorted(fields)}: {error}") from None
+
+
+def maths_decisions(path: str) -> dict[int, list[Decision]]:
+    """What a record says was decided about the maths, by step; enough to do the run again."""
+    found: dict[int, list[Decision]] = {}
+    for fact in record.read(path):
+        if fact.kind == "decision":
+            decision = from_json(fact.data["decision"])
+            if decision.is_maths:
+                found.setdefault(fact.step, []).append(decision)
+    return found

@@ -8,6 +8,7 @@ from pliant.cluster import WorkerSpec
 from pliant.errors import ConfigError
 from pliant.policy import Policies, Policy
 from pliant.policy.asked import check_monitors, parse_monitors
+from pliant.policy.decisions import maths_decisions
 from pliant.train.adapting import Settings
 
 
@@ -31,7 +32,7 @@ def adaptation_settings(
         policies=every,
         monitors=check_monitors(monitors),
         record=record or told.get("record", ""),
-        replay=replay or told.get("replay", ""),
+        replayed=maths_decisions(replay) if (replay := replay or told.get("replay", "")) else None,
         metrics=told.get("metrics", "") == "1",
         tensorboard=told.get("tensorboard", ""),
     )

@@ -102,15 +102,15 @@ class Settings:
     policies: Policies = field(default_factory=lambda: Policies(()))
     monitors: dict[str, int] = field(default_factory=dict)
     record: str = ""
-    replay: str = ""
+    replayed: Mapping[int, Sequence[Decision]] | None = None
+    """What another run has decided about the maths, by step; then no policy does."""
     metrics: bool = False
     tensorboard: str = ""
 
     @property
     def is_active(self) -> bool:
-        return bool(
-            len(self.policies) or self.monitors or self.record or self.replay or self.metrics or self.tensorboard
-        )
+        asked = (self.policies, self.monitors, self.record, self.metrics, self.tensorboard)
+        return any(asked) or self.replayed is not None
 
 
 class Adaptation:
@@ -130,7 +130,7 @@ class Adaptation:
         """What the program has reported in the step in progress."""
         self._subject, self._say = subject, say
         self._settings = settings
-        self._replayed = _maths_decisions(settings.replay) if settings.replay else None
+        self._replayed = settings.replayed
         self._recorder: record.Recorder | None = None
         self._engine: Engine | None = None
         self._began_s: float | None = None
@@ -428,17 +428,6 @@ class Adaptation:
         if state["batch_size"] != self.batch_size:
             self._subject.use_batch_size(state["batch_size"])
             self.batch_size = state["batch_size"]
-
-
-def _maths_decisions(path: str) -> dict[int, list[Decision]]:
-    """What a record says was decided about the maths, by step."""
-    found: dict[int, list[Decision]] = {}
-    for fact in record.read(path):
-        if fact.kind == "decision":
-            decision = from_json(fact.data["decision"])
-            if decision.is_maths:
-                found.setdefault(fact.step, []).append(decision)
-    return found
 
 
 def _summary(decision: Decision) -> str:

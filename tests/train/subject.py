@@ -68,6 +68,8 @@ class Task:
     """What the names of Chrome traces begin with."""
     tampering: str = "nothing"
     """A function of `tampering` that spoils something, for negative controls."""
+    adapting: dict[str, Any] = field(default_factory=dict)
+    """More arguments of `pliant.join`: policies, record, replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,7 @@ def _train(task: Task, journal: Journal) -> None:
         slice_bytes=task.slice_bytes,
         in_flight_bytes=task.in_flight_bytes,
         seed=program.seed,
+        **task.adapting,
     ) as job:
         model, _, loader = job.wrap(
             program.model,

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from gang import gang, run
+from golden import Step
 from programs import build, digest, may_have_children, one_batch, seed_all
-from subject import new_workers, spec_of, view_of
+from subject import ALL, Task, compare, new_workers, spec_of, staged, view_of
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -41,16 +42,27 @@ CHANGES: Changes = {2: (5, 1.0), 6: (2, 0.5), 14: (4, 2.0)}
 # --- the oracle ---
 
 
-def _ddp(rank: int, store: str, name: str, changes: Changes) -> list[str]:
+RankSteps = list[tuple[str, tuple[float, ...], tuple[int, ...]]]
+
+
+def _ddp(rank: int, store: str, name: str, changes: Changes) -> RankSteps:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     may_have_children()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=REPLICAS)
+    try:
+        return _ddp_steps(rank, name, changes)
+    finally:
+        dist.destroy_process_group()  # when the model is gone: it may hang otherwise
+
+
+def _ddp_steps(rank: int, name: str, changes: Changes) -> RankSteps:
     program = build(name)
     model = DistributedDataParallel(program.model, **program.wrapping)
     if program.seed is not None:
         seed_all(program.seed + rank)
     batch_size, factor = program.loading["batch_size"], 1.0
-    found: list[str] = []
+    found: RankSteps = []
+    seen: list[Any] = []
     for epoch in range(EPOCHS):
         order = torch.randperm(len(program.dataset), generator=torch.Generator().manual_seed(epoch)).tolist()
         while order:
@@ -60,10 +72,9 @@ def _ddp(rank: int, store: str, name: str, changes: Changes) -> list[str]:
             loader: Any = DataLoader(program.dataset, batch_size=batch_size, sampler=share)
             whole = padded[: len(padded) // (REPLICAS + 1)]
             for batch in loader:
-                one_batch(program, model, batch, model.no_sync, lambda loss, samples: None)
+                one_batch(program, model, batch, model.no_sync, lambda *noted: seen.append(noted))
                 used += batch_size * REPLICAS
-                found.append("")
-                changed = changes.get(len(found))
+                changed = changes.get(len(found) + 1)
                 if changed is not None:
                     batch_size, new = changed
                     for group in program.optimizers[0].param_groups:
@@ -73,22 +84,31 @@ def _ddp(rank: int, store: str, name: str, changes: Changes) -> list[str]:
                     if program.scheduler is not None:
                         program.scheduler.base_lrs = [rate * new / factor for rate in program.scheduler.base_lrs]
                     factor = new
-                found[-1] = digest(program, program.model.buffers())
+                ((loss, samples),) = seen
+                seen.clear()
+                found.append((digest(program, program.model.buffers()), (loss,), tuple(samples)))
                 if changed is not None:
                     order = whole[used:]
                     break
-    dist.destroy_process_group()
     return found
 
 
 @pytest.fixture(scope="module")
-def oracles(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Sequence[str]]:
-    """The hashes of every step, by program."""
+def stepwise(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Sequence[Step]]:
+    """What the oracle does, by program."""
     found = {}
     for name in ("conv", "transformer"):
         store = tmp_path_factory.mktemp("ddp") / name
-        found[name] = run(_ddp, REPLICAS, str(store), name, CHANGES)[0]
+        ranks = run(_ddp, REPLICAS, str(store), name, CHANGES)
+        steps = zip(*ranks, strict=True)
+        found[name] = [Step(each[0][0], tuple(x[1] for x in each), tuple(x[2] for x in each)) for each in steps]
     return found
+
+
+@pytest.fixture
+def oracles(stepwise: Mapping[str, Sequence[Step]]) -> Mapping[str, Sequence[str]]:
+    """The hashes of every step, by program."""
+    return {name: [step.digest for step in steps] for name, steps in stepwise.items()}
 
 
 # --- ours ---
@@ -193,6 +213,32 @@ def test_a_record_is_replayed_on_other_workers(tmp_path: Path, oracles: Mapping[
             assert found == oracles["conv"]
 
 
+@pytest.mark.timeout(180)
+def test_newcomers_and_survivors_go_on_with_the_decisions(
+    tmp_path: Path, stepwise: Mapping[str, Sequence[Step]]
+) -> None:
+    """Workers come, go and are killed before, between and after the changes; the first worker is replaced, too."""
+    path = tmp_path / "record.jsonl"
+    a, b, c, d, e = new_workers(5)
+    adapting = {"policies": [Scripted(CHANGES, {}, 0)], "record": str(path)}
+    task = Task(program="conv", replicas=REPLICAS, epochs=EPOCHS, journal="", adapting=adapting)
+    with staged(task, tmp_path) as stage:
+        stage.change([a, b])
+        stage.change([b, c, d])
+        stage.change([d])
+        stage.change([d, e])
+        stage.kill(d)
+        stage.open_gate(ALL)
+        stage.until_over()
+        compare(stage.history, stepwise["conv"], repeats=1)
+    replayed = Task(program="conv", replicas=REPLICAS, epochs=EPOCHS, journal="", adapting={"replay": str(path)})
+    with staged(replayed, tmp_path / "again") as stage:
+        stage.change([a, b, c])
+        stage.open_gate(ALL)
+        stage.until_over()
+        compare(stage.history, stepwise["conv"])
+
+
 def test_what_cannot_be_done_is_said_and_left(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "record.jsonl")
     more = {2: [SetTopology(strategy="HYPERCUBE", reason="why not")]}
@@ -211,9 +257,8 @@ def test_what_cannot_be_done_is_said_and_left(tmp_path: Path, capfd: pytest.Capt
     ],
 )
 def test_wrong_settings_are_named(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named.replace(".", r"\.")), pliant.join(replicas=2, **options) as job:
-        model = torch.nn.Linear(2, 1)
-        job.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), [torch.zeros(2)] * 8, batch_size=1)
+    with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
+        pliant.join(replicas=2, **options)
 
 
 def test_records_survive_a_line_cut_short(tmp_path: Path) -> None:
