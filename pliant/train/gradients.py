@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 import torch
 
@@ -23,6 +24,7 @@ from pliant.errors import TrainError, Unsliceable
 from pliant.train import notify_pull
 from pliant.train.buckets import Item, Layout, first_layout, rebuilt_layout
 from pliant.train.priority import Awaited, Pending
+from pliant.train.probing import GradientProbe
 from pliant.train.tuning import Choice
 from pliant.train.units import cut_units, layer_units
 
@@ -37,6 +39,8 @@ class Bucket:
     """One bucket: a flat tensor for each replica hosted here, and one for the sum."""
 
     name: str
+    indices: list[int]
+    """Of its parameters."""
     parameters: list[torch.nn.Parameter]
     length: int
     whole: int
@@ -118,6 +122,12 @@ class Gradients:
         """While set, gradients only accumulate in `.grad`."""
         self.ready_order: list[int] = []
         """In which order the gradients of the last complete backward came."""
+        self.probe: GradientProbe | None = None
+        """What looks at gradients and sums; set it before the first view."""
+        self._probing = self._probing_sums = False
+        """Whether it looks at those of this step; and at the sums of the last one begun, which may still come."""
+        self._offsets: list[int] = []
+        """Where each parameter begins in its bucket."""
         self._on_backward, self._before_backward = on_backward, before_backward
         self._find_unused, self._cap_bytes = find_unused, cap_bytes
         self._items = [Item((p.dtype, p.device), p.numel() * p.element_size()) for p in self.parameters]
@@ -184,14 +194,18 @@ class Gradients:
         self._engine, self._blocks = engine, tuple(blocks)
         self._expecting = self._halted = False
         self._buckets, self._runs = [], []
+        self._probing = self._probing_sums = False
+        if self.probe is not None:
+            self.probe.arrange(engine, self._blocks)
 
     def _allocate(self) -> None:
         assert self._engine is not None, "arrange() comes first"
         hosted = self._blocks[self._engine.rank]
         generation = 1 if self.waits_for_order else 2
         places: dict[int, tuple[Bucket, int]] = {}
+        offsets: dict[int, int] = {}
         for number, indices in enumerate(self._layout.buckets):
-            bucket = _make_bucket(f"grad:{generation}:{number}", [self.parameters[index] for index in indices])
+            bucket = _make_bucket(f"grad:{generation}:{number}", indices, [self.parameters[index] for index in indices])
             empty = partial(self._engine.empty, bucket.length, bucket.dtype)
             bucket.parts = [empty() for _ in range(hosted)]
             bucket.total = bucket.parts[0] if hosted == 1 else empty()
@@ -203,6 +217,8 @@ class Gradients:
                 bucket.sums = bucket.cut(bucket.total)
             self._buckets.append(bucket)
             places |= {index: (bucket, place) for place, index in enumerate(indices)}
+            offsets |= dict(zip(indices, accumulate(bucket.sizes, initial=0), strict=False))
+        self._offsets = [offsets[index] for index in range(len(self.parameters))]
         self._places = [places[index] for index in range(len(self.parameters))]
         self._runs, self._cut_for = [], None
 
@@ -253,6 +269,47 @@ class Gradients:
             self._runs.append(run)
             run_of |= dict.fromkeys(run.indices, run)
         self._run_of = [run_of[index] for index in range(len(self.parameters))]
+
+    # --- what is looked at ---
+
+    def begin_step(self, step: int, batch: float) -> None:
+        """A step begins in which each replica computes on so many samples: have it looked at, if it is due."""
+        self._probing = self.probe is not None and self.probe.begin(step, batch)
+
+    def _show(self, index: int, flats: torch.Tensor) -> None:
+        """Have the probe look at a parameter's gradient in a bucket's tensor."""
+        assert self.probe is not None
+        begin = self._offsets[index]
+        self.probe.part(index, flats[begin : begin + self._items_of(index)])
+
+    def _items_of(self, index: int) -> int:
+        bucket, place = self._places[index]
+        return bucket.sizes[place]
+
+    def _parts_over(self) -> None:
+        """The last replica hosted here is done."""
+        assert self.probe is not None
+        if not self.sums:
+            for index, parameter in enumerate(self.parameters):
+                if parameter.grad is not None:
+                    self.probe.part(index, parameter.grad.detach().reshape(-1))
+        self.probe.parts_over()
+        self._probing, self._probing_sums = False, self.sums
+
+    def sum_is_here(self, index: int) -> None:
+        """The sum of this parameter's gradients is there, and nobody has touched it yet."""
+        if self._probing_sums:
+            assert self.probe is not None
+            bucket, begin = self._places[index][0], self._offsets[index]
+            assert bucket.total is not None
+            self.probe.total(index, bucket.total[begin : begin + self._items_of(index)])
+
+    def sums_are_whole(self) -> None:
+        """All sums of the step are there."""
+        if self._probing_sums:
+            assert self.probe is not None
+            self.probe.sums_over()
+            self._probing_sums = False
 
     # --- one replica's turn ---
 
@@ -315,6 +372,8 @@ class Gradients:
                     f"{self.names[index]!r} has a sparse gradient, which has no fixed place in a bucket: use sparse=False"
                 )
             torch.mul(gradient, 1.0 / self.num_replicas, out=bucket.views[self._slot][place])
+            if self._probing:
+                self._show(index, bucket.parts[self._slot])
         if self._runs:
             run = self._run_of[index]
             run.missing -= 1
@@ -380,6 +439,8 @@ class Gradients:
                     )
             if self._held is not None:
                 self._send_off(self._held)
+            if self._probing and self._is_last:
+                self._parts_over()
         self._expecting = False
         self._queued = False
         self._on_backward()
@@ -457,6 +518,10 @@ class Gradients:
                 bucket.handle.wait()
             if self._on_device:
                 self._fetch(bucket)
+            elif self._probing_sums:
+                for index in bucket.indices:
+                    self.sum_is_here(index)
+        self.sums_are_whole()
         used = self._wait_for_used()
         # What no replica has used keeps whatever gradient it has, as with DDP.
         unused = {id(parameter) for index, parameter in enumerate(self.parameters) if used and not used[index]}
@@ -476,6 +541,9 @@ class Gradients:
         """Have a full bucket leave the device; or fold it there, if this worker hosts all replicas."""
         present = torch.cuda.current_stream(bucket.device)
         flat = self._collected(bucket)
+        if self._probing:
+            assert self.probe is not None
+            self.probe.parts(bucket.indices, flat.split(bucket.sizes))  # type: ignore[no-untyped-call]
         if self._is_last:
             # The sum takes their place before the program sees them again.
             for place, parameter in enumerate(bucket.parameters):
@@ -509,6 +577,9 @@ class Gradients:
         flat = torch.empty(len(run.total), dtype=run.total.dtype, device=device)
         torch._foreach_copy_(_cut(flat, run.parameters), there)
         flat.mul_(1.0 / self.num_replicas)
+        if self._probing:
+            assert self.probe is not None
+            self.probe.parts(run.indices, flat.split([each.numel() for each in run.parameters]))  # type: ignore[no-untyped-call]
         if self._is_last:
             for parameter, found in zip(run.parameters, gradients, strict=True):
                 if found is not None:
@@ -572,6 +643,9 @@ class Gradients:
             assert bucket.copied is not None
             torch.cuda.current_stream(bucket.device).wait_event(bucket.copied)
             flat, bucket.flat = bucket.flat, None
+        if self._probing_sums:
+            assert self.probe is not None
+            self.probe.totals(bucket.indices, flat.split(bucket.sizes))  # type: ignore[no-untyped-call]
         if bucket.is_plain:
             bucket.sums = torch._utils._unflatten_dense_tensors(flat, bucket.parameters)  # type: ignore[no-untyped-call]
         else:
@@ -608,9 +682,10 @@ def _cut(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[t
     return views
 
 
-def _make_bucket(name: str, parameters: list[torch.nn.Parameter]) -> Bucket:
+def _make_bucket(name: str, indices: Sequence[int], parameters: list[torch.nn.Parameter]) -> Bucket:
     return Bucket(
         name,
+        list(indices),
         parameters,
         length=sum(parameter.numel() for parameter in parameters),
         whole=(1 << len(parameters)) - 1,

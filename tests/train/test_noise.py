@@ -1,0 +1,273 @@
+"""The probe sees what NumPy sees: squares and variances of real gradients, on any number of workers, in any mode.
+
+Each worker is a thread with an engine of its own, as in a job; the gradients come from backward through hooks.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pliant.comm.engine import Engine
+from pliant.comm.loopback import engines
+from pliant.errors import ConfigError
+from pliant.train import dispersion, probing
+from pliant.train.buckets import blocks
+from pliant.train.gradients import Gradients
+from pliant.train.priority import Crossing
+from pliant.train.probing import GradientProbe
+from pliant.train.tuning import Choice
+
+BATCH = 4
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that parameters of a test have several, and are shared between workers."""
+    monkeypatch.setattr(probing, "CHUNK", 64)
+    monkeypatch.setattr(dispersion, "CHUNK", 64)
+
+
+class Net(nn.Module):
+    """Variables of one element and of thousands, and one that some replicas do not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(20, 53), nn.Linear(53, 7), nn.Linear(7, 1, bias=False)
+        self.shift, self.sometimes = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.ones(131))
+
+    def forward(self, inputs: torch.Tensor, uses_all: bool) -> torch.Tensor:
+        hidden = torch.tanh(self.second(torch.relu(self.first(inputs))))
+        found: torch.Tensor = self.third(hidden).squeeze(1) + self.shift
+        return found + self.sometimes.square().mean() if uses_all else found
+
+
+def _data(step: int, replica: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    draw = torch.Generator().manual_seed(1000 * step + replica)
+    inputs = torch.randn(BATCH, 20, generator=draw)
+    return inputs, inputs.sum(1) + torch.randn(BATCH, generator=draw), replica != 1
+
+
+def _net() -> Net:
+    """Always the same, in whichever thread: the global generator is not asked."""
+    model, draw = Net(), torch.Generator().manual_seed(5)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=draw) / 4
+    return model
+
+
+def _backward(model: nn.Module, step: int, replica: int) -> None:
+    inputs, targets, uses_all = _data(step, replica)
+    nn.functional.mse_loss(model(inputs, uses_all), targets).backward()  # type: ignore[no-untyped-call]
+
+
+def _worker(
+    engine: Engine,
+    replicas: int,
+    steps: int,
+    sync: str,
+    make_optimizer: Callable[..., torch.optim.Optimizer],
+    kwargs: Any,
+) -> dict[str, Any]:
+    """One worker's training loop, without a trainer around it."""
+    model = _net()
+    optimizer = make_optimizer(model.parameters())
+    placed = blocks(replicas, engine.size)
+    begin = sum(placed[: engine.rank])
+    gradients = Gradients(list(model.named_parameters()), replicas, find_unused=True, on_backward=lambda: None)
+    crossing = Crossing(gradients.parameters, gradients.names, can_undo=False, say=print, optimizers=[optimizer])
+    probe = gradients.probe = GradientProbe(gradients.parameters, [optimizer], **kwargs)
+    gradients.arrange(engine, placed)
+    told: list[dict[str, float | None]] = []
+    for step in range(steps):
+        gradients.travel(Choice(sync, slice_bytes=1024), range(len(gradients.parameters)))
+        gradients.begin_step(step, BATCH)
+        for slot in range(placed[engine.rank]):
+            optimizer.zero_grad()
+            gradients.begin_turn(slot)
+            _backward(model, step, begin + slot)
+        if gradients.crosses:
+            for awaited in gradients.under_way():
+                awaited.handle.wait()
+                for index, total in awaited.members:
+                    if total is not None:
+                        gradients.sum_is_here(index)
+                        gradients.parameters[index].grad = total
+            gradients.sums_are_whole()
+        else:
+            gradients.wait()
+        optimizer.step()
+        rows = engine.all_gather("row", torch.frombuffer(bytearray(probe.row()), dtype=torch.uint8)).wait()
+        assert rows is not None
+        probe.learn([bytes(row.numpy()) for row in rows])
+        told.append(probe.figures())
+    gradients.close()
+    crossing.flush()
+    return {"told": told, "weights": [parameter.detach().clone() for parameter in model.parameters()], "probe": probe}
+
+
+def _run(
+    replicas: int, workers: int, steps: int = 3, sync: str = "fifo", optimizer: Any = None, **kwargs: Any
+) -> list[dict[str, Any]]:
+    make = optimizer or partial(torch.optim.SGD, lr=0.05)
+    with engines(["host"] * workers) as made, ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(_worker, engine, replicas, steps, sync, make, kwargs) for engine in made]
+        return [future.result(timeout=30) for future in futures]
+
+
+def _truth(replicas: int, steps: int, optimizer: Any = None) -> list[tuple[list[list[np.ndarray]], list[np.ndarray]]]:
+    """Each step's gradients of each replica, and what Adam would divide them by."""
+    model = _net()
+    used = (optimizer or partial(torch.optim.SGD, lr=0.05))(model.parameters())
+    found = []
+    for step in range(steps):
+        each: list[list[np.ndarray]] = []
+        under = [
+            (state["exp_avg_sq"].double() / (1 - 0.999 ** float(state["step"]))).sqrt().numpy() + 1e-8
+            if (state := used.state.get(parameter))
+            else np.ones(())
+            for parameter in model.parameters()
+        ]
+        for replica in range(replicas):
+            other = copy.deepcopy(model)
+            other.zero_grad()
+            _backward(other, step, replica)
+            each.append([np.zeros(p.shape) if p.grad is None else p.grad.double().numpy() for p in other.parameters()])
+        found.append((each, under))
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.tensor(np.mean([one[number] for one in each], 0), dtype=torch.float32)
+        used.step()
+    return found
+
+
+def _noise(each: Sequence[Sequence[np.ndarray]]) -> tuple[float, float]:
+    """(|G|^2, S) of one step, by the book."""
+    flat = np.stack([np.concatenate([gradient.ravel() for gradient in one]) for one in each])
+    n, whole = len(each), BATCH * len(each)
+    small, big = (flat**2).sum(1).mean(), (flat.mean(0) ** 2).sum()
+    return (whole * big - BATCH * small) / (whole - BATCH), (small - big) / (1 / BATCH - 1 / (n * BATCH))
+
+
+def _spread(each: Sequence[Sequence[np.ndarray]]) -> float:
+    return sum(float(np.linalg.norm(np.var(np.stack(variable), axis=0))) for variable in zip(*each, strict=True))
+
+
+@pytest.mark.parametrize("sync", ["fifo", "priority"])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_it_finds_what_numpy_finds(workers: int, sync: str) -> None:
+    expected = [(*_noise(each), _spread(each)) for each, _ in _truth(3, 3)]
+    for found in _run(3, workers, sync=sync, noise_scale=1, variance=1):
+        for step, told in enumerate(found["told"]):
+            sqr, var = (np.mean([one[place] for one in expected[: step + 1]]) for place in (0, 1))
+            assert told["gradient_sqr"] == pytest.approx(sqr, rel=2e-5)
+            assert told["gradient_var"] == pytest.approx(var, rel=2e-5)
+            assert told["variance"] == pytest.approx(expected[step][2], rel=2e-5)
+
+
+def test_the_noise_scale_has_the_same_bits_on_any_number_of_workers() -> None:
+    found = {
+        tuple(told["noise_scale"] for told in each["told"])
+        for workers, sync in ((1, "fifo"), (2, "fifo"), (3, "fifo"), (4, "fifo"), (3, "priority"))
+        for each in _run(4, workers, sync=sync, noise_scale=1)
+    }
+    assert len(found) == 1
+    assert None not in found.pop()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_only_on_due_steps_and_without_changing_a_bit(workers: int) -> None:
+    plain = _run(3, workers, 5)
+    watched = _run(3, workers, 5, noise_scale=2, variance=4)
+    for one, other in zip(plain, watched, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one["weights"], other["weights"], strict=True))
+        told = other["told"]
+        changes = [step for step in range(1, 5) if told[step]["gradient_var"] != told[step - 1]["gradient_var"]]
+        assert changes == [2, 4]
+        assert [step for step in range(1, 5) if told[step]["variance"] != told[step - 1]["variance"]] == [4]
+        assert all(value is None for told in one["told"] for value in told.values())
+
+
+def test_adam_counts_what_its_updates_see() -> None:
+    """Known from the second step on, when there is something to divide by."""
+    adam = partial(torch.optim.Adam, lr=0.01)
+    truth = _truth(3, 3, adam)
+    scaled = [[[g / d for g, d in zip(one, under, strict=True)] for one in each] for each, under in truth]
+    for found in _run(3, 2, optimizer=adam, noise_scale=1):
+        told = found["told"]
+        assert told[0]["noise_scale"] is None
+        assert told[1]["gradient_var"] == pytest.approx(_noise(scaled[1])[1], rel=1e-4)
+        assert told[2]["gradient_sqr"] == pytest.approx(np.mean([_noise(s)[0] for s in scaled[1:]]), rel=1e-3)
+    plain = [found["told"][0]["gradient_var"] for found in _run(3, 2, optimizer=adam, noise_scale=1, adam=False)]
+    assert plain == [pytest.approx(_noise(truth[0][0])[1], rel=1e-4)] * 2
+    with pytest.raises(ConfigError, match="SGD"):
+        GradientProbe([], [torch.optim.SGD([torch.zeros(1)])], noise_scale=1, adam=True)
+
+
+def test_one_replica_compares_each_step_with_the_one_before() -> None:
+    [found] = _run(1, 1, 4, noise_scale=1)
+    truth = [each[0] for each, _ in _truth(1, 4)]
+    assert found["told"][0]["gradient_var"] is None
+    for step in (1, 2, 3):
+        pairs = [_noise([truth[later - 1], truth[later]]) for later in range(1, step + 1)]
+        assert found["told"][step]["gradient_sqr"] == pytest.approx(np.mean([sqr for sqr, _ in pairs]), rel=1e-3)
+        assert found["told"][step]["gradient_var"] == pytest.approx(np.mean([var for _, var in pairs]), rel=1e-3)
+
+
+def test_one_replica_at_an_interval_keeps_the_step_before() -> None:
+    [found] = _run(1, 1, 7, noise_scale=3)
+    values = [told["gradient_var"] for told in found["told"]]
+    assert values[:3] == [None] * 3
+    assert values[3] == values[5] != values[6]
+    truth = [each[0] for each, _ in _truth(1, 4)]
+    assert values[3] == pytest.approx(_noise([truth[2], truth[3]])[1], rel=1e-3)
+
+
+def test_what_overflows_is_left_out_and_the_state_goes_on() -> None:
+    [found] = _run(2, 1, 3, noise_scale=1, variance=1)
+    probe: GradientProbe = found["probe"]
+    before = probe.figures()
+    other = GradientProbe(list(_net().parameters()), noise_scale=1, variance=1)
+    other.load_state_dict(probe.state_dict())
+    assert other.figures() == before
+    assert not any(isinstance(value, float) and math.isnan(value) for value in before.values())
+    with engines(["host"]) as [engine]:
+        probe.arrange(engine, (2,))
+        for value in (math.inf, math.nan, 1e30):
+            assert probe.begin(0, BATCH)
+            probe.part(2, torch.full((53 * 20,), value))
+            probe.parts_over()
+            probe.total(2, torch.full((53 * 20,), value))
+            probe.sums_over()
+            probe.learn([probe.row()])
+            assert probe.figures() == before
+
+
+def test_rows_that_speak_of_different_steps_say_nothing() -> None:
+    [found] = _run(2, 1, 2, noise_scale=1)
+    probe: GradientProbe = found["probe"]
+    before = probe.figures()
+    nothing = probe.row()
+    with engines(["host"]) as [engine]:
+        probe.arrange(engine, (2,))
+        probe.begin(7, BATCH)
+        probe.part(2, torch.ones(53 * 20))
+        probe.parts_over()
+        probe.sums_over()
+        probe.learn([probe.row(), nothing])
+        assert probe.figures() == before
+        assert probe.row() == nothing
+
+
+@pytest.mark.parametrize("interval", [-1, True, 1.5])
+def test_bad_intervals(interval: Any) -> None:
+    with pytest.raises(ConfigError, match="noise_scale"):
+        GradientProbe([], noise_scale=interval)
