@@ -75,6 +75,7 @@ def register(app: typer.Typer) -> None:
 
 # Numbers are taken as text and read here: click would answer a wrong one with a page of usage.
 def run(
+    ctx: typer.Context,
     program: Annotated[list[str] | None, typer.Argument(metavar="PROGRAM [ARGS]...", show_default=False)] = None,
     np: Annotated[str, typer.Option("-np", "--np", metavar="N", help="Workers in the whole job.")] = "1",
     hosts: Annotated[
@@ -84,6 +85,16 @@ def run(
     hostfile: Annotated[
         str,
         typer.Option("-hostfile", "--hostfile", metavar="FILE", help="One host per line, HOST slots=N; overrides -H."),
+    ] = "",
+    ssh: Annotated[
+        bool, typer.Option("--ssh", help="Start the runners of all hosts from here, over ssh without passwords.")
+    ] = False,
+    user: Annotated[str, typer.Option("-u", "--user", metavar="USER", help="With --ssh, who to be there.")] = "",
+    remote_python: Annotated[
+        str, typer.Option("--remote-python", metavar="PATH", help="With --ssh, the hosts' Python; default: as here.")
+    ] = "",
+    remote_dir: Annotated[
+        str, typer.Option("--remote-dir", metavar="DIR", help="With --ssh, where to run there; default: as here.")
     ] = "",
     self_host: Annotated[
         str, typer.Option("-self", "--self", metavar="HOST", help="Which of the hosts this machine is.")
@@ -199,7 +210,7 @@ def run(
         str, typer.Option("-t0", "--t0", metavar="UNIX", help="When the job began, for workers to know.")
     ] = "",
 ) -> None:
-    """Run PROGRAM in -np workers; on several hosts, start this with the same flags on each of them.
+    """Run PROGRAM in -np workers; on several hosts, start this with the same flags on each of them, or once with --ssh.
 
     The first failure ends the job. Times are such as 90s, 1m30s, 250ms, or seconds.
     """
@@ -244,6 +255,10 @@ def run(
         start_time_s=_start_time(start_time),
     )
     _set_up_log(logfile)
+    if ssh:
+        from pliant.cli.run_ssh import over_ssh
+
+        raise typer.Exit(over_ssh(ctx, options, user=user, python=remote_python, directory=remote_dir))
     raise typer.Exit(_launch(options))
 
 

@@ -1,0 +1,55 @@
+"""The far end of `pliant run --ssh`: `python -m pliant.cli.over_ssh`, started by sshd, becomes the runner of its host.
+
+It reads one line from its standard input, which says what to run (`launch.ssh.Letter`); when that input ends, be it that
+the user has pressed Ctrl-C or that the connection is gone, it ends itself as at SIGTERM: its workers first.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+from pliant.launch.ssh import ARRIVED, Letter
+
+
+def main() -> None:
+    try:
+        letter = Letter.from_line(_read_line(0))
+    except (ValueError, KeyError, TypeError) as error:
+        print(f"pliant: this is the far end of `pliant run --ssh`, and got no letter: {error!r:.80}", file=sys.stderr)
+        sys.exit(2)
+    os.environ.update(letter.environ)
+    try:
+        os.chdir(letter.directory)
+    except OSError as error:
+        print(f"pliant: {letter.directory}: {error.strerror}; name a directory with --remote-dir", file=sys.stderr)
+        sys.exit(2)
+    os.write(1, ARRIVED + b"\n")
+    threading.Thread(target=_end_with_input, name="ssh-input", daemon=True).start()
+    sys.argv = ["pliant", "run", *letter.arguments]
+    from pliant.cli.main import main as pliant
+
+    pliant()
+
+
+def _read_line(descriptor: int) -> bytes:
+    """Without a buffer of Python's, whose lock another thread must not hold at the program's end."""
+    line = b""
+    while not line.endswith(b"\n"):
+        data = os.read(descriptor, 65536)
+        if not data:
+            break
+        line += data
+    return line
+
+
+def _end_with_input() -> None:
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Runners on other hosts over the system's ssh: one ssh process per host, watched until all have ended.
+
+What a runner must know travels through ssh's standard input as one line of JSON (`Letter`): where, with which flags and
+environment, and the secret, which must not be on any command line. That input stays open as long as the job shall run:
+the far end (`pliant.cli.over_ssh`) takes its end for the order to stop, so a lost connection leaves nothing running.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import re
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pliant.cluster import Host
+from pliant.errors import ConfigError, LaunchError
+from pliant.launch.duration import format_duration
+from pliant.launch.output import Console, OutputReader, Stream
+
+log = logging.getLogger(__name__)
+
+ARRIVED = b"pliant: arrived over ssh"
+"""The far end's first line: what comes later, and its exit code, are the runner's."""
+FAR_END = "pliant.cli.over_ssh"
+HANDED_OVER = ("PLIANT_", "NCCL_", "OMP_", "MKL_", "GLOO_")
+"""Variables that runners get from here; all others are those of the host that they run on."""
+KEPT = ("PLIANT_SSH",)
+SSH_FAILED = 255
+NOT_STARTED = (126, 127)
+MARGIN_S = 10.0
+"""For a runner that ends its workers, beyond their own grace."""
+_USER = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.@+-]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Letter:
+    """What a runner is told."""
+
+    directory: str
+    arguments: tuple[str, ...]
+    """Of `pliant run`."""
+    environ: Mapping[str, str]
+
+    def to_line(self) -> bytes:
+        return (
+            json.dumps(
+                {"directory": self.directory, "arguments": self.arguments, "environ": dict(self.environ)}
+            ).encode()
+            + b"\n"
+        )
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Letter:
+        value = json.loads(line)
+        return cls(directory=value["directory"], arguments=tuple(value["arguments"]), environ=dict(value["environ"]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SshJob:
+    """Runners to start, one on each host."""
+
+    hosts: tuple[Host, ...]
+    """ssh goes to their public addresses; runners know each other by the others."""
+    arguments: tuple[str, ...]
+    """Of `pliant run` with its program, without -H and -self."""
+    python: str
+    """Of the hosts, with pliant installed."""
+    directory: str
+    environ: Mapping[str, str] = field(default_factory=dict)
+    secret: bytes = field(default=b"", repr=False)
+    user: str = ""
+    grace_s: float = 10.0
+
+    def letter(self, host: Host) -> Letter:
+        listed = ",".join(f"{_bracketed(each.address)}:{each.slots}" for each in self.hosts)
+        who = ("-H", listed, "-self", host.address)
+        return Letter(
+            directory=self.directory,
+            arguments=(*who, *self.arguments),
+            environ={**handed_over(self.environ), "PLIANT_SECRET": self.secret.hex()},
+        )
+
+
+def _bracketed(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def handed_over(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `environ` that are for the job."""
+    return {name: value for name, value in environ.items() if name.startswith(HANDED_OVER) and name not in KEPT}
+
+
+def ssh_command(host: Host, user: str, remote: str, environ: Mapping[str, str]) -> list[str]:
+    """The ssh that runs `remote`, a line for the shell there. PLIANT_SSH may say how ssh is called here.
+
+    Raises:
+        ConfigError: the user's name, or PLIANT_SSH, is not one.
+    """
+    if user and not _USER.fullmatch(user):
+        raise ConfigError(f"-u {user!r} is not the name of a user")
+    try:
+        base = shlex.split(environ.get("PLIANT_SSH", "")) or ["ssh"]
+    except ValueError as error:
+        raise ConfigError(
+            f"PLIANT_SSH {environ['PLIANT_SSH']!r}: {error}; use a command such as `ssh -p 2222`"
+        ) from None
+    # No terminal, no questions: they would hang among the output of the others.
+    options = ["BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3"]
+    asked = [word for option in options for word in ("-o", option)]
+    return [*base, "-T", *asked, *(("-l", user) if user else ()), host.public, remote]
+
+
+class _RunnerStream(Stream):
+    """Lines of workers have their worker's name already; those of the runner itself get their host's."""
+
+    arrived = False
+
+    def take(self, lines: list[bytes]) -> None:
+        if ARRIVED in lines:
+            self.arrived = True
+            lines = [line for line in lines if line != ARRIVED]
+        self.tail.extend(lines)
+        if self.console is not None and lines:
+            named = self.prefix.replace(b"] ", b".")
+            shown = (line if line.startswith(named) else self.prefix + line for line in lines)
+            self.console.write(b"".join(line + b"\n" for line in shown))
+
+
+class _Side:
+    """One host's ssh."""
+
+    def __init__(self, host: Host, command: Sequence[str], letter: Letter, reader: OutputReader) -> None:
+        self.host = host
+        try:
+            self._popen = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for us alone: we end them in order
+            )
+        except OSError as error:
+            raise LaunchError(f"{command[0]}: {error.strerror}; install OpenSSH's client, or set PLIANT_SSH") from None
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        assert self._popen.stderr is not None
+        self._letter = letter
+        prefix = f"[{host.address}] ".encode()
+        # The reader closes what it was given, and so does Popen.
+        self.out = _RunnerStream(os.dup(self._popen.stdout.fileno()), prefix, Console(1, coloured=False), None)
+        self.err = _RunnerStream(os.dup(self._popen.stderr.fileno()), prefix, Console(2, coloured=False), None)
+        self._popen.stdout.close()
+        self._popen.stderr.close()
+        for stream in (self.out, self.err):
+            reader.add(stream)
+
+    def attend(self, events: queue.SimpleQueue[_Event]) -> None:
+        """Hand over the letter, and tell when ssh has ended; in a thread, because both may take long."""
+        assert self._popen.stdin is not None
+        with contextlib.suppress(OSError):
+            self._popen.stdin.write(self._letter.to_line())
+            self._popen.stdin.flush()
+        code = self._popen.wait()
+        for stream in (self.out, self.err):
+            stream.ended.wait(MARGIN_S)
+        events.put((self, code))
+
+    def end(self) -> None:
+        """Ask the far end to stop."""
+        assert self._popen.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self._popen.stdin.close()
+
+    def kill(self) -> None:
+        if self._popen.poll() is None:
+            self._popen.kill()
+
+    def why(self, code: int) -> str:
+        """What to say about an end with this exit code."""
+        last = next((line.decode(errors="replace").strip() for line in reversed(self.err.tail) if line.strip()), "")
+        said = f" ({last})" if last else ""
+        name = self.host.public
+        if self.out.arrived:
+            if code == SSH_FAILED:
+                return f"host {name}: the connection was lost, or the runner was killed{said}"
+            return f"host {name}: its runner ended with exit code {code}"
+        if code == SSH_FAILED:
+            return f"host {name} cannot be reached over ssh{said}: `ssh {name} true` must work without a question"
+        if code in NOT_STARTED or "No module named" in last:
+            return (
+                f"host {name}: pliant does not start there{said}; install it with `pliant remote-install`, "
+                "or name the Python that has it with --remote-python"
+            )
+        return f"host {name}: ended with exit code {code} before its runner began{said}"
+
+
+_Event = tuple[_Side, int] | int
+"""An ssh that has ended with its exit code, or a signal to us."""
+
+
+def run_over_ssh(job: SshJob) -> int:
+    """Start a runner on every host, and stay until all have ended. The exit code: 0, or the first failure's.
+
+    The first failure, SIGINT and SIGTERM end all; a second signal does not wait. Call it from the main thread.
+
+    Raises:
+        ConfigError, LaunchError: before anything was started, or ssh itself cannot be.
+    """
+    begun_s = time.monotonic()
+    remote = f"exec {shlex.quote(job.python)} -m {FAR_END}"
+    commands = {host: ssh_command(host, job.user, remote, job.environ) for host in job.hosts}
+    reader = OutputReader()
+    reader.start()
+    sides: list[_Side] = []
+    events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+    try:
+        with _signals(events):
+            for host, command in commands.items():
+                side = _Side(host, command, job.letter(host), reader)
+                sides.append(side)
+                threading.Thread(target=side.attend, args=(events,), name=f"ssh-{host.address}", daemon=True).start()
+            code = _mind(sides, events, job.grace_s + MARGIN_S)
+    finally:
+        for side in sides:
+            side.end()
+            side.kill()
+        reader.finish()
+    if code == 0:
+        told = f"all {len(sides)}/{len(sides)} hosts finished, took {format_duration(time.monotonic() - begun_s)}\n"
+        Console(1, coloured=False).write(told.encode())
+    return code
+
+
+@contextlib.contextmanager
+def _signals(events: queue.SimpleQueue[_Event]) -> Iterator[None]:
+    """Signals that end programs become events."""
+    before = {
+        number: signal.signal(number, lambda signum, frame: events.put(signum))
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _mind(sides: Sequence[_Side], events: queue.SimpleQueue[_Event], patience_s: float) -> int:
+    """Until every ssh has ended; the first that fails ends the others."""
+    running, code = list(sides), 0
+    deadline_s: float | None = None
+    while running:
+        left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        try:
+            event = events.get(timeout=left_s)
+        except queue.Empty:
+            log.error(
+                "%s did not end within %g s: giving up", ", ".join(one.host.public for one in running), patience_s
+            )
+            event = signal.SIGKILL
+            deadline_s = None
+        if isinstance(event, tuple):
+            side, ended = event
+            running.remove(side)
+            if ended == 0 or deadline_s is not None:
+                continue
+            log.error("%s", side.why(ended))
+            code = code or ended
+        elif deadline_s is not None or event == signal.SIGKILL:
+            for side in running:
+                side.kill()
+            continue
+        else:
+            code = code or 128 + event
+        deadline_s = time.monotonic() + patience_s
+        for side in running:
+            side.end()
+    return code
