@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from pliant import record
+from pliant.comm import probe as links
 from pliant.comm.engine import Engine
 from pliant.errors import ConfigError
 from pliant.policy import (
@@ -34,6 +35,7 @@ from pliant.policy import (
 )
 from pliant.policy.decisions import from_json
 from pliant.policy.observation import Rates
+from pliant.train.probing import GradientProbe
 
 log = logging.getLogger(__name__)
 
@@ -43,27 +45,6 @@ _LENGTH = struct.Struct("<I")
 PROBE_TIMEOUT_S = 30.0
 Named = tuple[str, Decision]
 """Who has decided, and what."""
-
-
-class Monitor(Protocol):
-    """What watches the gradients; `train.probing` has it. Its rows are of one size on all workers of a view."""
-
-    @property
-    def needs_bytes(self) -> int:
-        """Of a row."""
-
-    def row(self) -> bytes:
-        """What this worker knows of its last step."""
-
-    def learn(self, rows: Sequence[bytes]) -> None:
-        """What all workers know of it."""
-
-    def figures(self) -> Mapping[str, float | None]:
-        """noise_scale, gradient_sqr, gradient_var, variance: what is known of them."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Subject(Protocol):
@@ -117,7 +98,12 @@ class Adaptation:
     """One worker's part in the decisions of the job. Does nothing at all where there is nobody to decide."""
 
     def __init__(
-        self, settings: Settings, subject: Subject, batch_size: int, monitor: Monitor | None, say: Callable[[str], None]
+        self,
+        settings: Settings,
+        subject: Subject,
+        batch_size: int,
+        monitor: GradientProbe | None,
+        say: Callable[[str], None],
     ) -> None:
         self.is_active = settings.is_active
         self.policies, self.monitor = settings.policies, monitor
@@ -317,7 +303,7 @@ class Adaptation:
             strategy=name,
             workers=self._workers,
             link_rates=link_rates,
-            **figures,  # type: ignore[arg-type]
+            **figures,
         )
 
     # --- doing it ---
@@ -361,8 +347,6 @@ class Adaptation:
         assert self._engine is not None
         if self._engine.size == 1:
             return
-        from pliant.comm import probe as links
-
         rates = links.measure(self._engine, decision.num_bytes, PROBE_TIMEOUT_S)
         decided = self.policies.ask("after_step", self._observe(at, rates))
         mine = _to_bytes([each for each in decided if not isinstance(each[1], ProbeLinks)])

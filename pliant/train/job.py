@@ -40,6 +40,7 @@ from pliant.train.gradients import Gradients
 from pliant.train.loader_options import describe
 from pliant.train.optim import Averaging, averaging_of
 from pliant.train.priority import Crossing
+from pliant.train.probing import GradientProbe
 from pliant.train.replica import Context
 from pliant.train.settling import Settling
 from pliant.train.trainer import Left, Parts, Trainer, ViewChange
@@ -323,7 +324,15 @@ class Job:
         )
         self._trainer, self._gradients = trainer, gradients
         trainer.tracked = self._tracked
-        trainer.adaptation = Adaptation(self._adapting, trainer, options.batch_size, None, self._say)
+        monitors = self._adapting.monitors
+        if monitors:
+            gradients.probe = GradientProbe(
+                gradients.parameters,
+                optimizers,
+                noise_scale=monitors.get("noise_scale", 0),
+                variance=monitors.get("variance", 0),
+            )
+        trainer.adaptation = Adaptation(self._adapting, trainer, options.batch_size, gradients.probe, self._say)
         self._member.max_members = None if follows_view else num_replicas
         self._settling = Settling(
             self._member,

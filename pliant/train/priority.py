@@ -156,6 +156,8 @@ class Crossing:
     on_lost: Callable[[CommError], None] = lambda _: None
     """Told when a sum will never come; returns if the step can be done again."""
     on_whole: Callable[[], None] = lambda: None
+    on_sum: Callable[[int], None] = lambda _: None
+    """Told that a parameter's sum is here, before anything is made of it."""
     """Told when all sums of the step are here."""
     waits: Waits = field(default_factory=Waits)
     order: list[int] = field(default_factory=list)
@@ -376,6 +378,7 @@ class Crossing:
                 parameter = self.parameters[index]
                 self._release(index)
                 if (total := self._sums[index]) is not None:
+                    self.on_sum(index)
                     parameter.grad = total.to(parameter.device, non_blocking=True)
                 deferred = self._deferred.get(index)
                 if deferred is not None:

@@ -176,7 +176,10 @@ class Trainer:
         self.on_commit: Callable[[], None] = lambda: None
         self.crossing = crossing
         crossing.on_lost, crossing.on_whole = self.tear, self._whole
+        crossing.on_sum = gradients.sum_is_here
         self.tuner = tuner
+        self._batches = 1
+        """Of each replica in the last step; more than one where the program accumulates gradients."""
         self.averaging: Averaging | None = None
         """The optimizer, where it averages models in place of gradients."""
         self._begun = 0
@@ -345,6 +348,7 @@ class Trainer:
             self.engine.keep_below(way.in_flight_bytes)
         self._way = way or Choice()
         self.gradients.travel(self._way, self.crossing.order)
+        self.gradients.begin_step(self.progress.step, self.parts.loading.batch_size * self._batches)
         self._begin_measuring()
 
     def finish_sums(self) -> bool:
@@ -353,6 +357,7 @@ class Trainer:
         return self.torn is None
 
     def _whole(self) -> None:
+        self.gradients.sums_are_whole()
         self._undo = None
         self._tracked_before.clear()
 
@@ -394,6 +399,7 @@ class Trainer:
         rng.restore(context.random, self.parts.device)
         self._load_buffers(context)
         self.gradients.begin_turn(slot)
+        taken = 0
         while not turn.done and self.torn is None:
             try:
                 batch = self.parts.feeder.next(replica)
@@ -404,7 +410,9 @@ class Trainer:
             self._end_change()
             self._measuring.turn_began_s = time.monotonic()
             self._measuring.waited_s = self.crossing.waits.seconds
+            taken += 1
             yield batch
+        self._batches = max(1, taken)
         return True
 
     def _load_buffers(self, context: Context) -> None:

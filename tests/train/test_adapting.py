@@ -232,7 +232,9 @@ def test_newcomers_and_survivors_go_on_with_the_decisions(
         stage.until_over()
         compare(stage.history, stepwise["conv"], repeats=1)
     replayed = Task(program="conv", replicas=REPLICAS, epochs=EPOCHS, journal="", adapting={"replay": str(path)})
-    with staged(replayed, tmp_path / "again") as stage:
+    again = tmp_path / "again"
+    again.mkdir()
+    with staged(replayed, again) as stage:
         stage.change([a, b, c])
         stage.open_gate(ALL)
         stage.until_over()
