@@ -36,6 +36,7 @@ def reproduce(
     models: Annotated[str, typer.Option("--models", metavar="NAME,...", help="Models of the zoo, or of P3.")] = "",
     scale: Annotated[str, typer.Option("--scale", help="tiny, small or paper; default: by the device.")] = "",
     device: Annotated[str, typer.Option("--device", help="cpu or cuda; default: what there is.")] = "",
+    data: Annotated[str, typer.Option("--data", metavar="PATH", help="The published experiment's data set.")] = "",
     plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw NAME.png, too.")] = True,
     replot: Annotated[bool, typer.Option("--replot", help="Measure nothing, draw what NAME.json says.")] = False,
 ) -> None:
@@ -56,6 +57,7 @@ def reproduce(
         models=tuple(filter(None, (name.strip() for name in models.split(",")))),
         scale=scale,
         device=device,
+        data=data,
         say=_say,
     )
     _check_out(out, json_file)

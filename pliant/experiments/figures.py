@@ -43,6 +43,8 @@ class Options:
     """tiny, small or paper; empty: by the device."""
     device: str = ""
     """cpu or cuda; empty: what there is."""
+    data: str = ""
+    """Where the data set of the published experiment lies; empty: a small one that needs no download."""
     say: Say = lambda text: None
     """Told what happens now."""
 
@@ -146,6 +148,8 @@ FIGURES = {
         Figure("easyscale-fig11", "what switching between replicas costs"),
         Figure("easyscale-fig12", "what determinism costs"),
         Figure("easyscale-fig13", "what copying and summing gradients costs, beside DDP"),
+        Figure("kungfu-fig4", "batch sizes that follow the gradient's noise: accuracy over time, beside fixed ones"),
+        Figure("kungfu-fig6", "workers are added as long as they are worth it: where that stops, beside all sizes"),
         Figure("kungfu-fig7", "how long a resize takes, 1 -> 2 and 2 -> 1"),
         Figure("p3-fig7", "throughput over bandwidth: baseline, slicing, priority; needs root"),
         Figure("p3-fig9", "how busy the network is, baseline beside priority; needs root"),
@@ -179,7 +183,7 @@ def form(
     """The one form of a result. It is ok when there is no complaint: when the figure's claim holds here, too."""
     args = {
         "quick": options.quick, "full": options.full, "steps": options.steps, "models": list(options.models),
-        "scale": options.size, "device": options.where,
+        "scale": options.size, "device": options.where, "data": options.data,
     }  # fmt: skip
     peers = {"paper": {"median_s": None, "iqr_s": None, "speedup": None, **paper}}
     return {
