@@ -61,14 +61,14 @@ class Network:
 
     @cached_property
     def egress(self) -> tuple[float, ...]:
-        """What each host can send: as much as its best link has shown."""
-        return tuple(max((r for j, r in enumerate(row) if j != i), default=1.0) for i, row in enumerate(self.links))
+        """What each host can send: as much as the better half of its links have shown."""
+        return tuple(_better([rate for j, rate in enumerate(row) if j != i]) for i, row in enumerate(self.links))
 
     @cached_property
     def ingress(self) -> tuple[float, ...]:
         """What each host can receive."""
         size = len(self.heads)
-        return tuple(max((self.links[i][j] for i in range(size) if i != j), default=1.0) for j in range(size))
+        return tuple(_better([self.links[i][j] for i in range(size) if i != j]) for j in range(size))
 
     @cached_property
     def best_first(self) -> tuple[int, ...]:
@@ -85,6 +85,11 @@ class Network:
     @property
     def num_replicas(self) -> int:
         return max(self.replicas, len(self.hosts))
+
+
+def _better(rates: Sequence[float]) -> float:
+    """The median, of an even number the upper one: the peers' own limits and single errors do not matter."""
+    return sorted(rates)[len(rates) // 2] if rates else 1.0
 
 
 def operands_up(tree: Topology, network: Network, chunks: Sequence[int]) -> list[float]:
@@ -179,7 +184,7 @@ class Prediction:
 def predict(strategy: Strategy, network: Network, num_bytes: float) -> Prediction:
     """How long an all-reduce of `num_bytes` takes.
 
-    A host's links share what the best of them can carry; links within a host cost nothing.
+    A host's links share what one of them can carry; links within a host cost nothing.
     """
     each_lane = lanes(strategy, network)
     place, links = network.place, network.links
