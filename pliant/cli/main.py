@@ -13,7 +13,7 @@ import typer
 
 from pliant.errors import ConfigError, PliantError
 
-COMMANDS = ("run", "resize", "config_server", "lab", "bench", "doctor", "demo", "reproduce")
+COMMANDS = ("run", "remote_install", "resize", "config_server", "lab", "bench", "doctor", "demo", "reproduce")
 
 
 def build() -> typer.Typer:
