@@ -1,0 +1,206 @@
+"""What a worker shows of itself while it trains: Prometheus' `/metrics`, one page per worker.
+
+The page is made when somebody asks for it, from what the last step said and what the engine has counted. Rates and
+latencies are taken by a thread of their own, once in a while; a step only leaves its observation here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily, Metric, UnknownMetricFamily
+from prometheus_client.registry import Collector
+
+from pliant.comm.engine import Engine
+from pliant.errors import CommError, ConfigError
+from pliant.monitor import StallDetector
+from pliant.policy import Observation
+
+log = logging.getLogger(__name__)
+
+PORT_OFFSET = 10000
+"""A worker's page is at its own port plus this, as KungFu's."""
+LATENCY_PERIOD_S = 10.0
+LATENCY_TIMEOUT_S = 5.0
+_HIGHEST_PORT = 65535
+_PERIODS = ("PLIANT_MONITORING_PERIOD", "KUNGFU_CONFIG_MONITORING_PERIOD")
+
+
+def period_s(environ: Mapping[str, str] | None = None) -> float:
+    """How often rates are taken; 1 s where the environment says nothing."""
+    found = os.environ if environ is None else environ
+    text = next((found[name] for name in _PERIODS if found.get(name)), "1s")
+    number, factor = (text[:-2], 1e-3) if text.endswith("ms") else (text.removesuffix("s"), 1.0)
+    try:
+        seconds = float(number) * factor
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e6:
+        raise ConfigError(f"{_PERIODS[0]}={text!r}: use a time such as 1s or 500ms")
+    return seconds
+
+
+class Metrics(Collector):
+    """One worker's page. Made by `open`; close it, and nothing of it is left."""
+
+    def __init__(self, stalls: StallDetector | None = None, every_s: float = 1.0) -> None:
+        self.address = ""
+        """Where the page is, once it is."""
+        self._stalls, self._every_s = stalls, every_s
+        self._engine: Engine | None = None
+        self._seen: Observation | None = None
+        self._own = ""
+        """This worker's name among those observed."""
+        self._rates: dict[str, dict[str, float]] = {"egress": {}, "ingress": {}}
+        self._latencies: dict[str, float] = {}
+        self._end = threading.Event()
+        self._stack = contextlib.ExitStack()
+
+    @classmethod
+    def open(cls, host: str, port: int, stalls: StallDetector | None = None) -> Metrics:
+        """Serve the page of the worker at `host`:`port`, on that port plus 10000, or on another if that is taken.
+
+        Raises:
+            ConfigError: there is no such address here.
+        """
+        metrics = cls(stalls, period_s())
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(metrics)
+        wanted = port + PORT_OFFSET
+        try:
+            server, thread = _serve(wanted if wanted <= _HIGHEST_PORT else 0, host, registry)
+        except OSError:
+            try:
+                server, thread = _serve(0, host, registry)
+            except OSError as error:
+                raise ConfigError(f"metrics at {host}: {error.strerror}; use an address of this machine") from None
+        bound = int(server.server_port)
+        if bound != wanted:
+            log.warning("port %d is not free: metrics are at http://%s:%d/metrics", wanted, host, bound)
+        metrics.address = f"http://{host}:{bound}/metrics"
+        metrics._stack.callback(thread.join, 5)
+        metrics._stack.callback(server.server_close)
+        metrics._stack.callback(server.shutdown)
+        sampler = threading.Thread(target=metrics._sample_on, name="metrics", daemon=True)
+        sampler.start()
+        metrics._stack.callback(sampler.join, LATENCY_TIMEOUT_S + 1)
+        metrics._stack.callback(metrics._end.set)
+        return metrics
+
+    def work_in(self, engine: Engine) -> None:
+        """There is another view."""
+        self._engine = engine
+        self._rates, self._latencies = {"egress": {}, "ingress": {}}, {}
+
+    def publish(self, seen: Observation, rank: int = 0) -> None:
+        """The job after a step, as the worker of this rank sees it. (May be one of an adaptation's listeners.)"""
+        self._seen = seen
+        self._own = seen.workers[rank].name if rank < len(seen.workers) else ""
+
+    def close(self) -> None:
+        self._stack.close()
+
+    # --- taken once in a while ---
+
+    def _sample_on(self) -> None:
+        before: tuple[Engine, float, Mapping[str, int], Mapping[str, int]] | None = None
+        pinged_s = float("-inf")
+        while not self._end.wait(self._every_s):
+            engine = self._engine
+            if engine is None:
+                continue
+            now_s, counters = time.monotonic(), engine.counters()
+            if before is not None and before[0] is engine:
+                took_s = now_s - before[1]
+                self._rates = {
+                    "egress": _rates(before[2], counters.egress_bytes, took_s),
+                    "ingress": _rates(before[3], counters.ingress_bytes, took_s),
+                }
+            before = (engine, now_s, counters.egress_bytes, counters.ingress_bytes)
+            if now_s - pinged_s >= LATENCY_PERIOD_S and engine.size > 1:
+                pinged_s = now_s
+                self._ping(engine)
+
+    def _ping(self, engine: Engine) -> None:
+        with contextlib.suppress(CommError):  # a view that is ending; the next one answers again
+            found = engine.latencies(LATENCY_TIMEOUT_S)
+            self._latencies = {
+                str(worker): seconds
+                for rank, (worker, seconds) in enumerate(zip(engine.view.workers, found, strict=True))
+                if rank != engine.rank
+            }
+
+    # --- the page ---
+
+    def collect(self) -> Iterator[Metric]:
+        """Called by the page's own thread."""
+        yield from self._traffic()
+        seen = self._seen
+        if seen is not None:
+            yield from self._progress(seen)
+        latency = GaugeMetricFamily("pliant_peer_latency_seconds", "Round trip to a peer.", labels=["peer"])
+        for peer, seconds in self._latencies.items():
+            latency.add_metric([peer], seconds)
+        yield latency
+        if self._stalls is not None:
+            yield _one("pliant_stalls", "Waits that were called a stall so far.", self._stalls.count)
+            yield _one("pliant_stalled_seconds", "How long one has lasted that is going on.", self._stalls.stalled_s)
+
+    def _traffic(self) -> Iterator[Metric]:
+        engine = self._engine
+        counters = engine.counters() if engine is not None else None
+        for way, totals in (
+            ("egress", counters.egress_bytes if counters is not None else {}),
+            ("ingress", counters.ingress_bytes if counters is not None else {}),
+        ):
+            total = UnknownMetricFamily(f"{way}_total_bytes", "Payload exchanged with a peer.", labels=["peer"])
+            rate = GaugeMetricFamily(f"{way}_rate_bytes_per_sec", "The same per second, lately.", labels=["peer"])
+            for peer, num_bytes in totals.items():
+                total.add_metric([peer], num_bytes)
+                rate.add_metric([peer], self._rates[way].get(peer, 0.0))
+            yield total
+            yield rate
+
+    def _progress(self, seen: Observation) -> Iterator[Metric]:
+        yield _one("pliant_step", "Steps committed.", seen.step)
+        yield _one("pliant_epoch", "The epoch.", seen.epoch)
+        yield _one("pliant_step_seconds", "The last step, by the slowest worker.", seen.step_s)
+        yield _one("pliant_samples_per_second", "Of the whole job.", seen.samples_per_s)
+        yield _one("pliant_batch_size", "Of one replica.", seen.batch_size)
+        yield _one("pliant_learning_rate_factor", "Decisions' part in the learning rate.", seen.learning_rate_factor)
+        yield _one("pliant_workers", "How many there are.", seen.num_workers)
+        yield _one("pliant_replicas", "How many there are.", seen.replicas)
+        yield _one("pliant_view", "Grows with every change of the workers.", seen.view)
+        for name, about, value in (
+            ("pliant_noise_scale", "Gradient noise scale, in samples.", seen.noise_scale),
+            ("pliant_gradient_variance", "Between replicas, summed over variables.", seen.variance),
+        ):
+            if value is not None:
+                yield _one(name, about, value)
+        own = next((worker for worker in seen.workers if worker.name == self._own), None)
+        if own is not None:
+            yield _one("pliant_compute_seconds", "This worker's own part of the last step.", own.compute_s)
+            rate = GaugeMetricFamily(
+                "pliant_strategy_bytes_per_second", "What collectives carried.", labels=["strategy"]
+            )
+            rate.add_metric([seen.strategy], own.throughput)
+            yield rate
+
+
+def _serve(port: int, host: str, registry: CollectorRegistry) -> tuple[Any, threading.Thread]:
+    return start_http_server(port, host, registry)
+
+
+def _one(name: str, about: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, about, value=value)
+
+
+def _rates(before: Mapping[str, int], after: Mapping[str, int], took_s: float) -> dict[str, float]:
+    return {peer: max(0, total - before.get(peer, 0)) / took_s for peer, total in after.items()}
