@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pliant.errors import ConfigError
-from pliant.monitor import Ema, Figures, NoiseScale, StallDetector, Variance, stall
+from pliant.monitor import Ema, NoiseScale, StallDetector, Variance, stall
 
 DIMENSION, SIGMA, TRUTH = 300, 0.5, 40.0
 MU = np.full(DIMENSION, SIGMA * math.sqrt(1 / TRUTH))
@@ -139,15 +139,6 @@ def test_averages() -> None:
 def test_bad_averages(alpha: float, cap: float | None) -> None:
     with pytest.raises(ConfigError, match="use"):
         Ema(alpha, cap)
-
-
-def test_figures_fit_into_a_row() -> None:
-    figures = Figures(step_s=1.5, compute_s=1.0, wait_s=0.25, comm_bytes=1e9, comm_busy_s=0.5, stalled_s=3.0)
-    packed = figures.pack()
-    assert len(packed) == Figures.SIZE
-    assert Figures.unpack(packed + b"more") == figures
-    assert figures.comm_bytes_per_s == 2e9
-    assert Figures().comm_bytes_per_s == 0.0
 
 
 # --- stalls ---
