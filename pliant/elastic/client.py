@@ -94,7 +94,7 @@ class ConfigClient:
 
     def put(self, view: View, expected: int | None = None) -> View:
         """Want `view`; returns it with the number that the server gave it. Its own number is not looked at."""
-        return self._change("PUT", self.url, expected, replace(view, number=0).to_json())
+        return self._change("PUT", self._sibling("/put"), expected, replace(view, number=0).to_json())
 
     def resize(self, size: int, expected: int | None = None) -> View:
         """Want `size` workers on the hosts of the current view; returns the view."""
@@ -114,7 +114,7 @@ class ConfigClient:
 
     def reset(self, expected: int | None = None) -> int:
         """Want nothing in particular; returns the version of that."""
-        return _etag(self._send("POST", self.url, _if_match(expected), expected=expected))
+        return _etag(self._send("POST", self._sibling("/reset"), _if_match(expected), expected=expected))
 
     def roll(self) -> Roll:
         """Who trains now."""
@@ -208,6 +208,10 @@ class ConfigClient:
             return decode(answer.json())
         except ValueError:
             raise ConfigError(f"{self.url} answered without JSON: it is not a config server") from None
+
+    def _sibling(self, path: str) -> httpx.URL:
+        """Where to change the view: where it is read, unless that is the path for reading that KungFu's commands name."""
+        return self._path(path) if self.url.path == "/get" else self.url
 
     def _path(self, path: str) -> httpx.URL:
         return self.url.copy_with(path=path, query=None)

@@ -108,7 +108,7 @@ class Web:
             _route(self._endpoint, GET=self._get, PUT=self._put, POST=self._reset, DELETE=self._reset),
             _route("/get", GET=self._get),
             _route("/put", PUT=self._put, POST=self._put),
-            _route("/reset", PUT=self._reset, POST=self._reset),
+            _route("/reset", GET=self._reset, PUT=self._reset, POST=self._reset),  # KungFu's commands curl it
             _route("/clear", PUT=self._clear, POST=self._clear),
             _route("/addworker", PUT=self._add_worker, POST=self._add_worker),
             _route("/removeworker", PUT=self._remove_worker, POST=self._remove_worker),

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
+from urllib.parse import urljoin
 
 from pliant.cluster import View
 from pliant.elastic.membership import Limits, Wanted
@@ -69,7 +70,7 @@ class Follower:
             how = "was told to stop" if wanted.cleared else "has finished"
             raise ClusterCleared(
                 f"config server {self.url}: the last job there {how} (version {wanted.version}); "
-                f"reset it first, as with `curl -X POST {self.url}`"
+                f"reset it first, as with `curl {urljoin(self.url, '/reset')}`"
             )
         roll_on(roll)
         if wanted.view is None:

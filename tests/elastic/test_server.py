@@ -164,8 +164,17 @@ def test_the_artifacts_routes(http: httpx.Client) -> None:
     assert len(http.put("/resize", json={"size": 1}).json()["Workers"]) == 1
     assert http.post("/clear").json()["Workers"] == []
     assert http.put("/put", json=TWO.to_json()).status_code == 403
-    assert http.post("/reset").status_code == 200
+    assert http.get("/reset").status_code == 200, "as the artifact's curl does"
     assert http.get("/get").status_code == 404
+
+
+def test_a_client_of_the_artifacts_url_may_change_what_it_reads() -> None:
+    with serving() as (server, _), ConfigClient(server.url.replace("/config", "/get")) as client:
+        view = client.put(TWO)
+        assert client.get() == view
+        assert client.resize(1).size == 1
+        client.reset()
+        assert client.get() is None
 
 
 def test_stop_stops_it() -> None:
