@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 
 from pliant.cluster import WorkerSpec
@@ -33,7 +34,7 @@ def adaptation_settings(
         monitors=check_monitors(monitors),
         record=record or told.get("record", ""),
         replayed=maths_decisions(replay) if (replay := replay or told.get("replay", "")) else None,
-        metrics=told.get("metrics", "") == "1",
+        metrics=told.get("metrics", "") == "1" or os.environ.get("KUNGFU_CONFIG_ENABLE_MONITORING") == "true",
         tensorboard=told.get("tensorboard", ""),
     )
 

@@ -112,6 +112,8 @@ class Adaptation:
         """The job after the last step."""
         self.listeners: list[Callable[[Observation, int], None]] = []
         """Called after each step with what is seen, and this worker's rank."""
+        self.on_view: list[Callable[[Engine], None]] = []
+        """Called with the engine of each view."""
         self.values: dict[str, float] = {}
         """What the program has reported in the step in progress."""
         self._subject, self._say = subject, say
@@ -137,6 +139,8 @@ class Adaptation:
         self._engine = engine
         if not self.is_active:
             return
+        for listener in self.on_view:
+            listener(engine)
         engine.throughput()  # what was carried before is of no interest
         self._before = (time.monotonic(), engine.wire_bytes)
         self._figures, self._workers, self._agreed = WorkerFigures(name=""), (), []

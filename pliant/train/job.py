@@ -27,9 +27,10 @@ from typing import Any
 
 import torch
 
-from pliant.cluster import WorkerSpec, worker_spec
+from pliant.cluster import PortRange, Worker, WorkerSpec, worker_spec
 from pliant.elastic.member import Member, member_of
 from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, TrainError
+from pliant.monitor import stall
 from pliant.policy import Observation, Policy
 from pliant.train import checkpoint, determinism, guards, rng, slicing, trace, tuning
 from pliant.train.adaptation_settings import adaptation_settings
@@ -333,6 +334,7 @@ class Job:
                 variance=monitors.get("variance", 0),
             )
         trainer.adaptation = Adaptation(self._adapting, trainer, options.batch_size, gradients.probe, self._say)
+        self._show(trainer)
         self._member.max_members = None if follows_view else num_replicas
         self._settling = Settling(
             self._member,
@@ -358,6 +360,27 @@ class Job:
         self._stack.callback(guards.guard_scalers(self._tracked, lambda: self._trainer))
         self._loader = Loader(self)
         return model, optimizer, self._loader
+
+    def _show(self, trainer: Trainer) -> None:
+        """Let others see how the job goes, as far as somebody has asked for it."""
+        adaptation, stalls = trainer.adaptation, None
+        if stall.wanted():
+            stalls = self._stack.enter_context(stall.StallDetector(self._say))
+            trainer.watched = trainer.crossing.watched = stalls.watch
+        if self._adapting.metrics:
+            from pliant.train.metrics import Metrics
+
+            place = self._spec.worker if self._spec is not None else Worker("127.0.0.1", PortRange().begin)
+            metrics = Metrics.open(place.host, place.port, stalls)
+            self._stack.callback(metrics.close)
+            adaptation.on_view.append(metrics.work_in)
+            adaptation.listeners.append(metrics.publish)
+        if self._adapting.tensorboard:
+            from pliant.train.tensorboard import Scalars
+
+            scalars = Scalars(self._adapting.tensorboard)
+            self._stack.callback(scalars.close)
+            adaptation.listeners.append(scalars.publish)
 
     def _possible_sync(self, model: torch.nn.Module, averaging: Averaging | None) -> str:
         """What was asked for, unless this model cannot have it."""

@@ -156,6 +156,8 @@ class Crossing:
     on_lost: Callable[[CommError], None] = lambda _: None
     """Told when a sum will never come; returns if the step can be done again."""
     on_whole: Callable[[], None] = lambda: None
+    watched: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+    """Put around waits, for whoever looks for stalls."""
     on_sum: Callable[[int], None] = lambda _: None
     """Told that a parameter's sum is here, before anything is made of it."""
     """Told when all sums of the step are here."""
@@ -350,7 +352,8 @@ class Crossing:
         began_s = time.monotonic()
         blocked = not awaited.handle.done
         try:
-            awaited.handle.wait()
+            with self.watched(awaited.handle.name) if blocked else contextlib.nullcontext():
+                awaited.handle.wait()
         except CommError as error:
             self.on_lost(error)
             self._give_up()

@@ -9,6 +9,7 @@ is torn: nothing of it counts, and it is done again in a new view.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import struct
@@ -192,6 +193,8 @@ class Trainer:
         self._undo: Undo | None = None
         self._tracked_before: dict[str, tuple[Any, dict[str, Any]]] = {}
         self._measuring = Measuring()
+        self.watched: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+        """Put around what may take long, for whoever looks for stalls."""
         self.adaptation = Adaptation(Settings(), self, parts.loading.batch_size, None, lambda _: None)
         """What policies decide; by default nobody decides anything."""
         self.tracked: Mapping[str, Any] = {}
