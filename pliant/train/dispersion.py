@@ -20,6 +20,8 @@ from pliant.errors import CommError
 Shares = tuple[float, float, float]
 """The square of the norm of the variable that begins before the share, the sum of the norms of those that lie in it, the
 square of that which ends after it."""
+NEVER = -1
+"""No step's number."""
 LAST = 1 << 20
 """A priority behind everything that training needs."""
 CHUNK = 1 << 16
@@ -42,9 +44,10 @@ class Dispersion:
         """This worker's share of the mean gradient."""
         self._written: set[int] = set()
         self._handles: list[Handle] = []
-        self._pending = False
-        """Whether there is something to look at."""
-        self._found: Shares | None = None
+        self._pending = NEVER
+        """The step that is still to be looked at."""
+        self._found: tuple[int, Shares | None] = (NEVER, None)
+        """The step that was looked at last, and what was found."""
         self._replicas = 1
         self._buried: list[object] = []
 
@@ -57,7 +60,7 @@ class Dispersion:
         self._bounds = [length * rank // engine.size for rank in range(engine.size + 1)]
         self._squares = self._host = self._means = None
         self._handles, self._written = [], set()
-        self._pending, self._found = False, None
+        self._pending, self._found = NEVER, (NEVER, None)
 
     # --- collecting ---
 
@@ -99,14 +102,14 @@ class Dispersion:
         rank = self._engine.rank
         return self._bounds[rank], self._bounds[rank + 1]
 
-    def exchange(self) -> None:
+    def exchange(self, step: int) -> None:
         """All replicas hosted here have added theirs: have each share summed."""
         squares = self._squares
         assert squares is not None, "parameters without a gradient"
         for index in range(len(self._offsets) - 1):
             if index not in self._written:
                 squares[self._offsets[index] : self._offsets[index + 1]].zero_()
-        self._written, self._pending = set(), True
+        self._written, self._pending = set(), step
         assert self._means is not None
         self._means.zero_()  # what no replica has used has no sum
         if len(self._bounds) == 2:
@@ -139,16 +142,17 @@ class Dispersion:
 
     # --- finding out ---
 
-    def shares(self) -> Shares | None:
-        """What this worker's share says of the last step; None if a worker was lost."""
-        self._settle()
-        return self._found
+    def shares(self, step: int) -> Shares | None:
+        """What this worker's share says of that step; None if a worker was lost. The next step's may be under way."""
+        if self._pending == step:
+            self._settle()
+        return self._found[1] if self._found[0] == step else None
 
     def _settle(self) -> None:
         """Wait for the collectives of the last step, and look at what they have brought."""
-        if not self._pending:
+        if self._pending == NEVER:
             return
-        self._pending, self._found = False, None
+        step, self._pending = self._pending, NEVER
         handles, self._handles = self._handles, []
         try:
             for handle in handles:
@@ -159,7 +163,7 @@ class Dispersion:
         low, high = self._share
         if self._host is not None:
             self._squares[low:high].copy_(self._host[low:high], non_blocking=True)
-        self._found = self._look(self._squares[low:high], low)
+        self._found = (step, self._look(self._squares[low:high], low))
 
     def _look(self, squares: torch.Tensor, low: int) -> Shares:
         assert self._means is not None

@@ -49,6 +49,8 @@ class Sample:
     """Norms of those pieces of their sums that are this worker's."""
     differences: list[torch.Tensor] = field(default_factory=list)
     """One replica alone: norms of what has changed since the step before."""
+    pair: tuple[int, int] | None = None
+    """One replica alone: the squares of two steps, as of two replicas."""
     known: bool = True
     """Whether there was all it takes: before Adam's first update there are no denominators."""
 
@@ -90,6 +92,8 @@ class GradientProbe:
         """Of the last step, whose sums may still come."""
         self._done: Sample | None = None
         """Of the last step, complete: what the next row tells."""
+        self._told: Sample | None = None
+        """What the last row has told. Meanwhile the next one may have become complete."""
         self._previous: torch.Tensor | None = None
         """One replica alone: its gradients of the step before."""
         self._previous_sqr: int | None = None
@@ -165,8 +169,9 @@ class GradientProbe:
         if sample is None:
             return
         if sample.variance:
-            self._dispersion.exchange()
+            self._dispersion.exchange(sample.step)
         if self._replicas == 1:
+            sample.pair = self._pair(sample)
             self.sums_over()
 
     def total(self, index: int, flat: torch.Tensor) -> None:
@@ -231,11 +236,11 @@ class GradientProbe:
 
     def row(self) -> bytes:
         """What this worker has found about the last step that was looked at, and not told yet."""
-        sample = self._done
+        sample = self._told = self._done
         if sample is None:
             return _ROW.pack(-1, 0.0, False, b"", b"", False, 0.0, 0.0, 0.0)
         squares = self._squares(sample) if sample.noise and sample.known else None
-        spread = self._dispersion.shares() if sample.variance else None
+        spread = self._dispersion.shares(sample.step) if sample.variance else None
         small, big = squares or (0, 0)
         return _ROW.pack(
             sample.step,
@@ -249,21 +254,26 @@ class GradientProbe:
 
     def _squares(self, sample: Sample) -> tuple[int, int] | None:
         """Of the replicas hosted here, and of this worker's share of the sum; None if they are too large."""
+        if self._replicas == 1:
+            return sample.pair
         small, big = _integer(sample.parts), _integer(sample.sums)
-        if self._replicas > 1 or small is None:
-            return None if small is None or big is None else (small, big)
+        return None if small is None or big is None else (small, big)
+
+    def _pair(self, sample: Sample) -> tuple[int, int] | None:
+        """One replica alone: this step and the one before, in the parts of two."""
+        after, change = _integer(sample.parts), _integer(sample.differences)
         before, at = self._previous_sqr, self._previous_at
-        change = _integer(sample.differences) if before is not None else None
-        self._previous_sqr, self._previous_at = small, (sample.step, sample.batch)
-        if before is None or change is None or at != (sample.step - 1, sample.batch):
+        self._previous_sqr, self._previous_at = after, (sample.step, sample.batch)
+        if before is None or after is None or change is None or at != (sample.step - 1, sample.batch):
             return None
-        # As of two replicas, each with its part divided by 2: |a/2|^2 + |b/2|^2, and |a/2 + b/2|^2.
-        return (before + small) // 4, (2 * before + 2 * small - change) // 4
+        # Each has its gradient divided by 2: |a/2|^2 + |b/2|^2, and |a/2 + b/2|^2.
+        return (before + after) // 4, (2 * before + 2 * after - change) // 4
 
     def learn(self, rows: Sequence[bytes]) -> None:
         """Everybody's rows. Where they do not speak of the same step, as with newcomers among them, they say nothing."""
         told = [_ROW.unpack(row[: _ROW.size]) for row in rows]
-        self._done = None
+        if self._done is self._told:
+            self._done = None
         step, batch = told[0][:2]
         if step < 0 or any(each[:2] != (step, batch) for each in told):
             return
