@@ -334,6 +334,11 @@ def choose(
     return Choice(strategy, found.seconds, present_s)
 
 
+def is_faster(one: Strategy, other: Strategy, network: Network, num_bytes: float, margin: float) -> bool:
+    """Whether `one` is predicted to be faster than `other` by more than `margin`."""
+    return predict_s(one, network, num_bytes) * (1 + margin) < predict_s(other, network, num_bytes)
+
+
 def parse(text: str | Sequence[int]) -> Strategy:
     """A strategy as it is written: by its name, as fathers, or as fathers with commas between them."""
     if not isinstance(text, str):
