@@ -1,0 +1,56 @@
+"""No monitor changes a bit of training: all digests are still those of stock DDP, and records say the same everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from golden import golden
+from subject import Task, compare, run_fixed
+
+from pliant import record
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+
+PROGRAMS = ("conv", "adamw", "unused", "bfloat16")
+
+
+def _tasks(folder: Path, size: int, sync: str) -> list[Task]:
+    return [
+        Task(
+            program=name,
+            replicas=3,
+            epochs=2,
+            journal=str(folder / f"{name}-{sync}-{size}"),
+            sync=sync,
+            slice_bytes=4096,
+            adapting={
+                "monitor": {"noise_scale": 1, "variance": 2},
+                "record": str(folder / f"{name}-{sync}-{size}.jsonl"),
+            },
+        )
+        for name in PROGRAMS
+    ]
+
+
+def _noise(folder: Path, name: str, sync: str, size: int) -> list[float | None]:
+    facts = record.read(str(folder / f"{name}-{sync}-{size}.jsonl"))
+    return [fact.data.get("noise_scale") for fact in facts if fact.kind == "step"]
+
+
+def test_the_bits_are_ddps(tmp_path: Path) -> None:
+    wrong = {}
+    for size, sync in ((1, "fifo"), (3, "fifo"), (3, "priority")):
+        tasks = _tasks(tmp_path, size, sync)
+        for task, found in zip(tasks, run_fixed(tasks, size, timeout_s=100), strict=True):
+            try:
+                compare(found, golden(task.program, 3, 2))
+            except AssertionError as error:
+                wrong[task.journal] = str(error)
+    assert not wrong
+    for name in PROGRAMS:
+        alone = _noise(tmp_path, name, "fifo", 1)
+        assert any(value is not None for value in alone), f"{name}: nothing was measured"
+        for sync in ("fifo", "priority"):
+            together = _noise(tmp_path, name, sync, 3)
+            assert {*together} <= {*alone, None}, f"{name}, {sync}: other estimates than of one worker"
