@@ -57,6 +57,8 @@ class ScalingOptions:
     repeat: int = 2
     iters: int = 4
     warmup: int = 6
+    speed: float = 1.0
+    """Compute and links so many times as fast as they should be: for a look at whether it works."""
 
     def __post_init__(self) -> None:
         published.full_profile(self.model)
@@ -65,8 +67,8 @@ class ScalingOptions:
                 raise ConfigError(f"side {side!r}: use some of {', '.join(SIDES)}")
         if not self.nodes or not all(1 <= each <= 64 for each in self.nodes):
             raise ConfigError(f"nodes={self.nodes}: use numbers from 1 to 64")
-        if self.repeat < 1 or self.iters < 2 or self.warmup < 2:
-            raise ConfigError(f"{self}: use 1 repeat, 2 iterations and 2 steps of warmup, or more")
+        if self.repeat < 1 or self.iters < 2 or self.warmup < 2 or not self.speed > 0:
+            raise ConfigError(f"{self}: use 1 repeat, 2 iterations, 2 steps of warmup, or more, and a speed above 0")
 
     @property
     def cap_mb(self) -> float:
@@ -128,7 +130,7 @@ def run(options: ScalingOptions, progress: Progress = lambda text: None) -> Swee
     for nodes in options.nodes:
         with contextlib.ExitStack() as cleanup:
             folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pliant-bench-")))
-            rate = format_rate(published.lab_bits_per_s(options.model))
+            rate = format_rate(published.lab_bits_per_s(options.model, options.speed))
             lab = cleanup.enter_context(Lab(num_hosts=nodes, rate=rate, mtu=JUMBO).up())
             _at_size(Stage(options, lab, folder), sweep, cleanup, progress)
     sweep.remarks = list(dict.fromkeys(sweep.remarks))
@@ -263,6 +265,7 @@ class Stage:
             kind="pliant" if side in STRATEGIES else side,
             model=self.options.model,
             num_workers=self.lab.num_hosts,
+            speed=self.options.speed,
             sync="priority" if side == "priority" else "fifo",
             cap_mb=self.options.cap_mb,
             meeting=f"tcp://{self.lab.addresses[0]}:{MEETING_PORT}",

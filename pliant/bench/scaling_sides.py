@@ -54,7 +54,7 @@ def load() -> None:
 def make(task: Task, waited_until: Callable[[], float] | None = None) -> Subject:
     """The task's net and its batches, the same in every process."""
     torch.manual_seed(1)
-    net = PacedNet(lab_profile(task.model), waited_until=waited_until)
+    net = PacedNet(lab_profile(task.model, task.speed), waited_until=waited_until)
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randn(net.num_inputs, generator=generator) for _ in range(POOL)]
     pool = Pool(batches, EPOCH_STEPS * task.num_workers)

@@ -34,6 +34,8 @@ class Task:
     """`pliant`, `ddp`, `openmpi`, or `plain`, which sums nothing."""
     model: str
     num_workers: int
+    speed: float = 1.0
+    """How much faster than a K80 the net pretends to be."""
     sync: str = "fifo"
     """Of pliant: what `pliant.join(sync=)` takes."""
     cap_mb: float | None = None

@@ -96,8 +96,7 @@ def _probed(sweep: Sweep) -> Json:
 def cell(sweep: Sweep, run: Run) -> Json:
     """One side on one number of hosts."""
     model = sweep.options.model
-    bits_per_s = sweep.capacity[run.nodes]
-    limits = model_of.bound_at(model, run.nodes, bits_per_s)
+    limits = model_of.bound_at(sweep, run.nodes)
     per_s = [published.BATCH / each for each in run.seconds]
     mean = sum(per_s) / len(per_s) if per_s else math.nan
     spread = 1.96 * math.sqrt(sum((each - mean) ** 2 for each in per_s) / len(per_s)) if per_s else math.nan

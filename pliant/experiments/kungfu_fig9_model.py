@@ -20,14 +20,14 @@ PATTERNS = {"tree": "carrying-multi-tree", "auto": "multi-star", "priority": "mu
 MIB = 1 << 20
 
 
-def layers_of(model: str) -> tuple[Layer, ...]:
+def layers_of(model: str, speed: float = 1.0) -> tuple[Layer, ...]:
     """The layers as the lab trains them."""
-    return tuple(profiles.layers_of(published.lab_profile(model)))
+    return tuple(profiles.layers_of(published.lab_profile(model, speed)))
 
 
-def bound_at(model: str, nodes: int, bits_per_s: float) -> Bounds:
+def bound_at(sweep: Sweep, nodes: int) -> Bounds:
     """What the layers allow on so many nodes, with links of which not a byte is lost."""
-    return bounds(layers_of(model), nodes, bits_per_s / 8)
+    return bounds(layers_of(sweep.options.model, sweep.options.speed), nodes, sweep.capacity[nodes] / 8)
 
 
 def load_of(model: str, side: str, cap_mb: float) -> Load:
