@@ -326,6 +326,11 @@ class Job:
         self._trainer, self._gradients = trainer, gradients
         trainer.tracked = self._tracked
         monitors = self._adapting.monitors
+        if monitors and averaging is not None:
+            raise ConfigError(
+                f"{averaging.describe()} leaves gradients where they are, but {', '.join(monitors)} compares them with their "
+                "sum: do not watch it here"
+            )
         if monitors:
             gradients.probe = GradientProbe(
                 gradients.parameters,

@@ -335,6 +335,23 @@ def test_adaptive_sgd_changes_and_stays_equal() -> None:
 
 
 @pytest.mark.processes
+def test_a_death_at_the_change() -> None:
+    """The first worker is killed when the others are about to be given its state: they get that of the next."""
+    workers = new_workers(3)
+    with elastic("adaptive") as driver:
+        driver.start(workers)
+        for _ in range(3):
+            driver.round()
+        driver.round(victim=workers[0])
+        driver.until_size(2, 3)
+        steps = driver.steps
+    assert [len(steps[step]) for step in sorted(steps)] == [3] * 4 + [2] * 3
+    assert _averaged({step: found for step, found in steps.items() if step < 4}) == 4
+    assert _summed({step: found for step, found in steps.items() if step >= 4}) == 3
+    assert {record.before.tobytes() for record in steps[4].values()} == {steps[3][1].after.tobytes()}
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["sma", "pair"])
 def test_a_checkpoint_holds_the_first_workers_model(kind: str, tmp_path: Path) -> None:
     saved = str(tmp_path / "it.safetensors")
@@ -424,6 +441,11 @@ def test_several_replicas_in_a_worker_are_refused(alone: None) -> None:
 def test_another_optimizer_beside_it_is_refused(alone: None) -> None:
     with pliant.join() as job, pytest.raises(ConfigError, match="one optimizer"):
         _wrapped(job, twice=True)
+
+
+def test_what_needs_sums_of_gradients_is_refused(alone: None) -> None:
+    with pliant.join(monitor={"noise_scale": 1}) as job, pytest.raises(ConfigError, match="noise_scale"):
+        _wrapped(job)
 
 
 def test_an_unknown_scheduler_of_the_inner_optimizer_is_found(alone: None) -> None:
