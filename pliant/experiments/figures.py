@@ -151,6 +151,7 @@ FIGURES = {
         Figure("kungfu-fig4", "batch sizes that follow the gradient's noise: accuracy over time, beside fixed ones"),
         Figure("kungfu-fig6", "workers are added as long as they are worth it: where that stops, beside all sizes"),
         Figure("kungfu-fig7", "how long a resize takes, 1 -> 2 and 2 -> 1"),
+        Figure("kungfu-fig8", "what it costs to monitor the gradients' noise scale and variance"),
         Figure("kungfu-fig9", "throughput per worker on 1 to 32 hosts, beside DDP and Open MPI; needs root"),
         Figure("kungfu-fig10", "NCCL in one launch order that all ranks agree on"),
         Figure("p3-fig7", "throughput over bandwidth: baseline, slicing, priority; needs root"),

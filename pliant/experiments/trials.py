@@ -183,14 +183,14 @@ def _run(
 ) -> Trial:
     with tempfile.TemporaryDirectory(prefix="pliant-trial-") as folder:
         words = [*command, *task.arguments(mode, folder), *more]
-        output, code = _finish(words, environment(task, pinned=pinned), timeout_s)
+        output, code = finish(words, environment(task, pinned=pinned), timeout_s)
         if code != 0:
             last = "\n".join(output.strip().splitlines()[-12:])
             raise LaunchError(f"{mode} run of {task.model} ended with exit code {code}; its last words:\n{last}")
         return read(sorted(Path(folder).glob("*.jsonl")), output)
 
 
-def _finish(command: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> tuple[str, int]:
+def finish(command: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> tuple[str, int]:
     """The output and exit code of a command; nothing that it started outlives this call."""
     process = subprocess.Popen(
         command, env=environ, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
