@@ -1,0 +1,212 @@
+"""Training throughput on synthetic images, as KungFu's benchmark of the same name has it; under pliant.
+
+    pliant run -np 2 python3 benchmarks/system/benchmark_kungfu.py --kf-optimizer=sync-sgd --model=ResNet50 --batch-size=32
+
+Rank 0 prints. `init took` is until model and optimizer are there; `bcast_op took` until all workers have met and agree on
+the state to begin with. Without `pliant run` it measures one worker alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import pliant
+from pliant.cluster import WorkerSpec, worker_spec
+from pliant.errors import ConfigError, NotLaunched
+from pliant.experiments import img_sec, vision
+
+WHAT = {
+    "sync-sgd": "synchronous SGD by pliant's engine",
+    "sync-sgd-priority": "the same, with priority propagation",
+    "sync-sgd-nccl": "by NCCL in one agreed order (without GPUs: by gloo, and the run says so)",
+    "sync-sgd-hierarchical-nccl": "by NCCL within hosts, by the engine between them",
+    "sma": "synchronous model averaging",
+    "pair-avg": "averaging with one random peer (AD-PSGD)",
+    "ada-sgd": "model averaging in the first half of the steps, synchronous SGD in the second",
+    "ideal": "no communication",
+}
+ALSO = {"async-sgd": "pair-avg", "p2p": "pair-avg", "none": "ideal"}
+ONE_BUCKET_MB = 1 << 20
+
+
+def main() -> None:
+    parser = img_sec.parser(__doc__.splitlines()[0])
+    parser.add_argument("--kf-optimizer", default="sync-sgd", help="; ".join(f"{k}: {v}" for k, v in WHAT.items()))
+    parser.add_argument("--fuse", action="store_true", help="all gradients as one tensor")
+    args = parser.parse_args()
+    args.kf_optimizer = ALSO.get(args.kf_optimizer, args.kf_optimizer)
+    if args.kf_optimizer not in WHAT:
+        raise ConfigError(f"--kf-optimizer {args.kf_optimizer!r} is not known: use one of {', '.join(WHAT)}")
+    args.model = vision.model_name(args.model)
+    spec = spec_of()
+    rank = spec.view.rank_of(spec.worker) if spec else 0
+    say = img_sec.say_line if rank == 0 else lambda text: None
+    # The fullest host decides for all: workers with unlike numbers of threads would not have the same bits.
+    img_sec.share_cores(max(Counter(spec.view.hosts).values()) if spec else 1)
+    amount, device = img_sec.amount_of(args), img_sec.device_of(args)
+    say(f"Model: {args.model}")
+    say(f"Batch size: {args.batch_size}")
+    img_sec.say_unused(args, say)
+    facts = {
+        "framework": "pliant",
+        "np": spec.view.size if spec else 1,
+        "strategy": spec.strategy if spec else "none",
+        "bs": args.batch_size,
+        "model": args.model,
+        "kf-opt": args.kf_optimizer,
+        "fuse": args.fuse,
+    }
+    if args.image_size:
+        facts["image-size"] = args.image_size
+    kind = "nccl" if args.kf_optimizer.endswith("nccl") else "ideal" if args.kf_optimizer == "ideal" else "job"
+    steps = {"nccl": device_group_steps, "ideal": lone_steps, "job": job_steps}[kind]
+    begin_s = time.perf_counter()
+    with steps(args, spec, rank, device, amount, facts, say) as taken:
+        next(taken)
+        say(f"init took {time.perf_counter() - begin_s:.3f}s")
+        begin_s = time.perf_counter()
+        next(taken)
+        say(f"bcast_op took {time.perf_counter() - begin_s:.3f}s")
+        where = f"/{'gpu' if device.type == 'cuda' else 'cpu'}:0"
+        found = img_sec.measure(lambda: next(taken), amount, where, say, img_sec.settle_of(device))
+        say(img_sec.result_line(*found, facts))
+        for _ in taken:
+            raise AssertionError("there are more steps than were asked for")
+
+
+def spec_of() -> WorkerSpec | None:
+    """What `pliant run` has said; None without it."""
+    try:
+        return worker_spec()
+    except NotLaunched:
+        return None
+
+
+def compute(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    F.cross_entropy(model(batch[0]), batch[1]).backward()
+
+
+# Each of these yields when it is built, when all workers are ready, and then after each step.
+
+
+@contextlib.contextmanager
+def job_steps(
+    args: argparse.Namespace, spec: Any, rank: int, device: torch.device, amount: img_sec.Amount, facts: Any, say: Any
+) -> Iterator[Iterator[None]]:
+    """Through `pliant.join`, as any training program."""
+    sync = "priority" if args.kf_optimizer == "sync-sgd-priority" else "fifo"
+    with pliant.join(sync=sync) as job:
+        model = img_sec.build(args, device)
+        optimizer = img_sec.optimizer_of(model)
+        if args.kf_optimizer == "sma":
+            optimizer = pliant.SynchronousAveraging(optimizer)
+        elif args.kf_optimizer == "pair-avg":
+            optimizer = pliant.PairAveraging(optimizer)
+        elif args.kf_optimizer == "ada-sgd":
+            optimizer = pliant.AdaptiveSGD(optimizer, change_step=amount.warmup + (amount.steps - amount.warmup) // 2)
+        batch = img_sec.batch_of(args, device, rank)
+        # The loader only counts: the images stay where they are.
+        model, optimizer, loader = job.wrap(
+            model,
+            optimizer,
+            torch.utils.data.TensorDataset(torch.zeros(amount.steps * job.replicas)),
+            batch_size=1,
+            bucket_cap_mb=ONE_BUCKET_MB if args.fuse else None,
+        )
+
+        def steps() -> Iterator[None]:
+            yield
+            is_first = True
+            for _ in job.epochs(1):
+                for _ in loader:
+                    if is_first:
+                        yield
+                    is_first = False
+                    optimizer.zero_grad()
+                    compute(model, batch)
+                    optimizer.step()
+                    yield
+
+        yield steps()
+
+
+@contextlib.contextmanager
+def device_group_steps(
+    args: argparse.Namespace, spec: Any, rank: int, device: torch.device, amount: img_sec.Amount, facts: Any, say: Any
+) -> Iterator[Iterator[None]]:
+    """Each gradient by torch's own group as soon as it is there; the scheduler gives all workers one order."""
+    from pliant.comm.nccl import DeviceGroup, DeviceGroupConfig
+    from pliant.elastic.session import Session
+
+    if spec is None:
+        raise ConfigError(f"--kf-optimizer={args.kf_optimizer} is about several workers: start it with `pliant run`")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if backend == "gloo":
+        say("no GPU: gloo stands in for NCCL, in the order that the scheduler agrees on")
+    facts["backend"] = backend
+    if args.fuse:
+        raise ConfigError(f"--fuse with --kf-optimizer={args.kf_optimizer}: the scheduler orders single gradients")
+    model = img_sec.build(args, device)
+    optimizer = img_sec.optimizer_of(model)
+    batch = img_sec.batch_of(args, device, rank)
+    named = dict(model.named_parameters())
+    config = DeviceGroupConfig(backend=backend, hierarchical="hierarchical" in args.kf_optimizer)
+    with contextlib.ExitStack() as stack:
+
+        def steps() -> Iterator[None]:
+            yield
+            engine = stack.enter_context(Session.join()).engine
+            for handle in [engine.broadcast(f"first {name}", value.detach()) for name, value in named.items()]:
+                handle.wait()
+            group = stack.enter_context(DeviceGroup(engine, named, config).open())
+            handles: list[Any] = []
+            for name, parameter in named.items():
+                parameter.register_post_accumulate_grad_hook(
+                    lambda ready, name=name: handles.append(group.all_reduce(name, ready.grad))
+                )
+            yield
+            for _ in range(amount.steps):
+                optimizer.zero_grad()
+                compute(model, batch)
+                for handle in handles:
+                    handle.wait()
+                handles.clear()
+                for parameter in named.values():
+                    parameter.grad.div_(engine.size)
+                optimizer.step()
+                yield
+
+        yield steps()
+
+
+@contextlib.contextmanager
+def lone_steps(
+    args: argparse.Namespace, spec: Any, rank: int, device: torch.device, amount: img_sec.Amount, facts: Any, say: Any
+) -> Iterator[Iterator[None]]:
+    """Plain PyTorch: what the throughput would be if communication took no time."""
+    model = img_sec.build(args, device)
+    optimizer = img_sec.optimizer_of(model)
+    batch = img_sec.batch_of(args, device, rank)
+
+    def steps() -> Iterator[None]:
+        yield
+        yield
+        for _ in range(amount.steps):
+            optimizer.zero_grad()
+            compute(model, batch)
+            optimizer.step()
+            yield
+
+    yield steps()
+
+
+if __name__ == "__main__":
+    img_sec.run_program(main)
