@@ -18,6 +18,7 @@ import torch
 from pliant.cluster import View, Worker, WorkerSpec
 from pliant.errors import ConfigError
 from pliant.experiments import img_sec
+from pliant.experiments.scaling import Schedule
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEM, SCALING = ROOT / "benchmarks" / "system", ROOT / "benchmarks" / "scaling"
@@ -230,9 +231,11 @@ def test_the_scaling_benchmark_says_how_long_each_resize_took() -> None:
 
 
 def test_the_next_change_waits_for_the_last_one() -> None:
-    schedule = program(SCALING / "benchmark_kungfu_scaling.py").Schedule({10: 4, 20: 1, 30: 0})
-    seen = [(steps, schedule.due(steps, 4 if steps > 24 else 1)) for steps in range(1, 26)]
+    schedule, said = Schedule({10: 4, 20: 1, 30: 0}), []
+    seen = [(steps, schedule.due(steps, 4 if steps > 24 else 1, said.append)) for steps in range(1, 26)]
     assert [(steps, size) for steps, size in seen if size is not None] == [(10, 4), (25, 1)]
-    assert schedule.due(26, 4) is None
-    assert schedule.due(31, 1) == 0
-    assert schedule.due(32, 1) is None
+    [line] = said
+    assert re.fullmatch(r"request to first step with 4 workers: \d+\.\d{3}s", line)
+    assert schedule.due(26, 4, said.append) is None
+    assert schedule.due(31, 1, said.append) == 0
+    assert schedule.due(32, 1, said.append) is None

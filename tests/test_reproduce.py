@@ -238,6 +238,28 @@ def test_fig7_is_ok_only_if_resizes_are_faster_than_the_papers(lines: Sequence[s
     assert result["ours"]["until_joined"]["median_s"] == pytest.approx(1.15)  # type: ignore[index]
 
 
+def test_fig7_on_hosts_goes_by_the_artifacts_schedule_and_stands_beside_the_paper() -> None:
+    schedule = kungfu_fig7.artifact_schedule(4)
+    assert schedule[:3] == [(10, 4), (20, 1), (30, 4)]
+    assert schedule[-2:] == [(90, 4), (100, 0)]
+    output = "".join(
+        f"[127.0.0.1.10000::stdout] {line}\n"
+        for line in (
+            "resize 1 -> 4 took 90.0ms",
+            "request to first step with 4 workers: 1.250s",
+            "resize 4 -> 1 took 4.0ms",
+        )
+    )
+    trial = resized("resize 1 -> 2 took 38.2ms", "resize 2 -> 1 took 9.5ms")
+    result = kungfu_fig7.result_of(trial, [(10, 2), (30, 1)], QUICK, [(4, output)])
+    assert result["ok"] is True
+    grow, shrink = result["cells"][2:]  # type: ignore[index]
+    assert (grow["ours"]["median_s"], grow["ours"]["until_joined"]["median_s"]) == (0.09, 1.25)
+    assert grow["peers"]["paper"]["median_s"] == 20.39
+    assert shrink["peers"]["paper"]["speedup"] == pytest.approx(10.03)
+    assert not kungfu_fig7.result_of(trial, [(10, 2), (30, 1)], QUICK, [(4, "")])["ok"]
+
+
 # From a stored result to a picture
 
 

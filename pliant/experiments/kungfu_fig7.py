@@ -1,19 +1,26 @@
-"""KungFu, figure 7: how long a resize takes, from 1 worker to 2 and back.
+"""KungFu, figure 7: how long a resize takes, from 1 worker to 2 and back; and from 1 host to all and back.
 
-An elastic job under `pliant run -w -np 1 --resize-schedule ...`, as in the artifact, that prints the artifact's lines.
-What it prints is the pause between two steps, because training goes on while a newcomer starts; KungFu's 20.39 s for
-1 -> 2 include that start, so the time from the request to the first step with both workers stands beside it.
+Elastic jobs under `pliant run -w -np 1`, as in the artifact, that print the artifact's lines: one on a single host, and one
+by the artifact's schedule 10:$np,20:1,30:$np,...,100:0 with a runner for each of several hosts (loopback addresses).
+What they print is the pause between two steps, because training goes on while a newcomer starts; KungFu's 20.39 s for
+1 -> 2 include that start, so the time from the request to the first step with all workers stands beside it.
 """
 
 from __future__ import annotations
 
 import re
+import secrets
+import socket
+import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
 from pliant.bench.report import Json
 from pliant.bench.stats import quantile
+from pliant.cluster import format_schedule
+from pliant.errors import LaunchError
 from pliant.experiments import plotting, trials
 from pliant.experiments.figures import Options, TableRows, form, timed
 from pliant.experiments.trials import Task, Trial
@@ -21,6 +28,8 @@ from pliant.experiments.trials import Task, Trial
 NAME = "kungfu-fig7"
 PAPER = {"grow": {"median_s": 20.39}, "shrink": {"median_s": 0.04012}}
 LINE = re.compile(r"resize (\d+) -> (\d+) took ([\d.]+)(ms|s)")
+JOINED = re.compile(r"request to first step with (\d+) workers: ([\d.]+)s")
+PROGRAM = Path(__file__).with_name("scaling.py")
 
 
 def run(options: Options) -> Json:
@@ -38,11 +47,54 @@ def run(options: Options) -> Json:
     )
     options.say(f"{model}: an elastic job, {cycles} x 1 -> 2 -> 1 workers")
     trial = trials.elastic(task, 1, [*schedule, (end, 0)], at_once=False)
-    return result_of(trial, schedule, options)
+    num_hosts = 2 if options.quick else 4
+    options.say(f"{num_hosts} hosts: an elastic job, 1 -> {num_hosts} -> 1 workers by the artifact's schedule")
+    return result_of(trial, schedule, options, [(num_hosts, on_hosts(num_hosts, options))])
 
 
-def result_of(trial: Trial, schedule: Sequence[tuple[int, int]], options: Options) -> Json:
-    """What the lines that the job has printed say."""
+def artifact_schedule(num_hosts: int, last: int = 100) -> list[tuple[int, int]]:
+    """10:$np,20:1,30:$np,...,`last`:0."""
+    changes = [(step, num_hosts if step % 20 == 10 else 1) for step in range(10, last, 10)]
+    return [*changes, (last, 0)]
+
+
+def on_hosts(num_hosts: int, options: Options) -> str:
+    """What a job says that a runner on each of so many loopback addresses runs by the artifact's schedule."""
+    addresses = [f"127.0.0.{number + 1}" for number in range(num_hosts)]
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    model = ["--model", "ResNet56", "--batch-size", "2"] if options.quick else ["--model", "ResNet50"]
+    if not (options.quick or options.full):
+        model += ["--batch-size", "2", "--image-size", "64"]
+    schedule = format_schedule(artifact_schedule(num_hosts, 30 if options.quick else 100))
+    words = ["--elastic", "--resize-schedule", schedule, "--train-steps", "0", *model]
+    words += ["--no-cuda"] if options.where == "cpu" else []
+    environ = trials.environment(trials.Task(model="", steps=0), pinned=False) | {
+        "PLIANT_SECRET": secrets.token_hex(32)
+    }
+
+    def run_one(address: str) -> tuple[str, int]:
+        flags = ["-q", "-w", "-np", "1", "-H", ",".join(f"{each}:1" for each in addresses), "-port", str(port)]
+        command = [sys.executable, "-c", "from pliant.cli.main import main; main()", "run", *flags, "-self", address]
+        return trials.finish([*command, sys.executable, str(PROGRAM), *words], environ, 600)
+
+    with ThreadPoolExecutor(num_hosts, "host") as pool:
+        ended = list(pool.map(run_one, addresses))
+    for address, (output, code) in zip(addresses, ended, strict=True):
+        if code != 0:
+            last = "\n".join(output.strip().splitlines()[-12:])
+            raise LaunchError(f"the runner of {address} ended with exit code {code}; its last words:\n{last}")
+    return "".join(output for output, _ in ended)
+
+
+def result_of(
+    trial: Trial,
+    schedule: Sequence[tuple[int, int]],
+    options: Options,
+    hosts: Sequence[tuple[int, str]] = (),
+) -> Json:
+    """What the lines that the jobs have printed say; `hosts` has the output of those on so many hosts."""
     lines = [match[0] for match in LINE.finditer(trial.output)]
     grows = [seconds for old, new, seconds in map(_parse, lines) if new > old]
     shrinks = [seconds for old, new, seconds in map(_parse, lines) if 0 < new < old]
@@ -51,16 +103,42 @@ def result_of(trial: Trial, schedule: Sequence[tuple[int, int]], options: Option
         {"resize": "1 -> 2", "ours": {**timed(grows), "until_joined": timed(joins)}, "peers": {"paper": _beside("grow", grows)}},
         {"resize": "2 -> 1", "ours": timed(shrinks), "peers": {"paper": _beside("shrink", shrinks)}},
     ]  # fmt: skip
+    wrong = judge(cells, len(schedule) // 2)
+    for num_hosts, output in hosts:
+        found = [match[0] for match in LINE.finditer(output)]
+        lines += found
+        cells += (more := host_cells(num_hosts, found, output))
+        wrong += judge(more, 1)
+    for line in lines:
+        options.say(line)
     return form(
         NAME,
         options,
         ours={**timed(grows), "grow": timed(grows), "shrink": timed(shrinks), "until_joined": timed(joins)},
         paper=PAPER,
         cells=cells,
-        complaints=judge(cells, len(schedule) // 2),
-        remarks=["ours: the pause between two steps; the newcomer starts while training goes on (until_joined)"],
+        complaints=wrong,
+        remarks=[
+            "ours: the pause between two steps; the newcomer starts while training goes on (until_joined)",
+            "hosts are loopback addresses with a runner each, and share this machine's cores; on real ones: pliant run --ssh "
+            "-hostfile hosts.txt -w -np 1 python3 benchmarks/scaling/benchmark_kungfu_scaling.py --elastic --resize-schedule ...",
+        ],
         lines=lines,
     )
+
+
+def host_cells(num_hosts: int, lines: Sequence[str], output: str) -> list[Json]:
+    """From one host to all, and back."""
+    changes = [_parse(line) for line in lines]
+    joins = [float(match[2]) for match in JOINED.finditer(output) if int(match[1]) == num_hosts]
+    grows = [seconds for old, new, seconds in changes if (old, new) == (1, num_hosts)]
+    shrinks = [seconds for old, new, seconds in changes if (old, new) == (num_hosts, 1)]
+    where = f"{num_hosts} hosts"
+    return [
+        {"resize": f"1 -> {num_hosts}, {where}", "ours": {**timed(grows), "until_joined": timed(joins)},
+         "peers": {"paper": _beside("grow", grows)}},
+        {"resize": f"{num_hosts} -> 1, {where}", "ours": timed(shrinks), "peers": {"paper": _beside("shrink", shrinks)}},
+    ]  # fmt: skip
 
 
 def _beside(kind: str, samples: Sequence[float]) -> Json:
@@ -115,7 +193,7 @@ def table(result: Json) -> TableRows:
             )
         )  # fmt: skip
     columns = ("resize", "pause", "resizes", "request to first step", "paper", "paper / pause")
-    return TableRows("resize of an elastic job on one host", columns, tuple(rows))
+    return TableRows("resize of an elastic job", columns, tuple(rows))
 
 
 def _time(seconds: object) -> str:
@@ -134,7 +212,7 @@ def plot(result: Json, path: Path) -> None:
         for name, seconds in (("pause", numbers["median_s"]), ("until joined", joined), ("paper", paper["median_s"])):
             series[name].append(seconds * 1e3 if isinstance(seconds, float) else None)
     caption = (
-        "Ours: one host, CPU, small model; training goes on while the newcomer starts. Paper: VMs with a GPU each, "
+        "Ours: one machine, small model; training goes on while the newcomer starts. Paper: VMs with a GPU each, "
         "TensorFlow, ResNet50; its 1 -> 2 includes the start of a process."
     )
     with plotting.picture(path, "Resize latency", caption) as [axes]:
