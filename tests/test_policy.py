@@ -164,7 +164,7 @@ def test_the_batch_grows_with_the_noise_and_no_further() -> None:
 
 def test_a_batch_changes_once_per_epoch_at_most() -> None:
     job = Job(noise_scale=lambda step: 1e6)
-    policies = Policies([GrowBatchSize(max_batch=512)])
+    policies = Policies([GrowBatchSize(max_batch=512, warmup=5)])
     epochs = []
     for _ in range(200):
         before = job.batch
@@ -201,7 +201,7 @@ def test_an_interval_lets_it_change_within_an_epoch() -> None:
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
 def test_the_learning_rate_follows(rule: str, factor: float) -> None:
-    job, decided = run(GrowBatchSize(max_batch=128, lr=rule), 200, noise_scale=lambda step: 1e6)
+    job, decided = run(GrowBatchSize(max_batch=128, lr=rule, warmup=5), 200, noise_scale=lambda step: 1e6)
     assert job.batch == 128
     assert job.factor == factor
     assert len([1 for _, each in decided if isinstance(each, SetLearningRate)]) == (0 if rule == "none" else 2)

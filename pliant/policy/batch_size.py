@@ -121,7 +121,7 @@ class GrowBatchSize(Policy):
         max_batch: of one replica; or give `memory_bytes` and `bytes_per_sample`, or both.
         interval: steps between two changes at least; 0: changes at the ends of epochs only.
         lr: how the learning rate follows: none, linear, sqrt or adascale.
-        warmup: measurements before the first change, and between two.
+        warmup: measurements before the first change, and between two: the monitor's average remembers as many.
         max_growth: of one change.
         smoothing: of the noise scale, from one measurement to the next.
     """
@@ -135,7 +135,7 @@ class GrowBatchSize(Policy):
         max_batch: int = 1024,
         interval: int = 0,
         lr: str = "adascale",
-        warmup: int = 10,
+        warmup: int = 50,
         max_growth: float = 2.0,
         least_growth: float = 1.5,
         smoothing: float = 0.9,
