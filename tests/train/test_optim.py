@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import os
 import pickle
 import random
+import runpy
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 from averaging import ALPHA, MOMENTUM, RATE, Record, Steps, elastic, fixed
-from subject import new_workers
+from gang import gang
+from subject import new_workers, spec_of, view_of
 from torch import nn
 
 import pliant
@@ -22,6 +28,7 @@ from pliant.comm.loopback import engines
 from pliant.errors import ConfigError, TrainError, Unsliceable
 from pliant.train.optim import Averaging, peer_of
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "averaging.py"
 HOSTS = ("127.0.0.1", "127.0.0.1", "127.0.0.2")
 
 
@@ -367,6 +374,26 @@ def test_a_checkpoint_holds_the_first_workers_model(kind: str, tmp_path: Path) -
         assert (record.step, record.before.tobytes()) == (3, last[0].after.tobytes())
         assert record.momentum is not None
         assert record.momentum.tobytes() == last[0].momentum_after.tobytes()
+
+
+def _example(_: int, environ: dict[str, str], optimizer: str) -> str:
+    """In a worker: what the example says."""
+    os.environ.update(environ)
+    sys.argv = ["averaging.py", "--optimizer", optimizer, "--epochs", "2"]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return said.getvalue().splitlines()[-1]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("optimizer", "models"), [("pair", 2), ("adaptive", 1)])
+def test_the_example(optimizer: str, models: int) -> None:
+    view = view_of(new_workers(2))
+    with gang(_example, [(spec_of(worker, view).to_environ(), optimizer) for worker in view.workers]) as workers:
+        lines = workers.results()
+    assert [line.startswith(f"epoch 1 rank {rank} of 2: ") for rank, line in enumerate(lines)] == [True, True], lines
+    assert len({line.rpartition(" ")[2] for line in lines}) == models, lines
 
 
 # --- in the place of another optimizer ---
