@@ -63,12 +63,12 @@ def main() -> None:
     size = asked.image_size or image_size(asked.model)
     images = torch.randn(asked.batch_size, 3, size, size, device=device)
     labels = torch.randint(num_classes(asked.model), (asked.batch_size,), device=device)
-    if job.rank == 0:
-        print(f"Model: {model_name(asked.model)}\nBatch size: {asked.batch_size}\nRunning warmup...", flush=True)
 
     rates: list[float] = []
     began_s = 0.0
     for _ in job.epochs(1):
+        if job.rank == 0:
+            print(f"Model: {model_name(asked.model)}\nBatch size: {asked.batch_size}\nRunning warmup...", flush=True)
         for number, _ in enumerate(loader):
             done = number - warmup
             if done == 0:

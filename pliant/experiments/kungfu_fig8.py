@@ -37,7 +37,7 @@ def run(options: Options) -> Json:
     from pliant.experiments.monitoring import Task
 
     rounds = options.choose_steps(quick=1, usual=4, full=20)
-    task = Task("ResNet18", 2, 32, rounds) if options.quick else Task("ResNet50", 8, 224, rounds)
+    task = Task("ResNet18", 2, 32, rounds) if options.quick else Task("ResNet50", 8, 160, rounds)
     steps = 8 + 24 * rounds
     options.say(
         f"{task.model}, {WORKERS} workers, {task.batch} images of {task.size} x {task.size} each: {steps} steps"
@@ -131,7 +131,8 @@ def remarks(found: Mapping[str, tuple[list[float], list[float]]], options: Optio
     said = [
         f"a step without monitors: {base.median:.2f} s, half of them within {base.iqr / base.median:.1%} of each other; "
         "cpu_overhead is the same in processor time of all workers, which others on the machine disturb less",
-        "full size: a machine with 4 GPUs and `pliant run -np 4 python3 benchmarks/monitoring/benchmark.py`",
+        "full size: images of 224 x 224, on a machine with 4 GPUs: `pliant run -np 4 python3 "
+        "benchmarks/monitoring/benchmark.py --kf-optimizer=noise-scale --model=ResNet50 --batch-size=8 --interval=1`",
     ]
     if options.quick:
         said.append(

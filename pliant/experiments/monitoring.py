@@ -39,6 +39,7 @@ class Task:
     size: int
     """The side of an image."""
     rounds: int
+    replicas: int = 4
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -64,7 +65,7 @@ def windows(rounds: int) -> Iterator[tuple[str, range]]:
 def main(path: Path) -> None:
     task = Task.read(path)
     modes = schedule(task.rounds)
-    job = pliant.join(monitor={"noise_scale": 1, "variance": 1})
+    job = pliant.join(task.replicas, monitor={"noise_scale": 1, "variance": 1})
     torch.manual_seed(1)
     model = vision_model(task.model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -76,20 +77,27 @@ def main(path: Path) -> None:
     took_s: list[float] = []
     cpu_s: list[float] = []
     for _ in job.epochs(1):
-        torch.manual_seed(100 + job.rank)  # each replica has images of its own
-        images = torch.randn(task.batch, 3, task.size, task.size)
-        labels = torch.randint(num_classes(task.model), (task.batch,))
+        data = {replica: _data(task, replica) for replica in job.hosted}
         before = (time.monotonic(), _cpu_s())
-        for number, _ in enumerate(loader):
-            if number:
+        for _ in loader:
+            if job.step > len(took_s):
                 before = _note(before, took_s, cpu_s)
+            images, labels = data[job.replica or 0]
             optimizer.zero_grad()
             F.cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-            _switch(probe, modes[min(number + 1, len(modes) - 1)])
+            if job.committing:
+                _switch(probe, modes[min(job.step + 1, len(modes) - 1)])
         _note(before, took_s, cpu_s)
     found = {"step_s": took_s, "cpu_s": cpu_s, **probe.figures(), "noise_ratio": probe.noise.ratio}
     path.with_name(f"worker-{job.rank}.json").write_text(json.dumps(found))
+
+
+def _data(task: Task, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each replica has images of its own, and the same ones in every step."""
+    draw = torch.Generator().manual_seed(100 + replica)
+    images = torch.randn(task.batch, 3, task.size, task.size, generator=draw)
+    return images, torch.randint(num_classes(task.model), (task.batch,), generator=draw)
 
 
 def _switch(probe: GradientProbe, mode: str) -> None:

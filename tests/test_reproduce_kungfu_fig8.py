@@ -1,0 +1,124 @@
+"""KungFu's figure 8: what is counted where, what is judged, and the real thing at a small size."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gang
+import pytest
+
+from pliant.experiments import kungfu_fig8, monitoring
+from pliant.experiments.figures import FIGURES, Options
+from pliant.experiments.monitoring import MODES, Task, schedule, windows
+
+USUAL = Options(device="cpu")
+COSTS = {"none": 0.0, "noise_scale": 0.004, "variance": 0.02, "variance_every_8": 0.02}
+"""Of a due step, whose base is 1 s."""
+BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "monitoring" / "benchmark.py"
+
+
+def workers(rounds: int, costs: dict[str, float], **more: Any) -> list[dict[str, Any]]:
+    """What workers would write that spend half of a monitor's cost in the step after it."""
+    modes = schedule(rounds)
+    step_s = [1.0] * (len(modes) + 1)
+    for step, mode in enumerate(modes):
+        if mode != "variance_every_8" or step % 8 == 0:
+            step_s[step] += costs[mode] / 2
+            step_s[step + 1] += costs[mode] / 2
+    found = {"step_s": step_s[:-1], "cpu_s": [2 * each for each in step_s[:-1]], "noise_ratio": 9.0, "variance": 1.0}
+    return [{**found, **more}, found]
+
+
+def test_costs_are_counted_where_they_arise() -> None:
+    result = kungfu_fig8.result_of(workers(3, COSTS), 3, 8, USUAL)
+    assert result["ok"], result["remarks"]
+    assert result["overhead"] == {
+        "noise_scale": pytest.approx(0.004),
+        "variance": pytest.approx(0.02),
+        "variance_every_8": pytest.approx(0.02 / 8, rel=0.15),
+    }
+    assert result["cpu_overhead"] == {name: pytest.approx(share) for name, share in result["overhead"].items()}  # type: ignore[attr-defined]
+    assert result["peers"]["paper"]["throughput_change"] == {  # type: ignore[index]
+        "noise_scale": pytest.approx(-0.046, abs=1e-3),
+        "variance": pytest.approx(-0.203, abs=1e-3),
+        "variance_every_8": pytest.approx(-0.030, abs=1e-3),
+    }
+    assert len(kungfu_fig8.table(result).rows) == 4
+
+
+@pytest.mark.parametrize(("mode", "cost"), [("noise_scale", 0.012), ("variance", 0.031)])
+def test_a_missed_goal_is_said(mode: str, cost: float) -> None:
+    result = kungfu_fig8.result_of(workers(2, {**COSTS, mode: cost}), 2, 8, USUAL)
+    assert not result["ok"]
+    assert f"{cost:.2%}" in str(result["remarks"])
+
+
+@pytest.mark.parametrize("more", [{"noise_ratio": None}, {"variance": 2.0}])
+def test_monitors_must_say_the_same_everywhere(more: dict[str, Any]) -> None:
+    assert not kungfu_fig8.result_of(workers(1, COSTS, **more), 1, 8, USUAL)["ok"]
+
+
+def test_each_window_of_eight_begins_with_the_step_that_is_due() -> None:
+    found = list(windows(3))
+    assert all(steps.start % 8 == 0 and len(steps) == 8 for mode, steps in found if mode == "variance_every_8")
+    modes = schedule(3)
+    assert all(modes[step] == mode for mode, steps in found for step in steps)
+    assert {mode for mode, _ in found} == set(MODES)
+    assert len(modes) == found[-1][1].stop
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra `experiments`")
+def test_the_picture(tmp_path: Path) -> None:
+    kungfu_fig8.plot(kungfu_fig8.result_of(workers(1, COSTS), 1, 8, USUAL), tmp_path / "fig8.png")
+    assert (tmp_path / "fig8.png").stat().st_size > 10_000
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs the extra `experiments`")
+def test_the_job_itself(tmp_path: Path) -> None:
+    """Alone, with its replicas in turn."""
+    path = tmp_path / "task.json"
+    Task("SqueezeNet", 1, 32, 1, replicas=2).write(path)
+    gang.run(_train, 1, path)
+    found = json.loads((tmp_path / "worker-0.json").read_text())
+    assert len(found["step_s"]) == len(found["cpu_s"]) == 32
+    result = kungfu_fig8.result_of([found], 1, 1, Options(quick=True, device="cpu"))
+    assert result["ok"], result["remarks"]
+    assert FIGURES["kungfu-fig8"].module is kungfu_fig8
+
+
+def _train(rank: int, path: Path) -> None:
+    monitoring.main(path)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs the extra `experiments`")
+def test_the_artifacts_command() -> None:
+    """With the program's other flags set so small that it ends soon."""
+    command = [
+        sys.executable,
+        "-c",
+        "from pliant.cli.main import main; main()",
+        "run",
+        "-np",
+        "2",
+        "python3",
+        str(BENCHMARK),
+    ]
+    command += ["--kf-optimizer=noise-scale", "--model=SqueezeNet", "--batch-size=2", "--interval=1"]
+    done = subprocess.run([*command, "--image-size=32", "--num-iters=2"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    for port in (10000, 10001):
+        assert re.search(r"::stdout\] Iter #1: [\d.]+ img/sec per /cpu:0", said), port
+        assert re.search(r"::stdout\] Img/sec per /cpu:0: [\d.]+ \+-[\d.]+", said), port
+    values = re.findall(r"(\d+)::stderr\] Gradient Noise Scale: (-?[\d.e+-]+)", said)
+    of_each = [[value for port, value in values if port == each] for each in dict.fromkeys(port for port, _ in values)]
+    assert len(of_each) == 2
+    assert of_each[0] == of_each[1], "all workers learn the same"
