@@ -10,8 +10,9 @@ from __future__ import annotations
 import dis
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 
 import torch
@@ -43,16 +44,51 @@ def uses(module: nn.Module) -> list[Use]:
 
 
 def _functions(module: nn.Module) -> Iterator[FunctionType]:
-    for kind in type(module).__mro__:
-        if kind is nn.Module or _package(kind) in _STRANGERS:
-            continue
+    kinds = [kind for kind in type(module).__mro__ if kind is not nn.Module and _package(kind) not in _STRANGERS]
+    own = [kind for kind in kinds if not _is_library(kind)]
+    for kind in own:
         yield from _methods(kind)
+    if len(own) < len(kinds):
+        yield from _reached_by_forward(kinds)
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         for hook in getattr(module, name, {}).values():
             if (function := _as_function(hook)) is not None:
                 yield function
     if (function := _as_function(vars(module).get("forward"))) is not None:  # replaced on the instance
         yield function
+
+
+def _is_library(kind: type) -> bool:
+    """Whether it was installed: then it may do much beside forward (save itself with a barrier, say) that nobody calls.
+    Of the program's own classes every method counts, because its loop may call any of them."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def _reached_by_forward(kinds: Sequence[type]) -> Iterator[FunctionType]:
+    """forward, and all methods that have a name which the code of one of these mentions."""
+    methods: dict[str, list[FunctionType]] = {}
+    for kind in kinds:
+        for name, value in vars(kind).items():
+            value = value.fget if isinstance(value, property) else value
+            if (function := _as_function(value)) is not None:
+                methods.setdefault(name, []).append(function)
+    pending, reached = ["forward", "__call__"], set()
+    while pending:
+        name = pending.pop()
+        if name in reached or name == "__init__":
+            continue
+        reached.add(name)
+        for function in methods.get(name, ()):
+            yield function
+            pending += _names_in(function.__code__)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 def _methods(kind: type) -> Iterator[FunctionType]:

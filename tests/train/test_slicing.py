@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -224,3 +226,44 @@ def test_what_cannot_be_repeated_on_cuda() -> None:
         nn.AdaptiveAvgPool2d(1), nn.Upsample(4, mode="bilinear"), nn.Upsample(4, mode="nearest"), nn.ReLU()
     )
     assert [each.module for each in nondeterministic(model)] == ["0", "1"]
+
+
+INSTALLED = """
+import torch.distributed as dist
+from torch import nn
+
+class Saves(nn.Module):
+    def forward(self, x):
+        return self.scaled(x)
+
+    def scaled(self, x):
+        return 2 * x
+
+    def save(self):
+        dist.barrier()
+
+class Sums(Saves):
+    def scaled(self, x):
+        return self._helper(x)
+
+    def _helper(self, x):
+        dist.all_reduce(x)
+        return x
+"""
+
+
+def test_of_libraries_only_what_forward_reaches_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of transformers save themselves with a barrier, which training never calls."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "installed_models.py").write_text(INSTALLED)
+    monkeypatch.syspath_prepend(str(folder))
+    installed = importlib.import_module("installed_models")
+    assert obstacles(installed.Saves()) == []
+    assert [each.module for each in obstacles(installed.Sums())] == [""]
+
+    class Own(installed.Saves):  # type: ignore[misc]
+        def step(self, x: torch.Tensor) -> None:
+            dist.all_reduce(x)
+
+    assert len(obstacles(Own())) == 1, "a program may call any method of its own"
