@@ -1,23 +1,59 @@
 """pliant: PyTorch training on machines that come and go, with a result that does not change by one bit."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
-__all__ = ["AdaptiveSGD", "Job", "Left", "PairAveraging", "SynchronousAveraging", "__version__", "join"]
-
 if TYPE_CHECKING:
+    from pliant.policy import (
+        Decision,
+        Observation,
+        Policy,
+        ProbeLinks,
+        Resize,
+        SetBatchSize,
+        SetLearningRate,
+        SetTopology,
+    )
     from pliant.train.job import Job, Left, join
     from pliant.train.optim import AdaptiveSGD, PairAveraging, SynchronousAveraging
+
+__version__ = "0.1.0"
+__all__ = [
+    "AdaptiveSGD",
+    "Decision",
+    "Job",
+    "Left",
+    "Observation",
+    "PairAveraging",
+    "Policy",
+    "ProbeLinks",
+    "Resize",
+    "SetBatchSize",
+    "SetLearningRate",
+    "SetTopology",
+    "SynchronousAveraging",
+    "__version__",
+    "join",
+]
+_OWNERS = {
+    "pliant.train.job": ("Job", "Left", "join"),
+    "pliant.train.optim": ("AdaptiveSGD", "PairAveraging", "SynchronousAveraging"),
+    "pliant.policy": (
+        "Decision",
+        "Observation",
+        "Policy",
+        "ProbeLinks",
+        "Resize",
+        "SetBatchSize",
+        "SetLearningRate",
+        "SetTopology",
+    ),
+}
+_OWNER_OF = {name: module for module, names in _OWNERS.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
     """What training programs use is loaded when it is first asked for: the command line starts without torch."""
-    if name in ("Job", "Left", "join"):
-        from pliant.train import job
-
-        return getattr(job, name)
-    if name in ("AdaptiveSGD", "PairAveraging", "SynchronousAveraging"):
-        from pliant.train import optim
-
-        return getattr(optim, name)
+    if name in _OWNER_OF:
+        return getattr(import_module(_OWNER_OF[name]), name)
     raise AttributeError(f"module 'pliant' has no attribute {name!r}")
