@@ -43,7 +43,7 @@ def test_costs_are_counted_where_they_arise() -> None:
         "variance": pytest.approx(0.02),
         "variance_every_8": pytest.approx(0.02 / 8, rel=0.15),
     }
-    assert result["cpu_overhead"] == {name: pytest.approx(share) for name, share in result["overhead"].items()}  # type: ignore[attr-defined]
+    assert result["cpu_overhead"] == {name: pytest.approx(share) for name, share in result["overhead"].items()}
     assert result["peers"]["paper"]["throughput_change"] == {  # type: ignore[index]
         "noise_scale": pytest.approx(-0.046, abs=1e-3),
         "variance": pytest.approx(-0.203, abs=1e-3),

@@ -275,3 +275,34 @@ def test_rows_that_speak_of_different_steps_say_nothing() -> None:
 def test_bad_intervals(interval: Any) -> None:
     with pytest.raises(ConfigError, match="noise_scale"):
         GradientProbe([], noise_scale=interval)
+
+
+def test_several_at_once_are_the_same_as_one_by_one() -> None:
+    """As buckets are shown on a device, where each call has its price."""
+    parameters = list(_net().parameters())
+    draw = torch.Generator().manual_seed(3)
+    common = [torch.randn(p.numel(), generator=draw) for p in parameters]
+    flats = [[each + torch.randn(each.shape, generator=draw) for each in common] for _ in range(2)]
+    sums = [a + b for a, b in zip(*flats, strict=True)]
+    found = []
+    for at_once in (False, True):
+        probe = GradientProbe(parameters, noise_scale=1, variance=1)
+        with engines(["host"]) as [engine]:
+            probe.arrange(engine, (2,))
+            probe.begin(0, BATCH)
+            for each in flats:
+                if at_once:
+                    probe.parts(range(len(parameters)), each)
+                else:
+                    for index, flat in enumerate(each):
+                        probe.part(index, flat)
+            probe.parts_over()
+            if at_once:
+                probe.totals(range(len(parameters)), sums)
+            else:
+                for index, flat in enumerate(sums):
+                    probe.total(index, flat)
+            probe.sums_over()
+            probe.learn([probe.row()])
+        found.append(probe.figures())
+    assert found[1] == {name: pytest.approx(value, rel=1e-6) for name, value in found[0].items()}
