@@ -30,6 +30,8 @@ CHUNK = 1 << 15
 """Elements whose squares are added in the gradients' own precision: so many that no more than one thread does it."""
 _ONE = 1 << 149
 """The integers count in the least number that a float32 can be."""
+NEVER = (-2, 0.0)
+"""The step before none."""
 _ROW = struct.Struct("<qd?48s48s?3d")
 """The step and the batch of a replica; whether there are squares, of the replicas and of the sum; whether there is
 a variance, in three numbers."""
@@ -47,8 +49,10 @@ class Sample:
     """Norms of pieces of the replicas' gradients."""
     sums: list[torch.Tensor] = field(default_factory=list)
     """Norms of those pieces of their sums that are this worker's."""
+    before: list[torch.Tensor] = field(default_factory=list)
+    """One replica alone: norms of the gradients of the step before, seen as those of this one are."""
     differences: list[torch.Tensor] = field(default_factory=list)
-    """One replica alone: norms of what has changed since the step before."""
+    """Of what has changed since."""
     pair: tuple[int, int] | None = None
     """One replica alone: the squares of two steps, as of two replicas."""
     known: bool = True
@@ -96,8 +100,7 @@ class GradientProbe:
         """What the last row has told. Meanwhile the next one may have become complete."""
         self._previous: torch.Tensor | None = None
         """One replica alone: its gradients of the step before."""
-        self._previous_sqr: int | None = None
-        self._previous_at = (-1, 0.0)
+        self._previous_at = NEVER
         """Which step that was, and the size of its batch."""
 
     # --- which steps ---
@@ -106,7 +109,7 @@ class GradientProbe:
         """Work in this view from now on. What was not told yet is forgotten: its shares were those of other workers."""
         self._rank, self._size, self._replicas = engine.rank, engine.size, sum(blocks)
         self._filling = self._awaiting = self._done = None
-        self._previous_sqr = None
+        self._previous_at = NEVER
         self._dispersion.arrange(engine, self._replicas)
 
     def begin(self, step: int, batch: float) -> bool:
@@ -158,8 +161,9 @@ class GradientProbe:
         if self._previous is None:
             self._previous = torch.zeros(self._offsets[-1], dtype=flat.dtype, device=flat.device)
         before = self._previous[self._offsets[index] : self._offsets[index + 1]]
-        if self._previous_sqr is not None:
+        if self._previous_at[0] == sample.step - 1:
             sample.differences += self._norms(sample, index, flat - before, 0, 1)
+            sample.before += self._norms(sample, index, before, 0, 1)
         before.copy_(flat)
 
     def parts_over(self) -> None:
@@ -261,10 +265,11 @@ class GradientProbe:
 
     def _pair(self, sample: Sample) -> tuple[int, int] | None:
         """One replica alone: this step and the one before, in the parts of two."""
-        after, change = _integer(sample.parts), _integer(sample.differences)
-        before, at = self._previous_sqr, self._previous_at
-        self._previous_sqr, self._previous_at = after, (sample.step, sample.batch)
-        if before is None or after is None or change is None or at != (sample.step - 1, sample.batch):
+        at, self._previous_at = self._previous_at, (sample.step, sample.batch)
+        if at != (sample.step - 1, sample.batch):
+            return None
+        before, after, change = (_integer(norms) for norms in (sample.before, sample.parts, sample.differences))
+        if before is None or after is None or change is None:
             return None
         # Each has its gradient divided by 2: |a/2|^2 + |b/2|^2, and |a/2 + b/2|^2.
         return (before + after) // 4, (2 * before + 2 * after - change) // 4
@@ -301,7 +306,7 @@ class GradientProbe:
         self.noise.load_state_dict(state["noise"])
         self.variance.load_state_dict(state["variance"])
         self._filling = self._awaiting = self._done = None
-        self._previous_sqr = None
+        self._previous_at = NEVER
 
 
 def _stacked_norms(flats: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -225,6 +225,14 @@ def test_one_replica_compares_each_step_with_the_one_before() -> None:
         assert told["gradient_var"] == pytest.approx(np.mean([var for _, var in pairs]), rel=1e-3)
 
 
+def test_one_replica_with_adam_sees_both_steps_alike() -> None:
+    adam = partial(torch.optim.Adam, lr=0.01)
+    [found] = _run(1, 1, 2, optimizer=adam, noise_scale=1)
+    truth = _truth(1, 3, adam)
+    pair = [[g / d for g, d in zip(truth[step][0][0], truth[1][1], strict=True)] for step in (0, 1)]
+    assert found["told"][0]["gradient_var"] == pytest.approx(_noise(pair)[1], rel=1e-3)
+
+
 def test_one_replica_at_an_interval_keeps_the_step_before() -> None:
     [found] = _run(1, 1, 6, noise_scale=3)
     values = [None, *(told["gradient_var"] for told in found["told"])]
