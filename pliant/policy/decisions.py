@@ -109,11 +109,18 @@ def from_json(value: Mapping[str, Any]) -> Decision:
 
 
 def maths_decisions(path: str) -> dict[int, list[Decision]]:
-    """What a record says was decided about the maths, by step; enough to do the run again."""
-    found: dict[int, list[Decision]] = {}
+    """What a record says was decided about the maths, by step; enough to do the run again.
+
+    A file may hold several runs: the last one counts. And what was undone by a crash does not.
+    """
+    found: dict[int, dict[str, Decision]] = {}
     for fact in record.read(path):
-        if fact.kind == "decision":
+        if fact.kind == "start":
+            found = {}
+        elif fact.kind == "resumed" or (fact.kind == "view" and fact.data.get("lost")):
+            found = {step: decided for step, decided in found.items() if step <= fact.step}
+        elif fact.kind == "decision":
             decision = from_json(fact.data["decision"])
             if decision.is_maths:
-                found.setdefault(fact.step, []).append(decision)
-    return found
+                found.setdefault(fact.step, {})[decision.kind] = decision
+    return {step: list(decided.values()) for step, decided in found.items()}

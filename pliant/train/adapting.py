@@ -21,7 +21,7 @@ import torch
 from pliant import record
 from pliant.comm import probe as links
 from pliant.comm.engine import Engine
-from pliant.errors import ConfigError
+from pliant.errors import CollectiveTimeout, ConfigError
 from pliant.policy import (
     Decision,
     Observation,
@@ -114,6 +114,8 @@ class Adaptation:
         """Called after each step with what is seen, and this worker's rank."""
         self.on_view: list[Callable[[Engine], None]] = []
         """Called with the engine of each view."""
+        self.resumed_at: int | None = None
+        """The step of the checkpoint that this process has begun with."""
         self.values: dict[str, float] = {}
         """What the program has reported in the step in progress."""
         self._subject, self._say = subject, say
@@ -220,7 +222,7 @@ class Adaptation:
         )
         self._before = (now_s, sent)
 
-    def settle(self, at: Situation) -> None:
+    def settle(self, situation: Callable[[], Situation]) -> None:
         """Do what was agreed on, look at the job, and ask the policies what to do next.
 
         Raises:
@@ -230,16 +232,15 @@ class Adaptation:
             return
         agreed, self._agreed = self._agreed, []
         self._pending = []  # the first worker's were told with this step, and nobody asks for the others'
-        for decision in self._replayed.get(at.step, ()) if self._replayed is not None else ():
-            self._do("replay", decision, at)
-        self._do_all(agreed, at)
+        at = situation()
+        if self._replayed is not None:
+            agreed = [each for each in agreed if not each[1].is_maths]
+            agreed += [("replay", decision) for decision in self._replayed.get(at.step, ())]
+        # What needs nobody else comes first: a worker lost in the rest must not leave the others with different maths.
+        for name, decision in sorted(agreed, key=lambda each: not each[1].is_maths):
+            self._do(name, decision, at)
         if self._workers:
-            self._look(at)
-
-    def _do_all(self, agreed: Sequence[Named], at: Situation) -> None:
-        for name, decision in agreed:
-            if self._replayed is None or not decision.is_maths:
-                self._do(name, decision, at)
+            self._look(situation())
 
     def _look(self, at: Situation) -> None:
         seen = self.seen = self._observe(at)
@@ -264,6 +265,9 @@ class Adaptation:
         if not self.is_active or self._asked["epoch"] == at.epoch:
             return
         seen = self._observe(at)
+        if self.resumed_at is not None:  # what the record says of later steps has not happened
+            self._fact("resumed", self.resumed_at)
+            self.resumed_at = None
         hooks = ["before_epoch"] if self._asked["train"] else ["before_train", "before_epoch"]
         if not self._asked["train"]:
             self._fact("start", at.step, replicas=at.replicas, batch_size=self.batch_size, workers=self._engine_size)
@@ -351,11 +355,16 @@ class Adaptation:
         assert self._engine is not None
         if self._engine.size == 1:
             return
-        rates = links.measure(self._engine, decision.num_bytes, PROBE_TIMEOUT_S)
-        decided = self.policies.ask("after_step", self._observe(at, rates))
-        mine = _to_bytes([each for each in decided if not isinstance(each[1], ProbeLinks)])
-        told = self._engine.all_gather_bytes("decision:probed", mine)[0]
-        self._do_all(_from_bytes(told), at)
+        try:
+            rates = links.measure(self._engine, decision.num_bytes, PROBE_TIMEOUT_S)
+            decided = self.policies.ask("after_step", self._observe(at, rates))
+            mine = _to_bytes([each for each in decided if isinstance(each[1], SetTopology)])
+            told = self._engine.all_gather_bytes("decision:probed", mine, timeout_s=PROBE_TIMEOUT_S)[0]
+        except CollectiveTimeout as error:
+            self._tell(f"the links could not be measured: {error}")
+            return
+        for name, each in _from_bytes(told):
+            self._do(name, each, at)
 
     # --- files, and the state for newcomers ---
 
@@ -398,6 +407,7 @@ class Adaptation:
             "learning_rate_factor": self.learning_rate_factor,
             "began_s": self._began_s,
             "asked": self._asked,
+            "pending": [[name, decision.to_json()] for name, decision in self._pending],
             "policies": self.policies.state_dict(),
             "monitor": self.monitor.state_dict() if self.monitor is not None else {},
         }
@@ -405,13 +415,15 @@ class Adaptation:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.learning_rate_factor = state["learning_rate_factor"]
         self._began_s, self._asked = state["began_s"], dict(state["asked"])
-        if len(state["policies"]) != len(self.policies):
+        self._pending = [(name, from_json(decision)) for name, decision in state.get("pending", ())]
+        begun_with = state["policies"]
+        if begun_with and len(self.policies) and len(begun_with) != len(self.policies):
             raise ConfigError(
-                f"the job was begun with {len(state['policies'])} policies, this program has {len(self.policies)}: "
-                "use the same ones"
+                f"the job was begun with {len(begun_with)} policies, this program has {len(self.policies)}: use the same ones"
             )
-        self.policies.load_state_dict(state["policies"])
-        if self.monitor is not None:
+        if begun_with and len(self.policies):
+            self.policies.load_state_dict(begun_with)
+        if self.monitor is not None and state["monitor"]:
             self.monitor.load_state_dict(state["monitor"])
         if state["batch_size"] != self.batch_size:
             self._subject.use_batch_size(state["batch_size"])

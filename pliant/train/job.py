@@ -601,6 +601,7 @@ class Job:
                 )
             self._settling.load({**loaded.state, "contexts": loaded.contexts})  # type: ignore[dict-item]
             self._say(f"resumed from {found} at step {loaded.step}")
+            trainer.adaptation.resumed_at = loaded.step
             return
         if had_state:
             self._say(

@@ -15,7 +15,7 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -629,7 +629,7 @@ class Trainer:
     def _adapt(self) -> None:
         self.adaptation.measured(self._measuring.compute_s)
         try:
-            self.adaptation.settle(self.situation())
+            self.adaptation.settle(self.situation)
         except CommError as error:
             self.tear(error)
 
@@ -672,13 +672,7 @@ class Trainer:
 
     def scale_learning_rate(self, ratio: float) -> None:
         """Multiply all learning rates, and what schedulers compute them from."""
-        for optimizer in self.parts.optimizers:
-            for group in optimizer.param_groups:
-                for name in ("lr", "initial_lr"):
-                    if name in group:
-                        group[name] = group[name] * ratio
-        for thing in self.tracked.values():
-            _scale_base(thing, ratio)
+        scale_rates(self.parts.optimizers, self.tracked.values(), ratio)
 
     def ask_for(self, num_workers: int) -> None:
         """Ask for as many workers; they come when they come."""
@@ -727,12 +721,23 @@ class Trainer:
         tell(change)
 
 
-def _scale_base(scheduler: Any, ratio: float) -> None:
+def scale_rates(optimizers: Iterable[torch.optim.Optimizer], tracked: Iterable[Any], ratio: float) -> None:
+    """Multiply all learning rates, and whatever schedulers compute them from."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for name in {"lr", "initial_lr", "max_lr", "min_lr"} & group.keys():
+                group[name] = group[name] * ratio
+    for thing in tracked:
+        _scale_scheduler(thing, ratio)
+
+
+def _scale_scheduler(scheduler: Any, ratio: float) -> None:
     """Schedulers keep the rates that the program began with; some keep other schedulers."""
-    if hasattr(scheduler, "base_lrs"):
-        scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
+    for name in ("base_lrs", "max_lrs"):
+        if hasattr(scheduler, name):
+            setattr(scheduler, name, [rate * ratio for rate in getattr(scheduler, name)])
     for each in getattr(scheduler, "_schedulers", ()):
-        _scale_base(each, ratio)
+        _scale_scheduler(each, ratio)
 
 
 def _watch(what: str, name: str, index: int, peer: int, begin_s: float, end_s: float) -> None:

@@ -16,6 +16,7 @@ from golden import Step
 from programs import build, digest, may_have_children, one_batch, seed_all
 from subject import ALL, Task, compare, new_workers, spec_of, staged, view_of
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 import pliant
@@ -31,6 +32,8 @@ from pliant.policy import (
     SetLearningRate,
     SetTopology,
 )
+from pliant.policy.decisions import maths_decisions
+from pliant.train.trainer import scale_rates
 
 pytestmark = pytest.mark.processes
 REPLICAS, EPOCHS = 3, 3
@@ -261,6 +264,61 @@ def test_what_cannot_be_done_is_said_and_left(tmp_path: Path, capfd: pytest.Capt
 def test_wrong_settings_are_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
         pliant.join(replicas=2, **options)
+
+
+def test_what_a_crash_has_undone_is_not_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+
+    def decided(size: int) -> dict[str, Any]:
+        return {"policy": "P", "decision": SetBatchSize(size=size, reason="").to_json()}
+
+    with record.Recorder(path) as recorder:
+        recorder.write("decision", 1, **decided(99))
+        recorder.write("start", 0)
+        recorder.write("decision", 2, **decided(2))
+        recorder.write("decision", 5, **decided(5))
+        recorder.write("view", 4, lost=True)
+        recorder.write("decision", 6, **decided(6))
+        recorder.write("view", 4, lost=False)
+        recorder.write("decision", 9, **decided(9))
+        recorder.write("resumed", 8)
+        recorder.write("decision", 9, **decided(10))
+    found = maths_decisions(str(path))
+    assert {step: [each.to_json()["size"] for each in decisions] for step, decisions in found.items()} == {
+        2: [2],
+        6: [6],
+        9: [10],
+    }
+
+
+@pytest.mark.parametrize("scheduled", ["OneCycleLR", "CyclicLR", "SequentialLR", "StepLR", "LambdaLR"])
+def test_a_factor_of_the_learning_rate_outlives_schedulers(scheduled: str) -> None:
+    """After the factor every rate is that many times what it is without."""
+
+    def rates(factor: float) -> list[float]:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        make: dict[str, Any] = {
+            "OneCycleLR": lambda: lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=12),
+            "CyclicLR": lambda: lr_scheduler.CyclicLR(optimizer, 0.1, 0.5, step_size_up=3, cycle_momentum=False),
+            "SequentialLR": lambda: lr_scheduler.SequentialLR(
+                optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, 10)], [5]
+            ),
+            "StepLR": lambda: lr_scheduler.StepLR(optimizer, 2),
+            "LambdaLR": lambda: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        }
+        scheduler = make[scheduled]()
+        found = []
+        for step in range(10):
+            parameter.grad = torch.ones(1)
+            optimizer.step()
+            scheduler.step()
+            if step == 2:
+                scale_rates([optimizer], [scheduler], factor)
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    assert rates(2.0)[3:] == pytest.approx([2 * rate for rate in rates(1.0)[3:]])
 
 
 def test_records_survive_a_line_cut_short(tmp_path: Path) -> None:
