@@ -21,8 +21,10 @@ def main() -> None:
         print(f"pliant: this is the far end of `pliant run --ssh`, and got no letter: {error!r:.80}", file=sys.stderr)
         sys.exit(2)
     os.environ.update(letter.environ)
+    # As where its environment is activated: `python3 train.py` shall find this Python, which has torch.
+    os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
     try:
-        os.chdir(letter.directory)
+        os.chdir(os.path.expanduser(letter.directory))
     except OSError as error:
         print(f"pliant: {letter.directory}: {error.strerror}; name a directory with --remote-dir", file=sys.stderr)
         sys.exit(2)

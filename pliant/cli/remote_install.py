@@ -78,7 +78,9 @@ def remote_install(
 
 def install_script(venv: str, python: str, what: str, *, is_file: bool, pip_args: str) -> str:
     """The line for the far shell."""
-    place = f'"$HOME"/{shlex.quote(venv[2:])}' if venv.startswith("~/") else shlex.quote(venv)
+    from pliant.launch.ssh import shell_path
+
+    place = shell_path(venv)
     try:
         more = "".join(f" {shlex.quote(word)}" for word in shlex.split(pip_args))
     except ValueError as error:

@@ -99,6 +99,11 @@ def handed_over(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name.startswith(HANDED_OVER) and name not in KEPT}
 
 
+def shell_path(path: str) -> str:
+    """`path` for a shell: as it stands, but for `~/`, which is the home of whoever runs that shell."""
+    return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
+
+
 def ssh_command(host: Host, user: str, remote: str, environ: Mapping[str, str]) -> list[str]:
     """The ssh that runs `remote`, a line for the shell there. PLIANT_SSH may say how ssh is called here.
 
@@ -216,7 +221,7 @@ def run_over_ssh(job: SshJob) -> int:
         ConfigError, LaunchError: before anything was started, or ssh itself cannot be.
     """
     begun_s = time.monotonic()
-    remote = f"exec {shlex.quote(job.python)} -m {FAR_END}"
+    remote = f"exec {shell_path(job.python)} -m {FAR_END}"
     commands = {host: ssh_command(host, job.user, remote, job.environ) for host in job.hosts}
     reader = OutputReader()
     reader.start()

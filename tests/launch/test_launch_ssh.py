@@ -117,13 +117,13 @@ def test_a_job_of_two_hosts_runs_in_this_directory_with_our_variables(remote: Re
         "spec.py",
         """
         import os
-        from pliant.cluster import worker_spec
+        from pliant.cluster import worker_spec  # the Python that has pliant, whatever PATH sshd gives
         spec = worker_spec()
         print(spec.view.rank_of(spec.worker), spec.view.size, os.getcwd(), os.environ["PLIANT_FOO"], flush=True)
         print("a line of", spec.worker.host, flush=True)
         """,
     )
-    ended = launcher.end(remote.start("spec.py", PLIANT_FOO="with 'quotes'"))
+    ended = launcher.end(remote.start("python3", "spec.py", PLIANT_FOO="with 'quotes'"))
     assert ended.code == 0, ended
     for rank, host in enumerate(sshd.ADDRESSES):
         assert re.search(rf"^\[{host}\.\d+::stdout\] {rank} 2 {launcher.directory} with 'quotes'$", ended.stdout, re.M)
