@@ -88,8 +88,11 @@ class Network:
 
 
 def _better(rates: Sequence[float]) -> float:
-    """The median, of an even number the upper one: the peers' own limits and single errors do not matter."""
-    return sorted(rates)[len(rates) // 2] if rates else 1.0
+    """The mean of the better half: the peers' own limits do not matter, and single errors little."""
+    if not rates:
+        return 1.0
+    half = sorted(rates)[len(rates) // 2 :]
+    return sum(half) / len(half)
 
 
 def operands_up(tree: Topology, network: Network, chunks: Sequence[int]) -> list[float]:

@@ -28,7 +28,7 @@ from pliant.comm.operation import Known, Operation, Program, Span, make_program
 from pliant.comm.plan import Channel, Spec, Strategy, local_ranks, make_plan
 from pliant.comm.reactor import Errand
 from pliant.comm.slices import Portion
-from pliant.comm.telemetry import Counters, LaneThroughput, Pressure, Watcher
+from pliant.comm.telemetry import Counters, Delivered, LaneThroughput, Pressure, Watcher
 from pliant.comm.wire import TAGGED, Kind, channel_tag
 from pliant.comm.workshop import Workshop
 from pliant.errors import CollectiveTimeout, ConfigError, Mismatch, NotStored
@@ -441,6 +441,11 @@ class Engine:
     def wire_bytes(self) -> int:
         """What was handed to the kernel for other hosts so far, headers and all, on the connections of this view."""
         return sum(link.sent_bytes for link in list(self._core.links.values()) if not link.shared)
+
+    def delivered(self, rank: int) -> Delivered | None:
+        """What `rank` has acknowledged so far, by the kernel's count; None where the connection is no TCP."""
+        link = self._core.links.get(rank)
+        return link.delivered() if link is not None else None
 
     def keep_below(self, num_bytes: int) -> None:
         """How much may lie in the kernel's queues to other hosts, where no priority reaches it; from any thread."""

@@ -23,6 +23,7 @@ from typing import Protocol
 from pliant.cluster import Worker
 from pliant.comm.shm import Arena
 from pliant.comm.slices import PriorityQueue
+from pliant.comm.telemetry import Delivered
 from pliant.comm.wire import ANYTIME, BULK, HEADER, MAX_CONTROL_BYTES, Frame, Kind
 from pliant.errors import CommError
 
@@ -44,6 +45,8 @@ _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _TCP_INFO_BYTES = 168
 """As much of Linux' tcp_info as is looked at: tcpi_min_rtt is at 148, tcpi_delivery_rate at 160."""
 _MIN_RTT, _DELIVERY_RATE = struct.Struct("=I"), struct.Struct("=Q")
+_ACKNOWLEDGED_AT, _BUSY_AT = 120, 168
+"""Of tcpi_bytes_acked and tcpi_busy_time."""
 _UNKNOWN = 0xFFFFFFFF
 _FD_BYTES = array.array("i").itemsize
 _NOWHERE = memoryview(bytearray(256 << 10))
@@ -139,6 +142,19 @@ class Link:
         lowat = getattr(socket, "TCP_NOTSENT_LOWAT", None)
         if lowat is not None and self.sock.family in (socket.AF_INET, socket.AF_INET6):
             self.sock.setsockopt(socket.IPPROTO_TCP, lowat, self._write_bytes // 3)
+
+    def delivered(self) -> Delivered | None:
+        """What the other end has acknowledged so far; None where this is no TCP connection, or no more. From any thread."""
+        if self.sock.family not in (socket.AF_INET, socket.AF_INET6):
+            return None
+        try:
+            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BUSY_AT + 8)
+        except OSError:
+            return None
+        if len(info) < _BUSY_AT + 8:  # a kernel before 4.10
+            return None
+        acknowledged, busy_us = (_DELIVERY_RATE.unpack_from(info, at)[0] for at in (_ACKNOWLEDGED_AT, _BUSY_AT))
+        return Delivered(acknowledged, busy_us / 1e6)
 
     def fit_buffer(self) -> None:
         """Let the kernel keep no more unacknowledged than the path needs: the rest would lie in queues on the way, where

@@ -1,8 +1,10 @@
 """How fast the links between the workers are now: a small tournament in which every two hosts exchange some bytes.
 
 In each round every host sends to one other and receives from one other, so no link is measured while its ends are busy
-with another. Who meets whom follows from the ranks alone. All ranks call `measure` at the same point of their program;
-the rates are those that receivers see, and everybody ends with the same.
+with another. Who meets whom follows from the ranks alone. All ranks call `measure` at the same point of their program,
+and everybody ends with the same rates. They are taken from the times at which pieces arrive; on a busy machine, where
+processes have to wait for their turn, from what the sender's kernel says: how much was acknowledged in the time that
+something was on its way.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ ROUND_S = 0.025
 MOST_ROUNDS = 32
 """With many hosts only so many of the rounds are played; the other links are estimated from those measured."""
 LEAST_S = 1e-6
+CREDIT = 2.0
+"""The kernel counts its time in ticks of some milliseconds, and all that passes a shaper on credit: it may say twice too much."""
 
 Pair = tuple[int, int]
 
@@ -94,9 +98,7 @@ def measure(engine: Engine, num_bytes: int = 1 << 18, timeout_s: float = 30.0) -
             row[index] = rate
     rows = engine.all_gather(f"{INTERNAL}probe:rates", row).wait(timeout_s)
     assert rows is not None, "an all_gather has a result on every rank"
-    # Each row holds what its rank received from each host: the columns of the matrix.
-    received = [rows[head].tolist() for head in heads]
-    between = completed([[received[j][i] for j in range(len(heads))] for i in range(len(heads))])
+    between = completed([rows[head].tolist() for head in heads])
     engine.throughput()  # what was carried here says nothing about training
     return tuple(
         tuple(_rate(i, j, hosts, between[place[hosts[i]]][place[hosts[j]]]) for j in range(engine.size))
@@ -111,27 +113,33 @@ def _rate(source: int, target: int, hosts: Sequence[str], between: float) -> flo
 
 
 def _play(engine: Engine, heads: Sequence[int], num_bytes: int, deadline_s: float) -> Iterator[tuple[int, float]]:
-    """What this rank's host received from each host that it has met."""
+    """How fast this rank's host sent to each host that it has met."""
     name = f"{INTERNAL}probe"
-    engine.save(name, torch.zeros(max(1, num_bytes // PIECES), dtype=torch.uint8))
+    engine.save(name, torch.zeros(num_bytes // PIECES, dtype=torch.uint8))
     me = heads.index(engine.rank)
     for pairs in rounds(len(heads)):
         meeting = next((pair for pair in pairs if me in pair), None)
         if meeting is None:
             continue
-        other = meeting[1] if meeting[0] == me else meeting[0]
-        _meet(engine, heads[other], deadline_s)
-        yield other, _receive(engine, heads[other], name, num_bytes // PIECES, deadline_s)
-        # Until the other has all of its pieces, this host still sends.
-        _meet(engine, heads[other], deadline_s)
+        place = meeting[1] if meeting[0] == me else meeting[0]
+        other = heads[place]
+        _meet(engine, other, 0.0, deadline_s)
+        before = engine.delivered(other)
+        received = _receive(engine, other, name, num_bytes // PIECES, deadline_s)
+        # Until the other has all of its pieces, this host still sends. How fast they came it tells us now.
+        as_received = _meet(engine, other, received, deadline_s)
+        after = engine.delivered(other)
+        as_delivered = after.rate_since(before) if after is not None and before is not None else 0.0
+        yield place, max(as_received, as_delivered / CREDIT)
 
 
-def _meet(engine: Engine, other: int, deadline_s: float) -> None:
-    """Return when `other` is here, too."""
-    token = torch.zeros(1, dtype=torch.uint8)
-    engine.all_gather(f"{INTERNAL}probe:meet", token, ranks=(engine.rank, other)).wait(
-        max(0.001, deadline_s - time.monotonic())
-    )
+def _meet(engine: Engine, other: int, told: float, deadline_s: float) -> float:
+    """Return when `other` is here, too; with what it tells."""
+    row = torch.tensor([told], dtype=torch.float64)
+    left_s = max(0.001, deadline_s - time.monotonic())
+    rows = engine.all_gather(f"{INTERNAL}probe:meet", row, ranks=(engine.rank, other)).wait(left_s)
+    assert rows is not None, "an all_gather has a result on every rank"
+    return float(rows[0 if other < engine.rank else 1][0])
 
 
 def _receive(engine: Engine, other: int, name: str, piece_bytes: int, deadline_s: float) -> float:

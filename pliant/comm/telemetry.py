@@ -29,6 +29,19 @@ class LaneThroughput:
         return self.num_bytes / self.busy_s if self.busy_s > 0 else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """What a connection's other end has acknowledged, and for how long something was on its way."""
+
+    num_bytes: int
+    busy_s: float
+
+    def rate_since(self, earlier: Delivered) -> float:
+        """Bytes per second of the time that something was on its way; 0 if nothing was."""
+        busy_s = self.busy_s - earlier.busy_s
+        return (self.num_bytes - earlier.num_bytes) / busy_s if busy_s > 0 else 0.0
+
+
 Watcher = Callable[[str, str, int, int, float, float], None]
 """Told of slices: what happened (push, reply, back), the collective's name, the slice, the peer, from when to when."""
 

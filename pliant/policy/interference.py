@@ -22,7 +22,7 @@ SETTLING = 3
 """Steps around a measurement or a change whose figures say nothing: they come a step late, and have it in them."""
 TRIAL = 3
 """Steps after which a new topology must have proved itself."""
-DEGRADED = 1.3
+DEGRADED = 1.4
 """The network is at fault if the present topology would take so much longer on it than in quiet times."""
 REMEMBERED = 5
 """Measurements of quiet links, of which the median is taken."""
@@ -217,6 +217,7 @@ class Interference(Policy):
                 return self._change(seen, self._launch, f"{self._launch} is better again than {seen.strategy}")
             case "alarm":
                 slower = self._slower(network, num_bytes, seen)
+                self.say(f"AP:: {seen.strategy} takes {slower:.2f} x as long on the links as in quiet times")
                 if slower < DEGRADED:
                     self._remember(network)
                     self._deafen(seen)
@@ -247,9 +248,9 @@ class Interference(Policy):
             host: [median(each) for each in zip(*self._quiet.get(host, [able]), strict=True)]
             for host, able in now.items()
         }
-        kept = {host: [min(1.0, a / b) for a, b in zip(now[host], quiet[host], strict=True)] for host in now}
-        # What all have lost, the machine has lost: no topology brings it back.
-        usual = median([min(shares) for shares in kept.values()])
+        kept = {host: [a / b for a, b in zip(now[host], quiet[host], strict=True)] for host in now}
+        # What all have lost, the machine has lost: no topology brings it back. Likewise if it was busy in quiet times.
+        usual = median([share for shares in kept.values() for share in shares])
         left = {
             host: [able * min(1.0, share / usual) for able, share in zip(quiet[host], kept[host], strict=True)]
             for host in now
