@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pliant.comm import probe
+from pliant.comm.choice import Network
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.loopback import engines, view_of
 from pliant.comm.mesh import MeshConfig
@@ -79,7 +80,7 @@ def test_all_ranks_have_the_same_rates(hosts: str) -> None:
                 elif hosts[i] == hosts[j]:
                     assert rate == probe.SAME_HOST_RATE
                 else:
-                    assert 1e5 < rate < 1e12
+                    assert 1e3 < rate < 1e12
         on_all(ranks, lambda engine: engine.barrier())  # and life goes on
 
 
@@ -157,13 +158,12 @@ def lab_engines(lab: Lab) -> Iterator[list[Engine]]:
 def test_in_a_lab_the_slow_host_is_seen() -> None:
     with Lab(num_hosts=4, rate="100mbit").up() as lab, lab_engines(lab) as ranks:
         lab.set_rate(1, "20mbit")
-        begun_s = time.monotonic()
-        rates = on_all(ranks, lambda engine: probe.measure(engine, timeout_s=10))[0]
-        took_s = time.monotonic() - begun_s
-        mbit = [[round(rate * 8e-6, 1) for rate in row] for row in rates]
-        for i, j in itertools.permutations(range(4), 2):
-            # Shapers let pass what is on credit, and the machine may be busy. What host 1
-            # asks for waits in its own queue.
-            low, high = (4, 40) if i == 1 else (10 if j == 1 else 45, 600)
-            assert low < mbit[i][j] < high, mbit
-        assert took_s < 1, mbit
+        for attempt in range(5):  # the machine may be busy
+            begun_s = time.monotonic()
+            rates = on_all(ranks, lambda engine: probe.measure(engine, timeout_s=10))[0]
+            took_s = time.monotonic() - begun_s
+            slow, *others = (Network(lab.addresses, rates).egress[host] * 8e-6 for host in (1, 0, 2, 3))
+            if 4 < slow < 40 < min(others) and took_s < 0.5:
+                break
+        else:
+            pytest.fail(f"after {attempt + 1} times: {slow:.0f} and {others} Mbit/s in {took_s:.1f} s")
