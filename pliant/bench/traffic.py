@@ -6,18 +6,20 @@ addresses or hosts of a lab (10.77.0.0/16), and the sink listens only there.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from selectors import EVENT_READ, DefaultSelector
+from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 
 from pliant.cluster import Worker
 from pliant.errors import ConfigError, LabError
 
 LAB_NETWORK = ipaddress.ip_network("10.77.0.0/16")
 MAX_SECONDS = 3600.0
+MAX_CONNECTIONS = 256
 _CHUNK = bytes(64 << 10)
 
 
@@ -57,8 +59,16 @@ def check_seconds(seconds: float) -> float:
     return seconds
 
 
-def send(target: Worker, bits_per_s: int | None, seconds: float) -> Sent:
+def check_connections(count: int) -> int:
+    if not 1 <= count <= MAX_CONNECTIONS:
+        raise ConfigError(f"--connections {count}: use 1 to {MAX_CONNECTIONS}")
+    return count
+
+
+def send(target: Worker, bits_per_s: int | None, seconds: float, connections: int = 1) -> Sent:
     """Send zeros to `target` at that rate (None: as fast as it takes them) for `seconds`, then stop.
+
+    On several connections, which send in turn as each has room: the more, the larger their share of a full link.
 
     Raises:
         LabError: nobody listens there, or the sink went away.
@@ -67,16 +77,19 @@ def send(target: Worker, bits_per_s: int | None, seconds: float) -> Sent:
     ends_s = begun_s + seconds
     num_bytes = 0
     try:
-        with socket.create_connection((target.host, target.port), timeout=seconds) as connection:
+        with contextlib.ExitStack() as opened, DefaultSelector() as waiting:
+            for _ in range(connections):
+                connection = socket.create_connection((target.host, target.port), timeout=seconds)
+                opened.enter_context(connection).setblocking(False)
+                waiting.register(connection, EVENT_WRITE)
             while (left_s := ends_s - time.monotonic()) > 0:
                 due_s = begun_s + num_bytes * 8 / bits_per_s if bits_per_s else 0.0
                 if due_s > time.monotonic():
                     time.sleep(max(0.0, min(due_s - time.monotonic(), left_s)))
                     continue
-                connection.settimeout(left_s)
-                num_bytes += connection.send(_CHUNK)
-    except TimeoutError:
-        pass  # the link took less than asked; the time is over
+                for key, _ in waiting.select(left_s):
+                    assert isinstance(key.fileobj, socket.socket), "only sockets are registered"
+                    num_bytes += key.fileobj.send(_CHUNK)
     except OSError as error:
         raise LabError(
             f"traffic to {target}: {error}; start the sink first: `pliant bench traffic --listen {target.port}`"

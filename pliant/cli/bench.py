@@ -152,6 +152,7 @@ def traffic(
         str, typer.Option("--rate", help="How fast: 500mbit, 1gbit, none (as fast as it goes).")
     ] = "500mbit",
     seconds: Annotated[float, typer.Option("--seconds", help="Stop after this long.")] = 10.0,
+    connections: Annotated[int, typer.Option("--connections", help="To send on; together they send at the rate.")] = 1,
 ) -> None:
     """Background traffic, on loopback or between the hosts of a lab; ends by itself."""
     from pliant.bench import traffic as wire
@@ -161,7 +162,8 @@ def traffic(
     if (to is None) == (listen is None):
         raise ConfigError("bench traffic: give either --to HOST:PORT or --listen PORT")
     if to is not None:
-        done, verb = wire.send(wire.check_target(to), parse_rate(rate), seconds), "sent"
+        count = wire.check_connections(connections)
+        done, verb = wire.send(wire.check_target(to), parse_rate(rate), seconds, count), "sent"
     else:
         done, verb = wire.sink(listen or 0, seconds, lambda where: print(f"listening on {where}", flush=True)), "took"
     print(f"{verb} {done.num_bytes / 1e6:.1f} MB in {done.seconds:.2f} s, {done.bits_per_s / 1e6:.1f} Mbit/s")

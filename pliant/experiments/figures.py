@@ -149,6 +149,7 @@ FIGURES = {
         Figure("easyscale-fig12", "what determinism costs"),
         Figure("easyscale-fig13", "what copying and summing gradients costs, beside DDP"),
         Figure("kungfu-fig4", "batch sizes that follow the gradient's noise: accuracy over time, beside fixed ones"),
+        Figure("kungfu-fig5", "other traffic at the root of a star, and the topology that avoids it; needs root"),
         Figure("kungfu-fig6", "workers are added as long as they are worth it: where that stops, beside all sizes"),
         Figure("kungfu-fig7", "how long a resize takes, 1 -> 2 and 2 -> 1"),
         Figure("kungfu-fig8", "what it costs to monitor the gradients' noise scale and variance"),

@@ -22,6 +22,8 @@ SETTLING = 3
 """Steps around a measurement or a change whose figures say nothing: they come a step late, and have it in them."""
 TRIAL = 3
 """Steps after which a new topology must have proved itself."""
+WORSE = 0.9
+"""Below this share of what it was before, a change is taken back."""
 DEGRADED = 1.4
 """The network is at fault if the present topology would take so much longer on it than in quiet times."""
 REMEMBERED = 5
@@ -183,7 +185,7 @@ class Interference(Policy):
             return None
         old, *new = self._trial
         self._trial = []
-        if median(new) >= old or self._strategy != self._chosen:
+        if median(new) >= WORSE * old or self._strategy != self._chosen:
             return None
         self._deafen(seen)
         self._chosen = self._before
