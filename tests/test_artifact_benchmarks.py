@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
+import gang
 import pytest
 import torch
 
@@ -128,28 +132,41 @@ def test_flags_about_tensorflow_are_taken_and_named() -> None:
 
 
 @pytest.mark.processes
-def test_under_pliant_run_as_the_artifacts_command_and_ddp_beside_it() -> None:
-    ours = start(*RUN, "-np", 2, "-strategy", "MULTI_BINARY_TREE_STAR", sys.executable,
-                 SYSTEM / "benchmark_kungfu.py", "--kf-optimizer=sync-sgd", *SMALL, *FEW)  # fmt: skip
-    theirs = start(
-        *RUN, "-np", 2, "-port-range", "11000-11100", sys.executable, SYSTEM / "benchmark_ddp.py", *SMALL, *FEW
+def test_under_pliant_run_as_the_artifacts_command() -> None:
+    lines = lines_of(
+        start(*RUN, "-np", 2, "-strategy", "MULTI_BINARY_TREE_STAR", sys.executable, SYSTEM / "benchmark_kungfu.py",
+              "--kf-optimizer=sync-sgd", *SMALL, *FEW)
+    )  # fmt: skip
+    check(lines, the_artifacts_lines("/cpu:0"))
+    mean, interval, facts = result_in(lines)
+    assert mean > 0 <= interval
+    assert facts == (
+        '{"framework":"pliant","np":2,"strategy":"MULTI_BINARY_TREE_STAR","bs":2,"model":"ResNet56",'
+        '"kf-opt":"sync-sgd","fuse":false,"image-size":8}'
     )
-    try:
-        lines = lines_of(ours)
-        check(lines, the_artifacts_lines("/cpu:0"))
-        mean, interval, facts = result_in(lines)
-        assert mean > 0 <= interval
-        assert facts == (
-            '{"framework":"pliant","np":2,"strategy":"MULTI_BINARY_TREE_STAR","bs":2,"model":"ResNet56",'
-            '"kf-opt":"sync-sgd","fuse":false,"image-size":8}'
-        )
-        lines = lines_of(theirs)
-        check(lines, [*the_artifacts_lines("CPU"), r"Total img/sec on 2 CPU\(s\): \d+\.\d \+-\d+\.\d"])
-        mean, _, text = result_in(lines)
-        assert json.loads(text)["framework"] == "ddp"
-    finally:
-        for process in (ours, theirs):
-            process.kill()
+
+
+def run_ddp(rank: int, port: int) -> list[str]:
+    """A rank as torchrun starts it; what it prints."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank),
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+    sys.argv = ["benchmark_ddp.py", *SMALL, *FEW]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        program(SYSTEM / "benchmark_ddp.py").main()
+    return said.getvalue().splitlines()
+
+
+@pytest.mark.processes
+def test_the_baseline_says_the_same_of_stock_ddp() -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    lines, silent = gang.run(run_ddp, 2, port)
+    check(lines, [*the_artifacts_lines("CPU"), r"Total img/sec on 2 CPU\(s\): \d+\.\d \+-\d+\.\d"])
+    facts = json.loads(result_in(lines)[2])
+    assert (facts["framework"], facts["backend"], facts["np"], facts["model"]) == ("ddp", "gloo", 2, "ResNet56")
+    assert silent == []
 
 
 @pytest.mark.parametrize("optimizer", ["sync-sgd", "sma", "ada-sgd", "ideal", "async-sgd"])

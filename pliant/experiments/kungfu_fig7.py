@@ -133,11 +133,10 @@ def host_cells(num_hosts: int, lines: Sequence[str], output: str) -> list[Json]:
     joins = [float(match[2]) for match in JOINED.finditer(output) if int(match[1]) == num_hosts]
     grows = [seconds for old, new, seconds in changes if (old, new) == (1, num_hosts)]
     shrinks = [seconds for old, new, seconds in changes if (old, new) == (num_hosts, 1)]
-    where = f"{num_hosts} hosts"
     return [
-        {"resize": f"1 -> {num_hosts}, {where}", "ours": {**timed(grows), "until_joined": timed(joins)},
+        {"resize": f"1 -> {num_hosts} hosts", "ours": {**timed(grows), "until_joined": timed(joins)},
          "peers": {"paper": _beside("grow", grows)}},
-        {"resize": f"{num_hosts} -> 1, {where}", "ours": timed(shrinks), "peers": {"paper": _beside("shrink", shrinks)}},
+        {"resize": f"{num_hosts} -> 1 hosts", "ours": timed(shrinks), "peers": {"paper": _beside("shrink", shrinks)}},
     ]  # fmt: skip
 
 
