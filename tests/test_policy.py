@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +31,7 @@ from pliant.policy.batch_size import GrowBatchSize, KungFuBatchSize, ScheduledBa
 from pliant.policy.goodput import Goodput
 from pliant.policy.size import Provision, ScheduledSize, next_size
 
+EXAMPLE = Path(__file__).parent.parent / "examples" / "policy.py"
 Decided = tuple[int, Decision]
 
 
@@ -530,3 +535,15 @@ def test_what_is_wrong_is_named_with_what_there_is(text: str, words: str) -> Non
         registry.parse(text)
     assert words in str(caught.value)
     assert text in str(caught.value)
+
+
+@pytest.mark.processes
+def test_the_example_of_a_users_own_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    own = registry.parse("policy:DoubleWhenNoisy:most=64")
+    assert batch_sizes(run(own, 400, noise_scale=lambda step: 10.0 * step)[1]) == [64]
+    command = [sys.executable, str(EXAMPLE)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environ)
+    assert answer.returncode == 0, answer.stderr
+    assert "policy DoubleWhenNoisy: batch size 8 per replica" in answer.stdout
