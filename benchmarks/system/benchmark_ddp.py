@@ -117,14 +117,19 @@ def join(place: Place, backend: str) -> None:
 
 def main() -> None:
     parser = img_sec.parser(__doc__.splitlines()[0])
+    parser.add_argument(
+        "--backend", default="", help="gloo or nccl; default: by the device. Workers that share a GPU need gloo"
+    )
     parser.add_argument("--bucket-cap-mb", type=float, default=25.0, help="DDP's")
     args = parser.parse_args()
     args.model = vision.model_name(args.model)
+    if args.backend not in ("", "gloo", "nccl"):
+        raise ConfigError(f"--backend {args.backend!r} is not known: use gloo or nccl")
     place, device = find_place(os.environ), img_sec.device_of(args)
     say = img_sec.say_line if place.rank == 0 else lambda text: None
     img_sec.share_cores(place.num_local)
     amount = img_sec.amount_of(args)
-    backend = "nccl" if device.type == "cuda" and torch.cuda.device_count() >= place.num_local else "gloo"
+    backend = args.backend or ("nccl" if device.type == "cuda" else "gloo")
     if device.type == "cuda":
         # `pliant run` shows each worker its own device only.
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())

@@ -64,6 +64,8 @@ def main() -> None:
         "kf-opt": args.kf_optimizer,
         "fuse": args.fuse,
     }
+    if device.type == "cuda" and img_sec.sees_all_gpus():
+        facts["nvlink"] = "true"
     if args.image_size:
         facts["image-size"] = args.image_size
     kind = "nccl" if args.kf_optimizer.endswith("nccl") else "ideal" if args.kf_optimizer == "ideal" else "job"

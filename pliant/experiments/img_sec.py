@@ -82,7 +82,17 @@ def say_unused(args: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 
 def device_of(args: argparse.Namespace) -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() and not args.no_cuda else "cpu")
+    """What to compute on; of several GPUs in sight (`pliant run -allow-nvlink`), that of this worker's slot."""
+    if args.no_cuda or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if sees_all_gpus():
+        torch.cuda.set_device(int(os.environ["PLIANT_LOCAL_RANK"]) % torch.cuda.device_count())
+    return torch.device("cuda")
+
+
+def sees_all_gpus() -> bool:
+    own = os.environ.get("PLIANT_CUDA_VISIBLE_DEVICES")
+    return own is not None and own != os.environ.get("CUDA_VISIBLE_DEVICES") and "PLIANT_LOCAL_RANK" in os.environ
 
 
 def share_cores(num_local: int) -> None:
