@@ -223,8 +223,8 @@ def test_a_fit_to_32_nodes_predicts_1024(name: str, known_rate: bool) -> None:
     def noisy(value: float) -> float:
         return value * math.exp(chance.gauss(0, 0.01))
 
-    seen = [Measurement(n, noisy(truth.predict(n, 2)), noisy(truth.cpu_s(n))) for n in SIZES]
-    fit = scaling.fit(load, seen, cores=2, bytes_per_s=4e6 if known_rate else None)
+    seen = [Measurement(n, noisy(truth.predict(n, 2)), noisy(truth.cpu_s(n)), 2) for n in SIZES]
+    fit = scaling.fit(load, seen, bytes_per_s=4e6 if known_rate else None)
     assert fit.worst < 0.05
     assert max(map(abs, fit.cpu_residuals)) < 0.05
     for nodes in (64, 256, 1024):
@@ -243,6 +243,15 @@ def test_a_scale_that_is_undone_changes_nothing_but_folds() -> None:
     assert small.enlarged(100).predict(32) == pytest.approx(small.predict(32))
     folding = ScalingModel(LOAD, Prices(0.0, 1e-4, 2.5e-7, 0.0, 1e-6, 1e-9, 1.0))
     assert folding.enlarged(100).predict(32) > folding.predict(32)
+
+
+def test_rows_for_everybody_grow_with_the_nodes_and_not_with_the_model() -> None:
+    load = Load(layers=LAYERS, pattern="multi-star", buckets=4, row_bytes=100)
+    assert load.costs(5).sent == pytest.approx(LOAD.costs(5).sent + 400)
+    assert load.costs(5).messages == LOAD.costs(5).messages + 4
+    prices = Prices(0.0, 0.0, 2.5e-7, 0.0, 0.0, 0.0, 1.0)
+    small, large = ScalingModel(load, prices), ScalingModel(load, prices).enlarged(100)
+    assert large.traffic_s(1024) < small.traffic_s(1024)
 
 
 def test_one_measurement_is_explained() -> None:

@@ -70,13 +70,13 @@ def test_the_model_counts_the_bytes_that_the_plans_send(strategy: str, costs: st
 
 
 def sweep_of(steps: dict[str, dict[int, float]], name: str = "resnet50", nodes: tuple[int, ...] = SIZES) -> Sweep:
-    found = Sweep(ScalingOptions(model=name, nodes=nodes))
+    found = Sweep(ScalingOptions(model=name, nodes=nodes, speed=1.0))
     found.capacity = dict.fromkeys(nodes, published.lab_bits_per_s(name) * 0.99)
-    found.runs.append(Run(1, "plain", None, [[0.64, 0.641]], [0.01], [0.02], [0.0], True))
+    found.runs.append(Run(1, "plain", 1.0, None, [[0.64, 0.641]], [0.01], [0.02], [0.0], True))
     for side, by_nodes in steps.items():
         for count, step_s in by_nodes.items():
             rounds = [[step_s, step_s * 1.01], [step_s * 0.99, step_s]]
-            found.runs.append(Run(count, side, 0.6, rounds, [0.01 + 1e-4 * count], [0.5], [2.5e6], True))
+            found.runs.append(Run(count, side, 1.0, 0.6, rounds, [0.01 + 1e-4 * count], [0.5], [2.5e6], True))
     return found
 
 
@@ -150,7 +150,7 @@ def test_figure_9_is_drawn_and_tabled(tmp_path: Path) -> None:
 
 
 def test_options_that_cannot_be() -> None:
-    for wrong in ({"sides": ("mpi",)}, {"nodes": (0,)}, {"nodes": ()}, {"iters": 1}, {"model": "vgg"}, {"speed": 0.0}):
+    for wrong in ({"sides": ("mpi",)}, {"nodes": (0,)}, {"nodes": ()}, {"iters": 1}, {"model": "vgg"}, {"speed": -1.0}):
         with pytest.raises(ConfigError):
             ScalingOptions(**wrong)
 

@@ -27,15 +27,26 @@ from pliant.bench.priority_contest import step_times_s
 from pliant.bench.scaling_worker import LEAD, Task
 from pliant.bench.stats import quantile
 from pliant.errors import ConfigError, LabError, LaunchError
-from pliant.lab import Lab, format_rate
+from pliant.lab import INTERFACE, NETWORK, Lab, format_rate
 
 WORKER = "pliant.bench.scaling_worker"
 MEETING_PORT = 29500
 JUMBO = 9000
 """Bytes of a packet, so that headers matter as little as at the full rate."""
-DDP_CAPS_MB = (25.0, 10.0, 5.0, 1.0)
+HEADERS = 66
+"""Of a packet: Ethernet, IP, and TCP with timestamps."""
+DDP_CAPS_MB = (25.0, 10.0, 5.0)
 """Bucket sizes of DDP for the full model; the first is its default."""
-PATIENCE_S = 150.0
+PATIENCE_S = 240.0
+CPU_STEP_S, CPU_NODE_S = 0.05, 0.0022
+"""About what a rank of ours computes in a step, and more for each rank there is: messages."""
+MOST_BUSY = 0.6
+"""Of the cores' time; beyond it, ranks wait for each other's processors and not for the network. Time goes slower then."""
+QUEUE_BYTES = 2_000_000
+"""How much may wait at a host's link: some packets of each of its 31 connections. A short queue would drop them."""
+RTO_MIN = "1s"
+"""TCP's least patience. Links are slower here than the published ones by two orders of magnitude, and so are their queues;
+with the usual 200 ms it would take what waits in them for lost, and send it again."""
 STRATEGIES = {"tree": "MULTI_BINARY_TREE_STAR", "auto": "AUTO", "priority": "AUTO"}
 """Of our sides."""
 SIDES = (*STRATEGIES, "ddp", "openmpi")
@@ -55,10 +66,10 @@ class ScalingOptions:
     nodes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     sides: tuple[str, ...] = SIDES
     repeat: int = 2
-    iters: int = 4
-    warmup: int = 6
-    speed: float = 1.0
-    """Compute and links so many times as fast as they should be: for a look at whether it works."""
+    iters: int = 2
+    warmup: int = 3
+    speed: float = 0.0
+    """Compute and links so many times as fast as they should be; 0: as fast as the cores can carry, at most 1."""
 
     def __post_init__(self) -> None:
         published.full_profile(self.model)
@@ -67,8 +78,20 @@ class ScalingOptions:
                 raise ConfigError(f"side {side!r}: use some of {', '.join(SIDES)}")
         if not self.nodes or not all(1 <= each <= 64 for each in self.nodes):
             raise ConfigError(f"nodes={self.nodes}: use numbers from 1 to 64")
-        if self.repeat < 1 or self.iters < 2 or self.warmup < 2 or not self.speed > 0:
-            raise ConfigError(f"{self}: use 1 repeat, 2 iterations, 2 steps of warmup, or more, and a speed above 0")
+        if self.repeat < 1 or self.iters < 2 or self.warmup < 2 or self.speed < 0:
+            raise ConfigError(
+                f"{self}: use 1 repeat, 2 iterations, 2 steps of warmup, or more, and a speed of 0 or more"
+            )
+
+    def speed_at(self, nodes: int) -> float:
+        """How fast everything is on so many hosts, which share this machine's cores."""
+        cpu_s = CPU_STEP_S + CPU_NODE_S * nodes
+        step_s = published.full_profile(self.model).compute_s
+        return self.speed or min(1.0, MOST_BUSY * step_s * len(os.sched_getaffinity(0)) / (nodes * cpu_s))
+
+    def turns_at(self, nodes: int) -> tuple[int, int]:
+        """How often everyone gets a turn on so many hosts, and for how many timed steps: one turn where time is slow."""
+        return (1, self.iters + 1) if self.speed_at(nodes) < 0.5 else (self.repeat, self.iters)
 
     @property
     def cap_mb(self) -> float:
@@ -82,6 +105,8 @@ class Run:
 
     nodes: int
     side: str
+    speed: float = 1.0
+    """Seconds of the published machine per second here."""
     cap_mb: float | None = None
     rounds: list[list[float]] = field(default_factory=list)
     """Seconds of each step, turn by turn."""
@@ -130,8 +155,10 @@ def run(options: ScalingOptions, progress: Progress = lambda text: None) -> Swee
     for nodes in options.nodes:
         with contextlib.ExitStack() as cleanup:
             folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pliant-bench-")))
-            rate = format_rate(published.lab_bits_per_s(options.model, options.speed))
-            lab = cleanup.enter_context(Lab(num_hosts=nodes, rate=rate, mtu=JUMBO).up())
+            bits_per_s = published.lab_bits_per_s(options.model, options.speed_at(nodes))
+            lab = cleanup.enter_context(Lab(num_hosts=nodes, rate=format_rate(bits_per_s), mtu=JUMBO).up())
+            for host in range(nodes):
+                _deepen(lab, host, bits_per_s)
             _at_size(Stage(options, lab, folder), sweep, cleanup, progress)
     sweep.remarks = list(dict.fromkeys(sweep.remarks))
     return sweep
@@ -143,7 +170,8 @@ def _at_size(stage: Stage, sweep: Sweep, cleanup: contextlib.ExitStack, progress
     sides = ["plain"] if nodes == 1 else [side for side in options.sides if _takes_part(side, nodes, sweep.remarks)]
     progress(f"{options.model}, {nodes} hosts: starting {', '.join(sides)}")
     jobs = {side: cleanup.enter_context(stage.job(side)) for side in sides}
-    runs = [Run(nodes, side, options.cap_mb if side == "ddp" else None) for side in sides]
+    speed = options.speed_at(nodes)
+    runs = [Run(nodes, side, speed, options.cap_mb if side == "ddp" else None) for side in sides]
     for job in jobs.values():
         job.start()
     for job in jobs.values():  # one after the other: their ranks meet now, which takes the processors for a while
@@ -152,10 +180,22 @@ def _at_size(stage: Stage, sweep: Sweep, cleanup: contextlib.ExitStack, progress
     if "ddp" in jobs:
         best = _probe(jobs["ddp"], sweep, nodes, progress)
         if best is not None and best != options.cap_mb:
-            runs.append(Run(nodes, "ddp-best", best))
+            runs.append(Run(nodes, "ddp-best", speed, best))
             jobs["ddp-best"] = jobs["ddp"]
     hold(stage, runs, jobs, progress)
     sweep.runs += runs
+
+
+def _deepen(lab: Lab, host: int, bits_per_s: int) -> None:
+    """Let more wait at the host's link, and longer, than a lab does by itself, which has few connections in mind."""
+    burst = max(2 * JUMBO, round(bits_per_s / 8 * 0.010))
+    for command in (
+        f"tc qdisc replace dev {INTERFACE} root tbf rate {bits_per_s}bit burst {burst} limit {QUEUE_BYTES}",
+        f"ip route replace {NETWORK} dev {INTERFACE} proto kernel scope link src {lab.addresses[host]} rto_min {RTO_MIN}",
+    ):
+        done = lab.run(host, command.split())
+        if done.returncode != 0:
+            raise LabError(f"`{command}` failed: {done.stderr.strip()}")
 
 
 def _takes_part(side: str, nodes: int, remarks: list[str]) -> bool:
@@ -167,10 +207,10 @@ def _takes_part(side: str, nodes: int, remarks: list[str]) -> bool:
 
 
 def _capacity(lab: Lab, sweep: Sweep) -> float:
-    """What a host can send: measured with all sending at once where there are few hosts, as found there on more."""
-    nominal = (lab.nominal_rate or 0) * links.MTU_SHARE
+    """What a host can send: measured with all sending at once where there are few hosts, else what the headers leave."""
+    nominal = (lab.nominal_rate or 0) * (1 - HEADERS / JUMBO)
     if not 2 <= lab.num_hosts <= 8 or links.why_no_iperf():
-        return next(reversed(sweep.capacity.values()), nominal) if lab.num_hosts > 8 else nominal
+        return nominal
     try:
         return links.measure_ring(lab).bits_per_s
     except LabError as error:
@@ -181,23 +221,28 @@ def _capacity(lab: Lab, sweep: Sweep) -> float:
 def hold(stage: Stage, runs: Sequence[Run], jobs: Mapping[str, Job], progress: Progress) -> None:
     """Let everyone warm up and take turns. Never raises for what a side does wrong: it is out then."""
     options = stage.options
-    for turn in range(options.repeat + 2):
+    repeat, iterations = options.turns_at(stage.lab.num_hosts)
+    for turn in range(repeat + 2):
         for each in runs:
             if each.failure:
                 continue
-            progress(f"{options.model}, {each.nodes} hosts: turn {turn} of {options.repeat + 1}, {each.side}")
+            progress(f"{options.model}, {each.nodes} hosts, {each.side}: {_turn(turn, repeat)}")
             job = jobs[each.side]
             try:
                 if turn == 0:
                     ask = {"do": "run", "cap_mb": each.cap_mb, "iterations": options.warmup, "lead": 0}
                     job.ask(ask, PATIENCE_S)
-                elif turn <= options.repeat:
-                    take_turn(each, job, stage.lab, options.iters)
+                elif turn <= repeat:
+                    take_turn(each, job, stage.lab, iterations)
                 elif each.side != "ddp-best":  # whose ranks answer for another model
                     hashes = {str(answer["hash"]) for answer in job.ask({"do": "hash"}, PATIENCE_S)}
                     each.same_bits = len(hashes) == 1
             except LaunchError as error:
                 each.failure = str(error)
+
+
+def _turn(number: int, repeat: int) -> str:
+    return "warming up" if number == 0 else f"turn {number} of {repeat}" if number <= repeat else "comparing bits"
 
 
 def take_turn(each: Run, job: Job, lab: Lab, iterations: int) -> None:
@@ -212,16 +257,16 @@ def take_turn(each: Run, job: Job, lab: Lab, iterations: int) -> None:
 
 
 def _probe(job: Job, sweep: Sweep, nodes: int, progress: Progress) -> float | None:
-    """A few steps of DDP with each bucket size; the best size. On the largest number of hosts, and near it, only."""
+    """A few steps of DDP with each bucket size; the best size. On the largest number of hosts only."""
     options = sweep.options
-    if nodes < max(options.nodes) / 2:
+    if nodes < max(options.nodes):
         return None
     found: dict[float, float] = {}
     for size in DDP_CAPS_MB:
         cap_mb = size / published.KAPPA[options.model]
         progress(f"{options.model}, {nodes} hosts: ddp with buckets of {size:g} MiB in full size")
         try:
-            answers = job.ask({"do": "run", "cap_mb": cap_mb, "iterations": 3, "lead": 3}, PATIENCE_S)
+            answers = job.ask({"do": "run", "cap_mb": cap_mb, "iterations": 2, "lead": 1}, PATIENCE_S)
         except LaunchError:
             break
         marks = [cast("list[float]", answer["marks_s"]) for answer in answers]
@@ -265,7 +310,7 @@ class Stage:
             kind="pliant" if side in STRATEGIES else side,
             model=self.options.model,
             num_workers=self.lab.num_hosts,
-            speed=self.options.speed,
+            speed=self.options.speed_at(self.lab.num_hosts),
             sync="priority" if side == "priority" else "fifo",
             cap_mb=self.options.cap_mb,
             meeting=f"tcp://{self.lab.addresses[0]}:{MEETING_PORT}",

@@ -22,7 +22,7 @@ from pliant.lab import INTERFACE, enter
 if TYPE_CHECKING:
     from pliant.bench.scaling_sides import Side
 
-LEAD = 2
+LEAD = 1
 """Steps before the timed ones of a window, which bring the pipeline into its steady state."""
 
 

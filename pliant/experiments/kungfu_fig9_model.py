@@ -17,17 +17,19 @@ from pliant.perf.scaling import Fit, Load, Measurement
 PREDICTED = (64, 128, 256, 512, 1024)
 PATTERNS = {"tree": "carrying-multi-tree", "auto": "multi-star", "priority": "multi-star", "ddp": "ring"}
 """How each side sums. Ours keeps DDP's order of summation, so its trees carry what they may not fold."""
+ROW_BYTES = 10_200
+"""What each of our workers tells all others in each step: the random states of its replica, mostly."""
 MIB = 1 << 20
 
 
-def layers_of(model: str, speed: float = 1.0) -> tuple[Layer, ...]:
-    """The layers as the lab trains them."""
-    return tuple(profiles.layers_of(published.lab_profile(model, speed)))
+def layers_of(model: str) -> tuple[Layer, ...]:
+    """The layers as the lab trains them, in the published machine's time."""
+    return tuple(profiles.layers_of(published.lab_profile(model)))
 
 
 def bound_at(sweep: Sweep, nodes: int) -> Bounds:
-    """What the layers allow on so many nodes, with links of which not a byte is lost."""
-    return bounds(layers_of(sweep.options.model, sweep.options.speed), nodes, sweep.capacity[nodes] / 8)
+    """What the layers allow on so many nodes, in the published machine's time, with links that lose not a byte."""
+    return bounds(layers_of(sweep.options.model), nodes, sweep.capacity[nodes] / 8 / sweep.options.speed_at(nodes))
 
 
 def load_of(model: str, side: str, cap_mb: float) -> Load:
@@ -37,25 +39,27 @@ def load_of(model: str, side: str, cap_mb: float) -> Load:
     # What is updated by priorities travels layer by layer, and is waited for layer by layer.
     layers = layers_of(model) if side == "priority" else tuple(cut)
     order: scaling.Order = "priority" if side == "priority" else "fifo"
-    return Load(layers=layers, pattern=PATTERNS[side], buckets=num_buckets, order=order)
+    row_bytes = 0 if side == "ddp" else ROW_BYTES
+    return Load(layers=layers, pattern=PATTERNS[side], buckets=num_buckets, order=order, row_bytes=row_bytes)
 
 
 def fit_of(sweep: Sweep, side: str, cores: int) -> Fit | None:
     """The model of one side; None where it ran on fewer than three numbers of nodes."""
     model = sweep.options.model
-    seen = [_measured(run) for run in sweep.runs if run.side == side and run.median_s is not None]
+    seen = [_measured(run, cores) for run in sweep.runs if run.side == side and run.median_s is not None]
     if len(seen) < 3:
         return None
-    alone = [_measured(run) for run in sweep.runs if run.side == "plain" and run.median_s is not None]
-    bits_per_s = quantile(list(sweep.capacity.values()), 0.5)
-    return scaling.fit(
-        load_of(model, side, sweep.options.cap_mb), [*alone, *seen], cores=cores, bytes_per_s=bits_per_s / 8
-    )
+    alone = [_measured(run, cores) for run in sweep.runs if run.side == "plain" and run.median_s is not None]
+    rates = [sweep.capacity[nodes] / sweep.options.speed_at(nodes) for nodes in sweep.options.nodes]
+    load = load_of(model, side, sweep.options.cap_mb)
+    return scaling.fit(load, [*alone, *seen], bytes_per_s=quantile(rates, 0.5) / 8)
 
 
-def _measured(run: Run) -> Measurement:
+def _measured(run: Run, cores: int) -> Measurement:
+    """In the published machine's time, in which the cores do as much more as time went slower."""
     assert run.median_s is not None, "only runs that were finished"
-    return Measurement(run.nodes, run.median_s, quantile(run.cpu_s, 0.5) if run.cpu_s else math.nan)
+    cpu_s = quantile(run.cpu_s, 0.5) if run.cpu_s else math.nan
+    return Measurement(run.nodes, run.median_s * run.speed, cpu_s, cores / run.speed)
 
 
 def predictions(sweep: Sweep, cores: int) -> dict[str, Json]:
@@ -100,7 +104,7 @@ def claim_at(cells: Sequence[Json], limits: Mapping[str, float], cores: int) -> 
     ours_s, ddp_s = float(str(ours[best])), float(str(steps["ddp"]))
     tuned_s = float(str(steps.get("ddp-best", ddp_s)))
     cpu = {str(one["side"]): one["cpu_s"] for one in cells if isinstance(one["cpu_s"], float)}
-    nodes = int(str(cells[0]["np"]))
+    nodes, speed = int(str(cells[0]["np"])), float(str(cells[0]["speed"]))
     return {
         "np": nodes,
         "best": best,
@@ -110,7 +114,7 @@ def claim_at(cells: Sequence[Json], limits: Mapping[str, float], cores: int) -> 
         "limit_over_ddp_best": tuned_s / limits["p_star_s"],
         "fifo_limit_over_ddp": ddp_s / limits["p_fifo_s"],
         "fraction_of_bound": limits["p_star_s"] / ours_s,
-        "cpu_floor_s": nodes * float(str(cpu[best])) / cores if best in cpu else None,
+        "cpu_floor_s": nodes * float(str(cpu[best])) / cores * speed if best in cpu else None,
         "step_s": ours_s,
         "ddp_step_s": ddp_s,
         "ddp_best_step_s": tuned_s,

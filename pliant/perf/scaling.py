@@ -124,6 +124,8 @@ class Measurement:
     step_s: float
     cpu_s: float = math.nan
     """Of one node and step; not a number: unknown."""
+    cores: float | None = None
+    """Those that all nodes shared; None: each had its own."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or not (self.step_s > 0 and math.isfinite(self.step_s)):
@@ -139,6 +141,8 @@ class Load:
     buckets: int
     """Into how many messages' worth the gradients are cut; only their number matters for hops and messages."""
     order: Order = "fifo"
+    row_bytes: int = 0
+    """What each node also tells every other one in each step, directly."""
 
     @property
     def num_bytes(self) -> int:
@@ -147,8 +151,10 @@ class Load:
     def costs(self, nodes: int) -> Costs:
         """Of the whole step."""
         one = pattern(self.pattern)(nodes)
-        size = self.num_bytes
-        return Costs(one.hops * self.buckets, one.sent * size, one.folded * size, one.messages * self.buckets)
+        size, others = self.num_bytes, nodes - 1
+        rows = others if self.row_bytes else 0
+        sent = one.sent * size + self.row_bytes * others
+        return Costs(one.hops * self.buckets, sent, one.folded * size, one.messages * self.buckets + rows)
 
     def step_s(self, traffic_s: float) -> float:
         """How long a step lasts that keeps the network of each node busy for `traffic_s`."""
@@ -192,8 +198,7 @@ class ScalingModel:
     def traffic_s(self, nodes: int, cores: float | None = None) -> float:
         """How long the network of a node is busy in a step. `cores`: those that all nodes share; None: each has its own."""
         costs, prices = self.load.costs(nodes), self.prices
-        sharing = max(1.0, nodes / cores) if cores is not None else 1.0
-        handling_s = prices.cpu_weight * sharing * self._handling_s(nodes)
+        handling_s = prices.cpu_weight * _sharing(nodes, cores) * self._handling_s(nodes)
         return prices.alpha_s * costs.hops + prices.beta_s * costs.sent + handling_s
 
     def predict(self, nodes: int, cores: float | None = None) -> float:
@@ -232,7 +237,6 @@ def fit(
     load: Load,
     measurements: Sequence[Measurement],
     *,
-    cores: float | None = None,
     bytes_per_s: float | None = None,
 ) -> Fit:
     """The prices, none below 0, that say best what was measured.
@@ -240,7 +244,6 @@ def fit(
     Processor times come first, by linear least squares. Then what a step shows, whose overlap is not linear.
 
     Args:
-        cores: those that all nodes shared; None: each had its own.
         bytes_per_s: what a node can send, where that is known; beta is not fitted then.
 
     Raises:
@@ -252,11 +255,10 @@ def fit(
     cpu = _cpu_prices(load, timed)
     plain = ScalingModel(load, Prices(0.0, 0.0, 1 / bytes_per_s if bytes_per_s else 0.0, *cpu, 0.0))
     unit_s = load.step_s(0.0) or float(np.median([each.step_s for each in measurements]))
-    largest = max(each.nodes for each in measurements)
-    most = load.costs(largest)
-    sharing = max(1.0, largest / cores) if cores is not None else 1.0
+    largest = max(measurements, key=lambda each: each.nodes)
+    most = load.costs(largest.nodes)
     # Parameters in units of a step's compute, each as what the largest run would spend on it.
-    handled_s = sharing * (plain.cpu_s(largest) - cpu[0])
+    handled_s = _sharing(largest.nodes, largest.cores) * (plain.cpu_s(largest.nodes) - cpu[0])
     sizes = np.array([1.0, most.hops, 0.0 if bytes_per_s else most.sent, handled_s / unit_s])
     told = sizes > 0
 
@@ -268,7 +270,7 @@ def fit(
 
     def errors(values: Vector) -> Vector:
         model = model_of(values)
-        apart = [math.log(model.predict(each.nodes, cores) / each.step_s) for each in measurements]
+        apart = [math.log(model.predict(each.nodes, each.cores) / each.step_s) for each in measurements]
         return np.array([*apart, *(1e-4 * values)])  # what nothing depends on goes to 0
 
     # The processors cannot be in the way for longer than they work: the last weight is at most 1.
@@ -278,9 +280,14 @@ def fit(
     model = model_of(min(trials, key=lambda trial: trial[1])[0])
     return Fit(
         model,
-        tuple(model.predict(each.nodes, cores) / each.step_s - 1 for each in measurements),
+        tuple(model.predict(each.nodes, each.cores) / each.step_s - 1 for each in measurements),
         tuple(model.cpu_s(each.nodes) / each.cpu_s - 1 for each in timed),
     )
+
+
+def _sharing(nodes: int, cores: float | None) -> float:
+    """How many nodes wait for each core."""
+    return max(1.0, nodes / cores) if cores is not None else 1.0
 
 
 def _cpu_prices(load: Load, measurements: Sequence[Measurement]) -> tuple[float, float, float]:
