@@ -79,7 +79,7 @@ def completed(known: Sequence[Sequence[float]]) -> list[list[float]]:
     return [[known[i][j] or (0.0 if i == j else min(sent[i], received[j])) for j in range(size)] for i in range(size)]
 
 
-def measure(engine: Engine, num_bytes: int = 1 << 18, timeout_s: float = 30.0) -> Rates:
+def measure(engine: Engine, num_bytes: int = 1 << 18, timeout_s: float = 3600.0) -> Rates:
     """The rates between all workers; every rank calls this, none has other collectives to wait for meanwhile.
 
     It sends at most `num_bytes` from each host to each other, and takes some 25 ms for each other host.

@@ -18,7 +18,7 @@ class Policy:
 
     Every worker asks its own copy, with the same observations; the first worker's answers count. So a policy that keeps
     something between calls should keep it in attributes that `state_dict` returns: newcomers and resumed jobs begin
-    with it. By default that is every attribute that JSON can express and whose name begins with `_`.
+    with it. By default these are all whose name begins with `_`; they must be plain values (what JSON can express).
     """
 
     needs: Mapping[str, int] = {}
@@ -29,7 +29,7 @@ class Policy:
         return type(self).__name__
 
     def before_train(self, seen: Observation) -> Answer:
-        """Once, when the job begins (or is resumed)."""
+        """Once, when the job begins; not again when it is resumed."""
 
     def before_epoch(self, seen: Observation) -> Answer:
         """At the beginning of an epoch."""

@@ -41,7 +41,7 @@ class SetBatchSize(Decision):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetLearningRate(Decision):
-    """The program's learning rates, whatever its schedulers make of them, times this factor from now on."""
+    """Optimizers step with the program's learning rates, whatever its schedulers make of them, times this factor."""
 
     kind: ClassVar[str] = "set_learning_rate"
     is_maths: ClassVar[bool] = True

@@ -11,7 +11,7 @@ Rates = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerFigures:
-    """One worker's last step."""
+    """One worker's last step but one: figures travel with the next. Zeros in the first step of a view."""
 
     name: str
     """host:port."""

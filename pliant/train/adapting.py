@@ -21,7 +21,7 @@ import torch
 from pliant import record
 from pliant.comm import probe as links
 from pliant.comm.engine import Engine
-from pliant.errors import CollectiveTimeout, ConfigError
+from pliant.errors import ConfigError
 from pliant.policy import (
     Decision,
     Observation,
@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 _FIGURES = struct.Struct("<dddddd")
 """The clock, then what `WorkerFigures` has."""
 _LENGTH = struct.Struct("<I")
-PROBE_TIMEOUT_S = 30.0
+ORDER = [kind.kind for kind in (SetBatchSize, SetLearningRate, Resize, SetTopology, ProbeLinks)]
+"""What is done before what."""
 Named = tuple[str, Decision]
 """Who has decided, and what."""
 
@@ -55,9 +56,6 @@ class Subject(Protocol):
 
     def use_batch_size(self, size: int) -> None:
         """It is dealt like that already."""
-
-    def scale_learning_rate(self, ratio: float) -> None:
-        """Of all optimizers, and of what schedulers make of it."""
 
     def ask_for(self, num_workers: int) -> None:
         """Have as many workers, some time."""
@@ -90,8 +88,16 @@ class Settings:
 
     @property
     def is_active(self) -> bool:
+        """Whether anything travels with the steps."""
         asked = (self.policies, self.monitors, self.record, self.metrics, self.tensorboard)
         return any(asked) or self.replayed is not None
+
+    def __str__(self) -> str:
+        """What must be the same on all workers, for people to compare."""
+        if not self.is_active:
+            return "nothing to adapt by"
+        watched = ", ".join(f"{name} every {steps} steps" for name, steps in sorted(self.monitors.items()))
+        return f"{len(self.policies)} policies, {watched or 'no monitors'}"
 
 
 class Adaptation:
@@ -108,6 +114,7 @@ class Adaptation:
         self.is_active = settings.is_active
         self.policies, self.monitor = settings.policies, monitor
         self.batch_size, self.learning_rate_factor = batch_size, 1.0
+        """The factor is applied by `guards` whenever an optimizer steps."""
         self.seen: Observation | None = None
         """The job after the last step."""
         self.listeners: list[Callable[[Observation, int], None]] = []
@@ -130,7 +137,8 @@ class Adaptation:
         """What is to be done at the end of the step in progress."""
         self._figures = WorkerFigures(name="")
         self._workers: tuple[WorkerFigures, ...] = ()
-        self._clock_s = 0.0
+        self._time_s = 0.0
+        """Since the job began, by the first worker's clock, as far as it was heard."""
         self._before = (0.0, 0)
         self._asked = {"train": False, "epoch": -1}
 
@@ -145,7 +153,8 @@ class Adaptation:
             listener(engine)
         engine.throughput()  # what was carried before is of no interest
         self._before = (time.monotonic(), engine.wire_bytes)
-        self._figures, self._workers, self._agreed = WorkerFigures(name=""), (), []
+        self._figures, self._agreed = WorkerFigures(name=""), []
+        self._workers = tuple(WorkerFigures(name=str(worker)) for worker in engine.view.workers)
 
     @property
     def row_bytes(self) -> int:
@@ -174,7 +183,10 @@ class Adaptation:
         assert self._engine is not None, "work_in() comes first"
         names = [str(worker) for worker in self._engine.view.workers]
         self._workers = tuple(_unpack(name, row[_LENGTH.size :]) for name, row in zip(names, rows, strict=True))
-        self._clock_s = _FIGURES.unpack_from(rows[0], _LENGTH.size)[0]
+        clock_s = _FIGURES.unpack_from(rows[0], _LENGTH.size)[0]
+        if self._began_s is None:
+            self._began_s = clock_s
+        self._time_s = max(self._time_s, clock_s - self._began_s)
         if self.monitor is not None:
             self.monitor.learn([row[_LENGTH.size + _FIGURES.size :] for row in rows])
         length = _LENGTH.unpack_from(rows[0])[0]
@@ -237,10 +249,13 @@ class Adaptation:
             agreed = [each for each in agreed if not each[1].is_maths]
             agreed += [("replay", decision) for decision in self._replayed.get(at.step, ())]
         # What needs nobody else comes first: a worker lost in the rest must not leave the others with different maths.
-        for name, decision in sorted(agreed, key=lambda each: not each[1].is_maths):
-            self._do(name, decision, at)
-        if self._workers:
-            self._look(situation())
+        refused = set()
+        for name, decision in sorted(agreed, key=lambda each: ORDER.index(each[1].kind)):
+            if decision.is_maths and name in refused:
+                continue  # a learning rate for a batch that cannot be
+            if not self._do(name, decision, at):
+                refused.add(name)
+        self._look(situation())
 
     def _look(self, at: Situation) -> None:
         seen = self.seen = self._observe(at)
@@ -262,12 +277,14 @@ class Adaptation:
 
     def begin(self, at: Situation) -> None:
         """An epoch begins, or the job does."""
-        if not self.is_active or self._asked["epoch"] == at.epoch:
+        if not self.is_active:
             return
-        seen = self._observe(at)
         if self.resumed_at is not None:  # what the record says of later steps has not happened
             self._fact("resumed", self.resumed_at)
             self.resumed_at = None
+        if self._asked["epoch"] == at.epoch:
+            return
+        seen = self._observe(at)
         hooks = ["before_epoch"] if self._asked["train"] else ["before_train", "before_epoch"]
         if not self._asked["train"]:
             self._fact("start", at.step, replicas=at.replicas, batch_size=self.batch_size, workers=self._engine_size)
@@ -293,8 +310,6 @@ class Adaptation:
             self._recorder = None
 
     def _observe(self, at: Situation, link_rates: Rates | None = None) -> Observation:
-        if self._began_s is None and self._clock_s:
-            self._began_s = self._clock_s
         figures = self.monitor.figures() if self.monitor is not None else {}
         strategy = self._engine.strategy if self._engine is not None else None
         name = "AUTO" if strategy is None else ",".join(map(str, strategy.forest)) or strategy.name
@@ -303,7 +318,7 @@ class Adaptation:
             epoch=at.epoch,
             epoch_step=at.epoch_step,
             steps_per_epoch=at.steps_per_epoch,
-            time_s=self._clock_s - (self._began_s or self._clock_s),
+            time_s=self._time_s,
             view=at.view,
             replicas=at.replicas,
             batch_size=self.batch_size,
@@ -316,7 +331,8 @@ class Adaptation:
 
     # --- doing it ---
 
-    def _do(self, name: str, decision: Decision, at: Situation) -> None:
+    def _do(self, name: str, decision: Decision, at: Situation) -> bool:
+        """Whether it could be done."""
         assert self._engine is not None
         try:
             if isinstance(decision, ProbeLinks):
@@ -327,10 +343,11 @@ class Adaptation:
             # Every worker refuses it, for the same reason.
             self._tell(f"policy {name}: {decision.kind} at step {at.step} cannot be done: {error}")
             self._fact("refused", at.step, policy=name, decision=decision.to_json(), why=str(error))
-            return
+            return False
         if not isinstance(decision, ProbeLinks):
             self._tell(f"policy {name}: {_summary(decision)} after step {at.step}: {decision.reason}")
         self._fact("decision", at.step, policy=name, decision=decision.to_json())
+        return True
 
     def _change(self, decision: Decision) -> None:
         assert self._engine is not None
@@ -339,7 +356,6 @@ class Adaptation:
                 self._subject.set_batch_size(decision.size)
                 self.batch_size = decision.size
             case SetLearningRate():
-                self._subject.scale_learning_rate(decision.factor / self.learning_rate_factor)
                 self.learning_rate_factor = decision.factor
             case SetTopology():
                 if self._engine.size > 1:
@@ -355,14 +371,11 @@ class Adaptation:
         assert self._engine is not None
         if self._engine.size == 1:
             return
-        try:
-            rates = links.measure(self._engine, decision.num_bytes, PROBE_TIMEOUT_S)
-            decided = self.policies.ask("after_step", self._observe(at, rates))
-            mine = _to_bytes([each for each in decided if isinstance(each[1], SetTopology)])
-            told = self._engine.all_gather_bytes("decision:probed", mine, timeout_s=PROBE_TIMEOUT_S)[0]
-        except CollectiveTimeout as error:
-            self._tell(f"the links could not be measured: {error}")
-            return
+        # As for every sum of training: a worker that is late is waited for, one that is lost tears the view.
+        rates = links.measure(self._engine, decision.num_bytes)
+        decided = self.policies.ask("after_step", self._observe(at, rates))
+        mine = _to_bytes([each for each in decided if isinstance(each[1], SetTopology)])
+        told = self._engine.all_gather_bytes("decision:probed", mine)[0]
         for name, each in _from_bytes(told):
             self._do(name, each, at)
 
@@ -370,16 +383,16 @@ class Adaptation:
 
     def _fact(self, kind: str, step: int, **data: Any) -> None:
         """Written by whoever is the first worker now."""
-        if not self._settings.record or self._engine is None or self._engine.rank != 0:
+        if self._engine is not None and self._engine.rank == 0:
+            self.note(kind, step, **data)
+
+    def note(self, kind: str, step: int, **data: Any) -> None:
+        """Put a fact into the record; one worker shall do so."""
+        if not self._settings.record:
             return
         if self._recorder is None:
             self._recorder = record.Recorder(self._settings.record)
         self._recorder.write(kind, step, **data)
-
-    def note(self, kind: str, step: int, **data: Any) -> None:
-        """Put a fact into the record."""
-        if self.is_active:
-            self._fact(kind, step, **data)
 
     def _record_step(self, seen: Observation) -> None:
         values, self.values = self.values, {}
@@ -394,7 +407,7 @@ class Adaptation:
             step_s=round(seen.step_s, 6),
             samples_per_s=round(seen.samples_per_s, 3),
             **{name: value for name, value in measured.items() if value is not None},
-            **values,
+            **({"values": values} if values else {}),
         )
 
     def _tell(self, text: str) -> None:
@@ -406,6 +419,7 @@ class Adaptation:
             "batch_size": self.batch_size,
             "learning_rate_factor": self.learning_rate_factor,
             "began_s": self._began_s,
+            "time_s": self._time_s,
             "asked": self._asked,
             "pending": [[name, decision.to_json()] for name, decision in self._pending],
             "policies": self.policies.state_dict(),
@@ -414,7 +428,7 @@ class Adaptation:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.learning_rate_factor = state["learning_rate_factor"]
-        self._began_s, self._asked = state["began_s"], dict(state["asked"])
+        self._began_s, self._time_s, self._asked = state["began_s"], state["time_s"], dict(state["asked"])
         self._pending = [(name, from_json(decision)) for name, decision in state.get("pending", ())]
         begun_with = state["policies"]
         if begun_with and len(self.policies) and len(begun_with) != len(self.policies):

@@ -250,6 +250,12 @@ class Feeder:
         self._prefetch()
         return loaded.take()
 
+    def next_size(self, replica: int) -> int:
+        """How many samples the next batch of `replica` has; 0 at the end of its epoch."""
+        place = self._place(replica)
+        begin = place.batch * self._options.batch_size
+        return max(0, min(len(place.share) - begin, self._options.batch_size))
+
     def stream(self, replica: int) -> Stream:
         """Where `replica` stands after what was taken by `next`."""
         place = self._place(replica)

@@ -272,9 +272,14 @@ class Gradients:
 
     # --- what is looked at ---
 
-    def begin_step(self, step: int, batch: float) -> None:
-        """A step begins in which each replica computes on so many samples: have it looked at, if it is due."""
-        self._probing = self.probe is not None and self.probe.begin(step, batch)
+    def begin_step(self, step: int) -> None:
+        """A step begins: have it looked at, if it is due."""
+        self._probing = self.probe is not None and self.probe.begin(step)
+
+    def took(self, samples: int) -> None:
+        """Of how many samples the gradients were that a replica has just handed in."""
+        if self.probe is not None:
+            self.probe.took(samples)
 
     def _show(self, index: int, flats: torch.Tensor) -> None:
         """Have the probe look at a parameter's gradient in a bucket's tensor."""
@@ -292,7 +297,7 @@ class Gradients:
         if not self.sums:
             for index, parameter in enumerate(self.parameters):
                 if parameter.grad is not None:
-                    self.probe.part(index, parameter.grad.detach().reshape(-1))
+                    self.probe.part(index, _in_memory_order(parameter, parameter.grad.detach()))
         self.probe.parts_over()
         self._probing, self._probing_sums = False, self.sums
 
@@ -680,6 +685,17 @@ def _cut(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[t
             views.append(flat[offset : offset + parameter.numel()].view(parameter.size()))
         offset += parameter.numel()
     return views
+
+
+def _in_memory_order(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient as a flat tensor, in the order in which the parameter lies in memory."""
+    if not _is_dense(parameter) or gradient.is_sparse:
+        return gradient.to_dense().reshape(-1) if gradient.is_sparse else gradient.reshape(-1)
+    flat = torch.empty(parameter.numel(), dtype=gradient.dtype, device=gradient.device)
+    if gradient.stride() == parameter.stride():
+        return gradient.as_strided((parameter.numel(),), (1,))
+    flat.as_strided(parameter.size(), parameter.stride()).copy_(gradient)
+    return flat
 
 
 def _make_bucket(name: str, indices: Sequence[int], parameters: list[torch.nn.Parameter]) -> Bucket:

@@ -3,10 +3,11 @@ of replicas hosted here, and with updates under way nothing sees or changes half
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,10 +52,11 @@ def patch_optimizer(
             )
         if not trainer.may_commit:
             return None
-        if trainer.crossing.is_crossing:
-            watch_state(optimizer, trainer.crossing)
-            return trainer.crossing.step(optimizer, original, **kwargs)
-        return original(**kwargs)
+        with _rates_times(optimizer, trainer.adaptation.learning_rate_factor):
+            if trainer.crossing.is_crossing:
+                watch_state(optimizer, trainer.crossing)
+                return trainer.crossing.step(optimizer, original, **kwargs)
+            return original(**kwargs)
 
     @functools.wraps(original_zero)
     def zero_grad(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
@@ -69,6 +71,24 @@ def patch_optimizer(
     # Bound methods, as they were: LR schedulers that are made later look for their functions.
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _rates_times(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+    """Step with the program's rates times what policies have decided. Schedulers, of whatever kind, and checkpoints only
+    ever see the program's own."""
+    if factor == 1.0:
+        yield
+        return
+    own = [group["lr"] for group in optimizer.param_groups if "lr" in group]
+    groups = [group for group in optimizer.param_groups if "lr" in group]
+    for group, rate in zip(groups, own, strict=True):
+        group["lr"] = rate * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, own, strict=True):
+            group["lr"] = rate
 
 
 def guard(name: str, thing: Any, trainer_of: Callable[[], Trainer | None]) -> None:

@@ -324,7 +324,6 @@ class Job:
             keeps_layout=keeps_layout,
         )
         self._trainer, self._gradients = trainer, gradients
-        trainer.tracked = self._tracked
         monitors = self._adapting.monitors
         if monitors and averaging is not None:
             raise ConfigError(

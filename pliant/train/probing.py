@@ -90,6 +90,7 @@ class GradientProbe:
         """The number of each parameter's first chunk: they are dealt to the workers in turn."""
         self._dispersion = Dispersion(self._offsets)
         self._rank, self._size, self._replicas = 0, 1, 1
+        self._step = -1
         self._filling: Sample | None = None
         """Of the step in progress."""
         self._awaiting: Sample | None = None
@@ -112,13 +113,14 @@ class GradientProbe:
         self._previous_at = NEVER
         self._dispersion.arrange(engine, self._replicas)
 
-    def begin(self, step: int, batch: float) -> bool:
-        """A step begins, in which each replica's gradient is a mean over `batch` samples; whether it is looked at."""
+    def begin(self, step: int) -> bool:
+        """A step begins; whether it is looked at."""
+        self._step = step
         noise = self._is_due(step, self.noise_interval)
         if self._replicas == 1 and self.noise_interval:
             noise = noise or self._is_due(step + 1, self.noise_interval)  # the first of a pair
         variance = self._replicas > 1 and self._is_due(step, self.variance_interval)
-        self._filling = Sample(step, batch, noise, variance) if noise or variance else None
+        self._filling = Sample(step, 0.0, noise, variance) if noise or variance else None
         if self._filling is not None:
             self._dispersion.begin()
         return self._filling is not None
@@ -126,6 +128,12 @@ class GradientProbe:
     @staticmethod
     def _is_due(step: int, interval: int) -> bool:
         return interval > 0 and step % interval == 0
+
+    def took(self, samples: float) -> None:
+        """Each replica's gradient of the step in progress is a mean over so many samples. The last one's count."""
+        for sample in (self._filling, self._awaiting, self._done):
+            if sample is not None and sample.step == self._step:
+                sample.batch = samples
 
     # --- what is shown ---
 
@@ -272,7 +280,8 @@ class GradientProbe:
         if before is None or after is None or change is None:
             return None
         # Each has its gradient divided by 2: |a/2|^2 + |b/2|^2, and |a/2 + b/2|^2.
-        return (before + after) // 4, (2 * before + 2 * after - change) // 4
+        # By rounding the second may come out below 0 where they nearly cancel.
+        return (before + after) // 4, max(0, (2 * before + 2 * after - change) // 4)
 
     def learn(self, rows: Sequence[bytes]) -> None:
         """Everybody's rows. Where they do not speak of the same step, as with newcomers among them, they say nothing."""

@@ -103,6 +103,15 @@ class Settling:
             what = f"recovered at step {change.step}:" if change.lost else "resize"
             again = f", {change.repeated} steps are done again" if change.repeated > 1 else ""
             self._say(f"{what} {change.old_size} -> {change.new_size} took {change.pause_s * 1e3:.1f}ms{again}")
+            self._trainer.adaptation.note(
+                "view",
+                change.step,
+                old=change.old_size,
+                new=change.new_size,
+                pause_s=change.pause_s,
+                lost=change.lost,
+                repeated=change.repeated,
+            )
 
     def _settle(self, planned: int | None) -> None:
         """Enter `planned`, or else whatever roll comes next, until it works."""

@@ -10,12 +10,13 @@ is torn: nothing of it counts, and it is done again in a new view.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import logging
 import struct
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -114,6 +115,7 @@ class Undo:
     progress: Progress
     contexts: list[Context]
     first_buffers: Tensors
+    adaptation: dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -179,8 +181,8 @@ class Trainer:
         crossing.on_lost, crossing.on_whole = self.tear, self._whole
         crossing.on_sum = gradients.sum_is_here
         self.tuner = tuner
-        self._batches = 1
-        """Of each replica in the last step; more than one where the program accumulates gradients."""
+        self._samples = 0
+        """That the replica whose turn it is has taken in this step."""
         self.averaging: Averaging | None = None
         """The optimizer, where it averages models in place of gradients."""
         self._begun = 0
@@ -197,8 +199,6 @@ class Trainer:
         """Put around what may take long, for whoever looks for stalls."""
         self.adaptation = Adaptation(Settings(), self, parts.loading.batch_size, None, lambda _: None)
         """What policies decide; by default nobody decides anything."""
-        self.tracked: Mapping[str, Any] = {}
-        """What the program has put under the job's care beside model and optimizers."""
         self._member = member
         self._place = place
         self._keeps_layout = keeps_layout
@@ -351,7 +351,7 @@ class Trainer:
             self.engine.keep_below(way.in_flight_bytes)
         self._way = way or Choice()
         self.gradients.travel(self._way, self.crossing.order)
-        self.gradients.begin_step(self.progress.step, self.parts.loading.batch_size * self._batches)
+        self.gradients.begin_step(self.progress.step)
         self._begin_measuring()
 
     def finish_sums(self) -> bool:
@@ -370,6 +370,8 @@ class Trainer:
         if self._undo is not None:
             undo, self._undo = self._undo, None
             self.progress, self.contexts, self.first_buffers = undo.progress, undo.contexts, undo.first_buffers
+            if undo.adaptation:
+                self.adaptation.load_state_dict(undo.adaptation)
         for thing, state in self._tracked_before.values():
             thing.load_state_dict(state)
         self._tracked_before.clear()
@@ -402,8 +404,9 @@ class Trainer:
         rng.restore(context.random, self.parts.device)
         self._load_buffers(context)
         self.gradients.begin_turn(slot)
-        taken = 0
+        self._samples = 0
         while not turn.done and self.torn is None:
+            samples = self.parts.feeder.next_size(replica)
             try:
                 batch = self.parts.feeder.next(replica)
             except StopIteration:
@@ -413,9 +416,8 @@ class Trainer:
             self._end_change()
             self._measuring.turn_began_s = time.monotonic()
             self._measuring.waited_s = self.crossing.waits.seconds
-            taken += 1
+            self._samples += samples
             yield batch
-        self._batches = max(1, taken)
         return True
 
     def _load_buffers(self, context: Context) -> None:
@@ -438,6 +440,7 @@ class Trainer:
         if turn is None:
             raise TrainError("a summed backward outside of the loader's loop: call it on a batch that the loader gave")
         turn.done = True
+        self.gradients.took(self._samples)
         self._end_measuring_turn()
         own = b"" if self.parts.sync_buffers else bytes(self.buffers.pack(self.buffers.save()).numpy())
         context = Context(rng.capture(self.parts.device), self.parts.feeder.stream(turn.replica), own)
@@ -501,9 +504,10 @@ class Trainer:
         engine = self.engine
         assert engine is not None, "work_in() comes first"
         if engine.view.size == 1:
+            figures = self.adaptation.row()  # of the last step, as among several workers
             self.gradients.wait()
             self.switch_to = self._agreed([self._member.prepared])
-            self.adaptation.read([self.adaptation.row()])
+            self.adaptation.read([figures])
             return
         root = self.owner_of(0)
         row = engine.all_gather("step", self._row(), priority=FIRST)
@@ -601,7 +605,8 @@ class Trainer:
         if self.adaptation.has_decided and not self.finish_sums():
             return  # nothing is changed between a step that may not count and the next one
         if self.crossing.is_open:
-            self._undo = Undo(replace(self.progress), self.contexts, self.first_buffers)
+            adaptation = copy.deepcopy(self.adaptation.state_dict()) if self.adaptation.is_active else {}
+            self._undo = Undo(replace(self.progress), self.contexts, self.first_buffers, adaptation)
             self.contexts = list(self.contexts)
         for replica, context in self._new_contexts.items():
             self.contexts[replica] = context
@@ -670,10 +675,6 @@ class Trainer:
         self.parts.loading = replace(self.parts.loading, batch_size=size)
         self._needs_hosting = True
 
-    def scale_learning_rate(self, ratio: float) -> None:
-        """Multiply all learning rates, and what schedulers compute them from."""
-        scale_rates(self.parts.optimizers, self.tracked.values(), ratio)
-
     def ask_for(self, num_workers: int) -> None:
         """Ask for as many workers; they come when they come."""
         threading.Thread(target=self._ask_quietly, args=(num_workers,), daemon=True).start()
@@ -715,29 +716,7 @@ class Trainer:
         repeated = max(0, self._begun - self.progress.step) if lost else 0
         change = ViewChange(self.progress.step, old_size, self.engine.view.size, pause_s, lost, repeated)
         self.changes.append(change)
-        self.adaptation.note(
-            "view", change.step, old=old_size, new=change.new_size, pause_s=pause_s, lost=lost, repeated=repeated
-        )
         tell(change)
-
-
-def scale_rates(optimizers: Iterable[torch.optim.Optimizer], tracked: Iterable[Any], ratio: float) -> None:
-    """Multiply all learning rates, and whatever schedulers compute them from."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for name in {"lr", "initial_lr", "max_lr", "min_lr"} & group.keys():
-                group[name] = group[name] * ratio
-    for thing in tracked:
-        _scale_scheduler(thing, ratio)
-
-
-def _scale_scheduler(scheduler: Any, ratio: float) -> None:
-    """Schedulers keep the rates that the program began with; some keep other schedulers."""
-    for name in ("base_lrs", "max_lrs"):
-        if hasattr(scheduler, name):
-            setattr(scheduler, name, [rate * ratio for rate in getattr(scheduler, name)])
-    for each in getattr(scheduler, "_schedulers", ()):
-        _scale_scheduler(each, ratio)
 
 
 def _watch(what: str, name: str, index: int, peer: int, begin_s: float, end_s: float) -> None:

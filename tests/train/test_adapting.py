@@ -16,7 +16,6 @@ from golden import Step
 from programs import build, digest, may_have_children, one_batch, seed_all
 from subject import ALL, Task, compare, new_workers, spec_of, staged, view_of
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 import pliant
@@ -33,7 +32,6 @@ from pliant.policy import (
     SetTopology,
 )
 from pliant.policy.decisions import maths_decisions
-from pliant.train.trainer import scale_rates
 
 pytestmark = pytest.mark.processes
 REPLICAS, EPOCHS = 3, 3
@@ -58,12 +56,29 @@ def _ddp(rank: int, store: str, name: str, changes: Changes) -> RankSteps:
         dist.destroy_process_group()  # when the model is gone: it may hang otherwise
 
 
+def _step_with(optimizer: torch.optim.Optimizer, factor: list[float]) -> None:
+    own: list[Any] = []
+
+    def before(*_: Any) -> None:
+        own[:] = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor[0]
+
+    def after(*_: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, own, strict=True):
+            group["lr"] = rate
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+
+
 def _ddp_steps(rank: int, name: str, changes: Changes) -> RankSteps:
     program = build(name)
     model = DistributedDataParallel(program.model, **program.wrapping)
     if program.seed is not None:
         seed_all(program.seed + rank)
-    batch_size, factor = program.loading["batch_size"], 1.0
+    batch_size, factor = program.loading["batch_size"], [1.0]
+    _step_with(program.optimizers[0], factor)
     found: RankSteps = []
     seen: list[Any] = []
     for epoch in range(EPOCHS):
@@ -79,14 +94,7 @@ def _ddp_steps(rank: int, name: str, changes: Changes) -> RankSteps:
                 used += batch_size * REPLICAS
                 changed = changes.get(len(found) + 1)
                 if changed is not None:
-                    batch_size, new = changed
-                    for group in program.optimizers[0].param_groups:
-                        for key in ("lr", "initial_lr"):
-                            if key in group:
-                                group[key] *= new / factor
-                    if program.scheduler is not None:
-                        program.scheduler.base_lrs = [rate * new / factor for rate in program.scheduler.base_lrs]
-                    factor = new
+                    batch_size, factor[0] = changed
                 ((loss, samples),) = seen
                 seen.clear()
                 found.append((digest(program, program.model.buffers()), (loss,), tuple(samples)))
@@ -252,6 +260,26 @@ def test_what_cannot_be_done_is_said_and_left(tmp_path: Path, capfd: pytest.Capt
     assert "HYPERCUBE" in refused.data["why"]
 
 
+def test_a_refused_batch_takes_its_learning_rate_along() -> None:
+    class TooMuch(Policy):
+        def after_step(self, seen: Observation) -> list[Decision]:
+            return [SetLearningRate(factor=100.0, reason="linear"), SetBatchSize(size=1000, reason="more")]
+
+    with pliant.join(replicas=2, policies=[TooMuch()]) as job:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = job.wrap(model, optimizer, torch.randn(40, 2), batch_size=4, drop_last=True)
+        for _ in job.epochs(1):
+            for batch in loader:
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+                job.report(epoch=1.0, loss=2.0)
+        assert job.batch_size == 4
+        assert job.observation is not None
+        assert job.observation.learning_rate_factor == 1.0
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -289,36 +317,6 @@ def test_what_a_crash_has_undone_is_not_replayed(tmp_path: Path) -> None:
         6: [6],
         9: [10],
     }
-
-
-@pytest.mark.parametrize("scheduled", ["OneCycleLR", "CyclicLR", "SequentialLR", "StepLR", "LambdaLR"])
-def test_a_factor_of_the_learning_rate_outlives_schedulers(scheduled: str) -> None:
-    """After the factor every rate is that many times what it is without."""
-
-    def rates(factor: float) -> list[float]:
-        parameter = torch.nn.Parameter(torch.zeros(1))
-        optimizer = torch.optim.SGD([parameter], lr=0.1)
-        make: dict[str, Any] = {
-            "OneCycleLR": lambda: lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=12),
-            "CyclicLR": lambda: lr_scheduler.CyclicLR(optimizer, 0.1, 0.5, step_size_up=3, cycle_momentum=False),
-            "SequentialLR": lambda: lr_scheduler.SequentialLR(
-                optimizer, [lr_scheduler.LinearLR(optimizer), lr_scheduler.CosineAnnealingLR(optimizer, 10)], [5]
-            ),
-            "StepLR": lambda: lr_scheduler.StepLR(optimizer, 2),
-            "LambdaLR": lambda: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-        }
-        scheduler = make[scheduled]()
-        found = []
-        for step in range(10):
-            parameter.grad = torch.ones(1)
-            optimizer.step()
-            scheduler.step()
-            if step == 2:
-                scale_rates([optimizer], [scheduler], factor)
-            found.append(optimizer.param_groups[0]["lr"])
-        return found
-
-    assert rates(2.0)[3:] == pytest.approx([2 * rate for rate in rates(1.0)[3:]])
 
 
 def test_records_survive_a_line_cut_short(tmp_path: Path) -> None:

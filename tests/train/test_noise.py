@@ -90,11 +90,12 @@ def _worker(
     told: list[dict[str, float | None]] = []
     for step in range(steps + 1):
         gradients.travel(Choice(sync, slice_bytes=1024), range(len(gradients.parameters)))
-        gradients.begin_step(step, BATCH)
+        gradients.begin_step(step)
         for slot in range(placed[engine.rank]):
             optimizer.zero_grad()
             gradients.begin_turn(slot)
             _backward(model, step, begin + slot)
+            gradients.took(BATCH)
         row = engine.all_gather("row", torch.frombuffer(bytearray(probe.row()), dtype=torch.uint8))
         if gradients.crosses:
             for awaited in gradients.under_way():
@@ -254,7 +255,8 @@ def test_what_overflows_is_left_out_and_the_state_goes_on() -> None:
         probe.arrange(engine, (2,))
         probe.learn([probe.row()])
         for value in (math.inf, math.nan, 1e30):
-            assert probe.begin(0, BATCH)
+            assert probe.begin(0)
+            probe.took(BATCH)
             probe.part(2, torch.full((53 * 20,), value))
             probe.parts_over()
             probe.total(2, torch.full((53 * 20,), value))
@@ -270,7 +272,8 @@ def test_rows_that_speak_of_different_steps_say_nothing() -> None:
     with engines(["host"]) as [engine]:
         probe.arrange(engine, (2,))
         nothing = probe.row()
-        probe.begin(7, BATCH)
+        probe.begin(7)
+        probe.took(BATCH)
         probe.part(2, torch.ones(53 * 20))
         probe.parts_over()
         probe.sums_over()
@@ -297,7 +300,8 @@ def test_several_at_once_are_the_same_as_one_by_one() -> None:
         probe = GradientProbe(parameters, noise_scale=1, variance=1)
         with engines(["host"]) as [engine]:
             probe.arrange(engine, (2,))
-            probe.begin(0, BATCH)
+            probe.begin(0)
+            probe.took(BATCH)
             for each in flats:
                 if at_once:
                     probe.parts(range(len(parameters)), each)
