@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -74,8 +74,11 @@ class SetTopology(Decision):
     """A strategy's name, or each rank's father (a root names itself)."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.strategy, str):
-            object.__setattr__(self, "strategy", tuple(int(father) for father in self.strategy))
+        if isinstance(self.strategy, str):
+            return
+        if not isinstance(self.strategy, Sequence) or not all(isinstance(father, int) for father in self.strategy):
+            raise ConfigError(f"SetTopology(strategy={self.strategy!r}): use a strategy's name, or each rank's father")
+        object.__setattr__(self, "strategy", tuple(self.strategy))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +88,10 @@ class ProbeLinks(Decision):
     kind: ClassVar[str] = "probe_links"
     num_bytes: int = 1 << 18
     """Sent by each worker to each other."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_bytes, bool) or not isinstance(self.num_bytes, int) or self.num_bytes < 1024:
+            raise ConfigError(f"ProbeLinks(num_bytes={self.num_bytes!r}): use 1024 or more")
 
 
 KINDS: dict[str, type[Decision]] = {
@@ -112,15 +119,21 @@ def maths_decisions(path: str) -> dict[int, list[Decision]]:
     """What a record says was decided about the maths, by step; enough to do the run again.
 
     A file may hold several runs: the last one counts. And what was undone by a crash does not.
+
+    Raises:
+        ConfigError: it is no record of a run.
     """
     found: dict[int, dict[str, Decision]] = {}
-    for fact in record.read(path):
+    facts = record.read(path)
+    if not any(fact.kind == "start" for fact in facts):
+        raise ConfigError(f"record {path}: no run begins in it; give a file that `--record` has written")
+    for fact in facts:
         if fact.kind == "start":
             found = {}
         elif fact.kind == "resumed" or (fact.kind == "view" and fact.data.get("lost")):
             found = {step: decided for step, decided in found.items() if step <= fact.step}
         elif fact.kind == "decision":
-            decision = from_json(fact.data["decision"])
+            decision = from_json(fact.data.get("decision") or {})
             if decision.is_maths:
                 found.setdefault(fact.step, {})[decision.kind] = decision
     return {step: list(decided.values()) for step, decided in found.items()}

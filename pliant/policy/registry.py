@@ -34,7 +34,7 @@ def parse(text: str) -> Policy:
     place, options = _split(text.strip())
     made = _load(place, text)
     signature = inspect.signature(made)
-    hints = typing.get_type_hints(made.__init__)
+    hints = _hints(made)
     schedule: dict[int, int] = {}
     given: dict[str, Any] = {}
     for option in filter(None, (each.strip() for each in options.split(","))):
@@ -49,8 +49,8 @@ def parse(text: str) -> Policy:
         given["schedule"] = schedule
     try:
         policy = made(**given)
-    except (TypeError, ConfigError) as error:
-        raise ConfigError(f"--policy {text}: {error}") from None
+    except Exception as error:  # the user's own code
+        raise ConfigError(f"--policy {text}: {type(error).__name__}: {error}") from error
     if not isinstance(policy, Policy):
         raise ConfigError(f"--policy {text}: {place} is no policy: derive it from pliant.Policy")
     return policy
@@ -77,6 +77,14 @@ def _load(place: str, text: str) -> Callable[..., object]:
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise ConfigError(f"--policy {text}: {module_name} has no policy {name!r}: derive it from pliant.Policy")
     return found
+
+
+def _hints(made: Callable[..., object]) -> dict[str, Any]:
+    """The constructor's annotations, as far as they can be read: some names may be for type checkers only."""
+    try:
+        return typing.get_type_hints(made.__init__)  # type: ignore[misc]
+    except NameError:
+        return {}
 
 
 def _known(signature: inspect.Signature) -> str:
