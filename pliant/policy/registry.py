@@ -82,7 +82,7 @@ def _load(place: str, text: str) -> Callable[..., object]:
 def _hints(made: Callable[..., object]) -> dict[str, Any]:
     """The constructor's annotations, as far as they can be read: some names may be for type checkers only."""
     try:
-        return typing.get_type_hints(made.__init__)  # type: ignore[misc]
+        return typing.get_type_hints(made.__init__)
     except NameError:
         return {}
 
