@@ -63,6 +63,7 @@ class Cluster:
     seed: int = 0
     noise: Noise = quiet
     probe_noise: float = 0.0
+    """Of the machine: it makes links seem slower more often than faster."""
     egress: dict[str, float] = field(default_factory=dict)
     """Of hosts that others disturb, as a share."""
 
@@ -79,7 +80,10 @@ class Cluster:
     def rates(self, noise: float = 0.0) -> Rates:
         able = [RATE * self.egress.get(host, 1.0) for host in self.hosts]
         return tuple(
-            tuple(0.0 if i == j else able[i] * self.chance.uniform(1 - noise, 1 + noise) for j in range(len(able)))
+            tuple(
+                0.0 if i == j else able[i] * self.chance.uniform(1 - 1.5 * noise, 1 + noise / 2)
+                for j in range(len(able))
+            )
             for i in range(len(able))
         )
 
@@ -145,10 +149,11 @@ def test_the_vote_the_change_and_the_recovery(size: int) -> None:
     assert cluster.probes == [12]  # what the links carry in quiet times
     usual = cluster.throughput[-1]
     cluster.egress = {"h0": 0.4}
-    cluster.run(5)
+    cluster.run(6)
     slow = next(step for step, rate in enumerate(cluster.throughput) if rate < 0.8 * usual) + 1
     [(changed, decision)] = cluster.changes
-    assert changed - slow <= 3
+    assert changed - slow <= 4
+    assert cluster.probes == [12, 34, 35]
     assert "h0" not in {
         cluster.hosts[tree.root] for tree in choice.parse(cluster.strategy).topologies(letters(size), True)
     }
@@ -158,7 +163,7 @@ def test_the_vote_the_change_and_the_recovery(size: int) -> None:
     assert f"AP:: cluster response -> {size}" in said
     end = ["AP:: cluster reached consensus on changing to alternative strategy",
            "Interference detected. Changing to alternative comm strategy !"]  # fmt: skip
-    assert [line for line in said[-3:] if "takes" not in line] == end
+    assert [line for line in said[-4:] if "takes" not in line] == end
     cluster.run(40)
     assert len(cluster.changes) == 1
 
@@ -177,7 +182,7 @@ def test_only_a_strict_majority_counts() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_no_change_in_500_quiet_steps(noise: Noise | type[Storms], seed: int) -> None:
     shape = noise() if isinstance(noise, type) else noise
-    cluster = Cluster(Interference(), letters(8), seed=seed, noise=shape, probe_noise=0.3)
+    cluster = Cluster(Interference(), letters(8), seed=seed, noise=shape, probe_noise=0.4)
     cluster.run(520)
     assert not cluster.changes
     assert len(cluster.probes) < 12
@@ -194,7 +199,7 @@ def test_it_goes_back_when_the_old_way_is_better_again() -> None:
     cluster.run(30)
     cluster.egress = {"h0": 0.1}
     cluster.run(10)
-    assert [step for step, _ in cluster.changes] == [34]
+    assert [step for step, _ in cluster.changes] == [35]
     assert cluster.strategy != "AUTO"
     cluster.run(10)
     cluster.egress = {}
@@ -212,9 +217,9 @@ def test_looks_back_at_growing_intervals() -> None:
     cluster.run(30)
     cluster.egress = {"h0": 0.4}
     cluster.run(400)
-    first, alarm, *again = cluster.probes
-    assert (first, alarm) == (12, 34)
-    gaps = [later - earlier for earlier, later in zip([alarm, *again], again, strict=False)]
+    first, alarm, second, *again = cluster.probes
+    assert (first, alarm, second) == (12, 34, 35)
+    gaps = [later - earlier for earlier, later in zip([second, *again], again, strict=False)]
     assert gaps[0] >= 20
     assert all(later > 1.7 * earlier for earlier, later in itertools.pairwise(gaps))
     assert len(cluster.changes) == 1

@@ -45,8 +45,8 @@ _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _TCP_INFO_BYTES = 168
 """As much of Linux' tcp_info as is looked at: tcpi_min_rtt is at 148, tcpi_delivery_rate at 160."""
 _MIN_RTT, _DELIVERY_RATE = struct.Struct("=I"), struct.Struct("=Q")
-_ACKNOWLEDGED_AT, _BUSY_AT = 120, 168
-"""Of tcpi_bytes_acked and tcpi_busy_time."""
+_ACKNOWLEDGED_AT, _BUSY_AT, _FULL_AT = 120, 168, 176
+"""Of tcpi_bytes_acked, tcpi_busy_time and tcpi_rwnd_limited."""
 _UNKNOWN = 0xFFFFFFFF
 _FD_BYTES = array.array("i").itemsize
 _NOWHERE = memoryview(bytearray(256 << 10))
@@ -148,13 +148,15 @@ class Link:
         if self.sock.family not in (socket.AF_INET, socket.AF_INET6):
             return None
         try:
-            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BUSY_AT + 8)
+            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _FULL_AT + 8)
         except OSError:
             return None
-        if len(info) < _BUSY_AT + 8:  # a kernel before 4.10
+        if len(info) < _FULL_AT + 8:  # a kernel before 4.10
             return None
-        acknowledged, busy_us = (_DELIVERY_RATE.unpack_from(info, at)[0] for at in (_ACKNOWLEDGED_AT, _BUSY_AT))
-        return Delivered(acknowledged, busy_us / 1e6)
+        places = (_ACKNOWLEDGED_AT, _BUSY_AT, _FULL_AT)
+        acknowledged, busy_us, full_us = (_DELIVERY_RATE.unpack_from(info, at)[0] for at in places)
+        # Not the time for which the other end had no room: then its process is late, and not the network.
+        return Delivered(acknowledged, (busy_us - full_us) / 1e6)
 
     def fit_buffer(self) -> None:
         """Let the kernel keep no more unacknowledged than the path needs: the rest would lie in queues on the way, where

@@ -31,7 +31,7 @@ class LaneThroughput:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """What a connection's other end has acknowledged, and for how long something was on its way."""
+    """What a connection's other end has acknowledged, and for how long something was on its way to where there was room."""
 
     num_bytes: int
     busy_s: float

@@ -1,8 +1,8 @@
 """Interference: when most workers' collectives have become slow, measure the links and take the topology that avoids the slow ones.
 
 Each worker has a vote, cast by its throughput: below a share of what it was in quiet times. A majority, twice in a row,
-has all links measured. Only if some of them carry less than in quiet times, and another topology is clearly better
-on what they carry, is the topology changed: a busy machine is not a busy network. Pure.
+has all links measured, and measured again in the next step if some carry less than in quiet times. Only if both say so,
+and another topology is clearly better on what they carry, is it changed: a busy machine is not a busy network. Pure.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ class Interference(Policy):
         self._asked, self._asked_step = "", 0
         """Why the links are being measured now; empty: they are not."""
         self._why = ""
+        self._rates: list[list[float]] = []
+        """What the first of two measurements has found."""
         self._wait, self._deaf_until = LEAST_WAIT, 0
         self._next_recheck, self._recheck_every = 0, recheck
         self._trial: list[float] = []
@@ -105,6 +107,8 @@ class Interference(Policy):
             return None
         if seen.link_rates is not None:
             return self._judge(seen) if self._asked else None
+        if self._asked == "first":
+            return self._probe(seen, "second", self._why)
         if self._asked and seen.step > self._asked_step + SETTLING:
             self._asked = ""  # the measurement fell victim to a change of workers
         names = [worker.name for worker in seen.workers]
@@ -217,12 +221,19 @@ class Interference(Policy):
                 if not choice.is_faster(launch, present, network, num_bytes, self.margin):
                     return None
                 return self._change(seen, self._launch, f"{self._launch} is better again than {seen.strategy}")
-            case "alarm":
+            case "alarm" | "second":
+                if asked == "second":
+                    # A process that had to wait for its turn makes a link seem slow, never fast.
+                    rates = [[*map(max, *rows)] for rows in zip(self._rates, seen.link_rates, strict=True)]
+                    network = Network(hosts, rates, seen.replicas)
                 slower = self._slower(network, num_bytes, seen)
                 self.say(f"AP:: {seen.strategy} takes {slower:.2f} x as long on the links as in quiet times")
                 if slower < DEGRADED:
                     self._remember(network)
                     self._deafen(seen)
+                    return None
+                if asked == "alarm":
+                    self._asked, self._rates = "first", [[*row] for row in seen.link_rates]
                     return None
                 self._why += f"; {seen.strategy} takes {slower:.2g} x as long on these links"
         found = choice.choose(network, num_bytes, present, preferred=(launch,), margin=self.margin)
@@ -231,7 +242,7 @@ class Interference(Policy):
             return None
         written = ",".join(map(str, found.strategy.forest)) or found.strategy.name
         self.say("Interference detected. Changing to alternative comm strategy !")
-        why = self._why if asked == "alarm" else "other workers"
+        why = self._why if asked == "second" else "other workers"
         self._recheck_every, self._next_recheck = self.recheck, seen.step + self.recheck
         return self._change(
             seen,
