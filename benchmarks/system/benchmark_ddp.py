@@ -27,6 +27,9 @@ from pliant.errors import ConfigError
 from pliant.experiments import img_sec, vision
 
 LIMIT = timedelta(minutes=10)
+KEPT: list[object] = []
+"""Until the program ends. When the last reference to DDP goes, torch waits for gloo's thread with Python's lock in its hand;
+right after a step that thread may be waiting for this lock, and neither would ever end."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,7 @@ def main() -> None:
     begin_s = time.perf_counter()
     join(place, backend)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=args.bucket_cap_mb)
+    KEPT.append(wrapped)
     say(f"bcast_op took {time.perf_counter() - begin_s:.3f}s")
 
     def step() -> None:
