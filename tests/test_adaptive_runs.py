@@ -1,0 +1,73 @@
+"""A job under all policies at once, as a user starts it; then replayed from its record on other numbers of workers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pliant import record
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+PROGRAM = """
+import hashlib
+import torch, torch.nn.functional as F
+import pliant
+
+torch.set_num_threads(1)
+torch.manual_seed(1)
+net = torch.nn.Sequential(torch.nn.Linear(20, 32), torch.nn.BatchNorm1d(32), torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Linear(32, 4))
+draw = torch.Generator().manual_seed(2)
+inputs = torch.randn(600, 20, generator=draw)
+data = torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1))
+job = pliant.join(replicas=3, seed=5)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+model, optimizer, loader = job.wrap(net, optimizer, data, batch_size=4)
+for epoch in job.epochs(2):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        job.report(loss=loss.item())
+state = b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values())
+if job.rank == 0:
+    print("HASH", job.step, hashlib.sha256(state).hexdigest(), flush=True)
+"""
+POLICIES = [
+    "grow-batch-size:interval=6,warmup=3,threshold=0.01,max_batch=16",
+    "scheduled-size:8=3,30=1,50=2",
+    "provision:change_step=8",
+    "goodput:interval=8",
+    "interference",
+    "scheduled-batch-size:12=6",
+]
+
+
+def _run(folder: Path, *options: str) -> str:
+    command = [str(Path(sys.executable).with_name("pliant")), "run", "-q", *options, sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    found = re.findall(r"HASH (\d+ \w+)", done.stdout)
+    assert len(found) == 1, done.stdout[-2000:]
+    return str(found[0])
+
+
+def test_all_policies_at_once_and_again_from_the_record(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    asked = [word for policy in POLICIES for word in ("--policy", policy)]
+    live = _run(tmp_path, "-w", "-np", "2", "-H", "127.0.0.1:4", "--record", "run.jsonl", *asked)
+    facts = record.read(tmp_path / "run.jsonl")
+    decided = [fact.data["decision"] for fact in facts if fact.kind == "decision"]
+    sizes = [each["size"] for each in decided if each["kind"] == "set_batch_size"]
+    assert sizes == sorted(sizes)
+    assert max(sizes) > 4
+    assert all(each["reason"] for each in decided)
+    assert [fact for fact in facts if fact.kind == "view"], "the workers have changed"
+    assert "loss" in next(fact for fact in facts if fact.kind == "step").data["values"]
+    for workers in ("1", "3"):
+        assert _run(tmp_path, "-np", workers, "--replay", "run.jsonl") == live
+    assert _run(tmp_path, "-np", "2") != live, "without the decisions it is another result"
