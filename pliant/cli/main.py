@@ -13,7 +13,9 @@ import typer
 
 from pliant.errors import ConfigError, PliantError
 
-COMMANDS = ("run", "remote_install", "resize", "config_server", "lab", "bench", "doctor", "demo", "reproduce")
+COMMANDS = (
+    "run", "remote_install", "resize", "config_server", "lab", "plan", "sim", "bench", "doctor", "demo", "reproduce",
+)  # fmt: skip
 
 
 def build() -> typer.Typer:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pliant.errors import ConfigError
-from pliant.sched.planner import Counts, DeviceType, Plan, Types, best_plan
+from pliant.sched.planner import Counts, DeviceType, Plan, Proposal, Types, best_plan
 
 Placement = tuple[tuple[int, int], ...]
 """(node, devices on it), in the order in which they were given; empty where the cluster has no nodes to tell apart."""
@@ -108,6 +108,9 @@ class Job:
     queue: tuple[float, ...] = ()
     """Where a policy with queues of its own has put it."""
     plan: Plan | None = None
+    memory: dict[tuple[int, ...], Proposal | None] = field(default_factory=dict)
+    """What a policy has found out about it on its present devices; forgotten when they change."""
+    _usable: dict[bool, Types] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -129,7 +132,11 @@ class Job:
 
     def usable(self, heterogeneous: bool) -> Types:
         """The types that a policy may give it."""
-        return self.types if heterogeneous and self.mixed else (self.preferred_type,)
+        found = self._usable.get(heterogeneous)
+        if found is None:
+            found = self.types if heterogeneous and self.mixed else (self.preferred_type,)
+            self._usable[heterogeneous] = found
+        return found
 
     def num_devices(self) -> int:
         return sum(self.held.values())
@@ -158,6 +165,7 @@ class Job:
         self.paused_s -= max(0.0, self.resumes_s - now) if self.held else 0.0
         self.held = {kind: count for kind, count in held.items() if count}
         self.placement = placement
+        self.memory = {}
         if self.held:
             self.plan = best_plan(self.replicas, self.types, tuple(self.held.get(kind.name, 0) for kind in self.types))
             self.resumes_s = now + pause_s
@@ -196,6 +204,8 @@ class Jobs:
         """Running jobs of which it is not known that no device could help them."""
         self.used: Counter[str] = Counter()
         """Devices of each type in use."""
+        self.any_guaranteed = False
+        """Whether there ever was a job with guaranteed devices."""
         for number, job in enumerate(jobs):
             job.number = job.number or number
             self.add(job)
@@ -211,6 +221,7 @@ class Jobs:
         return self._places[name][2]
 
     def add(self, job: Job) -> None:
+        self.any_guaranteed |= job.min_devices > 0
         if job.held:
             self.running[job.name] = self.growing[job.name] = job
             self.used.update(job.held)

@@ -182,7 +182,8 @@ class Proposal:
 
 @lru_cache(maxsize=1 << 18)
 def proposals(replicas: int, types: Types, held: tuple[int, ...], limits: tuple[int, ...]) -> tuple[Proposal, ...]:
-    """The best increment of each type within `limits`, the best per device first; of equals the one with more devices.
+    """The best increment of each type within `limits`, the best per device first; of equals the one with more
+    devices, then with less waste.
 
     Each one is faster than the present, wastes at most 30 %, and at most doubles the devices. Devices that get no
     replica any more are no part of its plan: a faster device may take the place of a slower one.
@@ -199,7 +200,7 @@ def proposals(replicas: int, types: Types, held: tuple[int, ...], limits: tuple[
                 best = proposal
         if best is not None and best.kind == kind.name:
             found.append(best)
-    return tuple(sorted(found, key=lambda each: (-each.per_device, -each.more)))
+    return tuple(sorted(found, key=lambda each: (-round(each.per_device, 12), -each.more, each.plan.waste)))
 
 
 def _proposal(

@@ -21,14 +21,12 @@ class _EasyScale(Policy):
     elastic = True
     heterogeneous: bool
 
-    def __init__(self) -> None:
-        self._usable: dict[tuple[Types, str, bool], Types] = {}
-
     def shape(self, job: Job) -> Hashable:
-        types = self._types(job)
-        return (types[0].name,) if len(types) == 1 and not job.min_devices else (
-            *sorted(kind.name for kind in types), job.min_devices, *(kind.speed for kind in types),
-        )  # fmt: skip
+        return (
+            job.min_devices,
+            job.preferred if job.min_devices else "",
+            *sorted(kind.name for kind in self._types(job)),
+        )
 
     def order(self, job: Job) -> tuple[float, ...]:
         # A guarantee is a right, not a wish: its holders do not stand behind those that borrow.
@@ -40,17 +38,14 @@ class _EasyScale(Policy):
         for kind, count in free.items():
             if count < 0:
                 self._take_back(jobs.running.values(), kind, -count, free, changes, guaranteed=False)
-        self._start(jobs, cluster, free, changes)
-        if any(count > 0 for count in free.values()):
+        if jobs.num_waiting and (jobs.any_guaranteed or any(count > 0 for count in free.values())):
+            self._start(jobs, cluster, free, changes)
+        if jobs.growing and any(count > 0 for count in free.values()):
             self._grow(jobs, free, changes)
         return changes
 
     def _types(self, job: Job) -> Types:
-        key = (job.types, job.preferred, job.mixed)
-        found = self._usable.get(key)
-        if found is None:
-            found = self._usable[key] = job.usable(self.heterogeneous)
-        return found
+        return job.usable(self.heterogeneous)
 
     def _start(self, jobs: Jobs, cluster: Cluster, free: dict[str, int], changes: Changes) -> None:
         def fits(job: Job) -> bool:
@@ -105,12 +100,15 @@ class _EasyScale(Policy):
                 # Ties: more devices first, then who came first.
                 heapq.heappush(ranked, (-best.per_device, -best.more, job.submitted_s, job.number, best, job))
 
-        for job in list(jobs.growing.values()):
+        full = []
+        for job in jobs.growing.values():
             if job.name not in changes:
-                if self._is_full(job):
-                    del jobs.growing[job.name]  # until its devices change
+                if not job.memory and self._is_full(job):
+                    full.append(job.name)
                 else:
                     propose(job)
+        for name in full:
+            del jobs.growing[name]  # until its devices change
         while ranked:
             *_, proposal, job = heapq.heappop(ranked)
             if free[proposal.kind] < proposal.more:
@@ -127,17 +125,24 @@ class _EasyScale(Policy):
     def _is_full(self, job: Job) -> bool:
         """No device of any type would help."""
         types = self._types(job)
-        return not job.avoided and not proposals(job.replicas, types, self._held(job), (job.max_devices,) * len(types))
+        return not proposals(job.replicas, types, self._held(job), (job.max_devices,) * len(types))
 
     def _best(self, job: Job, free: dict[str, int]) -> Proposal | None:
-        types, held = self._types(job), self._held(job)
         # Never more than a doubling: clipped here, so that equal questions are asked with equal words.
-        most = min(sum(held), job.max_devices - (0 if self.heterogeneous else sum(held)))
-        limits = tuple(min(max(0, free.get(kind.name, 0)), most) for kind in types)
-        for proposal in proposals(job.replicas, types, held, limits) if any(limits) else ():
-            if job.avoided and tuple(sorted(proposal.plan.devices.items())) in job.avoided:
-                continue
-            if self._keeps_guarantee(job, proposal):
+        most = sum(job.held.values())
+        limits = tuple([min(max(0, free.get(kind.name, 0)), most) for kind in self._types(job)])
+        if limits not in job.memory:
+            job.memory[limits] = self._found(job, limits) if any(limits) else None
+        return job.memory[limits]
+
+    def _found(self, job: Job, limits: tuple[int, ...]) -> Proposal | None:
+        for proposal in proposals(job.replicas, self._types(job), self._held(job), limits):
+            devices = proposal.plan.devices
+            if (
+                tuple(sorted(devices.items())) not in job.avoided
+                and sum(devices.values()) <= job.max_devices
+                and self._keeps_guarantee(job, proposal)
+            ):
                 return proposal
         return None
 

@@ -1,0 +1,133 @@
+"""The `pliant plan` command: where the replicas of a job would go, and what the job would ask for next."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pliant.cli.amounts import counts, numbers
+from pliant.cli.bench_output import check_writable
+from pliant.errors import ConfigError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("plan")(plan)
+
+
+def plan(
+    replicas: Annotated[int, typer.Option("--replicas", help="N: the replicas of the job.")],
+    speed: Annotated[
+        str, typer.Option("--speed", metavar="TYPE=S,...", help="Replica-steps per second of one device of each type.")
+    ],
+    have: Annotated[str, typer.Option("--have", metavar="TYPE=N,...", help="Devices that the job has.")] = "",
+    free: Annotated[
+        str, typer.Option("--free", metavar="TYPE=N,...", help="Devices it may ask for; default: any number.")
+    ] = "",
+    executors: Annotated[
+        str, typer.Option("--executors", metavar="TYPE=M,...", help="Processes that fit on one device; default: 1.")
+    ] = "",
+    interference: Annotated[
+        str,
+        typer.Option(
+            "--interference", metavar="TYPE=F,...", help="What several leave of each one's speed; default: 1."
+        ),
+    ] = "",
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything, as one object.")] = None,
+) -> None:
+    """Where would N replicas go on these devices, how fast would they be, and which devices would help most?"""
+    from pliant.bench.report import machine
+    from pliant.sched.planner import DeviceType, best_plan, proposals
+
+    speeds, fit, factors = (
+        numbers(speed, "--speed"),
+        counts(executors, "--executors"),
+        numbers(interference, "--interference"),
+    )
+    held, offered = counts(have, "--have"), counts(free, "--free")
+    for flag, named in (("--have", held), ("--free", offered), ("--executors", fit), ("--interference", factors)):
+        for name in named:
+            if name not in speeds:
+                raise ConfigError(f"{flag} {name}: its speed is not known; add it to --speed")
+    if not speeds:
+        raise ConfigError("--speed is empty: give at least one type, as in v100=3.1")
+    if replicas < 1:
+        raise ConfigError(f"--replicas {replicas}: use 1 or more")
+    check_writable(json_file)
+    types = tuple(DeviceType(name, value, fit.get(name, 1), factors.get(name, 1.0)) for name, value in speeds.items())
+    given = tuple(held.get(kind.name, 0) for kind in types)
+    limits = tuple(offered.get(kind.name, 0) if free else replicas for kind in types)
+    found = best_plan(replicas, types, given)
+    wishes = proposals(replicas, types, given, limits)
+
+    console = Console(soft_wrap=True)
+    if found is None:
+        console.print("no devices yet")
+    else:
+        table = Table(title=f"{replicas} replicas on {sum(given)} devices", title_justify="left")
+        for number, column in enumerate(("type", "devices", "executors", "replicas each", "speed", "idle")):
+            table.add_column(column, justify="left" if number == 0 else "right")
+        for kind, there, used, each, hosted in zip(
+            types, given, found.used, found.executors, found.per_device, strict=True
+        ):
+            if there:
+                table.add_row(kind.name, str(there), str(each), str(hosted), f"{kind.speed:g}", str(there - used))
+        console.print(table)
+        mapping = ",".join(str(hosted) for hosted, there in zip(found.per_device, given, strict=True) if there)
+        console.print(
+            f"A=({mapping})  step {found.overload:.4f} s  waste {found.waste:.1%}  perf {found.perf:.2f} replica-steps/s",
+            highlight=False,
+        )
+        if found.idle:
+            console.print(f"would give back: {_listed(found.idle)}", highlight=False)
+    for number, wish in enumerate(wishes):
+        console.print(
+            f"{'next:' if number == 0 else '  or:'} +{wish.more} {wish.kind} -> {_listed(wish.plan.devices)}  perf {wish.plan.perf:.2f} "
+            f"({wish.speedup:.2f}x, {wish.per_device:.3f} per device)  waste {wish.plan.waste:.1%}",
+            highlight=False,
+        )
+    if not wishes:
+        console.print("next: nothing; no device would make it faster at a waste of at most 30 %", highlight=False)
+    if json_file is not None:
+        answer = {
+            "bench": "plan",
+            "args": {
+                "replicas": replicas, "speed": speeds, "have": held, "free": offered if free else None, "executors": fit,
+                "interference": factors,
+            },
+            "ours": {"median_s": found.overload if found else None, "iqr_s": None},
+            "peers": {},
+            "bound": None,
+            "replicas_per_device": {kind.name: hosted for kind, hosted, there in zip(types, found.per_device, given, strict=True) if there}
+            if found else {},
+            "assignment": [list(pair) for pair in found.assignment()] if found else [],
+            "executors_per_device": {kind.name: each for kind, each, there in zip(types, found.executors, given, strict=True) if there}
+            if found else {},
+            "idle": found.idle if found else {},
+            "overload": found.overload if found else None,
+            "waste": found.waste if found else None,
+            "perf": found.perf if found else None,
+            "proposals": [
+                {
+                    "type": wish.kind, "more": wish.more, "devices": wish.plan.devices, "speedup": wish.speedup,
+                    "inc_perf": wish.per_device, "waste": wish.plan.waste, "perf": wish.plan.perf,
+                    "replicas_per_device": {
+                        kind.name: hosted for kind, hosted, used in zip(types, wish.plan.per_device, wish.plan.used, strict=True) if used
+                    },
+                }
+                for wish in wishes
+            ],
+            "machine": machine(),
+            "ok": True,
+            "remarks": ["sums of gradients are not counted"],
+        }  # fmt: skip
+        json_file.write_text(json.dumps(answer, indent=1) + "\n")
+
+
+def _listed(devices: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in devices.items())

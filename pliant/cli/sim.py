@@ -1,0 +1,152 @@
+"""The `pliant sim` command: what a cluster would do with a trace of jobs, under each policy."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pliant.cli.amounts import numbers
+from pliant.cli.bench_output import check_writable, ended_by_sigterm, shown_progress
+from pliant.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pliant.bench.report import Json
+    from pliant.sched.compare import Run
+    from pliant.sched.simulate import Outcome
+
+MIXED = "v100=32,p100=16,t4=16"
+"""The cluster of EasyScale's figures."""
+POLLUX = "gpu=16x4"
+"""The cluster of Pollux'."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("sim")(sim)
+
+
+def sim(
+    trace: Annotated[str, typer.Option("--trace", metavar="FILE|synthetic[:JOBS[:WEEKS]]", help="The jobs.")],
+    cluster: Annotated[
+        str,
+        typer.Option(
+            "--cluster",
+            metavar="TYPE=N,...",
+            help=f"Devices, nodes (16x4), or a CSV of nodes; default: {MIXED}; for Pollux: {POLLUX}.",
+        ),
+    ] = "",
+    policy: Annotated[str, typer.Option("--policy", metavar="all|NAME,...", help="Who decides.")] = "all",
+    interval: Annotated[float, typer.Option("--interval", help="Seconds between rounds.")] = 60.0,
+    profiles: Annotated[str, typer.Option("--profiles", metavar="DIR", help="Pollux' measured step times.")] = "",
+    form: Annotated[
+        str, typer.Option("--format", help="philly, helios, pai, openb, pollux, easyscale; default: by its columns.")
+    ] = "",
+    seed: Annotated[int, typer.Option("--seed", help="Of what a trace leaves open, and of synthetic ones.")] = 0,
+    speed: Annotated[
+        str,
+        typer.Option("--speed", metavar="TYPE=S,...", help="Replica-steps per second, for types nothing is known of."),
+    ] = "",
+    limit: Annotated[int, typer.Option("--limit", help="Only the first jobs; 0: all.")] = 0,
+    restart: Annotated[
+        float, typer.Option("--restart", help="Seconds that a start or a change of devices costs.")
+    ] = 30.0,
+    pause: Annotated[float, typer.Option("--pause", help="Seconds of a live resize; below 0: only restarts.")] = 0.1,
+    processes: Annotated[int, typer.Option("--processes", help="Simulations at a time; 0: one for each core.")] = 0,
+    table_file: Annotated[Path | None, typer.Option("--table", metavar="FILE", help="A CSV row for each job.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="A PNG of times and devices in use.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything, as one object.")] = None,
+) -> None:
+    """Replay a trace of jobs on a cluster under each policy: completion times, makespan, devices in use."""
+    from pliant.bench import simulation
+    from pliant.sched import schedulers, traces
+    from pliant.sched.compare import Setting, compare
+
+    chosen = schedulers.parse(policy)
+    for path, flag in ((table_file, "--table"), (plot, "--plot"), (json_file, "--json")):
+        check_writable(path, flag)
+    if plot is not None:
+        from pliant.experiments import plotting
+
+        plotting.check()
+    if processes < 0:
+        raise ConfigError(f"--processes {processes}: use 1 or more, or 0 for one on each core")
+    found = traces.read(trace, form, seed=seed, limit=limit)
+    setting = Setting(
+        trace=found,
+        cluster=cluster or (POLLUX if found.form == "pollux" else MIXED),
+        profiles=profiles,
+        interval_s=interval,
+        restart_s=restart,
+        live_pause_s=pause if pause >= 0 else None,
+        seed=seed,
+        speeds=tuple(numbers(speed, "--speed").items()),
+    )
+    with ended_by_sigterm(), shown_progress() as progress:
+        outcomes = compare(chosen, setting, processes=processes, progress=progress)
+    args = {
+        "trace": trace, "format": found.form, "cluster": setting.cluster, "policy": chosen, "interval": interval, "seed": seed,
+        "profiles": profiles, "limit": limit, "restart": restart, "pause": pause, "speed": speed,
+    }  # fmt: skip
+    answer = simulation.result(setting, outcomes, args)
+    _print(answer)
+    if table_file is not None:
+        _write_table(outcomes, table_file)
+    if plot is not None:
+        from pliant.experiments import cluster_plot
+
+        cluster_plot.policies(answer, plot)
+    if json_file is not None:
+        json_file.write_text(json.dumps(answer, indent=1) + "\n")
+
+
+def _print(answer: Json) -> None:
+    policies = cast("dict[str, Json]", answer["policies"])
+    args = cast("Mapping[str, object]", answer["args"])
+    jobs = next(iter(policies.values()))["jobs"]
+    table = Table(title=f"{jobs} jobs of {args['trace']} on {args['cluster']}", title_justify="left")
+    columns = ("policy", "JCT mean, s", "median", "p99", "makespan, s", "GPU-hours", "GPUs in use", "changes")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+    for name, numbers_ in policies.items():
+        table.add_row(name, *_cells(numbers_))
+        if "live_resize" in numbers_:
+            table.add_row("  live resize", *_cells(cast("Json", numbers_["live_resize"])), style="dim")
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120  # whoever reads a file or a pipe wants whole numbers
+    console.print(table)
+    for pair, both in cast("dict[str, Mapping[str, float | None]]", answer["factors"]).items():
+        jct, makespan = both["jct_mean"], both["makespan"]
+        if jct is not None and makespan is not None:
+            console.print(f"{pair}: JCT {jct:.2f}x, makespan {makespan:.2f}x", highlight=False)
+    for remark in cast("list[str]", answer["remarks"]):
+        console.print(f"note: {remark}", highlight=False, markup=False)
+
+
+def _cells(values: Mapping[str, object]) -> list[str]:
+    keys = ("jct_mean_s", "jct_median_s", "jct_p99_s", "makespan_s", "gpu_hours", "mean_allocated", "changes")
+    digits = (2, 1, 0, 0, 0, 2, 0)
+    return [f"{cast('float', values[key]):.{places}f}" for key, places in zip(keys, digits, strict=True)]
+
+
+def _write_table(outcomes: Mapping[Run, Outcome], path: Path) -> None:
+    from pliant.sched.outcome import rows
+
+    with path.open("w", newline="") as file:
+        writer: csv.DictWriter[str] | None = None
+        for run, outcome in outcomes.items():
+            for row in rows(outcome):
+                line = {"policy": run.policy, "charged": "live resize" if run.live else "restart", **row}
+                if writer is None:
+                    writer = csv.DictWriter(file, list(line))
+                    writer.writeheader()
+                writer.writerow(line)
