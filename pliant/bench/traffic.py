@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
+from typing import cast
 
 from pliant.cluster import Worker
 from pliant.errors import ConfigError, LabError
@@ -20,7 +21,7 @@ from pliant.errors import ConfigError, LabError
 LAB_NETWORK = ipaddress.ip_network("10.77.0.0/16")
 MAX_SECONDS = 3600.0
 MAX_CONNECTIONS = 256
-_CHUNK = bytes(64 << 10)
+_CHUNK, _PACED_CHUNK = bytes(64 << 10), bytes(16 << 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def send(target: Worker, bits_per_s: int | None, seconds: float, connections: in
     """
     begun_s = time.monotonic()
     ends_s = begun_s + seconds
-    num_bytes = 0
+    num_bytes = turn = 0
     try:
         with contextlib.ExitStack() as opened, DefaultSelector() as waiting:
             for _ in range(connections):
@@ -87,9 +88,11 @@ def send(target: Worker, bits_per_s: int | None, seconds: float, connections: in
                 if due_s > time.monotonic():
                     time.sleep(max(0.0, min(due_s - time.monotonic(), left_s)))
                     continue
-                for key, _ in waiting.select(left_s):
-                    assert isinstance(key.fileobj, socket.socket), "only sockets are registered"
-                    num_bytes += key.fileobj.send(_CHUNK)
+                # In turn, and little at a time: a burst would leave the link to others for as long as it had it.
+                ready = [key.fileobj for key, _ in waiting.select(left_s)]
+                if ready:
+                    turn = (turn + 1) % len(ready)
+                    num_bytes += cast(socket.socket, ready[turn]).send(_CHUNK if bits_per_s is None else _PACED_CHUNK)
     except OSError as error:
         raise LabError(
             f"traffic to {target}: {error}; start the sink first: `pliant bench traffic --listen {target.port}`"

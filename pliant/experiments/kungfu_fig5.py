@@ -28,7 +28,7 @@ PAPER = {"before": 29.0, "under_interference": 19.2, "after": 26.9, "recovery": 
 SLOW = 0.8
 RECOVERED = 0.9
 SOON = 5
-"""Steps within which the throughput must be back."""
+"""Steps after the vote within which the throughput must be back."""
 VOTED = 3
 """Steps within which there must be a majority."""
 
@@ -65,6 +65,8 @@ def sizes(options: Options) -> tuple[Setting, int]:
         bits_per_s=round(published.star_bytes_per_s() * scale),
         steps=steps,
         begin_step=min(26, steps // 2),
+        # What is left must do for a host's own gradients, which a small star leaves less time for.
+        traffic_share=0.6 if options.quick else 0.7,
         timeout_s=900.0 if options.full else 200.0,
     )
     return setting, 0 if options.quick else 500
@@ -76,6 +78,7 @@ def without(setting: Setting) -> Setting:
     return Setting(
         workers=setting.workers, batch=setting.batch, kappa=setting.kappa, bits_per_s=setting.bits_per_s,
         steps=min(setting.steps, begin + 20), adapt=False, begin_step=begin, timeout_s=setting.timeout_s,
+        traffic_share=setting.traffic_share,
     )  # fmt: skip
 
 
@@ -87,8 +90,9 @@ def result_of(runs: dict[str, Trial], options: Options) -> Json:
     remarks = [
         f"{setting.workers} namespaces of one machine instead of 8 VMs with a K80 each; ResNet-50 paced as on a K80, "
         f"sizes divided by {setting.kappa:g}; the other traffic leaves the root's host on {setting.connections} "
-        f"connections with {setting.traffic_share:.0%} of its link, and the root's receiving is not disturbed",
-        "the topology is chosen from links that are measured at that moment, while KungFu always takes the star of rank 1",
+        f"connections with {setting.traffic_share:.0%} of its link; what the root receives is not disturbed",
+        "the topology is chosen from links that are measured at that moment, while KungFu always takes the star of rank 1; "
+        "where hosts share the sums, a step is shorter than with a star in quiet times, so more than 100% can come back",
         "full size: 8 machines with a GPU each and an outsider, experimental/adapt_strategy/adapt_strategy.py under "
         "`pliant run` on every one; --full has batches of 32 here",
     ]
@@ -111,14 +115,12 @@ def cell(name: str, trial: Trial) -> Json:
     rates, begun = trial.rates, trial.traffic_begun
     usual = quantile(rates[min(5, len(rates) // 4) : begun], 0.5)
     slow = None if begun is None else next((k for k in range(begun, len(rates)) if rates[k] < SLOW * usual), None)
-    votes = [step for step in trial.consensus if slow is not None and step > slow]
+    voted = next((step for step in trial.consensus if slow is not None and step > slow), None)
     changed = next((step for step in trial.changes if slow is not None and step > slow), None)
-    if slow is None:
-        disturbed = after = []
-    else:
-        disturbed = rates[slow:changed] if changed is not None else rates[slow:]
-        after = rates[changed + 1 :] if changed is not None else []
-    back = next((k for k, rate in enumerate(after) if rate >= RECOVERED * usual), None)
+    disturbed = rates[slow:changed] if slow is not None else []
+    after = rates[changed + 1 :] if changed is not None else []
+    since_vote = rates[voted + 1 :] if voted is not None else []
+    back = next((k for k, rate in enumerate(since_vote) if rate >= RECOVERED * usual), None)
     return {
         "run": name,
         "workers": trial.setting.workers,
@@ -128,14 +130,15 @@ def cell(name: str, trial: Trial) -> Json:
         "before": usual,
         "traffic_begun": begun,
         "slow_from": slow,
-        "steps_to_vote": votes[0] - slow if votes and slow is not None else None,
+        "steps_to_vote": voted - slow if voted is not None and slow is not None else None,
         "changed_at": changed,
         "num_changes": len(trial.changes),
         "num_alarms": len(trial.consensus),
         "decisions": trial.decisions,
+        "slower_on_links": {str(step): times for step, times in trial.compared.items()},
         "under_interference": quantile(disturbed, 0.5) if disturbed else None,
         "after": quantile(after, 0.5) if after else None,
-        "recovery": max(after[:SOON]) / usual if after else None,
+        "recovery": max(since_vote[:SOON]) / usual if since_vote else None,
         "recovery_median": quantile(after, 0.5) / usual if after else None,
         "steps_to_recovery": back + 1 if back is not None else None,
         "ours": {"median_s": trial.setting.batch / usual, "iqr_s": None},
@@ -152,10 +155,10 @@ def judge(cells: Sequence[Json]) -> list[str]:
     voted, recovery = cast("int | None", ours["steps_to_vote"]), cast("float | None", ours["recovery"])
     if voted is None or voted > VOTED:
         wrong.append(f"a majority after {voted} steps, not within {VOTED}" if voted else "no majority was reached")
-    if recovery is None:
+    if recovery is None or ours["changed_at"] is None:
         wrong.append("the topology was not changed")
     elif recovery < RECOVERED:
-        wrong.append(f"{recovery:.0%} of the throughput within {SOON} steps of the change, not {RECOVERED:.0%}")
+        wrong.append(f"{recovery:.0%} of the throughput within {SOON} steps of the vote, not {RECOVERED:.0%}")
     lasting = cast("float | None", fixed["under_interference"])
     if lasting is None or lasting > SLOW * cast(float, fixed["before"]):
         wrong.append("without adaptation it was not slower, either")

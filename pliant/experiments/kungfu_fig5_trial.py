@@ -34,6 +34,7 @@ VOTE = re.compile(r"AP:: cluster response -> (\d+)")
 CHECK = re.compile(r"MonitorStrategy:: Checking Throughput = ([\d.]+) MiB/s, reff= ([\d.]+) MiB/s")
 CONSENSUS = "AP:: cluster reached consensus"
 CHANGED = "Interference detected."
+COMPARED = re.compile(r"AP:: \S+ takes ([\d.]+) x as long")
 DECIDED = re.compile(r"policy Interference: (.*)")
 
 
@@ -73,6 +74,8 @@ class Trial:
     changes: list[int] = field(default_factory=list)
     """Steps after which the topology was another."""
     decisions: list[str] = field(default_factory=list)
+    compared: dict[int, float] = field(default_factory=dict)
+    """How much longer the topology of then would take on the links of then than in quiet times."""
     traffic_begun: int | None = None
     """The step under way when the traffic was there."""
     lines: list[str] = field(default_factory=list)
@@ -92,6 +95,8 @@ class Trial:
             self.changes.append(step)
         elif found := DECIDED.search(line):
             self.decisions.append(found[1])
+        elif found := COMPARED.search(line):
+            self.compared[step] = float(found[1])
         else:
             return
         self.lines.append(line)

@@ -8,6 +8,7 @@ and another topology is clearly better on what they carry, is it changed: a busy
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import median
 
 from pliant.comm import choice
 from pliant.comm.choice import Network
@@ -28,7 +29,7 @@ DEGRADED = 1.4
 """The network is at fault if the present topology would take so much longer on it than in quiet times."""
 REMEMBERED = 5
 """Measurements of quiet links, of which the median is taken."""
-LEAST_WAIT, MOST_WAIT = 10, 160
+LEAST_WAIT, MOST_WAIT = 4, 160
 """Steps until the next alarm is heard, after one that has changed nothing; twice as many each time."""
 MOST_RECHECK = 800
 MIB = 1 << 20
@@ -180,7 +181,7 @@ class Interference(Policy):
             f"{votes} of {len(rates)} workers below {self.threshold:g} of their usual throughput "
             f"({median(rates) / MIB:.1f} of {median(reference) / MIB:.1f} MiB/s)"
         )
-        return 2 * votes > len(rates)
+        return bool(2 * votes > len(rates))
 
     def _try(self, seen: Observation, rates: Sequence[float]) -> SetTopology | None:
         """Take a change back that has made things worse."""
@@ -301,9 +302,3 @@ def _written(strategy: str) -> str | tuple[int, ...]:
     """As a decision has it: a name, or fathers."""
     parsed = choice.parse(strategy)
     return parsed.forest or parsed.name
-
-
-def median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
