@@ -87,7 +87,8 @@ def test_one_replica_alone_learns_from_two_steps(seed: int) -> None:
     before = _gradients(draw, 8, 1)[0]
     for _ in range(STEPS):
         after = _gradients(draw, 8, 1)[0]
-        noise.update_pair(float(before @ before), float(after @ after), float(before @ after), 8)
+        both = (before + after) / 2
+        noise.update(float(before @ before + after @ after) / 2, float(both @ both), 8, 2)
         before = after
         assert noise.value is None or math.isfinite(noise.value)
     assert noise.value == pytest.approx(TRUTH, rel=0.25)

@@ -31,6 +31,9 @@ from torch import Tensor, nn
 from pliant.experiments.images import BATCH_SIZE, NUM_TRAIN, from_scikit_learn, load
 
 SEED = 2027
+KEPT: list[nn.Module] = []
+"""DDP models, until the process ends: dropping one right after a step may hang, as its destructor waits for gloo's thread with
+Python's lock held, which that thread may want (torch 2.13)."""
 
 
 # --- data and model ---
@@ -199,6 +202,7 @@ def train_ddp(rank: int, task: Task, store: str) -> None:
     dataset, *held_out = load_split(task.data)
     plain, optimizer = build()
     model = DistributedDataParallel(plain)
+    KEPT.append(model)
     sampler: DistributedSampler[int] = DistributedSampler(dataset)  # type: ignore[arg-type]
     loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(dataset, BATCH_SIZE, sampler=sampler)  # type: ignore[arg-type]
     seed_all(SEED + rank)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 UNLIKE = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 """What stands for a machine of another kind: kernels for another set of vector instructions."""
+KEPT: list[Any] = []
+"""DDP models, until the process ends (see `digits.KEPT`)."""
 HOLD_S = 120.0
 """How long a step may wait for newcomers to be ready."""
 

@@ -34,11 +34,6 @@ class NoiseScale:
         self._sqr.update((whole * big - batch * small) / (whole - batch))
         self._var.update((small - big) / (1 / batch - 1 / whole))
 
-    def update_pair(self, before: float, after: float, product: float, batch: float) -> None:
-        """One replica alone: the squares of the gradients of two successive steps, and their inner product. The two take
-        the parts of two replicas; that the parameters have moved a little between them is neglected."""
-        self.update((before + after) / 2, (before + after + 2 * product) / 4, batch, 2)
-
     @property
     def count(self) -> int:
         """Measurements so far."""

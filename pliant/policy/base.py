@@ -55,7 +55,8 @@ class Policy:
 
 
 class Policies:
-    """Several policies as one. The first to decide on something (batch size, workers, ...) has it in that step.
+    """Several policies as one. The first that is asked and decides on something (batch size, workers, ...) has it; a later
+    hook of the same step may still change it.
 
     Hooks named `after_...` are called in reverse, so that policies enclose each other.
     """

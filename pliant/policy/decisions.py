@@ -125,7 +125,7 @@ def maths_decisions(path: str) -> dict[int, list[Decision]]:
     """
     found: dict[int, dict[str, Decision]] = {}
     facts = record.read(path)
-    if not any(fact.kind == "start" for fact in facts):
+    if not any(fact.kind in ("start", "resumed") for fact in facts):
         raise ConfigError(f"record {path}: no run begins in it; give a file that `--record` has written")
     for fact in facts:
         if fact.kind == "start":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 from pliant.errors import ConfigError
@@ -13,7 +14,7 @@ from pliant.policy.base import Policy
 from pliant.policy.batch_size import LAG, CappedAverage, LearningRate
 from pliant.policy.decisions import MOST_BATCH, Decision, SetBatchSize
 from pliant.policy.observation import Observation
-from pliant.policy.size import Wish, median, next_size
+from pliant.policy.size import Wish, next_size
 
 MOST_QUIET = 8
 """Intervals between two looks at most, where nothing changes: each costs a fit."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
 
 from pliant.errors import ConfigError
@@ -58,12 +59,6 @@ class Rate:
         # From the middle half of the values: a hiccup, however long, is one value.
         spread = 1.4826 * median([abs(rate - middle) for rate in rates])
         return cls(workers, middle, 1.2533 * spread / math.sqrt(len(rates)))
-
-
-def median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    half = len(ordered) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 @dataclass(slots=True)

@@ -250,7 +250,7 @@ class Adaptation:
             agreed += [("replay", decision) for decision in self._replayed.get(at.step, ())]
         # What needs nobody else comes first: a worker lost in the rest must not leave the others with different maths.
         refused = set()
-        for name, decision in sorted(agreed, key=lambda each: ORDER.index(each[1].kind)):
+        for name, decision in sorted(agreed, key=lambda each: _place(each[1])):
             if decision.is_maths and name in refused:
                 continue  # a learning rate for a batch that cannot be
             if not self._do(name, decision, at):
@@ -440,8 +440,14 @@ class Adaptation:
         if self.monitor is not None and state["monitor"]:
             self.monitor.load_state_dict(state["monitor"])
         if state["batch_size"] != self.batch_size:
+            if self.resumed_at is not None:
+                self._say(f"going on with the checkpoint's batch size, {state['batch_size']}, not {self.batch_size}")
             self._subject.use_batch_size(state["batch_size"])
             self.batch_size = state["batch_size"]
+
+
+def _place(decision: Decision) -> int:
+    return ORDER.index(decision.kind) if decision.kind in ORDER else len(ORDER)
 
 
 def _summary(decision: Decision) -> str:

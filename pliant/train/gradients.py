@@ -276,10 +276,11 @@ class Gradients:
         """A step begins: have it looked at, if it is due."""
         self._probing = self.probe is not None and self.probe.begin(step)
 
-    def took(self, samples: int) -> None:
-        """Of how many samples the gradients were that a replica has just handed in."""
-        if self.probe is not None:
-            self.probe.took(samples)
+    def took(self, samples: int, scale: Callable[[], float] = lambda: 1.0) -> None:
+        """A replica is about to compute on so many samples in all; `scale` says what its loss will be multiplied with."""
+        if self._probing:
+            assert self.probe is not None
+            self.probe.took(samples, scale())
 
     def _show(self, index: int, flats: torch.Tensor) -> None:
         """Have the probe look at a parameter's gradient in a bucket's tensor."""
@@ -340,11 +341,6 @@ class Gradients:
     def rest(self) -> None:
         """No replica has its turn."""
         self._resting = True
-
-    @property
-    def turn_done(self) -> bool:
-        """Whether the replica whose turn it is has handed in all its gradients."""
-        return not self._expecting
 
     def _caught(self, index: int, parameter: torch.nn.Parameter) -> None:
         """A gradient is complete. Called for every parameter of every replica, so it does the least it can."""

@@ -80,8 +80,8 @@ def _rates_times(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[No
     if factor == 1.0:
         yield
         return
-    own = [group["lr"] for group in optimizer.param_groups if "lr" in group]
-    groups = [group for group in optimizer.param_groups if "lr" in group]
+    groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
+    own = [group["lr"] for group in groups]
     for group, rate in zip(groups, own, strict=True):
         group["lr"] = rate * factor
     try:

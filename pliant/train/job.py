@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import hashlib
 import logging
+import math
 import signal
 import sys
 import threading
@@ -338,6 +339,7 @@ class Job:
                 variance=monitors.get("variance", 0),
             )
         trainer.adaptation = Adaptation(self._adapting, trainer, options.batch_size, gradients.probe, self._say)
+        trainer.loss_scale = self._loss_scale
         self._show(trainer)
         self._member.max_members = None if follows_view else num_replicas
         self._settling = Settling(
@@ -345,7 +347,8 @@ class Job:
             trainer,
             self._tracked,
             _program_of(None if follows_view else num_replicas, parameters, len(dataset), options.batch_size)
-            + (f", {averaging.describe()}" if averaging is not None else ""),
+            + (f", {averaging.describe()}" if averaging is not None else "")
+            + f", {self._adapting}",
             determinism.fingerprint(device),
             self._level,
             self._start_fresh,
@@ -364,6 +367,10 @@ class Job:
         self._stack.callback(guards.guard_scalers(self._tracked, lambda: self._trainer))
         self._loader = Loader(self)
         return model, optimizer, self._loader
+
+    def _loss_scale(self) -> float:
+        scalers = [thing for thing in self._tracked.values() if isinstance(thing, torch.amp.GradScaler)]
+        return math.prod(scaler.get_scale() for scaler in scalers)
 
     def _show(self, trainer: Trainer) -> None:
         """Let others see how the job goes, as far as somebody has asked for it."""

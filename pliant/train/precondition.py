@@ -54,7 +54,8 @@ class Denominators:
         dense = squares.stride() == parameter.stride()
         flat = squares.as_strided((squares.numel(),), (1,)) if dense else squares.reshape(-1)
         found: torch.Tensor = (flat.to(like) / correction).sqrt_().add_(group["eps"])
-        return found
+        # What has never had a gradient would be divided by eps alone, and nothing else would count beside it.
+        return found.masked_fill_(flat == 0, torch.inf)
 
 
 def _is_adam(optimizer: torch.optim.Optimizer) -> bool:

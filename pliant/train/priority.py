@@ -156,11 +156,11 @@ class Crossing:
     on_lost: Callable[[CommError], None] = lambda _: None
     """Told when a sum will never come; returns if the step can be done again."""
     on_whole: Callable[[], None] = lambda: None
+    """Told when all sums of the step are here."""
     watched: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
     """Put around waits, for whoever looks for stalls."""
     on_sum: Callable[[int], None] = lambda _: None
     """Told that a parameter's sum is here, before anything is made of it."""
-    """Told when all sums of the step are here."""
     waits: Waits = field(default_factory=Waits)
     order: list[int] = field(default_factory=list)
     """In which order the parameters were used, in a forward that was observed."""

@@ -30,10 +30,10 @@ CHUNK = 1 << 15
 """Elements whose squares are added in the gradients' own precision: so many that no more than one thread does it."""
 _ONE = 1 << 149
 """The integers count in the least number that a float32 can be."""
-NEVER = (-2, 0.0)
+NEVER = (-2, 0.0, 1.0)
 """The step before none."""
-_ROW = struct.Struct("<qd?48s48s?3d")
-"""The step and the batch of a replica; whether there are squares, of the replicas and of the sum; whether there is
+_ROW = struct.Struct("<qdd?48s48s?3d")
+"""The step, the batch of a replica and the scale of its loss; whether there are squares, of the replicas and of the sum; whether there is
 a variance, in three numbers."""
 
 
@@ -45,6 +45,8 @@ class Sample:
     batch: float
     noise: bool
     variance: bool
+    scale: float = 1.0
+    """What a gradient scaler has multiplied the loss with."""
     parts: list[torch.Tensor] = field(default_factory=list)
     """Norms of pieces of the replicas' gradients."""
     sums: list[torch.Tensor] = field(default_factory=list)
@@ -90,7 +92,6 @@ class GradientProbe:
         """The number of each parameter's first chunk: they are dealt to the workers in turn."""
         self._dispersion = Dispersion(self._offsets)
         self._rank, self._size, self._replicas = 0, 1, 1
-        self._step = -1
         self._filling: Sample | None = None
         """Of the step in progress."""
         self._awaiting: Sample | None = None
@@ -115,7 +116,6 @@ class GradientProbe:
 
     def begin(self, step: int) -> bool:
         """A step begins; whether it is looked at."""
-        self._step = step
         noise = self._is_due(step, self.noise_interval)
         if self._replicas == 1 and self.noise_interval:
             noise = noise or self._is_due(step + 1, self.noise_interval)  # the first of a pair
@@ -129,11 +129,10 @@ class GradientProbe:
     def _is_due(step: int, interval: int) -> bool:
         return interval > 0 and step % interval == 0
 
-    def took(self, samples: float) -> None:
-        """Each replica's gradient of the step in progress is a mean over so many samples. The last one's count."""
-        for sample in (self._filling, self._awaiting, self._done):
-            if sample is not None and sample.step == self._step:
-                sample.batch = samples
+    def took(self, samples: float, scale: float = 1.0) -> None:
+        """The gradient that a replica computes now is `scale` times a mean over so many samples."""
+        if self._filling is not None:
+            self._filling.batch, self._filling.scale = samples, scale
 
     # --- what is shown ---
 
@@ -250,13 +249,14 @@ class GradientProbe:
         """What this worker has found about the last step that was looked at, and not told yet."""
         sample = self._told = self._done
         if sample is None:
-            return _ROW.pack(-1, 0.0, False, b"", b"", False, 0.0, 0.0, 0.0)
+            return _ROW.pack(-1, 0.0, 1.0, False, b"", b"", False, 0.0, 0.0, 0.0)
         squares = self._squares(sample) if sample.noise and sample.known else None
         spread = self._dispersion.shares(sample.step) if sample.variance else None
         small, big = squares or (0, 0)
         return _ROW.pack(
             sample.step,
             sample.batch,
+            sample.scale,
             squares is not None,
             small.to_bytes(48, "little"),
             big.to_bytes(48, "little"),
@@ -273,8 +273,8 @@ class GradientProbe:
 
     def _pair(self, sample: Sample) -> tuple[int, int] | None:
         """One replica alone: this step and the one before, in the parts of two."""
-        at, self._previous_at = self._previous_at, (sample.step, sample.batch)
-        if at != (sample.step - 1, sample.batch):
+        at, self._previous_at = self._previous_at, (sample.step, sample.batch, sample.scale)
+        if at != (sample.step - 1, sample.batch, sample.scale):
             return None
         before, after, change = (_integer(norms) for norms in (sample.before, sample.parts, sample.differences))
         if before is None or after is None or change is None:
@@ -288,16 +288,17 @@ class GradientProbe:
         told = [_ROW.unpack(row[: _ROW.size]) for row in rows]
         if self._done is self._told:
             self._done = None
-        step, batch = told[0][:2]
-        if step < 0 or any(each[:2] != (step, batch) for each in told):
+        step, batch, scale = told[0][:3]
+        if step < 0 or any(each[:3] != (step, batch, scale) for each in told):
             return
-        if all(each[2] for each in told):
+        if all(each[3] for each in told):
             replicas = max(2, self._replicas)
-            small, big = (sum(int.from_bytes(each[place], "little") for each in told) for place in (3, 4))
+            small, big = (sum(int.from_bytes(each[place], "little") for each in told) for place in (4, 5))
             # Parts are divided by N, so the mean of N squares is N times the sum of theirs.
-            self.noise.update(small * replicas / _ONE, big / _ONE, batch, replicas)
-        if all(each[5] for each in told):
-            self.variance.update(self._dispersion.merge([each[6:9] for each in told]))
+            self.noise.update(small * replicas / _ONE / scale**2, big / _ONE / scale**2, batch, replicas)
+        if all(each[6] for each in told):
+            norms = self._dispersion.merge([each[7:10] for each in told])
+            self.variance.update([norm / scale**2 for norm in norms])
 
     def figures(self) -> dict[str, float | None]:
         """What is known now."""

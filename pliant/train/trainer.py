@@ -181,8 +181,8 @@ class Trainer:
         crossing.on_lost, crossing.on_whole = self.tear, self._whole
         crossing.on_sum = gradients.sum_is_here
         self.tuner = tuner
-        self._samples = 0
-        """That the replica whose turn it is has taken in this step."""
+        self.loss_scale: Callable[[], float] = lambda: 1.0
+        """What gradient scalers multiply the loss with."""
         self.averaging: Averaging | None = None
         """The optimizer, where it averages models in place of gradients."""
         self._begun = 0
@@ -404,7 +404,7 @@ class Trainer:
         rng.restore(context.random, self.parts.device)
         self._load_buffers(context)
         self.gradients.begin_turn(slot)
-        self._samples = 0
+        taken = 0
         while not turn.done and self.torn is None:
             samples = self.parts.feeder.next_size(replica)
             try:
@@ -416,7 +416,8 @@ class Trainer:
             self._end_change()
             self._measuring.turn_began_s = time.monotonic()
             self._measuring.waited_s = self.crossing.waits.seconds
-            self._samples += samples
+            taken += samples
+            self.gradients.took(taken, self.loss_scale)
             yield batch
         return True
 
@@ -440,7 +441,6 @@ class Trainer:
         if turn is None:
             raise TrainError("a summed backward outside of the loader's loop: call it on a batch that the loader gave")
         turn.done = True
-        self.gradients.took(self._samples)
         self._end_measuring_turn()
         own = b"" if self.parts.sync_buffers else bytes(self.buffers.pack(self.buffers.save()).numpy())
         context = Context(rng.capture(self.parts.device), self.parts.feeder.stream(turn.replica), own)
@@ -520,18 +520,19 @@ class Trainer:
             order = engine.broadcast("order", torch.tensor(mine, dtype=torch.int32), root, priority=FIRST)
         began_s = time.monotonic()
         awaited = self.gradients.under_way() if self.gradients.crosses else None
-        if awaited is None:
-            self.gradients.wait()
-        if self.averaging is not None:
-            self.averaging.wait()
-        if buffers is not None:
-            found = buffers.wait()
-            if self._new_buffers is None and found is not None:
-                self._new_buffers = self.buffers.unpack(found)
-        if order is not None:
-            told = order.wait()
-            self._new_order = told.tolist() if told is not None else None
-        rows = row.wait()
+        with self.watched(f"the sums of step {self.progress.step}"):
+            if awaited is None:
+                self.gradients.wait()
+            if self.averaging is not None:
+                self.averaging.wait()
+            if buffers is not None:
+                found = buffers.wait()
+                if self._new_buffers is None and found is not None:
+                    self._new_buffers = self.buffers.unpack(found)
+            if order is not None:
+                told = order.wait()
+                self._new_order = told.tolist() if told is not None else None
+            rows = row.wait()
         assert rows is not None, "an all_gather has a result on every rank"
         self._read_rows(rows)
         ended_s = time.monotonic()

@@ -74,6 +74,8 @@ TOGETHER: dict[int, list[Run]] = {
     6: [("conv", 3, ())],
 }
 """By N: what is run in one go as soon as some of it is asked for."""
+KEPT: list[DistributedDataParallel] = []
+"""Until the process ends: dropping one right after a step may hang (see `pliant.experiments.digits.KEPT`)."""
 _known: dict[tuple[int, Run], tuple[Step, ...]] = {}
 
 
@@ -134,6 +136,7 @@ def _loop(rank: int, program: Program, epochs: int, restarts: tuple[int, ...]) -
                 steps.append((state, tuple(losses), tuple(samples)))
                 losses.clear()
                 samples.clear()
+    KEPT.append(model)
     return steps
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gang import gang, run
-from golden import Step
+from golden import KEPT, Step
 from programs import build, digest, may_have_children, one_batch, seed_all
 from subject import ALL, Task, compare, new_workers, spec_of, staged, view_of
 from torch.nn.parallel import DistributedDataParallel
@@ -50,10 +50,7 @@ def _ddp(rank: int, store: str, name: str, changes: Changes) -> RankSteps:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     may_have_children()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=REPLICAS)
-    try:
-        return _ddp_steps(rank, name, changes)
-    finally:
-        dist.destroy_process_group()  # when the model is gone: it may hang otherwise
+    return _ddp_steps(rank, name, changes)
 
 
 def _step_with(optimizer: torch.optim.Optimizer, factor: list[float]) -> None:
@@ -75,6 +72,7 @@ def _step_with(optimizer: torch.optim.Optimizer, factor: list[float]) -> None:
 def _ddp_steps(rank: int, name: str, changes: Changes) -> RankSteps:
     program = build(name)
     model = DistributedDataParallel(program.model, **program.wrapping)
+    KEPT.append(model)
     if program.seed is not None:
         seed_all(program.seed + rank)
     batch_size, factor = program.loading["batch_size"], [1.0]

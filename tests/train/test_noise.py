@@ -94,8 +94,8 @@ def _worker(
         for slot in range(placed[engine.rank]):
             optimizer.zero_grad()
             gradients.begin_turn(slot)
-            _backward(model, step, begin + slot)
             gradients.took(BATCH)
+            _backward(model, step, begin + slot)
         row = engine.all_gather("row", torch.frombuffer(bytearray(probe.row()), dtype=torch.uint8))
         if gradients.crosses:
             for awaited in gradients.under_way():
