@@ -1,6 +1,6 @@
 """The training program of KungFu's figure 4: four replicas whose batch size is fixed, or follows the gradient's noise.
 
-    pliant run -np 2 --policy grow-batch-size adaptive_batch.py --batch 8 --epochs 30
+    pliant run -np 2 --policy grow-batch-size adaptive_batch.py --batch 4 --epochs 80
 
 Which of both is not its business: policies come from `pliant run`. By default it trains a small convolutional net on
 scikit-learn's digits, moved and made noisy whenever they are read; given the paths, ResNet-56 on CIFAR-10. Each worker
@@ -110,9 +110,11 @@ def train(args: argparse.Namespace) -> None:
     model, data, images, labels, loading = build(args)
     model = model.to(args.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=args.weight_decay)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.epochs)
     place = Path(args.journal) / f"{os.getpid()}.jsonl" if args.journal else Path(os.devnull)
     with pliant.join(replicas=REPLICAS, seed=args.seed) as job, place.open("w") as journal:
         model, optimizer, loader = job.wrap(model, optimizer, data, batch_size=args.batch, seed=args.seed, **loading)
+        job.track("schedule", schedule)
         trained_s = 0.0
         for epoch in job.epochs(args.epochs):
             begin_s = time.monotonic()
@@ -124,6 +126,7 @@ def train(args: argparse.Namespace) -> None:
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
             trained_s += time.monotonic() - begin_s
+            schedule.step()
             facts: dict[str, Any] = {"epoch": epoch, "rank": job.rank, "turns": turns}
             if job.rank == 0:
                 facts |= {"time_s": trained_s, "accuracy": accuracy(model, images, labels, args.device)}
@@ -138,9 +141,9 @@ def train(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train with a batch size that policies may change.")
-    parser.add_argument("--batch", type=int, default=8, help="of each of the 4 replicas, at the start")
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--lr", type=float, default=0.03)
+    parser.add_argument("--batch", type=int, default=4, help="of each of the 4 replicas, at the start")
+    parser.add_argument("--epochs", type=int, default=80)
+    parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--weight-decay", type=float, default=2e-4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cpu")

@@ -28,6 +28,8 @@ MODES = ("small", "large", "adaptive")
 COLOURS = {"small": "tab:orange", "large": "tab:red", "adaptive": "tab:blue"}
 GROWTH = 32
 """The large batch over the small one: 1024 over 32 in the paper."""
+THRESHOLD = 4
+"""The noise scale over the batch that it allows. With a fixed number of epochs, larger batches are less training."""
 LAST = 5
 """Epochs that an accuracy is the mean of: that of one epoch goes up and down."""
 WITHIN, LESS_TIME = 0.005, 0.20
@@ -119,9 +121,9 @@ def run(options: Options) -> Json:
 
 
 def _setting(options: Options) -> Setting:
-    epochs = options.choose_steps(quick=8, usual=60, full=200)
+    epochs = options.choose_steps(quick=4, usual=80, full=200)
     if not options.data:
-        return Setting(batch=8, epochs=epochs, lr=0.03, workers=2, words=())
+        return Setting(batch=4, epochs=epochs, lr=0.02, workers=2, words=())
     epochs = options.choose_steps(quick=1, usual=60, full=200)
     words = ("--cifar", options.data, "--device", options.where, "--weight-decay", "2e-4")
     # The artifact's rate for 32 samples of each of 4 workers.
@@ -142,7 +144,7 @@ def _train(mode: str, seed: int, setting: Setting, words: Sequence[str], folder:
         str(setting.workers),
     ]
     if mode == "adaptive":
-        command += ["--policy", f"grow-batch-size:max_batch={setting.batch * GROWTH}"]
+        command += ["--policy", f"grow-batch-size:threshold={THRESHOLD},max_batch={setting.batch * GROWTH}"]
     named = {"--batch": batch, "--epochs": setting.epochs, "--lr": setting.lr, "--seed": seed, "--journal": journal}
     command += [sys.executable, str(PROGRAM), *(str(word) for pair in named.items() for word in pair)]
     environ = trials.environment(trials.Task(model=NAME, steps=0), pinned=False)
