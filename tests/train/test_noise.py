@@ -127,6 +127,11 @@ def _run(
         return [future.result(timeout=30) for future in futures]
 
 
+def _denominators(squares: np.ndarray, steps: float) -> np.ndarray:
+    """Adam's; infinite for what has never had a gradient, which shall not count."""
+    return np.where(squares == 0, np.inf, np.sqrt(squares / (1 - 0.999**steps)) + 1e-8)
+
+
 def _truth(replicas: int, steps: int, optimizer: Any = None) -> list[tuple[list[list[np.ndarray]], list[np.ndarray]]]:
     """Each step's gradients of each replica, and what Adam would divide them by."""
     model = _net()
@@ -135,7 +140,7 @@ def _truth(replicas: int, steps: int, optimizer: Any = None) -> list[tuple[list[
     for step in range(steps):
         each: list[list[np.ndarray]] = []
         under = [
-            (state["exp_avg_sq"].double() / (1 - 0.999 ** float(state["step"]))).sqrt().numpy() + 1e-8
+            _denominators(state["exp_avg_sq"].double().numpy(), float(state["step"]))
             if (state := used.state.get(parameter))
             else np.ones(())
             for parameter in model.parameters()
