@@ -54,7 +54,7 @@ def run(options: Options) -> Json:
 def sizes(options: Options) -> tuple[Setting, int]:
     """The run with adaptation, and how many quiet steps there are."""
     workers, batch, kappa = (4, 4, 160.0) if options.quick else (8, 32, 40.0) if options.full else (8, 8, 160.0)
-    steps = options.choose_steps(quick=48, usual=70, full=100)
+    steps = options.choose_steps(quick=42, usual=70, full=100)
     # The published root's link, as slow as the gradients are small and as fast as the steps are short. A smaller star has
     # a smaller share of its traffic at the root.
     scale = 8 / kappa * published.BATCH / batch * (workers - 1) / (published.STAR_NODES - 1)
@@ -64,7 +64,7 @@ def sizes(options: Options) -> tuple[Setting, int]:
         kappa=kappa,
         bits_per_s=round(published.star_bytes_per_s() * scale),
         steps=steps,
-        begin_step=min(26, steps // 2),
+        begin_step=min(22 if options.quick else 26, steps // 2),
         # What is left must do for a host's own gradients, which a small star leaves less time for.
         traffic_share=0.6 if options.quick else 0.7,
         timeout_s=900.0 if options.full else 200.0,
@@ -77,7 +77,7 @@ def without(setting: Setting) -> Setting:
     begin = setting.begin_step or 0
     return Setting(
         workers=setting.workers, batch=setting.batch, kappa=setting.kappa, bits_per_s=setting.bits_per_s,
-        steps=min(setting.steps, begin + 20), adapt=False, begin_step=begin, timeout_s=setting.timeout_s,
+        steps=min(setting.steps, begin + 16), adapt=False, begin_step=begin, timeout_s=setting.timeout_s,
         traffic_share=setting.traffic_share,
     )  # fmt: skip
 
