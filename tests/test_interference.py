@@ -243,6 +243,23 @@ def test_the_choice_survives_a_resize() -> None:
     assert cluster.strategy == "STAR"
 
 
+@pytest.mark.parametrize("wait", [1, 2, 3, 4])
+def test_workers_may_change_at_any_moment(wait: int) -> None:
+    cluster = Cluster(Interference(), letters(4))
+    cluster.run(30)
+    cluster.egress = {"h0": 0.4}
+    cluster.run(wait)
+    agreed = cluster.pending
+    cluster.resize(letters(6))
+    cluster.pending = agreed  # what was decided in the old view may still be done in the new one
+    cluster.run(30)
+    assert cluster.policy._asked == ""
+    cluster.egress = {"h0": 0.15}
+    cluster.run(12)
+    roots = {tree.root for tree in choice.parse(cluster.strategy).topologies(cluster.hosts, True)}
+    assert 0 not in roots
+
+
 def test_new_workers_while_all_is_well_change_nothing() -> None:
     cluster = Cluster(Interference(), letters(4))
     cluster.run(30)

@@ -106,15 +106,16 @@ class Interference(Policy):
     def after_step(self, seen: Observation) -> Answer:
         if len({worker.host for worker in seen.workers}) < 2:
             return None
+        names = [worker.name for worker in seen.workers]
+        are_others = seen.view != self._view or names != self._workers
         if seen.link_rates is not None:
-            return self._judge(seen) if self._asked else None
+            return self._judge(seen) if self._asked and not are_others else None
+        if are_others:
+            return self._enter(seen, names)
         if self._asked == "first":
             return self._probe(seen, "second", self._why)
         if self._asked and seen.step > self._asked_step + SETTLING:
-            self._asked = ""  # the measurement fell victim to a change of workers
-        names = [worker.name for worker in seen.workers]
-        if seen.view != self._view or names != self._workers:
-            return self._enter(seen, names)
+            self._asked = ""  # the measurement fell victim to something
         if seen.strategy != self._strategy or seen.batch_size != self._batch:
             self._learn_anew(seen)
             if self._strategy not in (self._chosen, self._launch):
