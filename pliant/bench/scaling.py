@@ -145,8 +145,14 @@ class Sweep:
         return next((run for run in self.runs if run.nodes == nodes and run.side == side), None)
 
 
-def run(options: ScalingOptions, progress: Progress = lambda text: None) -> Sweep:
+def run(
+    options: ScalingOptions,
+    progress: Progress = lambda text: None,
+    finished: Callable[[Sweep, int], None] = lambda sweep, nodes: None,
+) -> Sweep:
     """Hold the contests. Everything started is gone afterwards.
+
+    `finished` is told after each number of hosts, so that what was measured is not lost if the rest never ends.
 
     Raises:
         LabError: no lab can be made here.
@@ -160,6 +166,7 @@ def run(options: ScalingOptions, progress: Progress = lambda text: None) -> Swee
             for host in range(nodes):
                 _deepen(lab, host, bits_per_s)
             _at_size(Stage(options, lab, folder), sweep, cleanup, progress)
+        finished(sweep, nodes)
     sweep.remarks = list(dict.fromkeys(sweep.remarks))
     return sweep
 

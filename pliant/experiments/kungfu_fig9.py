@@ -56,8 +56,15 @@ def run(options: Options) -> Json:
             repeat=1 if options.quick else 5 if options.full else 2,
             warmup=10 if options.full else 3,
         )
-        sweeps.append(scaling.run(asked, options.say))
+        sweeps.append(scaling.run(asked, options.say, lambda sweep, nodes: _tell(sweep, nodes, options)))
     return result_of(sweeps, options)
+
+
+def _tell(sweep: Sweep, nodes: int, options: Options) -> None:
+    """The artifact's lines of one number of hosts."""
+    for each in sweep.runs:
+        if each.nodes == nodes:
+            options.say(result_line(cell(sweep, each)) or each.failure)
 
 
 def result_of(sweeps: Sequence[Sweep], options: Options) -> Json:
@@ -65,8 +72,6 @@ def result_of(sweeps: Sequence[Sweep], options: Options) -> Json:
     cores = num_cores()
     cells = [cell(sweep, run) for sweep in sweeps for run in sweep.runs]
     lines = [line for one in cells if (line := result_line(one))]
-    for line in lines:
-        options.say(line)
     claims = {}
     for sweep in sweeps:
         most = max(sweep.options.nodes)
