@@ -50,13 +50,13 @@ def arguments() -> argparse.Namespace:
     return asked
 
 
-def workers_here() -> int:
-    """On this host."""
+def place() -> tuple[int, int]:
+    """This worker's rank, and how many workers its host has. The job itself knows its rank only when it trains."""
     try:
         spec = worker_spec()
     except NotLaunched:
-        return 1
-    return spec.view.hosts.count(spec.worker.host)
+        return 0, 1
+    return spec.view.rank_of(spec.worker), spec.view.hosts.count(spec.worker.host)
 
 
 def paced_profile(batch: int, kappa: float) -> Profile:
@@ -66,15 +66,15 @@ def paced_profile(batch: int, kappa: float) -> Profile:
 
 
 def subject(
-    asked: argparse.Namespace, job: pliant.Job, device: torch.device
+    asked: argparse.Namespace, job: pliant.Job, rank: int, device: torch.device
 ) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     """The model, and what makes its loss on the one batch that this worker has."""
     if asked.paced:
         net = PacedNet(paced_profile(asked.batch_size, asked.paced), lambda: job.sync_stats().waited_until_s)
-        samples = torch.randn(asked.batch_size, net.num_inputs, generator=torch.Generator().manual_seed(job.rank))
+        samples = torch.randn(asked.batch_size, net.num_inputs, generator=torch.Generator().manual_seed(rank))
         return net, lambda model: model(samples)
     asked.model = vision.model_name(asked.model)
-    images, labels = img_sec.batch_of(asked, device, job.rank)
+    images, labels = img_sec.batch_of(asked, device, rank)
     return img_sec.build(asked, device), lambda model: F.cross_entropy(model(images), labels)
 
 
@@ -112,21 +112,23 @@ def main() -> None:
     device = torch.device("cpu") if asked.paced else img_sec.device_of(asked)
     policy = Interference()
     job = pliant.join(policies=[policy] if asked.adapt else [])
-    img_sec.share_cores(workers_here())
-    model, loss_of = subject(asked, job, device)
+    rank, num_local = place()
+    img_sec.share_cores(num_local)
+    model, loss_of = subject(asked, job, rank, device)
     optimizer = img_sec.optimizer_of(model)
     turns = TensorDataset(torch.arange(amount.steps * amount.batch_size * job.replicas))
     capped = {"bucket_cap_mb": BUCKET_MB / asked.paced} if asked.paced else {}
     model, optimizer, loader = job.wrap(model, optimizer, turns, batch_size=amount.batch_size, **capped)
     lines = Lines(job, "/gpu:0" if device.type == "cuda" else "/cpu:0", amount.batch_size, amount.warmup)
     policy.say = lines.say
-    if job.rank == 0:
-        img_sec.say_line(f"Model: {'paced ResNet50' if asked.paced else asked.model}\nBatch size: {amount.batch_size}")
     settle = img_sec.settle_of(device)
     for _ in job.epochs(1):
         for number, _ in enumerate(loader):
             if number:
                 lines.step_done()
+            elif job.rank == 0:  # known from here on
+                model_name = "paced ResNet50" if asked.paced else asked.model
+                img_sec.say_line(f"Model: {model_name}\nBatch size: {amount.batch_size}")
             optimizer.zero_grad()
             loss_of(model).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
