@@ -132,7 +132,7 @@ class Interference(Policy):
 
     def _enter(self, seen: Observation, names: list[str]) -> Answer:
         """Other workers: they start with the strategy of the launch, and what was chosen for the old ones is no more."""
-        had_adapted = self.has_adapted
+        had_adapted = self._asked == "view" or self._chosen not in ("", self._launch)
         self._view, self._workers, self._launch = seen.view, names, seen.strategy
         self._asked, self._trial, self._chosen = "", [], ""
         self._learn_anew(seen)
