@@ -33,6 +33,11 @@ TORCH_FREE = [
     "pliant.experiments.demo",
     "pliant.launch.runner",
     "pliant.lab",
+    "pliant.sched.compare",
+    "pliant.sched.pollux",
+    "pliant.sched.schedulers",
+    "pliant.sched.simulate",
+    "pliant.sched.traces",
 ]
 
 

@@ -285,6 +285,7 @@ def adaptive(job: Job) -> None:
             job.goodput = lambda devices: goodput(app, devices, min(work.epoch, app.num_epochs - 1))
 
 
+@lru_cache(maxsize=4)  # tables do not change, and what was interpolated once is known
 def load(folder: Path) -> dict[str, Application]:
     """All applications of a folder of traces."""
     if not folder.is_dir():

@@ -19,25 +19,30 @@ class _Sized(Policy):
     elastic = True
 
     def __init__(self) -> None:
-        self._spare = False
+        self._open = False
 
     def order(self, job: Job) -> tuple[float, ...]:
         return (float(job.number),)
 
     def allocate(self, jobs: Jobs, cluster: Cluster, now: float) -> Changes:
+        self._open = False
+        running: dict[str, list[Job]] = {kind: [] for kind in cluster.counts}
         for job in jobs.running.values():
             job.sync(now)
-        self._spare = False
+            running[job.preferred].append(job)
+        changes: Changes = {}
         sizes: dict[str, int] = {}
         chosen: list[Job] = []
-        for kind in cluster.counts:
+        for kind, there in running.items():
             devices = cluster.available(kind)
-            served = self._served(jobs, kind, devices)
-            self._spare |= 0 < len(served) < devices
+            if len(there) == devices:
+                continue  # one each: there is nothing to decide, however many wait
+            served = self._served(jobs, there, kind, devices)
             sizes |= self._sizes(served, devices, now)
+            self._open |= len(served) < devices and self._may_change(served, sizes, devices)
             chosen += served
-        names = {job.name for job in chosen}
-        changes: Changes = {name: {} for name in jobs.running if name not in names}
+            names = {job.name for job in served}
+            changes |= {job.name: {} for job in there if job.name not in names}
         # Small jobs are placed first: they fit anywhere, and large ones span nodes in any case.
         for job in sorted(chosen, key=lambda each: (sizes[each.name], each.number)):
             if job.num_devices() != sizes[job.name]:
@@ -45,15 +50,18 @@ class _Sized(Policy):
         return changes
 
     def wakes_s(self, jobs: Jobs, now: float) -> float:
-        """At once, while some job has more than one device: what a device is worth changes as jobs go on."""
-        return now if self._spare else math.inf
+        """At once, while somebody has a device that another one may come to need more as they go on."""
+        return now if self._open else math.inf
 
-    def _served(self, jobs: Jobs, kind: str, devices: int) -> list[Job]:
+    def _may_change(self, served: list[Job], sizes: dict[str, int], devices: int) -> bool:
+        """Whether the sizes depend on how far the jobs are. Not where devices are left: then nobody wanted more."""
+        return sum(sizes[job.name] for job in served) == devices or any(job.goodput for job in served)
+
+    def _served(self, jobs: Jobs, running: list[Job], kind: str, devices: int) -> list[Job]:
         """Those that get a device at all: first come, first served."""
         waiting: list[Job] = []
         for job in jobs.waiting(lambda each: each.preferred == kind and len(waiting) < devices):
             waiting.append(job)
-        running = [job for job in jobs.running.values() if job.preferred == kind]
         return sorted(running + waiting, key=self._precedence)[:devices]
 
     def _precedence(self, job: Job) -> tuple[float, ...]:

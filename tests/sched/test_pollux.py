@@ -1,0 +1,87 @@
+"""The published simulator of Pollux: its averages, and the rules behind them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pliant.errors import ConfigError
+from pliant.sched.compare import Setting
+from pliant.sched.outcome import summary
+from pliant.sched.pollux import Application, ProfiledWork, load, profiled_job
+from pliant.sched.traces import Trace, read
+
+PLACEMENTS = "placement,local_bsz,step_time,sync_time\n1,10,1.0,0.0\n1,20,2.0,0.0\n11,10,1.5,0.5\n11,20,2.5,0.5\n12,10,3.0,1.0\n12,20,5.0,1.0\n"
+SCALABILITY = "num_nodes,num_replicas,local_bsz,step_time,sync_time\n6,6,10,4.0,2.0\n6,6,20,6.0,2.0\n"
+ROWS = "progress,iteration,metric,grad_sqr,grad_var\n100,{0},1,1,0\n200,{1},2,1,0\n"
+
+
+@pytest.fixture
+def application(tmp_path: Path) -> Application:
+    folder = tmp_path / "toy"
+    folder.mkdir()
+    (folder / "placements.csv").write_text(PLACEMENTS)
+    (folder / "scalability.csv").write_text(SCALABILITY)
+    (folder / "validation-10.csv").write_text(ROWS.format(100, 200))
+    (folder / "validation-40.csv").write_text(ROWS.format(60, 120))
+    return load(tmp_path)["toy"]
+
+
+def test_measured_placements_are_rotated_and_interpolated(application: Application) -> None:
+    assert application.step_times((2, 1), 15) == pytest.approx((4.0, 1.0))
+    assert application.step_times((1,), 12) == pytest.approx((1.2, 0.0))
+
+
+def test_a_batch_beyond_a_device_takes_turns(application: Application) -> None:
+    assert application.split(10, 1) == (10, 1)
+    assert application.split(20, 1) == (10, 2)  # one device alone shows no noise in one turn
+    assert application.split(40, 2) == (20, 1)
+    assert application.split(40, 1) == (20, 2)
+
+
+def test_steps_between_measured_batch_sizes(application: Application) -> None:
+    assert application.iterations(25, 0) == pytest.approx(80)
+    with pytest.raises(ConfigError, match="use 10 to 40"):
+        application.around(50)
+    with pytest.raises(ConfigError, match="outside of what was measured"):
+        application.step_times((1,), 30)
+
+
+def test_epochs_end_at_whole_seconds_however_often_one_looks(application: Application) -> None:
+    def work() -> ProfiledWork:
+        job = profiled_job(application, "a", 0, 3, 30, "gpu")
+        job.give(0, {"gpu": 3}, ((0, 1), (1, 2)), 0)
+        assert isinstance(job.work, ProfiledWork)
+        return job.work
+
+    at_once = work()
+    total = at_once.left_s()
+    assert total == int(total)
+    often = work()
+    for _ in range(int(total)):
+        often.advance(1)
+    assert often.epoch == application.num_epochs
+    assert often.done == pytest.approx(1)
+    almost = work()
+    almost.advance(total - 1)
+    assert almost.epoch == application.num_epochs - 1
+
+
+def test_a_workload_needs_its_step_times() -> None:
+    with pytest.raises(ConfigError, match="--profiles"):
+        Setting(trace=Trace("pollux", ()), cluster="gpu=16x4")
+    with pytest.raises(ConfigError, match="no such folder"):
+        load(Path("nowhere"))
+
+
+@pytest.mark.parametrize(("policy", "published_s"), [("tiresias", 3469.69375), ("optimus", 5301.875)])
+def test_the_published_averages(cluster_data: Path, policy: str, published_s: float) -> None:
+    folder = cluster_data / "pollux"
+    setting = Setting(
+        trace=read(str(folder / "workload-6.csv")),
+        cluster="gpu=16x4",
+        profiles=str(folder / "traces"),
+        live_pause_s=None,
+    )
+    assert summary(setting.run(policy, live=False))["jct_mean_s"] == pytest.approx(published_s, rel=1e-9)

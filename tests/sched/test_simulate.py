@@ -1,0 +1,158 @@
+"""The simulator keeps its promises under every policy: nothing over-allocated, no work lost, every change charged."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pliant.errors import ConfigError, PliantError
+from pliant.sched.job import Job, Jobs, SteadyWork
+from pliant.sched.machines import Cluster
+from pliant.sched.outcome import in_use, summary
+from pliant.sched.planner import DeviceType, best_plan
+from pliant.sched.schedulers import POLICIES, make
+from pliant.sched.schedulers_base import Changes, Policy
+from pliant.sched.simulate import Charges, Outcome, simulate
+
+SPEEDS = {"v100": 3.0, "p100": 2.0, "t4": 1.0}
+TYPES = tuple(DeviceType(name, speed) for name, speed in SPEEDS.items())
+STEPS = 400.0
+
+
+def jobs_from(seed: int, count: int, *, guarantees: bool = False) -> list[Job]:
+    chance = random.Random(seed)
+    return [
+        Job(
+            name=f"j{number}",
+            submitted_s=round(chance.uniform(0, 2000), 1),
+            replicas=chance.choice((1, 1, 2, 3, 4, 8)),
+            types=TYPES,
+            work=SteadyWork(chance.uniform(1, STEPS)),
+            preferred=chance.choice(list(SPEEDS)),
+            mixed=chance.random() < 0.6,
+            min_devices=1 if guarantees and chance.random() < 0.3 else 0,
+        )
+        for number in range(count)
+    ]
+
+
+def run(policy: str, seed: int, count: int, cluster: dict[str, int], charges: Charges, **more: object) -> Outcome:
+    jobs = jobs_from(seed, count, guarantees=bool(more.pop("guarantees", False)))
+    return simulate(jobs, Cluster(dict(cluster)), make(policy), charges=charges, keep_history=True, **more)  # type: ignore[arg-type]
+
+
+def check(outcome: Outcome, jobs: list[Job], cluster: dict[str, int], charges: Charges) -> None:
+    """From the history alone, without the simulator's own arithmetic."""
+    by_name = {job.name: job for job in jobs}
+    assert sorted(ended.name for ended in outcome.jobs) == sorted(by_name)
+    moves: list[tuple[float, int, str, int]] = []
+    for ended in outcome.jobs:
+        job, steps, pauses, had = by_name[ended.name], 0.0, 0.0, False
+        history = outcome.history[ended.name]
+        assert history[-1] == (ended.ended_s, {})
+        for (start, held), (end, _) in itertools.pairwise(history):
+            assert start >= job.submitted_s
+            if not held:
+                had = False
+                continue
+            charged = charges.change_s if had else charges.start_s
+            had = True
+            pauses += min(charged, end - start)
+            plan = best_plan(job.replicas, job.types, tuple(held.get(kind.name, 0) for kind in job.types))
+            assert plan is not None
+            steps += max(0.0, end - start - charged) / plan.overload
+            moves += [(start, 1, kind, count) for kind, count in held.items()]
+            moves += [(end, 0, kind, -count) for kind, count in held.items()]
+        assert steps == pytest.approx(job.work.steps_left(), rel=1e-6), ended.name
+        assert ended.paused_s == pytest.approx(pauses), ended.name
+        assert ended.changes == sum(1 for _, held in history if held)
+    used = dict.fromkeys(cluster, 0)
+    for _, _, kind, change in sorted(moves):
+        used[kind] += change
+        assert used[kind] <= cluster[kind]
+    assert not any(used.values())
+
+
+clusters = st.fixed_dictionaries({"v100": st.integers(1, 6), "p100": st.integers(1, 4), "t4": st.integers(1, 4)})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(st.integers(0, 10_000), st.integers(1, 14), clusters, st.sampled_from([(30.0, 30.0), (20.0, 0.1), (0.0, 0.0)]))
+@settings(max_examples=15, deadline=None)
+def test_nothing_is_over_allocated_lost_or_free(
+    policy: str, seed: int, count: int, cluster: dict[str, int], seconds: tuple[float, float]
+) -> None:
+    charges = Charges(start_s=seconds[0], change_s=seconds[1])
+    outcome = run(policy, seed, count, cluster, charges)
+    check(outcome, jobs_from(seed, count), cluster, charges)
+    again = run(policy, seed, count, cluster, charges)
+    assert again == outcome
+
+
+@pytest.mark.parametrize("policy", ["easyscale-homo", "easyscale-heter"])
+@given(st.integers(0, 10_000), st.integers(2, 12))
+@settings(max_examples=20, deadline=None)
+def test_guarantees_and_reservations_keep_the_promises_too(policy: str, seed: int, count: int) -> None:
+    cluster, charges = {"v100": 3, "p100": 2, "t4": 2}, Charges()
+    reservations = [(300.0, {"v100": 2}), (900.0, {"v100": 3, "t4": 1}), (1500.0, {})]
+    outcome = run(policy, seed, count, cluster, charges, guarantees=True, reservations=reservations)
+    check(outcome, jobs_from(seed, count, guarantees=True), cluster, charges)
+
+
+def test_a_reservation_is_free_at_the_next_round() -> None:
+    cluster = Cluster({"v100": 4})
+    job = Job(name="a", submitted_s=0, replicas=4, types=TYPES[:1], work=SteadyWork(3000))
+    outcome = simulate(
+        [job], cluster, make("easyscale-heter"), reservations=[(300.0, {"v100": 3}), (900.0, {})], keep_history=True
+    )
+    assert outcome.history["a"][:4] == [(60, {"v100": 1}), (120, {"v100": 2}), (180, {"v100": 4}), (300, {"v100": 1})]
+    assert (960, {"v100": 2}) in outcome.history["a"] or (900, {"v100": 2}) in outcome.history["a"]
+
+
+def test_idle_time_costs_nothing() -> None:
+    jobs = [
+        Job(name=f"j{day}", submitted_s=day * 86400.0, replicas=2, types=TYPES[:1], work=SteadyWork(100))
+        for day in range(50)
+    ]
+    outcome = simulate(jobs, Cluster({"v100": 2}), make("easyscale-homo"))
+    assert outcome.rounds <= 5 * len(jobs)
+
+
+def test_one_job_at_a_time_or_as_many_as_fit() -> None:
+    def ends(policy: str) -> list[float]:
+        jobs = [Job(name=f"j{n}", submitted_s=0, replicas=2, types=TYPES[:1], work=SteadyWork(270)) for n in range(2)]
+        return [job.ended_s for job in simulate(jobs, Cluster({"v100": 4}), make(policy)).jobs]
+
+    assert ends("yarn-cs") == [180, 300]  # a round, 30 s of start, 90 s of work; the next round
+    assert ends("yarn-cs-gang") == [120, 120]
+
+
+def test_series_of_devices_in_use_has_the_same_area() -> None:
+    outcome = run("easyscale-heter", 3, 12, {"v100": 3, "p100": 2, "t4": 2}, Charges())
+    numbers, series = summary(outcome), in_use(outcome)
+    ends = [start for start, _ in series[1:]] + [numbers["makespan_s"]]
+    area = sum(mean * (end - start) for (start, mean), end in zip(series, ends, strict=True))
+    assert area / 3600 == pytest.approx(numbers["gpu_hours"])
+
+
+class Greedy(Policy):
+    name, about = "greedy", "gives everybody everything"
+
+    def allocate(self, jobs: Jobs, cluster: Cluster, now: float) -> Changes:
+        return {job.name: {"v100": 4} for job in jobs.waiting()}
+
+
+def test_a_policy_that_gives_too_much_is_found_out() -> None:
+    jobs = [Job(name=f"j{n}", submitted_s=0, replicas=4, types=TYPES[:1], work=SteadyWork(9)) for n in range(2)]
+    with pytest.raises(PliantError, match="gave 8 devices of type v100, of which there are 4"):
+        simulate(jobs, Cluster({"v100": 4}), Greedy())
+
+
+def test_jobs_that_can_never_run_are_named() -> None:
+    job = Job(name="a", submitted_s=0, replicas=1, types=TYPES, preferred="t4")
+    with pytest.raises(ConfigError, match="a prefers 't4'"):
+        simulate([job], Cluster({"v100": 4}), make("easyscale-heter"))

@@ -1,0 +1,138 @@
+"""Traces are read as they are published, and synthetic ones have Philly's statistics."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from pliant.errors import ConfigError
+from pliant.sched.compare import Setting, compare
+from pliant.sched.machines import Cluster
+from pliant.sched.outcome import quantile, summary
+from pliant.sched.schedulers import make
+from pliant.sched.simulate import simulate
+from pliant.sched.traces import Trace, read
+from pliant.sched.workloads import PHILLY_DEVICES, PHILLY_JOBS, jobs_of, synthetic
+
+PHILLY = "timestamp,duration,num_gpus,gpu_time,cluster\n2017-10-09 00:01:56,66.0,1,66.0,11cb48\n2017-10-09 00:00:56,10,8,80,ee\n"
+HELIOS = (
+    "job_id,user,vc,gpu_num,cpu_num,node_num,state,submit_time,start_time,end_time,duration\n"
+    "7,u1,vcA,8,64,1,COMPLETED,2020-04-01 00:10:00,2020-04-01 00:10:02,2020-04-01 01:10:02,3600\n"
+    "8,u1,vcA,0,4,1,COMPLETED,2020-04-01 00:11:00,2020-04-01 00:11:02,2020-04-01 00:12:02,60\n"
+)
+PAI = "job-a,worker,4,Terminated,100.0,700.0,600,29,50,T4\njob-b,worker,1,Terminated,50,60,600,29,100,P100\n"
+OPENB = (
+    "name,cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,qos,pod_phase,creation_time,deletion_time,scheduled_time\n"
+    "openb-pod-0,12000,16384,1,1000,,LS,Running,0,12537496,0\nopenb-pod-1,6000,12288,2,1000,,BE,Succeeded,100,1100,200\n"
+)
+LOG = [
+    {
+        "status": "Pass", "vc": "ee9e8c", "jobid": "application_1", "submitted_time": "2017-10-09 07:00:00", "user": "u",
+        "attempts": [
+            {"start_time": "2017-10-09 07:01:00", "end_time": "2017-10-09 07:02:00", "detail": [{"ip": "m1", "gpus": ["gpu0"]}]},
+            {"start_time": "2017-10-09 07:03:00", "end_time": "2017-10-09 07:04:30",
+             "detail": [{"ip": "m1", "gpus": ["gpu0", "gpu1"]}, {"ip": "m2", "gpus": ["gpu3", "gpu4"]}]},
+        ],
+    },
+    {"status": "Killed", "vc": "x", "jobid": "application_2", "submitted_time": "2017-10-09 06:00:00", "user": "u", "attempts": []},
+]  # fmt: skip
+
+
+def written(tmp_path: Path, text: str) -> Trace:
+    path = tmp_path / "trace"
+    path.write_text(text)
+    return read(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "first", "count"),
+    [
+        (PHILLY, "philly", ("philly-1", 0.0, 8, 10.0, "ee"), 2),
+        (json.dumps(LOG), "philly", ("application_1", 0.0, 4, 150.0, "ee9e8c"), 1),
+        (HELIOS, "helios", ("7", 0.0, 8, 3600.0, "vcA"), 1),
+        (PAI, "pai", ("job-b", 0.0, 1, 10.0, ""), 2),
+        (OPENB, "openb", ("openb-pod-0", 0.0, 1, 12537496.0, "LS"), 2),
+    ],
+    ids=["philly", "philly-log", "helios", "pai", "openb"],
+)
+def test_published_forms_are_recognised(
+    tmp_path: Path, text: str, form: str, first: tuple[str, float, int, float, str], count: int
+) -> None:
+    trace = written(tmp_path, text)
+    entry = trace.entries[0]
+    assert trace.form == form
+    assert (entry.name, entry.submitted_s, entry.devices, entry.duration_s, entry.tenant) == first
+    assert len(trace.entries) == count
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "[", "timestamp,duration,num_gpus\nx,y,z\n"])
+def test_unreadable_traces_are_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="--trace"):
+        written(tmp_path, text)
+
+
+def test_a_missing_file_and_a_wrong_word_are_refused(tmp_path: Path) -> None:
+    for source in (str(tmp_path / "none.csv"), "synthetic:many", "synthetic:0"):
+        with pytest.raises(ConfigError):
+            read(source)
+
+
+def test_synthetic_traces_have_the_statistics_of_philly() -> None:
+    entries = synthetic(20_000, seed=3)
+    assert synthetic(50, seed=3) == synthetic(50, seed=3)
+    assert synthetic(50, seed=3) != synthetic(50, seed=4)
+    durations = sorted(entry.duration_s for entry in entries)
+    for part, seconds in ((0.1, 61), (0.5, 1_144), (0.9, 11_266), (0.99, 254_884)):
+        assert quantile(durations, part) == pytest.approx(seconds, rel=0.15)
+    sizes = Counter(entry.devices for entry in entries)
+    assert sizes[1] / len(entries) == pytest.approx(PHILLY_DEVICES[1] / sum(PHILLY_DEVICES.values()), abs=0.01)
+    assert max(entry.submitted_s for entry in entries) <= 15 * 7 * 86400
+    # The published sizes miss 23 of all jobs.
+    assert sum(PHILLY_DEVICES.values()) == PHILLY_JOBS - 23
+
+
+def test_unknown_devices_need_a_speed() -> None:
+    entries, cluster = synthetic(5), Cluster({"g2": 4})
+    with pytest.raises(ConfigError, match="--speed g2="):
+        jobs_of(entries, cluster)
+    assert all(job.types[0].speed == 2.5 for job in jobs_of(entries, cluster, speeds={"g2": 2.5}))
+
+
+def test_a_recorded_duration_is_that_on_the_preferred_type() -> None:
+    cluster = Cluster({"v100": 8, "p100": 8, "t4": 8})
+    jobs = jobs_of(synthetic(200, seed=1), cluster)
+    for job, entry in zip(jobs, synthetic(200, seed=1), strict=True):
+        job.give(0, {job.preferred: job.replicas}, (), 0)
+        assert job.ends_s() == pytest.approx(entry.duration_s)
+
+
+def test_policies_can_be_compared_in_processes_of_their_own() -> None:
+    setting = Setting(trace=read("synthetic:30:0.1", seed=2), cluster="v100=4,t4=4")
+    alone = compare(["yarn-cs-gang", "easyscale-heter"], setting, processes=1)
+    beside = compare(["yarn-cs-gang", "easyscale-heter"], setting, processes=2)
+    assert list(alone) == list(beside)
+    assert alone == beside
+    restart, live = (alone[run] for run in alone if run.policy == "easyscale-heter")
+    assert summary(live)["paused_hours"] < summary(restart)["paused_hours"]
+
+
+def test_the_published_job_list_gives_the_published_order(cluster_data: Path) -> None:
+    """8905 / 1071 / 677 s and 16560 / 6720 / 6000 s in the paper, with step times that were never published."""
+    trace = read(str(cluster_data / "easyscale" / "test.csv"))
+    assert len(trace.entries) == 62
+    found = []
+    for policy in ("yarn-cs", "easyscale-homo", "easyscale-heter"):
+        cluster = Cluster({"v100": 32, "p100": 16, "t4": 16})
+        found.append(summary(simulate(jobs_of(trace.entries, cluster), cluster, make(policy))))
+    for key in ("jct_mean_s", "makespan_s"):
+        assert found[0][key] > found[1][key] > found[2][key], key
+    assert found[2]["mean_allocated"] >= found[1]["mean_allocated"]
+
+
+def test_a_real_cluster_is_read(cluster_data: Path) -> None:
+    cluster = Cluster.parse(str(cluster_data / "openb_nodes.csv"))
+    assert cluster.num_devices == 6212
+    assert len(cluster.counts) == 7
