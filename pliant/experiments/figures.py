@@ -148,6 +148,8 @@ FIGURES = {
         Figure("easyscale-fig11", "what switching between replicas costs"),
         Figure("easyscale-fig12", "what determinism costs"),
         Figure("easyscale-fig13", "what copying and summing gradients costs, beside DDP"),
+        Figure("easyscale-fig14", "completion time and makespan of a list of jobs on 64 GPUs, simulated, by policy"),
+        Figure("easyscale-fig15", "GPUs in use over time, with and without mixing their types, simulated"),
         Figure("kungfu-fig4", "batch sizes that follow the gradient's noise: accuracy over time, beside fixed ones"),
         Figure("kungfu-fig5", "other traffic at the root of a star, and the topology that avoids it; needs root"),
         Figure("kungfu-fig6", "workers are added as long as they are worth it: where that stops, beside all sizes"),

@@ -182,6 +182,25 @@ def synthetic(num_jobs: int = PHILLY_JOBS, *, weeks: float = PHILLY_WEEKS, seed:
     ]
 
 
+def like_easyscale(num_jobs: int = 62, *, seed: int = 0) -> list[Entry]:
+    """Jobs as in EasyScale's list, for those who do not have it: its applications, sizes, preferences and span.
+
+    Of the epochs only the order of magnitude is kept: between 2 and 100, equally likely on a logarithmic scale.
+    """
+    chance = random.Random(seed)
+    entries = []
+    for number in range(num_jobs):
+        name = chance.choices(list(MODELS), [model.share for model in MODELS.values()])[0]
+        entries.append(
+            Entry(
+                f"{name}-{number}", round(chance.uniform(115, 4814)), chance.choices((32, 16, 8, 4), (38, 18, 11, 1))[0],
+                application=name, batch=MODELS[name].batch, epochs=round(math.exp(chance.uniform(math.log(2), math.log(100)))),
+                preferred=chance.choices(list(PREFERENCES), list(PREFERENCES.values()))[0],
+            )
+        )  # fmt: skip
+    return sorted(entries, key=lambda entry: entry.submitted_s)
+
+
 def _moment(chance: random.Random, span_s: float) -> float:
     while True:
         time = chance.random() * span_s
