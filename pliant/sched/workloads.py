@@ -185,16 +185,18 @@ def synthetic(num_jobs: int = PHILLY_JOBS, *, weeks: float = PHILLY_WEEKS, seed:
 def like_easyscale(num_jobs: int = 62, *, seed: int = 0) -> list[Entry]:
     """Jobs as in EasyScale's list, for those who do not have it: its applications, sizes, preferences and span.
 
-    Of the epochs only the order of magnitude is kept: between 2 and 100, equally likely on a logarithmic scale.
+    Of the epochs only the order of magnitude is kept: 2 to 20 where an epoch has the images of ImageNet, else 20 to 200,
+    equally likely on a logarithmic scale.
     """
     chance = random.Random(seed)
     entries = []
     for number in range(num_jobs):
         name = chance.choices(list(MODELS), [model.share for model in MODELS.values()])[0]
+        least = 2 if MODELS[name].samples == 12_800 else 20
         entries.append(
             Entry(
                 f"{name}-{number}", round(chance.uniform(115, 4814)), chance.choices((32, 16, 8, 4), (38, 18, 11, 1))[0],
-                application=name, batch=MODELS[name].batch, epochs=round(math.exp(chance.uniform(math.log(2), math.log(100)))),
+                application=name, batch=MODELS[name].batch, epochs=round(least * 10 ** chance.random()),
                 preferred=chance.choices(list(PREFERENCES), list(PREFERENCES.values()))[0],
             )
         )  # fmt: skip
