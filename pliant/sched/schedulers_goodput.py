@@ -35,7 +35,7 @@ class _Sized(Policy):
         chosen: list[Job] = []
         for kind, there in running.items():
             devices = cluster.available(kind)
-            if len(there) == devices:
+            if len(there) == devices and not self._overtakes(jobs, there, kind):
                 continue  # one each: there is nothing to decide, however many wait
             served = self._served(jobs, there, kind, devices)
             sizes |= self._sizes(served, devices, now)
@@ -52,6 +52,11 @@ class _Sized(Policy):
     def wakes_s(self, jobs: Jobs, now: float) -> float:
         """At once, while somebody has a device that another one may come to need more as they go on."""
         return now if self._open else math.inf
+
+    def _overtakes(self, jobs: Jobs, running: list[Job], kind: str) -> bool:
+        """Whether somebody who waits comes before somebody who runs."""
+        first = next(jobs.waiting(lambda each: each.preferred == kind), None)
+        return first is not None and self._precedence(first) < max(map(self._precedence, running))
 
     def _may_change(self, served: list[Job], sizes: dict[str, int], devices: int) -> bool:
         """Whether the sizes depend on how far the jobs are. Not where devices are left: then nobody wanted more."""

@@ -177,6 +177,7 @@ class Simulation:
     def _decide(self, now: float) -> bool:
         """Ask the policy, and do what it says; whether anything changes."""
         self._outcome.rounds += 1
+        before = dict(self._jobs.used)
         changes = self._policy.allocate(self._jobs, self._cluster, now)
         changed = []
         for name, held in changes.items():
@@ -202,13 +203,14 @@ class Simulation:
             self._jobs.add(job)
             self._note(job, now, job.held)
         if changed:
-            self._check()
+            self._check(before)
             self._count(now)
         return bool(changed)
 
-    def _check(self) -> None:
+    def _check(self, before: Mapping[str, int]) -> None:
         for kind, count in self._jobs.used.items():
-            if count > self._cluster.available(kind):
+            # Policies that never preempt keep devices that were reserved meanwhile, but may not add to them.
+            if count > max(self._cluster.available(kind), before.get(kind, 0)):
                 raise PliantError(
                     f"{self._policy.name} gave {count} devices of type {kind}, of which there are "
                     f"{self._cluster.available(kind)}: that is a mistake of the policy"

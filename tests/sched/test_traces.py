@@ -136,3 +136,15 @@ def test_a_real_cluster_is_read(cluster_data: Path) -> None:
     cluster = Cluster.parse(str(cluster_data / "openb_nodes.csv"))
     assert cluster.num_devices == 6212
     assert len(cluster.counts) == 7
+
+
+def test_the_philly_week_has_the_published_order(cluster_data: Path) -> None:
+    """Its first 2,500 jobs here; the whole week is in benchmarks/results."""
+    trace = read(str(cluster_data / "philly_week.csv"), limit=2500)
+    found = []
+    for policy in ("yarn-cs", "easyscale-homo", "easyscale-heter"):
+        cluster = Cluster({"v100": 32, "p100": 16, "t4": 16})
+        found.append(summary(simulate(jobs_of(trace.entries, cluster), cluster, make(policy))))
+    for key in ("jct_mean_s", "makespan_s"):
+        assert found[0][key] > found[1][key] > found[2][key], key
+    assert found[2]["mean_allocated"] >= found[1]["mean_allocated"]
