@@ -23,12 +23,14 @@ def policies(result: Json, path: Path) -> None:
     """All policies of a result of `pliant sim`."""
     found = cast("Mapping[str, Json]", result["policies"])
     args = cast("Mapping[str, object]", result["args"])
-    caption = f"{args['trace']} on {args['cluster']}; rounds every {args['interval']:g} s, {args['restart']:g} s for each change of devices."
+    caption = f"{Path(str(args['trace'])).name} on {args['cluster']}; rounds every {args['interval']:g} s, {args['restart']:g} s for each change of devices."
     with plotting.picture(path, "Policies on one trace", caption, panels=2) as [left, right]:
         seconds(left, {name: cast("float", numbers["jct_mean_s"]) for name, numbers in found.items()}, "mean JCT, s")
         for name, numbers in found.items():
             in_use(right, name, cast("Series", numbers["allocated"]))
-        right.set(xlabel="hours", ylabel="GPUs in use")
+        # One job at a time takes ten times as long as anybody else; its tail would hide the others.
+        ends_h = sorted(cast("float", numbers["makespan_s"]) / 3600 for numbers in found.values())
+        right.set(xlabel="hours", ylabel="GPUs in use", xlim=(0, 1.1 * ends_h[-2] if len(ends_h) > 1 else None))
         right.legend(fontsize=8)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
 
+import interval_loop
 import pytest
 
 from pliant.errors import ConfigError
@@ -85,3 +88,20 @@ def test_the_published_averages(cluster_data: Path, policy: str, published_s: fl
         live_pause_s=None,
     )
     assert summary(setting.run(policy, live=False))["jct_mean_s"] == pytest.approx(published_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("policy", ["tiresias", "optimus"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_events_and_a_plain_loop_over_intervals_agree(cluster_data: Path, policy: str, seed: int) -> None:
+    """On workloads that nobody has published: the jobs of one, at other times, twice as dense."""
+    folder, chance = cluster_data / "pollux", random.Random(seed)
+    known = read(str(folder / "workload-6.csv")).entries
+    times = sorted(chance.randrange(0, 7200) for _ in range(60))
+    entries = [
+        replace(chance.choice(known), name=f"j{number}", submitted_s=float(time)) for number, time in enumerate(times)
+    ]
+    setting = Setting(
+        trace=Trace("pollux", tuple(entries)), cluster="gpu=16x4", profiles=str(folder / "traces"), live_pause_s=None
+    )
+    expected = interval_loop.mean_jct(entries, load(folder / "traces"), policy)
+    assert summary(setting.run(policy, live=False))["jct_mean_s"] == pytest.approx(expected, rel=1e-12)
