@@ -29,8 +29,10 @@ class Work(Protocol):
     def advance(self, seconds: float) -> None:
         """The devices have computed for this long."""
 
-    def left_s(self) -> float:
-        """Seconds until the end on the present devices; infinite without any."""
+    def left_s(self) -> tuple[float, float]:
+        """Seconds until the end on the present devices: until it is noticed, and as it is written down, which may be
+        rounded. Infinite without devices.
+        """
 
     def step_s(self, job: Job, devices: int) -> float:
         """Seconds of a global step on so many devices of the preferred type."""
@@ -54,8 +56,9 @@ class SteadyWork:
     def advance(self, seconds: float) -> None:
         self.steps = max(0.0, self.steps - self.rate * seconds)
 
-    def left_s(self) -> float:
-        return self.steps / self.rate if self.rate else float("inf")
+    def left_s(self) -> tuple[float, float]:
+        seconds = self.steps / self.rate if self.rate else float("inf")
+        return seconds, seconds
 
     def step_s(self, job: Job, devices: int) -> float:
         plan = best_plan(job.replicas, (job.preferred_type,), (devices,))
@@ -175,9 +178,11 @@ class Job:
             self.plan = None
         self.work.placed(self)
 
-    def ends_s(self) -> float:
-        """When it will have ended if nothing changes."""
-        return max(self.since_s, self.resumes_s) + self.work.left_s()
+    def ends_s(self) -> tuple[float, float]:
+        """When it will have ended if nothing changes: when that is noticed, and as it is written down."""
+        noticed_s, written_s = self.work.left_s()
+        start_s = max(self.since_s, self.resumes_s)
+        return start_s + noticed_s, start_s + written_s
 
 
 Shape = Callable[[Job], Hashable]

@@ -195,28 +195,32 @@ class ProfiledWork:
     def advance(self, seconds: float) -> None:
         self._walk(seconds)
 
-    def left_s(self) -> float:
+    def left_s(self) -> tuple[float, float]:
+        """The last second is rounded in what is written down. A job that is said to have ended at the very second of a
+        round, but by rounding down, still has its devices in that round: so it is in the published simulator.
+        """
         if not self._placement:
-            return math.inf
+            return math.inf, math.inf
         ahead = ProfiledWork(self.application, self.batch, adapts=self.adapts)
         ahead.epoch, ahead.progress, ahead._placement = self.epoch, self.progress, self._placement
         return ahead._walk(math.inf)
 
-    def _walk(self, seconds: float) -> float:
-        """Go on for at most `seconds`; how many of them passed before the end."""
-        app, gone = self.application, 0.0
+    def _walk(self, seconds: float) -> tuple[float, float]:
+        """Go on for at most `seconds`; how many of them passed before the end, exactly and in whole seconds."""
+        app, gone, exact = self.application, 0.0, 0.0
         while self.epoch < app.num_epochs:
             rate = app.rate(self._placement, self.batch, self.epoch)
             goal = app.progress_at[self.epoch]
             left = seconds - gone
             if self.progress + rate * left < goal:
                 self.progress += rate * left
-                return seconds
+                return seconds, seconds
             # Whole seconds, as published; not more than there are, so that calls with fractions add up, too.
+            exact = gone + (goal - self.progress) / rate
             gone += min(float(round((goal - self.progress) / rate)), left)
             self.epoch, self.progress = self.epoch + 1, goal
             self._adapt()
-        return gone
+        return exact, gone
 
     def step_s(self, job: Job, devices: int) -> float:
         return self.application.step_s(self.batch, devices)

@@ -96,7 +96,8 @@ class Simulation:
         self._jobs: Jobs = policy.jobs()
         self._places = Places(cluster.nodes)
         self._started: dict[str, float] = {}
-        self._ends: dict[str, float] = {}
+        self._ends: dict[str, tuple[float, float]] = {}
+        """When each running job's end is noticed, and what is written down for it."""
         self._events: list[tuple[float, int, int, Job | Mapping[str, int]]] = [
             (job.submitted_s, _SUBMIT, number, job) for number, job in enumerate(jobs)
         ]
@@ -145,7 +146,7 @@ class Simulation:
                 if kind == _SUBMIT:
                     self._jobs.add(what)
                     happened = True
-                elif self._ends.get(what.name) == now:
+                elif self._ends.get(what.name, (None,))[0] == now:
                     self._end(what, now)
                     happened = True
             else:
@@ -165,12 +166,12 @@ class Simulation:
         job.sync(now)
         self._places.give_back(job.placement)
         self._jobs.remove(job)
-        del self._ends[job.name]
+        _, ended_s = self._ends.pop(job.name)
         self._note(job, now, {})
         self._count(now)
         self._outcome.jobs.append(
             Ended(
-                job.name, job.submitted_s, self._started[job.name], now, job.replicas, job.changes, job.paused_s, job.device_s,
+                job.name, job.submitted_s, self._started[job.name], ended_s, job.replicas, job.changes, job.paused_s, job.device_s,
             )
         )  # fmt: skip
 
@@ -194,9 +195,9 @@ class Simulation:
                 pause_s = self._charges.change_s if job.held else self._charges.start_s
                 job.give(now, held, self._places.take(held), pause_s)
                 self._started.setdefault(job.name, now)
-                ends_s = max(job.ends_s(), now)
-                self._ends[job.name] = ends_s
-                heapq.heappush(self._events, (ends_s, _END, job.number, job))
+                noticed_s, written_s = job.ends_s()
+                self._ends[job.name] = (noticed_s, written_s)
+                heapq.heappush(self._events, (noticed_s, _END, job.number, job))
             else:
                 job.give(now, {}, (), 0.0)
                 self._ends.pop(job.name, None)

@@ -59,10 +59,11 @@ def test_epochs_end_at_whole_seconds_however_often_one_looks(application: Applic
         return job.work
 
     at_once = work()
-    total = at_once.left_s()
+    noticed, total = at_once.left_s()
+    assert abs(noticed - total) <= 0.5
     assert total == int(total)
     often = work()
-    for _ in range(int(total)):
+    for _ in range(int(total) + 1):
         often.advance(1)
     assert often.epoch == application.num_epochs
     assert often.done == pytest.approx(1)
@@ -90,13 +91,20 @@ def test_the_published_averages(cluster_data: Path, policy: str, published_s: fl
     assert summary(setting.run(policy, live=False))["jct_mean_s"] == pytest.approx(published_s, rel=1e-9)
 
 
-@pytest.mark.parametrize("policy", ["tiresias", "optimus"])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_events_and_a_plain_loop_over_intervals_agree(cluster_data: Path, policy: str, seed: int) -> None:
-    """On workloads that nobody has published: the jobs of one, at other times, twice as dense."""
+@pytest.mark.parametrize(
+    ("policy", "seed", "jobs", "hours"),
+    # In the last one a job ends by rounding down at the second of a round, and keeps its devices for it.
+    [("tiresias", 1, 60, 2), ("optimus", 1, 60, 2), ("optimus", 2, 60, 2), ("tiresias", 11, 240, 8)],
+)
+def test_events_and_a_plain_loop_over_intervals_agree(
+    cluster_data: Path, policy: str, seed: int, jobs: int, hours: int
+) -> None:
+    """On workloads that nobody has published: the jobs of one, at other times and in other numbers."""
     folder, chance = cluster_data / "pollux", random.Random(seed)
     known = read(str(folder / "workload-6.csv")).entries
-    times = sorted(chance.randrange(0, 7200) for _ in range(60))
+    if jobs == 240:
+        chance.choice((160, 240))  # the draw with which this case was found
+    times = sorted(chance.randrange(0, hours * 3600) for _ in range(jobs))
     entries = [
         replace(chance.choice(known), name=f"j{number}", submitted_s=float(time)) for number, time in enumerate(times)
     ]
