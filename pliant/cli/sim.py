@@ -57,7 +57,9 @@ def sim(
     restart: Annotated[
         float, typer.Option("--restart", help="Seconds that a start or a change of devices costs.")
     ] = 30.0,
-    pause: Annotated[float, typer.Option("--pause", help="Seconds of a live resize; below 0: only restarts.")] = 0.1,
+    pause: Annotated[
+        float, typer.Option("--pause", help="Seconds of a live resize, as measured; below 0: only restarts.")
+    ] = 0.0212,
     processes: Annotated[int, typer.Option("--processes", help="Simulations at a time; 0: one for each core.")] = 0,
     table_file: Annotated[Path | None, typer.Option("--table", metavar="FILE", help="A CSV row for each job.")] = None,
     plot: Annotated[
