@@ -40,11 +40,13 @@ DDP_CAPS_MB = (25.0, 10.0, 5.0)
 PATIENCE_S = 240.0
 CPU_STEP_S, CPU_NODE_S = 0.05, 0.0022
 """About what a rank of ours computes in a step, and more for each rank there is: messages."""
+SLOW = 0.5
+"""Below this speed a step takes so long that not everything is measured by default."""
 MOST_BUSY = 0.6
 """Of the cores' time; beyond it, ranks wait for each other's processors and not for the network. Time goes slower then."""
-QUEUE_BYTES = 2_000_000
-"""How much may wait at a host's link: some packets of each of its 31 connections. A short queue would drop them."""
-RTO_MIN = "1s"
+QUEUE_BYTES = 16_000_000
+"""How much may wait at a host's link: more than the send buffers of 31 connections hold, so that nothing is dropped."""
+RTO_MIN = "5s"
 """TCP's least patience. Links are slower here than the published ones by two orders of magnitude, and so are their queues;
 with the usual 200 ms it would take what waits in them for lost, and send it again."""
 STRATEGIES = {"tree": "MULTI_BINARY_TREE_STAR", "auto": "AUTO", "priority": "AUTO"}
@@ -71,6 +73,9 @@ class ScalingOptions:
     speed: float = 0.0
     """Compute and links so many times as fast as they should be; 0: as fast as the cores can carry, at most 1."""
 
+    everywhere: bool = False
+    """All sides also where time is slow."""
+
     def __post_init__(self) -> None:
         published.full_profile(self.model)
         for side in self.sides:
@@ -89,9 +94,15 @@ class ScalingOptions:
         step_s = published.full_profile(self.model).compute_s
         return self.speed or min(1.0, MOST_BUSY * step_s * len(os.sched_getaffinity(0)) / (nodes * cpu_s))
 
+    def sides_at(self, nodes: int) -> tuple[str, ...]:
+        """Who takes part: where time is slow only AUTO and DDP, unless everyone is wanted everywhere."""
+        if self.everywhere or self.speed_at(nodes) >= SLOW:
+            return self.sides
+        return tuple(side for side in self.sides if side in ("auto", "ddp"))
+
     def turns_at(self, nodes: int) -> tuple[int, int]:
         """How often everyone gets a turn on so many hosts, and for how many timed steps: one turn where time is slow."""
-        return (1, self.iters + 1) if self.speed_at(nodes) < 0.5 else (self.repeat, self.iters)
+        return (1, self.iters + 1) if self.speed_at(nodes) < SLOW else (self.repeat, self.iters)
 
     @property
     def cap_mb(self) -> float:
@@ -174,7 +185,11 @@ def run(
 def _at_size(stage: Stage, sweep: Sweep, cleanup: contextlib.ExitStack, progress: Progress) -> None:
     options, nodes = stage.options, stage.lab.num_hosts
     sweep.capacity[nodes] = _capacity(stage.lab, sweep)
-    sides = ["plain"] if nodes == 1 else [side for side in options.sides if _takes_part(side, nodes, sweep.remarks)]
+    sides = (
+        ["plain"]
+        if nodes == 1
+        else [each for each in options.sides_at(nodes) if _takes_part(each, nodes, sweep.remarks)]
+    )
     progress(f"{options.model}, {nodes} hosts: starting {', '.join(sides)}")
     jobs = {side: cleanup.enter_context(stage.job(side)) for side in sides}
     speed = options.speed_at(nodes)
