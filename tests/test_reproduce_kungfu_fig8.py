@@ -31,7 +31,8 @@ def workers(rounds: int, costs: dict[str, float], **more: Any) -> list[dict[str,
         if mode != "variance_every_8" or step % 8 == 0:
             step_s[step] += costs[mode] / 2
             step_s[step + 1] += costs[mode] / 2
-    found = {"step_s": step_s[:-1], "cpu_s": [2 * each for each in step_s[:-1]], "noise_ratio": 9.0, "variance": 1.0}
+    found = {"step_s": step_s[:-1], "cpu_s": step_s[:-1], "noise_ratio": 9.0, "variance": 1.0}
+    found |= {"probe_s": [each - 1 for each in step_s[:-1]], "other_s": [0.1] * len(modes)}
     return [{**found, **more}, found]
 
 
@@ -43,7 +44,7 @@ def test_costs_are_counted_where_they_arise() -> None:
         "variance": pytest.approx(0.02),
         "variance_every_8": pytest.approx(0.02 / 8, rel=0.15),
     }
-    assert result["cpu_overhead"] == {name: pytest.approx(share) for name, share in result["overhead"].items()}
+    assert result["overhead_by_clocks"] == {name: pytest.approx(share) for name, share in result["overhead"].items()}
     assert result["peers"]["paper"]["throughput_change"] == {  # type: ignore[index]
         "noise_scale": pytest.approx(-0.046, abs=1e-3),
         "variance": pytest.approx(-0.203, abs=1e-3),
@@ -57,6 +58,19 @@ def test_a_missed_goal_is_said(mode: str, cost: float) -> None:
     result = kungfu_fig8.result_of(workers(2, {**COSTS, mode: cost}), 2, 8, USUAL)
     assert not result["ok"]
     assert f"{cost:.2%}" in str(result["remarks"])
+
+
+def test_a_disturbed_machine_is_judged_by_clocks() -> None:
+    """Twice the time for every monitored step, of which the monitors themselves know nothing."""
+    found = workers(2, COSTS)
+    modes = schedule(2)
+    for worker in found:
+        worker["step_s"] = [
+            2 * took if mode != "none" else took for took, mode in zip(worker["step_s"], modes, strict=True)
+        ]
+    result = kungfu_fig8.result_of(found, 2, 8, USUAL)
+    assert result["overhead"]["noise_scale"] > 0.9  # type: ignore[index]
+    assert result["ok"], result["remarks"]
 
 
 @pytest.mark.parametrize("more", [{"noise_ratio": None}, {"variance": 2.0}])

@@ -7,18 +7,21 @@ Started by `pliant run` with the path of a task; each worker leaves a file with 
 from __future__ import annotations
 
 import json
-import resource
+import os
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import pliant
+from pliant.cluster import worker_spec
+from pliant.errors import NotLaunched
 from pliant.experiments.vision import num_classes, vision_model
 from pliant.train.probing import GradientProbe
 
@@ -62,9 +65,56 @@ def windows(rounds: int) -> Iterator[tuple[str, range]]:
         begin += steps
 
 
+@dataclass(slots=True)
+class Clocks:
+    """What each step took."""
+
+    step_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    """Processor time of all threads."""
+    other_s: list[float] = field(default_factory=list)
+    """Of those that do not run the program: collectives are done there."""
+    probe_s: list[float] = field(default_factory=list)
+    """Processor time of the program's thread inside the monitors."""
+    inside_s: float = 0.0
+    before: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0)
+
+    def _now(self) -> tuple[float, float, float, float]:
+        whole = time.process_time()
+        return time.monotonic(), whole, whole - time.thread_time(), self.inside_s
+
+    def begin(self) -> None:
+        self.before = self._now()
+
+    def note(self) -> None:
+        """A step is over, and the next one begins."""
+        now = self._now()
+        for sink, after, before in zip(
+            (self.step_s, self.cpu_s, self.other_s, self.probe_s), now, self.before, strict=True
+        ):
+            sink.append(after - before)
+        self.before = now
+
+    def watch(self, thing: Any, *names: str) -> None:
+        """Add up what these methods take."""
+        for name in names:
+            setattr(thing, name, self._timed(getattr(thing, name)))
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            began_s = time.thread_time()
+            try:
+                return function(*args)
+            finally:
+                self.inside_s += time.thread_time() - began_s
+
+        return timed
+
+
 def main(path: Path) -> None:
     task = Task.read(path)
     modes = schedule(task.rounds)
+    _take_a_core(task.replicas)
     job = pliant.join(task.replicas, monitor={"noise_scale": 1, "variance": 1})
     torch.manual_seed(1)
     model = vision_model(task.model)
@@ -74,23 +124,36 @@ def main(path: Path) -> None:
     probe = job._need_trainer().gradients.probe
     assert probe is not None, "monitors were asked for"
     _switch(probe, modes[0])
-    took_s: list[float] = []
-    cpu_s: list[float] = []
+    clocks = Clocks()
+    clocks.watch(probe, "begin", "part", "parts_over", "total", "sums_over", "row", "learn")
     for _ in job.epochs(1):
         data = {replica: _data(task, replica) for replica in job.hosted}
-        before = (time.monotonic(), _cpu_s())
+        clocks.begin()
         for _ in loader:
-            if job.step > len(took_s):
-                before = _note(before, took_s, cpu_s)
+            if job.step > len(clocks.step_s):
+                clocks.note()
             images, labels = data[job.replica or 0]
             optimizer.zero_grad()
             F.cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             if job.committing:
                 _switch(probe, modes[min(job.step + 1, len(modes) - 1)])
-        _note(before, took_s, cpu_s)
-    found = {"step_s": took_s, "cpu_s": cpu_s, **probe.figures(), "noise_ratio": probe.noise.ratio}
+        clocks.note()
+    times = {name: getattr(clocks, name) for name in ("step_s", "cpu_s", "other_s", "probe_s")}
+    found = {**times, **probe.figures(), "noise_ratio": probe.noise.ratio}
     path.with_name(f"worker-{job.rank}.json").write_text(json.dumps(found))
+
+
+def _take_a_core(workers: int) -> None:
+    """Where workers share cores, each stays on one: otherwise a step depends on who happened to be put beside whom."""
+    cores = sorted(os.sched_getaffinity(0))
+    try:
+        spec = worker_spec()
+    except NotLaunched:
+        return
+    rank = spec.view.rank_of(spec.worker)
+    if len(cores) < workers:
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
 def _data(task: Task, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,19 +165,6 @@ def _data(task: Task, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _switch(probe: GradientProbe, mode: str) -> None:
     probe.noise_interval, probe.variance_interval = MODES[mode]
-
-
-def _note(before: tuple[float, float], took_s: list[float], cpu_s: list[float]) -> tuple[float, float]:
-    now = (time.monotonic(), _cpu_s())
-    took_s.append(now[0] - before[0])
-    cpu_s.append(now[1] - before[1])
-    return now
-
-
-def _cpu_s() -> float:
-    """Of all threads of this process."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 if __name__ == "__main__":
