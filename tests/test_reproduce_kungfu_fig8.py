@@ -60,7 +60,7 @@ def test_a_missed_goal_is_said(mode: str, cost: float) -> None:
     assert f"{cost:.2%}" in str(result["remarks"])
 
 
-def test_a_disturbed_machine_is_judged_by_clocks() -> None:
+def test_time_counts_whatever_the_clocks_say() -> None:
     """Twice the time for every monitored step, of which the monitors themselves know nothing."""
     found = workers(2, COSTS)
     modes = schedule(2)
@@ -70,7 +70,7 @@ def test_a_disturbed_machine_is_judged_by_clocks() -> None:
         ]
     result = kungfu_fig8.result_of(found, 2, 8, USUAL)
     assert result["overhead"]["noise_scale"] > 0.9  # type: ignore[index]
-    assert result["ok"], result["remarks"]
+    assert not result["ok"], result["remarks"]
 
 
 @pytest.mark.parametrize("more", [{"noise_ratio": None}, {"variance": 2.0}])
