@@ -145,7 +145,7 @@ def remarks(found: Mapping[str, Series], options: Options) -> list[str]:
     said = [
         f"a step without monitors: {base.median:.2f} s, half of them within {base.iqr / base.median:.1%} of each other",
         "by clocks: the processor time inside the monitors and in the threads of collectives, of that of a whole step, all "
-        "workers together; what else runs on the machine disturbs it less. Where both miss a goal, it is missed",
+        "workers together; what else runs on the machine disturbs it less",
         "full size: images of 224 x 224, on a machine with 4 GPUs: `pliant run -np 4 python3 "
         "benchmarks/monitoring/benchmark.py --kf-optimizer=noise-scale --model=ResNet50 --batch-size=8 --interval=1`",
     ]
