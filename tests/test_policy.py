@@ -510,6 +510,7 @@ def test_policies_by_name() -> None:
     assert (scheduled.schedule, scheduled.rate.rule) == ({10: 64, 20: 128}, "sqrt")
     assert isinstance(registry.parse("scheduled-size:5=0"), ScheduledSize)
     assert isinstance(registry.parse("goodput"), Goodput)
+    assert registry.parse("interference").name == "Interference"
     assert isinstance(registry.parse("pliant.policy.size:Provision:max_workers=3"), Provision)
 
 

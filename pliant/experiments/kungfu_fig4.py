@@ -28,7 +28,7 @@ MODES = ("small", "large", "adaptive")
 COLOURS = {"small": "tab:orange", "large": "tab:red", "adaptive": "tab:blue"}
 GROWTH = 32
 """The large batch over the small one: 1024 over 32 in the paper."""
-THRESHOLD = 4
+THRESHOLD = 8
 """The noise scale over the batch that it allows. With a fixed number of epochs, larger batches are less training."""
 LAST = 5
 """Epochs that an accuracy is the mean of: that of one epoch goes up and down."""
