@@ -122,7 +122,7 @@ def test_the_artifacts_command() -> None:
         "run",
         "-np",
         "2",
-        "python3",
+        sys.executable,
         str(BENCHMARK),
     ]
     command += ["--kf-optimizer=noise-scale", "--model=SqueezeNet", "--batch-size=2", "--interval=1"]

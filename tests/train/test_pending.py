@@ -17,6 +17,7 @@ import pickle
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,7 @@ class Loop:
         self, model: nn.Module, *optimizers: torch.optim.Optimizer, can_undo: bool = False, find_unused: bool = False
     ) -> None:
         self.model = model
+        self.adaptation = SimpleNamespace(learning_rate_factor=1.0)
         self.network = Network()
         self.said: list[str] = []
         self.lost: list[Exception] = []
