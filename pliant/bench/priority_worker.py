@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import queue
-import socket
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
-from pliant.lab import enter
+from pliant.bench.forked import fork_ranks
 
 if TYPE_CHECKING:
     from pliant.bench.priority_sides import Side
@@ -196,25 +195,11 @@ def serve(rank: int, source: IO[bytes], target: IO[bytes]) -> int:
 
 
 def fork_all(control: str, namespaces: list[str]) -> int:
-    """All ranks of a lab as children of one process that has loaded torch for them; waits until they have ended."""
+    """All ranks of a lab."""
     from pliant.bench import priority_sides as sides
 
     sides.load()
-    children = []
-    for rank, namespace in enumerate(namespaces):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                enter(namespace)
-                line = socket.socket(socket.AF_UNIX)
-                line.connect(control)
-                status = serve(rank, line.makefile("rb"), cast("IO[bytes]", line.makefile("wb", buffering=0)))
-            finally:
-                os._exit(status)
-        children.append(child)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    return max(statuses, key=abs)
+    return fork_ranks(control, namespaces, serve)
 
 
 def main() -> None:

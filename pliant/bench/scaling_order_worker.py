@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pliant.bench.forked import fork_ranks
 from pliant.bench.networks import POOL, Samples, build, loss_of, network, optimizer_of
 from pliant.bench.priority_worker import answers_to, commands_of
 from pliant.comm.nccl import DeviceGroup, DeviceGroupConfig
@@ -262,25 +263,9 @@ def serve(rank: int, source: IO[bytes], target: IO[bytes]) -> int:
 
 def main() -> None:
     """`SOCKET NUM`: that many ranks, as children of this process."""
-    import socket
-
     os.environ["OMP_NUM_THREADS"] = "1"
     optimizer_of("sgd", nn.Linear(1, 1))  # loads much of torch, here and not in each rank
-    children = []
-    for rank in range(int(sys.argv[2])):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                line = socket.socket(socket.AF_UNIX)
-                line.connect(sys.argv[1])
-                status = serve(rank, line.makefile("rb"), cast("IO[bytes]", line.makefile("wb", buffering=0)))
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
-        children.append(child)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    os._exit(max(statuses, key=abs))
+    os._exit(fork_ranks(sys.argv[1], [""] * int(sys.argv[2]), serve))
 
 
 if __name__ == "__main__":

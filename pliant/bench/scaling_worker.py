@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import sys
 import time
 import traceback
@@ -16,8 +15,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import IO, TYPE_CHECKING, cast
 
+from pliant.bench.forked import fork_ranks, speak
 from pliant.bench.priority_worker import answers_to, commands_of
-from pliant.lab import INTERFACE, enter
+from pliant.lab import INTERFACE
 
 if TYPE_CHECKING:
     from pliant.bench.scaling_sides import Side
@@ -114,32 +114,12 @@ def serve(rank: int, source: IO[bytes], target: IO[bytes]) -> int:
     return 0
 
 
-def speak(rank: int, control: str) -> int:
-    """Be one rank that talks over the socket `control`; the exit status."""
-    line = socket.socket(socket.AF_UNIX)
-    line.connect(control)
-    return serve(rank, line.makefile("rb"), cast("IO[bytes]", line.makefile("wb", buffering=0)))
-
-
 def fork_all(control: str, namespaces: list[str]) -> int:
-    """All ranks as children of one process that has loaded torch for them; waits until they have ended."""
+    """All ranks of a lab."""
     from pliant.bench import scaling_sides as sides
 
     sides.load()
-    children = []
-    for rank, namespace in enumerate(namespaces):
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                enter(namespace)
-                status = speak(rank, control)
-            finally:
-                sys.stderr.flush()
-                os._exit(status)  # some libraries take seconds to tidy up
-        children.append(child)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    return max(statuses, key=abs)
+    return fork_ranks(control, namespaces, serve)
 
 
 def main() -> None:
@@ -148,7 +128,7 @@ def main() -> None:
     if len(sys.argv) > 2:
         status = fork_all(sys.argv[1], sys.argv[2:])
     else:
-        status = speak(int(os.environ["OMPI_COMM_WORLD_RANK"]), sys.argv[1])
+        status = speak(int(os.environ["OMPI_COMM_WORLD_RANK"]), sys.argv[1], serve)
     sys.stderr.flush()
     os._exit(status)
 

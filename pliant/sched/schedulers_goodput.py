@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import abstractmethod
 
 from pliant.sched.job import Job, Jobs
 from pliant.sched.machines import Cluster
@@ -72,8 +73,9 @@ class _Sized(Policy):
     def _precedence(self, job: Job) -> tuple[float, ...]:
         return self.order(job)
 
+    @abstractmethod
     def _sizes(self, served: list[Job], devices: int, now: float) -> dict[str, int]:
-        raise NotImplementedError
+        """How many devices each of these gets."""
 
 
 class Optimus(_Sized):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ _SAVED = "model of a pair"
 """What a worker's model is called in its store."""
 
 
-class Averaging(torch.optim.Optimizer):
+class Averaging(torch.optim.Optimizer, ABC):
     """The base of these: an optimizer in the place of another, whose groups, state and hooks it has."""
 
     _step_supports_amp_scaling = False  # a scaler would talk to us, not to the optimizer that scales
@@ -103,9 +104,9 @@ class Averaging(torch.optim.Optimizer):
 
     # --- for the trainer ---
 
+    @abstractmethod
     def describe(self) -> str:
         """What must be the same on all workers."""
-        raise NotImplementedError
 
     def attach(self, gradients: Gradients, equalise: Callable[[], None]) -> None:
         """Be the optimizer of a job: its gradients stay where they are made. `equalise` gives all workers the state of
@@ -122,9 +123,9 @@ class Averaging(torch.optim.Optimizer):
         self._engine = engine
         self._parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
 
+    @abstractmethod
     def begin(self, step: int) -> None:
         """A step begins: have sent what can be sent. Raises CommError if somebody is gone."""
-        raise NotImplementedError
 
     def wait(self) -> None:
         """What the step cannot do without is here; raises CommError if it cannot be had."""
@@ -132,8 +133,9 @@ class Averaging(torch.optim.Optimizer):
     def loading(self, step: int) -> None:
         """A state of this step is about to be loaded."""
 
+    @abstractmethod
     def _average(self) -> None:
-        raise NotImplementedError
+        """Move the model towards the others'."""
 
     def _applied(self) -> None:
         """The gradient has been applied."""

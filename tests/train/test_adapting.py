@@ -250,6 +250,17 @@ def test_newcomers_and_survivors_go_on_with_the_decisions(
         compare(stage.history, stepwise["conv"])
 
 
+def test_the_noise_is_the_same_however_sums_travel(tmp_path: Path) -> None:
+    """In the job itself, where crossing steps take their sums in one by one."""
+    found = []
+    for sync, size in (("fifo", 2), ("priority", 2), ("fifo", 1)):
+        path = tmp_path / f"{sync}-{size}.jsonl"
+        _train(size, "conv", {"sync": sync, "record": str(path), "monitor": {"noise_scale": 1}}, changes={})
+        found.append([fact.data.get("noise_scale") for fact in record.read(path) if fact.kind == "step"])
+    assert found[0] == found[1] == found[2]
+    assert any(found[0])
+
+
 def test_what_cannot_be_done_is_said_and_left(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "record.jsonl")
     more = {2: [SetTopology(strategy="HYPERCUBE", reason="why not")]}
