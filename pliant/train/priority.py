@@ -444,7 +444,9 @@ class Crossing:
             with torch._C.DisableTorchFunctionSubclass(), self._updating(), _plain_modes():
                 if self.can_undo:
                     self._keep(parameter)  # the program may change it yet
-                if parameter.grad is None and index not in self._zeroed:
+                if index in self._zeroed:
+                    self._clear(parameter, self._zeroed[index])  # it has this replica's gradient; the program believes not
+                elif parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)  # the program's own code may touch it
         self._awaited.clear()
         self._sums.clear()

@@ -210,8 +210,8 @@ def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
 
     def waited(_: Crossing, awaited: Awaited) -> bool:
         taken_in = len(crossing.parameters) - len(crossing._awaited)
-        if taken_in and not awaited.handle.done:
-            journal.write("blocked", step=job.step, taken_in=taken_in)
+        if not awaited.handle.done:
+            journal.write("blocked" if taken_in else "waiting", step=job.step)
         return _WAIT_FOR(crossing, awaited)
 
     Crossing._wait_for = waited  # type: ignore[assignment, method-assign]
@@ -405,6 +405,8 @@ class Stage:
         """The newest roll that each worker at the gate says it is prepared for."""
         self.blocked: dict[Worker, int] = {}
         """The step in which each worker last waited for a sum of the step before, some of which it had already used."""
+        self.waiting: dict[Worker, int] = {}
+        """The same where it had used none of them."""
 
     def open_gate(self, steps: int) -> None:
         """Let the job do so many steps, counted from its beginning."""
@@ -540,6 +542,8 @@ class Stage:
                     self.prepared[actor.worker] = facts["roll"]
                 elif kind == "blocked":
                     self.blocked[actor.worker] = facts["step"]
+                elif kind == "waiting":
+                    self.waiting[actor.worker] = facts["step"]
                 elif kind == "looped":
                     actor.looped_s, actor.repeated = facts["at_s"], facts["repeated"]
 

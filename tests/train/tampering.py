@@ -144,16 +144,20 @@ def nothing_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def withholding() -> Iterator[None]:
-    """From the fourth step of a view on, this worker's part of all sums but the most urgent ones is never done. Over TCP only."""
+def withholding(first: int = 3) -> Iterator[None]:
+    """From this step of a view on, this worker's part of all sums but the most urgent ones is never done. Over TCP only."""
     original = core.Core._step
 
     def step(self: core.Core, operation: Operation, index: int) -> None:
-        if not (_is_gradient(operation) and operation.priority > 0 and operation.seq >= 2):
+        if not (_is_gradient(operation) and operation.priority > 0 and operation.seq >= first - 1):
             original(self, operation, index)
 
     with mock.patch.object(core.Core, "_step", step):
         yield
+
+
+def withholding_the_last_of_an_epoch() -> contextlib.AbstractContextManager[None]:
+    return withholding(4)
 
 
 @contextlib.contextmanager

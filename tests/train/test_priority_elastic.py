@@ -126,6 +126,19 @@ def test_a_step_that_was_used_half_is_taken_back(program: str, tmp_path: Path) -
         assert [list(actor.repeated) for actor in survivors] == [[2], [2]]
 
 
+def test_the_last_step_of_an_epoch_is_taken_back(tmp_path: Path) -> None:
+    """Nothing comes between its end and doing it again: what the program had cleared must be clear by itself."""
+    workers = new_workers(3, HOSTS)
+    with staged(CONV, tmp_path) as stage:
+        stage.changes[workers[1]] = {"tampering": "withholding_the_last_of_an_epoch"}
+        stage.want(workers)
+        others = [workers[0], workers[2]]
+        stage.until(lambda: all(stage.waiting.get(worker) == 5 for worker in others))
+        stage.kill(workers[1])
+        stage.until_over()
+        _check(stage, dead=1, repeats=0)
+
+
 def test_two_die_after_each_other_in_a_step_that_was_used_half(tmp_path: Path) -> None:
     workers = new_workers(4, HOSTS)
     with staged(CONV, tmp_path) as stage:
