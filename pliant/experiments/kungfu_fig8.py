@@ -1,16 +1,19 @@
 """KungFu, figure 8: what it costs to monitor the gradients' noise scale and variance, in fractions of a step.
 
-One job of 4 replicas on 4 workers trains a ResNet-50 while its monitors are switched on and off in turn. A step's
-cost is counted where it arises: a window's first step, which still pays for the window before, is left out.
+One job of 4 replicas on 4 workers trains a ResNet-50 while its monitors are switched on and off from step to step. Each
+monitored step is compared with the two around it, which have no monitor, and the median of these pairs counts: the speed
+of a shared machine wanders by more than there is to be seen.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
@@ -34,11 +37,11 @@ LABELS = {
 
 
 def run(options: Options) -> Json:
-    from pliant.experiments.monitoring import Task
+    from pliant.experiments.monitoring import Task, schedule
 
-    rounds = options.choose_steps(quick=1, usual=4, full=20)
+    rounds = options.choose_steps(quick=1, usual=3, full=20)
     task = Task("ResNet18", 2, 32, rounds) if options.quick else Task("ResNet50", 8, 160, rounds)
-    steps = 8 + 24 * rounds
+    steps = len(schedule(rounds))
     options.say(
         f"{task.model}, {WORKERS} workers, {task.batch} images of {task.size} x {task.size} each: {steps} steps"
     )
@@ -64,26 +67,58 @@ def workers_of(task: object) -> list[Json]:
         return [json.loads(each.read_text()) for each in sorted(path.parent.glob("worker-*.json"))]
 
 
-Series = tuple[list[float], list[float], list[float]]
-"""Of one mode's steps: the seconds, the processor time of all workers, and that of the monitors and of collectives."""
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One kind of monitoring: its steps, and what each of its pairs says."""
+
+    step_s: list[float]
+    cpu_s: list[float]
+    """Processor time of all workers."""
+    inside_s: list[float]
+    """Of that, what was spent inside the monitors and in the threads of collectives."""
+    extra: list[float]
+    """By which share of the steps around it each took longer."""
+    extra_cpu: list[float]
+    """The same of processor time."""
 
 
-def by_mode(workers: Sequence[Json], rounds: int) -> dict[str, Series]:
-    from pliant.experiments.monitoring import MODES, windows
+def by_mode(workers: Sequence[Json], rounds: int) -> dict[str, Mode]:
+    from pliant.experiments.monitoring import MODES, WARMUP, schedule
 
     def summed(*names: str) -> list[float]:
         return [sum(each) for each in zip(*(_list(worker, name) for worker in workers for name in names), strict=True)]
 
-    series = (_list(workers[0], "step_s"), summed("cpu_s"), summed("probe_s", "other_s"))
-    found: dict[str, Series] = {mode: ([], [], []) for mode in MODES}
-    for mode, steps in windows(rounds):
-        for sink, values in zip(found[mode], series, strict=True):
-            if mode == "variance_every_8":
-                # What one step in eight costs is spread over all of them: their mean counts.
-                sink.append(sum(values[step] for step in steps) / len(steps))
-            else:
-                sink += [values[step] for step in steps[1:]]
+    step_s, cpu_s, inside_s = _list(workers[0], "step_s"), summed("cpu_s"), summed("probe_s", "other_s")
+    modes = schedule(rounds)
+    found = {}
+    for mode in MODES:
+        groups = [group for group in _groups(modes, mode) if group[0] >= len(WARMUP)]
+        found[mode] = Mode(
+            [_mean(step_s, group) for group in groups],
+            [_mean(cpu_s, group) for group in groups],
+            [_mean(inside_s, group) for group in groups],
+            [_beside(step_s, group, modes) for group in groups if mode != "none"],
+            [_beside(cpu_s, group, modes) for group in groups if mode != "none"],
+        )
     return found
+
+
+def _groups(modes: Sequence[str], mode: str) -> list[range]:
+    """The steps that are one measurement each: what one step in eight costs is spread over all eight."""
+    size = 8 if mode == "variance_every_8" else 1
+    steps = [step for step, each in enumerate(modes) if each == mode]
+    return [range(begin, begin + size) for begin in steps[::size]]
+
+
+def _mean(values: Sequence[float], steps: Sequence[int]) -> float:
+    return sum(values[step] for step in steps) / len(steps)
+
+
+def _beside(values: Sequence[float], group: range, modes: Sequence[str]) -> float:
+    """By which share this took longer than as many steps without a monitor on either side, as far as there are any."""
+    around = [*range(group.start - len(group), group.start), *range(group.stop, group.stop + len(group))]
+    plain = [step for step in around if 0 <= step < len(values) and modes[step] == "none"]
+    return _mean(values, group) / _mean(values, plain) - 1
 
 
 def _list(worker: Json, name: str) -> list[float]:
@@ -92,58 +127,65 @@ def _list(worker: Json, name: str) -> list[float]:
 
 def result_of(workers: Sequence[Json], rounds: int, batch: int, options: Options) -> Json:
     found = by_mode(workers, rounds)
-    overhead = {mode: _extra(found, mode) for mode in found if mode != "none"}
-    by_clocks = {mode: _extra_by_clocks(found, mode) for mode in found if mode != "none"}
+    monitored = {mode: each for mode, each in found.items() if mode != "none"}
+    overhead = {mode: quantile(each.extra, 0.5) for mode, each in monitored.items()}
+    by_cpu = {mode: quantile(each.extra_cpu, 0.5) for mode, each in monitored.items()}
+    by_clocks = {mode: _extra_by_clocks(found, mode) for mode in monitored}
+    spread = {mode: _error(each.extra) for mode, each in monitored.items()}
     cells: list[Json] = [
         {
             "mode": mode,
-            "ours": {**timed(step_s), "cpu_s": quantile(cpu_s, 0.5)},
-            "step_s": step_s,
-            "images_per_s": batch / quantile(step_s, 0.5),
+            "ours": {**timed(each.step_s), "cpu_s": quantile(each.cpu_s, 0.5)},
+            "step_s": each.step_s,
+            "images_per_s": batch / quantile(each.step_s, 0.5),
             "overhead": overhead.get(mode),
+            "standard_error": spread.get(mode),
+            "overhead_by_cpu": by_cpu.get(mode),
             "overhead_by_clocks": by_clocks.get(mode),
             "peers": {"paper": {"median_s": 8 / PAPER[mode], "iqr_s": None, "images_per_s": PAPER[mode]}},
         }
-        for mode, (step_s, cpu_s, _) in found.items()
+        for mode, each in found.items()
     ]
     known = [worker["noise_ratio"] is not None and worker["variance"] is not None for worker in workers]
     same = len({(worker["noise_ratio"], worker["variance"]) for worker in workers}) == 1
-    complaints = judge(overhead, by_clocks) if not options.quick else []
+    complaints = judge(overhead, spread, by_clocks) if not options.quick else []
     if not all(known) or not same:
         complaints.append("the monitors did not say the same on all workers")
     return form(
         NAME,
         options,
-        ours=timed(found["none"][0]),
+        ours=timed(found["none"].step_s),
         paper={"overhead": {mode: PAPER["none"] / rate - 1 for mode, rate in PAPER.items() if mode != "none"},
                "throughput_change": {mode: rate / PAPER["none"] - 1 for mode, rate in PAPER.items() if mode != "none"}},
         cells=cells,
         complaints=complaints,
         remarks=remarks(found, options),
         overhead=overhead,
+        standard_error=spread,
+        overhead_by_cpu=by_cpu,
         overhead_by_clocks=by_clocks,
         goals=GOALS,
         load=os.getloadavg()[0],
     )  # fmt: skip
 
 
-def _extra(found: Mapping[str, Series], mode: str) -> float:
-    """By how much a step takes longer than without monitors. A window of 8 steps stands beside the mean of others."""
-    base = found["none"][0]
-    usual = sum(base) / len(base) if mode == "variance_every_8" else quantile(base, 0.5)
-    return quantile(found[mode][0], 0.5) / usual - 1
+def _error(shares: Sequence[float]) -> float:
+    """Of the median of these, from how far half of them lie apart."""
+    apart = quantile(shares, 0.75) - quantile(shares, 0.25)
+    return 1.2533 * apart / 1.349 / math.sqrt(len(shares))
 
 
-def _extra_by_clocks(found: Mapping[str, Series], mode: str) -> float:
+def _extra_by_clocks(found: Mapping[str, Mode], mode: str) -> float:
     """The same from the processor time inside the monitors, and what collectives take more, of all that a step takes."""
-    _, cpu_s, inside_s = found["none"]
-    return (quantile(found[mode][2], 0.5) - quantile(inside_s, 0.5)) / quantile(cpu_s, 0.5)
+    base = found["none"]
+    return (quantile(found[mode].inside_s, 0.5) - quantile(base.inside_s, 0.5)) / quantile(base.cpu_s, 0.5)
 
 
-def remarks(found: Mapping[str, Series], options: Options) -> list[str]:
-    base = Summary.of(found["none"][0])
+def remarks(found: Mapping[str, Mode], options: Options) -> list[str]:
+    base = Summary.of(found["none"].step_s)
     said = [
         f"a step without monitors: {base.median:.2f} s, half of them within {base.iqr / base.median:.1%} of each other",
+        "the overhead is the median over pairs of a monitored step and the two around it; +- is that median's standard error",
         "by clocks: the processor time inside the monitors and in the threads of collectives, of that of a whole step, all "
         "workers together; what else runs on the machine disturbs it less",
         "full size: images of 224 x 224, on a machine with 4 GPUs: `pliant run -np 4 python3 "
@@ -156,9 +198,10 @@ def remarks(found: Mapping[str, Series], options: Options) -> list[str]:
     return said
 
 
-def judge(overhead: Mapping[str, float], by_clocks: Mapping[str, float]) -> list[str]:
+def judge(overhead: Mapping[str, float], spread: Mapping[str, float], by_clocks: Mapping[str, float]) -> list[str]:
     return [
-        f"{LABELS[mode]} costs {overhead[mode]:.2%} of a step ({by_clocks[mode]:.2%} by the clocks), to reach {goal:.0%}"
+        f"{LABELS[mode]} costs {overhead[mode]:.2%} +-{spread[mode]:.2%} of a step ({by_clocks[mode]:.2%} by the clocks), to "
+        f"reach {goal:.0%}"
         for mode, goal in GOALS.items()
         if overhead[mode] > goal
     ]
@@ -175,18 +218,21 @@ def table(result: Json) -> TableRows:
                 LABELS[mode],
                 f"{numbers['median_s']:.3f} s",
                 f"{one['images_per_s']:.2f}",
-                _percent(one["overhead"]),
+                _percent(one["overhead"], one["standard_error"]),
+                _percent(one["overhead_by_cpu"]),
                 _percent(one["overhead_by_clocks"]),
                 f"{paper['images_per_s']:.1f}",
                 _percent(lost if mode != "none" else None),
             )
         )
-    columns = ("monitor", "step", "img/s", "overhead", "by clocks", "paper img/s", "paper")
+    columns = ("monitor", "step", "img/s", "overhead", "by CPU time", "by clocks", "paper img/s", "paper")
     return TableRows("what monitoring costs", columns, tuple(rows))
 
 
-def _percent(share: object) -> str:
-    return f"{share:+.2%}" if isinstance(share, float) else "-"
+def _percent(share: object, error: object = None) -> str:
+    if not isinstance(share, float):
+        return "-"
+    return f"{share:+.2%}" + (f" +-{error:.2%}" if isinstance(error, float) else "")
 
 
 def plot(result: Json, path: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,12 @@ from pliant.train.probing import GradientProbe
 
 MODES = {"none": (0, 0), "noise_scale": (1, 0), "variance": (0, 1), "variance_every_8": (0, 8)}
 """Every how many steps the noise scale is estimated, and the variance."""
-ROUND = (("none", 4), ("noise_scale", 4), ("variance_every_8", 8), ("variance", 4), ("none", 4))
-"""Windows of steps. The whole is a multiple of 8, so each window of 8 begins with the step that is due."""
-WARMUP = (("none", 1), ("noise_scale", 1), ("variance", 2), ("none", 4))
+WARMUP = ("none", "noise_scale", "variance", "variance", "none", "none", "none", "none")
 """The first variance makes its memory."""
+PAIRED = ("none", "noise_scale", "none", "variance") * 5 + ("none", "noise_scale", "none", "none")
+"""A monitored step has one without a monitor on either side: a machine that becomes slower or faster does so for all three."""
+ROUND = (*PAIRED, *["variance_every_8"] * 8)
+"""All of it is a multiple of 8, so the window of 8 begins with the step that is due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +55,8 @@ class Task:
 
 
 def schedule(rounds: int) -> list[str]:
-    """The mode of each step; the first 8 are for warming up."""
-    return [mode for window in (WARMUP, *[ROUND] * rounds) for mode, steps in window for _ in range(steps)]
-
-
-def windows(rounds: int) -> Iterator[tuple[str, range]]:
-    """The mode and the steps of each window, without those for warming up."""
-    begin = sum(steps for _, steps in WARMUP)
-    for mode, steps in ROUND * rounds:
-        yield mode, range(begin, begin + steps)
-        begin += steps
+    """The mode of each step; the first ones are for warming up."""
+    return [*WARMUP, *ROUND * rounds]
 
 
 @dataclass(slots=True)
