@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "pliant"
 LAYERS = [
     {"errors"},
     {"cluster", "clock"},
-    {"perf", "record"},
+    {"page", "perf", "record"},
     {"comm", "monitor"},
     {"elastic", "policy"},
     {"train", "sched", "fed", "launch", "lab"},
