@@ -7,9 +7,11 @@
     │   ├── CapacityError    more was asked for than there is
     │   ├── NoView           the config server holds no view yet
     │   ├── NotWanted        a worker that the wanted view does not hold (any more)
-    │   └── ClusterCleared   the job was told to stop; its view is closed until a reset
+    │   ├── ClusterCleared   the job was told to stop; its view is closed until a reset
+    │   ├── UnknownJob       the cluster has no job of that name
+    │   └── NameTaken        the cluster has a job of that name already
     ├── StaleView            somebody else changed the view first
-    ├── ServerUnavailable    the config server cannot be reached, or cannot answer
+    ├── ServerUnavailable    a server (of a job, or of the cluster) cannot be reached, or cannot answer
     ├── LaunchError          a worker or a runner could not be started, or failed
     ├── LabError             a network namespace could not be made
     ├── TrainError           the program does what cannot be time-sliced, or uses the job wrongly
@@ -67,6 +69,14 @@ class ClusterCleared(ConfigError):
     """The wanted view has no workers: everybody must stop, and only a reset opens it again."""
 
 
+class UnknownJob(ConfigError):
+    """The cluster has no job of that name."""
+
+
+class NameTaken(ConfigError):
+    """The cluster has a job of that name already, running or ended."""
+
+
 class StaleView(PliantError):
     """The view has moved on since it was read."""
 
@@ -82,7 +92,7 @@ class StaleView(PliantError):
 
 
 class ServerUnavailable(PliantError):
-    """The config server cannot be reached, or cannot answer now; nothing is known to have changed."""
+    """The server cannot be reached, or cannot answer now; nothing is known to have changed."""
 
 
 class LaunchError(PliantError):

@@ -46,7 +46,7 @@ class JobSpec(BaseModel):
     """N, as the program says it in `pliant.join`."""
     min: Natural = 1
     """Devices that it is guaranteed once started; 0: it may be put off entirely."""
-    max: Annotated[int, Field(ge=1)]
+    max: Annotated[int, Field(ge=1, default_factory=lambda given: given.get("replicas", 1))]
     """Devices that it has at most; where it is not given, one for each replica."""
     devices: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Types it may use, best first; empty: all of the cluster."""
@@ -63,13 +63,6 @@ class JobSpec(BaseModel):
     """Steps; 0: only when the job is put off."""
     sync: Literal["", "fifo", "priority", "auto", "slicing", "baseline"] = ""
     """How sums travel; empty: what the program says."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _at_most_one_device_per_replica(cls, value: object) -> object:
-        if isinstance(value, dict) and "max" not in value and "replicas" in value:
-            return {**value, "max": value["replicas"]}
-        return value
 
     @field_validator("name")
     @classmethod
