@@ -14,7 +14,8 @@ import typer
 from pliant.errors import ConfigError, PliantError
 
 COMMANDS = (
-    "run", "remote_install", "resize", "config_server", "lab", "plan", "sim", "bench", "doctor", "demo", "reproduce",
+    "run", "remote_install", "resize", "config_server", "lab",
+    "submit", "list_jobs", "show", "logs", "stop", "plan", "sim", "bench", "doctor", "demo", "reproduce",
 )  # fmt: skip
 
 

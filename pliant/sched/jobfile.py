@@ -126,7 +126,7 @@ class JobSpec(BaseModel):
         try:
             return cls.model_validate(value)
         except ValidationError as error:
-            raise ConfigError("; ".join(_told(detail) for detail in error.errors())) from None
+            raise ConfigError("; ".join(_told(detail) for detail in _details(error))) from None
 
     def to_json(self) -> dict[str, object]:
         """As it goes over the API: `from_json` gives the same."""
@@ -168,7 +168,7 @@ def read_job(page: Page, name: str = "") -> JobFile:
     try:
         spec = JobSpec.model_validate({**said, "directory": str(folder)})
     except ValidationError as error:
-        for detail in error.errors():
+        for detail in _details(error):
             mistakes.setdefault(_place(detail), _told(detail))
     if mistakes:
         raise page.refusal(mistakes)
@@ -178,6 +178,11 @@ def read_job(page: Page, name: str = "") -> JobFile:
 def _stem(path: Path) -> str:
     """The file's name as the beginning of a job's."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("._-")[:58] or "job"
+
+
+def _details(error: ValidationError) -> list[ErrorDetails]:
+    """The user's mistakes: not that a default could not be had, because a value before it is wrong."""
+    return [detail for detail in error.errors() if detail["type"] != "default_factory_not_called"]
 
 
 def _place(detail: ErrorDetails) -> tuple[str | int, ...]:

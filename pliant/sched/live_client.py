@@ -124,14 +124,14 @@ def find_server(url: str = "", state: str = "", environ: Mapping[str, str] = os.
     by default. PLIANT_TOKEN goes before the token that is written down.
 
     Raises:
-        ConfigError: none is known.
+        ServerUnavailable: none is known.
     """
     folder = Path(state) if state else state_dir(environ)
     url = url or ("" if state else environ.get("PLIANT_SERVER", ""))
     noted = _noted(folder / SERVER_FILE)
     if not url:
         if noted is None:
-            raise ConfigError(
+            raise ServerUnavailable(
                 f"no server of yours is known on this machine (no {SERVER_FILE} in {folder}): {START_ONE}"
             )
         found = noted

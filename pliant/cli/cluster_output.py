@@ -1,0 +1,119 @@
+"""What the commands that talk to the cluster's server share: finding it, and tables for people or for the next program."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pliant.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pliant.sched.live_client import JobStatus, LiveClient
+
+ServerFlag = Annotated[
+    str,
+    typer.Option(
+        "--server", metavar="URL", help="The cluster's server; default: PLIANT_SERVER, or yours on this machine."
+    ),
+]
+StateFlag = Annotated[
+    str,
+    typer.Option("--state", metavar="DIR", help="Find the server by its state directory, as `pliant serve` has it."),
+]
+JobArgument = Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="The job.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+
+COLOURS = {
+    "running": "green",
+    "starting": "green",
+    "put-off": "yellow",
+    "failed": "red",
+    "stopped": "dim",
+    "finished": "dim",
+}
+
+
+def connected(server: str, state: str) -> LiveClient:
+    """A client of the server that is meant."""
+    from pliant.sched.live_client import LiveClient, find_server
+
+    return LiveClient(find_server(server, state))
+
+
+def check_named(*names: str) -> None:
+    """Refuse an empty name in one line; click would answer with a page of usage."""
+    if not all(names):
+        raise ConfigError("which job? give its name; `pliant list` shows the names")
+
+
+def is_read_by_people() -> bool:
+    """Whether stdout is a terminal; if not, it is read by a program, which wants values and nothing else."""
+    return sys.stdout.isatty()
+
+
+def print_json(value: object) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
+    """A table on a terminal; else lines of columns with tabs between them, and no heading."""
+    if not is_read_by_people():
+        for row in rows:
+            print("\t".join(" ".join(cell.split()) for cell in row))
+        return
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        last = number == len(columns) - 1
+        table.add_column(
+            column.upper(),
+            justify="right" if column in right else "left",
+            no_wrap=True,
+            overflow="ellipsis" if last else "fold",
+        )
+    for row in rows:
+        table.add_row(*(Text(cell, COLOURS.get(cell, "")) for cell in row))
+    Console().print(table)
+
+
+def devices_text(devices: Mapping[str, int]) -> str:
+    """`cpu=2,v100=1`; `-` for none."""
+    return ",".join(f"{kind}={count}" for kind, count in devices.items() if count) or "-"
+
+
+def clock_text(at_s: float | None, now_s: float) -> str:
+    """A time of day, with the date where it was another day; `-` for none."""
+    if at_s is None:
+        return "-"
+    is_today = time.localtime(at_s)[:3] == time.localtime(now_s)[:3]
+    return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S", time.localtime(at_s))
+
+
+def span_text(seconds: float) -> str:
+    """A length of time in its two largest units, such as 3m12s."""
+    whole = max(0, int(seconds))
+    parts = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "m"), (whole % 60, "s")]
+    first = next((place for place, (count, _) in enumerate(parts) if count), len(parts) - 1)
+    return "".join(f"{count}{unit}" for count, unit in parts[first : first + 2])
+
+
+def await_end(
+    client: LiveClient, names: Sequence[str], deadline_s: float, ended: Callable[[JobStatus], None]
+) -> list[str]:
+    """Until all of `names` have ended, or `deadline_s` has passed: those that have not."""
+    left = list(names)
+    while True:
+        now = {job.name: job for job in client.jobs()}
+        for name in [name for name in left if now[name].is_over]:
+            left.remove(name)
+            ended(now[name])
+        if not left or time.monotonic() >= deadline_s:
+            return left
+        time.sleep(0.2)

@@ -1,0 +1,60 @@
+"""The `pliant show` command: one job of the cluster, and what happened to it."""
+
+from __future__ import annotations
+
+import time
+
+import typer
+
+from pliant.cli.cluster_output import (
+    JobArgument,
+    JsonFlag,
+    ServerFlag,
+    StateFlag,
+    check_named,
+    clock_text,
+    connected,
+    devices_text,
+    print_json,
+    print_table,
+    span_text,
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("show")(show)
+
+
+def show(
+    name: JobArgument = "",
+    as_json: JsonFlag = False,
+    server: ServerFlag = "",
+    state: StateFlag = "",
+) -> None:
+    """One job: how it is, and what was decided about it, and when."""
+    check_named(name)
+    with connected(server, state) as client:
+        job = client.job(name)
+    if as_json:
+        print_json(job.model_dump(mode="json"))
+        return
+    now_s = time.time()
+    begun_s = job.started_s if job.started_s is not None else job.submitted_s
+    facts = [
+        ("name", job.name),
+        ("state", job.state + (f" (exit code {job.exit_code})" if job.exit_code is not None else "")),
+        ("why", job.why or "-"),
+        ("devices", devices_text(job.devices)),
+        ("replicas", f"{job.replicas} on {job.workers} workers"),
+        ("step", "-" if job.step is None else str(job.step)),
+        ("steps/s", "-" if job.steps_per_s is None else f"{job.steps_per_s:.3g}"),
+        ("submitted", clock_text(job.submitted_s, now_s)),
+        ("started", clock_text(job.started_s, now_s)),
+        ("ended", clock_text(job.ended_s, now_s)),
+        ("took", span_text((job.ended_s or now_s) - begun_s)),
+    ]
+    print_table(("", ""), facts)
+    if job.events:
+        print()
+        print_table(("at", "what"), [(clock_text(event.at, now_s), event.what) for event in job.events])

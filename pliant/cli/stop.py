@@ -1,0 +1,55 @@
+"""The `pliant stop` command: ends jobs of the cluster."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pliant.cli.cluster_output import ServerFlag, StateFlag, await_end, check_named, connected, is_read_by_people
+from pliant.errors import LaunchError
+from pliant.launch.duration import parse_duration
+
+if TYPE_CHECKING:
+    from pliant.sched.live_client import JobStatus
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("stop")(stop)
+
+
+def stop(
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", show_default=False, help="Jobs to end.")] = None,
+    kill: Annotated[bool, typer.Option("--kill", help="At once, not after the step they are in.")] = False,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Return only when they have ended.")] = True,
+    timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="How long to wait.")] = "60s",
+    server: ServerFlag = "",
+    state: StateFlag = "",
+) -> None:
+    """End jobs, in good order: each finishes its step. None of them if a name is unknown."""
+    check_named(*(names or ("",)))
+    deadline_s = time.monotonic() + parse_duration(timeout, "--timeout")
+    with connected(server, state) as client:
+        before = [client.job(name) for name in dict.fromkeys(names or ())]
+        running = [job.name for job in before if not job.is_over]
+        for job in before:
+            if job.is_over:
+                _say(f"{job.name} has ended before ({job.state})")
+        for name in running:
+            client.stop(name, kill=kill)
+        late = await_end(client, running, deadline_s, _ended) if wait else []
+    if late:
+        raise LaunchError(
+            f"still running after {timeout}: {', '.join(late)}; they were told to end, --kill does not wait for their step"
+        )
+
+
+def _ended(job: JobStatus) -> None:
+    _say(f"{job.name} {job.state}" + (f" after step {job.step}" if job.step is not None else ""))
+
+
+def _say(line: str) -> None:
+    if is_read_by_people():
+        print(line, flush=True)

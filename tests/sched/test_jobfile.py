@@ -1,0 +1,224 @@
+"""Job files: what they give, and how mistakes in them are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from pydantic import ValidationError
+
+from pliant.errors import ConfigError
+from pliant.page import Page
+from pliant.sched.jobfile import JobFile, JobSpec, read_job
+from pliant.train.determinism import LEVELS
+from pliant.train.tuning import ASKED
+
+FULL = """\
+name: digits
+program: sub/../train.py
+args: [--epochs, 3, --code, 010, --answer, no, "two words"]
+replicas: 4
+min: 0
+max: 3
+devices: [v100, t4]
+speed: {v100: 3.1, t4: 1}
+mixed: true
+determinism: D2
+priority: -2
+env: {OMP_NUM_THREADS: 1, FLAG: yes}
+checkpoint_every: 5
+sync: priority
+"""
+
+
+def read(folder: Path, text: str, *, file: str = "job.yml", name: str = "") -> JobFile:
+    (folder / "train.py").touch()
+    (folder / file).write_text(text)
+    return read_job(Page.read(folder / file), name)
+
+
+def refused(folder: Path, text: str) -> list[str]:
+    """The lines of the refusal, without the folder."""
+    with pytest.raises(ConfigError) as refusal:
+        read(folder, text)
+    return str(refusal.value).replace(f"{folder}/", "").splitlines()
+
+
+def test_every_key_arrives_and_goes_over_the_api_unchanged(tmp_path: Path) -> None:
+    spec, is_named = read(tmp_path, FULL)
+    assert is_named
+    assert spec == JobSpec(
+        name="digits",
+        program=str(tmp_path / "train.py"),
+        directory=str(tmp_path),
+        args=("--epochs", "3", "--code", "010", "--answer", "no", "two words"),
+        replicas=4,
+        min=0,
+        max=3,
+        devices=("v100", "t4"),
+        speed={"v100": 3.1, "t4": 1.0},
+        mixed=True,
+        determinism="D2",
+        priority=-2,
+        env={"OMP_NUM_THREADS": "1", "FLAG": "yes"},
+        checkpoint_every=5,
+        sync="priority",
+    )
+    assert JobSpec.from_json(spec.to_json()) == spec
+    assert set(spec.to_json()) == set(JobSpec.model_fields)
+
+
+def test_program_and_replicas_are_enough(tmp_path: Path) -> None:
+    spec, is_named = read(tmp_path, "program: train.py\nreplicas: 3\nname:\n", file="my job.v2.yml")
+    assert (spec.name, is_named) == ("my-job.v2-1", False)
+    assert (spec.min, spec.max, spec.devices, spec.determinism, spec.sync) == (1, 3, (), "", "")
+
+
+def test_the_first_free_number_makes_a_name(tmp_path: Path) -> None:
+    job = read(tmp_path, "program: train.py\nreplicas: 1")
+    assert job.renumbered([]).spec.name == "job-1"
+    assert job.renumbered(["job-1", "job-3", "job"]).spec.name == "job-2"
+    assert job.renumbered(["job-1", "job-2"]).renumbered([]).spec.name == "job-1"
+
+
+def test_a_name_from_the_command_line_goes_first(tmp_path: Path) -> None:
+    assert read(tmp_path, FULL, name="other") == JobFile(
+        read(tmp_path, FULL).spec.model_copy(update={"name": "other"}), True
+    )
+
+
+def test_every_mistake_is_told_with_its_line(tmp_path: Path) -> None:
+    text = """\
+replica: 4
+args: --epochs 3
+min: -1
+max: 2.5
+program: tain.py
+speed:
+  v100: 2
+
+  t4: fast
+determinism: d4
+env:
+  A B: x
+mixed: yes please
+priority: high
+name: no/such
+directory: /
+"""
+    assert refused(tmp_path, text) == [
+        "job.yml:1: replicas is missing: add replicas: 4",
+        "job.yml:1: unknown key 'replica': did you mean replicas?",
+        "job.yml:2: args '--epochs 3': use a list, as in [a, b]",
+        "job.yml:3: min -1: use 0 or more",
+        "job.yml:4: max 2.5: use a whole number",
+        f"job.yml:5: program tain.py: no such file; it is looked for in {tmp_path}",
+        "job.yml:9: speed.t4 'fast': use a number",
+        "job.yml:10: determinism 'd4' is not known: use 'D0', 'D1' or 'D2'",
+        "job.yml:11: env 'A B' cannot be a variable: use letters, digits and _, as in OMP_NUM_THREADS",
+        "job.yml:13: mixed 'yes please': use true or false",
+        "job.yml:14: priority 'high': use a whole number",
+        "job.yml:15: name 'no/such': use up to 64 letters, digits, . _ and -, beginning with a letter or digit",
+        "job.yml:16: unknown key 'directory': a job runs where its file is",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("max: 5", "job.yml:3: max 5: with 4 replicas, 4 devices are the most it can use"),
+        ("max: 2\nmin: 3", "job.yml:4: min 3 is more than max 2: lower the one or raise the other"),
+        ("mixed: true", "job.yml:3: mixed: unlike devices change bits below D2; add determinism: D2"),
+        ("speed: {t4: 1}\ndevices: [cpu]", "job.yml:3: speed of t4: not among its devices"),
+        ("devices: [cpu, cpu]", "job.yml:3: devices 'cpu' is listed twice"),
+        ("speed: {cpu: 0}", "job.yml:3: speed.cpu 0: use more than 0"),
+        ("speed: {cpu: .inf}", "job.yml:3: speed.cpu inf: use a number"),
+        ("speed: {cpu: true}", "job.yml:3: speed.cpu True: use a number"),
+        ("env: {PLIANT_TOKEN: x}", "job.yml:3: env PLIANT_TOKEN is pliant's own"),
+        ("env: [a]", "job.yml:3: env ['a']: use a mapping"),
+        ("args:\n  - a\n  - {b: c}", "job.yml:5: args.1 {'b': 'c'}: use text"),
+        ('args: ["a\\0"]', "job.yml:3: args 'a\\x00' holds a NUL"),
+        ("sync: often", "job.yml:3: sync 'often' is not known: use 'fifo', 'priority', 'auto', 'slicing' or 'baseline'"),
+        ("zzz: 1", "job.yml:3: unknown key 'zzz': there are name, program, args"),
+        ("name: " + "x" * 65, "job.yml:3: name 'xxx"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_told_where_it_stands(tmp_path: Path, more: str, told: str) -> None:
+    (line,) = refused(tmp_path, f"program: train.py\nreplicas: 4\n{more}\n")
+    assert line.startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "job.yml is empty: write lines such as `key: value`"),
+        ("- a\n- b", "job.yml is no mapping"),
+        ("just text", "job.yml is no mapping"),
+        ("a: 1\nb: c: d\n", "job.yml:2: not YAML: mapping values are not allowed here"),
+        ("a:\n\t- b", "job.yml:2: not YAML: found character '\\t' that cannot start any token while scanning for the next "
+         "token; indent with spaces, YAML takes no tabs"),
+        ("a: [1, 2", "job.yml:1: not YAML: expected ',' or ']'"),
+        ("a: \x07", "job.yml: not YAML:"),
+        ("a: 1\na: 2", "job.yml:2: a is given twice"),
+        ("env: {a: 1,\n a: 2}", "job.yml:2: a is given twice"),
+        ("a: 1\n---\nb: 2", "job.yml:2: not YAML: but found another document"),
+        ("a: &x [*x]", "job.yml:1: a list or mapping is used twice"),
+        ("a: &x {b: 1}\nc: *x", "job.yml:1: a list or mapping is used twice"),
+        ("program: !!python/object:os.system x", "job.yml:1: 'python/object:os.system' is no plain value"),
+        ("? [a]\n: b", "job.yml:1: a key is a list or a mapping: use text"),
+        ("a: " + "[" * 500, "job.yml: nested too deeply"),
+    ],
+)  # fmt: skip
+def test_what_is_no_job_file_is_told_in_one_line(tmp_path: Path, text: str, told: str) -> None:
+    (line,) = refused(tmp_path, text)
+    assert line.startswith(told)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nope.yml: No such file or directory"):
+        Page.read(tmp_path / "nope.yml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        Page.read(tmp_path)
+    (tmp_path / "picture.yml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"picture.yml: it is not text"):
+        Page.read(tmp_path / "picture.yml")
+    (tmp_path / "long.yml").write_bytes(b"#" * (1 << 21))
+    with pytest.raises(ConfigError, match="larger than"):
+        Page.read(tmp_path / "long.yml")
+
+
+def test_values_that_are_not_texts_are_read_as_yaml_reads_them(tmp_path: Path) -> None:
+    file = tmp_path / "a.yml"
+    file.write_text("a: {x: 010, y: [1.5, true, null, 2026-11-15], 3: z}\nb: 010\n")
+    page = Page.read(file)
+    assert page.values({"b"}) == {"a": {"x": 8, "y": [1.5, True, None, "2026-11-15"], "3": "z"}, "b": "010"}
+    assert list(page.keys) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ([], "a job is an object"),
+        ({}, "name is missing: add name; program is missing: add program: train.py; directory is missing"),
+        ({"name": "a", "program": "b.py", "directory": "/", "replicas": 1}, "program 'b.py' is not an absolute path"),
+        ({"name": "a", "program": "/b", "directory": "/", "replicas": True}, "replicas True: use a whole number"),
+        ({"name": "a", "program": "/b", "directory": "/", "replicas": 10**9}, "replicas 1000000000: use 65536 or less"),
+    ],
+)
+def test_the_api_refuses_in_one_line(value: object, told: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        JobSpec.from_json(value)
+    assert str(refusal.value).startswith(told)
+    assert "\n" not in str(refusal.value)
+
+
+def test_words_are_those_of_training() -> None:
+    assert get_args(JobSpec.model_fields["sync"].annotation) == ("", *ASKED)
+    assert get_args(JobSpec.model_fields["determinism"].annotation) == ("", *LEVELS)
+
+
+def test_a_job_stays_as_it_was_submitted(tmp_path: Path) -> None:
+    spec = read(tmp_path, FULL).spec
+    with pytest.raises(ValidationError):
+        spec.replicas = 5
