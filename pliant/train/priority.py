@@ -445,7 +445,9 @@ class Crossing:
                 if self.can_undo:
                     self._keep(parameter)  # the program may change it yet
                 if index in self._zeroed:
-                    self._clear(parameter, self._zeroed[index])  # it has this replica's gradient; the program believes not
+                    self._clear(
+                        parameter, self._zeroed[index]
+                    )  # it has this replica's gradient; the program believes not
                 elif parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)  # the program's own code may touch it
         self._awaited.clear()

@@ -13,7 +13,6 @@ import contextlib
 import copy
 import hashlib
 import logging
-import struct
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -28,7 +27,7 @@ from pliant.comm.handle import Handle
 from pliant.comm.telemetry import Pressure
 from pliant.elastic.member import Alone, Member
 from pliant.errors import CommError, ConfigError, EngineClosed, PliantError, TrainError, ViewChanged, WorkerLost
-from pliant.train import rng, trace, tuning
+from pliant.train import rng, trace
 from pliant.train.adapting import Adaptation, Settings, Situation
 from pliant.train.buckets import Layout, blocks
 from pliant.train.data import Feeder, Stream, num_batches, samples_used
@@ -37,16 +36,13 @@ from pliant.train.loader_options import LoaderOptions
 from pliant.train.optim import Averaging
 from pliant.train.priority import Crossing
 from pliant.train.replica import Buffers, Context, Tensors
+from pliant.train.rows import Rows, Said
 from pliant.train.tuning import Choice, Measured, SyncStats, Tuner
 
 log = logging.getLogger(__name__)
 
 LENT = "state:"
 """What the names of lent memory begin with."""
-_ROW = struct.Struct("<QQ")
-"""What a worker says with each step, before the contexts: the step, and the newest roll it is prepared for; and then
-how it would have the sums travel, and what it has measured."""
-_HEAD_BYTES = _ROW.size + tuning.ROW_BYTES
 
 
 class Left(SystemExit):
@@ -202,6 +198,7 @@ class Trainer:
         self._member = member
         self._place = place
         self._keeps_layout = keeps_layout
+        self.rows = Rows()
         self._new_contexts: dict[int, Context] = {}
         self._new_buffers: Tensors | None = None
         self._new_order: list[int] | None = None
@@ -234,6 +231,7 @@ class Trainer:
             )
         begin = sum(self._blocks[: engine.rank])
         self.hosted = range(begin, begin + self._blocks[engine.rank])
+        self.rows.arrange(self._blocks, self.hosted)
         if changed and not self._keeps_layout:
             self.gradients.use_layout(None)
         self.gradients.arrange(engine, self._blocks)
@@ -510,7 +508,7 @@ class Trainer:
             self.adaptation.read([figures])
             return
         root = self.owner_of(0)
-        row = engine.all_gather("step", self._row(), priority=FIRST)
+        row = engine.all_gather(self.rows.name, self._row(), priority=FIRST)
         buffers = order = None
         if self.buffers.num_bytes:
             flat = self._packed_first_buffers()
@@ -532,9 +530,8 @@ class Trainer:
             if order is not None:
                 told = order.wait()
                 self._new_order = told.tolist() if told is not None else None
-            rows = row.wait()
-        assert rows is not None, "an all_gather has a result on every rank"
-        self._read_rows(rows)
+            said = self._read_rows(engine, row)
+        self._heed(said)
         ended_s = time.monotonic()
         self.crossing.waits.add(began_s, ended_s)
         if trace.enabled():
@@ -551,44 +548,32 @@ class Trainer:
             return self.buffers.pack(self._new_buffers)
         return torch.empty(self.buffers.num_bytes, dtype=torch.uint8)
 
-    @property
-    def _context_bytes(self) -> int:
-        own = 0 if self.parts.sync_buffers else self.buffers.num_bytes
-        return rng.SIZE + Stream.size(self.num_loader_workers) + own
-
-    @property
-    def _head_bytes(self) -> int:
-        return _HEAD_BYTES + self.adaptation.row_bytes
-
     def _row(self) -> torch.Tensor:
-        head = _ROW.pack(self.progress.step, self._member.prepared)
-        head += tuning.pack(self.tuner.choice, self._measuring.last) + self.adaptation.row()
-        contexts = b"".join(self._new_contexts[r].to_bytes(self.num_loader_workers) for r in self.hosted)
-        room = self._head_bytes + self._context_bytes * max(self._blocks)
-        return torch.frombuffer(bytearray((head + contexts).ljust(room, b"\0")), dtype=torch.uint8)
+        said = Said(
+            self.progress.step, self._member.prepared, self.tuner.choice, self._measuring.last, self.adaptation.row()
+        )
+        return self.rows.pack(said, self._new_contexts, self.contexts, self.num_loader_workers)
 
-    def _read_rows(self, rows: torch.Tensor) -> None:
-        size, head, replica, prepared = self._context_bytes, self._head_bytes, 0, []
-        said, figures = [], []
-        for rank, count in enumerate(self._blocks):
-            data = bytes(rows[rank].numpy())
-            prepared.append(_ROW.unpack_from(data)[1])
-            said.append(tuning.unpack(data[_ROW.size : _HEAD_BYTES]))
-            figures.append(data[_HEAD_BYTES:head])
-            for slot in range(count):
-                if replica not in self._new_contexts:
-                    begin = head + slot * size
-                    self._new_contexts[replica] = Context.from_bytes(
-                        data[begin : begin + size], self.num_loader_workers
-                    )
-                replica += 1
-        self.switch_to = self._agreed(prepared)
+    def _read_rows(self, engine: Engine, row: Handle) -> list[Said]:
+        """What everybody says, with the contexts of all replicas."""
+        new, loaders = self._new_contexts, self.num_loader_workers
+        rows = row.wait()
+        assert rows is not None, "an all_gather has a result on every rank"
+        said, complete = self.rows.read(rows, new, self.contexts, loaders, self.adaptation.row_bytes)
+        if not complete:
+            rest = engine.all_gather("contexts", self.rows.rest(new, loaders), priority=FIRST).wait()
+            assert rest is not None, "an all_gather has a result on every rank"
+            self.rows.read_rest(rest, new, loaders)
+        return said
+
+    def _heed(self, said: Sequence[Said]) -> None:
+        self.switch_to = self._agreed([each.prepared for each in said])
         # The first worker decides for all; the others keep up with it, for they may be first in the next view.
-        self._next_way = said[0][0]
-        self.tuner.learn([measured for _, measured in said], decides=self.engine is not None and self.engine.rank == 0)
+        self._next_way = said[0].way
+        self.tuner.learn([each.measured for each in said], decides=self.engine is not None and self.engine.rank == 0)
         if self.engine is not None and self.engine.rank != 0:
             self.tuner.choice = self._next_way
-        self.adaptation.read(figures)
+        self.adaptation.read([each.figures for each in said])
 
     def _agreed(self, prepared: Sequence[int]) -> int | None:
         """The roll that all are prepared for, if it is a new one. The same answer on every worker."""
@@ -668,7 +653,7 @@ class Trainer:
             )
         used = samples_used(self.parts.num_samples, self.num_replicas, stream, loading)
         dealt = Stream(stream.epoch, consumed=used)
-        self.contexts = [replace(context, stream=dealt) for context in self.contexts]
+        self.contexts = [context.at(dealt) for context in self.contexts]
         self.use_batch_size(size)
 
     def use_batch_size(self, size: int) -> None:

@@ -199,7 +199,12 @@ def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
     def committed() -> None:
         facts = {"rank": job.rank, "size": job.size, "view": job.view, "hosted": list(job.hosted)}
         stats = job.sync_stats()
-        facts |= {"crossed": crossing.is_open, "mode": stats.mode, "slice_bytes": stats.slice_bytes}
+        facts |= {
+            "brief": trainer.rows.brief,
+            "crossed": crossing.is_open,
+            "mode": stats.mode,
+            "slice_bytes": stats.slice_bytes,
+        }
         unwritten[:] = [{"step": job.step - 1, **facts}]
         if not crossing.is_open:  # looking at parameters would wait for them
             write_commits()

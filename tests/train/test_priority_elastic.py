@@ -124,6 +124,8 @@ def test_a_step_that_was_used_half_is_taken_back(program: str, tmp_path: Path) -
         _check(stage, program, dead=1, repeats=0)
         assert [actor.exit_code for actor in survivors] == [0, 0]
         assert [list(actor.repeated) for actor in survivors] == [[2], [2]]
+        draws = program != "nesterov"
+        assert any(commit["brief"] for commit in stage.history.commits) != draws, "how much is told with a step"
 
 
 def test_the_last_step_of_an_epoch_is_taken_back(tmp_path: Path) -> None:

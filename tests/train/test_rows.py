@@ -1,0 +1,129 @@
+"""What workers tell each other with a step: changes where they are few, whole contexts where they are many."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pliant.train import rng, rows
+from pliant.train.data import Stream
+from pliant.train.replica import Context
+from pliant.train.rows import MOST_CHANGES, ROOM, Rows, Said, applied, changed
+from pliant.train.tuning import Choice, Measured
+
+BLOCKS = (2, 1, 3)
+
+
+@given(st.binary(min_size=1, max_size=300), st.dictionaries(st.integers(0, 299), st.integers(0, 255), max_size=20))
+def test_a_change_makes_the_new_out_of_the_old(before: bytes, changes: dict[int, int]) -> None:
+    after = bytearray(before)
+    for place, value in changes.items():
+        after[place % len(before)] = value
+    change = changed(before, bytes(after))
+    if change is None:
+        assert len({place % len(before) // 8 for place in changes}) > MOST_CHANGES
+    else:
+        assert len(change) <= ROOM
+        assert applied(before, change.ljust(ROOM, b"\0")) == after
+
+
+def test_what_does_not_fit_is_not_told() -> None:
+    before = bytes(8 * (MOST_CHANGES + 1))
+    assert changed(before, b"\1" * 8 * MOST_CHANGES + bytes(8)) is not None
+    assert changed(before, b"\1" * len(before)) is None
+    assert changed(before, before + bytes(8)) is None, "of another length"
+    assert changed(bytes(1 << 20), bytes(1 << 20)) is None, "places beyond what a change can name"
+
+
+def _contexts(seed: int, count: int) -> list[Context]:
+    return [Context(rng.seeded(seed + each), Stream()) for each in range(count)]
+
+
+class World:
+    """Ranks that tell each other their rows, without a network."""
+
+    def __init__(self, blocks: Sequence[int]) -> None:
+        self.blocks = blocks
+        self.rows = [Rows() for _ in blocks]
+        self.known = [_contexts(7, sum(blocks)) for _ in blocks]
+        self.step = 0
+        begin = 0
+        for each, count in zip(self.rows, blocks, strict=True):
+            each.arrange(blocks, range(begin, begin + count))
+            begin += count
+
+    def train(self, new: Sequence[Context]) -> tuple[str, bool]:
+        """One step after which the replicas' contexts are these; the name of the rows, and whether they were enough."""
+        said = [Said(self.step, 40 + rank, Choice(), Measured(), bytes([rank] * 5)) for rank in range(len(self.rows))]
+        [name] = {each.name for each in self.rows}
+        mine = [{replica: new[replica] for replica in each._hosted} for each in self.rows]
+        table = torch.stack(
+            [
+                each.pack(told, own, known, 0)
+                for each, told, own, known in zip(self.rows, said, mine, self.known, strict=True)
+            ]
+        )
+        complete = set()
+        for each, own, known in zip(self.rows, mine, self.known, strict=True):
+            heard, whole = each.read(table, own, known, 0, 5)
+            complete.add(whole)
+            assert [(one.step, one.prepared, one.figures) for one in heard] == [
+                (one.step, one.prepared, one.figures) for one in said
+            ]
+        if complete == {False}:
+            rest = torch.stack([each.rest(own, 0) for each, own in zip(self.rows, mine, strict=True)])
+            for each, own in zip(self.rows, mine, strict=True):
+                each.read_rest(rest, own, 0)
+        expected = [each.to_bytes(0) for each in new]
+        for rank, own in enumerate(mine):
+            self.known[rank] = [own[replica] for replica in range(sum(self.blocks))]
+            assert [each.to_bytes(0) for each in self.known[rank]] == expected, f"rank {rank} believes something else"
+        self.step += 1
+        [whole] = complete
+        return name, whole
+
+    def drawing(self, draws: dict[int, int]) -> list[Context]:
+        """What comes of the contexts when replicas draw so many numbers, and all take a batch."""
+        new = []
+        for replica, context in enumerate(self.known[0]):
+            rng.restore(context.random)
+            if replica in draws:
+                torch.rand(draws[replica])
+                [random.random() for _ in range(draws[replica])]
+            new.append(Context(rng.capture(), Stream(batch=context.stream.batch + 1)))
+        return new
+
+
+@pytest.mark.parametrize("blocks", [BLOCKS, (1, 1, 1, 1, 1, 1), (3,)], ids=str)
+def test_whole_contexts_are_told_when_they_have_changed(blocks: tuple[int, ...]) -> None:
+    world, last = World(blocks), sum(blocks) - 1
+    assert world.train(world.drawing({0: 2})) == ("step", True), "newcomers have no contexts to compare with"
+    assert world.train(world.drawing({})) == ("step", True), "the first numbers of a seed make all words new"
+    assert world.train(world.drawing({0: 2})) == ("changes", True), "a few numbers move a position"
+    assert world.train(world.drawing({last: 2000})) == ("changes", False), "the first time nobody could know"
+    assert world.train(world.drawing({last: 2000})) == ("step", True)
+    assert world.train(world.drawing({})) == ("step", True)
+    assert world.train(world.drawing({})) == ("changes", True)
+
+
+def test_changes_take_little_room() -> None:
+    world = World((1,) * 6)
+    own = {0: world.drawing({})[0]}
+    said = Said(0, 0, Choice(), Measured(), b"")
+    whole = world.rows[0].pack(said, own, world.known[0], 0)
+    world.train(world.drawing({}))
+    assert len(world.rows[0].pack(said, own, world.known[0], 0)) < 300 < 10_000 < len(whole)
+
+
+def test_a_change_for_another_context_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the tests above can fail."""
+    monkeypatch.setattr(rows, "applied", lambda before, change: before)
+    world = World(BLOCKS)
+    world.train(world.drawing({}))
+    with pytest.raises(AssertionError, match="believes something else"):
+        world.train(world.drawing({}))
