@@ -25,6 +25,11 @@ POLLUX_NOTES = (
 )
 """Where the description of the published simulator leaves a choice, what was chosen: what its program does."""
 
+RESERVED_NOTE = (
+    "reserved devices are free at the next round, except where a policy never takes devices back (yarn-cs, yarn-cs-gang): "
+    "there they are when the jobs on them have ended"
+)
+
 
 def result(setting: Setting, outcomes: Mapping[Run, Outcome], args: Mapping[str, object]) -> Json:
     """Everything about one trace under several policies."""
@@ -87,4 +92,5 @@ def remarks(setting: Setting) -> list[str]:
     charged = f"every start and every change of devices is charged {setting.restart_s:g} s"
     if setting.live_pause_s is not None:
         charged += f"; live_resize: a change of devices is charged the {setting.live_pause_s:g} s of a live resize"
-    return [charged, *setting.trace.notes, *notes]
+    reserved = [RESERVED_NOTE] if setting.reservations else []
+    return [charged, *reserved, *setting.trace.notes, *notes]

@@ -60,6 +60,12 @@ def sim(
     pause: Annotated[
         float, typer.Option("--pause", help="Seconds of a live resize, as measured; below 0: only restarts.")
     ] = 0.0212,
+    reserve: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reserve", metavar="TYPE=N@BEGIN-END", help="Devices in other use for these seconds; may be repeated."
+        ),
+    ] = None,
     processes: Annotated[int, typer.Option("--processes", help="Simulations at a time; 0: one for each core.")] = 0,
     table_file: Annotated[Path | None, typer.Option("--table", metavar="FILE", help="A CSV row for each job.")] = None,
     plot: Annotated[
@@ -71,6 +77,7 @@ def sim(
     from pliant.bench import simulation
     from pliant.sched import schedulers, traces
     from pliant.sched.compare import Setting, compare
+    from pliant.sched.machines import Reservation
 
     chosen = schedulers.parse(policy)
     for path, flag in ((table_file, "--table"), (plot, "--plot"), (json_file, "--json")):
@@ -91,12 +98,14 @@ def sim(
         live_pause_s=pause if pause >= 0 else None,
         seed=seed,
         speeds=tuple(numbers(speed, "--speed").items()),
+        reservations=tuple(each for text in reserve or () for each in Reservation.parse(text)),
     )
     with ended_by_sigterm(), shown_progress() as progress:
         outcomes = compare(chosen, setting, processes=processes, progress=progress)
     args = {
         "trace": trace, "format": found.form, "cluster": setting.cluster, "policy": chosen, "interval": interval, "seed": seed,
         "profiles": profiles, "limit": limit, "restart": restart, "pause": pause, "speed": speed,
+        "reserve": reserve or [],
     }  # fmt: skip
     answer = simulation.result(setting, outcomes, args)
     _print(answer)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from pliant.errors import ConfigError
 from pliant.sched import pollux, schedulers
-from pliant.sched.machines import Cluster
-from pliant.sched.simulate import Charges, Outcome, simulate
+from pliant.sched.machines import Cluster, Reservation, reserved_over_time
+from pliant.sched.simulate import Charges, Outcome, Simulation
 from pliant.sched.traces import Trace
 from pliant.sched.workloads import jobs_of
 
@@ -40,8 +40,13 @@ class Setting:
     """None: only restarts."""
     seed: int = 0
     speeds: tuple[tuple[str, float], ...] = ()
+    reservations: tuple[Reservation, ...] = ()
 
     def __post_init__(self) -> None:
+        for each in self.reservations:
+            there = Cluster.parse(self.cluster).counts
+            if each.devices > there.get(each.kind, 0):
+                raise ConfigError(f"--reserve {each.kind}={each.devices}: the cluster has {there}")
         if self.trace.form == "pollux" and not self.profiles:
             raise ConfigError("a workload of Pollux needs its step times: give --profiles DIR, its folder of traces")
 
@@ -55,7 +60,15 @@ class Setting:
                 pollux.adaptive(job)
         change_s = self.live_pause_s if live and self.live_pause_s is not None else self.restart_s
         charges = Charges(start_s=self.restart_s, change_s=change_s)
-        return simulate(jobs, cluster, chosen, interval_s=self.interval_s, charges=charges, progress=progress)
+        return Simulation(
+            jobs,
+            cluster,
+            chosen,
+            interval_s=self.interval_s,
+            charges=charges,
+            reservations=reserved_over_time(self.reservations),
+            progress=progress,
+        ).run()
 
 
 @dataclass(frozen=True, slots=True)

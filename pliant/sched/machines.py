@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -76,6 +77,51 @@ class Cluster:
         if nodes and sum(node.devices for node in nodes) != sum(counts.values()):
             raise ConfigError(f"--cluster {text!r}: give nodes for all types or for none, as in v100=8x4,t4=4x4")
         return cls(counts, tuple(nodes))
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Devices that their owner uses for a while, and jobs meanwhile cannot."""
+
+    kind: str
+    devices: int
+    begin_s: float
+    end_s: float = math.inf
+
+    @classmethod
+    def parse(cls, text: str) -> tuple[Reservation, ...]:
+        """From `v100=4@3600-7200`, `v100=4,t4=2@3600-7200`, or `v100=4@3600-` for one that never ends.
+
+        Raises:
+            ConfigError: something else.
+        """
+        listed, _, span = text.partition("@")
+        begin, dash, end = span.partition("-")
+        try:
+            begin_s, end_s = float(begin), float(end) if end else math.inf
+            amounts = [
+                (kind.strip(), int(count)) for kind, _, count in (part.partition("=") for part in listed.split(","))
+            ]
+        except ValueError:
+            amounts = []
+        if not amounts or not dash or any(not kind or count < 1 for kind, count in amounts):
+            raise ConfigError(f"--reserve {text!r}: use TYPE=N@BEGIN-END with seconds, as in v100=4@3600-7200")
+        if not 0 <= begin_s < end_s:
+            raise ConfigError(f"--reserve {text!r}: it must begin at 0 s or later, and end after that")
+        return tuple(cls(kind, count, begin_s, end_s) for kind, count in amounts)
+
+
+def reserved_over_time(reservations: Sequence[Reservation]) -> list[tuple[float, dict[str, int]]]:
+    """(time, what is reserved from then on), at every time when that changes. Those of one type add up."""
+    times = sorted({time for each in reservations for time in (each.begin_s, each.end_s) if time < math.inf})
+    found = []
+    for time in times:
+        now: Counter[str] = Counter()
+        for each in reservations:
+            if each.begin_s <= time < each.end_s:
+                now[each.kind] += each.devices
+        found.append((time, dict(now)))
+    return found
 
 
 def _from_openb(path: Path) -> Cluster:

@@ -36,8 +36,9 @@ class _Sized(Policy):
         chosen: list[Job] = []
         for kind, there in running.items():
             devices = cluster.available(kind)
-            if len(there) == devices and not self._overtakes(jobs, there, kind):
-                continue  # one each: there is nothing to decide, however many wait
+            is_one_each = 0 < len(there) == devices == sum(job.num_devices() for job in there)
+            if is_one_each and not self._overtakes(jobs, there, kind):
+                continue  # there is nothing to decide, however many wait
             served = self._served(jobs, there, kind, devices)
             sizes |= self._sizes(served, devices, now)
             self._open |= len(served) < devices and self._may_change(served, sizes, devices)

@@ -66,7 +66,10 @@ class Outcome:
 
 
 class Simulation:
-    """One run. `progress` is told the fraction of jobs that have ended."""
+    """One run, which uses up `jobs` and `cluster`. `progress` is told the fraction of jobs that have ended.
+
+    `reservations` say what is reserved from a time on, in place of what was before.
+    """
 
     def __init__(
         self,
@@ -228,21 +231,3 @@ class Simulation:
     def _note(self, job: Job, now: float, held: Mapping[str, int]) -> None:
         if self._keep_history:
             self._outcome.history.setdefault(job.name, []).append((now, dict(held)))
-
-
-def simulate(
-    jobs: Sequence[Job],
-    cluster: Cluster,
-    policy: Policy,
-    *,
-    interval_s: float = 60.0,
-    charges: Charges | None = None,
-    reservations: Sequence[tuple[float, Mapping[str, int]]] = (),
-    keep_history: bool = False,
-    progress: Callable[[float], None] = lambda fraction: None,
-) -> Outcome:
-    """What happens to `jobs`, which are used up by it. See `Simulation`."""
-    return Simulation(
-        jobs, cluster, policy, interval_s=interval_s, charges=charges, reservations=reservations,
-        keep_history=keep_history, progress=progress,
-    ).run()  # fmt: skip

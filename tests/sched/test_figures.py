@@ -76,9 +76,26 @@ def test_the_command_writes_one_object(tmp_path: Path) -> None:
     assert again.output == answer.output
 
 
+def test_the_command_sets_devices_aside(tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    words = f"sim --trace synthetic:40:0.2 --cluster v100=4,t4=2 --policy easyscale-heter,optimus --seed 1 --processes 1 --pause -1 --json {out}"
+    answers = []
+    for reserve in ("", " --reserve v100=4@0-90000 --reserve t4=1@3600-"):
+        answer = CliRunner().invoke(build(), (words + reserve).split())
+        assert answer.exit_code == 0, answer.output
+        answers.append(json.loads(out.read_text()))
+    assert answers[0]["args"]["reserve"] == []
+    assert answers[1]["args"]["reserve"] == ["v100=4@0-90000", "t4=1@3600-"]
+    assert any("reserved devices" in remark for remark in answers[1]["remarks"])
+    for policy, numbers in answers[1]["policies"].items():
+        assert numbers["jct_mean_s"] > answers[0]["policies"][policy]["jct_mean_s"]
+        assert all(count <= 2 for at_s, count in numbers["allocated"] if at_s < 3600)
+
+
 @pytest.mark.parametrize(
     "words",
     [
+        "--trace synthetic:9 --reserve v100=4", "--trace synthetic:9 --reserve v100=99@0-9", "--trace synthetic:9 --reserve a10=1@0-9",
         "--trace none.csv", "--trace synthetic:9 --policy best", "--trace synthetic:9 --cluster x", "--trace synthetic:9 --interval 0",
         "--trace synthetic:9 --restart -1", "--trace synthetic:9 --cluster a10=4", "--trace synthetic:9 --json /none/r.json",
     ],

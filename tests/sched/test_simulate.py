@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -11,12 +12,12 @@ from hypothesis import strategies as st
 
 from pliant.errors import ConfigError, PliantError
 from pliant.sched.job import Job, Jobs, SteadyWork
-from pliant.sched.machines import Cluster
+from pliant.sched.machines import Cluster, Reservation, reserved_over_time
 from pliant.sched.outcome import in_use, summary
 from pliant.sched.planner import DeviceType, best_plan
 from pliant.sched.schedulers import POLICIES, make
 from pliant.sched.schedulers_base import Changes, Policy
-from pliant.sched.simulate import Charges, Outcome, simulate
+from pliant.sched.simulate import Charges, Outcome, Simulation
 
 SPEEDS = {"v100": 3.0, "p100": 2.0, "t4": 1.0}
 TYPES = tuple(DeviceType(name, speed) for name, speed in SPEEDS.items())
@@ -42,7 +43,7 @@ def jobs_from(seed: int, count: int, *, guarantees: bool = False) -> list[Job]:
 
 def run(policy: str, seed: int, count: int, cluster: dict[str, int], charges: Charges, **more: object) -> Outcome:
     jobs = jobs_from(seed, count, guarantees=bool(more.pop("guarantees", False)))
-    return simulate(jobs, Cluster(dict(cluster)), make(policy), charges=charges, keep_history=True, **more)  # type: ignore[arg-type]
+    return Simulation(jobs, Cluster(dict(cluster)), make(policy), charges=charges, keep_history=True, **more).run()  # type: ignore[arg-type]
 
 
 def check(outcome: Outcome, jobs: list[Job], cluster: dict[str, int], charges: Charges) -> None:
@@ -93,24 +94,60 @@ def test_nothing_is_over_allocated_lost_or_free(
     assert again == outcome
 
 
-@pytest.mark.parametrize("policy", ["easyscale-homo", "easyscale-heter"])
+@pytest.mark.parametrize("policy", POLICIES)
 @given(st.integers(0, 10_000), st.integers(2, 12))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_guarantees_and_reservations_keep_the_promises_too(policy: str, seed: int, count: int) -> None:
     cluster, charges = {"v100": 3, "p100": 2, "t4": 2}, Charges()
     reservations = [(300.0, {"v100": 2}), (900.0, {"v100": 3, "t4": 1}), (1500.0, {})]
     outcome = run(policy, seed, count, cluster, charges, guarantees=True, reservations=reservations)
     check(outcome, jobs_from(seed, count, guarantees=True), cluster, charges)
+    if policy not in ("yarn-cs", "yarn-cs-gang"):  # these never take anything back
+        assert used_at(outcome, 899)["v100"] <= 1
+        assert used_at(outcome, 1499)["v100"] == 0
+        assert used_at(outcome, 1499)["t4"] <= 1
+
+
+def used_at(outcome: Outcome, time_s: float) -> Counter[str]:
+    used: Counter[str] = Counter()
+    for history in outcome.history.values():
+        used.update(next((held for since_s, held in reversed(history) if since_s <= time_s), {}))
+    return used
 
 
 def test_a_reservation_is_free_at_the_next_round() -> None:
     cluster = Cluster({"v100": 4})
     job = Job(name="a", submitted_s=0, replicas=4, types=TYPES[:1], work=SteadyWork(3000))
-    outcome = simulate(
+    outcome = Simulation(
         [job], cluster, make("easyscale-heter"), reservations=[(300.0, {"v100": 3}), (900.0, {})], keep_history=True
-    )
+    ).run()
     assert outcome.history["a"][:4] == [(60, {"v100": 1}), (120, {"v100": 2}), (180, {"v100": 4}), (300, {"v100": 1})]
     assert (960, {"v100": 2}) in outcome.history["a"] or (900, {"v100": 2}) in outcome.history["a"]
+
+
+def test_reservations_are_read_and_added_up() -> None:
+    listed = [
+        *Reservation.parse("v100=4,t4=1@3600-7200"),
+        *Reservation.parse("v100=2@5000-"),
+        *Reservation.parse("t4=1@0-3600"),
+    ]
+    assert listed[0] == Reservation("v100", 4, 3600, 7200)
+    assert reserved_over_time(listed) == [
+        (0, {"t4": 1}),
+        (3600, {"v100": 4, "t4": 1}),
+        (5000, {"v100": 6, "t4": 1}),
+        (7200, {"v100": 2}),
+    ]
+    assert reserved_over_time([]) == []
+
+
+@pytest.mark.parametrize(
+    "text", ["", "v100", "v100=4", "v100=4@5", "v100=4@x-9", "v100=x@1-2", "=4@1-2", "v100=0@1-2", "v100=1@5-5", "v100=1@-1-5",
+             "v100=1@nan-5", "v100=1@inf-", "v100=1@1-nan", "v100=1@-", "@1-2"],
+)  # fmt: skip
+def test_other_reservations_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"--reserve {text!r}: ".replace("(", r"\(")):
+        Reservation.parse(text)
 
 
 def test_idle_time_costs_nothing() -> None:
@@ -118,14 +155,14 @@ def test_idle_time_costs_nothing() -> None:
         Job(name=f"j{day}", submitted_s=day * 86400.0, replicas=2, types=TYPES[:1], work=SteadyWork(100))
         for day in range(50)
     ]
-    outcome = simulate(jobs, Cluster({"v100": 2}), make("easyscale-homo"))
+    outcome = Simulation(jobs, Cluster({"v100": 2}), make("easyscale-homo")).run()
     assert outcome.rounds <= 5 * len(jobs)
 
 
 def test_one_job_at_a_time_or_as_many_as_fit() -> None:
     def ends(policy: str) -> list[float]:
         jobs = [Job(name=f"j{n}", submitted_s=0, replicas=2, types=TYPES[:1], work=SteadyWork(270)) for n in range(2)]
-        return [job.ended_s for job in simulate(jobs, Cluster({"v100": 4}), make(policy)).jobs]
+        return [job.ended_s for job in Simulation(jobs, Cluster({"v100": 4}), make(policy)).run().jobs]
 
     assert ends("yarn-cs") == [180, 300]  # a round, 30 s of start, 90 s of work; the next round
     assert ends("yarn-cs-gang") == [120, 120]
@@ -149,10 +186,10 @@ class Greedy(Policy):
 def test_a_policy_that_gives_too_much_is_found_out() -> None:
     jobs = [Job(name=f"j{n}", submitted_s=0, replicas=4, types=TYPES[:1], work=SteadyWork(9)) for n in range(2)]
     with pytest.raises(PliantError, match="gave 8 devices of type v100, of which there are 4"):
-        simulate(jobs, Cluster({"v100": 4}), Greedy())
+        Simulation(jobs, Cluster({"v100": 4}), Greedy()).run()
 
 
 def test_jobs_that_can_never_run_are_named() -> None:
     job = Job(name="a", submitted_s=0, replicas=1, types=TYPES, preferred="t4")
     with pytest.raises(ConfigError, match="a prefers 't4'"):
-        simulate([job], Cluster({"v100": 4}), make("easyscale-heter"))
+        Simulation([job], Cluster({"v100": 4}), make("easyscale-heter"))

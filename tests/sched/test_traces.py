@@ -13,7 +13,7 @@ from pliant.sched.compare import Setting, compare
 from pliant.sched.machines import Cluster
 from pliant.sched.outcome import quantile, summary
 from pliant.sched.schedulers import make
-from pliant.sched.simulate import simulate
+from pliant.sched.simulate import Simulation
 from pliant.sched.traces import Trace, read
 from pliant.sched.workloads import PHILLY_DEVICES, PHILLY_JOBS, jobs_of, synthetic
 
@@ -126,7 +126,7 @@ def test_the_published_job_list_gives_the_published_order(cluster_data: Path) ->
     found = []
     for policy in ("yarn-cs", "easyscale-homo", "easyscale-heter"):
         cluster = Cluster({"v100": 32, "p100": 16, "t4": 16})
-        found.append(summary(simulate(jobs_of(trace.entries, cluster), cluster, make(policy))))
+        found.append(summary(Simulation(jobs_of(trace.entries, cluster), cluster, make(policy)).run()))
     for key in ("jct_mean_s", "makespan_s"):
         assert found[0][key] > found[1][key] > found[2][key], key
     assert found[2]["mean_allocated"] >= found[1]["mean_allocated"]
@@ -144,7 +144,7 @@ def test_the_philly_week_has_the_published_order(cluster_data: Path) -> None:
     found = []
     for policy in ("yarn-cs", "easyscale-homo", "easyscale-heter"):
         cluster = Cluster({"v100": 32, "p100": 16, "t4": 16})
-        found.append(summary(simulate(jobs_of(trace.entries, cluster), cluster, make(policy))))
+        found.append(summary(Simulation(jobs_of(trace.entries, cluster), cluster, make(policy)).run()))
     for key in ("jct_mean_s", "makespan_s"):
         assert found[0][key] > found[1][key] > found[2][key], key
     assert found[2]["mean_allocated"] >= found[1]["mean_allocated"]
