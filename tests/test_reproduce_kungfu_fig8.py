@@ -24,12 +24,16 @@ BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "monitoring" / "benchm
 
 
 def workers(rounds: int, costs: dict[str, float], slower: float = 0.0, **more: Any) -> list[dict[str, Any]]:
-    """What workers would write, on a machine that becomes slower by this share until the end."""
+    """What workers would write that pay for half of a variance in the step after it, on a machine that becomes slower by this
+    share until the end."""
     modes = schedule(rounds)
-    step_s = []
+    step_s = [1.0] * (len(modes) + 1)
     for step, mode in enumerate(modes):
-        due = mode != "variance_every_8" or step % 8 == 0
-        step_s.append((1.0 + costs[mode] * due) * (1 + slower * step / len(modes)))
+        if mode != "variance_every_8" or step % 8 == 0:
+            late = 0.5 if mode.startswith("variance") else 0.0
+            step_s[step] += (1 - late) * costs[mode]
+            step_s[step + 1] += late * costs[mode]
+    step_s = [took * (1 + slower * step / len(modes)) for step, took in enumerate(step_s[:-1])]
     found = {"step_s": step_s, "cpu_s": step_s, "noise_ratio": 9.0, "variance": 1.0}
     found |= {"probe_s": [each - 1 for each in step_s], "other_s": [0.1] * len(modes)}
     return [{**found, **more}, found]
@@ -94,6 +98,8 @@ def test_monitored_steps_have_plain_ones_around_them() -> None:
     for step, mode in enumerate(modes[8:], 8):
         if mode in ("noise_scale", "variance"):
             assert modes[step - 1] == modes[step + 1] == "none", step
+        if mode == "variance":
+            assert modes[step + 2] == "none", "one for what comes late, and one to compare with"
     assert set(modes) == set(MODES)
 
 

@@ -1,8 +1,8 @@
 """KungFu, figure 8: what it costs to monitor the gradients' noise scale and variance, in fractions of a step.
 
 One job of 4 replicas on 4 workers trains a ResNet-50 while its monitors are switched on and off from step to step. Each
-monitored step is compared with the two around it, which have no monitor, and the median of these pairs counts: the speed
-of a shared machine wanders by more than there is to be seen.
+monitored step, with the next one where that pays a part of it, is compared with those around it, which have no monitor, and
+the median of these comparisons counts: the speed of a shared machine wanders by more than there is to be seen.
 """
 
 from __future__ import annotations
@@ -77,9 +77,11 @@ class Mode:
     inside_s: list[float]
     """Of that, what was spent inside the monitors and in the threads of collectives."""
     extra: list[float]
-    """By which share of the steps around it each took longer."""
+    """By which share of a step without a monitor each took longer."""
     extra_cpu: list[float]
     """The same of processor time."""
+    extra_inside: list[float]
+    """And of the part of it inside the monitors and in collectives."""
 
 
 def by_mode(workers: Sequence[Json], rounds: int) -> dict[str, Mode]:
@@ -92,13 +94,14 @@ def by_mode(workers: Sequence[Json], rounds: int) -> dict[str, Mode]:
     modes = schedule(rounds)
     found = {}
     for mode in MODES:
-        groups = [group for group in _groups(modes, mode) if group[0] >= len(WARMUP)]
+        groups = [group for group in _groups(modes, mode) if group.start >= len(WARMUP)]
         found[mode] = Mode(
             [_mean(step_s, group) for group in groups],
             [_mean(cpu_s, group) for group in groups],
             [_mean(inside_s, group) for group in groups],
             [_beside(step_s, group, modes) for group in groups if mode != "none"],
             [_beside(cpu_s, group, modes) for group in groups if mode != "none"],
+            [_beside(inside_s, group, modes, whole=cpu_s) for group in groups if mode != "none"],
         )
     return found
 
@@ -114,11 +117,18 @@ def _mean(values: Sequence[float], steps: Sequence[int]) -> float:
     return sum(values[step] for step in steps) / len(steps)
 
 
-def _beside(values: Sequence[float], group: range, modes: Sequence[str]) -> float:
-    """By which share this took longer than as many steps without a monitor on either side, as far as there are any."""
-    around = [*range(group.start - len(group), group.start), *range(group.stop, group.stop + len(group))]
-    plain = [step for step in around if 0 <= step < len(values) and modes[step] == "none"]
-    return _mean(values, group) / _mean(values, plain) - 1
+def _beside(values: Sequence[float], group: range, modes: Sequence[str], whole: Sequence[float] | None = None) -> float:
+    """What a step of this group costs more than those around it, as a share of them; or of those in `whole`."""
+    late = modes[group.start].startswith("variance") and group.stop < len(modes)
+    span = range(group.start, group.stop + late)
+    around = [*range(span.start - len(group), span.start), *range(span.stop, span.stop + len(group))]
+    plain = [
+        step
+        for step in around
+        if step < len(modes) and modes[step] == "none" and not modes[step - 1].startswith("variance")
+    ]
+    extra = sum(values[step] for step in span) - len(span) * _mean(values, plain)
+    return extra / len(group) / _mean(whole or values, plain)
 
 
 def _list(worker: Json, name: str) -> list[float]:
@@ -130,7 +140,7 @@ def result_of(workers: Sequence[Json], rounds: int, batch: int, options: Options
     monitored = {mode: each for mode, each in found.items() if mode != "none"}
     overhead = {mode: quantile(each.extra, 0.5) for mode, each in monitored.items()}
     by_cpu = {mode: quantile(each.extra_cpu, 0.5) for mode, each in monitored.items()}
-    by_clocks = {mode: _extra_by_clocks(found, mode) for mode in monitored}
+    by_clocks = {mode: quantile(each.extra_inside, 0.5) for mode, each in monitored.items()}
     spread = {mode: _error(each.extra) for mode, each in monitored.items()}
     cells: list[Json] = [
         {
@@ -175,17 +185,11 @@ def _error(shares: Sequence[float]) -> float:
     return 1.2533 * apart / 1.349 / math.sqrt(len(shares))
 
 
-def _extra_by_clocks(found: Mapping[str, Mode], mode: str) -> float:
-    """The same from the processor time inside the monitors, and what collectives take more, of all that a step takes."""
-    base = found["none"]
-    return (quantile(found[mode].inside_s, 0.5) - quantile(base.inside_s, 0.5)) / quantile(base.cpu_s, 0.5)
-
-
 def remarks(found: Mapping[str, Mode], options: Options) -> list[str]:
     base = Summary.of(found["none"].step_s)
     said = [
         f"a step without monitors: {base.median:.2f} s, half of them within {base.iqr / base.median:.1%} of each other",
-        "the overhead is the median over pairs of a monitored step and the two around it; +- is that median's standard error",
+        "the overhead is the median over comparisons of monitored steps with those around them; +- is that median's standard error",
         "by clocks: the processor time inside the monitors and in the threads of collectives, of that of a whole step, all "
         "workers together; what else runs on the machine disturbs it less",
         "full size: images of 224 x 224, on a machine with 4 GPUs: `pliant run -np 4 python3 "

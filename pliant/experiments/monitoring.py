@@ -29,8 +29,9 @@ MODES = {"none": (0, 0), "noise_scale": (1, 0), "variance": (0, 1), "variance_ev
 """Every how many steps the noise scale is estimated, and the variance."""
 WARMUP = ("none", "noise_scale", "variance", "variance", "none", "none", "none", "none")
 """The first variance makes its memory."""
-PAIRED = ("none", "noise_scale", "none", "variance") * 5 + ("none", "noise_scale", "none", "none")
-"""A monitored step has one without a monitor on either side: a machine that becomes slower or faster does so for all three."""
+PAIRED = ("none", "noise_scale", "none", "variance", "none") * 4 + ("none", "noise_scale", "none", "none")
+"""A monitored step has others without a monitor on either side: a machine that becomes slower or faster does so for all of
+them. Of a variance the step after it pays a part, because its collective may take until then."""
 ROUND = (*PAIRED, *["variance_every_8"] * 8)
 """All of it is a multiple of 8, so the window of 8 begins with the step that is due."""
 
