@@ -1,0 +1,55 @@
+"""A plain training loop for the cluster: which of two spirals does a point lie on?
+
+    python examples/train.py                     # alone: four replicas take turns
+    pliant run -np 2 examples/train.py           # two workers with two replicas each
+    pliant submit examples/job.yml               # as many workers as the cluster has devices for it, now more, now fewer
+
+All of them end with the same line: the hash of the model does not depend on where, and on how many, it was trained.
+"""
+
+import argparse
+import hashlib
+
+import torch
+import torch.nn.functional as F
+
+import pliant
+
+
+def spirals(length: int) -> torch.utils.data.TensorDataset:
+    arm = torch.arange(length) % 2
+    turn = torch.rand(length) * 6 + 1
+    angle = turn + arm * torch.pi
+    points = torch.stack([turn * angle.cos(), turn * angle.sin()], 1) / 4 + torch.randn(length, 2) / 50
+    return torch.utils.data.TensorDataset(points, arm)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=20)
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)  # as many on every machine: other numbers of threads give other bits
+    torch.manual_seed(1)
+    dataset = spirals(4096)
+    nn = torch.nn
+    net = nn.Sequential(nn.Linear(2, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
+    with pliant.join(replicas=4) as job:
+        adam = torch.optim.Adam(net.parameters(), lr=3e-3)
+        model, optimizer, loader = job.wrap(net, adam, dataset, batch_size=16, shuffle=True)
+        for epoch in job.epochs(args.epochs):
+            for points, arms in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(points), arms).backward()
+                optimizer.step()
+            if job.rank == 0:
+                with torch.no_grad():
+                    right = (net(dataset.tensors[0]).argmax(1) == dataset.tensors[1]).float().mean().item()
+                print(f"epoch {epoch}: {right:.1%} right, on {job.size} workers", flush=True)
+        if job.rank == 0:
+            state = b"".join(parameter.detach().numpy().tobytes() for parameter in net.parameters())
+            print(f"model {hashlib.sha256(state).hexdigest()[:16]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
