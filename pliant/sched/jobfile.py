@@ -23,7 +23,7 @@ from pliant.page import Page
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_REPLICAS = 65536
-TEXTS = frozenset({"name", "program", "args", "devices", "determinism", "env", "sync"})
+TEXTS = frozenset({"name", "program", "args", "devices", "determinism", "env"})
 """Keys whose scalars are taken as they are written: YAML would make 8 of 010, and False of no."""
 
 Natural = Annotated[int, Field(ge=0)]
@@ -61,8 +61,6 @@ class JobSpec(BaseModel):
     env: dict[str, str] = {}
     checkpoint_every: Natural = 50
     """Steps; 0: only when the job is put off."""
-    sync: Literal["", "fifo", "priority", "auto", "slicing", "baseline"] = ""
-    """How sums travel; empty: what the program says."""
 
     @field_validator("name")
     @classmethod

@@ -12,7 +12,6 @@ from pliant.errors import ConfigError
 from pliant.page import Page
 from pliant.sched.jobfile import JobFile, JobSpec, read_job
 from pliant.train.determinism import LEVELS
-from pliant.train.tuning import ASKED
 
 FULL = """\
 name: digits
@@ -28,7 +27,6 @@ determinism: D2
 priority: -2
 env: {OMP_NUM_THREADS: 1, FLAG: yes}
 checkpoint_every: 5
-sync: priority
 """
 
 
@@ -63,7 +61,6 @@ def test_every_key_arrives_and_goes_over_the_api_unchanged(tmp_path: Path) -> No
         priority=-2,
         env={"OMP_NUM_THREADS": "1", "FLAG": "yes"},
         checkpoint_every=5,
-        sync="priority",
     )
     assert JobSpec.from_json(spec.to_json()) == spec
     assert set(spec.to_json()) == set(JobSpec.model_fields)
@@ -72,7 +69,7 @@ def test_every_key_arrives_and_goes_over_the_api_unchanged(tmp_path: Path) -> No
 def test_program_and_replicas_are_enough(tmp_path: Path) -> None:
     spec, is_named = read(tmp_path, "program: train.py\nreplicas: 3\nname:\n", file="my job.v2.yml")
     assert (spec.name, is_named) == ("my-job.v2-1", False)
-    assert (spec.min, spec.max, spec.devices, spec.determinism, spec.sync) == (1, 3, (), "", "")
+    assert (spec.min, spec.max, spec.devices, spec.determinism) == (1, 3, (), "")
 
 
 def test_the_first_free_number_makes_a_name(tmp_path: Path) -> None:
@@ -139,7 +136,6 @@ directory: /
         ("env: [a]", "job.yml:3: env ['a']: use a mapping"),
         ("args:\n  - a\n  - {b: c}", "job.yml:5: args.1 {'b': 'c'}: use text"),
         ('args: ["a\\0"]', "job.yml:3: args 'a\\x00' holds a NUL"),
-        ("sync: often", "job.yml:3: sync 'often' is not known: use 'fifo', 'priority', 'auto', 'slicing' or 'baseline'"),
         ("zzz: 1", "job.yml:3: unknown key 'zzz': there are name, program, args"),
         ("name: " + "x" * 65, "job.yml:3: name 'xxx"),
     ],
@@ -213,8 +209,7 @@ def test_the_api_refuses_in_one_line(value: object, told: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_words_are_those_of_training() -> None:
-    assert get_args(JobSpec.model_fields["sync"].annotation) == ("", *ASKED)
+def test_levels_are_those_of_training() -> None:
     assert get_args(JobSpec.model_fields["determinism"].annotation) == ("", *LEVELS)
 
 
