@@ -36,6 +36,8 @@ TORCH_FREE = [
     "pliant.lab",
     "pliant.sched.compare",
     "pliant.sched.ground",
+    "pliant.sched.live_server",
+    "pliant.sched.local",
     "pliant.sched.pollux",
     "pliant.sched.schedulers",
     "pliant.sched.simulate",

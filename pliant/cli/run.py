@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.core import TyperCommand
 
+from pliant.cli.run_ray import check_place, on_ray
 from pliant.cluster import (
     DEFAULT_RUNNER_PORT,
     DEFAULT_STRATEGY,
@@ -95,6 +96,14 @@ def run(
     ] = "",
     remote_dir: Annotated[
         str, typer.Option("--remote-dir", metavar="DIR", help="With --ssh, where to run there; default: as here.")
+    ] = "",
+    on: Annotated[str, typer.Option("--on", metavar="local|ray", help="Where: hosts as above, or a Ray cluster.")] = "local",
+    ray_address: Annotated[
+        str, typer.Option("--ray-address", metavar="HOST:PORT", help="With --on ray, which cluster; auto: this machine's.")
+    ] = "auto",
+    devices: Annotated[
+        str,
+        typer.Option("--devices", metavar="TYPE=N,...", help="With --on ray, what the job may have, such as t4=2,cpu=4."),
     ] = "",
     self_host: Annotated[
         str, typer.Option("-self", "--self", metavar="HOST", help="Which of the hosts this machine is.")
@@ -202,6 +211,13 @@ def run(
         str,
         typer.Option("-secret-file", "--secret-file", metavar="FILE", help="The job's secret; or set PLIANT_SECRET."),
     ] = "",
+    state_file: Annotated[
+        str, typer.Option("--state-file", metavar="FILE", help="Keep the server's address and workers' pids there.")
+    ] = "",
+    slot_devices: Annotated[
+        str,
+        typer.Option("--slot-devices", metavar="FILE", help="JSON list: the CUDA device of each slot, as it is now."),
+    ] = "",
     debug_port: Annotated[
         str, typer.Option("-debug-port", "--debug-port", metavar="PORT", help="Serve the runner's state as JSON.")
     ] = "0",
@@ -210,7 +226,7 @@ def run(
         str, typer.Option("-t0", "--t0", metavar="UNIX", help="When the job began, for workers to know.")
     ] = "",
 ) -> None:
-    """Run PROGRAM in -np workers; on several hosts, start this with the same flags on each of them, or once with --ssh.
+    """Run PROGRAM in -np workers; on several hosts, start this with the same flags on each of them, or once with --ssh or --on ray.
 
     The first failure ends the job. Times are such as 90s, 1m30s, 250ms, or seconds.
     """
@@ -250,11 +266,15 @@ def run(
         builtin_config_port=_whole(builtin_config_port, "-builtin-config-port"),
         init_version=_whole(init_version, "-init-version"),
         secret_file=secret_file,
+        state_file=_absolute(state_file),
+        slot_devices=_absolute(slot_devices),
         debug_port=_whole(debug_port, "-debug-port"),
         delay_s=parse_duration(delay, "-delay"),
         start_time_s=_start_time(start_time),
     )
     _set_up_log(logfile)
+    if check_place(on, ray_address, devices):
+        raise typer.Exit(on_ray(ctx, options, address=ray_address, devices=devices, directory=remote_dir))
     if ssh:
         from pliant.cli.run_ssh import over_ssh
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import uvicorn
 
 from pliant.cluster import View, check_host
+from pliant.elastic.caterer import Caterer
 from pliant.elastic.client import ConfigClient
 from pliant.elastic.membership import NO_LIMITS, Limits, Put, Wanted
 from pliant.elastic.roll import Roll
@@ -57,6 +58,8 @@ class ServerConfig:
     """PEM file with the certificate chain; empty serves plain HTTP."""
     tls_key: str = ""
     """PEM file with the certificate's private key."""
+    caterer: Caterer | None = None
+    """Who sees to it that a resize comes about; None: runners do, as soon as the view says so."""
 
     def __post_init__(self) -> None:
         check_host(self.host)
@@ -112,7 +115,7 @@ class ConfigServer:
             ConfigError: the address, the state file or the certificate cannot be used.
             ServerUnavailable: it failed to start, or while running; the latter from the end of the block.
         """
-        with self._store, _listening(self.config.host, self.config.port) as listener:
+        with self._store, listening(self.config.host, self.config.port) as listener:
             self._port = listener.getsockname()[1]
             self._put_initial()
             self._uvicorn = _prepared(self.config, self._store, self.stop)
@@ -176,7 +179,14 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _prepared(config: ServerConfig, store: Store, stop: Callable[[], None]) -> _Uvicorn:
-    web = Web(store, endpoint=config.endpoint, token=config.token, limits=config.limits, stop=stop)
+    web = Web(
+        store,
+        endpoint=config.endpoint,
+        token=config.token,
+        limits=config.limits,
+        stop=stop,
+        caterer=config.caterer,
+    )
     settings = uvicorn.Config(
         web.app,
         loop="asyncio",
@@ -202,7 +212,7 @@ def _prepared(config: ServerConfig, store: Store, stop: Callable[[], None]) -> _
 
 
 @contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
+def listening(host: str, port: int) -> Iterator[socket.socket]:
     """A socket that listens at `host`, in that host's address family."""
     bare = check_host(host)
     try:

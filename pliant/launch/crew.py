@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pliant.cluster import View, Worker
 from pliant.errors import PliantError
-from pliant.launch import processes
+from pliant.launch import processes, state_file
 from pliant.launch.courier import Courier
 from pliant.launch.duration import format_duration
 from pliant.launch.events import (
@@ -106,6 +106,7 @@ class Crew:
             self._output.start()
             self._warm_up(stack)
             stack.callback(self._end_all)
+            self._tell_state()
             if self._courier is not None:
                 self._courier.start()
                 stack.callback(self._courier.close)
@@ -229,6 +230,17 @@ class Crew:
         stdout, stderr = self._streams(worker, view, slot, process)
         self._launched[worker] = Launched(process, slot, stdout, stderr)
         self._inbox.watch(worker, process.pidfd)
+        self._tell_state()
+
+    def _tell_state(self) -> None:
+        """Keep --state-file up to date."""
+        if self._plan.options.state_file:
+            living = {
+                str(worker): (launched.process.pid, launched.slot)
+                for worker, launched in self._launched.items()
+                if launched.process.code is None
+            }
+            state_file.write(Path(self._plan.options.state_file), self._config_server, living)
 
     def _fail_start(self, worker: Worker, error: OSError) -> None:
         # Posted, not handled here: the actions that came with this one must be done first.
@@ -282,6 +294,7 @@ class Crew:
         self._inbox.forget(process.pidfd)
         code = process.reap()
         self._guardian.forget(process.pid)
+        self._tell_state()
         return Exited(worker, code)
 
     def _blame(self, blame: Blame) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,19 @@ def visible_devices(environ: Mapping[str, str], files: Iterable[str]) -> tuple[s
         return tuple(listed[:ends])
     num_devices = sum(1 for name in files if re.fullmatch(r"nvidia\d+", name))
     return tuple(map(str, range(num_devices)))
+
+
+def device_of_slot(file: str, slot: int) -> str | None:
+    """What the JSON list in `file` has for this slot: a scheduler changes it as it gives devices to jobs.
+
+    "" hides all devices; None, and a list that is too short, leave the environment as it is.
+    """
+    try:
+        with open(file) as text:
+            listed = json.load(text)
+        return listed[slot] if isinstance(listed[slot], str) else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def device_environ(slot: int, devices: Sequence[str], *, allow_nvlink: bool) -> dict[str, str]:

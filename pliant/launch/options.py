@@ -94,6 +94,10 @@ class RunOptions:
     """Where to run a config server inside this runner; 0 means a free port, where one is needed."""
     init_version: int = 0
     """The first view's number; below 0, start no workers and wait to be added."""
+    state_file: str = ""
+    """Where to write the config server's address and the workers' processes, for a scheduler to read; empty: nowhere."""
+    slot_devices: str = ""
+    """A file with the CUDA device of each slot, read whenever a worker starts; empty: slots take the devices in turn."""
     start_time_s: float = 0.0
     """When the job began, as Unix time, for the workers to know."""
 

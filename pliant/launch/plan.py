@@ -16,7 +16,7 @@ from pathlib import Path
 from pliant.cluster import Host, View, Worker, WorkerSpec, format_schedule, place
 from pliant.errors import CapacityError, ConfigError
 from pliant.launch.addresses import LOOPBACK, choose_self, interfaces, is_local, nic_addresses, resolve, resolve_hosts
-from pliant.launch.devices import device_environ, device_files, visible_devices
+from pliant.launch.devices import device_environ, device_files, device_of_slot, visible_devices
 from pliant.launch.guardian import MARK
 from pliant.launch.options import RunOptions
 
@@ -230,9 +230,16 @@ def worker_environ(
     return {
         **common_environ(plan, environ, mark),
         **spec.to_environ(),
-        **device_environ(slot, plan.devices, allow_nvlink=plan.options.allow_nvlink),
+        **_devices_for(plan, slot),
         "PLIANT_LOCAL_RANK": str(slot),
     }
+
+
+def _devices_for(plan: LaunchPlan, slot: int) -> dict[str, str]:
+    options = plan.options
+    given = device_of_slot(options.slot_devices, slot) if options.slot_devices else None
+    devices = plan.devices if given is None else (given,)
+    return device_environ(slot, devices, allow_nvlink=options.allow_nvlink)
 
 
 def log_name(worker: Worker, version: int | None, stream: str) -> str:

@@ -1,0 +1,120 @@
+"""The `pliant serve` command: shares a cluster among jobs; and, with --reserve, asks the one that runs for devices."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pliant.cli.amounts import counts
+from pliant.cli.cluster_output import ServerFlag, connected, devices_text
+from pliant.errors import ConfigError
+from pliant.launch.duration import parse_duration
+
+if TYPE_CHECKING:
+    from pliant.sched.ground import Ground
+
+GROUNDS = ("local",)
+LIVE_POLICIES = ("easyscale-heter", "easyscale-homo", "yarn-cs-gang", "yarn-cs")
+"""Those that need not know how long a job will take."""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("serve")(serve)
+
+
+# Numbers are taken as text and read here: click would answer a wrong one with a page of usage.
+def serve(
+    devices: Annotated[
+        str,
+        typer.Option("--devices", metavar="TYPE=N,...", help="What there is to give, such as cpu=4 or v100=8,t4=4."),
+    ] = "",
+    policy: Annotated[
+        str, typer.Option("--policy", metavar="NAME", help=f"Who gets it: {', '.join(LIVE_POLICIES)}.")
+    ] = LIVE_POLICIES[0],
+    state: Annotated[
+        str, typer.Option("--state", metavar="DIR", help="Where jobs and decisions are kept; the same after a restart.")
+    ] = "",
+    host: Annotated[str, typer.Option("--host", help="Address to listen on, IPv4 or IPv6.")] = "127.0.0.1",
+    port: Annotated[str, typer.Option("--port", metavar="PORT", help="0 picks a free one.")] = "9200",
+    token_file: Annotated[
+        str,
+        typer.Option(
+            "--token-file", metavar="FILE", help="What clients must know; default: PLIANT_TOKEN, or a random one."
+        ),
+    ] = "",
+    interval: Annotated[
+        str, typer.Option("--interval", metavar="TIME", help="Decide again after this, if nothing has happened.")
+    ] = "5s",
+    on: Annotated[str, typer.Option("--on", metavar="local|ray", help="Where jobs run.")] = "local",
+    reserve: Annotated[
+        str,
+        typer.Option(
+            "--reserve",
+            metavar="TYPE=N,...",
+            help="Take devices from the jobs of the running server, within a second; 0 gives them back.",
+        ),
+    ] = "",
+    server: ServerFlag = "",
+) -> None:
+    """Share devices among the jobs of `pliant submit`. Jobs outlive it: start it again, and it takes them up."""
+    if reserve:
+        _reserve(counts(reserve, "--reserve"), server, state)
+        return
+    if server:
+        raise ConfigError(f"--server {server} names a server that runs: add --reserve TYPE=N, or leave it out")
+    from pliant.sched import schedulers
+    from pliant.sched.live_client import state_dir
+    from pliant.sched.live_server import LiveConfig
+    from pliant.sched.live_server import serve as run
+
+    if on not in GROUNDS:
+        raise ConfigError(f"--on {on!r} is not known: use {' or '.join(GROUNDS)}")
+    if policy not in LIVE_POLICIES:
+        raise ConfigError(f"--policy {policy!r} cannot be used live: use {', '.join(LIVE_POLICIES)}")
+    config = LiveConfig(
+        state=Path(state).absolute() if state else state_dir(),
+        host=host,
+        port=_whole(port, "--port"),
+        token=_token(token_file),
+        interval_s=parse_duration(interval, "--interval"),
+    )
+    logging.basicConfig(level=logging.INFO, format="[serve] %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    run(config, lambda: _ground(on, counts(devices, "--devices")), schedulers.make(policy), lambda text: print(text, flush=True))
+
+
+def _reserve(wanted: dict[str, int], server: str, state: str) -> None:
+    with connected(server, state) as client:
+        done = client.reserve(wanted)
+    print(f"reserved {devices_text(done.reserved)}, free after {done.took_s:.2f} s")
+
+
+def _ground(on: str, devices: dict[str, int]) -> Ground:
+    from pliant.sched.local import LocalGround
+
+    if not any(devices.values()):
+        raise ConfigError("no devices to give: say how many, as in --devices cpu=4")
+    return LocalGround(devices)
+
+
+def _token(file: str) -> str:
+    if not file:
+        return os.environ.get("PLIANT_TOKEN", "")
+    try:
+        token = Path(file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file {file}: cannot be read: {error}") from None
+    if not token:
+        raise ConfigError(f"--token-file {file} is empty: write the token into it")
+    return token
+
+
+def _whole(text: str, flag: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 9):
+        raise ConfigError(f"{flag} {text!r} is not a whole number")
+    return int(text)
