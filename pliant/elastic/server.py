@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import uvicorn
 
 from pliant.cluster import View, check_host
-from pliant.elastic.caterer import Caterer
 from pliant.elastic.client import ConfigClient
 from pliant.elastic.membership import NO_LIMITS, Limits, Put, Wanted
 from pliant.elastic.roll import Roll
@@ -58,8 +57,6 @@ class ServerConfig:
     """PEM file with the certificate chain; empty serves plain HTTP."""
     tls_key: str = ""
     """PEM file with the certificate's private key."""
-    caterer: Caterer | None = None
-    """Who sees to it that a resize comes about; None: runners do, as soon as the view says so."""
 
     def __post_init__(self) -> None:
         check_host(self.host)
@@ -179,14 +176,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _prepared(config: ServerConfig, store: Store, stop: Callable[[], None]) -> _Uvicorn:
-    web = Web(
-        store,
-        endpoint=config.endpoint,
-        token=config.token,
-        limits=config.limits,
-        stop=stop,
-        caterer=config.caterer,
-    )
+    web = Web(store, endpoint=config.endpoint, token=config.token, limits=config.limits, stop=stop)
     settings = uvicorn.Config(
         web.app,
         loop="asyncio",
