@@ -1,0 +1,194 @@
+"""Monitoring and averaging where the gradients are on a GPU, and figure 8 with as many steps as it takes to see one per cent.
+
+    OUT=. python benchmarks/adaptation_device.py cuda           # on a machine with one CUDA GPU
+    OUT=. python benchmarks/adaptation_device.py cuda --cpu     # the same on the CPU, to test this program itself
+    OUT=. python benchmarks/adaptation_device.py fig8 --rounds 20
+    OUT=. python benchmarks/adaptation_device.py fig9           # as root
+
+Writes $OUT/adaptation_PART.json and prints it. `cuda`: the noise scale and the variance of a job of 4 replicas on 1, 2 and 4
+workers, and models averaged by 4 workers; beside the same on the CPU, where tests hold them against known values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+Json = dict[str, Any]
+STEPS = 12
+CLOSE = 1e-3
+"""Devices round differently."""
+
+
+def worker(task: Json) -> None:
+    """One worker of one job."""
+    import torch
+    import torch.nn.functional as F
+    from torch.utils.data import TensorDataset
+
+    import pliant
+
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    device = torch.device(task["device"])
+    averaging = {
+        "sma": lambda inner: pliant.SynchronousAveraging(inner, 0.2),
+        "pair": lambda inner: pliant.PairAveraging(inner, seed=3),
+        "adaptive": lambda inner: pliant.AdaptiveSGD(inner, change_step=4, alpha=0.2),
+    }
+    monitored = task["what"] == "monitors"
+    settings = {"replicas": 4, "monitor": {"noise_scale": 1, "variance": 1}} if monitored else {}
+    with pliant.join(sync=task["sync"], **settings) as job:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(64, 256),
+            torch.nn.Tanh(),
+            torch.nn.Linear(256, 256),
+            torch.nn.Tanh(),
+            torch.nn.Linear(256, 10),
+        ).to(device)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        if not monitored:
+            optimizer = averaging[task["what"]](optimizer)
+        draw = torch.Generator().manual_seed(5)
+        data = TensorDataset(torch.randn(640, 64, generator=draw), torch.randint(10, (640,), generator=draw))
+        model, optimizer, loader = job.wrap(model, optimizer, data, batch_size=8)
+        told = []
+        for _ in job.epochs(1):
+            for inputs, labels in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(model(inputs.to(device)), labels.to(device)).backward()
+                optimizer.step()
+                if monitored and job.committing:
+                    probe = job._need_trainer().gradients.probe
+                    told.append([probe.noise.ratio, probe.figures().get("variance")])
+                if job.step >= STEPS:
+                    break
+        values = torch.cat([each.detach().reshape(-1).cpu() for each in model.parameters()])
+        found = {
+            "told": told[:STEPS],
+            "values": values[:: max(1, len(values) // 500)].tolist(),
+            "device": str(values.device),
+        }
+        if job.rank == 0:
+            Path(task["path"]).write_text(json.dumps(found))
+
+
+def job(what: str, size: int, device: str, sync: str = "fifo") -> Json:
+    """What rank 0 of such a job found."""
+    with tempfile.TemporaryDirectory() as folder:
+        task = {"what": what, "device": device, "path": f"{folder}/found", "sync": sync}
+        command = [sys.executable, "-c", "from pliant.cli.main import main; main()", "run", "-q", "-np", str(size)]
+        command += [sys.executable, __file__, "worker", "--task", json.dumps(task)]
+        environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=180)
+        if done.returncode:
+            return {"failure": done.stderr[-1500:] + done.stdout[-1500:]}
+        found: Json = json.loads(Path(task["path"]).read_text())
+        return found
+
+
+def apart(some: Any, others: Any) -> float:
+    """By how much numbers differ, relative to the largest of each column."""
+    flat = [(a, b) for a, b in zip(_flat(some), _flat(others), strict=True) if a is not None or b is not None]
+    if any(a is None or b is None for a, b in flat):
+        return float("inf")
+    return max((abs(a - b) / max(abs(a), abs(b), 1e-3) for a, b in flat), default=float("inf"))
+
+
+def _flat(values: Any) -> list[Any]:
+    return [each for value in values for each in _flat(value)] if isinstance(values, list) else [values]
+
+
+def cuda(device: str) -> Json:
+    cells = []
+    for what, sizes in (("monitors", (1, 2, 4)), ("sma", (4,)), ("pair", (4,)), ("adaptive", (4,))):
+        reference = job(what, sizes[0], "cpu")
+        first: Json = {}
+        for size in sizes:
+            for sync in ("fifo", "priority") if what == "monitors" and size > 1 else ("fifo",):
+                found = job(what, size, device, sync)
+                first = first or found
+                cell = {"what": what, "workers": size, "sync": sync, "failure": found.get("failure", "")}
+                if not cell["failure"] and not reference.get("failure"):
+                    cell["told"] = found["told"][-1:]
+                    cell["apart_from_cpu"] = apart(
+                        found["told"] or found["values"], reference["told"] or reference["values"]
+                    )
+                    # The noise scale is the same to the last bit; a variance is summed in another order.
+                    noise = [each[0] for each in found["told"]]
+                    cell["noise_same_as_first"] = noise == [each[0] for each in first["told"]]
+                cells.append(cell)
+                print(json.dumps(cell), flush=True)
+    ok = all(
+        not cell["failure"] and cell.get("noise_same_as_first") and cell.get("apart_from_cpu", 1) < CLOSE
+        for cell in cells
+        if cell["what"] != "pair"  # whose peers are asked for whatever model they have by then
+    )
+    return {"ok": ok and not any(cell["failure"] for cell in cells), "cells": cells}
+
+
+def fig8(rounds: int, size: int) -> Json:
+    from pliant.experiments import kungfu_fig8
+    from pliant.experiments.figures import Options
+    from pliant.experiments.monitoring import Task
+
+    task = Task("ResNet50", 8, size, rounds)
+    return kungfu_fig8.result_of(kungfu_fig8.workers_of(task), rounds, task.batch, Options(device="cpu"))
+
+
+def fig9(nodes: tuple[int, ...], sides: tuple[str, ...], repeat: int, iters: int) -> Json:
+    from pliant.bench import scaling
+    from pliant.bench.scaling import ScalingOptions
+    from pliant.experiments import kungfu_fig9
+    from pliant.experiments.figures import Options
+
+    asked = ScalingOptions(nodes=nodes, sides=sides, repeat=repeat, iters=iters, warmup=5, everywhere=True)
+    began_s = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began_s:6.1f} {text}", flush=True)
+
+    options = Options(device="cpu", say=say)
+    sweep = scaling.run(asked, say, lambda sweep, nodes: kungfu_fig9._tell(sweep, nodes, options))
+    return kungfu_fig9.result_of([sweep], options)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=["worker", "cuda", "fig8", "fig9"])
+    parser.add_argument("--task", default="{}")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--size", type=int, default=160)
+    parser.add_argument("--nodes", default="2,4,8,16,32")
+    parser.add_argument("--sides", default="auto,priority,ddp")
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--iters", type=int, default=4)
+    args = parser.parse_args()
+    if args.part == "worker":
+        worker(json.loads(args.task))
+        return
+    if args.part == "cuda":
+        found = cuda("cpu" if args.cpu else "cuda")
+    elif args.part == "fig8":
+        found = fig8(args.rounds, args.size)
+    else:
+        found = fig9(tuple(map(int, args.nodes.split(","))), tuple(args.sides.split(",")), args.repeat, args.iters)
+    text = json.dumps(found, indent=1, default=str)
+    (Path(os.environ.get("OUT", ".")) / f"adaptation_{args.part}.json").write_text(text)
+    print({key: value for key, value in found.items() if key not in ("cells", "lines", "predictions")})
+
+
+if __name__ == "__main__":
+    main()
