@@ -158,6 +158,7 @@ class Settling:
         else:
             holders = self._compare(engine, roll, offered, reports)
         trainer.work_in(engine)
+        trainer.fetched = None  # nobody waits for newcomers of a view that has come to nothing
         if view.size > 1:
             token = torch.zeros(1, dtype=torch.uint8)
             trainer.fetched = engine.all_reduce("fetched", token, op="max", determinism="fast")

@@ -76,6 +76,21 @@ def test_one_is_killed_while_a_newcomer_is_let_in(whose: str, tmp_path: Path) ->
         _check(stage, dead=1)
 
 
+def test_the_only_one_loses_a_newcomer_before_their_first_step(tmp_path: Path) -> None:
+    """It goes on alone to the end, and waits for nobody there."""
+    first, new = new_workers(2)
+    with staged(CONV, tmp_path) as stage:
+        stage.faults = {new: Fault("settling", -1)}
+        stage.open_gate(3)
+        stage.want([first])
+        stage.until_step(3)
+        stage.want([first, new])
+        stage.until(lambda: stage.client.roll().members == (first, new))
+        stage.open_gate(ALL)
+        stage.until_over(20)
+        _check(stage, dead=1)
+
+
 def test_one_that_is_silent_is_lost(tmp_path: Path) -> None:
     workers = new_workers(3)
     with staged(CONV, tmp_path, heartbeat_timeout_s=1.0) as stage:
