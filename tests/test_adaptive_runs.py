@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gang import addresses, specs
+from scripted import run_script
 
 from pliant import record
 
@@ -51,8 +54,18 @@ def _run(folder: Path, *options: str) -> str:
     command = [str(Path(sys.executable).with_name("pliant")), "run", "-q", *options, sys.executable, "train.py"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    found = re.findall(r"HASH (\d+ \w+)", done.stdout)
-    assert len(found) == 1, done.stdout[-2000:]
+    return _result(done.stdout)
+
+
+def _forked(folder: Path, size: int, **adapting: str) -> str:
+    """The same with workers that have imported torch already."""
+    members = [replace(member, adapting=adapting) for member in specs(addresses("A" * size))]
+    return _result("".join(run_script(folder / "train.py", members)))
+
+
+def _result(output: str) -> str:
+    found = re.findall(r"HASH (\d+ \w+)", output)
+    assert len(found) == 1, output[-2000:]
     return str(found[0])
 
 
@@ -68,6 +81,6 @@ def test_all_policies_at_once_and_again_from_the_record(tmp_path: Path) -> None:
     assert all(each["reason"] for each in decided)
     assert [fact for fact in facts if fact.kind == "view"], "the workers have changed"
     assert "loss" in next(fact for fact in facts if fact.kind == "step").data["values"]
-    for workers in ("1", "3"):
-        assert _run(tmp_path, "-np", workers, "--replay", "run.jsonl") == live
-    assert _run(tmp_path, "-np", "2") != live, "without the decisions it is another result"
+    assert _run(tmp_path, "-w", "-np", "3", "--replay", "run.jsonl") == live
+    assert _forked(tmp_path, 1, replay=str(tmp_path / "run.jsonl")) == live
+    assert _forked(tmp_path, 2) != live, "without the decisions it is another result"
