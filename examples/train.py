@@ -18,9 +18,9 @@ import pliant
 
 def spirals(length: int) -> torch.utils.data.TensorDataset:
     arm = torch.arange(length) % 2
-    turn = torch.rand(length) * 6 + 1
+    turn = torch.rand(length) * 9 + 1
     angle = turn + arm * torch.pi
-    points = torch.stack([turn * angle.cos(), turn * angle.sin()], 1) / 4 + torch.randn(length, 2) / 50
+    points = torch.stack([turn * angle.cos(), turn * angle.sin()], 1) / 5 + torch.randn(length, 2) / 50
     return torch.utils.data.TensorDataset(points, arm)
 
 
@@ -35,7 +35,7 @@ def main() -> None:
     nn = torch.nn
     net = nn.Sequential(nn.Linear(2, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
     with pliant.join(replicas=4) as job:
-        adam = torch.optim.Adam(net.parameters(), lr=3e-3)
+        adam = torch.optim.Adam(net.parameters(), lr=1e-3)
         model, optimizer, loader = job.wrap(net, adam, dataset, batch_size=16, shuffle=True)
         for epoch in job.epochs(args.epochs):
             for points, arms in loader:

@@ -71,15 +71,11 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Se
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
-        last = number == len(columns) - 1
-        table.add_column(
-            column.upper(),
-            justify="right" if column in right else "left",
-            no_wrap=True,
-            overflow="ellipsis" if last else "fold",
-        )
+        # Where it is narrow, only the last column is cut, which is words.
+        is_last = number == len(columns) - 1
+        table.add_column(column.upper(), justify="right" if column in right else "left", no_wrap=not is_last)
     for row in rows:
-        table.add_row(*(Text(cell, COLOURS.get(cell, "")) for cell in row))
+        table.add_row(*(Text(cell, COLOURS.get(cell, ""), no_wrap=True, overflow="ellipsis") for cell in row))
     Console().print(table)
 
 

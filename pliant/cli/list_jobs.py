@@ -23,8 +23,8 @@ from pliant.errors import ConfigError
 if TYPE_CHECKING:
     from pliant.sched.live_client import ClusterStatus, JobStatus
 
-COLUMNS = ("name", "state", "devices", "workers", "replicas", "step", "steps/s", "age", "why")
-NUMBERS = ("workers", "replicas", "step", "steps/s", "age")
+COLUMNS = ("name", "state", "devices", "replicas", "step", "steps/s", "age", "why")
+NUMBERS = ("replicas", "step", "steps/s", "age")
 
 
 def register(app: typer.Typer) -> None:
@@ -68,7 +68,6 @@ def _row(job: JobStatus, now_s: float) -> list[str]:
         job.name,
         job.state,
         devices_text(job.devices),
-        str(job.workers),
         str(job.replicas),
         "-" if job.step is None else str(job.step),
         "-" if job.steps_per_s is None else f"{job.steps_per_s:.3g}",

@@ -57,4 +57,6 @@ def show(
     print_table(("", ""), facts)
     if job.events:
         print()
-        print_table(("at", "what"), [(clock_text(event.at, now_s), event.what) for event in job.events])
+        print_table(
+            ("at", "what", "why"), [(clock_text(event.at, now_s), event.what, event.why) for event in job.events]
+        )

@@ -67,6 +67,7 @@ class Event(_Answer):
 
     at: float
     what: str
+    why: str = ""
 
 
 class JobDetail(JobStatus):
@@ -264,8 +265,8 @@ class LiveClient:
         if answer.is_server_error:
             return ServerUnavailable(f"{self._url}: {answer.status_code} {reason}")
         if answer.status_code in (401, 403):
-            token = "its token is wrong" if self.server.token else "it needs a token"
-            return ConfigError(f"{self._url} refused us, {token}: set PLIANT_TOKEN to the one it was started with")
+            why = "the token we gave is not its own" if self.server.token else "it wants a token"
+            return ConfigError(f"{self._url} refused us, {why}: set PLIANT_TOKEN to that of the server")
         if answer.status_code == 404 and job:
             return UnknownJob(self._unknown(job))
         if answer.status_code == 409:
