@@ -85,7 +85,12 @@ def serve(
     )
     logging.basicConfig(level=logging.INFO, format="[serve] %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    run(config, lambda: _ground(on, counts(devices, "--devices")), schedulers.make(policy), lambda text: print(text, flush=True))
+    run(
+        config,
+        lambda: _ground(on, counts(devices, "--devices")),
+        schedulers.make(policy),
+        lambda text: print(text, flush=True),
+    )
 
 
 def _reserve(wanted: dict[str, int], server: str, state: str) -> None:

@@ -171,6 +171,7 @@ class Crew:
             # Ports bound for a first view that the config server has overruled.
             while self._listeners:
                 self._listeners.popitem()[1].close()
+            self._tell_state()
 
     def _do(self, action: Action) -> None:
         match action:
@@ -240,7 +241,8 @@ class Crew:
                 for worker, launched in self._launched.items()
                 if launched.process.code is None
             }
-            state_file.write(Path(self._plan.options.state_file), self._config_server, living)
+            version = self._supervisor.view.number if self._supervisor.view is not None else -1
+            state_file.write(Path(self._plan.options.state_file), self._config_server, version, living)
 
     def _fail_start(self, worker: Worker, error: OSError) -> None:
         # Posted, not handled here: the actions that came with this one must be done first.

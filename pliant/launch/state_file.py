@@ -37,12 +37,14 @@ class RunnerState:
     """What the file says."""
 
     config_server: str
+    version: int
+    """Of the newest view that the runner has acted on: it starts nobody for an older one."""
     workers: Mapping[str, WorkerProcess]
     """By address."""
 
 
-def write(path: Path, config_server: str, workers: Mapping[str, tuple[int, int]]) -> None:
-    """Say where the config server is, and each living worker's process and slot."""
+def write(path: Path, config_server: str, version: int, workers: Mapping[str, tuple[int, int]]) -> None:
+    """Say where the config server is, which view was acted on, and each living worker's process and slot."""
     told = {
         name: asdict(WorkerProcess(pid, ticks, slot))
         for name, (pid, slot) in workers.items()
@@ -50,7 +52,7 @@ def write(path: Path, config_server: str, workers: Mapping[str, tuple[int, int]]
     }
     draft = path.with_suffix(".draft")
     try:
-        draft.write_text(json.dumps({"config_server": config_server, "workers": told}))
+        draft.write_text(json.dumps({"config_server": config_server, "version": version, "workers": told}))
         draft.replace(path)  # readers see all of it or nothing
     except OSError as error:
         log.warning("--state-file %s: %s", path, error.strerror)
@@ -63,4 +65,4 @@ def read(path: Path) -> RunnerState | None:
     except (OSError, ValueError):
         return None
     workers = {name: WorkerProcess(**facts) for name, facts in value["workers"].items()}
-    return RunnerState(value["config_server"], workers)
+    return RunnerState(value["config_server"], value["version"], workers)

@@ -116,6 +116,8 @@ class Scheduler:
         """
         begun_s = time.monotonic()
         with self._news:
+            for name in list(self._runs):
+                self._look_at(name)  # what is not known to be in use would else be held for free
             self._do(self._state.reserve(devices, self._clock()), reserved=True)
             self._news.notify_all()
             if not self._news.wait_for(lambda: self._state.reserved_is_free or self._stopping, RESERVE_S):
@@ -266,12 +268,11 @@ class Scheduler:
                 running.resize(job.asked)
         except _UNTOLD:
             self._untold[name] = kill
-            self._state.hear(name, False)
             return
         except PliantError as error:
             log.warning("job %s: %s", name, error)
         self._untold.pop(name, None)
-        self._state.hear(name, True)
+        self._state.hear(name)
 
     def _drop(self, name: str) -> None:
         try:

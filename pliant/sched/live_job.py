@@ -15,7 +15,7 @@ WAITING, STARTING, RUNNING, PUT_OFF = "waiting", "starting", "running", "put-off
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 STATES = (WAITING, STARTING, RUNNING, PUT_OFF, FINISHED, FAILED, STOPPED)
 _SAVED = (
-    "number", "submitted_s", "state", "target", "asked", "run", "ending", "started_s", "ended_s", "exit_code", "why",
+    "number", "submitted_s", "state", "target", "asked", "told", "run", "ending", "started_s", "ended_s", "exit_code", "why",
     "losses", "step", "record_from",
 )  # fmt: skip
 
@@ -32,7 +32,9 @@ class LiveJob:
     target: dict[str, int] = field(default_factory=dict)
     """The devices that the policy has given it."""
     asked: dict[str, int] = field(default_factory=dict)
-    """The devices that its runner was last told to have: the target, as soon as they are free. Empty without a run."""
+    """The devices that its runner shall have: the target, as soon as they are free. Empty without a run."""
+    told: dict[str, int] = field(default_factory=dict)
+    """The devices that its runner knows of, and may start workers on."""
     occupied: dict[str, int] = field(default_factory=dict)
     """The devices that its processes are on."""
     run: int = 0
@@ -41,8 +43,6 @@ class LiveJob:
     """What it was told to end for: PUT_OFF or STOPPED."""
     kill_at_s: float | None = None
     """It was told to end, and is killed if it has not by then."""
-    unheard: bool = False
-    """Its runner could not be told what it was last asked for."""
     started_s: float | None = None
     """The first time."""
     ended_s: float | None = None
@@ -78,7 +78,12 @@ class LiveJob:
 
     def used(self, kind: str) -> int:
         """Devices that nobody else can have now: those it may use, and those it has not left yet."""
-        return max(self.asked.get(kind, 0), self.occupied.get(kind, 0))
+        return max(self.asked.get(kind, 0), self.told.get(kind, 0), self.occupied.get(kind, 0))
+
+    @property
+    def is_unheard(self) -> bool:
+        """Whether its runner could not be told yet what is asked."""
+        return self.told != self.asked
 
     @property
     def is_leaving(self) -> bool:

@@ -149,8 +149,8 @@ class LiveState:
         """The job's run is over; `finished`: its program had come to its end."""
         job = self.jobs[name]
         was, code = job.ending, ended.code
-        job.asked, job.occupied, job.before = {}, {}, ()
-        job.ending, job.kill_at_s, job.unheard = "", None, False
+        job.asked, job.told, job.occupied, job.before = {}, {}, {}, ()
+        job.ending, job.kill_at_s = "", None
         job.throughput.place({})
         is_lost = code is None or code < 0 or code == TERMINATED
         if finished or (code == 0 and not was):
@@ -168,13 +168,13 @@ class LiveState:
     def refuse(self, name: str, why: str, now_s: float) -> list[Action]:
         """The job could not be started."""
         job = self.jobs[name]
-        job.asked, job.occupied = {}, {}
+        job.asked, job.told, job.occupied = {}, {}, {}
         self._close(job, FAILED, f"could not be started: {why}", now_s)
         return self._decided(now_s)
 
-    def hear(self, name: str, heard: bool) -> None:
-        """Whether the job's runner could be told what was asked."""
-        self.jobs[name].unheard = not heard
+    def hear(self, name: str) -> None:
+        """The job's runner has been told what is asked of it."""
+        self.jobs[name].told = dict(self.jobs[name].asked)
 
     def look(self, now_s: float) -> list[Action]:
         """Time has passed, or devices were left: do what has become possible, and end who is late."""
@@ -287,6 +287,7 @@ class LiveState:
 
     def _start(self, job: LiveJob, now_s: float) -> None:
         job.asked, job.run, job.state = dict(job.target), self._next_run, STARTING
+        job.told = dict(job.asked)
         self._next_run += 1
         job.started_s = job.started_s or now_s
         job.throughput.place(job.asked)
@@ -317,7 +318,7 @@ class LiveState:
         for job in self.active:
             if not any(self._unused(kind) < count and job.used(kind) for kind, count in self.reserved.items()):
                 continue
-            if job.ending or job.unheard:
+            if job.ending or job.is_unheard:
                 job.ending, job.kill_at_s = job.ending or PUT_OFF, now_s + END_GRACE_S
                 self._note(
                     job, "killed", "did not leave reserved devices in time: killed, it goes on from its checkpoint"

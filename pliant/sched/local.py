@@ -95,6 +95,9 @@ class LocalRunning:
         self._run, self._ground = run, ground
         self._place = run.place
         self._wanted: dict[str, int] = {}
+        self._before: Counter[str] = Counter()
+        """The most that was wanted, until the runner has acted on the newest view."""
+        self._version = -1
         self._keeper: subprocess.Popen[bytes] | None = None
         self._ended: Ended | None = None
 
@@ -171,12 +174,14 @@ class LocalRunning:
             if view is None or not view.workers:
                 raise ServerUnavailable(f"job {self._run.spec.name}: it is ending")
             leaving = self._leaving(devices, [str(worker) for worker in view.workers])
+            self._before |= Counter(self._wanted)
             self.assign(devices)
             if leaving:
                 kept = tuple(worker for worker in view.workers if str(worker) not in leaving)
                 view = client.put(replace(view, workers=kept), expected=view.number)
             if view.size != sum(devices.values()):
-                client.resize(sum(devices.values()), expected=view.number)
+                view = client.resize(sum(devices.values()), expected=view.number)
+            self._version = view.number
 
     def _leaving(self, devices: Counts, workers: list[str]) -> set[str]:
         """Whom to name, where it matters which worker goes: of several types, those with too many lose their last."""
@@ -192,12 +197,14 @@ class LocalRunning:
         return leaving if len(leaving) < len(workers) else set()
 
     def occupied(self) -> dict[str, int]:
-        slots = self.slots()
-        on = [process.slot for process in self._living().values()]
+        state, slots = self._state(), self.slots()
+        if state is not None and state.version >= self._version:
+            self._before.clear()
+        on = [process.slot for process in self._living(state).values()]
         kinds = [slot[0] for number in on if number < len(slots) and (slot := slots[number]) is not None]
         if self._wanted and sum(slot is not None for slot in slots) > sum(self._wanted.values()):
             self.assign(self._wanted)  # somebody has left: others may have the device
-        return dict(Counter(kinds))
+        return dict(Counter(kinds) | self._before)
 
     def drop(self) -> None:
         with self._client() as client:
@@ -265,8 +272,8 @@ class LocalRunning:
     def _state(self) -> RunnerState | None:
         return read(self._place / "state.json")
 
-    def _living(self) -> dict[str, WorkerProcess]:
-        state = self._state()
+    def _living(self, state: RunnerState | None = None) -> dict[str, WorkerProcess]:
+        state = state or self._state()
         return {} if state is None else {name: each for name, each in state.workers.items() if each.lives}
 
     @contextlib.contextmanager

@@ -1,0 +1,358 @@
+"""The live scheduler's thread, book and API, over runs on paper: no processes, and all of it in milliseconds."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paper import PaperGround
+from starlette.testclient import TestClient
+
+from pliant.errors import ConfigError, UnknownJob
+from pliant.sched import live_openapi, schedulers
+from pliant.sched.book import Book
+from pliant.sched.jobfile import JobSpec
+from pliant.sched.live import Scheduler
+from pliant.sched.live_client import JobDetail, JobStatus
+from pliant.sched.live_web import LiveWeb
+from pliant.sched.tail import MAX_BYTES, Tail
+from pliant.sched.throughput import MIN_STEPS, SKIPPED_STEPS, Throughput
+
+DEADLINE_S = 10.0
+TOKEN = {"Authorization": "Bearer t"}
+
+
+def said(name: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "program": "/train.py", "directory": "/", "replicas": 4, **more}
+
+
+def spec(name: str, **more: Any) -> JobSpec:
+    return JobSpec.from_json(said(name, **more))
+
+
+def until(reached: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not reached():
+        assert time.monotonic() < deadline_s, "it never happened"
+        time.sleep(0.005)  # pacing a poll with a deadline
+
+
+@contextlib.contextmanager
+def scheduling(ground: PaperGround, folder: Path, interval_s: float = 0.05) -> Iterator[Scheduler]:
+    with Book(folder) as book:
+        scheduler = Scheduler(ground, schedulers.make("easyscale-heter"), book, folder, interval_s=interval_s)
+        with scheduler.running():
+            yield scheduler
+
+
+@pytest.fixture
+def ground() -> PaperGround:
+    return PaperGround(cpu=4)
+
+
+def state_of(scheduler: Scheduler, name: str) -> str:
+    return str(scheduler.detail(name)["state"])
+
+
+# --- the thread ---
+
+
+def test_a_job_runs_grows_by_its_record_and_ends(ground: PaperGround, tmp_path: Path, no_leaks: None) -> None:
+    with scheduling(ground, tmp_path) as scheduler:
+        assert scheduler.submit(spec("a"))["state"] == "starting"
+        run = ground.runs["a"]
+        run.step(1, 10, 0.4)
+        until(lambda: run.wanted == {"cpu": 2})
+        assert scheduler.detail("a")["step"] == 10
+        run.step(11, 10, 0.2)
+        until(lambda: run.wanted == {"cpu": 4})
+        run.step(21, 10, 0.1)
+        until(lambda: scheduler.statuses()[0]["steps_per_s"] == pytest.approx(10))
+        run.write({"kind": "end", "step": 30})
+        run.finish(0)
+        until(lambda: state_of(scheduler, "a") == "finished")
+        told = [event["what"] for event in scheduler.detail("a")["events"]]
+        assert told == ["submitted", "decision", "starting", "running", "decision", "decision", "finished"]
+
+
+def test_a_reservation_is_answered_when_the_devices_are_free(ground: PaperGround, tmp_path: Path) -> None:
+    with scheduling(ground, tmp_path) as scheduler:
+        scheduler.submit(spec("a", min=4))
+        answer = scheduler.reserve({"cpu": 1})
+        assert answer["reserved"] == {"cpu": 1}
+        assert answer["took_s"] < 0.5
+        assert ground.runs["a"].told[-1] == "resize {'cpu': 3}"
+        assert scheduler.cluster()["free"] == {"cpu": 0}
+
+
+@pytest.mark.parametrize("wanted", [1, 4])
+def test_who_does_not_leave_is_killed_within_the_second(ground: PaperGround, tmp_path: Path, wanted: int) -> None:
+    with scheduling(ground, tmp_path) as scheduler:
+        scheduler.submit(spec("a", min=4))
+        ground.runs["a"].is_slow = True
+        assert 0.5 < scheduler.reserve({"cpu": wanted})["took_s"] < 1.0
+        assert ground.runs["a"].told[-1] == ("drop" if wanted == 1 else "kill")
+
+
+def test_a_runner_that_is_not_up_is_told_again(ground: PaperGround, tmp_path: Path) -> None:
+    with scheduling(ground, tmp_path) as scheduler:
+        scheduler.submit(spec("a"))
+        run = ground.runs["a"]
+        run.is_up = False
+        scheduler.stop("a")
+        assert run.told == []
+        run.is_up = True
+        until(lambda: state_of(scheduler, "a") == "stopped")
+        assert run.told == ["end"]
+
+
+def test_a_job_that_cannot_be_started_has_failed(ground: PaperGround, tmp_path: Path) -> None:
+    ground.refuses = "no such program"
+    with scheduling(ground, tmp_path) as scheduler:
+        scheduler.submit(spec("a"))
+        assert state_of(scheduler, "a") == "failed"
+        assert "no such program" in scheduler.detail("a")["why"]
+
+
+def test_devices_that_come_are_used(ground: PaperGround, tmp_path: Path) -> None:
+    ground.counts = {"cpu": 1}
+    with scheduling(ground, tmp_path) as scheduler:
+        scheduler.submit(spec("a"))
+        scheduler.submit(spec("b"))
+        assert state_of(scheduler, "b") == "waiting"
+        ground.counts = {"cpu": 2}
+        until(lambda: state_of(scheduler, "b") == "starting")
+
+
+# --- beginning anew ---
+
+
+def test_a_new_scheduler_takes_up_runs_and_sees_what_it_missed(ground: PaperGround, tmp_path: Path) -> None:
+    with scheduling(ground, tmp_path) as first:
+        for name in ("goes-on", "ended", "failed", "lost"):
+            first.submit(spec(name, max=1))
+        ground.runs["goes-on"].step(1, 3)
+        until(lambda: state_of(first, "goes-on") == "running")
+    ground.runs["ended"].write({"kind": "end", "step": 9})
+    ground.runs["ended"].finish(0)
+    ground.runs["failed"].finish(3)
+    lost = ground.runs.pop("lost")
+    with scheduling(ground, tmp_path) as second:
+        assert state_of(second, "goes-on") == "running"
+        until(
+            lambda: {"resize {'cpu': 1}"} == set(ground.runs["goes-on"].told)
+        )  # said again: it may not have been heard
+        until(lambda: state_of(second, "ended") == "finished")
+        until(lambda: second.detail("failed")["exit_code"] == 3)
+        assert ground.runs["lost"].run.number > lost.run.number, "its run was lost, and another one started"
+        ground.runs["goes-on"].step(4, 8)
+        until(lambda: second.detail("goes-on")["step"] == 11)
+        second.reserve({"cpu": 1})
+    with scheduling(ground, tmp_path) as third:
+        assert third.cluster()["reserved"] == {"cpu": 1}
+
+
+def test_a_job_that_was_told_to_end_is_told_again(ground: PaperGround, tmp_path: Path) -> None:
+    with scheduling(ground, tmp_path) as first:
+        first.submit(spec("a"))
+        run = ground.runs["a"]
+        run.is_slow = True
+        first.stop("a")
+    run.is_slow = False
+    with scheduling(ground, tmp_path) as second:
+        until(lambda: state_of(second, "a") == "stopped")
+    assert run.told == ["end", "end"]
+
+
+def test_what_cannot_be_written_down_is_not_done_before_it_can(
+    ground: PaperGround, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scheduling(ground, tmp_path) as scheduler:
+        with monkeypatch.context() as patch:
+            patch.setattr(Book, "write", lambda *_: (_ for _ in ()).throw(sqlite3.OperationalError("disk full")))
+            with pytest.raises(sqlite3.OperationalError):
+                scheduler.submit(spec("a"))
+            assert ground.runs == {}
+        until(lambda: "a" in ground.runs)
+
+
+def test_a_book_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "book.sqlite").write_text("not a database, but long enough to be looked at" * 40)
+    with pytest.raises(ConfigError, match="book.sqlite"), Book(tmp_path):
+        pass
+
+
+# --- the API ---
+
+
+@pytest.fixture
+def api(ground: PaperGround, tmp_path: Path) -> Iterator[TestClient]:
+    with scheduling(ground, tmp_path) as scheduler:
+        yield TestClient(LiveWeb(scheduler, "t").app, headers=TOKEN)
+
+
+def test_jobs_over_http(api: TestClient, ground: PaperGround) -> None:
+    made = api.post("/jobs", json=said("a"))
+    assert made.status_code == 201
+    JobStatus.model_validate(made.json())
+    assert api.post("/jobs", json=said("a")).status_code == 409
+    assert [job["name"] for job in api.get("/jobs").json()["jobs"]] == ["a"]
+    detail = JobDetail.model_validate(api.get("/jobs/a").json())
+    assert detail.events[0].what == "submitted"
+    assert api.delete("/jobs/a").status_code == 202
+    until(lambda: api.get("/jobs/a").json()["state"] == "stopped")
+    assert api.delete("/jobs/a").status_code == 202
+    assert api.get("/cluster").json() == {"devices": {"cpu": 4}, "reserved": {}, "free": {"cpu": 4}, "jobs": {}}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "word"),
+    [
+        ("POST", "/jobs", said("a", replicas=0), 422, "replicas"),
+        ("POST", "/jobs", {**said("a"), "colour": 1}, 422, "colour"),
+        ("POST", "/jobs", said("a", devices=["v100"]), 422, "v100"),
+        ("POST", "/jobs", [1], 422, "object"),
+        ("POST", "/jobs", b"{", 422, "JSON"),
+        ("POST", "/jobs", b"x" * (1 << 21), 413, "longer"),
+        ("GET", "/jobs/none", None, 404, "none"),
+        ("DELETE", "/jobs/none", None, 404, "none"),
+        ("DELETE", "/jobs/none?kill=perhaps", None, 422, "perhaps"),
+        ("GET", "/jobs/none/logs", None, 404, "none"),
+        ("GET", "/jobs/none/logs?begin=-1", None, 422, "begin"),
+        ("PUT", "/reserve", {"cpu": 9}, 422, "cpu=9"),
+        ("PUT", "/reserve", {"gpu": 1}, 422, "gpu=1"),
+        ("PUT", "/reserve", {"cpu": "two"}, 422, "two"),
+        ("PUT", "/reserve", {"cpu": True}, 422, "True"),
+        ("POST", "/cluster", None, 405, "Method"),
+        ("GET", "/nowhere", None, 404, "Not Found"),
+    ],
+)
+def test_bad_requests_are_refused_with_the_reason(
+    api: TestClient, method: str, path: str, body: Any, status: int, word: str
+) -> None:
+    answer = api.request(method, path, **({"content": body} if isinstance(body, bytes) else {"json": body}))
+    assert answer.status_code == status
+    assert word in answer.json()["error"]
+
+
+def test_only_who_knows_the_token_is_let_in(api: TestClient) -> None:
+    assert api.get("/jobs", headers={"Authorization": "Bearer x"}).status_code == 401
+    assert api.get("/healthz", headers={"Authorization": ""}).json() == {"status": "ok"}
+
+
+def test_logs_come_by_bytes_and_never_in_half_a_character(api: TestClient, ground: PaperGround) -> None:
+    api.post("/jobs", json=said("a"))
+    run = ground.runs["a"]
+    assert api.get("/jobs/a/logs").json() == {"text": "", "end": 0, "over": False}
+    text = "Schritt 1: für alle\n".encode()
+    run.run.log.write_bytes(text[: text.index(b"\xbc")])  # in the middle of the u with dots
+    assert api.get("/jobs/a/logs?wait_s=5").json() == {"text": "Schritt 1: f", "end": 12, "over": False}
+    run.run.log.write_bytes(text)
+    assert api.get("/jobs/a/logs?begin=12&wait_s=5").json() == {"text": "ür alle\n", "end": len(text), "over": False}
+    run.finish(0)
+    until(lambda: bool(api.get(f"/jobs/a/logs?begin={len(text)}&wait_s=5").json()["over"]))
+
+
+def test_a_reservation_over_http(api: TestClient) -> None:
+    api.post("/jobs", json=said("a", min=4))
+    answer = api.put("/reserve", json={"cpu": 2}).json()
+    assert answer["reserved"] == {"cpu": 2}
+    assert answer["took_s"] < 1
+    assert api.get("/cluster").json()["jobs"] == {"a": {"cpu": 2}}
+    assert api.put("/reserve", json={}).json()["reserved"] == {}
+
+
+def test_the_description_names_every_route(api: TestClient) -> None:
+    described = api.get("/openapi.json").json()
+    assert described == live_openapi.description()
+    routes = {(route.path, method) for route in _routes(api) for method in route.methods - {"HEAD"}}
+    told = {(path, method.upper()) for path, methods in described["paths"].items() for method in methods}
+    assert told == routes
+    known = {f"#/components/schemas/{name}" for name in described["components"]["schemas"]}
+    assert set(_references(described)) <= known
+    assert described["components"]["schemas"]["JobSpec"]["required"][:2] == ["name", "program"]
+
+
+def _routes(api: TestClient) -> Any:
+    return api.app._app.routes  # type: ignore[attr-defined]
+
+
+def _references(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from (each for key, each in value.items() if key == "$ref")
+        value = list(value.values())
+    for each in value if isinstance(value, list) else ():
+        yield from _references(each)
+
+
+def test_an_unknown_job_is_told(ground: PaperGround, tmp_path: Path) -> None:
+    with scheduling(ground, tmp_path) as scheduler, pytest.raises(UnknownJob, match="nobody"):
+        scheduler.detail("nobody")
+
+
+# --- speeds ---
+
+
+def measured(replicas: int, devices: dict[str, int], step_s: float) -> Throughput:
+    found = Throughput(replicas)
+    found.place(devices)
+    for _ in range(SKIPPED_STEPS + MIN_STEPS):
+        found.step(sum(devices.values()), step_s)
+    return found
+
+
+def test_the_speed_of_a_type_is_what_makes_the_planners_step_as_long() -> None:
+    found = measured(4, {"v100": 3}, 0.5)  # two replicas in turn on one of the three
+    assert found.steps_per_s == pytest.approx(2)
+    assert [(kind.name, kind.speed) for kind in found.types(["v100"], {})] == [("v100", pytest.approx(4))]
+
+
+def test_what_was_not_measured_is_as_the_user_said_in_the_scale_of_what_was() -> None:
+    found = measured(4, {"v100": 4}, 0.5)
+    speeds = {kind.name: kind.speed for kind in found.types(["v100", "t4", "p100"], {"v100": 10, "t4": 5})}
+    assert speeds == {"v100": pytest.approx(2), "t4": pytest.approx(1), "p100": pytest.approx(2)}
+
+
+def test_a_slow_first_step_and_one_hiccup_do_not_count() -> None:
+    found = Throughput(2)
+    found.place({"cpu": 2})
+    for step_s in (9.0, 9.0, 0.1, 0.1, 7.0, 0.1, 0.1):
+        found.step(2, step_s)
+    assert found.steps_per_s == pytest.approx(10)
+
+
+def test_speeds_survive_as_json() -> None:
+    found = measured(4, {"v100": 2}, 0.5)
+    again = Throughput.from_json(4, found.to_json())
+    assert again.known == found.known
+    assert again.types(["v100"], {}) == found.types(["v100"], {})
+
+
+# --- records ---
+
+
+def test_a_record_is_read_as_it_grows_and_half_a_line_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    tail = Tail(path)
+    assert tail.facts() == []
+    path.write_text('{"kind": "step", "step": 1}\n{"kind": "st')
+    assert [fact["step"] for fact in tail.facts()] == [1]
+    with path.open("a") as file:
+        file.write('ep", "step": 2}\nnonsense\n[]\n{"kind": "end", "step": 3}\n')
+    assert [fact["step"] for fact in tail.facts()] == [2, 3]
+    assert tail.facts() == []
+
+
+def test_of_a_long_record_only_the_end_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    path.write_text("".join(f'{{"kind": "step", "step": {step:07d}1}}\n' for step in range(2)))
+    line = '{"kind": "step", "step": 5, "padding": "' + "x" * 1000 + '"}\n'
+    path.write_text(line * (2 * MAX_BYTES // len(line)))
+    found = Tail(path).facts()
+    assert 0 < len(found) <= MAX_BYTES // len(line)
+    assert Tail(path, path.stat().st_size).facts() == []

@@ -1,0 +1,515 @@
+"""The rules of the live scheduler, by values: what happens goes in, what is to be done comes out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pliant.errors import CapacityError, ConfigError, NameTaken
+from pliant.sched import schedulers
+from pliant.sched.ground import Ended
+from pliant.sched.jobfile import JobSpec
+from pliant.sched.live_actions import Action, Drop, End, Note, Resize, Start
+from pliant.sched.live_job import LiveJob
+from pliant.sched.live_state import AVOID_S, END_GRACE_S, MAX_LOSSES, RESERVE_GRACE_S, LiveState
+
+
+def spec(name: str, **said: Any) -> JobSpec:
+    return JobSpec.from_json({"name": name, "program": "/train.py", "directory": "/", "replicas": 4, **said})
+
+
+class World:
+    """A state, and runners that do what they are told when the test says so."""
+
+    def __init__(self, policy: str = "easyscale-heter", **devices: int) -> None:
+        self.now_s = 1000.0
+        self.state = LiveState(schedulers.make(policy), devices or {"cpu": 4})
+        self.done: list[Action] = []
+        self.deaf: set[str] = set()
+
+    def do(self, actions: list[Action]) -> list[Action]:
+        """What was decided, without the notes; runners hear it, unless they are not up yet."""
+        self.done += actions
+        for action in actions:
+            if isinstance(action, Resize) and action.job not in self.deaf:
+                self.state.hear(action.job)
+        return [action for action in actions if not isinstance(action, Note)]
+
+    def submit(self, name: str, **said: Any) -> list[Action]:
+        return self.do(self.state.submit(spec(name, **said), self.now_s))
+
+    def job(self, name: str) -> LiveJob:
+        return self.state.jobs[name]
+
+    def settle(self, *names: str) -> None:
+        """These runners have heard what they were told, and done it."""
+        for name in names or self.state.jobs:
+            self.state.hear(name)
+            self.state.occupy(name, self.job(name).asked)
+
+    def look(self, later_s: float = 0.0) -> list[Action]:
+        self.now_s += later_s
+        return self.do(self.state.look(self.now_s))
+
+    def steps(self, name: str, step_s: float = 0.1, count: int = 10) -> list[Action]:
+        """The job does some steps on what it has."""
+        self.settle(name)
+        job, actions = self.job(name), []
+        for _ in range(count):
+            workers = sum(job.asked.values())
+            actions += self.state.step(name, (job.step or 0) + 1, workers, step_s, self.now_s)
+        return self.do(actions)
+
+    def allocate(self) -> list[Action]:
+        return self.do(self.state.allocate(self.now_s))
+
+    def end(self, name: str, code: int | None = 0, *, finished: bool = False) -> list[Action]:
+        return self.do(self.state.end(name, Ended(code, self.now_s), self.now_s, finished=finished))
+
+    def reserve(self, **wanted: int) -> list[Action]:
+        return self.do(self.state.reserve(wanted, self.now_s))
+
+    def grown(self, name: str) -> None:
+        """Let a job grow, at the same speed for each device, until it has all that it can use."""
+        for _ in range(4):
+            devices = sum(self.job(name).asked.values())
+            self.steps(name, 0.4 / devices)
+            self.allocate()
+        self.steps(name, 0.1)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+# --- starting and growing ---
+
+
+def test_a_job_starts_with_its_guarantee_and_says_why(world: World) -> None:
+    assert world.submit("a") == [Start("a", {"cpu": 1})]
+    job = world.job("a")
+    assert (job.state, job.asked, job.run) == ("starting", {"cpu": 1}, 1)
+    assert job.why == "starts on 1 cpu"
+    assert [note.what for note in world.done if isinstance(note, Note)] == ["submitted", "decision", "starting"]
+
+
+def test_the_first_step_makes_it_running(world: World) -> None:
+    world.submit("a")
+    world.steps("a", count=1)
+    assert world.job("a").state == "running"
+    assert world.job("a").step == 1
+
+
+def test_nothing_grows_before_its_speed_is_known(world: World) -> None:
+    world.submit("a")
+    assert world.allocate() == []
+    world.steps("a", count=6)  # two do not count, five are needed
+    assert world.allocate() == []
+    world.steps("a", count=1)
+    assert world.allocate() == [Resize("a", {"cpu": 2})]
+
+
+def test_growth_doubles_until_every_replica_has_a_device(world: World) -> None:
+    world.submit("a")
+    world.steps("a", 0.4)
+    assert world.allocate() == [Resize("a", {"cpu": 2})]
+    world.steps("a", 0.2)
+    assert world.allocate() == [Resize("a", {"cpu": 4})]
+    world.steps("a", 0.1)
+    assert world.allocate() == []
+
+
+def test_max_is_kept(world: World) -> None:
+    world.submit("a", max=2)
+    world.grown("a")
+    assert world.job("a").asked == {"cpu": 2}
+
+
+def test_steps_of_before_a_change_do_not_count(world: World) -> None:
+    world.submit("a")
+    world.steps("a", 0.4)
+    world.allocate()
+    for step in range(20, 40):
+        world.state.step("a", step, 1, 0.4, world.now_s)  # still one worker
+    assert world.job("a").throughput.steps_per_s is None
+
+
+def test_devices_that_a_job_has_not_left_are_nobody_elses(world: World) -> None:
+    world.submit("a")
+    world.grown("a")
+    assert world.submit("b") == [Resize("a", {"cpu": 3})]  # and no start of b: a's process is still there
+    assert world.job("b").state == "waiting"
+    assert world.look() == []
+    world.settle("a")
+    assert world.look() == [Start("b", {"cpu": 1})]
+
+
+def test_priority_comes_before_age(world: World) -> None:
+    world.reserve(cpu=4)
+    world.submit("old")
+    world.submit("urgent", priority=5)
+    assert world.reserve(cpu=3) == [Start("urgent", {"cpu": 1})]
+
+
+def test_the_last_one_in_gives_back_first_and_low_priority_before_high() -> None:
+    world = World(cpu=4)
+    world.submit("first", max=2)
+    world.submit("second", max=2, priority=1)
+    world.grown("first")
+    world.grown("second")
+    assert world.reserve(cpu=1) == [Resize("first", {"cpu": 1})]
+
+
+def test_a_job_without_a_guarantee_waits_for_what_is_left(world: World) -> None:
+    world.submit("a", min=4)
+    assert world.submit("b", min=0) == []
+    world.settle()
+    assert world.end("a", 0) == [Start("b", {"cpu": 1})]
+
+
+# --- putting off, and going on ---
+
+
+def test_a_guarantee_puts_off_who_has_none() -> None:
+    world = World(cpu=1)
+    world.submit("guest", min=0)
+    world.settle()
+    assert world.submit("owner") == [End("guest")]
+    assert world.job("guest").ending == "put-off"
+    assert world.job("owner").state == "waiting"
+    assert world.end("guest", 0) == [Start("owner", {"cpu": 1})]
+    assert world.job("guest").state == "put-off"
+    world.settle()
+    assert world.end("owner", 0) == [Start("guest", {"cpu": 1})]
+    assert world.job("guest").run == 3
+
+
+def test_one_that_finishes_while_it_is_put_off_has_finished() -> None:
+    world = World(cpu=1)
+    world.submit("guest", min=0)
+    world.submit("owner")
+    world.end("guest", 0, finished=True)
+    assert world.job("guest").state == "finished"
+
+
+def test_who_does_not_end_in_time_is_killed(world: World) -> None:
+    world.submit("a")
+    world.settle()
+    world.do(world.state.stop("a", world.now_s))
+    assert world.look(END_GRACE_S - 1) == []
+    assert world.look(1) == [End("a", kill=True)]
+    assert world.look(1) == []
+    assert world.look(END_GRACE_S) == [End("a", kill=True)]  # once more, should it still live
+
+
+# --- reservations ---
+
+
+def test_a_reservation_shrinks_jobs_and_is_free_when_their_processes_are_gone(world: World) -> None:
+    world.submit("a")
+    world.grown("a")
+    assert world.reserve(cpu=2) == [Resize("a", {"cpu": 2})]
+    assert not world.state.reserved_is_free
+    world.state.occupy("a", {"cpu": 3})
+    assert not world.state.reserved_is_free
+    world.settle()
+    assert world.state.reserved_is_free
+    assert world.look() == []
+    assert world.state.reserve_by_s is None
+
+
+def test_workers_that_do_not_leave_reserved_devices_are_killed(world: World) -> None:
+    world.submit("a")
+    world.grown("a")
+    world.reserve(cpu=2)
+    assert world.look(RESERVE_GRACE_S - 0.01) == []
+    assert world.look(0.02) == [Drop("a")]
+
+
+def test_a_reservation_of_everything_puts_jobs_off_and_kills_who_is_slow(world: World) -> None:
+    world.submit("a")
+    world.grown("a")
+    assert world.reserve(cpu=4) == [End("a")]
+    assert world.look(RESERVE_GRACE_S + 0.01)[0] == End("a", kill=True)
+    world.end("a", -9)
+    assert world.job("a").state == "put-off"
+    assert world.state.reserved_is_free
+    assert world.reserve() == [Start("a", {"cpu": 1})]
+
+
+def test_a_runner_that_cannot_be_told_yet_is_killed_in_time(world: World) -> None:
+    world.submit("a", min=2)
+    world.deaf = {"a"}
+    assert world.reserve(cpu=3) == [Resize("a", {"cpu": 1})]
+    assert not world.state.reserved_is_free, "its runner knows of two devices"
+    assert world.look(RESERVE_GRACE_S + 0.01) == [End("a", kill=True)]
+    world.end("a", None)
+    assert world.job("a").state == "starting", "there is room for one of its two devices"
+
+
+def test_what_is_free_is_reserved_without_disturbing_anybody(world: World) -> None:
+    world.submit("a")
+    assert world.reserve(cpu=3) == []
+    assert world.state.reserved_is_free
+
+
+def test_reserved_devices_are_given_to_nobody(world: World) -> None:
+    world.reserve(cpu=3)
+    world.submit("a")
+    world.grown("a")
+    assert world.job("a").asked == {"cpu": 1}
+    assert world.submit("b") == []
+
+
+def test_devices_given_back_are_used_again(world: World) -> None:
+    world.submit("a")
+    world.grown("a")
+    world.reserve(cpu=2)
+    world.steps("a", 0.2)
+    assert world.reserve(cpu=0) == [Resize("a", {"cpu": 4})]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error"), [({"cpu": 5}, CapacityError), ({"gpu": 1}, ConfigError), ({"cpu": -1}, ConfigError)]
+)
+def test_what_is_not_there_cannot_be_reserved(world: World, wanted: dict[str, int], error: type[ConfigError]) -> None:
+    with pytest.raises(error, match="cpu|gpu"):
+        world.state.reserve(wanted, world.now_s)
+    assert world.state.reserved == {}
+
+
+def test_a_policy_that_takes_nothing_back_puts_whole_jobs_off() -> None:
+    world = World("yarn-cs-gang", cpu=4)
+    assert world.submit("a") == [Start("a", {"cpu": 4})]
+    world.settle()
+    assert world.reserve(cpu=1) == [End("a")]
+    assert world.end("a", 0) == []
+    assert world.reserve() == [Start("a", {"cpu": 4})]
+
+
+# --- falling back ---
+
+
+def test_a_job_that_was_faster_on_fewer_devices_goes_back_and_remembers(world: World) -> None:
+    world.submit("a")
+    world.steps("a", 0.2)
+    assert world.allocate() == [Resize("a", {"cpu": 2})]
+    assert world.steps("a", 0.3) == [Resize("a", {"cpu": 1})]
+    assert "3.33 steps/s on 2 cpu after 5" in world.job("a").why
+    world.steps("a", 0.2)
+    assert world.allocate() == []
+    world.now_s += AVOID_S + 1
+    assert world.allocate() == [Resize("a", {"cpu": 2})]
+
+
+def test_a_job_that_is_faster_stays(world: World) -> None:
+    world.submit("a")
+    world.steps("a", 0.2)
+    world.allocate()
+    assert world.steps("a", 0.19) == []
+    assert world.job("a").asked == {"cpu": 2}
+
+
+# --- ends ---
+
+
+@pytest.mark.parametrize(
+    ("code", "finished", "state"),
+    [
+        (0, False, "finished"),
+        (0, True, "finished"),
+        (None, True, "finished"),
+        (1, False, "failed"),
+        (78, False, "failed"),
+        (-9, False, "starting"),
+        (143, False, "starting"),
+        (None, False, "starting"),
+    ],
+)
+def test_how_a_run_ends_says_what_becomes_of_the_job(
+    world: World, code: int | None, finished: bool, state: str
+) -> None:
+    world.submit("a")
+    world.steps("a", count=1)
+    world.end("a", code, finished=finished)
+    assert world.job("a").state == state
+    assert (world.job("a").ended_s is not None) == (state in ("finished", "failed"))
+
+
+def test_a_job_whose_runs_are_lost_without_a_step_between_fails(world: World) -> None:
+    world.submit("a")
+    for _ in range(MAX_LOSSES - 1):
+        assert world.end("a", -9) == [Start("a", {"cpu": 1})]
+    world.steps("a", count=1)
+    for _ in range(MAX_LOSSES - 1):
+        assert world.end("a", None) == [Start("a", {"cpu": 1})]
+    assert world.end("a", None) == []
+    assert world.job("a").state == "failed"
+    assert f"{MAX_LOSSES} times" in world.job("a").why
+
+
+def test_stopping(world: World) -> None:
+    world.submit("a", min=4)
+    world.submit("b", min=4)
+    world.settle()
+    assert world.do(world.state.stop("b", world.now_s)) == []
+    assert world.job("b").state == "stopped"
+    assert world.do(world.state.stop("a", world.now_s)) == [End("a")]
+    assert world.job("a").state == "starting"
+    world.end("a", 0)
+    assert (world.job("a").state, world.job("a").exit_code) == ("stopped", 0)
+    assert world.do(world.state.stop("a", world.now_s, kill=True)) == []
+
+
+def test_stopping_at_once(world: World) -> None:
+    world.submit("a")
+    assert world.do(world.state.stop("a", world.now_s, kill=True)) == [End("a", kill=True)]
+    world.end("a", -9)
+    assert world.job("a").state == "stopped"
+
+
+def test_a_job_that_cannot_be_started_fails_and_frees_its_devices(world: World) -> None:
+    world.submit("a", min=4)
+    world.submit("b")
+    assert world.do(world.state.refuse("a", "no such program", world.now_s)) == [Start("b", {"cpu": 1})]
+    assert world.job("a").why == "could not be started: no such program"
+
+
+def test_names_are_taken_for_ever(world: World) -> None:
+    world.submit("a")
+    world.end("a", 0)
+    with pytest.raises(NameTaken, match="finished"):
+        world.submit("a")
+
+
+def test_a_job_for_other_devices_is_refused(world: World) -> None:
+    with pytest.raises(ConfigError, match="the cluster has 4 cpu"):
+        world.submit("a", devices=["v100"])
+    assert "a" not in world.state.jobs
+
+
+# --- several types, and devices that vanish ---
+
+
+def test_a_job_of_one_type_takes_the_best_that_has_room() -> None:
+    world = World(v100=1, t4=2)
+    world.submit("a", devices=["v100", "t4"])
+    assert world.submit("b", devices=["v100", "t4"]) == [Start("b", {"t4": 1})]
+    world.steps("b", 0.2)
+    assert world.allocate() == [Resize("b", {"t4": 2})]
+
+
+def test_a_mixed_job_gets_both() -> None:
+    world = World(v100=1, t4=1)
+    world.submit("a", mixed=True, determinism="D2", speed={"v100": 2, "t4": 1}, replicas=3)
+    world.steps("a", 1.5)
+    assert world.allocate() == [Resize("a", {"v100": 1, "t4": 1})]
+
+
+def test_when_devices_vanish_jobs_shrink() -> None:
+    world = World(cpu=4)
+    world.submit("a")
+    world.grown("a")
+    assert world.do(world.state.equip({"cpu": 2}, world.now_s)) == [Resize("a", {"cpu": 2})]
+    assert world.do(world.state.equip({"cpu": 0}, world.now_s)) in ([], [End("a")])
+    world.settle()
+    world.end("a", None)
+    assert world.job("a").state == "put-off"
+    assert world.do(world.state.equip({"cpu": 1}, world.now_s)) == [Start("a", {"cpu": 1})]
+
+
+# --- beginning anew ---
+
+
+def test_a_scheduler_that_begins_anew_knows_what_it_knew(world: World) -> None:
+    world.submit("a")
+    world.grown("a")
+    world.submit("b", priority=2, args=["--x", "1"])
+    world.reserve(cpu=1)
+    saved = json.loads(json.dumps([job.to_json() for job in world.state.jobs.values()]))
+    again = LiveState(
+        schedulers.make("easyscale-heter"), {"cpu": 4}, map(LiveJob.from_json, saved), world.state.reserved
+    )
+    for name, job in world.state.jobs.items():
+        assert again.jobs[name].to_json() == job.to_json()
+        assert again.jobs[name].status() | {"workers": 0, "steps_per_s": None} == job.status() | {
+            "workers": 0,
+            "steps_per_s": None,
+        }
+    again.occupy("a", {"cpu": 4})
+    again.submit(spec("c"), 2000.0)
+    assert again.jobs["c"].number == 3
+    assert again.jobs["c"].run in (0, 3)
+
+
+# --- whatever happens ---
+
+
+class Storm(World):
+    """Random events; after each, nobody has what is not there."""
+
+    def check(self) -> None:
+        for kind, count in self.state.devices.items():
+            used = sum(job.used(kind) for job in self.state.jobs.values())
+            assert used <= count, f"{used} of {count} {kind} in use"
+            asked = sum(job.asked.get(kind, 0) for job in self.state.jobs.values() if not job.ending)
+            assert asked <= count - self.state.reserved.get(kind, 0)
+        for job in self.state.jobs.values():
+            assert not job.is_over or not job.is_active
+            assert sum(job.target.values()) <= job.spec.max
+            assert job.state in ("starting", "running") or not job.is_active
+
+    def finish_all(self) -> None:
+        self.reserve()
+        for _ in range(40 * len(self.state.jobs) + 40):
+            self.settle()
+            self.look(1)
+            self.check()
+            active = self.state.active
+            if not active:
+                break
+            self.end(active[0].name, 0, finished=not active[0].ending)
+        assert all(job.is_over for job in self.state.jobs.values()), {
+            name: (job.state, job.target, job.asked) for name, job in self.state.jobs.items()
+        }
+
+
+EVENTS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 7), st.integers(0, 4)), max_size=60)
+POLICIES = st.sampled_from(["easyscale-heter", "easyscale-homo", "yarn-cs-gang", "yarn-cs"])
+
+
+@settings(max_examples=150, deadline=None)
+@given(EVENTS, POLICIES)
+def test_nobody_has_what_is_not_there_and_everybody_ends(events: list[tuple[int, int, int]], policy: str) -> None:
+    storm = Storm(policy, cpu=4, gpu=2)
+    for kind, which, amount in events:
+        names = list(storm.state.jobs)
+        name = names[which % len(names)] if names else ""
+        active = [job.name for job in storm.state.active]
+        chosen = active[which % len(active)] if active else ""
+        if kind == 0:
+            said: Mapping[str, Any] = {"devices": [["cpu"], ["gpu", "cpu"], []][which % 3], "priority": amount % 3}
+            storm.submit(f"job-{len(names)}", min=min(amount, 4), replicas=4, **said)
+        elif kind == 1 and name:
+            storm.do(storm.state.stop(name, storm.now_s, kill=bool(amount % 2)))
+        elif kind == 2:
+            storm.reserve(cpu=amount, gpu=amount // 2)
+        elif kind == 3 and chosen:
+            storm.settle(chosen)
+        elif kind == 4 and chosen:
+            storm.steps(chosen, 0.1 * (1 + amount), count=8)
+        elif kind == 5 and chosen:
+            storm.end(chosen, [0, 1, -9, None, 143][amount], finished=amount == 0)
+        elif kind == 6:
+            storm.allocate()
+        elif kind == 7 and chosen:
+            storm.deaf ^= {chosen}
+        storm.look(0.3 * which)
+        storm.check()
+    storm.finish_all()
