@@ -69,13 +69,17 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Se
         for row in rows:
             print("\t".join(" ".join(cell.split()) for cell in row))
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     for number, column in enumerate(columns):
         # Where it is narrow, only the last column is cut, which is words.
         is_last = number == len(columns) - 1
         table.add_column(column.upper(), justify="right" if column in right else "left", no_wrap=not is_last)
     for row in rows:
-        table.add_row(*(Text(cell, COLOURS.get(cell, ""), no_wrap=True, overflow="ellipsis") for cell in row))
+        colours = [
+            COLOURS.get(cell, "") if column == "state" else "" for column, cell in zip(columns, row, strict=True)
+        ]
+        cells = zip(row, colours, strict=True)
+        table.add_row(*(Text(cell, colour, no_wrap=True, overflow="ellipsis") for cell, colour in cells))
     Console().print(table)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import time
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -19,6 +22,9 @@ from pliant.cli.cluster_output import (
     print_table,
     span_text,
 )
+
+if TYPE_CHECKING:
+    from pliant.sched.jobfile import JobSpec
 
 
 def register(app: typer.Typer) -> None:
@@ -53,6 +59,7 @@ def show(
         ("started", clock_text(job.started_s, now_s)),
         ("ended", clock_text(job.ended_s, now_s)),
         ("took", span_text((job.ended_s or now_s) - begun_s)),
+        *_asked(job.spec),
     ]
     print_table(("", ""), facts)
     if job.events:
@@ -60,3 +67,13 @@ def show(
         print_table(
             ("at", "what", "why"), [(clock_text(event.at, now_s), event.what, event.why) for event in job.events]
         )
+
+
+def _asked(spec: JobSpec | None) -> list[tuple[str, str]]:
+    """What was submitted, in the words of a job file."""
+    if spec is None:
+        return []
+    said = spec.model_dump(mode="json", exclude={"name", "replicas"}, exclude_defaults=True)
+    shown = {**said, "program": shlex.join([spec.program, *spec.args]), "min": spec.min, "max": spec.max}
+    shown.pop("args", None)
+    return [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in shown.items()]

@@ -74,6 +74,8 @@ class JobDetail(JobStatus):
     """How a job is, and how it came to that."""
 
     events: tuple[Event, ...]
+    spec: JobSpec | None = None
+    """What was submitted."""
 
 
 class LogPart(_Answer):

@@ -1,0 +1,339 @@
+"""The commands that talk to the cluster's server: against a real one; its absence and its nonsense from a canned one."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from pliant.cli.cluster_output import devices_text, span_text
+from pliant.cli.main import main
+from pliant.errors import ConfigError, ServerUnavailable
+from pliant.sched.live_client import LiveClient, Server, find_server, state_dir
+
+MAIN = "from pliant.cli.main import main; main()"
+DEADLINE_S = 60.0
+# In sh, so that nothing has to import torch.
+PROGRAMS = {
+    "fails": 'printf "%s\\n" bad "$@"; seq 20000; exit 3',
+    "waits": "echo begun; while [ ! -e go ]; do sleep 0.05; done; echo gone on",
+    "endless": "exec sleep 600",
+}
+
+Said = tuple[int, str, str]
+"""Exit code, stdout, stderr."""
+
+
+@pytest.fixture
+def pliant(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Said]:
+    """Runs a command in this process, with a home of its own."""
+    for name in ("PLIANT_SERVER", "PLIANT_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+
+    def pliant(*words: str) -> Said:
+        monkeypatch.setattr(sys, "argv", ["pliant", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    return pliant
+
+
+def until(holds: Callable[[], object], what: str) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline_s, f"not within {DEADLINE_S:g} s: {what}"
+        time.sleep(0.05)
+
+
+class Cluster:
+    """A server with a state directory, which may be killed and started again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file = state_dir({"XDG_STATE_HOME": str(folder / "state")}) / "server.json"
+
+    def start(self) -> None:
+        self.file.unlink(missing_ok=True)
+        with (self.folder / "serve.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", MAIN, "serve", "--devices", "cpu=3", "--port", "0"], stdout=log, stderr=log
+            )
+        until(self.file.exists, "the server is up")
+
+    def close(self) -> None:
+        with LiveClient(find_server(state=str(self.file.parent))) as client:
+            names = [job.name for job in client.jobs() if not job.is_over]
+            for name in names:
+                client.stop(name, kill=True)
+            until(lambda: all(client.job(name).is_over for name in names), "the jobs are gone")
+        self.process.terminate()
+        self.process.wait(20)
+
+
+@pytest.fixture
+def cluster(pliant: Callable[..., Said], tmp_path: Path) -> Iterator[Cluster]:
+    """A server with three devices; `pliant` finds it."""
+    for name, text in PROGRAMS.items():
+        (tmp_path / f"{name}.sh").write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / f"{name}.sh").chmod(0o755)
+        (tmp_path / f"{name}.yml").write_text(f"program: {name}.sh\nargs: [a b, 010]\nreplicas: 1\n")
+    running = Cluster(tmp_path)
+    running.start()
+    yield running
+    running.close()
+
+
+def on_terminal(*words: str) -> str:
+    """What a command says on a terminal."""
+    ours, theirs = pty.openpty()
+    environ = {**os.environ, "COLUMNS": "100", "TERM": "dumb"}
+    with subprocess.Popen([sys.executable, "-c", MAIN, *words], stdout=theirs, stderr=theirs, env=environ) as process:
+        os.close(theirs)
+        said = b""
+        with suppress(OSError):  # EIO: the other side is closed
+            while data := os.read(ours, 4096):
+                said += data
+        os.close(ours)
+        assert process.wait(20) == 0, said.decode()
+    return said.decode().replace("\r\n", "\n")
+
+
+def assert_a_reader_may_go(*words: str) -> None:
+    """As in `pliant ... | head -1`."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", MAIN, *words], **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+        assert process.wait(20) == 0
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_a_day_at_the_cluster(cluster: Cluster, pliant: Callable[..., Said], tmp_path: Path) -> None:
+    assert pliant("list") == (0, "", "")
+    assert pliant("submit", "fails.yml", "waits.yml") == (0, "fails-1\nwaits-1\n", "")
+    assert pliant("submit", "endless.yml", "--name", "other") == (0, "other\n", "")
+    code, out, err = pliant("submit", "endless.yml", "--name", "other")
+    assert (code, out) == (2, "")
+    assert err.startswith("pliant: the name other is taken: choose another with --name")
+    assert pliant("list", "-q") == (0, "fails-1\nwaits-1\nother\n", "")
+
+    # Who follows a log is not disturbed by the end of the server.
+    following = subprocess.Popen([sys.executable, "-c", MAIN, "logs", "-f", "waits-1"], stdout=subprocess.PIPE)
+    assert following.stdout is not None
+    lines = iter(following.stdout.readline, b"")
+    assert any(b"begun" in line for line in lines)
+    cluster.process.kill()
+    cluster.process.wait()
+    code, out, err = pliant("list")
+    assert (code, out) == (1, "")
+    assert f"(pid {cluster.process.pid}) has ended; its jobs run on: start `pliant serve` again" in err
+    cluster.start()
+    (tmp_path / "go").touch()
+    assert any(b"gone on" in line for line in lines)
+    following.communicate(timeout=DEADLINE_S)
+    assert following.returncode == 0
+    until(lambda: not pliant("list", "-q", "--only", "starting,running,waiting")[1].replace("other\n", ""), "two ended")
+
+    rows = [line.split("\t") for line in pliant("list")[1].splitlines()]
+    assert [row[:3] for row in rows] == [
+        ["fails-1", "failed", "-"],
+        ["waits-1", "finished", "-"],
+        ["other", "starting", "cpu=1"],
+    ]
+    code, out, _ = pliant("list", "--json", "--only", "failed")
+    answer = json.loads(out)
+    assert [job["exit_code"] for job in answer["jobs"]] == [3]
+    assert answer["cluster"]["devices"] == {"cpu": 3}
+    code, out, _ = pliant("logs", "fails-1")
+    assert code == 0
+    for said in ("bad", "a b", "010", "20000"):
+        assert f"::stdout] {said}\n" in out
+    assert pliant("logs", "fails-1", "-n", "1") == (0, out.splitlines(keepends=True)[-1], "")
+    assert pliant("logs", "-f", "-n", "0", "fails-1") == (0, "", "")
+    assert_a_reader_may_go("logs", "fails-1")
+    detail = json.loads(pliant("show", "fails-1", "--json")[1])
+    assert (detail["state"], detail["exit_code"], detail["events"][0]["what"]) == ("failed", 3, "submitted")
+
+    table = on_terminal("list")
+    assert table.splitlines()[0].split() == ["NAME", "STATE", "DEVICES", "REPLICAS", "STEP", "STEPS/S", "AGE", "WHY"]
+    assert table.splitlines()[-1] == "cpu: 3 devices, 2 free"
+    assert "failed (exit code 3)" in on_terminal("show", "fails-1")
+
+    assert pliant("logs", "fail") == (2, "", "pliant: no job 'fail': did you mean fails-1?\n")
+    assert pliant("show", "zzz") == (2, "", "pliant: no job 'zzz': `pliant list` shows the names\n")
+    assert pliant("stop", "other", "../x")[0] == 2
+    assert pliant("list", "-q", "--only", "stopped") == (0, "", "")
+    assert pliant("stop", "other", "fails-1") == (0, "", "")
+    assert pliant("list", "-q", "--only", "stopped") == (0, "other\n", "")
+    assert on_terminal("stop", "other") == "other has ended before (stopped)\n"
+    # A name that the file leaves open gets the next number, and the shell the job's code.
+    assert pliant("submit", "--wait", "fails.yml") == (3, "fails-2\n", "")
+
+    noted = json.loads(cluster.file.read_text())
+    assert pliant("list", "-q", "--server", noted["url"] + "/")[0] == 0
+    os.environ["PLIANT_TOKEN"] = "wrong"
+    try:
+        code, out, err = pliant("list")
+    finally:
+        del os.environ["PLIANT_TOKEN"]
+    assert (code, out) == (2, "")
+    assert (
+        err
+        == f"pliant: {noted['url']} refused us, the token we gave is not its own: set PLIANT_TOKEN to that of the server\n"
+    )
+    assert noted["token"] not in err
+
+
+@pytest.mark.parametrize("words", ["submit job.yml", "logs -f a", "stop a"])
+def test_no_server_is_told_with_what_to_do(pliant: Callable[..., Said], tmp_path: Path, words: str) -> None:
+    (tmp_path / "train.py").touch()
+    (tmp_path / "job.yml").write_text("program: train.py\nreplicas: 1")
+    folder = tmp_path / "state" / "pliant" / "cluster"
+    code, out, err = pliant(*words.split())
+    assert (code, out) == (1, "")
+    assert err == (
+        f"pliant: no server of yours is known on this machine (no server.json in {folder}): "
+        "start one with `pliant serve --devices cpu=4`, or name one with --server URL\n"
+    )
+    code, out, err = pliant(*words.split(), "--server", "http://127.0.0.1:9")
+    assert (code, out) == (1, "")
+    assert err.startswith("pliant: no server answers at http://127.0.0.1:9 (")
+    code, out, err = pliant(*words.split(), "--server", "localhost")
+    assert (code, out, err) == (2, "", "pliant: --server 'localhost' is not a URL such as http://10.0.0.1:9200\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("submit", "no job file: give one or several"),
+        ("submit none.yml", "none.yml: No such file or directory"),
+        ("submit --name x a.yml b.yml", "--name x for 2 files: names are unique"),
+        ("submit --name a/b good.yml", "good.yml:1: name 'a/b': use up to 64 letters"),
+        ("submit conf.yml", "conf.yml:2: job_conf makes it a federated job, which this version of pliant cannot run"),
+        ("submit ip.yml", "ip.yml:1: ps_ip makes it a federated job"),
+        ("show", "which job? give its name"),
+        ("logs", "which job? give its name"),
+        ("stop", "which job? give its name"),
+        ("logs -n x a", "-n 'x' is not a number of lines"),
+        ("list --only asleep", "--only asleep: states are waiting, starting"),
+        ("stop --timeout soon a", "--timeout"),
+    ],
+)
+def test_mistakes_are_told_before_a_server_is_looked_for(
+    pliant: Callable[..., Said], tmp_path: Path, words: str, told: str
+) -> None:
+    (tmp_path / "good.py").touch()
+    (tmp_path / "good.yml").write_text("program: good.py\nreplicas: 1\n")
+    (tmp_path / "conf.yml").write_text("# federated\njob_conf:\n  - job_name: femnist\n")
+    (tmp_path / "ip.yml").write_text("ps_ip: 10.0.0.1\nworker_ips: []\n")
+    code, out, err = pliant(*words.split())
+    assert (code, out) == (2, "")
+    assert err.startswith(f"pliant: {told}")
+    assert err.count("\n") == 1
+
+
+def test_mistakes_of_all_files_are_told_together(pliant: Callable[..., Said], tmp_path: Path) -> None:
+    (tmp_path / "a.yml").write_text("replicas: x\n")
+    (tmp_path / "b.yml").write_text("program: b.py\n")
+    code, out, err = pliant("submit", "a.yml", "b.yml", "c.yml")
+    assert (code, out) == (2, "")
+    assert err.splitlines() == [
+        "pliant: a.yml:1: program is missing: add program: train.py",
+        "a.yml:1: replicas 'x': use a whole number",
+        f"b.yml:1: program b.py: no such file; it is looked for in {tmp_path}",
+        "b.yml:1: replicas is missing: add replicas: 4",
+        "c.yml: No such file or directory; give a YAML file",
+    ]
+
+
+@contextmanager
+def canned(status: int, body: bytes) -> Iterator[str]:
+    """A server that answers everything with the same; its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "code", "told"),
+    [
+        (500, b"oops", 1, ": 500 Internal Server Error"),
+        (503, b'{"error": "the disk is full"}', 1, ": 503 the disk is full"),
+        (200, b"<html>", 2, " is no server of this version of pliant: GET /jobs answered without a good no JSON"),
+        (200, b'{"jobs": [{"name": "a"}]}', 2, " is no server of this version of pliant: GET /jobs answered without a good jobs.0.state"),
+        (404, b"<html>", 2, "Not Found"),
+        (401, b"", 2, " refused us, it wants a token: set PLIANT_TOKEN to that of the server"),
+    ],
+)  # fmt: skip
+def test_other_servers_are_recognised(
+    pliant: Callable[..., Said], status: int, body: bytes, code: int, told: str
+) -> None:
+    with canned(status, body) as url:
+        ended, out, err = pliant("list", "--server", url)
+    assert (ended, out) == (code, "")
+    assert told in err
+    assert err.count("\n") == 1
+
+
+def test_a_silent_server_is_not_waited_for_forever() -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with LiveClient(Server(url=url), timeout_s=0.1) as client, pytest.raises(ServerUnavailable, match="in time"):
+            client.jobs()
+
+
+def test_which_server_is_meant(tmp_path: Path) -> None:
+    home = {"XDG_STATE_HOME": str(tmp_path)}
+    folder = state_dir(home)
+    folder.mkdir(parents=True)
+    (folder / "server.json").write_text(json.dumps({"url": "http://a:1", "token": "mine", "pid": 5, "new": 1}))
+    assert find_server(environ=home).token == "mine"
+    assert find_server("http://a:1/", environ=home).token == "mine"
+    assert find_server("http://b:1", environ=home) == Server(url="http://b:1")
+    assert find_server(environ={**home, "PLIANT_SERVER": "http://b:1", "PLIANT_TOKEN": "t"}).token == "t"
+    assert find_server(state=str(folder), environ={"PLIANT_SERVER": "http://b:1"}).url == "http://a:1"
+    assert "mine" not in repr(find_server(environ=home))
+    assert state_dir({"HOME": "/h"}) == Path("/h/.local/state/pliant/cluster")
+    with pytest.raises(ConfigError, match="--server 'http://'"):
+        LiveClient(Server(url="http://"))
+
+
+def test_times_and_devices_in_words() -> None:
+    assert [span_text(seconds) for seconds in (-1, 0, 59.9, 60, 3700, 90000, 8 * 86400 + 5)] == [
+        "0s", "0s", "59s", "1m0s", "1h1m", "1d1h", "8d0h",
+    ]  # fmt: skip
+    assert devices_text({"cpu": 2, "v100": 0, "t4": 1}) == "cpu=2,t4=1"
+    assert devices_text({}) == "-"
