@@ -109,7 +109,7 @@ class Clocks:
 def main(path: Path) -> None:
     task = Task.read(path)
     modes = schedule(task.rounds)
-    _take_a_core(task.replicas)
+    _take_a_core()
     job = pliant.join(task.replicas, monitor={"noise_scale": 1, "variance": 1})
     torch.manual_seed(1)
     model = vision_model(task.model)
@@ -139,16 +139,15 @@ def main(path: Path) -> None:
     path.with_name(f"worker-{job.rank}.json").write_text(json.dumps(found))
 
 
-def _take_a_core(workers: int) -> None:
-    """Where workers share cores, each stays on one: otherwise a step depends on who happened to be put beside whom."""
+def _take_a_core() -> None:
+    """Where each worker has one core, it stays there: otherwise a step depends on who happened to be put beside whom."""
     cores = sorted(os.sched_getaffinity(0))
     try:
         spec = worker_spec()
     except NotLaunched:
         return
-    rank = spec.view.rank_of(spec.worker)
-    if len(cores) < workers:
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    if len(cores) < 2 * spec.view.size:
+        os.sched_setaffinity(0, {cores[spec.view.rank_of(spec.worker) % len(cores)]})
 
 
 def _data(task: Task, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
