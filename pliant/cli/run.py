@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.core import TyperCommand
 
+from pliant.cli.run_ray import check_place, on_ray
 from pliant.cluster import (
     DEFAULT_RUNNER_PORT,
     DEFAULT_STRATEGY,
@@ -95,6 +96,19 @@ def run(
     ] = "",
     remote_dir: Annotated[
         str, typer.Option("--remote-dir", metavar="DIR", help="With --ssh, where to run there; default: as here.")
+    ] = "",
+    on: Annotated[
+        str, typer.Option("--on", metavar="local|ray", help="Where: hosts as above, or a Ray cluster.")
+    ] = "local",
+    ray_address: Annotated[
+        str,
+        typer.Option("--ray-address", metavar="HOST:PORT", help="With --on ray, which cluster; auto: this machine's."),
+    ] = "auto",
+    devices: Annotated[
+        str,
+        typer.Option(
+            "--devices", metavar="TYPE=N,...", help="With --on ray, what the job may have, such as t4=2,cpu=4."
+        ),
     ] = "",
     self_host: Annotated[
         str, typer.Option("-self", "--self", metavar="HOST", help="Which of the hosts this machine is.")
@@ -217,7 +231,7 @@ def run(
         str, typer.Option("-t0", "--t0", metavar="UNIX", help="When the job began, for workers to know.")
     ] = "",
 ) -> None:
-    """Run PROGRAM in -np workers; on several hosts, start this with the same flags on each of them, or once with --ssh.
+    """Run PROGRAM in -np workers; on several hosts, start this with the same flags on each of them, or once with --ssh or --on ray.
 
     The first failure ends the job. Times are such as 90s, 1m30s, 250ms, or seconds.
     """
@@ -264,6 +278,8 @@ def run(
         start_time_s=_start_time(start_time),
     )
     _set_up_log(logfile)
+    if check_place(on, ray_address, devices):
+        raise typer.Exit(on_ray(ctx, options, address=ray_address, devices=devices, directory=remote_dir))
     if ssh:
         from pliant.cli.run_ssh import over_ssh
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -30,12 +31,12 @@ LOCAL = (
 """Flags that are not passed on as they are: which host is which, and the secret, is told otherwise."""
 
 
-def forwarded(ctx: typer.Context) -> list[str]:
+def forwarded(ctx: typer.Context, left_out: Sequence[str] = LOCAL) -> list[str]:
     """The flags that the user has given, for another `pliant run`."""
     words: list[str] = []
     for param in ctx.command.params:
         source = ctx.get_parameter_source(param.name or "")
-        if param.name in LOCAL or source is None or source.name != "COMMANDLINE":
+        if param.name in left_out or source is None or source.name != "COMMANDLINE":
             continue
         value = ctx.params[param.name or ""]
         if getattr(param, "is_flag", False):

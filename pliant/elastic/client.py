@@ -100,6 +100,19 @@ class ConfigClient:
         """Want `size` workers on the hosts of the current view; returns the view."""
         return self._change("POST", self._path("/resize"), expected, {"size": size})
 
+    def equip(self, devices: Mapping[str, int]) -> None:
+        """Want these devices, by type, with a worker on each; for a job whose server knows a caterer."""
+        self._send("POST", self._path("/devices"), body=dict(devices), errors=_ROLL_ERRORS)
+
+    def occupied(self) -> dict[str, int]:
+        """The devices, by type, on which processes of the job live; as `equip`."""
+        answer = self._send("GET", self._path("/devices"))
+        return self._decoded(answer, lambda value: {str(kind): int(count) for kind, count in value["occupied"].items()})  # type: ignore[index]
+
+    def drop(self) -> None:
+        """Kill the workers on devices that are not wanted any more; as `equip`."""
+        self._send("POST", self._path("/drop"))
+
     def add_worker(self, worker: Worker, expected: int | None = None) -> View:
         """Want `worker` as the last rank; returns the view."""
         return self._change("POST", self._path("/addworker"), expected, worker.to_json())

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import uvicorn
 
 from pliant.cluster import View, check_host
+from pliant.elastic.caterer import Caterer
 from pliant.elastic.client import ConfigClient
 from pliant.elastic.membership import NO_LIMITS, Limits, Put, Wanted
 from pliant.elastic.roll import Roll
@@ -57,6 +58,8 @@ class ServerConfig:
     """PEM file with the certificate chain; empty serves plain HTTP."""
     tls_key: str = ""
     """PEM file with the certificate's private key."""
+    caterer: Caterer | None = None
+    """Who sees to it that a resize comes about; None: runners do, as soon as the view says so."""
 
     def __post_init__(self) -> None:
         check_host(self.host)
@@ -176,7 +179,14 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _prepared(config: ServerConfig, store: Store, stop: Callable[[], None]) -> _Uvicorn:
-    web = Web(store, endpoint=config.endpoint, token=config.token, limits=config.limits, stop=stop)
+    web = Web(
+        store,
+        endpoint=config.endpoint,
+        token=config.token,
+        limits=config.limits,
+        stop=stop,
+        caterer=config.caterer,
+    )
     settings = uvicorn.Config(
         web.app,
         loop="asyncio",

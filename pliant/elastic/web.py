@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 
 from pliant.cluster import View, Worker
 from pliant.elastic import membership
+from pliant.elastic.caterer import CateredRoutes, Caterer
 from pliant.elastic.client import MAX_REASON_CHARS
 from pliant.elastic.door import Door, json_answer, metric_lines
 from pliant.elastic.inputs import (
@@ -85,8 +86,18 @@ class Web:
     would be worth.
     """
 
-    def __init__(self, store: Store, *, endpoint: str, token: str, limits: Limits, stop: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        endpoint: str,
+        token: str,
+        limits: Limits,
+        stop: Callable[[], None],
+        caterer: Caterer | None = None,
+    ) -> None:
         self._store = store
+        self._caterer = caterer
         self._limits = limits
         self._stop = stop
         self._answers: Counter[int] = Counter()
@@ -123,6 +134,12 @@ class Web:
                 "/stop", GET=self._stop_server, PUT=self._stop_server, POST=self._stop_server, DELETE=self._stop_server
             ),
         ]
+        if self._caterer is not None:
+            served = CateredRoutes(self._caterer)
+            routes += [
+                _route("/devices", GET=served.occupied, PUT=served.equip, POST=served.equip),
+                _route("/drop", PUT=served.drop, POST=served.drop),
+            ]
         handlers = {HTTPException: self._http_error, PliantError: self._refusal, sqlite3.Error: self._not_saved}
         app = Starlette(routes=routes, exception_handlers=handlers)
         # A redirect of /config/ would turn a PUT by a client that does not follow it into silence.
@@ -202,10 +219,18 @@ class Web:
         size = query(request, "size")
         body = await body_of(request)
         if size is None:
-            return self._change(Resize(decoded(body, size_in), self._expected(request)))
+            return self._size(Resize(decoded(body, size_in), self._expected(request)))
         if body.strip() or not re.fullmatch(r"[0-9]{1,9}", size):
             raise ConfigError(f'size={size}: give a whole number from 0, once, as ?size=4 or as {{"size": 4}}')
-        return self._change(Resize(int(size), self._expected(request)))
+        return self._size(Resize(int(size), self._expected(request)))
+
+    def _size(self, wish: Resize) -> Response:
+        if self._caterer is None or wish.size == 0:
+            return self._change(wish)
+        self._store.state.after(wish, self._limits)  # for its refusals
+        self._caterer.resize(wish.size)
+        assert self._wanted.view is not None, "else it was refused"
+        return self._answer(self._wanted.view.to_json())
 
     async def _stop_server(self, request: Request) -> Response:
         await check_no_body(request)

@@ -1,0 +1,114 @@
+"""`pliant run --on ray`: the same flags, carried out by a runner on every node that Ray gives."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import typer
+
+from pliant.cli.amounts import counts
+from pliant.cli.run_ssh import forwarded
+from pliant.errors import CapacityError, ConfigError
+
+if TYPE_CHECKING:
+    from pliant.launch.options import RunOptions
+
+HERE = (
+    "on",
+    "ray_address",
+    "devices",
+    "np",
+    "remote_dir",
+    "hosts",
+    "hostfile",
+    "self_host",
+    "nic",
+    "watch",
+    "timeout",
+    "logfile",
+    "delay",
+    "secret_file",
+    "builtin_config_port",
+    "start_time",
+    "program",
+)
+"""Flags that the driver carries out itself, or tells the runners otherwise."""
+REFUSED = {
+    "ssh": "starts runners over ssh, --on ray has Ray do it: give one of them",
+    "hosts": "names hosts, but Ray chooses them: say with --devices what is needed",
+    "hostfile": "names hosts, but Ray chooses them: say with --devices what is needed",
+    "self_host": "names a host, but Ray chooses them: leave it out",
+    "config_server": "names a config server, but with --on ray the driver runs one: leave it out",
+    "init_version": "is for runners that are started one by one: leave it out with --on ray",
+    "keep": "keeps a runner without workers: leave it out with --on ray",
+    "state_file": "is about one machine: leave it out with --on ray",
+    "slot_devices": "is about one machine: leave it out with --on ray",
+    "debug_port": "is about one machine: leave it out with --on ray",
+}
+
+
+def check_place(on: str, address: str, devices: str) -> bool:
+    """Whether the job runs on Ray.
+
+    Raises:
+        ConfigError: there is no such place, or a flag is for another.
+    """
+    if on not in ("local", "ray"):
+        raise ConfigError(f"--on {on!r} is not known: use local or ray")
+    if on == "local" and (address != "auto" or devices):
+        flag = f"--devices {devices}" if devices else f"--ray-address {address}"
+        raise ConfigError(f"{flag} is for a Ray cluster: add --on ray")
+    return on == "ray"
+
+
+def on_ray(ctx: typer.Context, options: RunOptions, *, address: str, devices: str, directory: str) -> int:
+    """Run what `options` say on the Ray cluster at `address`; the exit code."""
+    from pliant.launch.on_ray import RayJob, run_on_ray
+    from pliant.launch.plan import find_command
+    from pliant.launch.secret import job_secret
+
+    given = {param.name for param in ctx.command.params if _is_given(ctx, param.name or "")}
+    for param in ctx.command.params:
+        if param.name in REFUSED and param.name in given:
+            raise ConfigError(f"{param.opts[-1]} {REFUSED[param.name]}")
+    environ = dict(os.environ)
+    if not directory:
+        find_command(options.program, environ.get("PATH"))  # for its checks: nodes have what is here
+    wanted = _devices(devices, options.np if "np" in given else None)
+    return run_on_ray(
+        RayJob(
+            program=options.program,
+            arguments=(*forwarded(ctx, HERE), "-t0", repr(options.start_time_s), *options.program),
+            devices=wanted,
+            np=options.np if "np" in given else sum(wanted.values()),
+            directory=directory or os.getcwd(),
+            environ=environ,
+            secret=job_secret(secret_file=options.secret_file, shared="PLIANT_SECRET" in environ, environ=environ),
+            address=address,
+            ports=options.port_range,
+            config_port=options.builtin_config_port,
+            timeout_s=options.timeout_s,
+            grace_s=options.grace_s,
+            patience_s=options.rendezvous_timeout_s,
+            resumes=bool(options.checkpoint_dir),
+        )
+    )
+
+
+def _devices(text: str, np: int | None) -> dict[str, int]:
+    """What the job may have, best first; without --devices, as many CPUs as workers, and more where it grows."""
+    if not text:
+        return {"cpu": np or 1}
+    wanted = counts(text, "--devices")
+    room = sum(wanted.values())
+    if not room:
+        raise ConfigError(f"--devices {text}: use at least one device")
+    if np is not None and np > room:
+        raise CapacityError(f"-np {np}: --devices {text} has room for {room} workers; ask for fewer, or more devices")
+    return wanted
+
+
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"

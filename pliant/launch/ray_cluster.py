@@ -1,0 +1,202 @@
+"""A Ray cluster as pliant sees it: nodes with devices, and seats on them.
+
+A type of device is a resource of Ray's: `cpu` is its CPU, `gpu` its GPU, and any other name a custom resource, as in
+`ray start --resources '{"t4": 4}'`. A seat is one device, held by a placement group of one bundle: Ray chooses the node,
+nobody else is given it, and when its node is lost Ray moves it to another one as soon as there is room.
+Ray is imported inside: the rest of the launcher must do without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pliant.errors import CapacityError, ConfigError
+
+log = logging.getLogger(__name__)
+
+START_ONE = "start one with `ray start --head`, or name it with --ray-address HOST:PORT"
+ANSWER_S = 5.0
+BUILT_IN = {"cpu": "CPU", "gpu": "GPU"}
+"""Resources that every Ray cluster has, by our names."""
+NOT_DEVICES = ("CPU", "GPU", "memory", "object_store_memory")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A machine of the cluster."""
+
+    id: str
+    host: str
+    """The address that its workers listen on: its own, or one of loopback where all nodes are one machine."""
+    devices: Mapping[str, int] = field(default_factory=dict)
+    """By type; free or not."""
+
+
+def nodes_of(listed: Sequence[Mapping[str, Any]]) -> dict[str, Node]:
+    """The living nodes among what `ray.nodes()` lists, by their ids. Pure.
+
+    Raises:
+        ConfigError: some nodes, but not all, share an address, so that workers could not be told apart.
+    """
+    living = sorted((node for node in listed if node["Alive"]), key=lambda node: str(node["NodeID"]))
+    addresses = Counter(str(node["NodeManagerAddress"]) for node in living)
+    shared = [address for address, count in addresses.items() if count > 1]
+    if shared and len(addresses) > 1:
+        raise ConfigError(
+            f"{addresses[shared[0]]} nodes of the Ray cluster have the address {shared[0]}: "
+            "start one per machine, or each with its own --node-ip-address"
+        )
+    hosts = {
+        str(node["NodeID"]): _own_loopback(str(node["NodeID"])) if shared else str(node["NodeManagerAddress"])
+        for node in living
+    }
+    return {
+        str(node["NodeID"]): Node(str(node["NodeID"]), hosts[str(node["NodeID"])], devices_in(node["Resources"]))
+        for node in living
+    }
+
+
+def _own_loopback(node: str) -> str:
+    """An address of its own for a node that shares its machine with all the others; the same for all who ask."""
+    number = int(node[-12:], 16)
+    return f"127.{1 + number % 254}.{(number >> 8) % 256}.{1 + (number >> 16) % 254}"
+
+
+def devices_in(resources: Mapping[str, float]) -> dict[str, int]:
+    """The devices among a node's resources, by our names."""
+    found = {ours: int(resources.get(theirs, 0)) for ours, theirs in BUILT_IN.items()}
+    for name, count in resources.items():
+        if name not in NOT_DEVICES and ":" not in name and "_group_" not in name:
+            found[name] = int(count)
+    return {name: count for name, count in found.items() if count}
+
+
+def total(nodes: Mapping[str, Node]) -> dict[str, int]:
+    """All devices of the cluster."""
+    found: Counter[str] = Counter()
+    for node in nodes.values():
+        found.update(node.devices)
+    return dict(found)
+
+
+def check_devices(wanted: Mapping[str, int], nodes: Mapping[str, Node]) -> None:
+    """Raise ConfigError or CapacityError where the whole cluster, were it idle, does not have what is wanted."""
+    there = total(nodes)
+    listed = ", ".join(f"{kind}={count}" for kind, count in sorted(there.items())) or "no devices"
+    for kind, count in wanted.items():
+        if kind not in there:
+            raise ConfigError(
+                f"--devices {kind}={count}: the Ray cluster has no {kind}, it has {listed}; "
+                f"""name one of these, or give nodes the resource (`ray start --resources '{{"{kind}": N}}'`)"""
+            )
+        if count > there[kind]:
+            raise CapacityError(
+                f"--devices {kind}={count}: the Ray cluster has {listed}; ask for {there[kind]} or fewer, or add nodes"
+            )
+
+
+def bundle_of(kind: str, nodes: Mapping[str, Node]) -> dict[str, float]:
+    """The resources of one device. A custom type whose nodes all have GPUs is a type of GPU, and holds one."""
+    if kind in BUILT_IN:
+        return {BUILT_IN[kind]: 1}
+    having = [node for node in nodes.values() if kind in node.devices]
+    return {kind: 1, "GPU": 1} if having and all("gpu" in node.devices for node in having) else {kind: 1}
+
+
+@contextlib.contextmanager
+def connected(address: str) -> Iterator[None]:
+    """This process as a driver of the cluster at `address` (`auto`: the one of this machine, or RAY_ADDRESS).
+
+    What Ray itself would print goes nowhere: we say what we make of it.
+
+    Raises:
+        ConfigError: Ray is not installed, or there is no such cluster.
+    """
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # runners hold no GPU, their workers do
+    try:
+        import ray
+        from ray._private.services import canonicalize_bootstrap_address
+    except ImportError:
+        raise ConfigError("--on ray needs Ray: `pip install 'pliant[ray]'`") from None
+    try:
+        found = canonicalize_bootstrap_address(address)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--ray-address {address!r}: {error}; {START_ONE}") from None
+    if found is None:
+        raise ConfigError(f"--ray-address {address}: no Ray cluster runs here; {START_ONE}")
+    host = _answering(address, found)
+    own = {"_node_ip_address": host} if ipaddress.ip_address(host).is_loopback else {}
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        try:
+            ray.init(address=found, log_to_driver=False, logging_level=logging.CRITICAL, **own)
+        except Exception as error:
+            why = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(f"--ray-address {address}: {why}; {START_ONE}") from None
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _answering(address: str, found: str) -> str:
+    """The host of `found`, at which somebody listens: Ray itself would try for minutes."""
+    host, _, port = found.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S) as sock:
+            return str(sock.getpeername()[0])
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--ray-address {address}: nobody answers at {found} ({error}); {START_ONE}") from None
+
+
+def living_nodes() -> dict[str, Node]:
+    """The nodes of the connected cluster."""
+    import ray
+
+    return nodes_of(ray.nodes())
+
+
+def own_address() -> str:
+    """Where the nodes can reach this process."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+class Hold:
+    """One seat: a placement group, from asking for it to giving it back."""
+
+    def __init__(self, bundle: Mapping[str, float]) -> None:
+        from ray.util.placement_group import placement_group
+
+        self._group = placement_group([dict(bundle)], strategy="PACK")
+
+    def node(self) -> str:
+        """The id of the node on which it is; empty where Ray is still looking for one."""
+        from ray.util.placement_group import placement_group_table
+
+        table = placement_group_table(self._group)
+        return str(table["bundles_to_node_id"][0]) if table.get("state") == "CREATED" else ""
+
+    def release(self) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(self._group)
+
+
+def why_failed(error: Exception) -> str:
+    """What Ray says of an actor that is gone, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    missing = next((line for line in lines if "No module named" in line), "")
+    if missing:
+        return f"{missing}: pliant must be installed on every node, for Python {sys.version.split()[0]}"
+    told = next((line for line in reversed(lines) if "died" in line.lower() or "dead" in line.lower()), "")
+    return told or (lines or [type(error).__name__])[0]

@@ -1,0 +1,187 @@
+"""Jobs on a Ray cluster of two nodes, each at a loopback address of its own; one of them is taken away."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from launching import Ended, Launcher, Runner
+
+from pliant.errors import ConfigError
+from pliant.launch.ray_cluster import connected
+from pliant.launch.registry import start_ticks
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+
+HERE = Path(__file__).parent
+sys.path.append(str(HERE.parent / "train"))
+HEAD, OTHER = "127.0.0.2", "127.0.0.3"
+PATIENCE_S = 60.0
+"""Ray starts a process for each runner, and on a busy machine that takes its time."""
+
+
+@dataclass
+class Nodes:
+    """The cluster, in a process of its own."""
+
+    folder: Path
+    process: subprocess.Popen[str]
+    address: str = ""
+
+    def ask(self, order: str) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{order}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "done\n"
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets have short names
+    command = [sys.executable, str(HERE / "ray_nodes.py"), str(folder), f"{HEAD}:4:t4=2", f"{OTHER}:4"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        made = Nodes(folder, process)
+        try:
+            assert process.stdout is not None
+            made.address = process.stdout.readline().strip()
+            assert made.address, "the cluster did not start"
+            yield made
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(60)
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def ray(launcher: Launcher, nodes: Nodes) -> Callable[..., Runner]:
+    def start(*arguments: object) -> Runner:
+        return launcher.start("-q", "--on", "ray", "--ray-address", nodes.address, *arguments)
+
+    return start
+
+
+def test_a_node_is_lost_and_the_bits_are_those_of_ddp(
+    launcher: Launcher, nodes: Nodes, ray: Callable[..., Runner]
+) -> None:
+    from golden import golden
+    from subject import compare, history
+
+    journals = launcher.directory / "journals"
+    journals.mkdir()
+    gate = journals / "gate"
+    gate.write_text("8")
+    job = ray("-np", 4, HERE / "ray_program.py", journals, "conv", 4, 4)
+    _until(lambda: _committed(journals, 7) == 4, "step 7")
+    before = {path.name.partition(":")[0] for path in journals.glob("*.journal")}
+    assert before == {HEAD, OTHER}, "Ray did not use both nodes"
+    nodes.ask(f"remove {OTHER}")
+    _until(lambda: len(list(journals.glob(f"{HEAD}:*.journal"))) == 4, "replacing")
+    gate.write_text("1000")
+    ended = _end(job)
+    assert ended.code == 0, ended
+    assert f"the runner on {OTHER} is gone" in ended.stderr
+    assert "all 1/1 nodes finished" in ended.last_line
+    compare(history(sorted(journals.glob("*.journal"))), golden("conv", 4, 4), repeats=2)
+
+
+def _until(happened: Callable[[], object], what: str) -> None:
+    deadline_s = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < deadline_s, f"{what} did not happen in {PATIENCE_S} s"
+        time.sleep(0.02)  # pacing a poll with a deadline
+
+
+def _end(job: Runner) -> Ended:
+    stdout, stderr = job.communicate(timeout=PATIENCE_S)
+    return Ended(job.wait(0), stdout.decode(), stderr.decode())
+
+
+def _committed(journals: Path, step: int) -> int:
+    return sum('["commit", {"digest"' in text and f'"step": {step},' in text for text in _texts(journals))
+
+
+def _texts(journals: Path) -> list[str]:
+    return [path.read_text() for path in journals.glob("*.journal")]
+
+
+def test_ends_of_all_kinds(launcher: Launcher, nodes: Nodes, ray: Callable[..., Runner]) -> None:
+    """A worker that fails, Ctrl-C, and a driver that is killed: nothing is left running."""
+    launcher.script("fails.py", "raise SystemExit(7)")
+    launcher.script(
+        "endless.py",
+        """
+        import os, pathlib, sys, time
+        pathlib.Path(f"{sys.argv[1]}.{os.getpid()}.pid").touch()
+        time.sleep(100)
+        """,
+    )
+    failing = ray("--no-warm", "-np", 1, "fails.py")
+    stopped, killed = (ray("--no-warm", "-np", 1, "--devices", "cpu=1", "endless.py", name) for name in ("a", "b"))
+    _until(lambda: len(launcher.files("*.pid")) == 2, "starting")
+    pids = {path.name.split(".")[0]: int(path.name.split(".")[1]) for path in launcher.files("*.pid")}
+    stopped.send_signal(signal.SIGINT)
+    killed.kill()
+    told = _end(stopped)
+    assert told.code == 130, told
+    assert "SIGINT received" in told.stderr
+    failed = _end(failing)
+    assert failed.code == 7, failed
+    assert re.search(r"worker 127.0.0.\d:\d+ \(rank 0\) failed first: exit code 7", failed.stderr)
+    _until(lambda: not any(start_ticks(pid) for pid in pids.values()), "the workers' end")
+
+
+def test_asking_for_what_is_not_there(launcher: Launcher, ray: Callable[..., Runner]) -> None:
+    launcher.script("train.py", "")
+    many, unknown, early = (
+        _end(runner)
+        for runner in [
+            ray("--devices", "t4=3", "train.py"),
+            ray("--devices", "v100=1", "train.py"),
+            ray("-np", 3, "--devices", "cpu=2", "train.py"),
+        ]
+    )
+    assert re.search(r"--devices t4=3: the Ray cluster has cpu=\d, t4=2; ask for 2 or fewer, or add nodes", _line(many))
+    assert "the Ray cluster has no v100, it has cpu=" in _line(unknown)
+    assert "-np 3: --devices cpu=2 has room for 2 workers" in _line(early)
+
+
+def test_no_cluster_and_no_ray(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher.script("train.py", "")
+    here = ("--on", "ray", "-q")
+    nobody, nonsense, place, hosts, local = launcher.run_all(
+        (*here, "--ray-address", "127.0.0.9:9", "train.py"),
+        (*here, "--ray-address", "nonsense", "train.py"),
+        ("--on", "moon", "train.py"),
+        (*here, "-H", "127.0.0.1:2", "train.py"),
+        ("--devices", "cpu=2", "train.py"),
+    )
+    assert "nobody answers at 127.0.0.9:9" in _line(nobody)
+    assert "--ray-address 'nonsense'" in _line(nonsense)
+    assert _line(place) == "pliant: --on 'moon' is not known: use local or ray"
+    assert "--hosts names hosts, but Ray chooses them" in _line(hosts)
+    assert _line(local) == "pliant: --devices cpu=2 is for a Ray cluster: add --on ray"
+    # Ray looks for clusters among all processes of the machine, where there may be some.
+    monkeypatch.setattr("ray._private.services.canonicalize_bootstrap_address", lambda address: None)
+    with pytest.raises(ConfigError, match="auto: no Ray cluster runs here; start one with `ray start --head`"):
+        connected("auto").__enter__()
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"--on ray needs Ray: `pip install 'pliant\[ray\]'`"):
+        connected("auto").__enter__()
+
+
+def _line(ended: Ended) -> str:
+    """The one line of a refusal."""
+    assert ended.code == 2, ended
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+    return ended.stderr.strip()
