@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pliant.errors import ConfigError
+from pliant.errors import ConfigError, ServerUnavailable, UnknownJob
 
 if TYPE_CHECKING:
     from pliant.sched.live_client import JobStatus, LiveClient
@@ -30,6 +31,12 @@ StateFlag = Annotated[
 ]
 JobArgument = Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="The job.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+
+AWAY_S = 300.0
+"""How long a server that has gone may take to come back."""
+RETRY_S = 0.5
+
+Answer = TypeVar("Answer")
 
 COLOURS = {
     "running": "green",
@@ -104,13 +111,50 @@ def span_text(seconds: float) -> str:
     return "".join(f"{count}{unit}" for count, unit in parts[first : first + 2])
 
 
+class Patient:
+    """A client that waits for a server that has gone since it was connected: jobs run on without it."""
+
+    def __init__(self, server: str, state: str) -> None:
+        self._place = (server, state)
+        self._client = connected(server, state)
+
+    def __enter__(self) -> Patient:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._client.close()
+
+    def ask(self, question: Callable[[LiveClient], Answer], *, wait: bool = True) -> Answer:
+        """What `question` answers, now or when there is a server again.
+
+        Raises:
+            ServerUnavailable: it has not come back within AWAY_S; or at once, if that is not waited for.
+        """
+        deadline_s = math.inf
+        while True:
+            try:
+                if deadline_s < math.inf:
+                    self._client.close()
+                    self._client = connected(*self._place)  # it may come back at another port, with another token
+                return question(self._client)
+            except ServerUnavailable as error:
+                if not wait or time.monotonic() > deadline_s:
+                    raise
+                if deadline_s == math.inf:
+                    print(f"pliant: {error} (waiting for it)", file=sys.stderr, flush=True)
+                    deadline_s = time.monotonic() + AWAY_S
+            time.sleep(RETRY_S)
+
+
 def await_end(
-    client: LiveClient, names: Sequence[str], deadline_s: float, ended: Callable[[JobStatus], None]
+    server: Patient, names: Sequence[str], deadline_s: float, ended: Callable[[JobStatus], None]
 ) -> list[str]:
     """Until all of `names` have ended, or `deadline_s` has passed: those that have not."""
     left = list(names)
     while True:
-        now = {job.name: job for job in client.jobs()}
+        now = {job.name: job for job in server.ask(lambda client: client.jobs())}
+        if strange := [name for name in left if name not in now]:
+            raise UnknownJob(f"the server knows nothing of {', '.join(strange)} any more: is it another one?")
         for name in [name for name in left if now[name].is_over]:
             left.remove(name)
             ended(now[name])

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import functools
 import os
 import sys
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pliant.cli.cluster_output import JobArgument, ServerFlag, StateFlag, check_named, connected
-from pliant.errors import ConfigError, ServerUnavailable
+from pliant.cli.cluster_output import JobArgument, Patient, ServerFlag, StateFlag, check_named
+from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pliant.sched.live_client import LogPart
+    from pliant.sched.live_client import LiveClient, LogPart
 
 HOLD_S = 30.0
-AWAY_S = 60.0
-"""How long a server that has gone may take to come back while its jobs run on."""
-RETRY_S = 0.5
 
 
 def register(app: typer.Typer) -> None:
@@ -39,11 +35,12 @@ def logs(
     last = _count(lines)
     check_named(name)
     try:
-        with _Reading(server, state, name) as reading:
-            _print(_last_lines(reading.so_far(), last))
+        with Patient(server, state) as patient:
+            for part in _so_far(patient, name, last):
+                _print(part.text)
             if follow:
-                for text in reading.to_come():
-                    _print(text)
+                for more in _to_come(patient, name, part):
+                    _print(more.text)
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except BrokenPipeError:
@@ -51,59 +48,28 @@ def logs(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class _Reading:
-    """A job's log, and how far it was read."""
-
-    def __init__(self, server: str, state: str, name: str) -> None:
-        self._place = (server, state)
-        self._name = name
-        self._client = connected(server, state)
-        self._begin = 0
-
-    def __enter__(self) -> _Reading:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._client.close()
-
-    def so_far(self) -> Iterator[str]:
-        """What there is."""
-        while (part := self._client.logs(self._name, self._begin)).text:
-            self._begin = part.end
-            yield part.text
-
-    def to_come(self) -> Iterator[str]:
-        """What comes, until the job has ended."""
-        while True:
-            part = self._next()
-            self._begin = part.end
-            yield part.text
-            if part.over and not part.text:
-                return
-
-    def _next(self) -> LogPart:
-        deadline_s = math.inf
-        while True:
-            try:
-                if deadline_s < math.inf:
-                    self._client.close()
-                    self._client = connected(*self._place)  # it may come back at another port, with another token
-                return self._client.logs(self._name, self._begin, HOLD_S)
-            except ServerUnavailable as error:
-                if deadline_s == math.inf:
-                    print(f"pliant: {error} (waiting for it)", file=sys.stderr, flush=True)
-                    deadline_s = time.monotonic() + AWAY_S
-                elif time.monotonic() > deadline_s:
-                    raise
-            time.sleep(RETRY_S)
+def _so_far(server: Patient, name: str, last: int | None) -> Iterator[LogPart]:
+    """What there is, or its last lines."""
+    part = server.ask(lambda client: client.logs(name), wait=False)
+    kept = ""
+    while part.text:
+        if last is None:
+            yield part
+        else:
+            kept = "".join((kept + part.text).splitlines(keepends=True)[-last:]) if last else ""
+        part = server.ask(functools.partial(_part, name, part.end, 0.0))
+    yield part.model_copy(update={"text": kept})
 
 
-def _last_lines(texts: Iterator[str], last: int | None) -> str:
-    """All of `texts`, or its last lines."""
-    whole = "".join(texts)
-    if last is None:
-        return whole
-    return "".join(whole.splitlines(keepends=True)[-last:]) if last else ""
+def _to_come(server: Patient, name: str, part: LogPart) -> Iterator[LogPart]:
+    """What comes after `part`, until the job has ended."""
+    while not part.over or part.text:
+        part = server.ask(functools.partial(_part, name, part.end, HOLD_S))
+        yield part
+
+
+def _part(name: str, begin: int, wait_s: float, client: LiveClient) -> LogPart:
+    return client.logs(name, begin, wait_s)
 
 
 def _print(text: str) -> None:

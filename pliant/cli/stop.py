@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pliant.cli.cluster_output import ServerFlag, StateFlag, await_end, check_named, connected, is_read_by_people
+from pliant.cli.cluster_output import Patient, ServerFlag, StateFlag, await_end, check_named, is_read_by_people
 from pliant.errors import LaunchError
 from pliant.launch.duration import parse_duration
 
 if TYPE_CHECKING:
-    from pliant.sched.live_client import JobStatus
+    from pliant.sched.live_client import JobStatus, LiveClient
 
 
 def register(app: typer.Typer) -> None:
@@ -31,19 +32,23 @@ def stop(
     """End jobs, in good order: each finishes its step. None of them if a name is unknown."""
     check_named(*(names or ("",)))
     deadline_s = time.monotonic() + parse_duration(timeout, "--timeout")
-    with connected(server, state) as client:
-        before = [client.job(name) for name in dict.fromkeys(names or ())]
+    with Patient(server, state) as patient:
+        before = patient.ask(lambda client: [client.job(name) for name in dict.fromkeys(names or ())], wait=False)
         running = [job.name for job in before if not job.is_over]
         for job in before:
             if job.is_over:
                 _say(f"{job.name} has ended before ({job.state})")
         for name in running:
-            client.stop(name, kill=kill)
-        late = await_end(client, running, deadline_s, _ended) if wait else []
+            patient.ask(functools.partial(_stop, name, kill))
+        late = await_end(patient, running, deadline_s, _ended) if wait else []
     if late:
         raise LaunchError(
             f"still running after {timeout}: {', '.join(late)}; they were told to end, --kill does not wait for their step"
         )
+
+
+def _stop(name: str, kill: bool, client: LiveClient) -> None:
+    client.stop(name, kill=kill)
 
 
 def _ended(job: JobStatus) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,10 @@ import typer
 
 from pliant.cli.cluster_output import (
     JsonFlag,
+    Patient,
     ServerFlag,
     StateFlag,
     await_end,
-    connected,
     is_read_by_people,
     print_json,
 )
@@ -53,13 +54,13 @@ def submit(
     if name and len(files) > 1:
         raise ConfigError(f"--name {name} for {len(files)} files: names are unique, so submit them one by one")
     jobs = _all_read(files, name)
-    with connected(server, state) as client:
-        given = [_handed_over(client, job) for job in jobs]
+    with Patient(server, state) as patient:
+        given = [patient.ask(functools.partial(_handed_over, job), wait=False) for job in jobs]
         if not as_json:
             for job in given:
                 print(f"submitted {job.name} ({job.state})" if is_read_by_people() else job.name, flush=True)
         if wait:
-            given = _awaited(client, given, is_told=not as_json and is_read_by_people())
+            given = _awaited(patient, given, is_told=not as_json and is_read_by_people())
     if as_json:
         print_json({"jobs": [job.model_dump(mode="json") for job in given]})
     if wait and (codes := [_code(job) for job in given if _code(job)]):
@@ -98,7 +99,7 @@ def _federated(page: Page, name: str) -> JobFile:
     )
 
 
-def _handed_over(client: LiveClient, job: JobFile) -> JobStatus:
+def _handed_over(job: JobFile, client: LiveClient) -> JobStatus:
     """Submit under the name in the file, or under the first number that is free."""
     for _ in range(TRIES):
         if not job.is_named:
@@ -108,12 +109,12 @@ def _handed_over(client: LiveClient, job: JobFile) -> JobStatus:
         except NameTaken:
             if job.is_named:
                 raise ConfigError(
-                    f"the name {job.spec.name} is taken: choose another with --name, or leave `name:` out of the file for a numbered one"
+                    f"the name {job.spec.name} is taken, by a job that runs or has ended: choose another, or give none for a number"
                 ) from None
     raise ConfigError(f"{job.spec.name} and the {TRIES} names before it were taken while we asked: give --name")
 
 
-def _awaited(client: LiveClient, jobs: list[JobStatus], *, is_told: bool) -> list[JobStatus]:
+def _awaited(server: Patient, jobs: list[JobStatus], *, is_told: bool) -> list[JobStatus]:
     ends: dict[str, JobStatus] = {}
 
     def ended(job: JobStatus) -> None:
@@ -121,7 +122,7 @@ def _awaited(client: LiveClient, jobs: list[JobStatus], *, is_told: bool) -> lis
         if is_told:
             print(f"{job.name} {job.state}" + (f" with exit code {job.exit_code}" if job.exit_code else ""), flush=True)
 
-    await_end(client, [job.name for job in jobs], math.inf, ended)
+    await_end(server, [job.name for job in jobs], math.inf, ended)
     return [ends[job.name] for job in jobs]
 
 

@@ -161,6 +161,8 @@ def read_job(page: Page, name: str = "") -> JobFile:
         said["program"] = os.path.normpath(folder / program)
         if not os.path.isfile(str(said["program"])):
             mistakes[("program",)] = f"program {program}: no such file; it is looked for in {folder}"
+        elif not program.endswith(".py") and not os.access(str(said["program"]), os.X_OK):
+            mistakes[("program",)] = f"program {program}: it is neither Python (.py) nor executable; chmod +x it"
     is_named = bool(name) or "name" in said
     said["name"] = name or said.get("name") or f"{_stem(page.path)}-1"
     try:

@@ -231,9 +231,10 @@ class LiveClient:
         try:
             return form.model_validate_json(answer.content)
         except ValidationError as error:
-            where = ".".join(map(str, error.errors()[0]["loc"])) or "no JSON"
+            place = ".".join(map(str, error.errors()[0]["loc"]))
+            why = f"{place} is missing or wrong" if place else "it is not JSON"
             raise ConfigError(
-                f"{self._url} is no server of this version of pliant: {method} {path} answered without a good {where}"
+                f"{self._url} is no server of this version of pliant: {why} in its answer to {method} {path}"
             ) from None
 
     def _send(

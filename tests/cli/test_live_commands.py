@@ -132,7 +132,7 @@ def test_a_day_at_the_cluster(cluster: Cluster, pliant: Callable[..., Said], tmp
     assert pliant("submit", "endless.yml", "--name", "other") == (0, "other\n", "")
     code, out, err = pliant("submit", "endless.yml", "--name", "other")
     assert (code, out) == (2, "")
-    assert err.startswith("pliant: the name other is taken: choose another with --name")
+    assert err.startswith("pliant: the name other is taken, by a job that runs or has ended: choose another")
     assert pliant("list", "-q") == (0, "fails-1\nwaits-1\nother\n", "")
 
     # Who follows a log is not disturbed by the end of the server.
@@ -290,8 +290,8 @@ def canned(status: int, body: bytes) -> Iterator[str]:
     [
         (500, b"oops", 1, ": 500 Internal Server Error"),
         (503, b'{"error": "the disk is full"}', 1, ": 503 the disk is full"),
-        (200, b"<html>", 2, " is no server of this version of pliant: GET /jobs answered without a good no JSON"),
-        (200, b'{"jobs": [{"name": "a"}]}', 2, " is no server of this version of pliant: GET /jobs answered without a good jobs.0.state"),
+        (200, b"<html>", 2, " is no server of this version of pliant: it is not JSON in its answer to GET /jobs"),
+        (200, b'{"jobs": [{"name": "a"}]}', 2, " is no server of this version of pliant: jobs.0.state is missing or wrong in its answer to GET /jobs"),
         (404, b"<html>", 2, "Not Found"),
         (401, b"", 2, " refused us, it wants a token: set PLIANT_TOKEN to that of the server"),
     ],

@@ -121,6 +121,15 @@ directory: /
     ]
 
 
+def test_other_programs_than_python_must_be_executable(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").touch()
+    assert refused(tmp_path, "program: run.sh\nreplicas: 1") == [
+        "job.yml:1: program run.sh: it is neither Python (.py) nor executable; chmod +x it"
+    ]
+    (tmp_path / "run.sh").chmod(0o755)
+    assert read(tmp_path, "program: run.sh\nreplicas: 1").spec.program == str(tmp_path / "run.sh")
+
+
 @pytest.mark.parametrize(
     ("more", "told"),
     [
