@@ -35,6 +35,8 @@ TORCH_FREE = [
     "pliant.launch.runner",
     "pliant.lab",
     "pliant.sched.compare",
+    "pliant.sched.jobfile",
+    "pliant.sched.live_client",
     "pliant.sched.ground",
     "pliant.sched.live_server",
     "pliant.sched.local",

@@ -218,6 +218,11 @@ def test_the_api_refuses_in_one_line(value: object, told: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
+def test_the_example_is_a_job() -> None:
+    job = read_job(Page.read(Path(__file__).parents[2] / "examples" / "job.yml"))
+    assert (job.spec.name, Path(job.spec.program).name, job.spec.args) == ("job-1", "train.py", ("--epochs", "20"))
+
+
 def test_levels_are_those_of_training() -> None:
     assert get_args(JobSpec.model_fields["determinism"].annotation) == ("", *LEVELS)
 
