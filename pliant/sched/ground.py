@@ -68,7 +68,9 @@ class Running(Protocol):
         """Want these devices, at least one, from now on; returns at once, `occupied` tells when it has come to pass."""
 
     def occupied(self) -> dict[str, int]:
-        """The devices on which processes of it live, wanted or not. A process that is dying still counts."""
+        """The devices on which processes of it live, wanted or not. A process that is dying still counts, and so does one
+        that the runner may be about to start because it has not yet heard that it is not wanted.
+        """
 
     def drop(self) -> None:
         """Kill, at once, the workers on devices that are not wanted any more: the others will recover."""

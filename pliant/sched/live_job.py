@@ -78,6 +78,8 @@ class LiveJob:
 
     def used(self, kind: str) -> int:
         """Devices that nobody else can have now: those it may use, and those it has not left yet."""
+        if self.ending:
+            return self.occupied.get(kind, 0)
         return max(self.asked.get(kind, 0), self.told.get(kind, 0), self.occupied.get(kind, 0))
 
     @property

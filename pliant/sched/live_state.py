@@ -19,7 +19,7 @@ from pliant.sched.machines import Cluster
 from pliant.sched.schedulers_base import Changes, Policy
 from pliant.sched.throughput import key
 
-RESERVE_GRACE_S = 0.6
+RESERVE_GRACE_S = 0.4
 """After a reservation, jobs may take this long to leave in good order; who has not is killed, and loses no more than a step
 that is done again, or what has come since the last checkpoint."""
 END_GRACE_S = 60.0
@@ -295,9 +295,14 @@ class LiveState:
         self._actions.append(Start(job.name, dict(job.asked)))
 
     def _end(self, job: LiveJob, why: str, told: str, by_s: float, *, kill: bool = False) -> None:
-        job.ending, job.kill_at_s = why, by_s
+        self._leave(job, why, by_s)
         self._note(job, "ending", told)
         self._actions.append(End(job.name, kill=kill))
+
+    def _leave(self, job: LiveJob, why: str, by_s: float) -> None:
+        # Until it is seen otherwise, it is on whatever it may have started a worker on.
+        job.occupied = {kind: job.used(kind) for kind in {*job.asked, *job.told, *job.occupied}}
+        job.ending, job.kill_at_s = why, by_s
 
     def _end_the_late(self, now_s: float) -> None:
         for job in self.active:
@@ -319,7 +324,7 @@ class LiveState:
             if not any(self._unused(kind) < count and job.used(kind) for kind, count in self.reserved.items()):
                 continue
             if job.ending or job.is_unheard:
-                job.ending, job.kill_at_s = job.ending or PUT_OFF, now_s + END_GRACE_S
+                self._leave(job, job.ending or PUT_OFF, now_s + END_GRACE_S)
                 self._note(
                     job, "killed", "did not leave reserved devices in time: killed, it goes on from its checkpoint"
                 )

@@ -98,6 +98,7 @@ class LocalRunning:
         self._before: Counter[str] = Counter()
         """The most that was wanted, until the runner has acted on the newest view."""
         self._version = -1
+        self._killed = False
         self._keeper: subprocess.Popen[bytes] | None = None
         self._ended: Ended | None = None
 
@@ -198,7 +199,11 @@ class LocalRunning:
 
     def occupied(self) -> dict[str, int]:
         state, slots = self._state(), self.slots()
-        if state is not None and state.version >= self._version:
+        if self._runner() is None and (self._killed or not self._is_kept()):
+            self._before.clear()
+        elif state is None:
+            self._before |= Counter(self._wanted)
+        elif state.version >= self._version:
             self._before.clear()
         on = [process.slot for process in self._living(state).values()]
         kinds = [slot[0] for number in on if number < len(slots) and (slot := slots[number]) is not None]
@@ -225,13 +230,15 @@ class LocalRunning:
             processes = self._living().values()
             if runner is not None:
                 os.kill(runner, signal.SIGKILL)
+                self._killed = True
             for process in processes:
                 kill_group(process.pid, signal.SIGKILL)
         elif self._state() is None and runner is not None:
             os.kill(runner, signal.SIGTERM)  # it has nothing to save yet
         else:
             with self._client() as client:
-                client.clear()
+                self._before |= Counter(self._wanted)
+                self._version = client.clear().number
 
     def ended(self) -> Ended | None:
         if self._ended is None:

@@ -558,9 +558,12 @@ class Job:
         self._load_path = path
 
     def _write(self, path: str) -> None:
+        if self._need_trainer().finish_sums():  # else the step does not count, and will be written when it does
+            self._write_whole(path)
+
+    def _write_whole(self, path: str) -> None:
+        """Write the state as it is: that of the last step that counts."""
         assert self._settling is not None
-        if not self._need_trainer().finish_sums():
-            return  # the step does not count, and will be written when it does
         directory = Path(path).parent if path else Path(self._spec.checkpoint_dir if self._spec else ".")
         if self._writer is None or self._written_to != directory:
             if self._writer is not None:
@@ -584,7 +587,7 @@ class Job:
     def _save_the_last(self) -> None:
         """The job is told to end, or this is its last worker and it must go: keep what was reached."""
         if self._spec is not None and self._spec.checkpoint_dir and self.rank == 0:
-            self._write("")
+            self._write_whole("")  # a step that was torn meanwhile has been taken back
             assert self._writer is not None
             self._writer.flush()
 

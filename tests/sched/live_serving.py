@@ -1,0 +1,144 @@
+"""`pliant serve` as a real process, for the tests beside this file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pliant.launch.state_file import RunnerState, WorkerProcess, read
+from pliant.sched.jobfile import JobSpec
+from pliant.sched.live_client import JobStatus, LiveClient, find_server
+
+MAIN = (sys.executable, "-c", "from pliant.cli.main import main; main()")
+PROGRAM = Path(__file__).with_name("live_program.py")
+DEADLINE_S = 90.0
+
+
+def until(reached: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
+    """What `reached` gives, once that is something."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := reached()):
+        assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.02)  # pacing a poll with a deadline
+    return found
+
+
+class Serving:
+    """A server, which may be killed and started again, and its jobs."""
+
+    def __init__(self, state: Path, *flags: str) -> None:
+        self.state = state
+        self._flags = flags
+        self._process: subprocess.Popen[str] | None = None
+        self.client: LiveClient
+
+    def start(self) -> None:
+        log = self.state.with_suffix(".log").open("a")
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("PLIANT_")}
+        self._process = subprocess.Popen(
+            [*MAIN, "serve", "--state", str(self.state), "--port", "0", *self._flags],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        log.close()
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line.startswith("pliant serve at http://127.0.0.1:"), self.log
+        self.client = LiveClient(find_server(state=str(self.state), environ={}))
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        return self.state.with_suffix(".log").read_text()
+
+    def end(self, signum: int) -> str:
+        """Signal the server, and wait for its end; what it printed."""
+        assert self._process is not None
+        self.client.close()
+        self._process.send_signal(signum)
+        said, _ = self._process.communicate(timeout=20)
+        return said
+
+    def submit(self, name: str, args: list[str], **more: Any) -> None:
+        given = {
+            "name": name,
+            "program": str(PROGRAM),
+            "directory": str(self.state.parent),
+            "args": args,
+            "replicas": 4,
+        }
+        self.client.submit(JobSpec.from_json({**given, **more}))
+
+    def job(self, name: str) -> JobStatus:
+        return self.client.job(name)
+
+    def events(self, name: str) -> list[str]:
+        return [event.what for event in self.client.job(name).events]
+
+    # --- what really runs ---
+
+    def _runs(self, name: str) -> list[Path]:
+        return sorted((self.state / "jobs" / name).glob("run-*"), key=lambda path: int(path.name[4:]))
+
+    def runner_state(self, name: str) -> RunnerState | None:
+        runs = self._runs(name)
+        return read(runs[-1] / "state.json") if runs else None
+
+    def runner(self, name: str) -> int:
+        return int(json.loads((self._runs(name)[-1] / "started.json").read_text())["pid"])
+
+    def workers(self, name: str) -> list[WorkerProcess]:
+        """Processes of its workers that live."""
+        state = self.runner_state(name)
+        return [each for each in state.workers.values() if each.lives] if state is not None else []
+
+    def output(self, name: str) -> str:
+        return (self.state / "jobs" / name / "log").read_text()
+
+    def hash(self, name: str) -> str:
+        """What the job printed at its end."""
+        found = re.findall(r"hash (\w{64}) after", self.output(name))
+        assert len(found) == 1, self.output(name)
+        return str(found[0])
+
+    def finished(self, name: str) -> JobStatus:
+        """The job, once it is over; it must have finished."""
+        status = until(lambda: (job := self.job(name)).is_over and job, f"{name}: {self.job(name)}")
+        assert status.state == "finished", f"{status}\n{self.output(name)}\n{self.log}"
+        return status
+
+    def close(self) -> None:
+        """Nothing may be left behind."""
+        if self._process is None:
+            return
+        if self._process.poll() is not None:
+            self.start()
+        for job in self.client.jobs():
+            self.client.stop(job.name, kill=True)
+        until(lambda: all(job.is_over for job in self.client.jobs()), "the last jobs to be killed", 20)
+        self.end(signal.SIGTERM)
+
+
+@contextmanager
+def serving(state: Path, *flags: str) -> Iterator[Serving]:
+    server = Serving(state, *flags)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()

@@ -1,0 +1,143 @@
+"""`pliant serve` with real jobs: whatever happens to them and to it, each ends with the bits of stock DDP."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from live_serving import MAIN, serving, until
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+
+from golden import golden
+
+JOBS = {"conv": 4, "lstm": 3, "adamw": 3}
+"""Program and epochs; all of them in one run of the oracle, which other tests ask for, too."""
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_three_jobs_on_four_slots_keep_their_bits_whatever_happens(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    gate.write_text("11")  # nobody finishes before everything has happened
+    settings = ["turn_s=0.05", f"gate={gate}"]
+    with serving(tmp_path / "state", "--devices", "cpu=4", "--interval", "300ms") as server:
+        # Submitted at different times.
+        server.submit("conv", ["conv", "4", "4", *settings], checkpoint_every=3)
+        until(lambda: server.runner_state("conv"), "conv's runner")
+        server.submit("lstm", ["lstm", "4", "3", *settings], checkpoint_every=3)
+        until(lambda: server.job("conv").step, "conv's first step")
+        server.submit("adamw", ["adamw", "4", "3", *settings], checkpoint_every=3)
+
+        # Resized by the scheduler: one slot is left, and goes to whoever is measured first.
+        grown = until(
+            lambda: next((name for name in JOBS if len(server.workers(name)) > 1), None),
+            "a job to be given the fourth slot",
+        )
+        assert "grows from 1 cpu to 2 cpu" in server.log
+        until(lambda: "resize 1 -> 2" in server.output(grown), f"{grown} to train on both")
+
+        # A worker is killed, and replaced by its runner.
+        victim = server.workers(grown)[-1]
+        os.kill(victim.pid, signal.SIGKILL)
+        until(lambda: not victim.lives and len(server.workers(grown)) == 2, "a replacement")
+
+        # The scheduler is killed, and begun anew: jobs run on meanwhile, and are the same processes afterwards.
+        until(lambda: all(server.job(name).step for name in JOBS), "all jobs to train")
+        runners = {name: server.runner(name) for name in JOBS}
+        server.end(signal.SIGKILL)
+        server.start()
+        assert {name: server.runner(name) for name in JOBS} == runners
+        assert all(server.job(name).state == "running" for name in JOBS)
+
+        # A tenant takes a slot while no job comes to the end of its step: a worker is killed, and the slot is free in time.
+        assert server.client.reserve({"cpu": 1}).took_s <= 1.0
+        assert sum(len(server.workers(name)) for name in JOBS) <= 3
+        # It takes another while they train: one of three jobs is put off, with a checkpoint, and goes on later.
+        gate.write_text("1000")
+        assert server.client.reserve({"cpu": 2}).took_s <= 1.0
+        assert sum(len(server.workers(name)) for name in JOBS) <= 2
+        put_off = until(lambda: [name for name in JOBS if server.job(name).state == "put-off"], "a job to be put off")
+        assert len(put_off) == 1
+        server.client.reserve({})
+        # Beside them one whose last bit is wrong in one step: the comparison below would see that.
+        server.submit("control", ["conv", "4", "4", "tampered=3"])
+
+        for name in JOBS:
+            server.finished(name)
+        assert "resumed from" in server.output(put_off[0])
+        server.finished("control")
+        hashes = {name: server.hash(name) for name in (*JOBS, "control")}
+    expected = {name: golden(name, 4, epochs)[-1].digest for name, epochs in JOBS.items()}
+    assert hashes.pop("control") != expected["conv"]
+    assert hashes == expected
+
+
+WAITS_AND_FAILS = """
+import pathlib, sys, time
+deadline_s = time.monotonic() + 60
+while not pathlib.Path(sys.argv[1]).exists() and time.monotonic() < deadline_s:
+    time.sleep(0.01)
+sys.exit(3)
+"""
+
+
+def pliant(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*MAIN, *arguments], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_jobs_give_way_in_good_order_and_ends_are_seen_though_nobody_looked(tmp_path: Path) -> None:
+    state, signal_file, fails = tmp_path / "state", tmp_path / "go", tmp_path / "fails.py"
+    fails.write_text(WAITS_AND_FAILS)
+    with serving(state, "--devices", "cpu=3", "--interval", "300ms") as server:
+        server.submit("a", ["conv", "4", "400", "turn_s=0.01"], min=2, max=2, checkpoint_every=0)
+        server.submit("fails", [str(signal_file)], program=str(fails), replicas=1, priority=1)
+
+        second = pliant("serve", "--state", str(state), "--devices", "cpu=3")
+        assert second.returncode == 2
+        assert f"the server with pid {server.pid} uses it" in second.stderr
+        until(lambda: server.job("a").step and len(server.workers("a")) == 2, "two workers that train")
+
+        # The job of lower priority gives a slot, between two steps, and nobody is killed.
+        reserved = pliant("serve", "--state", str(state), "--reserve", "cpu=1")
+        assert len(server.workers("a")) == 1, reserved.stderr
+        took = re.fullmatch(r"reserved cpu=1, free after (\d\.\d\d) s\n", reserved.stdout)
+        assert took is not None, reserved
+        assert float(took[1]) <= 1.0
+
+        # A run that ends while there is no server is known to the next one, with its exit code.
+        until(lambda: server.workers("fails"), "the other job's worker")
+        server.end(signal.SIGKILL)
+        signal_file.touch()
+        until(lambda: list((state / "jobs" / "fails").glob("run-*/exit.json")), "the keeper to write the exit code")
+        server.start()
+        failed = until(lambda: (job := server.job("fails")).is_over and job, "the end to be seen")
+        assert (failed.state, failed.exit_code) == ("failed", 3)
+        assert server.job("a").state == "running"
+        assert server.client.cluster().reserved == {"cpu": 1}
+
+        # Taking everything puts the job off; it comes back where it was.
+        answer = server.client.reserve({"cpu": 3})
+        assert answer.took_s <= 1.0
+        assert server.workers("a") == []
+        off = until(lambda: (job := server.job("a")).state == "put-off" and job, "it to be put off")
+        server.client.reserve({})
+        resumed = until(lambda: re.search(r"resumed from \S+ at step (\d+)", server.output("a")), "it to come back")
+        if "killed" not in server.events("a"):
+            assert int(resumed[1]) >= off.step, "nothing was lost"
+
+        # Stopped in good order: the end of the run, the processes, and the server, which leaves its jobs alone.
+        until(lambda: server.job("a").state == "running", "it to train again")
+        runner = server.runner("a")
+        server.client.stop("a")
+        assert until(lambda: (job := server.job("a")).is_over and job, "its end").state == "stopped"
+        assert not Path(f"/proc/{runner}").exists()
+        assert "jobs run on" in server.end(signal.SIGTERM)
+        assert not (state / "server.json").exists()
