@@ -48,17 +48,20 @@ def submit(
     server: ServerFlag = "",
     state: StateFlag = "",
 ) -> None:
-    """Submit jobs to the cluster; none of them if one is wrong. Piped: their names, one per line."""
+    """Submit jobs to the cluster; none of them if a file is wrong. Piped: their names, one per line."""
     if not files:
         raise ConfigError("no job file: give one or several, as in `pliant submit job.yml`")
     if name and len(files) > 1:
         raise ConfigError(f"--name {name} for {len(files)} files: names are unique, so submit them one by one")
     jobs = _all_read(files, name)
+    given: list[JobStatus] = []
     with Patient(server, state) as patient:
-        given = [patient.ask(functools.partial(_handed_over, job), wait=False) for job in jobs]
-        if not as_json:
-            for job in given:
-                print(f"submitted {job.name} ({job.state})" if is_read_by_people() else job.name, flush=True)
+        patient.ask(functools.partial(_check_names, jobs), wait=False)
+        for job in jobs:
+            given.append(patient.ask(functools.partial(_handed_over, job), wait=False))
+            if not as_json:
+                name, now = given[-1].name, given[-1].state
+                print(f"submitted {name} ({now})" if is_read_by_people() else name, flush=True)
         if wait:
             given = _awaited(patient, given, is_told=not as_json and is_read_by_people())
     if as_json:
@@ -99,6 +102,17 @@ def _federated(page: Page, name: str) -> JobFile:
     )
 
 
+def _check_names(jobs: list[JobFile], client: LiveClient) -> None:
+    """Refuse names that are taken, before any job is submitted."""
+    taken = {job.name for job in client.jobs()}
+    for job in jobs:
+        if job.is_named and job.spec.name in taken:
+            raise ConfigError(
+                f"the name {job.spec.name} is taken: choose another with --name, or give none for a numbered one"
+            )
+        taken |= {job.spec.name} if job.is_named else set()
+
+
 def _handed_over(job: JobFile, client: LiveClient) -> JobStatus:
     """Submit under the name in the file, or under the first number that is free."""
     for _ in range(TRIES):
@@ -108,10 +122,8 @@ def _handed_over(job: JobFile, client: LiveClient) -> JobStatus:
             return client.submit(job.spec)
         except NameTaken:
             if job.is_named:
-                raise ConfigError(
-                    f"the name {job.spec.name} is taken, by a job that runs or has ended: choose another, or give none for a number"
-                ) from None
-    raise ConfigError(f"{job.spec.name} and the {TRIES} names before it were taken while we asked: give --name")
+                raise
+    raise ConfigError(f"{TRIES} names up to {job.spec.name} were taken while we asked: give --name")
 
 
 def _awaited(server: Patient, jobs: list[JobStatus], *, is_told: bool) -> list[JobStatus]:
@@ -128,4 +140,6 @@ def _awaited(server: Patient, jobs: list[JobStatus], *, is_told: bool) -> list[J
 
 def _code(job: JobStatus) -> int:
     """What a shell is told of the job's end; one that was stopped has not done what was asked."""
+    if job.exit_code is not None and job.exit_code < 0:
+        return 128 - job.exit_code  # by a signal, as a shell says it
     return job.exit_code or (0 if job.state == "finished" else 1)

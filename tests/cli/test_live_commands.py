@@ -130,9 +130,11 @@ def test_a_day_at_the_cluster(cluster: Cluster, pliant: Callable[..., Said], tmp
     assert pliant("list") == (0, "", "")
     assert pliant("submit", "fails.yml", "waits.yml") == (0, "fails-1\nwaits-1\n", "")
     assert pliant("submit", "endless.yml", "--name", "other") == (0, "other\n", "")
-    code, out, err = pliant("submit", "endless.yml", "--name", "other")
-    assert (code, out) == (2, "")
-    assert err.startswith("pliant: the name other is taken, by a job that runs or has ended: choose another")
+    (tmp_path / "named.yml").write_text("program: endless.sh\nreplicas: 1\nname: third\n")
+    for words, taken in (("endless.yml --name other", "other"), ("named.yml fails.yml named.yml", "third")):
+        code, out, err = pliant("submit", *words.split())
+        assert (code, out) == (2, "")
+        assert err.startswith(f"pliant: the name {taken} is taken: choose another with --name")
     assert pliant("list", "-q") == (0, "fails-1\nwaits-1\nother\n", "")
 
     # Who follows a log is not disturbed by the end of the server.
