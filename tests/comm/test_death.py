@@ -130,9 +130,11 @@ def others(victim: int) -> list[int]:
     return [rank for rank in range(4) if rank != victim]
 
 
-@pytest.mark.parametrize("when", [WAITING, IDLE], ids=["busy", "idle"])
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS])
+@pytest.mark.parametrize(
+    ("hosts", "victim", "when"),
+    [(ONE_HOST, 0, WAITING), (ONE_HOST, 2, IDLE), (TWO_HOSTS, 0, IDLE), (TWO_HOSTS, 2, WAITING)]
+    + [(ONE_HOST, 2, WAITING), (ONE_HOST, 0, IDLE), (TWO_HOSTS, 2, IDLE), (TWO_HOSTS, 0, WAITING)] * FULL,
+)
 def test_kill_9(hosts: str, victim: int, when: str) -> None:
     members = specs(addresses(hosts), timeout_s=10)
     with gang(survivor, [(spec, when) for spec in members]) as started:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gang import FULL
 
 from pliant.cluster import WorkerSpec
 from pliant.comm.engine import Engine, EngineConfig
@@ -24,6 +25,8 @@ from pliant.errors import CollectiveTimeout, CommError, ConfigError, EngineClose
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 QUICK = EngineConfig(collective_timeout_s=20)
+MIXED = ["AAAA", "AABB", "ABCD"] if FULL else ["AABB"]
+"""Where some share memory and some do not, both are at work."""
 
 
 def on_all(ranks: list[Engine], act: Callable[[Engine], Any]) -> list[Any]:
@@ -126,7 +129,7 @@ def test_a_stars_egress_by_hand() -> None:
     assert sent == [3 * 4000, 4000, 4000, 4000]
 
 
-@pytest.mark.parametrize("hosts", ["AAAA", "ABCD", "AABB"])
+@pytest.mark.parametrize("hosts", MIXED)
 def test_any_order_from_any_thread(hosts: str) -> None:
     names = [f"tensor/ü/{i}" for i in range(200)]
 
@@ -180,7 +183,7 @@ def test_replicas_brought_by_fewer_ranks_give_the_same_bits() -> None:
     assert not torch.equal(results[0], sum(values[1:], values[0]))
 
 
-@pytest.mark.parametrize("hosts", ["AAAA", "AABB", "ABCD"])
+@pytest.mark.parametrize("hosts", MIXED)
 def test_switching_topology_under_load_loses_nothing(hosts: str) -> None:
     choices: list[Any] = ["RING", [1, 1, 1, 1], "BINARY_TREE", [0, 0, 1, 2], "CLIQUE", [3, 0, 0, 3], "MULTI_STAR"]
 
@@ -442,3 +445,37 @@ def test_a_barrier_on_both_sides_of_a_change_of_topology() -> None:
 def test_the_secret_is_not_shown() -> None:
     spec = WorkerSpec(worker=view_of("A").workers[0], view=view_of("A"), secret=b"swordfish")
     assert "swordfish" not in repr(spec)
+
+
+@pytest.mark.parametrize("hosts", ["ABCDEF", "AABCD", "ABCABC"])
+@pytest.mark.parametrize("root", [0, 3])
+def test_a_large_broadcast_does_not_crowd_the_roots_link(hosts: str, root: int) -> None:
+    """Everybody passes a share on: no host sends more than twice the tensor to others, where a star's root sends it to
+    each."""
+    length = 300_000
+    with engines(hosts, QUICK) as ranks:
+
+        def work(engine: Engine) -> None:
+            received = torch.arange(length, dtype=torch.float32) if engine.rank == root else torch.zeros(length)
+            engine.broadcast("state", received, root=root).wait(20)
+            assert torch.equal(received, torch.arange(length, dtype=torch.float32))
+            engine.barrier()
+
+        on_all(ranks, work)
+        size = 4 * length
+        for host in set(hosts):
+            there = {str(ranks[rank].view.workers[rank]) for rank in range(len(hosts)) if hosts[rank] == host}
+            sent = sum(
+                num_bytes
+                for rank, engine in enumerate(ranks)
+                if hosts[rank] == host
+                for name, num_bytes in engine.counters().egress_bytes.items()
+                if name not in there
+            )
+            assert sent < 2.1 * size, f"host {host} sent {sent / size:.2f} times the tensor"
+
+
+def test_a_small_broadcast_takes_one_hop() -> None:
+    with engines("ABCDEF", QUICK) as ranks:
+        on_all(ranks, lambda engine: engine.broadcast("word", torch.ones(100), root=2).wait(20))
+        assert [sum(engine.counters().egress_bytes.values()) for engine in ranks] == [0, 0, 5 * 400, 0, 0, 0]
