@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -22,19 +23,44 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def _shared_memory(before: set[Path] | None = None) -> set[Path]:
+    """The files in /dev/shm; with `before`, those that have come since and that no process but ours holds."""
+    found = set(Path("/dev/shm").iterdir()) - (before or set())
+    if before is None or not found:
+        return found
+    names = {str(path): path for path in found}
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal() and not _is_ours(int(process.name)):
+            with contextlib.suppress(OSError):  # gone meanwhile
+                for line in (process / "maps").read_text().splitlines():
+                    names.pop(line.rpartition(" ")[2], None)
+    return {path for path in names.values() if path.exists()}
+
+
+def _is_ours(pid: int) -> bool:
+    """Whether that process descends from this one; others may run tests, too."""
+    while pid > 1 and pid != os.getpid():
+        try:
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            return False
+    return pid == os.getpid()
+
+
 @pytest.fixture
 def no_leaks() -> Iterator[None]:
     """Fail if the test leaves a thread of ours, a descriptor or a file in /dev/shm behind."""
-    shm_before = set(Path("/dev/shm").iterdir())
+    shm_before = _shared_memory()
     fds_before = _descriptors()
     yield
     deadline_s = time.monotonic() + 5
     gc.collect()  # a mapping holds its descriptor until the last tensor on it is gone
     while time.monotonic() < deadline_s:
         threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("pliant")]
-        if not threads and _descriptors() <= fds_before:
+        files = _shared_memory(shm_before)
+        if not threads and not files and _descriptors() <= fds_before:
             break
         time.sleep(0.01)  # pacing a poll with a deadline, not synchronising by it
     assert not threads, f"threads left: {threads}"
     assert _descriptors() <= fds_before, f"{_descriptors() - fds_before} descriptors left open"
-    assert set(Path("/dev/shm").iterdir()) <= shm_before
+    assert not files, f"left in /dev/shm: {files}"

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -159,10 +158,7 @@ def run_ddp(rank: int, port: int) -> list[str]:
 
 @pytest.mark.processes
 def test_the_baseline_says_the_same_of_stock_ddp() -> None:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
-    lines, silent = gang.run(run_ddp, 2, port)
+    lines, silent = gang.run(run_ddp, 2, gang.free_port("127.0.0.1"))
     check(lines, [*the_artifacts_lines("CPU"), r"Total img/sec on 2 CPU\(s\): \d+\.\d \+-\d+\.\d"])
     facts = json.loads(result_in(lines)[2])
     assert (facts["framework"], facts["backend"], facts["np"], facts["model"]) == ("ddp", "gloo", 2, "ResNet56")

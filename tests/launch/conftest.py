@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import gang
 import pytest
 from launching import DEADLINE_S, Launcher, Nursery, is_alive
 
@@ -32,9 +32,7 @@ def launcher(tmp_path: Path, nursery: Nursery) -> Iterator[Launcher]:
 @pytest.fixture
 def free_port() -> int:
     """A port that nobody listens on now, on any of the addresses that the tests use."""
-    with socket.socket() as sock:
-        sock.bind(("0.0.0.0", 0))
-        return int(sock.getsockname()[1])
+    return gang.free_port("0.0.0.0")
 
 
 @pytest.fixture

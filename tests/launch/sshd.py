@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from gang import free_port
+
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 ADDRESSES = ("127.0.0.1", "127.0.0.2")
 DEADLINE_S = 20.0
@@ -44,9 +46,7 @@ def running(folder: Path) -> Iterator[Sshd]:
         subprocess.run(
             ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True, timeout=DEADLINE_S
         )
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = int(sock.getsockname()[1])
+    port = free_port("0.0.0.0")
     host_key = (folder / "host.pub").read_text()
     (folder / "authorized").write_text((folder / "user.pub").read_text())
     (folder / "known").write_text("".join(f"[{address}]:{port} {host_key}" for address in ADDRESSES))

@@ -6,7 +6,10 @@ test session and choice of arguments; what most tests ask for runs in one go, be
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
+import pickle
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,6 +79,8 @@ TOGETHER: dict[int, list[Run]] = {
 """By N: what is run in one go as soon as some of it is asked for."""
 KEPT: list[DistributedDataParallel] = []
 """Until the process ends: dropping one right after a step may hang (see `pliant.experiments.digits.KEPT`)."""
+shared: Path | None = None
+"""A folder in which tests that run side by side in several processes leave what they have computed."""
 _known: dict[tuple[int, Run], tuple[Step, ...]] = {}
 
 
@@ -84,8 +89,24 @@ def golden(name: str, num_replicas: int, epochs: int, restarts: tuple[int, ...] 
     asked: Run = (name, epochs, restarts)
     if (num_replicas, asked) not in _known:
         together = TOGETHER.get(num_replicas, [])
-        _run(num_replicas, together if asked in together else [asked])
+        _find(num_replicas, together if asked in together else [asked])
     return _known[num_replicas, asked]
+
+
+def _find(num_replicas: int, runs: Sequence[Run]) -> None:
+    """Run these, unless another process of this test session has; whoever comes meanwhile waits."""
+    if shared is None:
+        _run(num_replicas, runs)
+        return
+    name = hashlib.sha256(repr((num_replicas, runs)).encode()).hexdigest()
+    with (shared / f"golden-{name}").open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if data := file.read():
+            _known.update(pickle.loads(data))
+        else:
+            _run(num_replicas, runs)
+            file.write(pickle.dumps({(num_replicas, one): _known[num_replicas, one] for one in runs}))
 
 
 def _run(num_replicas: int, runs: Sequence[Run]) -> None:

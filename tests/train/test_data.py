@@ -545,7 +545,7 @@ DATA = Augmented()
         (DATA, {"num_workers": 1, "multiprocessing_context": "twin"}, ConfigError, "choose from"),
         (object(), {}, ConfigError, "map-style"),
     ],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict | str) else getattr(value, "__name__", type(value).__name__),
 )
 def test_what_cannot_be_dealt_is_refused(
     source: Any, overrides: dict[str, Any], error: type[Exception], says: str

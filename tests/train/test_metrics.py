@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gang import free_port
 
 from pliant.comm.loopback import engines
 from pliant.errors import ConfigError
@@ -36,12 +37,7 @@ def _page(metrics: Metrics) -> dict[str, float]:
 
 def _free_port() -> int:
     """A worker's port whose page would have a free one, too."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            port = int(probe.getsockname()[1])
-        if port > PORT_OFFSET + 1024:
-            return port - PORT_OFFSET
+    return free_port(HOST) - PORT_OFFSET
 
 
 def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
