@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import runpy
 import sys
@@ -13,17 +15,16 @@ from gang import run
 from pliant.cluster import WorkerSpec
 
 
-def run_script(script: Path, members: Sequence[WorkerSpec], *arguments: str, timeout_s: float = 60) -> list[str]:
-    """What each of these workers of one job has written to stdout when `script` is its main program."""
-    environs = [member.to_environ() for member in members]
-    return run(_main, len(members), str(script), arguments, environs, timeout_s=timeout_s)
+def run_script(script: Path, members: Sequence[WorkerSpec] = (), *, timeout_s: float = 60) -> list[str]:
+    """What each of these workers of one job has written to stdout when `script` is its main program; one without a job
+    where there are none."""
+    environs = [member.to_environ() for member in members] or [{}]
+    return run(_main, len(environs), str(script), environs, timeout_s=timeout_s)
 
 
-def _main(rank: int, script: str, arguments: Sequence[str], environs: Sequence[dict[str, str]]) -> str:
+def _main(rank: int, script: str, environs: Sequence[dict[str, str]]) -> str:
     os.environ.update(environs[rank])
-    os.chdir(Path(script).parent)
-    sys.argv = [script, *arguments]
-    output = Path(script).with_suffix(f".{os.getpid()}.out")
-    with output.open("w", buffering=1) as sys.stdout:
+    sys.argv, sys.path[0] = [script], str(Path(script).parent)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
         runpy.run_path(script, run_name="__main__")
-    return output.read_text()
+    return said.getvalue()

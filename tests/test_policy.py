@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted import run_script
 
 from pliant.errors import ConfigError
 from pliant.policy import (
@@ -543,8 +541,5 @@ def test_the_example_of_a_users_own_policy(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.syspath_prepend(str(EXAMPLE.parent))
     own = registry.parse("policy:DoubleWhenNoisy:most=64")
     assert batch_sizes(run(own, 400, noise_scale=lambda step: 10.0 * step)[1]) == [64]
-    command = [sys.executable, str(EXAMPLE)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environ)
-    assert answer.returncode == 0, answer.stderr
-    assert "policy DoubleWhenNoisy: batch size 8 per replica" in answer.stdout
+    [said] = run_script(EXAMPLE)
+    assert "policy DoubleWhenNoisy: batch size 8 per replica" in said
