@@ -204,7 +204,8 @@ class LiveState:
         cluster = Cluster(dict(self.devices), reserved=dict(self.reserved))
         # Those that are ending have been given nothing, and hold what they still have: it is given when it is free.
         changes = self.policy.allocate(self.policy.jobs(asked), cluster, now_s)
-        return self._within_bounds(alive, changes)
+        stranded = {job.name: {} for job in self.active if not job.ending and not job.may_use(self.devices)}
+        return self._within_bounds(alive, {**stranded, **changes})
 
     def _within_bounds(self, ranked: list[LiveJob], changes: Changes) -> Changes:
         """A policy that never takes anything back would leave jobs on reserved or vanished devices: the last ones go."""

@@ -424,6 +424,15 @@ def test_when_devices_vanish_jobs_shrink() -> None:
     assert world.do(world.state.equip({"cpu": 1}, world.now_s)) == [Start("a", {"cpu": 1})]
 
 
+def test_a_job_whose_types_are_all_gone_waits_for_them() -> None:
+    world = World(v100=1, cpu=1)
+    world.submit("a", devices=["v100"])
+    world.settle()
+    assert world.do(world.state.equip({"cpu": 1}, world.now_s)) == [End("a")]
+    assert world.end("a", 0) == []
+    assert world.do(world.state.equip({"cpu": 1, "v100": 1}, world.now_s)) == [Start("a", {"v100": 1})]
+
+
 # --- beginning anew ---
 
 

@@ -1,0 +1,240 @@
+"""This machine as a ground: processes that outlive whoever started them, and devices that no two jobs share."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pliant.errors import ConfigError, LaunchError, ServerUnavailable
+from pliant.launch import state_file
+from pliant.launch.devices import device_of_slot
+from pliant.sched import local
+from pliant.sched.ground import Ended, Run
+from pliant.sched.jobfile import JobSpec
+from pliant.sched.local import LocalGround, LocalRunning
+
+SLEEPS = "import time; time.sleep(60)"
+DEADLINE_S = 20.0
+
+
+def a_run(folder: Path, number: int = 1, **said: Any) -> Run:
+    given = {"name": "a", "program": "/train.py", "directory": str(folder), "replicas": 4, **said}
+    directory = folder / "jobs" / "a"
+    directory.mkdir(parents=True, exist_ok=True)
+    return Run(spec=JobSpec.from_json(given), number=number, directory=directory)
+
+
+def until(reached: Callable[[], Any]) -> Any:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not (found := reached()):
+        assert time.monotonic() < deadline_s, "it never happened"
+        time.sleep(0.005)  # pacing a poll with a deadline
+    return found
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Sets what is run in the place of a runner; what is left of it is killed."""
+    started: list[int] = []
+
+    def use(code: str) -> None:
+        monkeypatch.setattr(local, "_command", lambda run, workers: [sys.executable, "-c", code])
+
+    begin = LocalRunning.begin
+
+    def noted(running: LocalRunning, command: list[str], environ: Any) -> None:
+        begin(running, command, environ)
+        assert running._keeper is not None
+        started.append(running._keeper.pid)
+
+    monkeypatch.setattr(LocalRunning, "begin", noted)
+    yield use
+    for session in started:
+        for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
+            try:
+                if os.getsid(pid) == session:
+                    os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+def runner_of(running: LocalRunning) -> int:
+    return int(until(running._runner))
+
+
+# --- processes ---
+
+
+@pytest.mark.parametrize(("code", "expected"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", -9)])
+def test_the_exit_code_is_kept_for_whoever_asks_later(
+    tmp_path: Path, program: Callable[[str], None], code: str, expected: int
+) -> None:
+    program(code)
+    run = a_run(tmp_path)
+    first = LocalGround({"cpu": 1}).start(run, {"cpu": 1})
+    seen = until(first.ended)
+    assert seen.code == expected
+    later = LocalGround({"cpu": 1}).adopt(run)
+    assert later is not None
+    assert later.ended() == seen
+
+
+def test_a_run_is_adopted_as_it_is(tmp_path: Path, program: Callable[[str], None]) -> None:
+    program(f"import os; print(os.environ['COLOUR'], os.getcwd(), flush=True); {SLEEPS}")
+    run = a_run(tmp_path, env={"COLOUR": "blue"})
+    first = LocalGround({"cpu": 2}).start(run, {"cpu": 2})
+    runner = runner_of(first)
+    second = LocalGround({"cpu": 2}).adopt(run)
+    assert second is not None
+    assert runner_of(second) == runner
+    assert second.ended() is None
+    assert os.getsid(runner) not in (0, os.getsid(0)), "it has a session of its own"
+    until(lambda: run.log.read_text() == f"blue {tmp_path}\n")
+    second.end(kill=True)
+    assert until(second.ended).code == -9
+
+
+def test_a_runner_that_is_not_up_yet_cannot_be_told_but_ended(tmp_path: Path, program: Callable[[str], None]) -> None:
+    program(SLEEPS)
+    running = LocalGround({"cpu": 2}).start(a_run(tmp_path), {"cpu": 2})
+    assert running.occupied() == {"cpu": 2}, "it may start workers at any moment"
+    with pytest.raises(ServerUnavailable, match="not up"):
+        running.resize({"cpu": 1})
+    runner_of(running)
+    running.end()
+    assert until(running.ended).code == -signal.SIGTERM
+    assert running.occupied() == {}
+
+
+def test_a_runner_whose_keeper_was_killed_is_still_looked_after(tmp_path: Path, program: Callable[[str], None]) -> None:
+    program(SLEEPS)
+    running = LocalGround({"cpu": 1}).start(a_run(tmp_path), {"cpu": 1})
+    runner = runner_of(running)
+    assert running._keeper is not None
+    os.kill(running._keeper.pid, signal.SIGKILL)
+    running._keeper.wait()
+    assert running.ended() is None
+    os.kill(runner, signal.SIGKILL)
+    assert until(running.ended).code is None, "nobody has seen how"
+
+
+def test_what_was_never_started_is_not_adopted(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    assert LocalGround({"cpu": 1}).adopt(run) is None
+    run.place.mkdir()
+    (run.place / "lock").touch()  # as far as it came
+    assert LocalGround({"cpu": 1}).adopt(run) is None
+
+
+def test_a_runner_has_the_usual_signals_and_no_input(tmp_path: Path, program: Callable[[str], None]) -> None:
+    program("import signal, sys; sys.exit(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or input() and 0)")
+    running = LocalGround({"cpu": 1}).start(a_run(tmp_path), {"cpu": 1})
+    assert until(running.ended).code == 1  # EOFError: its input is empty
+    assert "EOFError" in running._run.log.read_text()
+
+
+def test_a_directory_that_is_gone_is_told(tmp_path: Path, program: Callable[[str], None]) -> None:
+    program(SLEEPS)
+    run = a_run(tmp_path, directory=str(tmp_path / "gone"))
+    with pytest.raises(LaunchError, match="No such file"):
+        LocalGround({"cpu": 1}).start(run, {"cpu": 1})
+
+
+def test_the_command_says_all_that_the_job_does(tmp_path: Path) -> None:
+    run = a_run(tmp_path, number=7, max=3, args=["--lr", "1"], determinism="D2", checkpoint_every=9)
+    command = local._command(run, 2)
+    at = command.index("run")
+    flags = dict(zip(command[at + 3 : -3 : 2], command[at + 4 : -3 : 2], strict=True))
+    assert command[at + 1 : at + 3] == ["-q", "-w"]
+    assert command[-3:] == ["/train.py", "--lr", "1"]
+    assert (flags["-np"], flags["-H"], flags["-port-range"]) == ("2", "127.0.0.1:3", "11400-11599")
+    assert (flags["--checkpoint-every"], flags["--determinism"], flags["--resume"]) == ("9", "D2", "auto")
+
+
+# --- devices ---
+
+
+class Bench:
+    """A ground with CUDA devices, and runs without processes, which the test says are on some slots."""
+
+    def __init__(self, folder: Path, **devices: int) -> None:
+        self.folder = folder
+        self.ground = LocalGround(devices, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+
+    def run(self, number: int, **devices: int) -> LocalRunning:
+        run = a_run(self.folder, number)
+        run.place.mkdir(parents=True)
+        running = self.ground._running[number] = LocalRunning(run, self.ground)
+        running.assign(devices)
+        return running
+
+    def live_on(self, running: LocalRunning, *slots: int) -> None:
+        """This process plays the workers of these slots."""
+        workers = {f"127.0.0.1:{slot}": (os.getpid(), slot) for slot in slots}
+        state_file.write(running._place / "state.json", "http://127.0.0.1:1", 1, workers)
+
+    @staticmethod
+    def devices(running: LocalRunning) -> list[str | None]:
+        return list(json.loads((running._place / "devices.json").read_text()))
+
+
+def test_no_two_jobs_have_the_same_device(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, v100=3, t4=1)
+    a, b = bench.run(1, v100=2), bench.run(2, v100=1, t4=1)
+    assert bench.devices(a) == ["0", "1"]
+    assert bench.devices(b) == ["2", "3"]
+    assert [device_of_slot(str(b._place / "devices.json"), slot) for slot in (0, 1, 2)] == ["2", "3", None]
+
+
+def test_a_device_goes_on_when_nobody_is_on_it_any_more(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, v100=4)
+    a = bench.run(1, v100=4)
+    bench.live_on(a, 0, 1, 2, 3)
+    a.assign({"v100": 2})
+    assert bench.devices(a) == ["0", "1", "2", "3"], "workers are still there"
+    bench.live_on(a, 0, 2)  # the last but one had crashed and been replaced: the order is not the slots'
+    assert a.occupied() == {"v100": 2}
+    assert bench.devices(a) == ["0", None, "2", None]
+    b = bench.run(2, v100=1)
+    assert bench.devices(b) == ["1"]
+    a.assign({"v100": 3})
+    assert bench.devices(a) == ["0", "3", "2", None], "the runner starts on the lowest free slot"
+
+
+def test_of_several_types_the_one_with_too_many_loses_its_last(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, v100=2, t4=2)
+    a = bench.run(1, v100=2, t4=2)
+    bench.live_on(a, 0, 1, 2, 3)
+    workers = [f"127.0.0.1:{slot}" for slot in range(4)]
+    assert a._leaving({"v100": 1, "t4": 2}, workers) == {"127.0.0.1:1"}
+    assert a._leaving({"t4": 1}, workers) == {"127.0.0.1:0", "127.0.0.1:1", "127.0.0.1:3"}
+    assert a._leaving({"v100": 2, "t4": 2}, workers) == set()
+
+
+def test_processors_see_no_cuda_device_and_machines_without_leave_it_alone(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, cpu=2, v100=1)
+    assert bench.devices(bench.run(1, cpu=2)) == ["", ""]
+    bench.ground = LocalGround({"cpu": 2}, {"CUDA_VISIBLE_DEVICES": ""})
+    assert bench.devices(bench.run(2, cpu=2)) == [None, None]
+
+
+def test_more_types_than_devices_are_refused() -> None:
+    with pytest.raises(ConfigError, match="t4=1: this machine has 2 CUDA devices"):
+        LocalGround({"v100": 2, "t4": 1}, {"CUDA_VISIBLE_DEVICES": "0,1"})
+
+
+def test_an_end_says_when(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    run.place.mkdir()
+    (run.place / "exit.json").write_text('{"code": 0, "at_s": 12.5}')
+    found = LocalGround({"cpu": 1}).adopt(run)
+    assert found is not None
+    assert found.ended() == Ended(0, 12.5)
