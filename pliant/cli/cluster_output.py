@@ -70,15 +70,19 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=1))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """A table on a terminal; else lines of columns with tabs between them, and no heading."""
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = (), *, cut: bool = False
+) -> None:
+    """A table on a terminal; else lines of columns with tabs between them, and no heading.
+
+    Where it is narrow, the last column, which is words, is continued below, or cut.
+    """
     if not is_read_by_people():
         for row in rows:
             print("\t".join(" ".join(cell.split()) for cell in row))
         return
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
     for number, column in enumerate(columns):
-        # Where it is narrow, only the last column is cut, which is words.
         is_last = number == len(columns) - 1
         table.add_column(column.upper(), justify="right" if column in right else "left", no_wrap=not is_last)
     for row in rows:
@@ -86,7 +90,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Se
             COLOURS.get(cell, "") if column == "state" else "" for column, cell in zip(columns, row, strict=True)
         ]
         cells = zip(row, colours, strict=True)
-        table.add_row(*(Text(cell, colour, no_wrap=True, overflow="ellipsis") for cell, colour in cells))
+        table.add_row(
+            *(Text(cell, colour, no_wrap=cut, overflow="ellipsis" if cut else "fold") for cell, colour in cells)
+        )
     Console().print(table)
 
 

@@ -56,7 +56,7 @@ def list_jobs(
         return
     now_s = time.time()
     if jobs or not is_read_by_people():
-        print_table(COLUMNS, [_row(job, now_s) for job in jobs], NUMBERS)
+        print_table(COLUMNS, [_row(job, now_s) for job in jobs], NUMBERS, cut=True)
     else:
         print(f"no jobs{' in these states' if wanted else ''}; `pliant submit job.yml` starts one")
     if cluster is not None and is_read_by_people():

@@ -93,9 +93,10 @@ class Scheduler:
             return [job.status() for job in sorted(self._state.jobs.values(), key=lambda job: job.number)]
 
     def detail(self, name: str) -> dict[str, Any]:
-        """A job's status and history."""
+        """A job's status and history, and what was submitted."""
         with self._news:
-            return {**self._job(name).status(), "events": self._book.events(name)}
+            job = self._job(name)
+            return {**job.status(), "events": self._book.events(name), "spec": job.spec.to_json()}
 
     def log_of(self, name: str) -> tuple[Path, bool]:
         """Where a job's output is, and whether the job is over."""

@@ -177,7 +177,9 @@ def test_a_day_at_the_cluster(cluster: Cluster, pliant: Callable[..., Said], tmp
     table = on_terminal("list")
     assert table.splitlines()[0].split() == ["NAME", "STATE", "DEVICES", "REPLICAS", "STEP", "STEPS/S", "AGE", "WHY"]
     assert table.splitlines()[-1] == "cpu: 3 devices, 2 free"
-    assert "failed (exit code 3)" in on_terminal("show", "fails-1")
+    shown = on_terminal("show", "fails-1").split("\n\n")[0]
+    assert "state failed (exit code 3)" in " ".join(shown.split())
+    assert f"program{tmp_path}/fails.sh'ab'010" in "".join(shown.split())
 
     assert pliant("logs", "fail") == (2, "", "pliant: no job 'fail': did you mean fails-1?\n")
     assert pliant("show", "zzz") == (2, "", "pliant: no job 'zzz': `pliant list` shows the names\n")
