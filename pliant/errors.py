@@ -18,6 +18,7 @@
     │   ├── Unsliceable      SyncBatchNorm, a collective in the model, ...
     │   └── Refused          this worker's machine would change bits           (exit code 78)
     ├── CheckpointError      a checkpoint is damaged, missing or of another experiment
+    ├── NoClient             no client of a federation can be picked now
     └── CommError
         ├── HandshakeRefused a stranger, another view, another protocol
         ├── WorkerLost       a peer died or fell silent
@@ -117,6 +118,10 @@ class Refused(TrainError):
 
 class CheckpointError(PliantError):
     """A checkpoint is torn, missing, or belongs to another experiment."""
+
+
+class NoClient(PliantError):
+    """No client of the federation can be picked now; later there may be one."""
 
 
 class CommError(PliantError):

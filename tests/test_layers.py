@@ -32,6 +32,7 @@ TORCH_FREE = [
     "pliant.elastic.membership",
     "pliant.elastic.server",
     "pliant.experiments.demo",
+    "pliant.fed.selectors",
     "pliant.launch.runner",
     "pliant.lab",
     "pliant.sched.compare",
