@@ -31,6 +31,7 @@ HERE = (
     "secret_file",
     "builtin_config_port",
     "start_time",
+    "state_file",
     "program",
 )
 """Flags that the driver carries out itself, or tells the runners otherwise."""
@@ -42,7 +43,6 @@ REFUSED = {
     "config_server": "names a config server, but with --on ray the driver runs one: leave it out",
     "init_version": "is for runners that are started one by one: leave it out with --on ray",
     "keep": "keeps a runner without workers: leave it out with --on ray",
-    "state_file": "is about one machine: leave it out with --on ray",
     "slot_devices": "is about one machine: leave it out with --on ray",
     "debug_port": "is about one machine: leave it out with --on ray",
 }
@@ -91,6 +91,7 @@ def on_ray(ctx: typer.Context, options: RunOptions, *, address: str, devices: st
             timeout_s=options.timeout_s,
             grace_s=options.grace_s,
             patience_s=options.rendezvous_timeout_s,
+            state_file=options.state_file,
             resumes=bool(options.checkpoint_dir),
         )
     )

@@ -17,7 +17,7 @@ from pliant.launch.duration import parse_duration
 if TYPE_CHECKING:
     from pliant.sched.ground import Ground
 
-GROUNDS = ("local",)
+GROUNDS = ("local", "ray")
 LIVE_POLICIES = ("easyscale-heter", "easyscale-homo", "yarn-cs-gang", "yarn-cs")
 """Those that need not know how long a job will take."""
 
@@ -51,6 +51,10 @@ def serve(
         str, typer.Option("--interval", metavar="TIME", help="Decide again after this, if nothing has happened.")
     ] = "5s",
     on: Annotated[str, typer.Option("--on", metavar="local|ray", help="Where jobs run.")] = "local",
+    ray_address: Annotated[
+        str,
+        typer.Option("--ray-address", metavar="HOST:PORT", help="With --on ray, which cluster; auto: this machine's."),
+    ] = "auto",
     reserve: Annotated[
         str,
         typer.Option(
@@ -87,7 +91,7 @@ def serve(
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run(
         config,
-        lambda: _ground(on, counts(devices, "--devices")),
+        lambda: _ground(on, counts(devices, "--devices"), ray_address),
         schedulers.make(policy),
         lambda text: print(text, flush=True),
     )
@@ -99,7 +103,11 @@ def _reserve(wanted: dict[str, int], server: str, state: str) -> None:
     print(f"reserved {devices_text(done.reserved)}, free after {done.took_s:.2f} s")
 
 
-def _ground(on: str, devices: dict[str, int]) -> Ground:
+def _ground(on: str, devices: dict[str, int], ray_address: str) -> Ground:
+    if on == "ray":
+        from pliant.sched.ray_ground import RayGround
+
+        return RayGround(devices, ray_address)
     from pliant.sched.local import LocalGround
 
     if not any(devices.values()):

@@ -17,13 +17,14 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pliant.cluster import DEFAULT_RUNNER_PORT, PortRange, View, Worker
 from pliant.elastic.client import ConfigClient
 from pliant.elastic.membership import Limits
 from pliant.elastic.server import ConfigServer, ServerConfig
 from pliant.errors import ClusterCleared, LaunchError, StaleView
-from pliant.launch import ray_cluster
+from pliant.launch import ray_cluster, state_file
 from pliant.launch.duration import format_duration
 from pliant.launch.output import Console
 from pliant.launch.ray_side import Lost, RunnerEnded, Side, SideEvent, Up
@@ -39,6 +40,8 @@ LEAVING_S = 0.05
 PLACING_S = 0.2
 QUIET_S = 1.0
 SAY_S = 10.0
+JOB_FILE = "ray-job"
+"""Beside --state-file: what Ray calls the job, for those who must know when all of it has gone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +65,8 @@ class RayJob:
     grace_s: float = 10.0
     patience_s: float = 300.0
     """How long to wait for devices at the start."""
+    state_file: str = ""
+    """Where to say which config server is this job's; empty: nowhere."""
     resumes: bool = False
     """Whether there are checkpoints to go on from when all workers are lost at once."""
 
@@ -105,6 +110,10 @@ def run_on_ray(job: RayJob) -> int:
         client = stack.enter_context(ConfigClient(server.url, token))
         stack.enter_context(registered(server.url, job.program, host=config.host, token=token, environ=job.environ))
         log.info("config server at %s", server.url)
+        if job.state_file:
+            # First this: who waits for the other file finds both.
+            Path(job.state_file).with_name(JOB_FILE).write_text(ray_cluster.own_job())
+            state_file.write(Path(job.state_file), server.url, 0, {})
         code = driver.drive(server, client, token)
     if code == 0:
         told = f"all {driver.num_ended}/{driver.num_ended} nodes finished, took {format_duration(time.monotonic() - begun_s)}\n"
@@ -144,6 +153,8 @@ class Driver:
         self._server: ConfigServer
         self._client: ConfigClient
         self._token = ""
+        self._version = -1
+        """Of the last view that was put: until a runner has seen it, it may start somebody who shall leave."""
         self._told: set[Worker] = set()
         """Who has been in a view: one that is not any more has crashed, and its runner sees to it."""
 
@@ -319,7 +330,7 @@ class Driver:
         """Give back devices that were left."""
         for node in {seat.node for seat in self._seats.leaving}:
             side = self._sides.get(node)
-            living = set() if side is None else side.living()
+            living = set() if side is None else side.living(self._version)
             if living is not None:
                 self._seats.leave(living, node)
         for number in [number for number in self._holds if number not in self._seats.all]:
@@ -376,7 +387,7 @@ class Driver:
             if same or not workers:
                 return
             try:
-                self._client.put(View(0, workers, runners), expected=wanted.version)
+                self._version = self._client.put(View(0, workers, runners), expected=wanted.version).number
             except StaleView:
                 continue
             except ClusterCleared:

@@ -135,16 +135,16 @@ def connected(address: str) -> Iterator[None]:
         raise ConfigError(f"--ray-address {address}: no Ray cluster runs here; {START_ONE}")
     host = _answering(address, found)
     own = {"_node_ip_address": host} if ipaddress.ip_address(host).is_loopback else {}
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        try:
-            ray.init(address=found, log_to_driver=False, logging_level=logging.CRITICAL, **own)
-        except Exception as error:
-            why = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ConfigError(f"--ray-address {address}: {why}; {START_ONE}") from None
-        try:
-            yield
-        finally:
-            ray.shutdown()
+    ray._private.worker.print_to_stdstream = lambda *args, **kwargs: None
+    try:
+        ray.init(address=found, log_to_driver=False, logging_level=logging.CRITICAL, **own)
+    except Exception as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"--ray-address {address}: {why}; {START_ONE}") from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 def _answering(address: str, found: str) -> str:
@@ -169,6 +169,21 @@ def own_address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
+
+
+def own_job() -> str:
+    """What Ray calls this driver."""
+    import ray
+
+    return str(ray.get_runtime_context().get_job_id())
+
+
+def has_actors(job: str) -> bool:
+    """Whether an actor of another driver, which may be gone, still lives."""
+    import ray
+
+    actors = ray._private.state.actors(job_id=ray.JobID(bytes.fromhex(job)))
+    return any(actor["State"] != "DEAD" for actor in actors.values())
 
 
 class Hold:

@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import queue
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,9 +25,12 @@ from pathlib import Path
 from pliant.launch import child, guardian, state_file
 from pliant.launch.ports import listen_on
 from pliant.launch.processes import script
+from pliant.launch.registry import start_ticks
 from pliant.launch.ssh import FAR_END, Letter
 
 CHUNK_BYTES = 64 << 10
+PREFIX = "pliant-ray-"
+"""Of an actor's folder; then come its process and some letters."""
 Output = tuple[int, bytes]
 """1 (stdout), 2 (stderr) or 0 (its end: the exit code), and what came."""
 
@@ -36,7 +40,8 @@ class RayRunner:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._folder = tempfile.TemporaryDirectory(prefix="pliant-ray-")
+        _sweep()
+        self._folder = tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-")
         self._state = Path(self._folder.name) / "state.json"
         self._devices = Path(self._folder.name) / "devices.json"
         self._claims: list[socket.socket] = []
@@ -78,18 +83,18 @@ class RayRunner:
         while (output := self._output.get()) is not None:
             yield output
 
-    def living(self) -> dict[str, tuple[int, int]]:
-        """The workers whose processes live: process id and slot of each."""
+    def living(self) -> tuple[int, list[str]]:
+        """The newest view that the runner has acted on (-1: none yet), and the workers whose processes live."""
         told = state_file.read(self._state)
-        workers = told.workers if told is not None else {}
-        return {name: (process.pid, process.slot) for name, process in workers.items() if process.lives}
+        return (-1, []) if told is None else (told.version, list(_living(told)))
 
     def drop(self, workers: Sequence[str]) -> None:
         """Kill these workers at once."""
-        living = self.living()
+        told = state_file.read(self._state)
+        living = {} if told is None else _living(told)
         for worker in workers:
             if worker in living:
-                guardian.kill_group(living[worker][0], signal.SIGKILL)
+                guardian.kill_group(living[worker].pid, signal.SIGKILL)
 
     def devices(self, by_slot: Sequence[str | None]) -> None:
         """From now on, workers that start in a slot see this CUDA device."""
@@ -131,12 +136,26 @@ class RayRunner:
         except OSError as error:
             self._output.put((2, f"pliant: the runner cannot be started: {error}\n".encode()))
             self._output.put((0, b"1"))
-        self._output.put(None)
+        finally:
+            self._folder.cleanup()
+            self._output.put(None)
 
     def _read(self, number: int, pipe: object) -> None:
         descriptor = pipe.fileno()  # type: ignore[attr-defined]
         while data := os.read(descriptor, CHUNK_BYTES):
             self._output.put((number, data))
+
+
+def _sweep() -> None:
+    """Remove the folders of actors that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
+        pid = folder.name.removeprefix(PREFIX).partition("-")[0]
+        if pid.isdecimal() and start_ticks(int(pid)) is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _living(told: state_file.RunnerState) -> dict[str, state_file.WorkerProcess]:
+    return {name: process for name, process in told.workers.items() if process.lives}
 
 
 def _directory(wanted: str) -> str:

@@ -119,10 +119,10 @@ class Side:
         self._used.update(found)
         return list(found)
 
-    def living(self) -> set[Worker] | None:
-        """The workers whose processes live; None where nobody can say."""
+    def living(self, version: int) -> set[Worker] | None:
+        """The workers whose processes live; None where nobody can say, or the runner has not yet acted on this view."""
         found = self._ask("living")
-        return None if found is None else {Worker.parse(name) for name in found}
+        return None if found is None or found[0] < version else {Worker.parse(name) for name in found[1]}
 
     def drop(self, workers: Sequence[str]) -> None:
         """Kill these workers; returns at once."""

@@ -125,4 +125,5 @@ class Seats:
         return [seat.worker for seat in self.all.values() if seat.worker is not None and not seat.leaving]
 
     def occupied(self) -> dict[str, int]:
-        return dict(Counter(seat.kind for seat in self.all.values() if seat.worker is not None))
+        """By type; may be asked from another thread."""
+        return dict(Counter(seat.kind for seat in list(self.all.values()) if seat.worker is not None))

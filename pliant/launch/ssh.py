@@ -34,6 +34,8 @@ FAR_END = "pliant.cli.over_ssh"
 HANDED_OVER = ("PLIANT_", "NCCL_", "OMP_", "MKL_", "GLOO_")
 """Variables that runners get from here; all others are those of the host that they run on."""
 KEPT = ("PLIANT_SSH",)
+NAMED = "PLIANT_HAND_OVER"
+"""Which others, with commas between them."""
 SSH_FAILED = 255
 NOT_STARTED = (126, 127)
 MARGIN_S = 10.0
@@ -95,8 +97,13 @@ def _bracketed(address: str) -> str:
 
 
 def handed_over(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `environ` that are for the job."""
-    return {name: value for name, value in environ.items() if name.startswith(HANDED_OVER) and name not in KEPT}
+    """The variables of `environ` that are for the job: ours, those of known libraries, and those that NAMED names."""
+    named = environ.get(NAMED, "").split(",")
+    return {
+        name: value
+        for name, value in environ.items()
+        if (name.startswith(HANDED_OVER) or name in named) and name not in KEPT
+    }
 
 
 def shell_path(path: str) -> str:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from golden import golden
 from launching import Ended, Launcher, Runner
+from subject import compare, history
+from two_nodes import HEAD, OTHER, PATIENCE_S, Nodes, until
 
 from pliant.errors import ConfigError
 from pliant.launch.ray_cluster import connected
@@ -22,45 +20,7 @@ from pliant.launch.registry import start_ticks
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
-HERE = Path(__file__).parent
-sys.path.append(str(HERE.parent / "train"))
-HEAD, OTHER = "127.0.0.2", "127.0.0.3"
-PATIENCE_S = 60.0
-"""Ray starts a process for each runner, and on a busy machine that takes its time."""
-
-
-@dataclass
-class Nodes:
-    """The cluster, in a process of its own."""
-
-    folder: Path
-    process: subprocess.Popen[str]
-    address: str = ""
-
-    def ask(self, order: str) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{order}\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "done\n"
-
-
-@pytest.fixture(scope="module")
-def nodes() -> Iterator[Nodes]:
-    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets have short names
-    command = [sys.executable, str(HERE / "ray_nodes.py"), str(folder), f"{HEAD}:4:t4=2", f"{OTHER}:4"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        made = Nodes(folder, process)
-        try:
-            assert process.stdout is not None
-            made.address = process.stdout.readline().strip()
-            assert made.address, "the cluster did not start"
-            yield made
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
-            process.wait(60)
-    shutil.rmtree(folder)
+PROGRAM = Path(__file__).with_name("ray_program.py")
 
 
 @pytest.fixture
@@ -74,32 +34,22 @@ def ray(launcher: Launcher, nodes: Nodes) -> Callable[..., Runner]:
 def test_a_node_is_lost_and_the_bits_are_those_of_ddp(
     launcher: Launcher, nodes: Nodes, ray: Callable[..., Runner]
 ) -> None:
-    from golden import golden
-    from subject import compare, history
-
     journals = launcher.directory / "journals"
     journals.mkdir()
     gate = journals / "gate"
     gate.write_text("8")
-    job = ray("-np", 4, HERE / "ray_program.py", journals, "conv", 4, 4)
-    _until(lambda: _committed(journals, 7) == 4, "step 7")
+    job = ray("-np", 4, PROGRAM, journals, "conv", 4, 4)
+    until(lambda: _committed(journals, 7) == 4, "step 7")
     before = {path.name.partition(":")[0] for path in journals.glob("*.journal")}
     assert before == {HEAD, OTHER}, "Ray did not use both nodes"
     nodes.ask(f"remove {OTHER}")
-    _until(lambda: len(list(journals.glob(f"{HEAD}:*.journal"))) == 4, "replacing")
+    until(lambda: len(list(journals.glob(f"{HEAD}:*.journal"))) == 3, "replacing one: there is no room for more")
     gate.write_text("1000")
     ended = _end(job)
     assert ended.code == 0, ended
     assert f"the runner on {OTHER} is gone" in ended.stderr
     assert "all 1/1 nodes finished" in ended.last_line
     compare(history(sorted(journals.glob("*.journal"))), golden("conv", 4, 4), repeats=2)
-
-
-def _until(happened: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < deadline_s, f"{what} did not happen in {PATIENCE_S} s"
-        time.sleep(0.02)  # pacing a poll with a deadline
 
 
 def _end(job: Runner) -> Ended:
@@ -128,7 +78,7 @@ def test_ends_of_all_kinds(launcher: Launcher, nodes: Nodes, ray: Callable[..., 
     )
     failing = ray("--no-warm", "-np", 1, "fails.py")
     stopped, killed = (ray("--no-warm", "-np", 1, "--devices", "cpu=1", "endless.py", name) for name in ("a", "b"))
-    _until(lambda: len(launcher.files("*.pid")) == 2, "starting")
+    until(lambda: len(launcher.files("*.pid")) == 2, "starting")
     pids = {path.name.split(".")[0]: int(path.name.split(".")[1]) for path in launcher.files("*.pid")}
     stopped.send_signal(signal.SIGINT)
     killed.kill()
@@ -138,7 +88,7 @@ def test_ends_of_all_kinds(launcher: Launcher, nodes: Nodes, ray: Callable[..., 
     failed = _end(failing)
     assert failed.code == 7, failed
     assert re.search(r"worker 127.0.0.\d:\d+ \(rank 0\) failed first: exit code 7", failed.stderr)
-    _until(lambda: not any(start_ticks(pid) for pid in pids.values()), "the workers' end")
+    until(lambda: not any(start_ticks(pid) for pid in pids.values()), "the workers' end")
 
 
 def test_asking_for_what_is_not_there(launcher: Launcher, ray: Callable[..., Runner]) -> None:
