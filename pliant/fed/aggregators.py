@@ -167,6 +167,7 @@ class FedBuff(FedAvg):
     """
 
     name = "fed-buff"
+    averages = False  # the late count less, and so would their part of the noise
 
     def __init__(self, *, size: int = 10, max_staleness: int = 5, lr: float = 1.0) -> None:
         super().__init__(even=True, lr=lr)

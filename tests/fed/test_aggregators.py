@@ -151,8 +151,8 @@ def test_a_fold_in_another_order_has_other_bits() -> None:
 
 
 def test_the_number_of_threads_does_not_change_a_bit() -> None:
-    start = Weights([torch.randn(100_003)], [])
-    sent = [Update(i, Weights([torch.randn(100_003)], []), 3 + i, 1.0 + i) for i in range(4)]
+    start = Weights([torch.randn(40_003)], [])
+    sent = [Update(i, Weights([torch.randn(40_003)], []), 3 + i, 1.0 + i) for i in range(4)]
     before, found = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
@@ -260,7 +260,8 @@ def test_the_proximal_term_is_autograds_gradient_of_the_penalty_also_for_many_cl
     gradients = [torch.zeros_like(each) for each in values]
     proximal_(gradients, values, anchors, 0.7)
     for gradient, value in zip(gradients, values, strict=True):
-        torch.testing.assert_close(gradient, value.grad)
+        assert value.grad is not None
+        assert torch.allclose(gradient, value.grad)
 
 
 def test_robust_means_of_honest_clients_are_numpys() -> None:
@@ -403,7 +404,7 @@ def test_what_is_no_number_is_left_out_and_named(name: str) -> None:
     assert bits(alone) == bits(model()), "nothing usable: the model stays"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 500), st.floats(-1e3, 1e3)), min_size=1, max_size=12), st.randoms())
 def test_a_mean_stays_between_the_extremes_and_knows_no_order(
     given_: list[tuple[int, float]], chance: random.Random
