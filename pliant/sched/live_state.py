@@ -204,7 +204,7 @@ class LiveState:
         cluster = Cluster(dict(self.devices), reserved=dict(self.reserved))
         # Those that are ending have been given nothing, and hold what they still have: it is given when it is free.
         changes = self.policy.allocate(self.policy.jobs(asked), cluster, now_s)
-        stranded = {job.name: {} for job in self.active if not job.ending and not job.may_use(self.devices)}
+        stranded: Changes = {job.name: {} for job in self.active if not job.ending and not job.may_use(self.devices)}
         return self._within_bounds(alive, {**stranded, **changes})
 
     def _within_bounds(self, ranked: list[LiveJob], changes: Changes) -> Changes:
