@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pliant.cli import bench_preemption, bench_priority, bench_training
+from pliant.cli import bench_fed, bench_preemption, bench_priority, bench_training
 from pliant.cli.bench_output import check_writable, ended_by_sigterm, milliseconds, ratio, shown_progress
 from pliant.errors import ConfigError
 
@@ -24,6 +24,7 @@ def register(app: typer.Typer) -> None:
     bench_training.register(bench)
     bench_priority.register(bench)
     bench_preemption.register(bench)
+    bench_fed.register(bench)
     app.add_typer(bench, name="bench")
 
 
