@@ -1,0 +1,273 @@
+"""Whose samples are whose: a data set dealt to clients, each sample at most once.
+
+Natural partitions come from a column of the data, or from a map that was published with them; the others are drawn, from
+a seed alone. Where a partition cannot use all samples, it says how many are left (`unused`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pliant.errors import ConfigError
+from pliant.fed.tables import ClientMap
+
+Ints = NDArray[np.int64]
+TRIES = 100
+"""Drawings after which a Dirichlet partition with a least size is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The samples of each client, as numbers from 0 to `num_samples` - 1."""
+
+    names: tuple[str, ...]
+    starts: Ints
+    """Where in `order` each client's samples begin; one more entry than clients."""
+    order: Ints
+    num_samples: int
+    """Of the data set."""
+
+    def __post_init__(self) -> None:
+        seen = np.zeros(self.num_samples, dtype=bool)
+        if len(self.order) and not 0 <= int(self.order.min()) <= int(self.order.max()) < self.num_samples:
+            raise ConfigError(
+                f"a partition names samples beyond the {self.num_samples} that there are: is it of other data?"
+            )
+        seen[self.order] = True
+        if int(seen.sum()) < len(self.order):
+            raise ConfigError(f"a partition of {len(self.order)} entries has {int(seen.sum())} samples: some twice")
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def of(self, client: int) -> Ints:
+        """The samples of one client, in a fixed order."""
+        return self.order[self.starts[client] : self.starts[client + 1]]
+
+    @property
+    def sizes(self) -> Ints:
+        return np.diff(self.starts)
+
+    @property
+    def unused(self) -> int:
+        return self.num_samples - len(self.order)
+
+    def limited(self, least: int = 1, most: int | None = None) -> Partition:
+        """Without the clients that have fewer than `least` or more than `most` samples.
+
+        Raises:
+            ConfigError: nobody is left.
+        """
+        sizes = self.sizes
+        kept = np.flatnonzero((sizes >= least) & (sizes <= (most if most is not None else self.num_samples)))
+        if not len(kept):
+            raise ConfigError(
+                f"no client has {least} to {most or 'any number of'} samples: they have {_range(sizes)}; widen the limits"
+            )
+        return _joined([self.names[i] for i in kept], [self.of(int(i)) for i in kept], self.num_samples)
+
+    def label_counts(self, labels: ArrayLike, num_classes: int) -> Ints:
+        """How many samples of each label each client has: clients x classes."""
+        owner = np.repeat(np.arange(len(self)), self.sizes)
+        flat = owner * num_classes + np.asarray(labels, dtype=np.int64)[self.order]
+        return np.bincount(flat, minlength=len(self) * num_classes).reshape(len(self), num_classes).astype(np.int64)
+
+
+def _joined(names: Sequence[str], parts: Sequence[Ints], num_samples: int) -> Partition:
+    starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
+    order = np.concatenate([np.zeros(0, dtype=np.int64), *parts]).astype(np.int64)
+    return Partition(tuple(names), starts, order, num_samples)
+
+
+def _numbered(parts: Sequence[Ints], num_samples: int) -> Partition:
+    return _joined([str(number) for number in range(len(parts))], parts, num_samples)
+
+
+def natural(column: Sequence[Hashable]) -> Partition:
+    """One client for each value of the column (a speaker, a role), in the order in which they first appear.
+
+    Raises:
+        ConfigError: the column is empty.
+    """
+    numbers: dict[Hashable, int] = {}
+    codes = np.fromiter((numbers.setdefault(value, len(numbers)) for value in column), dtype=np.int64)
+    if not len(codes):
+        raise ConfigError("a natural partition of no samples: is the data set empty?")
+    order = np.argsort(codes, kind="stable").astype(np.int64)
+    starts = np.concatenate([[0], np.cumsum(np.bincount(codes))]).astype(np.int64)
+    return Partition(tuple(str(value) for value in numbers), starts, order, len(codes))
+
+
+def iid(num_samples: int, num_clients: int, *, seed: int = 0) -> Partition:
+    """Samples dealt at random, as evenly as can be."""
+    _check_clients(num_samples, num_clients)
+    shuffled = np.random.default_rng(seed).permutation(num_samples).astype(np.int64)
+    return _numbered(np.array_split(shuffled, num_clients), num_samples)
+
+
+def by_sizes(num_samples: int, sizes: Sequence[int] | Ints, *, seed: int = 0) -> Partition:
+    """Samples dealt at random, to each client as many as `sizes` says."""
+    wanted = _checked_sizes(num_samples, sizes)
+    shuffled = np.random.default_rng(seed).permutation(num_samples).astype(np.int64)
+    return _numbered(np.split(shuffled[: int(wanted.sum())], np.cumsum(wanted)[:-1]), num_samples)
+
+
+def shards(labels: ArrayLike, num_clients: int, *, per_client: int = 2, seed: int = 0) -> Partition:
+    """Samples sorted by label and cut into equal shards, of which each client gets some (McMahan et al. 2017)."""
+    values = _checked_labels(labels)
+    if per_client < 1:
+        raise ConfigError(f"per_client={per_client}: each client has 1 shard or more")
+    _check_clients(len(values), num_clients * per_client, what="shards")
+    chance = np.random.default_rng(seed)
+    # Shuffled first: equal labels then lie in no order that their file had.
+    shuffled = chance.permutation(len(values))
+    cut = np.array_split(
+        shuffled[np.argsort(values[shuffled], kind="stable")].astype(np.int64), num_clients * per_client
+    )
+    dealt = chance.permutation(len(cut)).reshape(num_clients, per_client)
+    return _numbered([np.concatenate([cut[i] for i in mine]) for mine in dealt], len(values))
+
+
+def dirichlet(
+    labels: ArrayLike,
+    num_clients: int,
+    alpha: float,
+    *,
+    seed: int = 0,
+    sizes: Sequence[int] | Ints | None = None,
+    least: int = 1,
+) -> Partition:
+    """Labels in unequal shares; the smaller `alpha`, the fewer labels a client has.
+
+    Without `sizes`, each label is split among the clients in shares of Dirichlet(alpha), so sizes differ, too; drawn
+    anew until each client has `least`. With `sizes`, each client draws its own shares of labels from
+    Dirichlet(alpha x classes x their frequencies), and takes another label where one is used up.
+
+    Raises:
+        ConfigError: the numbers do not allow it.
+    """
+    values = _checked_labels(labels)
+    if not alpha > 0 or not np.isfinite(alpha):
+        raise ConfigError(f"alpha={alpha}: use a number above 0; 0.1 is very unequal, 100 nearly equal")
+    _check_clients(len(values), num_clients)
+    chance = np.random.default_rng(seed)
+    pools = [chance.permutation(np.flatnonzero(values == label)).astype(np.int64) for label in np.unique(values)]
+    if sizes is None:
+        return _numbered(_labels_dealt(pools, num_clients, alpha, least, chance), len(values))
+    wanted = _checked_sizes(len(values), sizes)
+    if len(wanted) != num_clients:
+        raise ConfigError(f"{len(wanted)} sizes for {num_clients} clients: give one for each")
+    return _numbered(_clients_served(pools, wanted, alpha, chance), len(values))
+
+
+def _labels_dealt(
+    pools: list[Ints], num_clients: int, alpha: float, least: int, chance: np.random.Generator
+) -> list[Ints]:
+    best = 0
+    for _ in range(TRIES):
+        shares = chance.dirichlet(np.full(num_clients, alpha), size=len(pools))
+        cuts = [(np.cumsum(row)[:-1] * len(pool)).astype(np.int64) for row, pool in zip(shares, pools, strict=True)]
+        sizes = sum(np.diff(cut, prepend=0, append=len(pool)) for cut, pool in zip(cuts, pools, strict=True))
+        best = max(best, int(np.min(sizes)))
+        if best >= least:
+            pieces = [np.split(pool, cut) for cut, pool in zip(cuts, pools, strict=True)]
+            return [np.concatenate(hand) for hand in zip(*pieces, strict=True)]
+    raise ConfigError(
+        f"alpha={alpha} with {num_clients} clients: of {TRIES} drawings none gave each client {least} samples "
+        f"(the best gave {best}); use a larger alpha, fewer clients, or sizes"
+    )
+
+
+def _clients_served(pools: list[Ints], sizes: Ints, alpha: float, chance: np.random.Generator) -> list[Ints]:
+    left = np.array([len(pool) for pool in pools], dtype=np.int64)
+    weights = alpha * len(pools) * left / left.sum()
+    parts: list[Ints] = [np.zeros(0, dtype=np.int64)] * len(sizes)
+    # In a random order: who comes last takes what is left, and that should not be the clients of high numbers.
+    for client in chance.permutation(len(sizes)):
+        share = chance.dirichlet(weights)
+        taken = np.zeros(len(pools), dtype=np.int64)
+        while (missing := int(sizes[client] - taken.sum())) > 0:
+            open_share = np.where(left > taken, share, 0.0)
+            if not open_share.sum() > 0:
+                open_share = (left - taken).astype(np.float64)
+            drawn = chance.multinomial(missing, open_share / open_share.sum())
+            taken = np.minimum(taken + drawn, left)
+        parts[client] = np.concatenate([pool[n - t : n] for pool, n, t in zip(pools, left, taken, strict=True)])
+        left = left - taken
+    return parts
+
+
+def by_map(mapped: ClientMap, samples: Sequence[str], *, unmapped: str = "refuse") -> Partition:
+    """The partition of `samples` that the map says; samples of the map that are not there are no error.
+
+    Raises:
+        ConfigError: a sample is in the map for two clients, or (unless `unmapped` is "drop") not at all.
+    """
+    owners: dict[str, str] = {}
+    for sample, client in zip(mapped.samples, mapped.clients, strict=True):
+        if owners.setdefault(sample, client) != client:
+            raise ConfigError(f"the client map gives sample {sample!r} to clients {owners[sample]!r} and {client!r}")
+    known = np.array([sample in owners for sample in samples], dtype=bool)
+    if not known.all() and (unmapped != "drop" or not known.any()):
+        strange = next(sample for sample, is_known in zip(samples, known, strict=True) if not is_known)
+        raise ConfigError(
+            f"{int((~known).sum())} of {len(samples)} samples are not in the client map, as {strange!r} "
+            f"(it has names as {next(iter(owners), '')!r}); give the map of these data, or drop them with unmapped=drop"
+        )
+    places = np.flatnonzero(known).astype(np.int64)
+    among = natural([owners[samples[int(i)]] for i in places])
+    return Partition(among.names, among.starts, places[among.order], len(samples))
+
+
+def draw_sizes(table: Ints, num_clients: int, *, seed: int = 0, least: int = 1, most: int | None = None) -> Ints:
+    """Sizes of `num_clients` rows of a table, each row at most once while they last, brought within the limits."""
+    if not len(table) or num_clients < 1 or least < 1 or (most is not None and most < least):
+        raise ConfigError(
+            f"{num_clients} sizes of {least} to {most} from a table of {len(table)}: use 1 or more, in this order"
+        )
+    chance = np.random.default_rng(seed)
+    rows = np.concatenate([chance.permutation(len(table)) for _ in range(-(-num_clients // len(table)))])[:num_clients]
+    drawn: Ints = np.clip(table[rows], least, most).astype(np.int64)
+    return drawn
+
+
+def fitted(sizes: Ints, num_samples: int) -> Ints:
+    """The sizes, made smaller in proportion where they sum to more than there is; each stays 1 at least."""
+    if sizes.sum() <= num_samples:
+        return sizes
+    _check_clients(num_samples, len(sizes))
+    spare = num_samples - len(sizes)
+    exact = (sizes - 1) * (spare / max(1, int((sizes - 1).sum())))
+    smaller: Ints = (1 + np.floor(exact)).astype(np.int64)
+    return smaller
+
+
+def _checked_labels(labels: ArrayLike) -> NDArray[np.generic]:
+    values = np.asarray(labels)
+    if values.ndim != 1 or not len(values):
+        raise ConfigError(f"labels of shape {list(values.shape)}: give one for each sample")
+    return values
+
+
+def _check_clients(num_samples: int, count: int, what: str = "clients") -> None:
+    if count < 1 or count > num_samples:
+        raise ConfigError(f"{num_samples} samples for {count} {what}: use 1 to {num_samples} {what}")
+
+
+def _checked_sizes(num_samples: int, sizes: Sequence[int] | Ints) -> Ints:
+    wanted = np.asarray(sizes, dtype=np.int64)
+    if wanted.ndim != 1 or not len(wanted) or int(wanted.min()) < 1:
+        raise ConfigError("sizes must be a list of numbers, each 1 or more")
+    if int(wanted.sum()) > num_samples:
+        raise ConfigError(
+            f"sizes sum to {int(wanted.sum())}, but there are {num_samples} samples: use fewer clients, or fitted(sizes, {num_samples})"
+        )
+    return wanted
+
+
+def _range(sizes: Ints) -> str:
+    return f"{int(sizes.min())} to {int(sizes.max())}" if len(sizes) else "none"

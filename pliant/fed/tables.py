@@ -1,0 +1,114 @@
+"""Tables about clients: who has which samples, and how many of which label, as they are published."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pliant.errors import ConfigError
+from pliant.fed.pickles import read_pickle
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientMap:
+    """Who has which samples, as published beside a data set."""
+
+    samples: tuple[str, ...]
+    clients: tuple[str, ...]
+    labels: tuple[str, ...] = ()
+    """Of each sample, where the map says so."""
+
+
+_COLUMNS = {
+    "samples": ("sample_name", "sample_path", "sample", "file", "path"),
+    "clients": ("client_id", "client", "user", "speaker"),
+    "labels": ("category_id", "label_id", "sample_category", "label_name", "label"),
+}
+
+
+def read_client_map(path: Path) -> ClientMap:
+    """FedScale's map (CSV: client_id, sample_name, sample_category, category_id), or the artifact's ({sample: client}, a pickle).
+
+    Raises:
+        ConfigError: it cannot be read, or is neither.
+    """
+    try:
+        with path.open("rb") as file:
+            line = file.readline(1000)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}; give a client map") from None
+    if line[:1] == b"\x80" or b"," not in line:
+        return _pickled_map(path)
+    rows = read_rows(path)
+    found = {kind: next((name for name in known if name in rows[0]), "") for kind, known in _COLUMNS.items()}
+    if not found["samples"] or not found["clients"]:
+        raise ConfigError(f"{path}: its columns are {', '.join(rows[0])}; a client map has client_id and sample_name")
+    labels = tuple(row[found["labels"]] for row in rows) if found["labels"] else ()
+    return ClientMap(tuple(row[found["samples"]] for row in rows), tuple(row[found["clients"]] for row in rows), labels)
+
+
+def _pickled_map(path: Path) -> ClientMap:
+    found = read_pickle(path)
+    plain = (str, int)
+    if (
+        not isinstance(found, dict)
+        or not found
+        or not all(isinstance(sample, plain) and isinstance(client, plain) for sample, client in found.items())
+    ):
+        raise ConfigError(f"{path}: a client map in a pickle is {{sample: client}}; this one is not")
+    return ClientMap(tuple(str(each) for each in found), tuple(str(each) for each in found.values()))
+
+
+def read_sizes(path: Path) -> Ints:
+    """The samples of each client: column num_samples of a CSV; rows of one client (a label each) are added up."""
+    rows = read_rows(path)
+    sizes = int_column(path, rows, "num_samples")
+    if "client" in rows[0]:
+        own: dict[str, int] = {}
+        for row, size in zip(rows, sizes, strict=True):
+            own[row["client"]] = own.get(row["client"], 0) + int(size)
+        return np.array(list(own.values()), dtype=np.int64)
+    return sizes
+
+
+def read_label_counts(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], Ints]:
+    """Clients, labels, and how many samples of each label each client has, from a CSV of client, label, num_samples."""
+    rows = read_rows(path)
+    for name in ("client", "label"):
+        if name not in rows[0]:
+            raise ConfigError(f"{path}: no column {name!r}; label counts have client, label, num_samples")
+    clients = list(dict.fromkeys(row["client"] for row in rows))
+    labels = sorted({row["label"] for row in rows})
+    counts = np.zeros((len(clients), len(labels)), dtype=np.int64)
+    place = {name: i for i, name in enumerate(clients)}, {name: i for i, name in enumerate(labels)}
+    at = np.array([place[0][row["client"]] for row in rows]), np.array([place[1][row["label"]] for row in rows])
+    np.add.at(counts, at, int_column(path, rows, "num_samples"))
+    return tuple(clients), tuple(labels), counts
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV with a header line."""
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            rows = [{(k or "").strip(): v or "" for k, v in row.items() if k is not None} for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: {error}; give a CSV file with a header line") from None
+    if not rows:
+        raise ConfigError(f"{path}: no rows in it; give a CSV file with a header line")
+    return rows
+
+
+def int_column(path: Path, rows: list[dict[str, str]], column: str) -> Ints:
+    if column not in rows[0]:
+        raise ConfigError(f"{path}: no column {column!r} among {', '.join(rows[0])}")
+    try:
+        return np.array([int(row[column]) for row in rows], dtype=np.int64)
+    except ValueError as error:
+        raise ConfigError(f"{path}: column {column}: {error}") from None
