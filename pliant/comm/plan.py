@@ -274,9 +274,24 @@ def _listeners(spec: Spec, tree: Topology, me: int) -> tuple[int, ...]:
 def _broadcasting(
     spec: Spec, me: int, hosts: tuple[str, ...], strategy: Strategy, item_bytes: int, slice_bytes: int
 ) -> Plan:
-    tree = _rooted(strategy.topologies(hosts, False), spec.members.index(spec.root))
-    slices = cut(spec.name, spec.length, item_bytes, 1, slice_bytes)
-    return Plan({index: _telling(spec, tree, me, s.begin, s.end) for index, s in enumerate(slices)}, spec.length)
+    root = spec.members.index(spec.root)
+    trees = strategy.topologies(hosts, False)
+    direct = _rooted(trees, root)
+    if _crowded(direct, root, hosts) and len(trees) > 1 and spec.length * item_bytes > WHOLE_BYTES:
+        # The root's link would carry the tensor once for each host. Instead everybody passes on a share of it: each
+        # link carries it about twice, however many there are.
+        relays = [graph.rerooted(tree.bcast_from, root) for tree in trees]
+        hung = [Topology(fathers, fathers) for fathers in relays]
+    else:
+        hung = [direct]
+    slices = cut(spec.name, spec.length, item_bytes, len(hung), slice_bytes)
+    steps = {index: _telling(spec, hung[s.lane], me, s.begin, s.end) for index, s in enumerate(slices)}
+    return Plan(steps, spec.length)
+
+
+def _crowded(tree: Topology, root: int, hosts: Sequence[str]) -> bool:
+    """Whether the root tells more than two other hosts itself."""
+    return len({hosts[rank] for rank in tree.listeners(root)} - {hosts[root]}) > 2
 
 
 def _gathering(spec: Spec, me: int, item_bytes: int, slice_bytes: int) -> Plan:

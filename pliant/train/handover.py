@@ -61,6 +61,32 @@ def spread(engine: Engine, state: object | None) -> object:
     return tree.unflatten(table["skeleton"], tensors)
 
 
+def relay(engine: Engine, holder: int, lacking: Sequence[int], num_bytes: int, state: object | None) -> object:
+    """The state of `holder` on all ranks that lack it: these pass shares of it on to each other, so that the holder sends it
+    about once, however many they are. The holder gives its `state`, whose table of contents has `num_bytes`.
+
+    Raises:
+        CommError: somebody is gone.
+    """
+    ranks = sorted([holder, *lacking])
+    contents, tensors = torch.empty(num_bytes, dtype=torch.uint8), list[torch.Tensor]()
+    if engine.rank == holder:
+        packed, tensors = _packed(state)
+        contents = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    engine.broadcast("relay", contents, holder, ranks=ranks).wait()
+    table = json.loads(bytes(contents.numpy()))
+    if engine.rank != holder:
+        tensors = [TensorSpec.from_json(entry).empty("cpu") for entry in table["tensors"]]
+    waiting = [
+        engine.broadcast(f"relay:{number}", tensor.view(-1).view(torch.uint8), holder, ranks=ranks)
+        for number, tensor in enumerate(tensors)
+        if tensor.numel()
+    ]
+    for handle in waiting:
+        handle.wait()
+    return tree.unflatten(table["skeleton"], tensors)
+
+
 def reclaim(member: Member | Alone) -> None:
     """Lend nothing any more."""
     member.unpublish(LENT)

@@ -46,9 +46,11 @@ class Report:
     """What must be the same on all workers: replicas, parameters, data."""
     fingerprint: dict[str, Any]
     """What the bits depend on."""
+    stays: bool = False
+    """Whether it waits until everybody has the state; else it trains on, and others may fetch from it meanwhile."""
 
     def to_bytes(self) -> bytes:
-        return json.dumps([self.step, self.offered_bytes, self.program, self.fingerprint]).encode()
+        return json.dumps([self.step, self.offered_bytes, self.program, self.fingerprint, self.stays]).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Report:
@@ -150,7 +152,7 @@ class Settling:
         if self.has_state and view.size > 1 and not (planned and known >= set(view.workers)):
             offered = handover.lend(member, roll.number, self.state())
         engine = member.enter(roll)
-        reports = self._submit_report(engine, "settle", offered)
+        reports = self._submit_report(engine, "settle", offered, stays=not planned)
         if planned:
             # All who were in the old view have done its last step. They know each other's reports, and need not wait for
             # those of newcomers, who fetch the state from them while they train on.
@@ -178,29 +180,40 @@ class Settling:
             reports = self._reports(self._submit_report(engine, "begin", offered), offered)
             holders = _holders(reports)
         self._check(reports, holders[0], engine)
-        if engine.rank not in holders:
-            if not reports[holders[0]].offered_bytes:
-                # The others have left a view together, in good order as they thought, and lend nothing. Rare enough to
-                # begin anew: this worker ends, and its runner starts another.
-                raise TrainError(
-                    f"{self._member.me} missed the last step of a view that the others have left: it has to be replaced"
-                )
-            # Where models are averaged every holder has its own: what is fetched must be of one.
-            sources = holders if self._trainer.averaging is None else holders[:1]
-            state = handover.fetch(engine, sources, reports[holders[0]].offered_bytes)
-            self.load(cast(dict[str, Any], state))
-            self.has_state = True
+        self._have_state(engine, reports, holders)
         return holders
 
-    def _report(self, offered: int) -> Report:
-        step = self._trainer.progress.step if self.has_state else -1
-        return Report(step, offered, self._program, self._fingerprint.to_json())
+    def _have_state(self, engine: Engine, reports: Sequence[Report], holders: Sequence[int]) -> None:
+        """Everybody has the newest state afterwards, as far as this worker has to do with it."""
+        source, offered = holders[0], reports[holders[0]].offered_bytes
+        lacking = [rank for rank in range(engine.size) if rank not in holders]
+        if engine.rank in lacking and not offered:
+            # The others have left a view together, in good order as they thought, and lend nothing. Rare enough to
+            # begin anew: this worker ends, and its runner starts another.
+            raise TrainError(
+                f"{self._member.me} missed the last step of a view that the others have left: it has to be replaced"
+            )
+        relayed = len(lacking) > max(2, len(holders)) and offered > 0 and reports[source].stays
+        if relayed and (engine.rank in lacking or engine.rank == source):
+            own = self.state() if engine.rank == source else None
+            state = handover.relay(engine, source, lacking, offered, own)
+        elif engine.rank in lacking:
+            # Where models are averaged every holder has its own: what is fetched must be of one.
+            sources = holders if self._trainer.averaging is None else holders[:1]
+            state = handover.fetch(engine, sources, offered)
+        if engine.rank in lacking:
+            self.load(cast(dict[str, Any], state))
+            self.has_state = True
 
-    def _submit_report(self, engine: Engine, name: str, offered: int) -> Handle | None:
+    def _report(self, offered: int, stays: bool = True) -> Report:
+        step = self._trainer.progress.step if self.has_state else -1
+        return Report(step, offered, self._program, self._fingerprint.to_json(), stays)
+
+    def _submit_report(self, engine: Engine, name: str, offered: int, stays: bool = True) -> Handle | None:
         """Tell everybody what this worker has; None where there is nobody."""
         if engine.view.size == 1:
             return None
-        data = self._report(offered).to_bytes()
+        data = self._report(offered, stays).to_bytes()
         assert len(data) <= REPORT_BYTES, f"a report of {len(data)} bytes"
         row = torch.frombuffer(bytearray(data.ljust(REPORT_BYTES)), dtype=torch.uint8)
         return engine.all_gather(name, row)

@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
@@ -37,6 +38,9 @@ GATE_S = 60.0
 ALL = 1 << 60
 """A gate that is open for good."""
 _WAIT_FOR = Crossing._wait_for
+_closer = ThreadPoolExecutor(1, "ending")
+_ending: list[Future[None]] = []
+"""The servers of the last jobs, on their way out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,10 +229,10 @@ def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
         exchange()
         _fail_at(task, "summed", job.step)
 
-    def entered(*args: Any) -> Any:
+    def entered(*args: Any, **kwargs: Any) -> Any:
         if settling.has_state:
             _fail_at(task, "settling", job.step)
-        return enter(*args)
+        return enter(*args, **kwargs)
 
     def compared(*args: Any) -> Any:
         if not settling.has_state and (task.fault is None or task.fault.step < 0):
@@ -556,9 +560,15 @@ class Stage:
 @contextlib.contextmanager
 def staged(task: Task, folder: Path, **settings: Any) -> Iterator[Stage]:
     """An elastic job that nobody works on yet."""
-    with ConfigServer(ServerConfig(port=0)).running() as server, ConfigClient(server.url) as client:
-        stage = Stage(task, folder, client, server.url, **settings)
-        try:
-            yield stage
-        finally:
-            stage.close()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(ConfigServer(ServerConfig(port=0)).running())
+        with ConfigClient(server.url) as client:
+            stage = Stage(task, folder, client, server.url, **settings)
+            try:
+                yield stage
+            finally:
+                stage.close()
+        # A server takes 0.2 s to end, all of it waiting: meanwhile the next test begins.
+        _ending.append(_closer.submit(stack.pop_all().close))
+        if len(_ending) > 1:
+            _ending.pop(0).result(10)  # raises what has ended the one before
