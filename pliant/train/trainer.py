@@ -48,6 +48,9 @@ LENT = "state:"
 class Left(SystemExit):
     """This worker is no longer part of the job, in good order. Ends the program with exit code 0."""
 
+    ends_at_once = True
+    """Somebody waits for its device: a fork of the warm process does not take the interpreter apart (`launch.warm`)."""
+
     def __init__(self, why: str) -> None:
         super().__init__(0)
         self.why = why

@@ -170,6 +170,31 @@ def test_a_fork_has_its_own_environment_and_random_numbers(warm: WarmProcess, tm
     assert first[2] == second[2]  # torch begins with a fixed seed
 
 
+LEAVES = """
+    import atexit, sys, threading, time
+    file = open("kept", "w")
+    file.write("not flushed")
+    atexit.register(lambda: print("exit function"))
+    threading.Timer(0.2, lambda: print("thread")).start()
+
+    class Stubborn:
+        def __del__(self):
+            print("taken apart")
+
+    thing = Stubborn()
+    leaving = SystemExit(0)
+    leaving.ends_at_once = True
+    raise leaving
+"""
+
+
+def test_who_leaves_at_once_ends_in_good_order_but_is_not_taken_apart(warm: WarmProcess, tmp_path: Path) -> None:
+    program = script(tmp_path, LEAVES.replace('"kept"', f'"{tmp_path}/kept"'))
+    left = run(warm, program)
+    assert (left.code, left.stdout, left.stderr) == (0, "thread\nexit function\n", "")
+    assert (tmp_path / "kept").read_text() == "not flushed"
+
+
 def test_a_fork_inherits_its_socket_and_hands_it_on(warm: WarmProcess, tmp_path: Path) -> None:
     path = script(
         tmp_path,
