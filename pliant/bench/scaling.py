@@ -38,7 +38,7 @@ HEADERS = 66
 DDP_CAPS_MB = (25.0, 10.0, 5.0)
 """Bucket sizes of DDP for the full model; the first is its default."""
 PATIENCE_S = 240.0
-CPU_STEP_S, CPU_NODE_S = 0.05, 0.0022
+CPU_STEP_S, CPU_NODE_S = 0.06, 0.003
 """About what a rank of ours computes in a step, and more for each rank there is: messages."""
 SLOW = 0.5
 """Below this speed a step takes so long that not everything is measured by default."""
@@ -95,10 +95,11 @@ class ScalingOptions:
         return self.speed or min(1.0, MOST_BUSY * step_s * len(os.sched_getaffinity(0)) / (nodes * cpu_s))
 
     def sides_at(self, nodes: int) -> tuple[str, ...]:
-        """Who takes part: where time is slow only AUTO and DDP, unless everyone is wanted everywhere."""
+        """Who takes part: where time is slow only the best of ours and DDP, unless everyone is wanted everywhere."""
         if self.everywhere or self.speed_at(nodes) >= SLOW:
             return self.sides
-        return tuple(side for side in self.sides if side in ("auto", "ddp"))
+        ours = "priority" if "priority" in self.sides else "auto"
+        return tuple(side for side in self.sides if side in (ours, "ddp"))
 
     def turns_at(self, nodes: int) -> tuple[int, int]:
         """How often everyone gets a turn on so many hosts, and for how many timed steps: one turn where time is slow."""

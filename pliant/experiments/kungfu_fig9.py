@@ -51,7 +51,7 @@ def run(options: Options) -> Json:
         asked = ScalingOptions(
             model=model,
             nodes=nodes,
-            sides=scaling.SIDES if all_sides else ("auto", "ddp"),
+            sides=scaling.SIDES if all_sides else ("priority", "ddp"),
             iters=iters,
             repeat=1 if options.quick else 5 if options.full else 2,
             warmup=10 if options.full else 3,
@@ -202,7 +202,7 @@ def said(sweeps: Sequence[Sweep], cells: Sequence[Json], claims: dict[str, Json]
     )
     if any(sweep.options.sides_at(nodes) != sweep.options.sides for sweep in sweeps for nodes in sweep.options.nodes):
         found.append(
-            "where the cores carry the hosts only in slow motion, only AUTO and DDP were measured (--full: all); there "
+            "where the cores carry the hosts only in slow motion, only AUTO with priorities and DDP were measured (--full: all); "
             "MULTI_BINARY_TREE_STAR would send 4.2 times the model on 32 hosts, AUTO 1.9 times: in DDP's exact order of "
             "summation trees carry what they may not fold"
         )
