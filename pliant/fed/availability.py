@@ -6,6 +6,7 @@ period goes on in one that begins with the next. FedScale's trace is read as pub
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 from dataclasses import dataclass
@@ -62,7 +63,11 @@ class Availability:
         kept = end > begin
         owner, begin, end = _disjoint(owner[kept], begin[kept], end[kept])
         self._begin_s, self._end_s = begin, end
-        self._starts = np.searchsorted(owner, np.arange(len(self.period_s) + 1))
+        starts = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(self.period_s)))]).astype(np.int64)
+        self._first, self._behind = starts[:-1], starts[1:]
+        self._forget()
+
+    def _forget(self) -> None:
         self._since_s = np.full(len(self), math.inf)  # nothing is known yet
         self._change_s = np.full(len(self), -math.inf)
         self._now = Presence(np.zeros(len(self), bool), np.zeros(len(self)), np.zeros(len(self)))
@@ -77,7 +82,7 @@ class Availability:
         return cls(every, np.zeros(num_clients), np.ones(num_clients), np.ones(num_clients), "always there")
 
     def intervals(self, client: int) -> list[tuple[float, float]]:
-        places = slice(self._starts[client], self._starts[client + 1])
+        places = slice(self._first[client], self._behind[client])
         return list(zip(self._begin_s[places].tolist(), self._end_s[places].tolist(), strict=True))
 
     def for_clients(self, num_clients: int) -> Availability:
@@ -85,11 +90,10 @@ class Availability:
         if num_clients < 1:
             raise ConfigError(f"availability of {num_clients} clients: use 1 or more")
         rows = np.arange(num_clients) % len(self)
-        counts = np.diff(self._starts)[rows]
-        first = np.repeat(self._starts[rows] - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts)
-        places = first + np.arange(int(counts.sum()))
-        owner = np.repeat(np.arange(num_clients), counts)
-        return Availability(owner, self._begin_s[places], self._end_s[places], self.period_s[rows], self.note)
+        found = copy.copy(self)  # the intervals themselves are shared
+        found.period_s, found._first, found._behind = self.period_s[rows], self._first[rows], self._behind[rows]
+        found._forget()
+        return found
 
     def at(self, now_s: float) -> Presence:
         """Everybody at one moment. As the clock goes on, only those are looked up again whose state has ended since."""
@@ -112,7 +116,7 @@ class Availability:
         # The quotient is rounded, so that the rest may lie a little outside of the period.
         cycle += (now - (cycle + 1) * period >= 0).astype(np.float64) - (now - cycle * period < 0)
         start, local = cycle * period, now - cycle * period
-        first, behind = self._starts[clients], self._starts[clients + 1]
+        first, behind = self._first[clients], self._behind[clients]
         after = self._next_begin(first, behind, local)
         empty = first == behind
         last = np.maximum(after - 1, first)
@@ -145,7 +149,7 @@ class Availability:
         kind = "synthetic" if self.note.startswith("synthetic") else "unknown"
         found: dict[int, dict[str, object]] = {}
         for client in range(len(self)):
-            places = slice(self._starts[client], self._starts[client + 1])
+            places = slice(self._first[client], self._behind[client])
             begin, end = self._begin_s[places].tolist(), self._end_s[places].tolist()
             found[client + 1] = {
                 "duration": sum(end) - sum(begin),
