@@ -82,7 +82,7 @@ def _wish(client: ConfigClient, num_workers: int) -> View:
         view = client.resize(num_workers)
     except ServerUnavailable as error:
         raise ConfigError(str(error)) from None
-    print(f"resize {before.size} -> {view.size} (version {view.number})", flush=True)
+    print(f"resize {before.size} -> {num_workers} (version {view.number})", flush=True)
     return view
 
 

@@ -64,8 +64,9 @@ def check_place(on: str, address: str, devices: str) -> bool:
 
 def on_ray(ctx: typer.Context, options: RunOptions, *, address: str, devices: str, directory: str) -> int:
     """Run what `options` say on the Ray cluster at `address`; the exit code."""
-    from pliant.launch.on_ray import RayJob, run_on_ray
+    from pliant.launch.on_ray import run_on_ray
     from pliant.launch.plan import find_command
+    from pliant.launch.ray_driver import RayJob
     from pliant.launch.secret import job_secret
 
     given = {param.name for param in ctx.command.params if _is_given(ctx, param.name or "")}
@@ -81,6 +82,8 @@ def on_ray(ctx: typer.Context, options: RunOptions, *, address: str, devices: st
             program=options.program,
             arguments=(*forwarded(ctx, HERE), "-t0", repr(options.start_time_s), *options.program),
             devices=wanted,
+            bounded=bool(devices),
+            asked="--devices" if devices else f"-np {options.np}:",
             np=options.np if "np" in given else sum(wanted.values()),
             directory=directory or os.getcwd(),
             environ=environ,

@@ -88,19 +88,19 @@ def total(nodes: Mapping[str, Node]) -> dict[str, int]:
     return dict(found)
 
 
-def check_devices(wanted: Mapping[str, int], nodes: Mapping[str, Node]) -> None:
-    """Raise ConfigError or CapacityError where the whole cluster, were it idle, does not have what is wanted."""
+def check_devices(wanted: Mapping[str, int], nodes: Mapping[str, Node], flag: str = "--devices") -> None:
+    """Raise ConfigError or CapacityError where the whole cluster, were it idle, does not have what `flag` asks for."""
     there = total(nodes)
     listed = ", ".join(f"{kind}={count}" for kind, count in sorted(there.items())) or "no devices"
     for kind, count in wanted.items():
         if kind not in there:
             raise ConfigError(
-                f"--devices {kind}={count}: the Ray cluster has no {kind}, it has {listed}; "
+                f"{flag} {kind}={count}: the Ray cluster has no {kind}, it has {listed}; "
                 f"""name one of these, or give nodes the resource (`ray start --resources '{{"{kind}": N}}'`)"""
             )
         if count > there[kind]:
             raise CapacityError(
-                f"--devices {kind}={count}: the Ray cluster has {listed}; ask for {there[kind]} or fewer, or add nodes"
+                f"{flag} {kind}={count}: the Ray cluster has {listed}; ask for {there[kind]} or fewer, or add nodes"
             )
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from golden import golden
-from launching import Ended, Launcher, Runner
+from launching import MAIN, Ended, Launcher, Runner
 from subject import compare, history
-from two_nodes import HEAD, OTHER, PATIENCE_S, Nodes, until
+from two_nodes import CPUS, HEAD, OTHER, PATIENCE_S, Nodes, until
 
 from pliant.errors import ConfigError
 from pliant.launch.ray_cluster import connected
@@ -31,25 +32,37 @@ def ray(launcher: Launcher, nodes: Nodes) -> Callable[..., Runner]:
     return start
 
 
-def test_a_node_is_lost_and_the_bits_are_those_of_ddp(
+def test_resized_and_robbed_of_a_node_it_has_the_bits_of_ddp(
     launcher: Launcher, nodes: Nodes, ray: Callable[..., Runner]
 ) -> None:
     journals = launcher.directory / "journals"
     journals.mkdir()
     gate = journals / "gate"
+    gate.write_text("3")
+    job = ray("-np", 3, "--devices", "cpu=4", PROGRAM, journals, "conv", 4, 4)
+    until(lambda: _committed(journals, 2) == 3, "step 2")
+    _resize(launcher, job, 4)
     gate.write_text("8")
-    job = ray("-np", 4, PROGRAM, journals, "conv", 4, 4)
-    until(lambda: _committed(journals, 7) == 4, "step 7")
-    before = {path.name.partition(":")[0] for path in journals.glob("*.journal")}
-    assert before == {HEAD, OTHER}, "Ray did not use both nodes"
+    until(lambda: _committed(journals, 7) == 4, "step 7 on four")
+    assert {path.name.partition(":")[0] for path in journals.glob("*.journal")} == {HEAD, OTHER}, "Ray used one node"
     nodes.ask(f"remove {OTHER}")
-    until(lambda: len(list(journals.glob(f"{HEAD}:*.journal"))) == 3, "replacing one: there is no room for more")
+    _resize(launcher, job, CPUS)  # for so many there is room; returns when they train
+    assert len(list(journals.glob(f"{HEAD}:*.journal"))) == CPUS
+    gate.write_text("12")
+    until(lambda: _committed(journals, 11) == CPUS, f"step 11 on {CPUS}")
+    _resize(launcher, job, 1)
     gate.write_text("1000")
     ended = _end(job)
     assert ended.code == 0, ended
     assert f"the runner on {OTHER} is gone" in ended.stderr
     assert "all 1/1 nodes finished" in ended.last_line
     compare(history(sorted(journals.glob("*.journal"))), golden("conv", 4, 4), repeats=2)
+
+
+def _resize(launcher: Launcher, job: Runner, size: int) -> None:
+    """Have the job run on so many workers, as its user would."""
+    command = [sys.executable, "-c", MAIN, "resize", "--job", str(job.pid), str(size)]
+    subprocess.run(command, check=True, timeout=60, env=launcher.environ, stdout=subprocess.DEVNULL)
 
 
 def _end(job: Runner) -> Ended:
