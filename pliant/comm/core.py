@@ -14,16 +14,16 @@ import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import is_
 
 import torch
 
 from pliant.cluster import View
 from pliant.comm import wire
+from pliant.comm.intake import Intake
 from pliant.comm.kernels import Recipe, Reducer, Scratch, dtype_of
 from pliant.comm.link import FRAGMENT, Link, header
-from pliant.comm.operation import ARRIVED, Again, Folded, Known, Landing, LandingKey, Operation, Span
+from pliant.comm.operation import ARRIVED, Again, Folded, Known, Landing, Operation, Span
 from pliant.comm.plan import Channel, Spec, Step
 from pliant.comm.reach import Reach
 from pliant.comm.requests import Requests
@@ -35,21 +35,6 @@ from pliant.comm.wire import Frame, Kind
 from pliant.errors import CommError, Mismatch, ViewChanged, WorkerLost
 
 log = logging.getLogger(__name__)
-
-LANDING_BYTES = 256 << 20
-"""At most this much memory for operands is kept from step to step."""
-
-
-@dataclass(slots=True, eq=False)
-class Gathering:
-    """A payload that comes in fragments, between which others may come."""
-
-    view: memoryview | None
-    """Where it goes; None: nowhere."""
-    target: Operation | Landing | None
-    """What it is for."""
-    total: int
-    missing: int
 
 
 class Core:
@@ -94,13 +79,7 @@ class Core:
         self._offers: defaultdict[Link, bytearray] = defaultdict(bytearray)
         self._done: defaultdict[Link, bytearray] = defaultdict(bytearray)
         self._early_offers: dict[int, list[tuple[Link, Known, int, int]]] = {}
-        self._arriving: dict[Link, Operation | Landing | Gathering | None] = {}
-        """Where the payload of each link goes: to a collective's result, or where operands land; None: nowhere any more."""
-        self._gathering: dict[tuple[int, int, int, int, int], Gathering] = {}
-        """Payloads that come in fragments: by peer, kind, spec, number and slice."""
-        self._landings: dict[LandingKey, Landing] = {}
-        """Not in use now."""
-        self._landing_bytes = 0
+        self._intake = Intake(memory, self._result_place)
         self._submitted: dict[int, int] = {}
         self._buried: deque[tuple[object, ...]] = deque(maxlen=4096)
         """Memory of failed collectives: a peer that has not heard of the failure may still write to it."""
@@ -380,59 +359,37 @@ class Core:
     # --- bulk payloads ---
 
     def place_for(self, link: Link, frame: Frame) -> memoryview | None:
-        if frame[1] != FRAGMENT:
-            return self._place(link, frame)
-        total, begin = frame[7] >> 32, frame[7] & 0xFFFFFFFF
-        key = (link.rank, frame[0], frame[4], frame[5], frame[6])
-        gathering = self._gathering.get(key)
-        if gathering is None:
-            view = self._place(link, (*frame[:8], total))
-            target = self._arriving[link]
-            assert not isinstance(target, Gathering), "that is what is made here"
-            gathering = self._gathering[key] = Gathering(view, target, total, total)
-        self._arriving[link] = gathering
-        return None if gathering.view is None else gathering.view[begin : begin + frame[8]]
-
-    def _place(self, link: Link, frame: Frame) -> memoryview | None:
-        """Where a payload belongs as a whole."""
-        kind, length = frame[0], frame[8]
-        if kind == Kind.TELL:
+        if frame[0] == Kind.TELL:
             return self.requests.place_for(frame)
-        if kind == Kind.BCAST:
-            known = self._theirs[link.rank].get(frame[4])
-            operation = self._operations.get(known.channel << 32 | frame[5]) if known else None
-            if operation is not None and known is not None and operation.program.known is known:
-                step = operation.program.plan.steps[frame[6]]
-                place = operation.out.bytes(step.begin - operation.base, step.end - operation.base)
-                if len(place) == length:
-                    self._arriving[link] = operation
-                    return place
-        landing = self._landings.pop((link.rank, frame[4], frame[6], length), None)
-        if landing is None:
-            landing = Landing(self.memory.empty(length, torch.uint8))
-        else:
-            self._landing_bytes -= length
-        self._arriving[link] = landing
-        return landing.bytes
+        return self._intake.place_for(link, frame)
+
+    def _result_place(self, link: Link, frame: Frame) -> tuple[Operation, memoryview] | None:
+        """Where a result belongs whose collective has begun here."""
+        if frame[0] != Kind.BCAST:
+            return None
+        known = self._theirs[link.rank].get(frame[4])
+        operation = self._operations.get(known.channel << 32 | frame[5]) if known else None
+        if operation is None or operation.program.known is not known:
+            return None
+        step = operation.program.plan.steps[frame[6]]
+        place = operation.out.bytes(step.begin - operation.base, step.end - operation.base)
+        return (operation, place) if len(place) == frame[8] else None
 
     def on_bulk(self, link: Link, frame: Frame) -> None:
         link.ingress_bytes += frame[8]
         if frame[0] == Kind.TELL:
             self.requests.on_told(link, frame)
             return
-        place = self._arriving.pop(link)
-        if isinstance(place, Gathering):
-            place.missing -= frame[8]
-            if place.missing:
-                return
-            del self._gathering[link.rank, frame[0], frame[4], frame[5], frame[6]]
-            frame, place = (*frame[:7], 0, place.total), place.target
+        arrived = self._intake.arrived(link, frame)
+        if arrived is None:
+            return
+        whole, place = arrived
         if isinstance(place, Operation):
-            self._on_result(place, frame[6])
-        elif place is not None and frame[0] == Kind.BCAST:
-            self._match(link, frame[4], frame[5], lambda op: self._on_early_result(op, frame[6], place.scratch))
+            self._on_result(place, whole[6])
+        elif place is not None and whole[0] == Kind.BCAST:
+            self._match(link, whole[4], whole[5], lambda op: self._on_early_result(op, whole[6], place.scratch))
         elif place is not None:
-            self._match(link, frame[4], frame[5], lambda op: self._on_operands(op, link, frame, place))
+            self._match(link, whole[4], whole[5], lambda op: self._on_operands(op, link, whole, place))
 
     def _on_result(self, operation: Operation, index: int) -> None:
         operation.missing[index] = ARRIVED
@@ -469,18 +426,6 @@ class Core:
             Span(flat[k * step.length : (k + 1) * step.length], self.rank, arena, offset + k * size)
             for k in range(count)
         ]
-
-    def _recycle(self, landings: list[tuple[LandingKey, Landing]]) -> None:
-        """Keep what a complete collective no longer needs for the next one."""
-        for key, landing in landings:
-            if key in self._landings:
-                continue  # two of one name were under way at once
-            if self._landing_bytes + key[3] > LANDING_BYTES:
-                # Slices of another size than now, most likely: begin anew.
-                self._landings.clear()
-                self._landing_bytes = 0
-            self._landings[key] = landing
-            self._landing_bytes += key[3]
 
     # --- steps ---
 
@@ -733,7 +678,7 @@ class Core:
     def _complete(self, operation: Operation) -> None:
         del self._operations[operation.key]
         if operation.landings:
-            self._recycle(operation.landings)
+            self._intake.recycle(operation.landings)
             operation.landings = []
         self.lanes.add(operation.program, operation.began_s, time.monotonic())
         operation.burst.open -= 1
@@ -798,14 +743,7 @@ class Core:
         operation.burst.open -= 1
         self._buried.append((operation.out, operation.own, operation.result, operation.kept, operation.landings))
         self._operations.pop(operation.key, None)
-        for link, arriving in list(self._arriving.items()):
-            if arriving is operation or (isinstance(arriving, Gathering) and arriving.target is operation):
-                if arriving is operation:
-                    self._arriving[link] = None
-                link.divert()
-        for gathering in self._gathering.values():
-            if gathering.target is operation:
-                gathering.view = gathering.target = None
+        self._intake.divert(operation)
         operation.handle.fail(error)
 
     def lose(self, rank: int, why: str, reported_by: int | None = None) -> None:
@@ -855,8 +793,7 @@ class Core:
         return b"".join(wire.TAGGED.pack(tags[number], count) for number, count in counts.items())
 
     def _forget(self, rank: int, error: WorkerLost) -> None:
-        for key in [key for key in self._gathering if key[0] == rank]:
-            del self._gathering[key]
+        self._intake.forget(rank)
         self.requests.fail(error, rank)
         for pong in self.pongs.pop(rank, ()):
             pong(float("inf"))
@@ -881,8 +818,7 @@ class Core:
         self.runnable.clear()
         self._early.clear()
         self._early_offers.clear()
-        self._arriving.clear()
-        self._gathering.clear()
+        self._intake.close()
 
     def succeed(self, former: Core) -> None:
         """Begin where a retired core ended: keep the memory that peers may still write to."""
