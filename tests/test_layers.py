@@ -32,6 +32,8 @@ TORCH_FREE = [
     "pliant.elastic.membership",
     "pliant.elastic.server",
     "pliant.experiments.demo",
+    "pliant.fed.availability",
+    "pliant.fed.partition",
     "pliant.fed.selectors",
     "pliant.launch.runner",
     "pliant.lab",

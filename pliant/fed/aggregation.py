@@ -49,6 +49,8 @@ class Aggregator(ABC):
     def add(self, update: Update) -> None:
         """Fold one update, or leave it out where it holds what is no number: one such client would ruin all.
 
+        Its tensors must stay as they are until `finish`: some aggregators hold them.
+
         Raises:
             TrainError: not in the order of clients, twice the same one, or tensors of another model.
         """
