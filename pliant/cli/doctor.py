@@ -35,7 +35,7 @@ OPTIONAL = {
     "sklearn": "the digits of `pliant demo`",
     "matplotlib": "figures",
     "mpi4py": "Open MPI as a peer in `pliant bench allreduce`",
-    "ray": "Ray as a peer",
+    "ray": "jobs on a Ray cluster (`pliant run --on ray`)",
     "flwr": "Flower as a peer",
     "safetensors": "reading checkpoints in other programs",
 }
