@@ -554,14 +554,15 @@ def _guard(name: str, owner_pid: int) -> int:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    claimed = True
+    claimed, answer = True, "claimed"
     try:
         _command("ip", "netns", "add", f"pliant-{name}-br")
-        print("claimed", flush=True)
     except LabError as error:
-        claimed = False
-        taken = f"a lab named {name!r} is up already: `pliant lab down {name}`, or take another name"
-        print(taken if "File exists" in str(error) else error, flush=True)
+        claimed, answer = False, str(error)
+        if "File exists" in answer:
+            answer = f"a lab named {name!r} is up already: `pliant lab down {name}`, or take another name"
+    with contextlib.suppress(BrokenPipeError):  # the owner may have been killed meanwhile
+        print(answer, flush=True)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)  # the owner reads to the end
     if claimed and _last_word(owner_pid) != b"detach":

@@ -313,6 +313,24 @@ def test_nothing_stays_when_the_owner_is_killed_while_making_it(delay_s: float) 
     eventually(lambda: not namespaces_of(name), "namespaces gone")
 
 
+@rooted
+def test_nothing_stays_when_nobody_hears_that_the_name_is_claimed() -> None:
+    """The owner was killed while its guardian started."""
+    name = f"t{os.getpid()}unheard"
+    guardian = subprocess.Popen(
+        [sys.executable, "-m", "pliant.lab", name, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+    assert guardian.stdin is not None
+    assert guardian.stdout is not None
+    guardian.stdin.close()
+    guardian.stdout.close()
+    assert guardian.wait(30) == 0
+    assert namespaces_of(name) == []
+
+
 def running(text: str) -> bool:
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
