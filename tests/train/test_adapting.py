@@ -46,11 +46,11 @@ CHANGES: Changes = {2: (5, 1.0), 6: (2, 0.5), 14: (4, 2.0)}
 RankSteps = list[tuple[str, tuple[float, ...], tuple[int, ...]]]
 
 
-def _ddp(rank: int, store: str, name: str, changes: Changes) -> RankSteps:
+def _ddp(rank: int, store: str, names: Sequence[str], changes: Changes) -> list[RankSteps]:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     may_have_children()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=REPLICAS)
-    return _ddp_steps(rank, name, changes)
+    return [_ddp_steps(rank, name, changes) for name in names]
 
 
 def _step_with(optimizer: torch.optim.Optimizer, factor: list[float]) -> None:
@@ -105,11 +105,10 @@ def _ddp_steps(rank: int, name: str, changes: Changes) -> RankSteps:
 @pytest.fixture(scope="module")
 def stepwise(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Sequence[Step]]:
     """What the oracle does, by program."""
-    found = {}
-    for name in ("conv", "transformer"):
-        store = tmp_path_factory.mktemp("ddp") / name
-        ranks = run(_ddp, REPLICAS, str(store), name, CHANGES)
-        steps = zip(*ranks, strict=True)
+    found, names = {}, ("conv", "transformer")
+    ranks = run(_ddp, REPLICAS, str(tmp_path_factory.mktemp("ddp") / "store"), names, CHANGES)
+    for number, name in enumerate(names):
+        steps = zip(*(rank[number] for rank in ranks), strict=True)
         found[name] = [Step(each[0][0], tuple(x[1] for x in each), tuple(x[2] for x in each)) for each in steps]
     return found
 

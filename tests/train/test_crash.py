@@ -19,11 +19,12 @@ CONV = Task(program="conv", replicas=4, epochs=EPOCHS, journal="")
 KILLS = [
     ("forward", 0, 7),
     ("backward", 1, 7),
-    ("summed", 2, 7),
     ("summed", 0, 0),
     ("committed", 0, 4),
+    ("summed", 2, 7),
     ("backward", 0, 9),
 ]
+"""Each moment once in the first four."""
 MORE_KILLS = [(moment, rank, step) for moment in ("forward", "backward", "summed", "committed") for rank in (0, 2) for step in (0, 1, 4, 5)]  # fmt: skip
 
 
