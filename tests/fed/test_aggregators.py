@@ -276,6 +276,14 @@ def test_robust_means_of_honest_clients_are_numpys() -> None:
         np.testing.assert_allclose(flat(new.parameters), expected, atol=1e-6)
 
 
+def test_half_precision_has_a_median() -> None:
+    start = Weights([torch.zeros(2, dtype=torch.bfloat16)], [])
+    values = [[1.0, -8.0], [3.0, 2.0], [200.0, 0.5]]
+    sent = [Update(i, Weights([torch.tensor(each, dtype=torch.bfloat16)], [])) for i, each in enumerate(values)]
+    new = Median().aggregate(start, sent).parameters[0]
+    assert (new.dtype, new.tolist()) == (torch.bfloat16, [3.0, 0.5])
+
+
 def test_large_tensors_are_sorted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = [bits(each.aggregate(model(), updates(7))) for each in (Median(), TrimmedMean(), Krum(malicious=1))]
     monkeypatch.setattr("pliant.fed.robust.STACK_ELEMENTS", 40)
