@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from live_serving import MAIN, serving, until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
+from gang import FULL
 from golden import golden
 
 JOBS = {"conv": 4, "lstm": 3, "adamw": 3}
@@ -139,3 +143,50 @@ def test_jobs_give_way_in_good_order_and_ends_are_seen_though_nobody_looked(tmp_
         assert not Path(f"/proc/{runner}").exists()
         assert "jobs run on" in server.end(signal.SIGTERM)
         assert not (state / "server.json").exists()
+
+
+STORM_JOBS = {"conv": 12, "lstm": 12, "adamw": 10}
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not FULL, reason="minutes; set PLIANT_FULL=1")
+@pytest.mark.parametrize("seed", range(3))
+def test_a_storm_over_live_jobs_changes_no_bit(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    gate = tmp_path / "gate"
+    gate.write_text("20")
+    with serving(tmp_path / "state", "--devices", "cpu=4", "--interval", "300ms") as server:
+        for name, epochs in STORM_JOBS.items():
+            arguments = [name, "4", str(epochs), "turn_s=0.02", f"gate={gate}"]
+            server.submit(name, arguments, checkpoint_every=5, min=chance.choice([0, 1, 2]))
+        for round_ in range(20):
+            gate.write_text(str(20 + 2 * round_))  # so that nobody has finished before the last round
+            name = chance.choice(list(STORM_JOBS))
+            workers = server.workers(name)
+            match chance.choice(["reserve", "reserve", "worker", "workers", "runner", "server", "nothing"]):
+                case "reserve":
+                    server.client.reserve({"cpu": (wanted := chance.randrange(5))})
+                    assert sum(len(server.workers(each)) for each in STORM_JOBS) <= 4 - wanted
+                case "worker" if workers:
+                    kill(chance.choice(workers).pid)
+                case "workers":
+                    for worker in workers:
+                        kill(worker.pid)
+                case "runner" if server.job(name).state == "running":
+                    kill(server.runner(name))
+                case "server":
+                    server.end(signal.SIGKILL)
+                    server.start()
+            time.sleep(chance.random() * 1.5)  # the storm's own pace
+        server.client.reserve({})
+        gate.write_text("1000")
+        for name in STORM_JOBS:
+            server.finished(name)
+        hashes = {name: server.hash(name) for name in STORM_JOBS}
+    assert hashes == {name: golden(name, 4, epochs)[-1].digest for name, epochs in STORM_JOBS.items()}
+
+
+def kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
