@@ -186,6 +186,13 @@ def has_actors(job: str) -> bool:
     return any(actor["State"] != "DEAD" for actor in actors.values())
 
 
+def _gpus() -> list[str]:
+    """For a task of Ray's: the GPUs that it was given."""
+    import ray
+
+    return [str(each) for each in ray.get_gpu_ids()]
+
+
 class Hold:
     """One seat: a placement group, from asking for it to giving it back."""
 
@@ -193,6 +200,9 @@ class Hold:
         from ray.util.placement_group import placement_group
 
         self._group = placement_group([dict(bundle)], strategy="PACK")
+        self._has_gpu = "GPU" in bundle
+        self._is_cpu = set(bundle) == {"CPU"}
+        self._asked: tuple[str, Any] = ("", None)
 
     def node(self) -> str:
         """The id of the node on which it is; empty where Ray is still looking for one."""
@@ -200,6 +210,28 @@ class Hold:
 
         table = placement_group_table(self._group)
         return str(table["bundles_to_node_id"][0]) if table.get("state") == "CREATED" else ""
+
+    def visible(self, node: str) -> tuple[bool, str | None]:
+        """Whether it is known what CUDA_VISIBLE_DEVICES is to be there, and what; None: as it is on the node.
+
+        A bundle has its own GPU as long as it stays: a task in it can say which.
+        """
+        if not self._has_gpu:
+            return True, "" if self._is_cpu else None
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        if self._asked[0] != node:
+            inside = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=0)
+            asking = ray.remote(_gpus).options(num_cpus=0, num_gpus=1, scheduling_strategy=inside, max_retries=0)
+            self._asked = (node, asking.remote())
+        if not ray.wait([self._asked[1]], timeout=0)[0]:
+            return False, None
+        try:
+            return True, ",".join(ray.get(self._asked[1]))
+        except ray.exceptions.RayError:
+            self._asked = ("", None)  # the node is going: another will be found
+            return False, None
 
     def release(self) -> None:
         from ray.util.placement_group import remove_placement_group

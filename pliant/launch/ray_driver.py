@@ -172,6 +172,9 @@ class Driver:
             case Wish(devices):
                 if self._server.wanted.view is not None:
                     self._seats.follow(self._server.wanted.view, self._hosts)
+                for node, side in self._sides.items():
+                    if any(seat.visible for seat in self._seats.on(node)):
+                        self._seats.reseat(node, side.by_slot, side.living() or {})
                 self._seats.want(devices, self._server.wanted.view)
                 log.info("wanted: %s", ", ".join(f"{kind}={count}" for kind, count in devices.items() if count))
             case Drop():
@@ -273,7 +276,7 @@ class Driver:
         """Give back devices that were left."""
         for node in {seat.node for seat in self._seats.leaving}:
             side = self._sides.get(node)
-            living = set() if side is None else side.living(self._version)
+            living = {} if side is None else side.living(self._version)
             if living is not None:
                 self._seats.leave(living, node)
         for number in [number for number in self._holds if number not in self._seats.all]:
@@ -292,8 +295,9 @@ class Driver:
             if seat.number not in self._holds:
                 self._holds[seat.number] = ray_cluster.Hold(ray_cluster.bundle_of(seat.kind, nodes))
             node = self._holds[seat.number].node()
-            if node in nodes:
-                seat.node, self._hosts[node] = node, nodes[node].host
+            known, visible = self._holds[seat.number].visible(node) if node in nodes else (False, None)
+            if known:
+                seat.node, seat.visible, self._hosts[node] = node, visible, nodes[node].host
 
     def _start_side(self, node: str) -> Side:
         host = self._hosts[node]
@@ -312,7 +316,8 @@ class Driver:
         """A worker for each seat that has none, where the runner can start it."""
         for node, side in self._sides.items():
             vacant = [seat for seat in self._seats.vacant if seat.node == node]
-            if vacant and side.is_up:
+            visible = {seat.number: seat.visible for seat in self._seats.on(node)}
+            if vacant and side.is_up and side.let_see(visible):
                 for seat, port in zip(vacant, side.free_ports(len(vacant), self._job.ports), strict=False):
                     seat.worker = Worker(side.host, port)
 

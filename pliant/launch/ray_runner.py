@@ -83,10 +83,10 @@ class RayRunner:
         while (output := self._output.get()) is not None:
             yield output
 
-    def living(self) -> tuple[int, list[str]]:
-        """The newest view that the runner has acted on (-1: none yet), and the workers whose processes live."""
+    def living(self) -> tuple[int, dict[str, int]]:
+        """The newest view that the runner has acted on (-1: none yet), and the slots of workers whose processes live."""
         told = state_file.read(self._state)
-        return (-1, []) if told is None else (told.version, list(_living(told)))
+        return (-1, {}) if told is None else (told.version, {name: each.slot for name, each in _living(told).items()})
 
     def drop(self, workers: Sequence[str]) -> None:
         """Kill these workers at once."""
@@ -96,11 +96,12 @@ class RayRunner:
             if worker in living:
                 guardian.kill_group(living[worker].pid, signal.SIGKILL)
 
-    def devices(self, by_slot: Sequence[str | None]) -> None:
-        """From now on, workers that start in a slot see this CUDA device."""
+    def show(self, by_slot: Sequence[str | None]) -> bool:
+        """From now on, workers that start in a slot see these CUDA devices; None: those of the node."""
         draft = self._devices.with_suffix(".draft")
         draft.write_text(json.dumps(list(by_slot)))
         draft.replace(self._devices)
+        return True
 
     def end(self) -> None:
         """Ask the runner to end its workers and itself."""

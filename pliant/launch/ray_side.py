@@ -71,6 +71,8 @@ class Side:
         """`used`: ports of this host that the job has had, which late words may still be about."""
         self.host = host
         self.is_up = False
+        self.by_slot: list[int | None] = []
+        """The seat of each of the runner's slots; None: nobody is to be there."""
         self._node, self._post = node, post
         self._actor: Any = None
         self._used = used
@@ -119,10 +121,26 @@ class Side:
         self._used.update(found)
         return list(found)
 
-    def living(self, version: int) -> set[Worker] | None:
-        """The workers whose processes live; None where nobody can say, or the runner has not yet acted on this view."""
+    def living(self, version: int = -1) -> dict[Worker, int] | None:
+        """The slots of workers whose processes live; None where nobody can say, or the runner has not acted on this view."""
         found = self._ask("living")
-        return None if found is None or found[0] < version else {Worker.parse(name) for name in found[1]}
+        if found is None or found[0] < version:
+            return None
+        return {Worker.parse(name): slot for name, slot in found[1].items()}
+
+    def let_see(self, visible: Mapping[int, str | None]) -> bool:
+        """Have slots for these seats, with the devices that each may see; whether the runner knows."""
+        self.by_slot = [seat if seat in visible else None for seat in self.by_slot]
+        for seat in visible:
+            if seat in self.by_slot:
+                continue
+            # The runner starts a worker on the lowest slot that is free.
+            if None in self.by_slot:
+                self.by_slot[self.by_slot.index(None)] = seat
+            else:
+                self.by_slot.append(seat)
+        shown = [None if seat is None else visible[seat] for seat in self.by_slot]
+        return self._ask("show", shown) is not None
 
     def drop(self, workers: Sequence[str]) -> None:
         """Kill these workers; returns at once."""

@@ -24,6 +24,8 @@ class Seat:
     """Where it is; empty as long as there is no room for it."""
     worker: Worker | None = None
     """Who sits there; None: nobody was told to, yet."""
+    visible: str | None = None
+    """What CUDA_VISIBLE_DEVICES is there; None: whatever the node has."""
     leaving: bool = False
     """Not wanted any more, and free as soon as its worker has gone."""
 
@@ -92,6 +94,16 @@ class Seats:
                 if lost and hosts.get(seat.node) == worker.host:
                     seat.worker = worker
                     break
+
+    def reseat(self, node: str, by_slot: Sequence[int | None], slots: Mapping[Worker, int]) -> None:
+        """Note in which slots of `node`'s runner its workers are: a slot has the device of a certain seat, and workers that come
+        at the same time may have taken each other's."""
+        for worker, slot in slots.items():
+            number = by_slot[slot] if slot < len(by_slot) else None
+            given = self.all.get(number) if number is not None else None
+            now = next((seat for seat in self.on(node) if seat.worker == worker), None)
+            if given is not None and now is not None and not (given.leaving or now.leaving):
+                given.worker, now.worker = now.worker, given.worker
 
     def on(self, node: str) -> list[Seat]:
         return [seat for seat in self.all.values() if seat.node == node]

@@ -34,7 +34,7 @@ def test_the_last_leave_first_and_free_their_seats_when_they_are_gone() -> None:
     assert seats.wanted == [Worker("10.0.0.1", 10000)]
     assert seats.occupied() == {"cpu": 3}, "their processes still live"
     seats.leave({Worker("10.0.0.1", 10000), Worker("10.0.0.1", 10002)}, "a")
-    seats.leave(set(), "b")
+    seats.leave({}, "b")
     assert sorted(seats.all) == [0, 2]
     seats.leave({Worker("10.0.0.1", 10000)}, "a")
     assert sorted(seats.all) == [0]
@@ -66,6 +66,17 @@ def test_whom_a_runner_replaces_sits_where_the_lost_one_sat() -> None:
     stranger = Worker("10.0.0.1", 10078)
     seats.follow(view_of(seats, stranger), HOSTS)
     assert stranger not in seats.wanted, "there is no seat for it"
+
+
+def test_workers_sit_where_their_slots_have_their_devices() -> None:
+    seats, view = seated("a", "a", "b")
+    first, second, other = view.workers
+    seats.reseat("a", [0, 1], {first: 1, second: 0})
+    assert [seat.worker for seat in seats.all.values()] == [second, first, other]
+    seats.want({"cpu": 2}, view)
+    assert [seat.worker for seat in seats.leaving] == [other]
+    seats.reseat("b", [2], {other: 0})
+    assert seats.all[2].worker == other
 
 
 def test_devices_of_a_size_are_the_best_there_may_be() -> None:

@@ -24,10 +24,11 @@ QUICK = {
 def settings(described: str) -> dict[str, Any]:
     host, cpus, *more = described.split(":")
     resources = {name: float(count) for name, count in (word.split("=") for word in more)}
+    gpus = int(resources.pop("gpu", 0))
     return {
         "node_ip_address": host,
         "num_cpus": int(cpus),
-        "num_gpus": 0,
+        "num_gpus": gpus,
         "resources": resources,
         "object_store_memory": SMALL,
         "include_log_monitor": False,

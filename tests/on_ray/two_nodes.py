@@ -52,7 +52,7 @@ def two_nodes() -> Iterator[Nodes]:
         sys.executable,
         str(Path(__file__).with_name("ray_nodes.py")),
         str(folder),
-        f"{HEAD}:{CPUS}:t4=2",
+        f"{HEAD}:{CPUS}:t4=2:gpu=2",
         f"{OTHER}:{CPUS}",
     ]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
