@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import threading
 import time
@@ -17,6 +18,20 @@ def pytest_collection_finish() -> None:
     """Let the garbage collector leave alone what has been imported by now: it would take 0.2 s each time, mostly on torch."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """A command that runs in this process logs to streams that end with its test: later tests must not log there."""
+    ours = logging.getLogger("pliant")
+    handlers, level, propagate = ours.handlers[:], ours.level, ours.propagate
+    yield
+    for handler in ours.handlers[:]:
+        if handler not in handlers:
+            ours.removeHandler(handler)
+            handler.close()
+    ours.setLevel(level)
+    ours.propagate = propagate
 
 
 def _descriptors() -> int:
