@@ -1,8 +1,8 @@
 """How a server folds its clients' updates into the next model, with bits that do not depend on who computed what.
 
-Updates are folded strictly in the order of the clients' numbers, whenever and from wherever they came, in float64. No
-operation here is one that rounds differently in the body and in the tail of a vector (a fused multiply-add), so the
-number of threads changes nothing either. What is a mean keeps one model's worth of memory, however many clients.
+Updates are folded strictly in the order of the clients' numbers, whenever and from wherever they came, in float64.
+Products are rounded before they are added: whether a multiply-add is fused depends on the processor. So neither threads
+nor the machine change a bit. What is a mean keeps one model's worth of memory, however many clients.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class FedAvg(Aggregator):
         if not self._sum:
             self._sum = [torch.zeros_like(each, dtype=torch.float64) for each in model.all]
         for total, change in zip(self._sum, update.change.all, strict=True):
-            # Multiplied first, then added: `add_(alpha=)` is fused in some lanes and not in others.
+            # Two operations: `add_(alpha=)` is one on some processors.
             total += change.to(total) * weight
 
     def _weight(self, update: Update) -> float:

@@ -165,6 +165,19 @@ def test_the_number_of_threads_does_not_change_a_bit() -> None:
     assert found[0] == found[1] == found[2]
 
 
+def test_the_fold_has_the_bits_of_single_operations() -> None:
+    """No fused multiply-add, which other processors would not have."""
+    start, sent = torch.zeros(500, dtype=torch.float64), [torch.randn(500, dtype=torch.float64) for _ in range(5)]
+    total = np.zeros(500)
+    for i, each in enumerate(sent):
+        total = total + each.numpy() * (0.3 + i)
+    total = total / sum(0.3 + i for i in range(5))
+    new = FedAvg().aggregate(
+        Weights([start], []), [Update(i, Weights([each], []), 0.3 + i) for i, each in enumerate(sent)]
+    )
+    assert new.parameters[0].numpy().tobytes() == total.tobytes()
+
+
 def test_streamed_updates_give_the_bits_of_all_at_once() -> None:
     at_once, streamed = FedYogi(), FedYogi()
     expected = at_once.aggregate(model(), updates(6))
@@ -314,20 +327,19 @@ def test_liars_do_not_move_what_bears_them(lie: float) -> None:
 
 
 def test_krum_chooses_as_its_definition_says() -> None:
-    sent, malicious = updates(9), 2
-    points = np.stack([flat(each.change.parameters) for each in sent])
-    scores = []
-    for i in range(9):
-        away = sorted(float(((points[i] - points[j]) ** 2).sum()) for j in range(9) if j != i)
-        scores.append(sum(away[: 9 - malicious - 2]))
-    for keep in (1, 4):
+    for trial, malicious, keep in itertools.product(range(4), (0, 2, 3), (1, 4)):
+        sent = [update(3 * i, 100 * trial + i) for i in range(9)]
+        points = np.stack([flat(each.change.parameters) for each in sent])
+        scores = []
+        for i in range(9):
+            away = sorted(float(((points[i] - points[j]) ** 2).sum()) for j in range(9) if j != i)
+            scores.append(sum(away[: 9 - malicious - 2]))
         krum = Krum(malicious=malicious, keep=keep)
         new = krum.aggregate(model(), sent)
         best = sorted(np.argsort(scores, kind="stable")[:keep])
         assert krum.chosen == [sent[i].client for i in best]
-        np.testing.assert_allclose(
-            flat(new.parameters), flat(model().parameters) + points[best].mean(axis=0), atol=1e-6
-        )
+        expected = flat(model().parameters) + points[best].mean(axis=0)
+        np.testing.assert_allclose(flat(new.parameters), expected, atol=1e-6)
     brute = ((points[:, None] - points[None]) ** 2).sum(axis=2)
     np.testing.assert_allclose(squared_distances([each.change.parameters for each in sent]), brute, atol=1e-9)
     with pytest.raises(ConfigError, match="at least 9 updates"):
