@@ -134,7 +134,7 @@ class LiveJob:
             "state": self.state,
             "replicas": self.spec.replicas,
             "devices": {kind: count for kind, count in self.asked.items() if count},
-            "workers": sum(self.occupied.values()),
+            "workers": sum(self.occupied.values()) if self.state == RUNNING else 0,
             "step": self.step,
             "steps_per_s": self.throughput.steps_per_s if self.state == RUNNING else None,
             "submitted_s": self.submitted_s,

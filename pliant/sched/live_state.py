@@ -263,7 +263,7 @@ class LiveState:
         for job in ranked:
             if job.is_active and not job.ending:
                 if not job.target:
-                    self._end(job, PUT_OFF, job.why, by_s or now_s + END_GRACE_S)
+                    self._end(job, PUT_OFF, "ends after its step, with a checkpoint", by_s or now_s + END_GRACE_S)
                 else:
                     self._ask(job, {kind: min(count, job.target.get(kind, 0)) for kind, count in job.asked.items()})
         for job in ranked:
@@ -306,8 +306,9 @@ class LiveState:
         job.ending, job.kill_at_s = why, by_s
 
     def _end_the_late(self, now_s: float) -> None:
+        killed = {job.name for job in self.active if job.kill_at_s is not None and now_s >= job.kill_at_s}
         for job in self.active:
-            if job.kill_at_s is not None and now_s >= job.kill_at_s:
+            if job.name in killed:
                 job.kill_at_s = now_s + END_GRACE_S  # again, should it not die
                 self._note(job, "killed", "did not end in time: killed")
                 self._actions.append(End(job.name, kill=True))
@@ -317,18 +318,18 @@ class LiveState:
             self.reserve_by_s = None
         elif now_s >= self.reserve_by_s:
             self.reserve_by_s = now_s + RESERVE_GRACE_S
-            self._clear_reserved(now_s)
+            self._clear_reserved(now_s, killed)
 
-    def _clear_reserved(self, now_s: float) -> None:
+    def _clear_reserved(self, now_s: float, killed: set[str]) -> None:
         """Nobody is asked any more."""
         for job in self.active:
-            if not any(self._unused(kind) < count and job.used(kind) for kind, count in self.reserved.items()):
+            if job.name in killed or not any(
+                self._unused(kind) < count and job.used(kind) for kind, count in self.reserved.items()
+            ):
                 continue
             if job.ending or job.is_unheard:
                 self._leave(job, job.ending or PUT_OFF, now_s + END_GRACE_S)
-                self._note(
-                    job, "killed", "did not leave reserved devices in time: killed, it goes on from its checkpoint"
-                )
+                self._note(job, "killed", "did not leave reserved devices in time: killed")
                 self._actions.append(End(job.name, kill=True))
             elif job.is_leaving:
                 self._note(job, "dropped", "workers did not leave reserved devices in time: killed")

@@ -236,7 +236,7 @@ def test_a_reservation_of_everything_puts_jobs_off_and_kills_who_is_slow(world: 
     world.submit("a")
     world.grown("a")
     assert world.reserve(cpu=4) == [End("a")]
-    assert world.look(RESERVE_GRACE_S + 0.01)[0] == End("a", kill=True)
+    assert world.look(RESERVE_GRACE_S + 0.01) == [End("a", kill=True)]
     world.end("a", -9)
     assert world.job("a").state == "put-off"
     assert world.state.reserved_is_free
