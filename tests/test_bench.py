@@ -15,7 +15,7 @@ from typing import IO
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from command import command
 
 from pliant import lab as labs
 from pliant.bench import allreduce, bounds, contenders, report
@@ -25,7 +25,6 @@ from pliant.bench.contest import Entry, Job, Rules, Series, Starter, hold, last_
 from pliant.bench.models import MODELS, parse_sizes, tensor_sizes
 from pliant.bench.stats import Summary, paired_ratios, quantile
 from pliant.bench.worker import Task, contribution, pattern
-from pliant.cli.main import build
 from pliant.errors import ConfigError, LaunchError
 
 # Models
@@ -155,7 +154,7 @@ def test_lab_and_peers_are_read() -> None:
     ids=" ".join,
 )
 def test_wrong_arguments_are_config_errors(args: list[str]) -> None:
-    result = CliRunner().invoke(build(), ["bench", "allreduce", *args])
+    result = command("bench", "allreduce", *args)
     assert isinstance(result.exception, ConfigError), (result.output, result.exception)
 
 
@@ -168,7 +167,7 @@ def test_a_wrong_argument_is_one_line_and_exit_2() -> None:
 
 
 def test_graphs_can_be_dumped() -> None:
-    result = CliRunner().invoke(build(), ["bench", "allreduce", "-np", "4", "-strategy", "ring", "--dump-graph"])
+    result = command("bench", "allreduce", "-np", "4", "-strategy", "ring", "--dump-graph")
     assert result.exit_code == 0, result.output
     assert "RING[0] reduce" in result.output
     lab = parse_lab("hosts=2,rate=none")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from command import command
 
 from pliant.bench import recover, replicas, resize, throughput
 from pliant.bench.contest import Rules, Series
@@ -22,7 +22,6 @@ from pliant.bench.models import TRAINED, tensor_sizes
 from pliant.bench.networks import NETWORKS, OPTIMIZERS, Samples, build, loss_of, network, optimizer_of
 from pliant.bench.replicas import ReplicasOptions
 from pliant.bench.throughput import TrainOptions
-from pliant.cli.main import build as build_cli
 from pliant.errors import ConfigError, LaunchError
 
 # Networks
@@ -258,7 +257,7 @@ def test_switching_and_memory_have_their_limits() -> None:
     ids=" ".join,
 )
 def test_wrong_arguments_are_config_errors(args: list[str]) -> None:
-    result = CliRunner().invoke(build_cli(), ["bench", *args])
+    result = command("bench", *args)
     assert isinstance(result.exception, ConfigError), (result.output, result.exception)
 
 

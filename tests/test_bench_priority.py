@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command import command
 
 from pliant import lab as labs
 from pliant.bench import priority, priority_cells, priority_hosts, priority_paper, priority_trace, priority_verdict
@@ -22,7 +22,6 @@ from pliant.bench.priority_contest import Entry, Record, step_times_s
 from pliant.bench.priority_hosts import Host, identities, parse_hosts, placed, ssh_argv
 from pliant.bench.priority_options import PriorityOptions, batch_from, parse_modes, parse_rates, parse_slices
 from pliant.bench.priority_worker import Task, commands_of, default_iface, running_s, sent_bytes, window
-from pliant.cli.main import build
 from pliant.cluster import worker_spec
 from pliant.errors import ConfigError
 from pliant.perf import Layer
@@ -31,7 +30,7 @@ LAYERS = (Layer(0.1, 0.2, 1_000_000), Layer(0.1, 0.2, 3_000_000))
 
 
 def bench(*words: str) -> Any:
-    return CliRunner().invoke(build(), ["bench", "priority", *words])
+    return command("bench", "priority", *words)
 
 
 # What is asked for

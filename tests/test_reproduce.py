@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command import command
 
-from pliant.cli.main import build
 from pliant.errors import ConfigError, LaunchError
 from pliant.experiments import (
     easyscale_fig9,
@@ -35,7 +34,7 @@ draws = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reaso
 
 
 def pliant(*words: str) -> Any:
-    return CliRunner().invoke(build(), ["reproduce", *words])
+    return command("reproduce", *words)
 
 
 # The command line

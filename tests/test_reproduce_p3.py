@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command import command
 
 from pliant.bench.priority_options import PriorityOptions
 from pliant.bench.priority_paper import FIG7, FIG10
-from pliant.cli.main import build
 from pliant.errors import ConfigError
 from pliant.experiments import figures, p3_fig7, p3_fig9, p3_fig10, p3_fig12, p3_sweep
 from pliant.experiments.figures import Options
@@ -145,7 +144,7 @@ def results() -> list[Any]:
 def test_a_stored_result_is_drawn_again(stored: dict[str, Any], tmp_path: Path) -> None:
     name = stored["bench"]
     figures.save(stored, tmp_path / f"{name}.json")
-    answer = CliRunner().invoke(build(), ["reproduce", name, "--replot", "--out", str(tmp_path)])
+    answer = command("reproduce", name, "--replot", "--out", str(tmp_path))
     assert answer.exit_code == 0, answer.output
     assert "the figure's claim holds" in answer.stdout
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
