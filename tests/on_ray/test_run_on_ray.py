@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import signal
 import subprocess
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from gang import FULL
 from golden import golden
 from launching import MAIN, Ended, Launcher, Runner
 from subject import compare, history
@@ -46,7 +49,7 @@ def test_resized_and_robbed_of_a_node_it_has_the_bits_of_ddp(
     gate.write_text("8")
     until(lambda: _committed(journals, 7) == 4, "step 7 on four")
     assert {path.name.partition(":")[0] for path in journals.glob("*.journal")} == {HEAD, OTHER}, "Ray used one node"
-    nodes.ask(f"remove {OTHER}")
+    nodes.remove(OTHER)
     _resize(launcher, job, CPUS)  # for so many there is room; returns when they train
     assert len(list(journals.glob(f"{HEAD}:*.journal"))) == CPUS
     gate.write_text("12")
@@ -64,6 +67,44 @@ def _resize(launcher: Launcher, job: Runner, size: int) -> None:
     """Have the job run on so many workers, as its user would."""
     command = [sys.executable, "-c", MAIN, "resize", "--job", str(job.pid), str(size)]
     subprocess.run(command, check=True, timeout=60, env=launcher.environ, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.skipif(not FULL, reason="takes half a minute: set PLIANT_FULL=1")
+def test_all_workers_are_lost_twice_and_it_goes_on_from_its_checkpoint(
+    launcher: Launcher, nodes: Nodes, ray: Callable[..., Runner]
+) -> None:
+    journals = launcher.directory / "journals"
+    journals.mkdir()
+    gate = journals / "gate"
+    gate.write_text("5")
+    checkpoints = ("--checkpoint-dir", launcher.directory / "checkpoints", "--checkpoint-every", 3)
+    nodes.add("127.0.0.5:0:spot=2")
+    job = ray("--devices", "spot=2", *checkpoints, PROGRAM, journals, "conv", 4, 4)
+    until(lambda: _committed(journals, 4) == 2, "step 4")
+    os.kill(_runner_in(launcher.directory), signal.SIGKILL)
+    until(lambda: _committed(journals, 4) == 4, "step 4 again, after the loss of the runner")
+    gate.write_text("9")
+    until(lambda: _committed(journals, 8) == 2, "step 8")
+    nodes.remove("127.0.0.5")
+    nodes.add("127.0.0.6:0:spot=2")
+    gate.write_text("1000")
+    ended = _end(job)
+    nodes.remove("127.0.0.6")
+    assert ended.code == 0, ended
+    assert "its runner was killed by signal 9" in ended.stderr
+    assert ended.stdout.count("resumed from") == 2, ended.stdout
+    compare(history(sorted(journals.glob("*.journal"))), golden("conv", 4, 4), repeats=8)
+
+
+def _runner_in(directory: Path) -> int:
+    """The runner's process that works there."""
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if b"pliant.cli.over_ssh" in (process / "cmdline").read_bytes() and Path(
+                os.readlink(process / "cwd")
+            ).samefile(directory):
+                return int(process.name)
+    raise AssertionError(f"no runner in {directory}")
 
 
 def _end(job: Runner) -> Ended:

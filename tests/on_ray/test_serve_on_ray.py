@@ -35,7 +35,8 @@ def workers(server: Serving, *names: str) -> dict[str, WorkerProcess]:
 
 
 def test_three_jobs_keep_their_bits_on_two_nodes_one_of_which_is_lost(tmp_path: Path, nodes: Nodes) -> None:
-    nodes.ask(f"add {THIRD}:{CPUS}")
+    if not nodes.others:
+        nodes.add(f"{THIRD}:{CPUS}")
     gate = tmp_path / "gate"
     gate.write_text("9")  # nobody finishes before everything has happened
     settings = ["turn_s=0.05", f"gate={gate}"]
@@ -65,7 +66,7 @@ def test_three_jobs_keep_their_bits_on_two_nodes_one_of_which_is_lost(tmp_path: 
         there = {worker.partition(":")[0] for worker in workers(server, *JOBS)}
         lost = next(iter(there - {HEAD}), None)
         assert lost is not None, "Ray has put everybody on the head"
-        nodes.ask(f"remove {lost}")
+        nodes.remove(lost)
         until(lambda: not [worker for worker in workers(server, *JOBS) if worker.startswith(lost)], "its workers' end")
 
         # A tenant takes two slots: free within the second.

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,20 @@ class Nodes:
     folder: Path
     process: subprocess.Popen[str]
     address: str = ""
+    others: set[str] = field(default_factory=lambda: {OTHER})
+    """Nodes beside the head."""
 
-    def ask(self, order: str) -> None:
+    def add(self, described: str) -> None:
+        """A node more, such as 127.0.0.4:3:t4=2."""
+        self._ask(f"add {described}")
+        self.others.add(described.partition(":")[0])
+
+    def remove(self, host: str) -> None:
+        """As if its machine were switched off."""
+        self.others.remove(host)
+        self._ask(f"remove {host}")
+
+    def _ask(self, order: str) -> None:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(f"{order}\n")
