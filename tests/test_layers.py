@@ -35,6 +35,7 @@ TORCH_FREE = [
     "pliant.fed.availability",
     "pliant.fed.partition",
     "pliant.fed.selectors",
+    "pliant.fed.testing",
     "pliant.launch.runner",
     "pliant.lab",
     "pliant.sched.compare",
