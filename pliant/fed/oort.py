@@ -5,12 +5,13 @@
     score(i)   = (1 - f) score(i) + f (most rounds of anybody - rounds of i)
 
 Of K participants (1 - e)K are explored ones: all with a score of at least `cut_off_util` times that of the (1 - e)K-th best
-are drawn from, by score. The others have never taken part, and fast ones are tried first. e decays; the pacer
+are drawn from, by score. The others were never tried, and fast ones come first. e decays; the pacer
 raises T when the rounds bring less; whoever has taken part often enough is left out (`blacklist_rounds`).
 
 The presets are those of the paper and of the two programs that implement it; what the paper leaves open is as in its
 artifact. Where the programs do something else than the paper, it is a setting, and where they crash, it is done right:
-any number of clients, of explored ones and of feasible ones will do, and who was cut has neither taught nor taken part.
+any number of clients, of explored ones and of feasible ones will do; who was cut has neither taught nor taken part, but its
+speed is known.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ PACERS = ("falling", "flat")
 EXPLORERS = ("speed", "size")
 FLAT, JUMP = 0.1, 5.0
 """Of the artifact's pacer: a change below the first is flat; one above the second takes T back."""
+MOST_POINTS = 10.0
+"""Of the clients, in percent, for a step of W * K of them: the paper has many clients, and with few the first step would reach all."""
 NOISY_LEAST = 1e-2
 """The least utility that noise leaves."""
 
@@ -44,7 +47,7 @@ class OortConfig:
     """The names are the artifact's; the defaults are the paper's."""
 
     exploration_factor: float = 0.9
-    """e of the first round: the share of participants that have never taken part before."""
+    """e of the first round: the share of participants that were never tried before."""
     exploration_decay: float = 0.98
     """e is multiplied by it from round to round."""
     exploration_min: float = 0.2
@@ -64,7 +67,7 @@ class OortConfig:
     pacer_step: int = 20
     """W: rounds from one look of the pacer to the next."""
     pacer_delta: float | None = None
-    """By how many percent of the clients T's reach grows; None: by W times the number picked; 0: never."""
+    """By how many percent of the clients T's reach grows; None: by W times the number picked, at most 10 %; 0: never."""
     clip_bound: float = 0.95
     """Utilities count at most as much as this quantile of them."""
     cut_off_util: float = 0.95
@@ -194,10 +197,15 @@ class Oort(PopulationSelector):
         return left_out & often
 
     def scores(self, places: Places, round_s: float) -> Floats:
-        """Of explored clients, for the present round."""
+        """Of tried clients, for the present round. Who was only ever cut counts as teaching what others do on average."""
         config, known = self.config, self.clients
+        last_round = known.last_round[places]
+        heard = last_round > 0
         found = clipped(known.utility[places], config.clip_bound, normalise=config.normalise)
-        found += staleness(self.round, known.last_round[places])
+        if not heard.all():
+            found[~heard] = found[heard].mean() if heard.any() else 0.0
+            last_round = np.where(heard, last_round, known.cut_round[places])
+        found += staleness(self.round, last_round)
         found *= penalty(known.duration_s[places], round_s, config.round_penalty)
         if config.fairness:
             rounds = known.rounds[places]
@@ -218,19 +226,20 @@ class Oort(PopulationSelector):
     def _choose(self, num: int, asked: int, eligible: Places, remaining_s: Floats | None) -> Places:
         self._pace(asked)
         round_s = self._round_s()
-        explored = self.clients.explored[eligible]
-        known, fresh = eligible[explored], eligible[~explored]
+        # who was cut has been tried: the slowest would else be explored for ever
+        tried = self.clients.explored[eligible] | (self.clients.cut_round[eligible] > 0)
+        known, fresh = eligible[tried], eligible[~tried]
         share = self.exploration(self.round - 1)
         # 1e-9: 10 * (1 - 0.9) is a little less than 1
         exploit = min(int(num * (1 - share) + 1e-9), len(known))
         explore = min(num - exploit, len(fresh))
         self._exploited = self._exploit(known, num - explore, round_s)
-        tried = self._explore(fresh, explore, round_s)
+        new = self._explore(fresh, explore, round_s)
         self.figures |= {
-            "exploration": share, "round_s": round_s, "exploited": len(self._exploited), "tried": len(tried),
+            "exploration": share, "round_s": round_s, "exploited": len(self._exploited), "explored": len(new),
             "blacklisted": int(np.count_nonzero(self.blacklist())),
         }  # fmt: skip
-        return np.concatenate([self._exploited, tried])
+        return np.concatenate([self._exploited, new])
 
     def _exploit(self, known: Places, num: int, round_s: float) -> Places:
         if not num:
@@ -294,7 +303,7 @@ class Oort(PopulationSelector):
         """How many percent of the clients T's reach grows by."""
         if self.config.pacer_delta is not None:
             return self.config.pacer_delta
-        return 100 * self.config.pacer_step * asked / max(len(self.clients), 1)
+        return min(MOST_POINTS, 100 * self.config.pacer_step * asked / max(len(self.clients), 1))
 
     def _relax(self, asked: int) -> None:
         """T's reach grows beyond those that it covers now."""

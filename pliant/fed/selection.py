@@ -60,7 +60,7 @@ class Selector(Protocol):
 class Population:
     """What is known of every client; each field is an array, in the order in which the clients were registered."""
 
-    FIELDS = ("duration_s", "size", "utility", "loss", "last_round", "rounds")
+    FIELDS = ("duration_s", "size", "utility", "loss", "last_round", "cut_round", "rounds")
 
     def __init__(self) -> None:
         self.ids: Ids = np.empty(0, np.int64)
@@ -74,6 +74,8 @@ class Population:
         """Mean loss when it last took part; NaN if unknown."""
         self.last_round = np.empty(0, np.int32)
         """The round in which it last took part, counted from 1; 0 if it never did."""
+        self.cut_round = np.empty(0, np.int32)
+        """The round in which it was last picked and did not finish; 0 if that never happened."""
         self.rounds = np.empty(0, np.int32)
         """How many rounds it has taken part in: picked and finished, not cut."""
         self._order: Places | None = None
@@ -93,7 +95,7 @@ class Population:
             self.ids = np.concatenate([self.ids, new])
             for name, value in (("duration_s", np.nan), ("size", np.nan), ("utility", 0.0), ("loss", np.nan)):
                 setattr(self, name, np.concatenate([getattr(self, name), np.full(len(new), value)]))
-            for name in ("last_round", "rounds"):
+            for name in ("last_round", "cut_round", "rounds"):
                 setattr(self, name, np.concatenate([getattr(self, name), np.zeros(len(new), np.int32)]))
             self._index()
         return self.places(ids)
@@ -197,6 +199,7 @@ class PopulationSelector:
             known = np.where(done, durations, np.fmax(durations, self.clients.duration_s[places]))
             told = ~np.isnan(known)
             self.clients.duration_s[places[told]] = known[told]
+        self.clients.cut_round[places[~done]] = max(self.round, 1)
         took_part = order[done[order]]
         at = places[took_part]
         self.clients.last_round[at] = max(self.round, 1)

@@ -156,10 +156,10 @@ def test_system_penalty_prefers_the_fast_and_zero_does_not_look() -> None:
     assert 0.35 < np.mean(np.array(picked[0.0]) < 50) < 0.65
 
 
-def paced(series: list[float], **options: Any) -> list[float]:
+def paced(series: list[float], num: int = 200, **options: Any) -> list[float]:
     """T (paper) or its percentile (artifact) in each round, where everybody's utility is as in the series."""
-    durations = np.arange(1.0, 201.0)
-    made = oort(200, durations=durations, pacer_step=3, blacklist_rounds=-1, **options)
+    durations = np.arange(1.0, num + 1.0)
+    made = oort(num, durations=durations, pacer_step=3, blacklist_rounds=-1, **options)
     seen = []
     for value in series:
         picked = made.select(10)
@@ -177,11 +177,13 @@ def test_the_papers_pacer_holds_t_while_rounds_teach_as_much_or_more(slope: floa
 
 def test_the_papers_pacer_raises_t_when_rounds_teach_less() -> None:
     seen = paced([10.0] * 6 + [9.0] * 3 + [8.0] * 6)
-    # after 6 rounds flat; after 9 less: 3 * 10 clients more; after 12 less again; after 15 nothing new
-    assert seen == [21.0] * 9 + [51.0] * 3 + [81.0] * 3
+    # after 6 rounds flat; after 9 less: 10 % of the clients more; after 12 less again; after 15 nothing new
+    assert seen == [21.0] * 9 + [41.0] * 3 + [61.0] * 3
+    many = paced([10.0] * 6 + [9.0] * 9, num=1000)
+    assert many[8:10] == [101.0, 131.0]  # W * K = 3 * 10 clients more, where that is less than 10 %
     assert set(paced([10.0] * 6 + [9.0] * 9, pacer_delta=0.0)) == {21.0}
     assert paced([10.0] * 6 + [9.0] * 9, pacer_delta=5.0)[-1] == 31.0
-    assert paced([10.0] * 6 + [9.0] * 9, round_s=50.0)[8:10] == [50.0, 80.0]
+    assert paced([10.0] * 6 + [9.0] * 9, round_s=50.0)[8:10] == [50.0, 70.0]
     assert paced([10.0] * 6 + [1.0] * 9, pacer_delta=99.0)[-1] == 200.0  # never beyond the slowest
 
 
@@ -308,6 +310,19 @@ def test_who_was_cut_gets_no_utility_and_no_count() -> None:
     assert made.clients.utility.tolist() == [5.0] * 7 + [0.0] * 3
     assert made.clients.rounds.tolist() == [1] * 7 + [0] * 3
     assert made.select(10).tolist() == list(range(10))
+
+
+def test_who_was_cut_is_not_explored_again_and_counts_as_an_average_teacher() -> None:
+    """Else the slowest, who are always cut, would be all that is left to explore, and be invited to every round."""
+    made = oort(20, durations=np.arange(1.0, 21.0), round_s=10.0)
+    made.select(20)
+    made.feedback(
+        range(20), utility=np.r_[np.full(5, 2.0), np.full(5, 4.0), np.full(10, 9.0)], finished=np.arange(20) < 10
+    )
+    made.select(4)
+    assert made.figures["explored"] == 0
+    bonus = math.sqrt(0.1 * math.log(2))
+    assert made.scores(np.arange(20), 10.0)[[0, 9, 19]] == pytest.approx([2 + bonus, 4 + bonus, (3 + bonus) / 4])
 
 
 @pytest.mark.parametrize("preset", PRESETS)
