@@ -76,9 +76,10 @@ def test_oort_is_faster_than_random_and_each_part_of_it_does_its_own(devices: np
     assert hasty[-1]["round_s"] < oort[-1]["round_s"]
 
 
-def test_guided_picks_teach_more_than_random_ones(devices: np.ndarray) -> None:
-    """On equal devices only what clients teach can make a difference."""
+@pytest.mark.parametrize("seed", range(3))
+def test_guided_picks_teach_earlier_than_random_ones(seed: int) -> None:
+    """On equal devices only what clients teach can make a difference; and since they have only so much to teach, it is one of when."""
     equal = np.full(CLIENTS, 30.0)
-    random, oort = rounds(make("random", seed=7), equal), rounds(make("oort", seed=7), equal)
+    random, oort = rounds(make("random", seed=seed), equal), rounds(make("oort", seed=seed), equal)
     assert mean(oort, "took_s") == mean(random, "took_s")
-    assert mean(oort[20:], "taught") > mean(random[20:], "taught")
+    assert mean(oort[:30], "taught") > 1.1 * mean(random[:30], "taught")
