@@ -100,7 +100,10 @@ def serve(
 def _reserve(wanted: dict[str, int], server: str, state: str) -> None:
     with connected(server, state) as client:
         done = client.reserve(wanted)
-    print(f"reserved {devices_text(done.reserved)}, free after {done.took_s:.2f} s")
+    if done.reserved:
+        print(f"reserved {devices_text(done.reserved)}, free after {done.took_s:.2f} s")
+    else:
+        print("nothing is reserved: all devices are for jobs")
 
 
 def _ground(on: str, devices: dict[str, int], ray_address: str) -> Ground:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pliant.errors import PliantError, ServerUnavailable, StaleView, UnknownJob
+from pliant.errors import NameTaken, PliantError, ServerUnavailable, StaleView, UnknownJob
 from pliant.sched.book import Book
 from pliant.sched.ground import Counts, Ended, Ground, Run, Running
 from pliant.sched.jobfile import JobSpec
@@ -85,6 +85,12 @@ class Scheduler:
     def submit(self, spec: JobSpec) -> dict[str, Any]:
         """Take a job; its status."""
         with self._news:
+            directory = self._directory / "jobs" / spec.name
+            if spec.name not in self._state.jobs and directory.exists():
+                # Of a book that is gone: its checkpoints would be taken for the new job's.
+                raise NameTaken(
+                    f"name {spec.name!r}: {directory} is of an earlier job; remove it, or choose another name"
+                )
             self._do(self._state.submit(spec, self._clock()))
             return self._state.jobs[spec.name].status()
 
@@ -245,15 +251,16 @@ class Scheduler:
     def _prepare(self, job: LiveJob) -> None:
         """What must be known before its run begins."""
         run = self._run(job)
-        run.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         job.record_from = os.path.getsize(run.record) if run.record.exists() else 0
         self._tails[job.name] = Tail(run.record, job.record_from)
 
     def _start(self, action: Start) -> None:
         name = action.job
+        run = self._run(self._state.jobs[name])
         try:
-            self._runs[name] = self._ground.start(self._run(self._state.jobs[name]), action.devices)
-        except PliantError as error:
+            run.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._runs[name] = self._ground.start(run, action.devices)
+        except (PliantError, OSError) as error:
             self._tails.pop(name)
             self._do(self._state.refuse(name, str(error), self._clock()))
 

@@ -35,7 +35,7 @@ def test_three_jobs_on_four_slots_keep_their_bits_whatever_happens(tmp_path: Pat
         server.submit("conv", ["conv", "4", "4", *settings], checkpoint_every=3)
         until(lambda: server.runner_state("conv"), "conv's runner")
         server.submit("lstm", ["lstm", "4", "3", *settings], checkpoint_every=3)
-        until(lambda: server.job("conv").step, "conv's first step")
+        until(lambda: server.runner_state("lstm"), "lstm's runner")
         server.submit("adamw", ["adamw", "4", "3", *settings], checkpoint_every=3)
 
         # Resized by the scheduler: one slot is left, and goes to whoever is measured first.
@@ -130,7 +130,8 @@ def test_jobs_give_way_in_good_order_and_ends_are_seen_though_nobody_looked(tmp_
         assert answer.took_s <= 1.0
         assert server.workers("a") == []
         off = until(lambda: (job := server.job("a")).state == "put-off" and job, "it to be put off")
-        server.client.reserve({})
+        given_back = pliant("serve", "--state", str(state), "--reserve", "cpu=0")
+        assert given_back.stdout == "nothing is reserved: all devices are for jobs\n", given_back.stderr
         resumed = until(lambda: re.search(r"resumed from \S+ at step (\d+)", server.output("a")), "it to come back")
         if "killed" not in server.events("a"):
             assert int(resumed[1]) >= off.step, "nothing was lost"

@@ -13,7 +13,7 @@ import pytest
 from paper import PaperGround
 from starlette.testclient import TestClient
 
-from pliant.errors import ConfigError, UnknownJob
+from pliant.errors import ConfigError, NameTaken, UnknownJob
 from pliant.sched import live_openapi, schedulers
 from pliant.sched.book import Book
 from pliant.sched.jobfile import JobSpec
@@ -117,6 +117,12 @@ def test_a_job_that_cannot_be_started_has_failed(ground: PaperGround, tmp_path: 
         scheduler.submit(spec("a"))
         assert state_of(scheduler, "a") == "failed"
         assert "no such program" in scheduler.detail("a")["why"]
+
+
+def test_a_directory_of_a_forgotten_job_is_not_taken_for_a_new_ones(ground: PaperGround, tmp_path: Path) -> None:
+    (tmp_path / "jobs" / "a" / "checkpoints").mkdir(parents=True)
+    with scheduling(ground, tmp_path) as scheduler, pytest.raises(NameTaken, match="remove it"):
+        scheduler.submit(spec("a"))
 
 
 def test_devices_that_come_are_used(ground: PaperGround, tmp_path: Path) -> None:
