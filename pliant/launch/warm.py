@@ -139,10 +139,10 @@ def end_at_once() -> None:
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    for thing in gc.get_objects():  # of this process alone: what was there before the fork is frozen
-        if issubclass(type(thing), io.IOBase):
-            with contextlib.suppress(Exception):
-                thing.flush()
+    opened = [thing for thing in gc.get_objects() if issubclass(type(thing), io.IOBase)]
+    for thing in (*opened, sys.stdout, sys.stderr):  # these were there before the fork, and are not listed
+        with contextlib.suppress(Exception):
+            thing.flush()
     os._exit(0)
 
 

@@ -174,6 +174,7 @@ LEAVES = """
     import atexit, sys, threading, time
     file = open("kept", "w")
     file.write("not flushed")
+    sys.stdout.reconfigure(line_buffering=False, write_through=False)
     atexit.register(lambda: print("exit function"))
     threading.Timer(0.2, lambda: print("thread")).start()
 
