@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pliant.errors import ConfigError, NoClient
-from pliant.fed.selection import Floats, Mask, Places, PopulationSelector, State, greatest, kth_greatest, sample
+from pliant.fed.population import Floats, Mask, Places, State, greatest, kth_greatest, sample
+from pliant.fed.selection import PopulationSelector
 
 PACERS = ("falling", "flat")
 EXPLORERS = ("speed", "size")

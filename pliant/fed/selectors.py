@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from pliant.errors import ConfigError
 from pliant.fed.oort import Oort, OortConfig, preset
-from pliant.fed.selection import Floats, Numbers, Places, PopulationSelector, State, greatest, kth_greatest, sample
+from pliant.fed.population import Floats, Numbers, Places, State, greatest, kth_greatest, sample
+from pliant.fed.selection import PopulationSelector
 
 MOST_TIMES_LONGER = 10
 """PyramidFL lets nobody train more than this many times longer than asked."""

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pliant.errors import CapacityError, ConfigError
-from pliant.fed.selection import Floats, Ids, Numbers, Places
+from pliant.fed.population import Floats, Ids, Numbers, Places
 from pliant.fed.testing_solver import Cover, few_clients, flow
 
 Counts = npt.NDArray[np.int64]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pliant.errors import ConfigError
-from pliant.fed.selection import Floats, Places
+from pliant.fed.population import Floats, Places
 
 Counts = npt.NDArray[np.int64]
 
