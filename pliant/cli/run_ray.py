@@ -77,27 +77,29 @@ def on_ray(ctx: typer.Context, options: RunOptions, *, address: str, devices: st
     if not directory:
         find_command(options.program, environ.get("PATH"))  # for its checks: nodes have what is here
     wanted = _devices(devices, options.np if "np" in given else None)
-    return run_on_ray(
-        RayJob(
-            program=options.program,
-            arguments=(*forwarded(ctx, HERE), "-t0", repr(options.start_time_s), *options.program),
-            devices=wanted,
-            bounded=bool(devices),
-            asked="--devices" if devices else f"-np {options.np}:",
-            np=options.np if "np" in given else sum(wanted.values()),
-            directory=directory or os.getcwd(),
-            environ=environ,
-            secret=job_secret(secret_file=options.secret_file, shared="PLIANT_SECRET" in environ, environ=environ),
-            address=address,
-            ports=options.port_range,
-            config_port=options.builtin_config_port,
-            timeout_s=options.timeout_s,
-            grace_s=options.grace_s,
-            patience_s=options.rendezvous_timeout_s,
-            state_file=options.state_file,
-            resumes=bool(options.checkpoint_dir),
-        )
+    job = RayJob(
+        program=options.program,
+        arguments=(*forwarded(ctx, HERE), "-t0", repr(options.start_time_s), *options.program),
+        devices=wanted,
+        bounded=bool(devices),
+        asked="--devices" if devices else f"-np {options.np}:",
+        np=options.np if "np" in given else sum(wanted.values()),
+        directory=directory or os.getcwd(),
+        environ=environ,
+        secret=job_secret(secret_file=options.secret_file, shared="PLIANT_SECRET" in environ, environ=environ),
+        address=address,
+        ports=options.port_range,
+        config_port=options.builtin_config_port,
+        timeout_s=options.timeout_s,
+        grace_s=options.grace_s,
+        patience_s=options.rendezvous_timeout_s,
+        state_file=options.state_file,
+        resumes=bool(options.checkpoint_dir),
     )
+    try:
+        return run_on_ray(job)
+    except KeyboardInterrupt:
+        return 130  # before there were workers; later it is an event like any other
 
 
 def _devices(text: str, np: int | None) -> dict[str, int]:

@@ -111,6 +111,10 @@ class RayRunner:
 
     def _live(self, letter: bytes) -> None:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        if not environ.get("CUDA_VISIBLE_DEVICES"):
+            environ.pop(
+                "CUDA_VISIBLE_DEVICES", None
+            )  # Ray hides all from an actor that holds none, but workers are no actors
         try:
             self._popen = popen = subprocess.Popen(
                 [*script(child.__file__), str(os.getpid()), sys.executable, "-m", FAR_END],

@@ -69,8 +69,12 @@ class Seats:
             for _ in range(devices.get(kind, 0) - len(mine)):
                 self.all[self._next] = Seat(self._next, kind)
                 self._next += 1
-            # Those without a worker first: that costs nobody anything.
-            mine.sort(key=lambda seat: len(ranks) if seat.worker is None else ranks.get(seat.worker, -1))
+            # Those without a worker first, then those whose worker has crashed: that costs nobody anything.
+            mine.sort(
+                key=lambda seat: (
+                    (2, 0) if seat.worker is None else (0, ranks[seat.worker]) if seat.worker in ranks else (1, 0)
+                )
+            )
             for seat in mine[devices.get(kind, 0) :]:
                 seat.leaving = True
                 if seat.worker is None:

@@ -47,6 +47,9 @@ def test_seats_without_a_worker_are_given_up_before_any_other() -> None:
     seats.want({"cpu": 2}, view)
     assert sorted(seats.all) == [0, 1]
     assert not seats.leaving
+    crashed = View(2, view.workers[1:], view.runners)
+    seats.want({"cpu": 1}, crashed)
+    assert [seat.number for seat in seats.leaving] == [0]
 
 
 def test_a_lost_node_leaves_seats_without_a_place() -> None:

@@ -16,7 +16,7 @@ from gang import FULL
 from golden import golden
 from launching import MAIN, Ended, Launcher, Runner
 from subject import compare, history
-from two_nodes import CPUS, HEAD, OTHER, PATIENCE_S, Nodes, until
+from two_nodes import CPUS, HEAD, OTHER, PATIENCE_S, Nodes, open_gate, until
 
 from pliant.errors import ConfigError
 from pliant.launch.ray_cluster import connected
@@ -41,21 +41,21 @@ def test_resized_and_robbed_of_a_node_it_has_the_bits_of_ddp(
     journals = launcher.directory / "journals"
     journals.mkdir()
     gate = journals / "gate"
-    gate.write_text("3")
+    open_gate(gate, 3)
     job = ray("-np", 3, "--devices", "cpu=4", PROGRAM, journals, "conv", 4, 4)
     until(lambda: _committed(journals, 2) == 3, "step 2")
     _resize(launcher, job, 4)
     until(lambda: _count(journals, "prepared", '"roll": 2,') == 3, "all to know the newcomer")
-    gate.write_text("8")
+    open_gate(gate, 8)
     until(lambda: _committed(journals, 7) == 4, "step 7 on four")
     assert {path.name.partition(":")[0] for path in journals.glob("*.journal")} == {HEAD, OTHER}, "Ray used one node"
     nodes.remove(OTHER)
     _resize(launcher, job, CPUS)  # for so many there is room; returns when they train
     assert len(list(journals.glob(f"{HEAD}:*.journal"))) == CPUS
-    gate.write_text("12")
+    open_gate(gate, 12)
     until(lambda: _committed(journals, 11), "step 11")
     _resize(launcher, job, 1)
-    gate.write_text("1000")
+    open_gate(gate, 1000)
     ended = _end(job)
     assert ended.code == 0, ended
     assert f"the runner on {OTHER} is gone" in ended.stderr
@@ -76,18 +76,18 @@ def test_all_workers_are_lost_twice_and_it_goes_on_from_its_checkpoint(
     journals = launcher.directory / "journals"
     journals.mkdir()
     gate = journals / "gate"
-    gate.write_text("5")
+    open_gate(gate, 5)
     checkpoints = ("--checkpoint-dir", launcher.directory / "checkpoints", "--checkpoint-every", 3)
     nodes.add("127.0.0.5:0:spot=2")
     job = ray("--devices", "spot=2", *checkpoints, PROGRAM, journals, "conv", 4, 4)
     until(lambda: _committed(journals, 4) == 2, "step 4")
     os.kill(_runner_in(launcher.directory), signal.SIGKILL)
     until(lambda: _committed(journals, 4) == 4, "step 4 again, after the loss of the runner")
-    gate.write_text("9")
+    open_gate(gate, 9)
     until(lambda: _committed(journals, 8) == 2, "step 8")
     nodes.remove("127.0.0.5")
     nodes.add("127.0.0.6:0:spot=2")
-    gate.write_text("1000")
+    open_gate(gate, 1000)
     ended = _end(job)
     nodes.remove("127.0.0.6")
     assert ended.code == 0, ended

@@ -11,7 +11,7 @@ import pytest
 from gang import FULL
 from golden import golden
 from live_serving import Serving, serving
-from two_nodes import CPUS, HEAD, Nodes, until
+from two_nodes import CPUS, HEAD, Nodes, open_gate, until
 
 from pliant.launch.state_file import WorkerProcess, read
 
@@ -38,7 +38,7 @@ def test_three_jobs_keep_their_bits_on_two_nodes_one_of_which_is_lost(tmp_path: 
     if not nodes.others:
         nodes.add(f"{THIRD}:{CPUS}")
     gate = tmp_path / "gate"
-    gate.write_text("9")  # nobody finishes before everything has happened
+    open_gate(gate, 9)  # nobody finishes before everything has happened
     settings = ["turn_s=0.05", f"gate={gate}"]
     flags = ("--on", "ray", "--ray-address", nodes.address, "--devices", "cpu=4", "--interval", "300ms")
     with serving(tmp_path / "state", *flags) as server:
@@ -75,7 +75,7 @@ def test_three_jobs_keep_their_bits_on_two_nodes_one_of_which_is_lost(tmp_path: 
         assert len(living) <= 2, (living, server.log)
         assert answer.took_s <= 1.0, server.log
         server.client.reserve({})
-        gate.write_text("1000")
+        open_gate(gate, 1000)
         for name in JOBS:
             server.finished(name)
         hashes = {name: server.hash(name) for name in JOBS}

@@ -28,6 +28,13 @@ def until(happened: Callable[[], Any], what: str) -> Any:
     return found
 
 
+def open_gate(gate: Path, steps: int) -> None:
+    """Let the job do so many steps, counted from its beginning; whoever reads it sees all of the number."""
+    draft = gate.with_suffix(".draft")
+    draft.write_text(str(steps))
+    draft.replace(gate)
+
+
 @dataclass
 class Nodes:
     """The cluster, in a process of its own."""
