@@ -106,8 +106,7 @@ class ConfigClient:
 
     def occupied(self) -> dict[str, int]:
         """The devices, by type, on which processes of the job live; as `equip`."""
-        answer = self._send("GET", self._path("/devices"))
-        return self._decoded(answer, lambda value: {str(kind): int(count) for kind, count in value["occupied"].items()})  # type: ignore[index]
+        return self._decoded(self._send("GET", self._path("/devices")), _occupied_in)
 
     def drop(self) -> None:
         """Kill the workers on devices that are not wanted any more; as `equip`."""
@@ -228,6 +227,13 @@ class ConfigClient:
 
     def _path(self, path: str) -> httpx.URL:
         return self.url.copy_with(path=path, query=None)
+
+
+def _occupied_in(value: object) -> dict[str, int]:
+    found = value.get("occupied") if isinstance(value, dict) else None
+    if not isinstance(found, dict):
+        raise ConfigError(f'{value!r:.80} says nothing of devices: it is {{"occupied": {{"cpu": 2}}}} elsewhere')
+    return {str(kind): int(count) for kind, count in found.items()}
 
 
 def _notice(worker: Worker, reason: str = "") -> dict[str, object]:
