@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from pliant.elastic.client import ConfigClient
 from pliant.launch.state_file import RunnerState, WorkerProcess, read
 from pliant.sched.jobfile import JobSpec
 from pliant.sched.live_client import JobStatus, LiveClient, find_server
@@ -30,6 +31,13 @@ def until(reached: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) 
         assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s for {what}"
         time.sleep(0.02)  # pacing a poll with a deadline
     return found
+
+
+def open_gate(gate: Path, steps: int) -> None:
+    """Let a program do so many steps; it never sees half of the file."""
+    draft = gate.with_suffix(".draft")
+    draft.write_text(str(steps))
+    draft.replace(gate)
 
 
 class Serving:
@@ -106,6 +114,14 @@ class Serving:
         """Processes of its workers that live."""
         state = self.runner_state(name)
         return [each for each in state.workers.values() if each.lives] if state is not None else []
+
+    def members(self, name: str) -> int:
+        """Workers on the roll of its config server: ready, and in the job from the next step's boundary on."""
+        state = self.runner_state(name)
+        if state is None:
+            return 0
+        with ConfigClient(state.config_server, (self._runs(name)[-1] / "token").read_text()) as client:
+            return len(client.roll().members)
 
     def output(self, name: str) -> str:
         return (self.state / "jobs" / name / "log").read_text()

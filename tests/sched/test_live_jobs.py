@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from live_serving import MAIN, serving, until
+from live_serving import MAIN, open_gate, serving, until
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 
@@ -27,16 +27,17 @@ JOBS = {"conv": 4, "lstm": 3, "adamw": 3}
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_three_jobs_on_four_slots_keep_their_bits_whatever_happens(tmp_path: Path) -> None:
-    gate = tmp_path / "gate"
-    gate.write_text("11")  # nobody finishes before everything has happened
-    settings = ["turn_s=0.05", f"gate={gate}"]
+    gates = {name: tmp_path / f"{name}.gate" for name in JOBS}
+    for gate in gates.values():
+        open_gate(gate, 9)  # nobody finishes before everything has happened
+    settings = {name: ["4", str(epochs), "turn_s=0.05", f"gate={gates[name]}"] for name, epochs in JOBS.items()}
     with serving(tmp_path / "state", "--devices", "cpu=4", "--interval", "300ms") as server:
         # Submitted at different times.
-        server.submit("conv", ["conv", "4", "4", *settings], checkpoint_every=3)
+        server.submit("conv", ["conv", *settings["conv"]], checkpoint_every=3)
         until(lambda: server.runner_state("conv"), "conv's runner")
-        server.submit("lstm", ["lstm", "4", "3", *settings], checkpoint_every=3)
+        server.submit("lstm", ["lstm", *settings["lstm"]], checkpoint_every=3)
         until(lambda: server.runner_state("lstm"), "lstm's runner")
-        server.submit("adamw", ["adamw", "4", "3", *settings], checkpoint_every=3)
+        server.submit("adamw", ["adamw", *settings["adamw"]], checkpoint_every=3)
 
         # Resized by the scheduler: one slot is left, and goes to whoever is measured first.
         grown = until(
@@ -44,6 +45,8 @@ def test_three_jobs_on_four_slots_keep_their_bits_whatever_happens(tmp_path: Pat
             "a job to be given the fourth slot",
         )
         assert "grows from 1 cpu to 2 cpu" in server.log
+        until(lambda: server.members(grown) == 2, f"{grown}'s newcomer")
+        open_gate(gates[grown], 12)  # it joins between two steps
         until(lambda: "resize 1 -> 2" in server.output(grown), f"{grown} to train on both")
 
         # A worker is killed, and replaced by its runner.
@@ -63,7 +66,8 @@ def test_three_jobs_on_four_slots_keep_their_bits_whatever_happens(tmp_path: Pat
         assert server.client.reserve({"cpu": 1}).took_s <= 1.0
         assert sum(len(server.workers(name)) for name in JOBS) <= 3
         # It takes another while they train: one of three jobs is put off, with a checkpoint, and goes on later.
-        gate.write_text("1000")
+        for gate in gates.values():
+            open_gate(gate, 1000)
         assert server.client.reserve({"cpu": 2}).took_s <= 1.0
         assert sum(len(server.workers(name)) for name in JOBS) <= 2
         put_off = until(lambda: [name for name in JOBS if server.job(name).state == "put-off"], "a job to be put off")
@@ -156,13 +160,13 @@ STORM_JOBS = {"conv": 12, "lstm": 12, "adamw": 10}
 def test_a_storm_over_live_jobs_changes_no_bit(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     gate = tmp_path / "gate"
-    gate.write_text("20")
+    open_gate(gate, 20)
     with serving(tmp_path / "state", "--devices", "cpu=4", "--interval", "300ms") as server:
         for name, epochs in STORM_JOBS.items():
             arguments = [name, "4", str(epochs), "turn_s=0.02", f"gate={gate}"]
             server.submit(name, arguments, checkpoint_every=5, min=chance.choice([0, 1, 2]))
         for round_ in range(20):
-            gate.write_text(str(20 + 2 * round_))  # so that nobody has finished before the last round
+            open_gate(gate, 20 + 2 * round_)  # so that nobody has finished before the last round
             until(lambda: any(job.state == "running" for job in server.client.jobs()), "a job that trains")
             name = chance.choice(list(STORM_JOBS))
             workers = server.workers(name)
@@ -182,7 +186,7 @@ def test_a_storm_over_live_jobs_changes_no_bit(tmp_path: Path, seed: int) -> Non
                     server.start()
             time.sleep(chance.random())  # the storm's own pace
         server.client.reserve({})
-        gate.write_text("1000")
+        open_gate(gate, 1000)
         for name in STORM_JOBS:
             server.finished(name)
         hashes = {name: server.hash(name) for name in STORM_JOBS}
