@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import uvicorn
 
 from pliant.cluster import View, check_host
+from pliant.elastic import serving
 from pliant.elastic.caterer import Caterer
 from pliant.elastic.client import ConfigClient
 from pliant.elastic.membership import NO_LIMITS, Limits, Put, Wanted
@@ -30,10 +31,6 @@ __all__ = ["DEFAULT_ENDPOINT", "DEFAULT_PORT", "ConfigClient", "ConfigServer", "
 DEFAULT_PORT = 9100
 DEFAULT_ENDPOINT = "/config"
 _START_TIMEOUT_S = 30.0
-_GRACE_S = 3
-# Longer than a client keeps an idle connection, so that the server is never the one who closes it
-# just as the next request is on its way.
-_KEEP_ALIVE_S = 75
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,21 +184,7 @@ def _prepared(config: ServerConfig, store: Store, stop: Callable[[], None]) -> _
         stop=stop,
         caterer=config.caterer,
     )
-    settings = uvicorn.Config(
-        web.app,
-        loop="asyncio",
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="error",  # it warns at every malformed request, which is the client's mistake
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_GRACE_S,
-        ssl_certfile=config.tls_cert or None,
-        ssl_keyfile=config.tls_key or None,
-    )
+    settings = serving.settings(web.app, tls_cert=config.tls_cert, tls_key=config.tls_key)
     try:
         settings.load()
     except OSError as error:

@@ -18,6 +18,7 @@ from pathlib import Path
 import uvicorn
 
 from pliant.cluster import check_host
+from pliant.elastic import serving
 from pliant.elastic.server import listening
 from pliant.errors import ConfigError
 from pliant.sched.book import Book
@@ -26,10 +27,6 @@ from pliant.sched.live import Scheduler
 from pliant.sched.live_client import SERVER_FILE
 from pliant.sched.live_web import LiveWeb
 from pliant.sched.schedulers_base import Policy
-
-_GRACE_S = 3
-# Longer than a client keeps an idle connection, so that the server is never the one who closes it.
-_KEEP_ALIVE_S = 75
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +66,7 @@ def serve(config: LiveConfig, make_ground: Callable[[], Ground], policy: Policy,
         with scheduler.running(), _written_down(config.state, url, token):
             say(f"pliant serve at {url}, state in {config.state}")
             web = LiveWeb(scheduler, token)
-            _Uvicorn(_settings(web), web).until_signalled(listener)
+            _Uvicorn(serving.settings(web.app), web).until_signalled(listener)
     say("the server has ended; jobs run on, `pliant serve` with the same --state takes them up again")
 
 
@@ -91,22 +88,6 @@ class _Uvicorn(uvicorn.Server):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(self, "should_exit", True))
         thread.join()
-
-
-def _settings(web: LiveWeb) -> uvicorn.Config:
-    return uvicorn.Config(
-        web.app,
-        loop="asyncio",
-        http="h11",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        log_level="error",  # it warns at every malformed request, which is the client's mistake
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_GRACE_S,
-    )
 
 
 @contextlib.contextmanager
