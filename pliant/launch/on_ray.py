@@ -29,7 +29,8 @@ from pliant.launch.registry import registered
 log = logging.getLogger(__name__)
 
 JOB_FILE = "ray-job"
-"""Beside --state-file: what Ray calls the job, for those who must know when all of it has gone."""
+"""Beside --state-file, as long as the driver drives: what Ray calls the job. Where it is left behind, the driver was
+killed, or Ray is gone, and something of the job may still live."""
 
 
 def run_on_ray(job: RayJob) -> int:
@@ -57,8 +58,10 @@ def run_on_ray(job: RayJob) -> int:
         log.info("config server at %s", server.url)
         if job.state_file:
             # First this: who waits for the other file finds both.
-            Path(job.state_file).with_name(JOB_FILE).write_text(ray_cluster.own_job())
+            job_file = Path(job.state_file).with_name(JOB_FILE)
+            job_file.write_text(ray_cluster.own_job())
             state_file.write(Path(job.state_file), server.url, 0, {})
+            stack.callback(job_file.unlink, missing_ok=True)
         code = driver.drive(server, client, token)
     if code == 0:
         told = f"all {driver.num_ended}/{driver.num_ended} nodes finished, took {format_duration(time.monotonic() - begun_s)}\n"

@@ -172,18 +172,27 @@ def own_address() -> str:
 
 
 def own_job() -> str:
-    """What Ray calls this driver."""
+    """What Ray calls this driver, and in which life of the cluster: the next one counts anew."""
     import ray
 
-    return str(ray.get_runtime_context().get_job_id())
+    return f"{_session()} {ray.get_runtime_context().get_job_id()}"
 
 
 def has_actors(job: str) -> bool:
-    """Whether an actor of another driver, which may be gone, still lives."""
+    """Whether an actor of another driver, which may be gone, still lives. `job` is its `own_job`."""
     import ray
 
-    actors = ray._private.state.actors(job_id=ray.JobID(bytes.fromhex(job)))
+    session, _, number = job.partition(" ")
+    if session != _session():
+        return False
+    actors = ray._private.state.actors(job_id=ray.JobID(bytes.fromhex(number)))
     return any(actor["State"] != "DEAD" for actor in actors.values())
+
+
+def _session() -> str:
+    import ray
+
+    return str(ray._private.worker.global_worker.node.session_name)
 
 
 def _gpus() -> list[str]:

@@ -209,9 +209,11 @@ class Driver:
         if code < 0:
             self._lose_side(node, f"its runner was killed by signal {-code}")
             return
-        side = self._sides.pop(node)
+        side = self._sides.pop(node, None)
+        if side is None:
+            return
         side.kill()
-        if code == 0:
+        if code == 0 or (self._server.roll.over and not self._is_used(node)):
             self.num_ended += 1
         elif self._end_by_s is None:
             log.error("host %s: its runner ended with exit code %d", side.host, code)
@@ -251,6 +253,9 @@ class Driver:
         self._see_off()
         self._place()
         if self._server.roll.over:
+            # A runner that comes only now would complain that there is nothing to do.
+            for node in [node for node in self._sides if not self._is_used(node)]:
+                self._sides.pop(node).kill()
             return
         for node in {seat.node for seat in self._seats.vacant}:
             if node not in self._sides:
@@ -259,6 +264,10 @@ class Driver:
             return
         self._give()
         self._publish()
+
+    def _is_used(self, node: str) -> bool:
+        """Whether the runner there has been told to start somebody."""
+        return any(seat.worker in self._told for seat in self._seats.on(node))
 
     def _waits_for_first(self) -> bool:
         """Whether the first view must still wait: it has all workers."""

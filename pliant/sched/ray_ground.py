@@ -12,7 +12,6 @@ import contextlib
 import os
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
 from pliant.launch import ray_cluster
@@ -108,15 +107,14 @@ class RayRunning(LocalRunning):
 
     def _seen_end(self) -> Ended | None:
         ended = super()._seen_end()
-        return None if ended is not None and self._remains() else ended
-
-    def _remains(self) -> bool:
-        """Whether actors of a driver that is gone still live."""
         try:
-            job = Path(self._place / JOB_FILE).read_text()
+            job = (self._place / JOB_FILE).read_text()
         except OSError:
-            return False
-        return bool(job) and ray_cluster.has_actors(job)
+            return ended  # it has ended its runners itself
+        if ended is None or ray_cluster.has_actors(job):
+            return None
+        # An exit code of its own says nothing of the program: Ray ends a driver that has lost the cluster's head.
+        return Ended(ended.code if ended.code is not None and ended.code < 0 else None, ended.at_s)
 
 
 def _command(run: Run, devices: Counts, address: str) -> list[str]:

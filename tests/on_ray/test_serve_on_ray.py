@@ -37,17 +37,20 @@ def workers(server: Serving, *names: str) -> dict[str, WorkerProcess]:
 def test_three_jobs_keep_their_bits_on_two_nodes_one_of_which_is_lost(tmp_path: Path, nodes: Nodes) -> None:
     if not nodes.others:
         nodes.add(f"{THIRD}:{CPUS}")
-    gate = tmp_path / "gate"
-    open_gate(gate, 9)  # nobody finishes before everything has happened
-    settings = ["turn_s=0.05", f"gate={gate}"]
+    gates = {name: tmp_path / f"{name}.gate" for name in JOBS}
+    for gate in gates.values():
+        open_gate(gate, 9)  # nobody finishes before everything has happened
+    settings = {name: [name, "4", str(epochs), "turn_s=0.05", f"gate={gates[name]}"] for name, epochs in JOBS.items()}
     flags = ("--on", "ray", "--ray-address", nodes.address, "--devices", "cpu=4", "--interval", "300ms")
     with serving(tmp_path / "state", *flags) as server:
         # Submitted at different times, and resized by the scheduler: one slot is left, and goes to whoever is measured first.
-        server.submit("conv", ["conv", "4", "4", *settings], checkpoint_every=2)
+        server.submit("conv", settings["conv"], checkpoint_every=2)
         until(lambda: server.runner_state("conv"), "conv's driver")
-        server.submit("lstm", ["lstm", "4", "3", *settings], checkpoint_every=2)
-        server.submit("adamw", ["adamw", "4", "3", *settings], checkpoint_every=2)
+        server.submit("lstm", settings["lstm"], checkpoint_every=2)
+        server.submit("adamw", settings["adamw"], checkpoint_every=2)
         grown = until(lambda: next((name for name in JOBS if len(workers(server, name)) > 1), None), "one to grow")
+        until(lambda: server.members(grown) == 2, f"{grown}'s newcomer")
+        open_gate(gates[grown], 12)  # it joins between two steps
         until(lambda: "resize 1 -> 2" in server.output(grown), f"{grown} to train on both")
         until(lambda: all(server.job(name).step for name in JOBS), "all jobs to train")
 
@@ -75,7 +78,8 @@ def test_three_jobs_keep_their_bits_on_two_nodes_one_of_which_is_lost(tmp_path: 
         assert len(living) <= 2, (living, server.log)
         assert answer.took_s <= 1.0, server.log
         server.client.reserve({})
-        open_gate(gate, 1000)
+        for gate in gates.values():
+            open_gate(gate, 1000)
         for name in JOBS:
             server.finished(name)
         hashes = {name: server.hash(name) for name in JOBS}
