@@ -1,4 +1,4 @@
-"""Fixtures for jobs on Ray: one cluster for all tests, since it takes long to start."""
+"""Fixtures for jobs on Ray: one cluster for all tests of a file, since it takes long to start; it is gone when others begin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from launching import DEADLINE_S, Launcher, Nursery  # noqa: E402
 from two_nodes import Nodes, two_nodes  # noqa: E402
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     with two_nodes() as running:
         yield running
