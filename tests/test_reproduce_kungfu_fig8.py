@@ -18,8 +18,8 @@ from pliant.experiments.figures import FIGURES, Options
 from pliant.experiments.monitoring import MODES, Task, schedule
 
 USUAL = Options(device="cpu")
-COSTS = {"none": 0.0, "noise_scale": 0.004, "variance": 0.02, "variance_every_8": 0.02}
-"""Of a due step, whose base is 1 s."""
+COSTS = {"full": 0.0, "none": 0.0, "noise_scale": 0.004, "variance": 0.02, "variance_every_8": 0.02}
+"""Seconds of a due step; a full step takes 1 s, others a tenth."""
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "monitoring" / "benchmark.py"
 
 
@@ -27,7 +27,7 @@ def workers(rounds: int, costs: dict[str, float], slower: float = 0.0, **more: A
     """What workers would write that pay for half of a variance in the step after it, on a machine that becomes slower by this
     share until the end."""
     modes = schedule(rounds)
-    step_s = [1.0] * (len(modes) + 1)
+    step_s = [1.0 if mode == "full" else 0.1 for mode in (*modes, "none")]
     for step, mode in enumerate(modes):
         if mode != "variance_every_8" or step % 8 == 0:
             late = 0.5 if mode.startswith("variance") else 0.0
@@ -35,7 +35,7 @@ def workers(rounds: int, costs: dict[str, float], slower: float = 0.0, **more: A
             step_s[step + 1] += late * costs[mode]
     step_s = [took * (1 + slower * step / len(modes)) for step, took in enumerate(step_s[:-1])]
     found = {"step_s": step_s, "cpu_s": step_s, "noise_ratio": 9.0, "variance": 1.0}
-    found |= {"probe_s": [each - 1 for each in step_s], "other_s": [0.1] * len(modes)}
+    found |= {"probe_s": step_s, "other_s": [0.1] * len(modes)}
     return [{**found, **more}, found]
 
 
@@ -59,9 +59,9 @@ def test_costs_are_counted_where_they_arise() -> None:
 def test_a_machine_that_becomes_slower_does_not_count() -> None:
     result = kungfu_fig8.result_of(workers(3, COSTS, slower=0.5), 3, 8, USUAL)
     assert result["overhead"] == {
-        "noise_scale": pytest.approx(0.004, abs=1e-4),
-        "variance": pytest.approx(0.02, abs=1e-4),
-        "variance_every_8": pytest.approx(0.02 / 8, abs=0.02),
+        "noise_scale": pytest.approx(0.004, rel=0.1),
+        "variance": pytest.approx(0.02, rel=0.1),
+        "variance_every_8": pytest.approx(0.02 / 8, abs=2e-3),
     }
 
 
@@ -78,10 +78,10 @@ def test_time_counts_whatever_the_clocks_say() -> None:
     modes = schedule(2)
     for worker in found:
         worker["step_s"] = [
-            2 * took if mode != "none" else took for took, mode in zip(worker["step_s"], modes, strict=True)
+            took if mode in ("none", "full") else 2 * took for took, mode in zip(worker["step_s"], modes, strict=True)
         ]
     result = kungfu_fig8.result_of(found, 2, 8, USUAL)
-    assert result["overhead"]["noise_scale"] > 0.9  # type: ignore[index]
+    assert result["overhead"]["noise_scale"] > 0.09  # type: ignore[index]
     assert not result["ok"], result["remarks"]
 
 
@@ -93,7 +93,7 @@ def test_monitors_must_say_the_same_everywhere(more: dict[str, Any]) -> None:
 def test_monitored_steps_have_plain_ones_around_them() -> None:
     modes = schedule(3)
     begins = [step for step, mode in enumerate(modes) if mode == "variance_every_8"][::8]
-    assert begins == [32, 64, 96]
+    assert begins == [32, 72, 112]
     assert all(modes[step : step + 8] == ["variance_every_8"] * 8 for step in begins)
     for step, mode in enumerate(modes[8:], 8):
         if mode in ("noise_scale", "variance"):
@@ -117,7 +117,7 @@ def test_the_job_itself(tmp_path: Path) -> None:
     Task("SqueezeNet", 1, 32, 1, replicas=2).write(path)
     gang.run(_train, 1, path)
     found = json.loads((tmp_path / "worker-0.json").read_text())
-    assert len(found["step_s"]) == len(found["cpu_s"]) == 40
+    assert len(found["step_s"]) == len(found["cpu_s"]) == 48
     result = kungfu_fig8.result_of([found], 1, 1, Options(quick=True, device="cpu"))
     assert result["ok"], result["remarks"]
     assert FIGURES["kungfu-fig8"].module is kungfu_fig8

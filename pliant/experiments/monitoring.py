@@ -25,14 +25,17 @@ from pliant.errors import NotLaunched
 from pliant.experiments.vision import num_classes, vision_model
 from pliant.train.probing import GradientProbe
 
-MODES = {"none": (0, 0), "noise_scale": (1, 0), "variance": (0, 1), "variance_every_8": (0, 8)}
+MODES = {"full": (0, 0), "none": (0, 0), "noise_scale": (1, 0), "variance": (0, 1), "variance_every_8": (0, 8)}
 """Every how many steps the noise scale is estimated, and the variance."""
-WARMUP = ("none", "noise_scale", "variance", "variance", "none", "none", "none", "none")
+FULL = "full"
+"""A step of the size that is asked about, without a monitor. All others are of small images: what monitors cost depends
+on the gradients alone, and of short steps so many can be compared that a hundredth of a long one is seen."""
+WARMUP = (FULL, "none", "noise_scale", "variance", "variance", "none", "none", "none")
 """The first variance makes its memory."""
 PAIRED = ("none", "noise_scale", "none", "variance", "none") * 4 + ("none", "noise_scale", "none", "none")
 """A monitored step has others without a monitor on either side: a machine that becomes slower or faster does so for all of
 them. Of a variance the step after it pays a part, because its collective may take until then."""
-ROUND = (*PAIRED, *["variance_every_8"] * 8)
+ROUND = (*PAIRED, *["variance_every_8"] * 8, "none", FULL, FULL, "none", "none", "noise_scale", "none", "none")
 """All of it is a multiple of 8, so the window of 8 begins with the step that is due."""
 
 
@@ -46,6 +49,8 @@ class Task:
     """The side of an image."""
     rounds: int
     replicas: int = 4
+    small_batch: int = 2
+    small_size: int = 64
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -122,12 +127,12 @@ def main(path: Path) -> None:
     clocks = Clocks()
     clocks.watch(probe, "begin", "part", "parts_over", "total", "sums_over", "row", "learn")
     for _ in job.epochs(1):
-        data = {replica: _data(task, replica) for replica in job.hosted}
+        data = {(replica, full): _data(task, replica, full) for replica in job.hosted for full in (False, True)}
         clocks.begin()
         for _ in loader:
             if job.step > len(clocks.step_s):
                 clocks.note()
-            images, labels = data[job.replica or 0]
+            images, labels = data[job.replica or 0, modes[job.step] == FULL]
             optimizer.zero_grad()
             F.cross_entropy(model(images), labels).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -150,11 +155,12 @@ def _take_a_core() -> None:
         os.sched_setaffinity(0, {cores[spec.view.rank_of(spec.worker) % len(cores)]})
 
 
-def _data(task: Task, replica: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _data(task: Task, replica: int, full: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Each replica has images of its own, and the same ones in every step."""
     draw = torch.Generator().manual_seed(100 + replica)
-    images = torch.randn(task.batch, 3, task.size, task.size, generator=draw)
-    return images, torch.randint(num_classes(task.model), (task.batch,), generator=draw)
+    batch, size = (task.batch, task.size) if full else (task.small_batch, task.small_size)
+    images = torch.randn(batch, 3, size, size, generator=draw)
+    return images, torch.randint(num_classes(task.model), (batch,), generator=draw)
 
 
 def _switch(probe: GradientProbe, mode: str) -> None:
