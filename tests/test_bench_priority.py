@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gang import FULL
 from command import command
 
 from pliant import lab as labs
@@ -527,6 +528,7 @@ exec ip netns exec pliant-{lab}-h$((host - 1)) sh -c "$*"
 """
 
 
+@pytest.mark.skipif(not FULL, reason="takes 15 s; the contest is tested in a lab, and ssh in tests/launch")
 @pytest.mark.root
 @pytest.mark.processes
 @in_a_lab
