@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gang import FULL
 from command import command
+from gang import FULL
 
 from pliant import lab as labs
 from pliant.bench import priority, priority_cells, priority_hosts, priority_paper, priority_trace, priority_verdict
