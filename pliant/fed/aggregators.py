@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -73,8 +74,9 @@ class _Adaptive(FedAvg):
             steps.append(first * self.lr / (second.sqrt() + self.tau))
         return steps
 
+    @abstractmethod
     def _next_second(self, second: Tensor, square: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The second moment after a step whose squared change this is."""
 
     def state_dict(self) -> dict[str, object]:
         first, second = ([each.clone() for each in part] for part in (self._first, self._second))

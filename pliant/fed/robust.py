@@ -5,6 +5,7 @@ They know nothing of samples, because a liar would claim many. All of a round's 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -33,8 +34,9 @@ class _Held(Aggregator):
         updates, self._updates = self._updates, []
         return self._combined(model, updates) if updates else model.clone()
 
+    @abstractmethod
     def _combined(self, model: Weights, updates: list[Update]) -> Weights:
-        raise NotImplementedError
+        """The next model; there is at least one update."""
 
 
 class _Coordinates(_Held):
@@ -51,9 +53,9 @@ class _Coordinates(_Held):
             [new(old, [each.change.buffers[i] for each in updates]) for i, old in enumerate(model.buffers)],
         )
 
+    @abstractmethod
     def _kept(self, count: int) -> tuple[int, int]:
         """The range of sorted places whose mean is taken."""
-        raise NotImplementedError
 
 
 def _middle(like: Tensor, changes: list[Tensor], low: int, high: int) -> Tensor:

@@ -10,6 +10,7 @@ Both are in `state_dict()`: a selector that loads it goes on with the picks that
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -53,7 +54,7 @@ class Selector(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class PopulationSelector:
+class PopulationSelector(ABC):
     """The part of a selector that keeps the books; a kind of selector says only whom it would choose.
 
     `round` is the number of selections so far; during one it is the number of the round being selected, from 1.
@@ -201,9 +202,9 @@ class PopulationSelector:
             raise NoClient(f"none of the {len(self.clients)} clients can be reached: wait until one is there")
         return found
 
+    @abstractmethod
     def _choose(self, num: int, asked: int, eligible: Places, remaining_s: Floats | None) -> Places:
         """Exactly `num` of the eligible, in any order."""
-        raise NotImplementedError
 
     def _heard(self, at: Places, utility: Floats) -> Floats:
         """The utilities to remember of clients that took part."""
@@ -217,7 +218,10 @@ class PopulationSelector:
         return {}
 
     def _load_more(self, more: Mapping[str, Any]) -> None:
-        pass
+        if more:
+            raise ConfigError(
+                f"a state with {', '.join(map(repr, more))}, which this selector does not keep: load its own"
+            )
 
 
 def statistical_utility(losses: Numbers, size: float | None = None) -> float:

@@ -12,15 +12,13 @@ import contextlib
 import logging
 import queue
 import secrets
-import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from pliant.elastic.client import ConfigClient
 from pliant.elastic.membership import Limits
 from pliant.elastic.server import ConfigServer, ServerConfig
-from pliant.launch import ray_cluster, state_file
+from pliant.launch import ray_cluster, signals, state_file
 from pliant.launch.duration import format_duration
 from pliant.launch.output import Console
 from pliant.launch.ray_driver import Driver, Event, RayJob
@@ -41,7 +39,7 @@ def run_on_ray(job: RayJob) -> int:
     """
     begun_s = time.monotonic()
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    with ray_cluster.connected(job.address), _signals(events), contextlib.ExitStack() as stack:
+    with ray_cluster.connected(job.address), signals.handed_to(events.put), contextlib.ExitStack() as stack:
         ray_cluster.check_devices(job.devices, ray_cluster.living_nodes(), job.asked)
         driver = Driver(job, events)
         token = job.environ.get("PLIANT_TOKEN") or secrets.token_hex(16)
@@ -67,17 +65,3 @@ def run_on_ray(job: RayJob) -> int:
         told = f"all {driver.num_ended}/{driver.num_ended} nodes finished, took {format_duration(time.monotonic() - begun_s)}\n"
         Console(1, coloured=False).write(told.encode())
     return code
-
-
-@contextlib.contextmanager
-def _signals(events: queue.SimpleQueue[Event]) -> Iterator[None]:
-    """Signals that end programs become events."""
-    before = {
-        number: signal.signal(number, lambda signum, frame: events.put(signum))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

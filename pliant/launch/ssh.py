@@ -18,11 +18,12 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pliant.cluster import Host
 from pliant.errors import ConfigError, LaunchError
+from pliant.launch import signals
 from pliant.launch.duration import format_duration
 from pliant.launch.output import Console, OutputReader, Stream
 
@@ -235,7 +236,7 @@ def run_over_ssh(job: SshJob) -> int:
     sides: list[_Side] = []
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
     try:
-        with _signals(events):
+        with signals.handed_to(events.put):
             for host, command in commands.items():
                 side = _Side(host, command, job.letter(host), reader)
                 sides.append(side)
@@ -250,20 +251,6 @@ def run_over_ssh(job: SshJob) -> int:
         told = f"all {len(sides)}/{len(sides)} hosts finished, took {format_duration(time.monotonic() - begun_s)}\n"
         Console(1, coloured=False).write(told.encode())
     return code
-
-
-@contextlib.contextmanager
-def _signals(events: queue.SimpleQueue[_Event]) -> Iterator[None]:
-    """Signals that end programs become events."""
-    before = {
-        number: signal.signal(number, lambda signum, frame: events.put(signum))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _mind(sides: Sequence[_Side], events: queue.SimpleQueue[_Event], patience_s: float) -> int:
