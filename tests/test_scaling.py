@@ -102,6 +102,18 @@ def test_twice_is_wanted_where_the_bound_allows_it() -> None:
     assert "slower than DDP on 32 hosts" in str(slower["remarks"])
 
 
+def test_slower_than_ddp_is_a_complaint_on_any_number_of_hosts() -> None:
+    """Unless the cores are the limit there: then it is theirs."""
+    steps = {"auto": {**evenly(0.68), 8: 1.2}, "priority": {**evenly(0.68), 8: 1.1}, "ddp": evenly(0.75, 0.004)}
+    sweep = sweep_of(steps)
+    result = kungfu_fig9.result_of([sweep], QUICK)
+    assert not result["ok"]
+    assert "slower than DDP on 8 hosts, 0.71x (priority), with cores left" in str(result["remarks"])
+    crowded = [dataclasses.replace(run, busy=[0.97]) if run.nodes == 8 else run for run in sweep.runs]
+    result = kungfu_fig9.result_of([dataclasses.replace(sweep, runs=crowded)], QUICK)
+    assert result["ok"], result["remarks"]
+
+
 def test_what_failed_or_differs_is_a_complaint() -> None:
     sweep = sweep_of({"auto": evenly(0.68), "ddp": evenly(0.7)})
     sweep.runs[-1] = dataclasses.replace(sweep.runs[-1], failure="ddp: rank 3 ended early")

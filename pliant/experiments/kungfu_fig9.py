@@ -152,7 +152,8 @@ def result_line(one: Json) -> str:
 
 
 def judge(cells: Sequence[Json], claims: dict[str, Json]) -> list[str]:
-    """Twice DDP's throughput on the most hosts, or no more to gain; never slower than DDP where cores are left."""
+    """Twice DDP's throughput on the most hosts, or no more to gain; on no number of hosts slower than DDP where cores are
+    left."""
     wrong = [f"{one['model']}, {one['np']} hosts: {one['failure']}" for one in cells if one["failure"]]
     for one in cells:
         if one["side"] != "ddp-best" and not one["failure"] and not one["same_on_all_ranks"]:
@@ -168,7 +169,26 @@ def judge(cells: Sequence[Json], claims: dict[str, Json]) -> list[str]:
             )
         if over * CLOSE < 1:
             wrong.append(f"{model}: slower than DDP on {claim['np']} hosts, {over:.2f}x")
+        elsewhere = {cast(int, one["np"]) for one in cells if one["model"] == model} - {claim["np"]}
+        wrong += [text for nodes in sorted(elsewhere) if (text := _slower(cells, model, nodes))]
     return wrong
+
+
+def _slower(cells: Sequence[Json], model: str, nodes: int) -> str:
+    """That the best of ours is slower than DDP on so many hosts, though cores are left; empty if not."""
+    there = {
+        str(one["side"]): one
+        for one in cells
+        if (one["model"], one["np"]) == (model, nodes) and one["step_s"] is not None
+    }
+    ours = [there[side] for side in scaling.STRATEGIES if side in there]
+    if not ours or "ddp" not in there:
+        return ""
+    best = min(ours, key=lambda one: cast(float, one["step_s"]))
+    over = cast(float, there["ddp"]["step_s"]) / cast(float, best["step_s"])
+    if over * CLOSE >= 1 or cast(float, best["cpu_busy"] or 0) > BUSY:
+        return ""
+    return f"{model}: slower than DDP on {nodes} hosts, {over:.2f}x ({best['side']}), with cores left"
 
 
 def said(sweeps: Sequence[Sweep], cells: Sequence[Json], claims: dict[str, Json], cores: int) -> list[str]:
