@@ -1,7 +1,9 @@
 """The record of a run: an append-only file of facts, one JSON object per line.
 
 What is written when: `start` (the program and its settings), `step` (figures), `view` (the workers have changed),
-`decision` (what a policy has changed, and why), `end`. The decisions about the maths are enough to do the run again.
+`workers` (who they are, and their topology, at a view's first step), `links` (rates between hosts, where a policy had
+them measured), `decision` (what a policy has changed, and why), `end`. The decisions about the maths are enough to do
+the run again.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import torch
 from pliant import record
 from pliant.comm import probe as links
 from pliant.comm.engine import Engine
+from pliant.comm.graph import masters
 from pliant.errors import ConfigError
 from pliant.policy import (
     Decision,
@@ -140,6 +141,8 @@ class Adaptation:
         self._time_s = 0.0
         """Since the job began, by the first worker's clock, as far as it was heard."""
         self._before = (0.0, 0)
+        self._told_view = -1
+        """The newest view whose workers this worker has put into the record, or left to another one."""
         self._asked = {"train": False, "epoch": -1}
 
     # --- what travels with a step ---
@@ -373,6 +376,7 @@ class Adaptation:
             return
         # As for every sum of training: a worker that is late is waited for, one that is lost tears the view.
         rates = links.measure(self._engine, decision.num_bytes)
+        self._record_links(rates, at.step)
         decided = self.policies.ask("after_step", self._observe(at, rates))
         mine = _to_bytes([each for each in decided if isinstance(each[1], SetTopology)])
         told = self._engine.all_gather_bytes("decision:probed", mine)[0]
@@ -394,7 +398,21 @@ class Adaptation:
             self._recorder = record.Recorder(self._settings.record)
         self._recorder.write(kind, step, **data)
 
+    def _record_links(self, rates: Rates, step: int) -> None:
+        """Between hosts, each told by its first worker: those of one host share its memory."""
+        assert self._engine is not None
+        hosts = [worker.host for worker in self._engine.view.workers]
+        firsts = masters(hosts)
+        between = [[round(rates[one][other]) for other in firsts] for one in firsts]
+        self._fact("links", step, hosts=[hosts[first] for first in firsts], bytes_per_s=between)
+
     def _record_step(self, seen: Observation) -> None:
+        if self._told_view != seen.view:
+            self._told_view = seen.view
+            names = [each.name for each in seen.workers]
+            self._fact(
+                "workers", seen.step, view=seen.view, workers=names, replicas=seen.replicas, strategy=seen.strategy
+            )
         values, self.values = self.values, {}
         measured = {"noise_scale": seen.noise_scale, "variance": seen.variance}
         self._fact(
