@@ -161,7 +161,7 @@ class Dispersion:
             return  # whoever trains will notice it, too
         assert self._squares is not None
         low, high = self._share
-        if self._host is not None:
+        if self._host is not None and len(self._bounds) > 2:  # alone there was nothing to exchange
             self._squares[low:high].copy_(self._host[low:high], non_blocking=True)
         self._found = (step, self._look(self._squares[low:high], low))
 
