@@ -15,7 +15,7 @@ Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Option = float | str | bool | None
+Option = int | float | str | bool | None
 """A value of a selector or an aggregator, which checks it."""
 
 

@@ -6,7 +6,6 @@ absolute paths. Nothing here talks to a server.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import os
 import re
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
 
 from pliant.errors import ConfigError
+from pliant.mistakes import Place, mistakes
 from pliant.page import Page
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -124,7 +123,7 @@ class JobSpec(BaseModel):
         try:
             return cls.model_validate(value)
         except ValidationError as error:
-            raise ConfigError("; ".join(_told(detail) for detail in _details(error))) from None
+            raise ConfigError("; ".join(mistakes(error, cls, examples=_EXAMPLES, hidden=_HIDDEN).values())) from None
 
     def to_json(self) -> dict[str, object]:
         """As it goes over the API: `from_json` gives the same."""
@@ -152,26 +151,25 @@ def read_job(page: Page, name: str = "") -> JobFile:
         ConfigError: it is no job; one line for each mistake, with its line number.
     """
     said = page.values(TEXTS)
-    mistakes: dict[tuple[str | int, ...], str] = {}
+    wrong: dict[Place, str] = {}
     if "directory" in said:
-        mistakes[("directory",)] = "unknown key 'directory': a job runs where its file is"
+        wrong[("directory",)] = "unknown key 'directory': a job runs where its file is"
     folder = page.path.absolute().parent
     program = said.get("program")
     if isinstance(program, str):
         said["program"] = os.path.normpath(folder / program)
         if not os.path.isfile(str(said["program"])):
-            mistakes[("program",)] = f"program {program}: no such file; it is looked for in {folder}"
+            wrong[("program",)] = f"program {program}: no such file; it is looked for in {folder}"
         elif not program.endswith(".py") and not os.access(str(said["program"]), os.X_OK):
-            mistakes[("program",)] = f"program {program}: it is neither Python (.py) nor executable; chmod +x it"
+            wrong[("program",)] = f"program {program}: it is neither Python (.py) nor executable; chmod +x it"
     is_named = bool(name) or "name" in said
     said["name"] = name or said.get("name") or f"{_stem(page.path)}-1"
     try:
         spec = JobSpec.model_validate({**said, "directory": str(folder)})
     except ValidationError as error:
-        for detail in _details(error):
-            mistakes.setdefault(_place(detail), _told(detail))
-    if mistakes:
-        raise page.refusal(mistakes)
+        wrong = mistakes(error, JobSpec, examples=_EXAMPLES, hidden=_HIDDEN) | wrong
+    if wrong:
+        raise page.refusal(wrong)
     return JobFile(spec, is_named)
 
 
@@ -180,46 +178,5 @@ def _stem(path: Path) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("._-")[:58] or "job"
 
 
-def _details(error: ValidationError) -> list[ErrorDetails]:
-    """The user's mistakes: not that a default could not be had, because a value before it is wrong."""
-    return [detail for detail in error.errors() if detail["type"] != "default_factory_not_called"]
-
-
-def _place(detail: ErrorDetails) -> tuple[str | int, ...]:
-    if detail["type"] == "value_error" and not detail["loc"]:
-        # What does not fit together is told at the key that the message begins with.
-        return (str(detail["ctx"]["error"]).split()[0].rstrip(":"),)
-    return detail["loc"]
-
-
-def _told(detail: ErrorDetails) -> str:
-    """One mistake in our words."""
-    loc, given = detail["loc"], detail["input"]
-    key = ".".join(str(step) for step in loc if step != "[key]")
-    limits = detail.get("ctx", {})
-    match detail["type"]:
-        case "extra_forbidden":
-            near = difflib.get_close_matches(key, JobSpec.model_fields, 1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_FIELDS)}"
-            return f"unknown key {key!r}: {hint}"
-        case "missing":
-            return f"{key} is missing: add {_EXAMPLES.get(key, key)}"
-        case "value_error":
-            return f"{key} {limits['error']}" if key else str(limits["error"])
-        case "greater_than_equal" | "less_than_equal" | "greater_than":
-            bound, side = next((limits[side], side) for side in ("ge", "le", "gt") if side in limits)
-            words = {"ge": f"{bound} or more", "le": f"{bound} or less", "gt": f"more than {bound:g}"}
-            return f"{key} {given!r:.60}: use {words[side]}"
-        case "literal_error":
-            return f"{key} {given!r:.60} is not known: use {str(limits['expected']).replace(repr('') + ', ', '')}"
-        case _:
-            wanted = next((word for begin, word in _KINDS.items() if detail["type"].startswith(begin)), detail["msg"])
-            return f"{key} {given!r:.60}: use {wanted}"
-
-
-_FIELDS = [name for name in JobSpec.model_fields if name != "directory"]
+_HIDDEN = ("directory",)
 _EXAMPLES = {"program": "program: train.py", "replicas": "replicas: 4"}
-_KINDS = {
-    "int": "a whole number", "float": "a number", "finite": "a number", "bool": "true or false", "string": "text",
-    "tuple": "a list, as in [a, b]", "dict": "a mapping, as in {a: b}",
-}  # fmt: skip
