@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pliant import torchvision_import
 from pliant.errors import ConfigError
 from pliant.experiments import cifar, squad, text, vision
 
@@ -74,17 +75,17 @@ def test_inception_answers_with_its_logits_alone_also_in_training() -> None:
 
 @needs_torchvision
 def test_torchvision_may_be_imported_again() -> None:
-    assert vision.import_torchvision() is vision.import_torchvision()
+    assert torchvision_import.import_torchvision() is torchvision_import.import_torchvision()
 
 
 def test_operators_that_a_torch_has_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a torch for CUDA, whose torchvision brings them: declaring one twice would be an error."""
     library = torch.library.Library("pliant_test_ops", "DEF")
-    library.define("nms" + vision.MISSING[0][1])
+    library.define("nms" + torchvision_import.MISSING[0][1])
     monkeypatch.setattr(torch.ops, "torchvision", torch.ops.pliant_test_ops, raising=False)
-    monkeypatch.setattr(vision, "MISSING", vision.MISSING[:1])
+    monkeypatch.setattr(torchvision_import, "MISSING", torchvision_import.MISSING[:1])
     monkeypatch.setattr(torch.library, "define", lambda *_: pytest.fail("declared what is there"))
-    vision._declare_missing(tmp_path)
+    torchvision_import._declare_missing(tmp_path)
 
 
 def test_resnet56_has_the_published_size_and_learns() -> None:

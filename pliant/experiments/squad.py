@@ -32,7 +32,7 @@ def import_transformers() -> Any:
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("transformers is not installed: `pip install 'pliant[experiments]'`")
     if importlib.util.find_spec("torchvision") is not None:
-        from pliant.experiments.vision import import_torchvision
+        from pliant.torchvision_import import import_torchvision
 
         import_torchvision()
     import transformers

@@ -1,0 +1,47 @@
+"""torchvision beside any torch.
+
+Its wheel from PyPI is compiled for a torch with CUDA, and beside a torch for CPUs its library cannot be loaded. Classifiers
+do not need that library, but the import does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from pliant.errors import ConfigError
+
+MISSING = (
+    ("nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"),
+    ("qnms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"),
+)
+"""What torchvision describes to torch when it is imported, whether its library was loaded or not."""
+
+
+def import_torchvision() -> ModuleType:
+    """torchvision, whichever torch it was compiled for. Also to be called before whatever imports it by itself.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    found = importlib.util.find_spec("torchvision")
+    if found is None or not found.submodule_search_locations:
+        raise ConfigError("torchvision is not installed: `pip install 'pliant[experiments]'`")
+    _declare_missing(Path(found.submodule_search_locations[0]))
+    return importlib.import_module("torchvision")
+
+
+def _declare_missing(folder: Path) -> None:
+    """Declare the operators of torchvision's library where that cannot be loaded; they cannot be called then."""
+    for library in sorted(folder.glob("_C*.so")):
+        try:
+            torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+        except OSError:
+            continue  # compiled for another torch
+    for name, schema in MISSING:
+        if not hasattr(torch.ops.torchvision, name):
+            torch.library.define(f"torchvision::{name}", schema)
