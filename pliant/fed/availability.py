@@ -115,7 +115,8 @@ class Availability:
         cycle = np.floor(now / period)
         # The quotient is rounded, so that the rest may lie a little outside of the period.
         cycle += (now - (cycle + 1) * period >= 0).astype(np.float64) - (now - cycle * period < 0)
-        start, local = cycle * period, now - cycle * period
+        # The next period's beginning as that period will compute it: the answer must not depend on when it is asked for.
+        start, following, local = cycle * period, (cycle + 1) * period, now - cycle * period
         first, behind = self._first[clients], self._behind[clients]
         after = self._next_begin(first, behind, local)
         empty = first == behind
@@ -125,8 +126,8 @@ class Availability:
         opens_at_0 = at.begin(first) == 0
         whole = opens_at_0 & (at.end(first) == period)
         wraps = opens_at_0 & (at.end(last) == period)
-        until = np.where(wraps, start + period + at.end(first), start + at.end(last))
-        back = np.where(after < behind, start + at.begin(after), start + period + at.begin(first))
+        until = np.where(wraps, following + at.end(first), start + at.end(last))
+        back = np.where(after < behind, start + at.begin(after), following + at.begin(first))
         return Presence(
             there & ~empty,
             np.where(there & ~empty, np.where(whole, math.inf, until), -math.inf),

@@ -1,0 +1,105 @@
+"""What a federated job has done so far: its rounds, and its model's tests on the virtual clock. Pure values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One round, or of an asynchronous job what happened until the model moved. Clients are in ascending order."""
+
+    round: int
+    """From 1."""
+    begin_s: float
+    """When the clients were invited; later than the last round's end where nobody was there."""
+    clock_s: float
+    """When it was over."""
+    invited: tuple[int, ...]
+    aggregated: tuple[int, ...]
+    cut: tuple[int, ...]
+    """Not done in time; of asynchronous jobs, also updates of a model that is too old."""
+    lost: tuple[int, ...]
+    """Gone before they were done."""
+    left_out: Mapping[int, str]
+    """Of the aggregated, those whose update could not be used, and why."""
+    loss: float | None
+    """The mean, over the aggregated, of the loss on their own samples of the model that they were given."""
+    lr: float
+    there: int
+    """Clients that could have been invited when it began."""
+    malicious: int
+    """Of the aggregated."""
+    selector: Mapping[str, float | int | None]
+    """What the selector says of its choice."""
+    staleness: tuple[int, ...] = ()
+    """Of asynchronous jobs: how many versions late the update of each aggregated client was."""
+
+    @property
+    def duration_s(self) -> float:
+        return self.clock_s - self.begin_s
+
+    def as_json(self) -> dict[str, Any]:
+        found = asdict(self) | {"duration_s": self.duration_s, "picked": len(self.invited)}
+        if not self.staleness:
+            del found["staleness"]
+        return found
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Round:
+        plain = ("round", "begin_s", "clock_s", "loss", "lr", "there", "malicious", "selector")
+        values: dict[str, Any] = {name: data[name] for name in plain}
+        for name in ("invited", "aggregated", "cut", "lost", "staleness"):
+            values[name] = tuple(data.get(name, ()))
+        return cls(**values, left_out={int(client): why for client, why in data["left_out"].items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A test of the model."""
+
+    round: int
+    clock_s: float
+    accuracy: float
+    """The share of test samples whose class the model finds."""
+    top_5: float
+    loss: float | None
+    epsilon: float | None = None
+    """What has been given away of any one client by then; None: the job promises nothing."""
+
+    def as_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        if self.epsilon is None:
+            del found["epsilon"]
+        return found
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Point:
+        names = ("round", "clock_s", "accuracy", "top_5", "loss")
+        return cls(**{name: data[name] for name in names}, epsilon=data.get("epsilon"))
+
+
+@dataclass(slots=True)
+class History:
+    points: list[Point] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    why: str = ""
+    """What ended the job: `rounds`, `target`, or `stopped`; empty while it runs."""
+
+    def time_to(self, accuracy: float) -> float | None:
+        """Seconds on the virtual clock until a test found this accuracy; None: none did."""
+        return next((each.clock_s for each in self.points if each.accuracy >= accuracy), None)
+
+    def rounds_to(self, accuracy: float) -> int | None:
+        return next((each.round for each in self.points if each.accuracy >= accuracy), None)
+
+    @property
+    def best(self) -> Point | None:
+        """The test with the greatest accuracy, the first of equals; None before the first test."""
+        return max(self.points, key=lambda each: each.accuracy, default=None)
+
+    @property
+    def final(self) -> Point | None:
+        return self.points[-1] if self.points else None
