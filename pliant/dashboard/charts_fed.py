@@ -1,0 +1,78 @@
+"""Charts of a federated job: time to accuracy, rounds, and who was picked. Pure."""
+
+from __future__ import annotations
+
+from pliant.dashboard.federation import Federation
+from pliant.dashboard.frames import COLOURS, MOST_MEANS, MOST_POINTS, Options, axis, frame, line, tooltip
+
+
+def accuracy(told: Federation) -> Options:
+    """The test's accuracy over the virtual clock."""
+    given = {"accuracy": told.accuracy, "top-5": told.top_5}
+    shown = {name: series for name, series in given.items() if len(series)}
+    options = frame(len(shown) > 1, "hours (virtual)", "%")
+    options["series"] = [
+        {**line(name, series.thinned(MOST_POINTS), colour), "showSymbol": len(series) < 40}
+        for (name, series), colour in zip(shown.items(), COLOURS, strict=False)
+    ]
+    return options
+
+
+def rounds(told: Federation) -> Options:
+    """How many clients were aggregated, cut and lost in each round, and how long it took."""
+    options = frame(True, "round", "clients")
+    options["yAxis"] = [options["yAxis"], {**axis("s"), "splitLine": {"show": False}}]
+    options["series"] = [
+        {
+            **line(name, told.outcomes[name].mean(MOST_MEANS), colour),
+            "stack": "clients",
+            "areaStyle": {"opacity": 0.4},
+        }
+        for name, colour in (("aggregated", COLOURS[2]), ("cut", COLOURS[1]), ("lost", COLOURS[3]))
+        if name in told.outcomes
+    ]
+    options["series"].append({**line("duration", told.duration_s.mean(MOST_MEANS), COLOURS[4]), "yAxisIndex": 1})
+    return options
+
+
+def picked(told: Federation) -> Options:
+    """Who was picked in the newest rounds, a dot for each."""
+    options = frame(False, "round", "client")
+    options["xAxis"] |= {"min": "dataMin", "max": "dataMax"}
+    options["tooltip"] = {**tooltip("item"), ":formatter": "p => `round ${p.value[0]}, client ${p.value[1]}`"}
+    options["series"] = [
+        {
+            "type": "scatter",
+            "symbolSize": 4,
+            "itemStyle": {"color": COLOURS[0], "opacity": 0.8},
+            "data": [[number, client] for number, clients in told.recent.items() for client in clients],
+            "animation": False,
+        }
+    ]
+    return options
+
+
+def fairness(told: Federation) -> Options:
+    """How many clients were picked how often."""
+    counts: dict[int, int] = {}
+    for often in told.picks.values():
+        counts[often] = counts.get(often, 0) + 1
+    often_most = max(counts, default=0)
+    bins = max(1, -(-often_most // 40))
+    heights: dict[int, int] = {}
+    for often, clients in counts.items():
+        heights[(often - 1) // bins] = heights.get((often - 1) // bins, 0) + clients
+    places = range(max(heights, default=-1) + 1)
+    labels = [str(place + 1) if bins == 1 else f"{place * bins + 1}-{(place + 1) * bins}" for place in places]
+    options = frame(False, "times picked", "clients")
+    options["xAxis"] |= {"type": "category", "data": labels}
+    options["series"] = [
+        {
+            "type": "bar",
+            "name": "clients",
+            "data": [heights.get(place, 0) for place in places],
+            "itemStyle": {"color": COLOURS[0], "borderRadius": [3, 3, 0, 0]},
+            "animation": False,
+        }
+    ]
+    return options
