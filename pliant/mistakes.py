@@ -6,12 +6,17 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import re
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Of a job."""
 Place = tuple[str | int, ...]
 """The way to a value through mappings and lists, as `Page.line` takes it."""
 
@@ -90,3 +95,21 @@ def keys_under(model: type[BaseModel], place: Place) -> list[str]:
             return []
         model = below
     return list(model.model_fields)
+
+
+def wrong_name(name: str) -> str:
+    """What is wrong with it as the name of a job; empty: nothing."""
+    if NAME.fullmatch(name):
+        return ""
+    return f"{name!r:.80}: use up to 64 letters, digits, . _ and -, beginning with a letter or digit"
+
+
+def first_name(path: Path) -> str:
+    """For the job of a file that gives it none: the file's, with a number."""
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', path.stem).strip('._-')[:58] or 'job'}-1"
+
+
+def free_name(name: str, taken: Collection[str]) -> str:
+    """The same with the first number that makes it none of `taken`."""
+    stem = name.rpartition("-")[0]
+    return next(f"{stem}-{number}" for number in itertools.count(1) if f"{stem}-{number}" not in taken)

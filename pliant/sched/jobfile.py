@@ -6,20 +6,17 @@ absolute paths. Nothing here talks to a server.
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 from collections.abc import Collection
-from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pliant.errors import ConfigError
-from pliant.mistakes import Place, mistakes
+from pliant.mistakes import Place, first_name, free_name, mistakes, wrong_name
 from pliant.page import Page
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_REPLICAS = 65536
 TEXTS = frozenset({"name", "program", "args", "devices", "determinism", "env"})
@@ -64,8 +61,8 @@ class JobSpec(BaseModel):
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str) -> str:
-        if not NAME.fullmatch(name):
-            raise ValueError(f"{name!r:.80}: use up to 64 letters, digits, . _ and -, beginning with a letter or digit")
+        if wrong := wrong_name(name):
+            raise ValueError(wrong)
         return name
 
     @field_validator("program", "directory")
@@ -139,9 +136,7 @@ class JobFile(NamedTuple):
 
     def renumbered(self, taken: Collection[str]) -> JobFile:
         """The same with a number that makes its name none of `taken`."""
-        stem = self.spec.name.rpartition("-")[0]
-        number = next(number for number in itertools.count(1) if f"{stem}-{number}" not in taken)
-        return JobFile(self.spec.model_copy(update={"name": f"{stem}-{number}"}), False)
+        return JobFile(self.spec.model_copy(update={"name": free_name(self.spec.name, taken)}), False)
 
 
 def read_job(page: Page, name: str = "") -> JobFile:
@@ -163,7 +158,7 @@ def read_job(page: Page, name: str = "") -> JobFile:
         elif not program.endswith(".py") and not os.access(str(said["program"]), os.X_OK):
             wrong[("program",)] = f"program {program}: it is neither Python (.py) nor executable; chmod +x it"
     is_named = bool(name) or "name" in said
-    said["name"] = name or said.get("name") or f"{_stem(page.path)}-1"
+    said["name"] = name or said.get("name") or first_name(page.path)
     try:
         spec = JobSpec.model_validate({**said, "directory": str(folder)})
     except ValidationError as error:
@@ -171,11 +166,6 @@ def read_job(page: Page, name: str = "") -> JobFile:
     if wrong:
         raise page.refusal(wrong)
     return JobFile(spec, is_named)
-
-
-def _stem(path: Path) -> str:
-    """The file's name as the beginning of a job's."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("._-")[:58] or "job"
 
 
 _HIDDEN = ("directory",)

@@ -1,0 +1,159 @@
+"""Federated job files of our own form: what they give, and how mistakes in them are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pliant.errors import ConfigError
+from pliant.fed.config import Choice
+from pliant.fed.job import Crew, FedJob
+from pliant.fed.jobfile import is_federated, read_fed_job
+from pliant.page import Page
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+FULL = """\
+name: 007
+seed: 3
+participants: 5
+overcommit: 1.5
+rounds: 9
+target: 0.9
+data: {kind: play, path: sub/../text.txt, partition: natural, map: map.csv, clients: 0}
+model: lstm
+local: {steps: 3, lr: 1e-2, optimizer: adamw}
+selector: {kind: oort, preset: artifact, pacer_step: 5, exploration_min: 1e-1}
+aggregator: {kind: fed-yogi, lr: 1e-3}
+privacy: {clip: 1.5}
+devices: devices.csv
+availability: synthetic
+workers: [localhost:2, there:3, ray:4]
+log_path: logs here
+ssh_user: me
+port: 4000
+"""
+
+
+def read(folder: Path, text: str, *, file: str = "fed.yml", name: str = "") -> FedJob:
+    for made in ("text.txt", "map.csv", "devices.csv"):
+        (folder / made).touch()
+    (folder / file).write_text(text)
+    return read_fed_job(Page.read(folder / file), name)
+
+
+def refused(folder: Path, text: str) -> list[str]:
+    """The lines of the refusal, without the folder."""
+    with pytest.raises(ConfigError) as refusal:
+        read(folder, text)
+    return str(refusal.value).replace(f"{folder}/", "").splitlines()
+
+
+def test_every_section_arrives_with_absolute_paths_and_survives_json(tmp_path: Path) -> None:
+    job = read(tmp_path, FULL)
+    config = job.config
+    assert (config.name, job.is_named, job.directory) == ("007", True, str(tmp_path))
+    assert (config.seed, config.participants, config.invited, config.rounds, config.target) == (3, 5, 7, 9, 0.9)
+    assert config.data.path == str(tmp_path / "text.txt")
+    assert config.data.map == str(tmp_path / "map.csv")
+    assert (config.devices, config.availability) == (str(tmp_path / "devices.csv"), "synthetic")
+    assert (config.local.lr, config.local.optimizer) == (0.01, "adamw")
+    assert config.selector == Choice(
+        kind="oort", options={"preset": "artifact", "pacer_step": 5, "exploration_min": 0.1}
+    )
+    assert config.aggregator == Choice(kind="fed-yogi", options={"lr": 0.001})
+    assert config.privacy is not None
+    assert config.privacy.clip == 1.5
+    assert job.ground.workers == (Crew(where="local", num=2), Crew(where="there", num=3), Crew(where="ray", num=4))
+    assert job.ground.log_path == str(tmp_path / "logs here")
+    assert (job.ground.ssh_user, job.ground.port) == ("me", 4000)
+    assert FedJob.model_validate_json(job.model_dump_json()) == job
+
+
+@pytest.mark.parametrize(
+    ("text", "crews"), [("3", "local:3"), ("0", ""), ("ray:4", "ray:4"), ("h:2", "h:2"), ('["a:1", 127.0.0.1:2]', "a:1 local:2")]
+)  # fmt: skip
+def test_workers_are_a_number_a_host_ray_or_several(tmp_path: Path, text: str, crews: str) -> None:
+    job = read(tmp_path, f"participants: 2\nworkers: {text}\n")
+    assert " ".join(str(crew) for crew in job.ground.workers) == crews
+
+
+def test_participants_are_enough_and_names_are_numbered(tmp_path: Path) -> None:
+    job = read(tmp_path, "participants: 2\n", file="my fed.yml")
+    assert (job.config.name, job.is_named) == ("my-fed-1", False)
+    assert job.renumbered(["my-fed-1", "my-fed-3"]).config.name == "my-fed-2"
+    assert read(tmp_path, FULL, name="other").config.name == "other"
+    with pytest.raises(ConfigError, match=r"name 'a/b': use up to 64 letters"):
+        read(tmp_path, FULL, name="a/b")
+
+
+def test_every_mistake_is_told_with_its_line(tmp_path: Path) -> None:
+    text = """\
+participants: 0
+name: a b
+rounds: many
+data:
+  kind: digits
+  clientz: 3
+  alpha: -1
+local: {steps: 2.5}
+selector: {kind: oort}
+workers: two
+overcommit: 0.5
+privacy: {delta: 2}
+bathcing: 1
+"""
+    assert refused(tmp_path, text) == [
+        "fed.yml:1: participants 0: use 1 or more",
+        "fed.yml:2: name 'a b': use up to 64 letters, digits, . _ and -, beginning with a letter or digit",
+        "fed.yml:3: rounds 'many': use a whole number",
+        "fed.yml:6: unknown key 'data.clientz': did you mean clients?",
+        "fed.yml:7: data.alpha -1: use more than 0",
+        "fed.yml:8: local.steps 2.5: use a whole number",
+        "fed.yml:10: workers 'two': use a number of processes, host:2, ray:4, or a list of such",
+        "fed.yml:11: overcommit 0.5: use 1.0 or more",
+        "fed.yml:12: privacy.delta 2: use less than 1",
+        "fed.yml:13: unknown key 'bathcing': did you mean batching?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("selector: ort", "fed.yml:2: selector 'ort' is unknown: use one of random,"),
+        ("selector:\n  kind: oort\n  pacer: sometimes", "fed.yml:2: pacer='sometimes': use one of falling, flat"),
+        ("selector: {kind: random, pacer_step: 3}", "fed.yml:2: selector random: 'pacer_step' is unknown"),
+        ("aggregator: {kind: krum, q: 1}", "fed.yml:2: krum has no option 'q'"),
+        ("aggregator: {kind: fed-prox, mu: -1}", "fed.yml:2: mu=-1: use 0"),
+        ("model: resnet99", "fed.yml:2: model 'resnet99' is unknown: use cnn,"),
+        ("data: {kind: cifar}", "fed.yml:2: data.kind 'cifar' is unknown: use fashion-mnist,"),
+        ("data: {kind: play,\n  path: nope.txt}", "fed.yml:3: data.path nope.txt: no such file or folder"),
+        ("devices: nope.csv", "fed.yml:2: devices nope.csv: no such file or folder"),
+        ("data: {clients: 0}", "fed.yml:2: data.clients 0: a iid partition needs 1 or more"),
+        ("workers: true", "fed.yml:2: workers True: use a number of processes"),
+        ("workers: [a]", "fed.yml:2: workers 'a': use a number of processes"),
+        ("port: 70000", "fed.yml:2: port 70000: use 65535 or less"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_told_where_it_stands(tmp_path: Path, more: str, told: str) -> None:
+    (line,) = refused(tmp_path, f"participants: 2\n{more}\n")
+    assert line.startswith(told)
+
+
+def test_which_files_are_federated(tmp_path: Path) -> None:
+    for text, answer in (
+        ("participants: 1", True),
+        ("job_conf: []", True),
+        ("ps_ip: x", True),
+        ("program: a.py", False),
+    ):
+        (tmp_path / "job.yml").write_text(text)
+        assert is_federated(Page.read(tmp_path / "job.yml")) is answer
+
+
+@pytest.mark.parametrize("name", ["digits", "fmnist-oort"])
+def test_our_examples_are_jobs(name: str) -> None:
+    path = EXAMPLES / "federated" / f"{name}.yml"
+    assert read_fed_job(Page.read(path)).config.name == name
+    assert len(path.read_text().splitlines()) < 120
