@@ -62,25 +62,32 @@ class Buffered:
         """By version: those that flights have started from, as long as they may count."""
         self._queue: list[int] = []
         """Whom the selector has named for the present model, and who wait for a place."""
-        self._asked: list[int] = []
-        """Who was given the present model."""
+        self._asked: list[tuple[int, float]] = []
+        """Who was given the present model, and when."""
+        self._had: set[int] = set()
+        """Of these, who need not be given it again: the same would come of it."""
 
     def round(self, number: int) -> Round:
         """Let time go on until the model moves. Versions are counted from 0, rounds from 1."""
         shared, buffer = self._federation, self._aggregator
         begin_s = shared.clock_s
         self._models[buffer.version] = shared.model
-        self._queue, self._asked = [], []
+        self._queue, self._asked, self._had = [], [], set()
         there, figures = self._fill()
         log = _Log()
         pending: list[Flight] = []
         moved: Weights | None = None
+        heard_s = begin_s
         while moved is None:
             flight = self._next()
             if flight.fate == COUNTS and buffer.version - flight.version <= buffer.max_staleness:
                 pending.append(flight)
+                heard_s = flight.end_s
             else:
                 log.end_of(flight)
+            if flight.fate == LOST:
+                self._had.discard(flight.client)
+                shared.check_patience(heard_s, NoClient("clients go away before they are done"))
             if len(pending) == buffer.size - log.used:
                 moved = self._fold(pending, log)
                 pending = []
@@ -92,11 +99,12 @@ class Buffered:
         shared.ledger.account(np.array([each.client for each in log.folded], np.int64), rate=1.0)
         folded = sorted(log.folded, key=lambda each: (each.client, each.version))
         clients = [each.client for each in folded]
+        asked = sorted(self._asked)
         return Round(
             round=number,
             begin_s=begin_s,
             clock_s=shared.clock_s,
-            invited=tuple(sorted(self._asked)),
+            invited=tuple(client for client, _ in asked),
             aggregated=tuple(clients),
             cut=tuple(sorted(log.cut)),
             lost=tuple(sorted(log.lost)),
@@ -107,6 +115,7 @@ class Buffered:
             malicious=int(np.count_nonzero(shared.task.malicious[clients])),
             selector=figures,
             staleness=tuple(number - 1 - each.version for each in folded),
+            asked_s=tuple(at_s for _, at_s in asked),
         )
 
     # --- clients ---
@@ -144,20 +153,23 @@ class Buffered:
             if done_s >= until_s and fate == COUNTS:
                 fate = LOST
             heapq.heappush(self._flights, Flight(end_s, client, self._aggregator.version, now_s, fate))
-            self._asked.append(client)
+            self._asked.append((client, now_s))
+            self._had.add(client)
 
     def _busy(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Who trains now, or has been given the present model already."""
+        """Who trains now, or has had the present model."""
         mask = np.zeros(self._federation.task.num_clients, np.bool_)
         mask[[each.client for each in self._flights]] = True
-        mask[self._asked] = True
+        mask[list(self._had)] = True
         return mask
 
     def _next(self) -> Flight:
         """The next one that is heard of; the clock goes on to that moment."""
         shared, since_s = self._federation, self._federation.clock_s
         while not self._flights:
-            shared.wait(since_s, NoClient(f"of {self._aggregator.size} updates for a model, too few can be had"))
+            shared.wait(
+                since_s, NoClient(f"a model needs {self._aggregator.size} updates, and no more can be had in time")
+            )
             self._fill()
         flight = heapq.heappop(self._flights)
         shared.clock_s = flight.end_s

@@ -102,10 +102,19 @@ class Federation:
         """
         seen = self.world.at(self.clock_s)
         next_s = float(np.where(seen.there, math.inf, seen.back_s).min())
-        if next_s > since_s + PATIENCE_PERIODS * float(self.world.availability.period_s.max()):
-            raise NoClient(f"at {self.clock_s:.0f} s of the virtual clock, and for ever: {why}")
+        self.check_patience(since_s, why, until_s=next_s)
         # a sum of floats may lie just before the moment that it means
         self.clock_s = max(next_s, math.nextafter(self.clock_s, math.inf))
+
+    def check_patience(self, since_s: float, why: NoClient, *, until_s: float | None = None) -> None:
+        """Give up where nothing has come since `since_s`: what has not in two periods of the trace never will.
+
+        Raises:
+            NoClient: so it is.
+        """
+        end_s = self.clock_s if until_s is None else until_s
+        if end_s > since_s + PATIENCE_PERIODS * float(self.world.availability.period_s.max()):
+            raise NoClient(f"since {since_s:.0f} s of the virtual clock, and for ever: {why}")
 
     def tell(self, brought: Sequence[Brought]) -> None:
         """Tell the selector what came of invitations. One that is there twice is told of twice, in order."""

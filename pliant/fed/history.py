@@ -36,6 +36,8 @@ class Round:
     """What the selector says of its choice."""
     staleness: tuple[int, ...] = ()
     """Of asynchronous jobs: how many versions late the update of each aggregated client was."""
+    asked_s: tuple[float, ...] = ()
+    """Of asynchronous jobs: when each of the invited was; in others it is at the beginning."""
 
     @property
     def duration_s(self) -> float:
@@ -43,15 +45,13 @@ class Round:
 
     def as_json(self) -> dict[str, Any]:
         found = asdict(self) | {"duration_s": self.duration_s, "picked": len(self.invited)}
-        if not self.staleness:
-            del found["staleness"]
-        return found
+        return {name: value for name, value in found.items() if value or name not in ("staleness", "asked_s")}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Round:
         plain = ("round", "begin_s", "clock_s", "loss", "lr", "there", "malicious", "selector")
         values: dict[str, Any] = {name: data[name] for name in plain}
-        for name in ("invited", "aggregated", "cut", "lost", "staleness"):
+        for name in ("invited", "aggregated", "cut", "lost", "staleness", "asked_s"):
             values[name] = tuple(data.get(name, ()))
         return cls(**values, left_out={int(client): why for client, why in data["left_out"].items()})
 
