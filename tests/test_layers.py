@@ -33,6 +33,7 @@ TORCH_FREE = [
     "pliant.elastic.server",
     "pliant.experiments.demo",
     "pliant.fed.availability",
+    "pliant.fed.executors_launch",
     "pliant.fed.partition",
     "pliant.fed.selectors",
     "pliant.fed.testing",

@@ -270,7 +270,10 @@ class Desk:
         if self._closing:
             return
         again = f"; {held} of its units go to others" if held else ""
-        log.warning("%s executor %s: %s%s", "left:" if member.leaving else "lost", member.name, why, again)
+        if member.leaving:
+            log.info("executor %s has left: %s%s", member.name, why, again)
+        else:
+            log.warning("lost executor %s: %s%s", member.name, why, again)
         if was_ready:
             self._changed(len(self._handout.holding))
         if given_up is not None and self._batch is not None:

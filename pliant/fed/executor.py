@@ -20,7 +20,6 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,9 @@ from pydantic import ValidationError
 from pliant.errors import CommError, ConfigError, PliantError
 from pliant.fed import parcels
 from pliant.fed.config import FedConfig
+from pliant.fed.executor_settings import PATIENCE_S, Settings, check_token
 from pliant.fed.local import Trainer
 from pliant.fed.mail import REFUSED, Address, End, Letter, Mail
-from pliant.fed.pool import check_token
 from pliant.fed.task import Task, build
 from pliant.fed.updates import Weights
 from pliant.fed.wire import Frame, Kind
@@ -41,51 +40,13 @@ from pliant.fed.work import Unit
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 60.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """What an executor is told; as JSON it is the letter."""
-
-    server: str
-    token: str = field(repr=False)
-    ca: str = ""
-    """Certificates, in PEM."""
-    device: str = ""
-    patience_s: float = PATIENCE_S
-    name: str = ""
-    directory: str = ""
-    """Where to run; empty: where it is started."""
-    environ: dict[str, str] = field(default_factory=dict)
-
-    def to_line(self) -> bytes:
-        return json.dumps({name: getattr(self, name) for name in self.__dataclass_fields__}).encode() + b"\n"
-
-    @classmethod
-    def from_line(cls, line: bytes) -> Settings:
-        try:
-            return cls(**json.loads(line))
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"--letter: the standard input holds no letter: {error!r:.80}") from None
-
-    def address(self) -> Address:
-        host, _, port = self.server.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ConfigError(f"--server {self.server!r} is not HOST:PORT, such as 10.0.0.1:7400")
-        check_token(self.token, "--token-file")
-        name = self.name or f"{socket.gethostname()}-{os.getpid()}"
-        return Address(
-            host=host.strip("[]"), port=int(port), token=self.token, ca=self.ca, patience_s=self.patience_s, name=name
-        )
-
 
 class Executor:
     """The main thread's part: takes letters, trains, answers."""
 
-    def __init__(self, mail: Mail, device: str) -> None:
+    def __init__(self, mail: Mail, device: str, seat: int) -> None:
         self._mail = mail
-        self._device = device
+        self._device, self._seat = device, seat
         self._config: FedConfig | None = None
         self._trainer: Trainer | None = None
         self._about: dict[str, Any] = {}
@@ -136,7 +97,7 @@ class Executor:
             return
         self._trainer = None  # two data sets may not fit
         task = build(config)
-        self._trainer = Trainer(task, device=self._device or config.device)
+        self._trainer = Trainer(task, device=own_device(self._device or config.device, self._seat))
         self._config = config
         self._about = {"task": fingerprint(task), "device": str(self._trainer.device)}
         gc.collect()
@@ -157,6 +118,12 @@ class Executor:
             self._mail.send(connection, Kind.RESULT, {"id": number, **body}, payload)
 
 
+def own_device(wanted: str, seat: int) -> str:
+    """Executors of one host share its GPUs evenly, where none is named."""
+    num_gpus = torch.cuda.device_count() if wanted in ("", "cuda") else 0
+    return f"cuda:{seat % num_gpus}" if num_gpus else wanted
+
+
 def fingerprint(task: Task) -> str:
     """What must be alike on all executors: whose samples are whose, their labels, and the initial model."""
     digest = hashlib.sha256()
@@ -166,6 +133,18 @@ def fingerprint(task: Task) -> str:
     digest.update(json.dumps(layout.to_json()).encode())
     digest.update(payload.numpy().data)
     return digest.hexdigest()
+
+
+def address_of(settings: Settings) -> Address:
+    host, port = settings.place()
+    return Address(
+        host=host,
+        port=port,
+        token=check_token(settings.token, "--token-file"),
+        ca=settings.ca,
+        patience_s=settings.patience_s,
+        name=settings.name or f"{socket.gethostname()}-{os.getpid()}",
+    )
 
 
 def read_file(path: str, flag: str) -> str:
@@ -223,6 +202,13 @@ def _end_with_input() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def _go_to(directory: str) -> None:
+    if os.path.isdir(directory):
+        os.chdir(directory)
+    else:
+        log.warning("there is no folder %s here: staying in %s", directory, os.getcwd())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s executor: %(message)s", stream=sys.stderr)
     logging.getLogger("pliant").setLevel(logging.INFO)
@@ -231,16 +217,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = parse(sys.argv[1:] if argv is None else argv)
         os.environ.update(settings.environ)
         if settings.directory:
-            os.chdir(os.path.expanduser(settings.directory))
+            _go_to(os.path.expanduser(settings.directory))
         if "" not in sys.path:
             sys.path.insert(0, "")  # the user's own modules, for models and data that are module:function
-        mail = Mail(settings.address())
+        mail = Mail(address_of(settings))
     except (PliantError, OSError) as error:
         log.error("%s", error)
         return REFUSED
     mail.end_on_signals()
     mail.start()
-    return Executor(mail, settings.device).work()
+    return Executor(mail, settings.device, settings.seat).work()
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ from pliant.errors import ConfigError, LaunchError, PliantError
 from pliant.fed import parcels, wire
 from pliant.fed.config import FedConfig
 from pliant.fed.desk import Batch, Desk, Seen
+from pliant.fed.executor_settings import check_token
 from pliant.fed.updates import Weights
 from pliant.fed.work import Done, Unit
 
 SILENCE_S = 20.0
-MIN_TOKEN = 16
 _T = TypeVar("_T")
 
 
@@ -80,12 +80,18 @@ class Pool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._thread is not None, "it was entered"
-        self._over = kind is None
+        self.close(over=kind is None)
+
+    def close(self, *, over: bool) -> None:
+        """Hang up; `over`: tell executors that the job has ended. Does nothing the second time."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        self._over = over
         if self._until is not None:
             with contextlib.suppress(RuntimeError):  # its thread has failed, which was told
                 self._call(self._until.set)
-        self._thread.join()
+        thread.join()
 
     @property
     def port(self) -> int:
@@ -199,15 +205,6 @@ class Pool:
         with self._listener:
             await self._desk.serve(self._listener, self._until)
         await self._desk.close(over=self._over)
-
-
-def check_token(token: str, what: str) -> str:
-    """Raises ConfigError where it is too short to keep a stranger out."""
-    if len(token) < MIN_TOKEN:
-        raise ConfigError(
-            f"{what} has {len(token)} characters: use {MIN_TOKEN} or more, such as `openssl rand -hex 32` prints"
-        )
-    return token
 
 
 def server_tls(certificate: str, key: str = "") -> ssl.SSLContext:

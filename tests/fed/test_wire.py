@@ -21,7 +21,19 @@ from pliant.fed.wire import Decoder, Frame, Kind, encoded
 from pliant.fed.work import Evaluation, Score, Trained, Training
 
 FED = Path(wire.__file__).parent
-ON_THE_WIRE = ("wire", "parcels", "handout", "desk", "pool", "mail", "executor")
+ON_THE_WIRE = (
+    "wire",
+    "parcels",
+    "handout",
+    "desk",
+    "pool",
+    "mail",
+    "executor",
+    "executor_settings",
+    "executors_launch",
+    "executors_ray",
+    "carriers",
+)
 
 
 def fed(decoder: Decoder, data: bytes, at_once: int = 1 << 30) -> list[Frame]:
