@@ -263,8 +263,12 @@ def make(name: str, options: Mapping[str, float] | None = None) -> Aggregator:
     kind = AGGREGATORS.get(name)
     if kind is None:
         raise ConfigError(f"aggregator {name!r} is unknown: use one of {', '.join(AGGREGATORS)}")
-    known = list(inspect.signature(kind).parameters)
-    for option in options or {}:
+    known = inspect.signature(kind).parameters
+    for option, value in (options or {}).items():
         if option not in known:
             raise ConfigError(f"{name} has no option {option!r}: it has {', '.join(known) or 'none'}")
+        wanted = str(known[option].annotation)
+        # exact types: the word "False" would be true, and so would be 1
+        if not (type(value).__name__ == wanted or (wanted == "float" and type(value) is int)):
+            raise ConfigError(f"{name}: {option}={value!r}: use a value of type {wanted}")
     return kind(**(options or {}))

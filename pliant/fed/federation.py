@@ -20,6 +20,8 @@ from pliant.fed.aggregation import Aggregator
 from pliant.fed.config import FedConfig
 from pliant.fed.ledger import Ledger
 from pliant.fed.population import Floats, Ids, Mask
+from pliant.fed.robust import Krum
+from pliant.fed.selection import PopulationSelector
 from pliant.fed.task import Task
 from pliant.fed.updates import Weights, check_alike
 from pliant.fed.work import Score, Trained, Workers, evaluation_units, training_units
@@ -59,10 +61,7 @@ class Federation:
         self.model = Weights.of(task.model())
         self.clock_s = 0.0
         self.world = World.of(config, task.num_clients, self.model.num_bytes)
-        self.selector = selectors.make(
-            config.selector.kind,
-            **{"seed": seed_for(config.seed, SELECTION), **config.selector.options},  # type: ignore[arg-type]
-        )
+        self.selector = selector_of(config)
         self.aggregator = aggregator_of(config)
         self.ledger = Ledger(config, task.num_clients, self.aggregator)
         self._workers, self._batching = workers, batching
@@ -194,6 +193,15 @@ class Federation:
         return hashlib.sha256(sizes.tobytes() + self.task.num_test.to_bytes(8, "little")).hexdigest()
 
 
+def selector_of(config: FedConfig) -> PopulationSelector:
+    """As the config says, with the job's seed where it gives none."""
+    options = {"seed": seed_for(config.seed, SELECTION), **config.selector.options}
+    try:
+        return selectors.make(config.selector.kind, **options)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ConfigError(f"selector {config.selector.kind}: {error}; check the types of its options") from None
+
+
 def aggregator_of(config: FedConfig) -> Aggregator:
     """As the config says; what it leaves open and the job knows is the job's."""
     kind, options = config.aggregator.kind, dict(config.aggregator.options)
@@ -201,10 +209,10 @@ def aggregator_of(config: FedConfig) -> Aggregator:
         options.setdefault("size", config.participants)
     if kind == "q-fedavg":
         options.setdefault("client_lr", config.local.lr)
-    try:
-        return aggregators.make(kind, options)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise ConfigError(f"aggregator {kind}: {error}; use numbers") from None
+    made = aggregators.make(kind, options)  # type: ignore[arg-type]
+    if isinstance(made, Krum):
+        made.check(config.participants)
+    return made
 
 
 def weights_of(saved: Mapping[str, Any], like: Weights) -> Weights:

@@ -123,14 +123,18 @@ class Krum(_Held):
         self.chosen: list[int] = []
         """The clients whose updates made the last model."""
 
-    def _combined(self, model: Weights, updates: list[Update]) -> Weights:
-        count = len(updates)
-        if count < 2 * self.malicious + 3 or self.keep > count - self.malicious:
+    def check(self, count: int) -> None:
+        """Raises ConfigError where so many updates are too few."""
+        least = max(2 * self.malicious + 3, self.keep + self.malicious)
+        if count < least:
             raise ConfigError(
                 f"krum of {count} updates with malicious={self.malicious}, keep={self.keep}: "
-                f"needs at least {max(2 * self.malicious + 3, self.keep + self.malicious)} updates; "
-                "take more clients, or lower these"
+                f"needs at least {least} updates; take more clients, or lower these"
             )
+
+    def _combined(self, model: Weights, updates: list[Update]) -> Weights:
+        count = len(updates)
+        self.check(count)
         distances = squared_distances([each.change.parameters for each in updates])
         nearest = np.sort(distances, axis=1)[:, 1 : count - self.malicious - 1]  # the very nearest is itself
         best = np.argsort(nearest.sum(axis=1), kind="stable")[: self.keep]  # of equals the lower client

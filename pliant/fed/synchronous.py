@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from pliant.errors import ConfigError
 from pliant.fed.federation import Brought, Federation, Picked
 from pliant.fed.history import Round
 from pliant.fed.population import Floats, Ids
 from pliant.fed.rounds import RoundPlan, plan_round
 from pliant.fed.selectors import local_steps
+
+log = logging.getLogger(__name__)
 
 
 class Synchronous:
@@ -82,7 +86,11 @@ class Synchronous:
             update = shared.ledger.private(trained.update, round_number=number, participants=len(clients))
             shared.aggregator.add(update)
             came[update.client] = trained.utility, update.loss
-        shared.model = shared.aggregator.finish()
+        try:
+            shared.model = shared.aggregator.finish()
+        except ConfigError as error:  # fewer have come than it needs: the next round may have more
+            log.warning("round %d: the model stays as it is: %s", number, error)
+            shared.aggregator.left_out = {client: str(error) for client in came}
         return came
 
     def state_dict(self) -> dict[str, Any]:
