@@ -34,6 +34,7 @@ TORCH_FREE = [
     "pliant.experiments.demo",
     "pliant.fed.availability",
     "pliant.fed.executors_launch",
+    "pliant.fed.flower_client",
     "pliant.fed.partition",
     "pliant.fed.selectors",
     "pliant.fed.testing",

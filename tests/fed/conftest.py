@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parent / "flower_app"))  # the app that test_flower's SuperNodes run
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,41 @@
+"""What runs beside the SuperLink: the rounds, and the tests of the model."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from flwr.app import ArrayRecord, Context, MetricRecord
+from flwr.serverapp import Grid, ServerApp
+
+from federated_digits.task import accuracy, make_model
+from pliant.fed.config import FedConfig
+from pliant.fed.flower import Guided
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # a line for each round
+    run = context.run_config
+    config = FedConfig(
+        name="federated-digits",
+        seed=run["seed"],
+        rounds=run["rounds"],
+        participants=run["participants"],
+        overcommit=run["overcommit"],
+        selector=run["selector"],
+        aggregator=run["aggregator"],
+        local={"lr": run["lr"], "steps": run["steps"], "batch_size": run["batch-size"]},
+        evaluate_every=1,
+    )
+    model = make_model(config.seed)
+
+    def test(number: int, arrays: ArrayRecord) -> MetricRecord:
+        model.load_state_dict(arrays.to_torch_state_dict())
+        right, loss = accuracy(model)
+        return MetricRecord({"accuracy": right, "loss": loss})
+
+    strategy = Guided(config, folder=Path(run["folder"]) if run["folder"] else None, least=run["least"])
+    strategy.start(grid, ArrayRecord(model.state_dict()), evaluate_fn=test)
