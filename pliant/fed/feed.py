@@ -6,7 +6,7 @@ beginning of the stream. It follows from the job's seed, the client and the roun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ class Feed:
     """Samples on a device: those in memory lie there as a whole, others are read once for each call."""
 
     def __init__(self, samples: Samples, device: torch.device) -> None:
-        self._samples, self._device = samples, device
+        self._samples, self.device = samples, device
         self._data = samples.data.to(device) if isinstance(samples, InMemory) else None
         self._labels = samples.labels.to(device)
 
@@ -51,7 +51,7 @@ class Feed:
             flat = self._data.index_select(0, self._moved(samples))
         else:
             once, places = np.unique(samples, return_inverse=True)
-            read = self._samples.inputs(once).to(self._device)
+            read = self._samples.inputs(once).to(self.device)
             flat = read.index_select(0, self._moved(places))
         return flat.reshape(*samples.shape, *flat.shape[1:])
 
@@ -59,11 +59,30 @@ class Feed:
         flat = self._labels.index_select(0, self._moved(samples))
         return flat.reshape(*samples.shape, *flat.shape[1:])
 
+    def many(self, samples: Ints) -> Callable[[int, int, int], tuple[Tensor, Tensor]]:
+        """A way to get inputs and labels of the first rows of `samples` (clients x their streams), from one place to another.
+
+        All numbers are brought to the device now, so that no step waits for the host.
+        """
+        data, places = self._data, samples
+        if data is None:
+            once, places = np.unique(samples, return_inverse=True)
+            data = self._samples.inputs(once).to(self.device)
+        known, at, labelled = data, self._moved(places).view(samples.shape), self._moved(samples).view(samples.shape)
+
+        def drawn(rows: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+            shape = rows, end - begin
+            inputs = known.index_select(0, at[:rows, begin:end].reshape(-1))
+            labels = self._labels.index_select(0, labelled[:rows, begin:end].reshape(-1))
+            return inputs.view(*shape, *inputs.shape[1:]), labels.view(*shape, *labels.shape[1:])
+
+        return drawn
+
     def part(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
         """Inputs and labels of successive samples."""
         if self._data is not None:
             return self._data[begin:end], self._labels[begin:end]
-        return self._samples.inputs(np.arange(begin, end)).to(self._device), self._labels[begin:end]
+        return self._samples.inputs(np.arange(begin, end)).to(self.device), self._labels[begin:end]
 
     def _moved(self, numbers: Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64).reshape(-1)).to(self._device)
+        return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64).reshape(-1)).to(self.device)

@@ -9,13 +9,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from pliant.errors import ConfigError, TrainError
 from pliant.fed import aggregators, optim
-from pliant.fed.aggregators import FedProx, proximal_
+from pliant.fed.aggregators import FedProx
+from pliant.fed.batched import Together, together
 from pliant.fed.config import FedConfig
 from pliant.fed.feed import Feed, seed_of_draws, stream
 from pliant.fed.selection import LossMeter
@@ -60,11 +62,25 @@ class Trainer:
         return self._given[1]
 
     def _trained(self, start: Weights, unit: Training) -> tuple[Trained, ...]:
-        return tuple(
-            self.in_turn(start, client, steps, unit) for client, steps in zip(unit.clients, unit.steps, strict=True)
-        )
+        if not unit.clients or len(unit.clients) != len(unit.steps) or min(unit.steps) < 1:
+            raise TrainError(
+                f"a unit of clients {unit.clients} with steps {unit.steps}: give one number for each, above 0"
+            )
+        way = self.together if len(unit.clients) > 1 else None
+        if way is None:
+            return tuple(self._in_turn(start, c, n, unit) for c, n in zip(unit.clients, unit.steps, strict=True))
+        self.module.train()
+        seed(self.device, seed_of_draws(self.task, unit.clients, unit.round_number))
+        done = way.train(start, unit, self.train, self.mu)
+        return tuple(map(self._brought, unit.clients, done.changes, done.losses))
 
-    def in_turn(self, start: Weights, client: int, steps: int, unit: Training) -> Trained:
+    @cached_property
+    def together(self) -> Together | None:
+        """How several clients are trained at once; None where the model does not allow it."""
+        way = together(self.task)
+        return way(self.module) if way is not None else None
+
+    def _in_turn(self, start: Weights, client: int, steps: int, unit: Training) -> Trained:
         """One client's part of a round: a plain loop."""
         local, module = self.task.config.local, self.module
         size = local.batch_size
@@ -83,17 +99,16 @@ class Trainer:
             step(torch.autograd.grad(losses.mean(), learning, allow_unused=True))
             seen.append(losses.detach())
         end = Weights([each.detach() for each in module.parameters()], list(module.buffers()))
-        return self.brought(start, client, end, torch.cat(seen))
+        return self._brought(client, to(start.change_to(end), torch.device("cpu")), torch.cat(seen))
 
     def _anchors(self, start: Weights) -> list[Tensor]:
         return [a for a, each in zip(start.parameters, self.module.parameters(), strict=True) if each.requires_grad]
 
-    def brought(self, start: Weights, client: int, end: Weights, losses: Tensor) -> Trained:
+    def _brought(self, client: int, change: Weights, losses: Tensor) -> Trained:
         """`losses` are those of the client's stream; the first pass counts."""
         size = int(self.task.sizes[client])
         meter = LossMeter()
         meter.add(losses[:size].cpu().numpy())
-        change = to(start.change_to(end), torch.device("cpu"))
         return Trained(Update(client, change, float(size), meter.mean), meter.utility())
 
     def _evaluated(self, model: Weights, unit: Evaluation) -> Score:
@@ -129,10 +144,7 @@ class Step:
         elif used != self._used:
             raise TrainError("the model's loss depends on other parameters in each step: let it use all in every step")
         along = [each for each in gradients if each is not None]
-        with torch.no_grad():
-            if self._mu:
-                proximal_(along, self._parameters, self._anchors, self._mu)
-            self._optimizer.step(self._parameters, along)
+        optim.move(self._optimizer, self._parameters, along, self._anchors, self._mu)
 
 
 def scored(outputs: Tensor, labels: Tensor) -> Score:

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pliant.fed.aggregators import proximal_
 from pliant.fed.config import LocalConfig
 
 
@@ -77,6 +78,16 @@ def rows(kept: list[Tensor], like: list[Tensor]) -> list[Tensor]:
     if kept and kept[0].shape == like[0].shape:
         return list(kept)
     return [each[: len(other)] for each, other in zip(kept, like, strict=True)]
+
+
+def move(
+    optimizer: Optimizer, parameters: list[Tensor], gradients: list[Tensor], anchors: list[Tensor], mu: float
+) -> None:
+    """A step, after FedProx' part of the gradients; `mu` 0: there is none."""
+    with torch.no_grad():
+        if mu:
+            proximal_(gradients, parameters, anchors, mu)
+        optimizer.step(parameters, gradients)
 
 
 def make(config: LocalConfig, lr: float) -> Optimizer:
