@@ -114,6 +114,7 @@ class Buffered:
             there=there,
             malicious=int(np.count_nonzero(shared.task.malicious[clients])),
             selector=figures,
+            client_s=tuple(each.end_s - each.begin_s for each in folded),
             staleness=tuple(number - 1 - each.version for each in folded),
             asked_s=tuple(at_s for _, at_s in asked),
         )

@@ -6,6 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pliant.fed.history import Point, Round
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,10 @@ class Board:
             self._add("Train/round_to_loss", done.loss, done.round)
             self._add("Train/time_to_train_loss (min)", done.loss, minutes)
         self._add("Train/round_duration (min)", done.duration_s / 60, done.round)
+        if self._writer is not None and done.client_s:
+            self._writer.add_histogram(
+                "Train/client_duration (min)", np.array([each / 60 for each in done.client_s]), done.round
+            )
 
     def test(self, point: Point) -> None:
         self._add("Test/round_to_accuracy", point.accuracy, point.round)

@@ -34,6 +34,8 @@ class Round:
     """Of the aggregated."""
     selector: Mapping[str, float | int | None]
     """What the selector says of its choice."""
+    client_s: tuple[float, ...] = ()
+    """How long each of the aggregated took."""
     staleness: tuple[int, ...] = ()
     """Of asynchronous jobs: how many versions late the update of each aggregated client was."""
     asked_s: tuple[float, ...] = ()
@@ -51,7 +53,7 @@ class Round:
     def from_json(cls, data: Mapping[str, Any]) -> Round:
         plain = ("round", "begin_s", "clock_s", "loss", "lr", "there", "malicious", "selector")
         values: dict[str, Any] = {name: data[name] for name in plain}
-        for name in ("invited", "aggregated", "cut", "lost", "staleness", "asked_s"):
+        for name in ("invited", "aggregated", "cut", "lost", "client_s", "staleness", "asked_s"):
             values[name] = tuple(data.get(name, ()))
         return cls(**values, left_out={int(client): why for client, why in data["left_out"].items()})
 

@@ -62,6 +62,7 @@ class Synchronous:
             there=picked.there,
             malicious=int(np.count_nonzero(shared.task.malicious[plan.aggregated])),
             selector=finite(shared.selector.figures),
+            client_s=tuple(plan.seen_s[plan.counts].tolist()),
         )
 
     def _steps(self, plan: RoundPlan, picked: Picked, duration_s: Floats) -> Ids:
