@@ -29,6 +29,8 @@ TORCH_FREE = [
     "pliant.comm.graph",
     "pliant.comm.order",
     "pliant.comm.slices",
+    "pliant.dashboard.page",
+    "pliant.dashboard.server",
     "pliant.elastic.membership",
     "pliant.elastic.server",
     "pliant.experiments.demo",

@@ -14,7 +14,7 @@ from pliant.dashboard.allocation import Stay, used
 from pliant.dashboard.frames import COLOURS, MOST_MEANS, MOST_POINTS, ROUND, TEXT, Options, frame, line, tooltip
 from pliant.dashboard.series import Series
 from pliant.dashboard.story import Event, Story
-from pliant.dashboard.topology import Picture
+from pliant.dashboard.topology import Link, Picture
 
 EVENT_COLOURS = {
     "start": "#8d8d86",
@@ -81,7 +81,13 @@ def crew_map(story: Story, most_rows: int = 128) -> tuple[Options, int]:
         "type": "category",
         "data": names,
         "inverse": True,
-        "axisLabel": {"color": TEXT, "fontSize": 10, "width": 110, "overflow": "truncate"},
+        "axisLabel": {
+            "color": TEXT,
+            "fontSize": 10,
+            "width": 110,
+            "overflow": "truncate",
+            "interval": len(names) // 16,
+        },
         "axisLine": {"show": False},
         "axisTick": {"show": False},
     }
@@ -107,33 +113,30 @@ def crew_map(story: Story, most_rows: int = 128) -> tuple[Options, int]:
 
 
 def graph(picture: Picture) -> Options:
-    """A topology: roots in another colour, wider links are faster."""
+    """A topology on a circle: roots in another colour, faster links wider. Both ways of a link are one line."""
     fastest = max((link.bytes_per_s or 0.0 for link in picture.links), default=0.0)
-    label = len(picture.nodes) <= 24
+    lines: dict[tuple[int, int], list[Link]] = {}
+    for link in picture.links:
+        lines.setdefault((min(link.source, link.target), max(link.source, link.target)), []).append(link)
+    few = len(picture.nodes) <= 24
     return {
-        "tooltip": {
-            **tooltip("item"),
-            ":formatter": "p => p.data.told || p.name",
-        },
-        "animationDurationUpdate": 300,
+        "tooltip": {**tooltip("item"), ":formatter": "p => p.data.told || p.name"},
         "series": [
             {
                 "type": "graph",
                 "layout": "circular",
                 "roam": False,
-                "edgeSymbol": ["none", "arrow"],
-                "edgeSymbolSize": 7,
-                "left": 60,
-                "right": 60,
+                "animation": False,
+                "edgeSymbolSize": 7 if few else 4,
                 "top": 36,
                 "bottom": 36,
-                "label": {"show": label, "color": TEXT, "fontSize": 11, "position": "top", "distance": 6},
-                "lineStyle": {"color": TEXT, "curveness": 0.12},
+                "lineStyle": {"color": TEXT, "curveness": 0 if len(lines) <= 60 else 0.2},
+                "label": {"show": few, "color": TEXT, "fontSize": 11, "position": "top", "distance": 6},
                 "emphasis": {"focus": "adjacency"},
                 "data": [
                     {
                         "name": node.name,
-                        "symbolSize": 26 if label else 12,
+                        "symbolSize": 24 if few else 11,
                         "itemStyle": {"color": COLOURS[1] if node.is_root else COLOURS[0]},
                         "told": html.escape(node.name)
                         + (f": {node.workers} workers" if node.workers > 1 else "")
@@ -141,30 +144,37 @@ def graph(picture: Picture) -> Options:
                     }
                     for node in picture.nodes
                 ],
-                "links": [
-                    {
-                        "source": link.source,
-                        "target": link.target,
-                        "lineStyle": {
-                            "width": 1 + 4 * (link.bytes_per_s or 0.0) / fastest if fastest else 1.5,
-                            "opacity": 0.8 if len(picture.links) <= 60 else 0.35,
-                        },
-                        "label": {
-                            "show": link.bytes_per_s is not None and len(picture.links) <= 30,
-                            "formatter": rate_text(link.bytes_per_s),
-                            "fontSize": 10,
-                            "color": TEXT,
-                        },
-                        "told": f"{html.escape(picture.nodes[link.source].name)} → "
-                        f"{html.escape(picture.nodes[link.target].name)}"
-                        + (f"<br>{rate_text(link.bytes_per_s)}" if link.bytes_per_s else "")
-                        + (f"<br>{link.lanes} lanes" if link.lanes > 1 else ""),
-                    }
-                    for link in picture.links
-                ],
+                "links": [_drawn(picture, links, fastest, len(lines)) for links in lines.values()],
             }
         ],
     }
+
+
+def _drawn(picture: Picture, links: Sequence[Link], fastest: float, count: int) -> Options:
+    """A link, or both its ways."""
+    rates = [link.bytes_per_s for link in links if link.bytes_per_s]
+    return {
+        "source": links[0].source,
+        "target": links[0].target,
+        "symbol": ["arrow" if len(links) > 1 else "none", "arrow"],
+        "lineStyle": {
+            "width": 1 + 4 * min(rates) / fastest if rates else 1.2,
+            "opacity": 0.8 if count <= 60 else 0.25,
+        },
+        "label": {
+            "show": bool(rates) and count <= 20,
+            "formatter": " | ".join(dict.fromkeys(map(rate_text, rates))),
+            "fontSize": 10,
+            "color": TEXT,
+        },
+        "told": "<br>".join(_told(picture, link) for link in links),
+    }
+
+
+def _told(picture: Picture, link: Link) -> str:
+    ends = (html.escape(picture.nodes[place].name) for place in (link.source, link.target))
+    rate = f": {rate_text(link.bytes_per_s)}" if link.bytes_per_s else ""
+    return " → ".join(ends) + rate + (f", {link.lanes} lanes" if link.lanes > 1 else "")
 
 
 def noise(story: Story) -> Options:
@@ -173,8 +183,9 @@ def noise(story: Story) -> Options:
     given = {name: story.figures[figure] for name, figure in names.items() if figure in story.figures}
     options = curves(given, story, unit="samples")
     for each in options["series"]:
-        if each["name"] == "global batch":
+        if each["name"] == "global batch":  # it changes at once, and a mean of two sizes is none
             each["step"] = "end"
+            each["data"] = [[*point] for point in story.figures["batch_size"].thinned(MOST_POINTS)]
     return options
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pliant.dashboard.federation import Federation
-from pliant.dashboard.frames import COLOURS, MOST_MEANS, MOST_POINTS, Options, axis, frame, line, tooltip
+from pliant.dashboard.frames import COLOURS, MOST_MEANS, MOST_POINTS, TEXT, Options, axis, frame, line, tooltip
+
+OUTCOME_COLOURS = {"aggregated": COLOURS[2], "cut": COLOURS[1], "lost": COLOURS[3]}
 
 
 def accuracy(told: Federation) -> Options:
@@ -15,23 +17,30 @@ def accuracy(told: Federation) -> Options:
         {**line(name, series.thinned(MOST_POINTS), colour), "showSymbol": len(series) < 40}
         for (name, series), colour in zip(shown.items(), COLOURS, strict=False)
     ]
+    if told.target is not None and options["series"]:
+        options["series"][0]["markLine"] = {
+            "symbol": "none",
+            "silent": True,
+            "label": {"formatter": "target", "position": "insideStartTop", "color": TEXT},
+            "data": [{"yAxis": told.target, "lineStyle": {"color": COLOURS[2], "type": "dashed"}}],
+        }
     return options
 
 
 def rounds(told: Federation) -> Options:
     """How many clients were aggregated, cut and lost in each round, and how long it took."""
-    options = frame(True, "round", "clients")
-    options["yAxis"] = [options["yAxis"], {**axis("s"), "splitLine": {"show": False}}]
+    options = frame(True, "round", "")
+    options["yAxis"] = [{**options["yAxis"], "min": 0}, {**axis(""), "min": 0, "splitLine": {"show": False}}]
     options["series"] = [
         {
             **line(name, told.outcomes[name].mean(MOST_MEANS), colour),
             "stack": "clients",
             "areaStyle": {"opacity": 0.4},
         }
-        for name, colour in (("aggregated", COLOURS[2]), ("cut", COLOURS[1]), ("lost", COLOURS[3]))
+        for name, colour in OUTCOME_COLOURS.items()
         if name in told.outcomes
     ]
-    options["series"].append({**line("duration", told.duration_s.mean(MOST_MEANS), COLOURS[4]), "yAxisIndex": 1})
+    options["series"].append({**line("duration in s", told.duration_s.mean(MOST_MEANS), COLOURS[4]), "yAxisIndex": 1})
     return options
 
 
@@ -40,14 +49,17 @@ def picked(told: Federation) -> Options:
     options = frame(False, "round", "client")
     options["xAxis"] |= {"min": "dataMin", "max": "dataMax"}
     options["tooltip"] = {**tooltip("item"), ":formatter": "p => `round ${p.value[0]}, client ${p.value[1]}`"}
+    options["legend"]["show"], options["grid"]["top"] = True, 34
     options["series"] = [
         {
             "type": "scatter",
-            "symbolSize": 4,
-            "itemStyle": {"color": COLOURS[0], "opacity": 0.8},
-            "data": [[number, client] for number, clients in told.recent.items() for client in clients],
+            "name": outcome,
+            "symbolSize": 5,
+            "itemStyle": {"color": colour, "opacity": 0.8},
+            "data": [[number, client] for number, clients in told.recent.items() for client in clients[outcome]],
             "animation": False,
         }
+        for outcome, colour in OUTCOME_COLOURS.items()
     ]
     return options
 

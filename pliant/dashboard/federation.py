@@ -32,8 +32,10 @@ class Federation:
     """How many clients were invited, aggregated, cut and lost."""
     picks: Counter[int] = field(default_factory=Counter)
     """How often each client was picked."""
-    recent: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """The clients of the newest rounds."""
+    recent: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    """The clients of the newest rounds, by what became of them."""
+    target: float | None = None
+    """The accuracy that the job is after, in per cent."""
 
     def tell(self, fact: Fact) -> None:
         """A round, or a test of the model."""
@@ -75,9 +77,9 @@ class Federation:
             value = float(len(told)) if isinstance(told, list) else _number(told)
             if value is not None:
                 self.outcomes.setdefault(name, Series()).add(number, value)
-        clients = _clients(fact.data.get("picked", fact.data.get("invited")))
+        clients = {name: _clients(fact.data.get(name)) for name in OUTCOMES}
         self._forget(number)
-        self.picks.update(clients)
+        self.picks.update(clients["invited"])
         self.recent[number] = clients
         if len(self.recent) > MOST_ROUNDS_KEPT:
             del self.recent[min(self.recent)]
@@ -85,7 +87,7 @@ class Federation:
     def _forget(self, number: int) -> None:
         """A job that was begun anew from its checkpoint does rounds once more."""
         for each in [each for each in self.recent if each >= number]:
-            self.picks.subtract(self.recent.pop(each))
+            self.picks.subtract(self.recent.pop(each)["invited"])
         self.picks += Counter()  # without those that are at 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pliant.record import Fact
 
-MOST_BYTES = 8 << 20
+MOST_BYTES = 2 << 20
 """At one look: a large record is taken in over several, so that a page shows its beginning meanwhile."""
 MOST_LINES = 2000
 """Of a log, the newest."""
@@ -79,6 +79,7 @@ class LogFile:
     """The newest lines of what a program prints."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._file = Growing(path, newest_bytes=256 << 10)
         self.text: deque[str] = deque(maxlen=MOST_LINES)
         self.num_lines = 0

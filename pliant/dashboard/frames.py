@@ -22,7 +22,7 @@ ROUND = "v => v == null ? '' : (Math.abs(v) >= 1000 ? Math.round(v).toLocaleStri
 
 def frame(legend: bool, x_name: str, y_name: str) -> Options:
     return {
-        "grid": {"left": 8, "right": 16, "top": 34 if legend else 26, "bottom": 22, "containLabel": True},
+        "grid": {"left": 8, "right": 20, "top": 34 if legend else 26, "bottom": 22, "containLabel": True},
         "legend": {"show": legend, "top": 0, "right": 8, "textStyle": {"color": TEXT}, "icon": "roundRect", "itemHeight": 4,
                    "type": "scroll"},
         "tooltip": {**tooltip("axis"), ":valueFormatter": ROUND},
@@ -32,7 +32,7 @@ def frame(legend: bool, x_name: str, y_name: str) -> Options:
             "nameLocation": "middle",
             "nameGap": 24,
             "nameTextStyle": {"color": TEXT, "fontSize": 11},
-            "axisLabel": {"color": TEXT, "hideOverlap": True, "fontSize": 11},
+            "axisLabel": {"color": TEXT, "hideOverlap": True, "fontSize": 11, "alignMaxLabel": "right"},
             "axisLine": {"lineStyle": {"color": LINE}},
             "splitLine": {"show": False},
         },

@@ -105,6 +105,9 @@ class Story:
         # A file may hold several runs: the last one counts.
         self._undo(-1)
         self.links, self.federation, self.step = None, None, fact.step
+        if isinstance(config := fact.data.get("config"), dict) and "participants" in config:
+            target = _number(config.get("target"))
+            self.federation = Federation(target=100 * target if target else None)
         what = f"starts on {_count(workers, 'worker')}" if workers else "starts"
         self._add(fact, "start", what)
 

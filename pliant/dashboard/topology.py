@@ -64,7 +64,8 @@ def picture(crew: Crew, measured: Links | None) -> Picture:
                 used[pair] += 1
     sizes = Counter(labels)
     rates = _Rates(measured)
-    kept = [pair for pair in used if max(pair) < MOST_NODES][:MOST_EDGES]
+    shown = [pair for pair in used if max(pair) < MOST_NODES]
+    kept = shown[:: -(-len(shown) // MOST_EDGES) or 1]  # evenly, where they are too many
     host_of = dict(zip(labels, hosts, strict=True))
     return Picture(
         tuple(Node(name, sizes[name], place[name] in roots) for name in names[:MOST_NODES]),

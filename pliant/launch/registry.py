@@ -46,6 +46,10 @@ class RunningJob:
     """The address of this machine in the job."""
     token: str = field(default="", repr=False)
     """What the config server asks for; empty where it asks for nothing."""
+    record: str = ""
+    """The file of its facts, where `--record` names one."""
+    logdir: str = ""
+    """Where its workers' output goes, where `-logdir` names a directory."""
 
     def __str__(self) -> str:
         begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started_s))
@@ -71,6 +75,8 @@ def registered(
     *,
     host: str,
     token: str = "",
+    record: str = "",
+    logdir: str = "",
     environ: Mapping[str, str] = os.environ,
 ) -> Iterator[RunningJob]:
     """List this process as a running job for the time of the block.
@@ -87,6 +93,8 @@ def registered(
         command=shlex.join(command),
         host=host,
         token=token,
+        record=record,
+        logdir=os.path.abspath(logdir) if logdir else "",
     )
     file: Path | None = None
     try:

@@ -99,7 +99,13 @@ def launch(plan: LaunchPlan, machine: Machine, clock: Callable[[], float] = time
         if plan.is_head and followed.url and options.init_version >= 0:
             stack.enter_context(
                 registered(
-                    followed.url, options.program, host=plan.self_host, token=followed.token, environ=machine.environ
+                    followed.url,
+                    options.program,
+                    host=plan.self_host,
+                    token=followed.token,
+                    record=options.adapting.get("record", ""),
+                    logdir=options.logdir,
+                    environ=machine.environ,
                 )
             )
         code = crew.run(begun_s + options.timeout_s if options.timeout_s else None)

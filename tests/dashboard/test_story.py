@@ -135,7 +135,7 @@ def test_events_say_what_and_why() -> None:
         fact("links", 1, hosts=["a", "b"], bytes_per_s=[[0]]),
         fact("decision", 1),
         fact("view", 1),
-        fact("round", 1, picked="all"),
+        fact("round", 1, invited="all"),
         fact("something new", 1),
     ],
     ids=lambda each: each.kind,
@@ -205,7 +205,7 @@ def test_time_to_accuracy_and_who_was_picked() -> None:
         story.tell(
             [
                 fact("round", number, round=number, clock_s=3600.0 * number, duration_s=60.0, loss=1 / number,
-                     invited=3, aggregated=2, cut=1, lost=0, picked=picks),
+                     invited=picks, aggregated=picks[:1], cut=picks[1:], lost=[], picked=2),
                 fact("test", number, round=number, clock_s=3600.0 * number, accuracy=0.2 * number, loss=2.0),
             ]
         )  # fmt: skip
@@ -215,8 +215,12 @@ def test_time_to_accuracy_and_who_was_picked() -> None:
     assert (federation.time_to(40), federation.time_to(61)) == (2.0, None)
     assert federation.picks == {1: 1, 2: 2, 3: 2, 4: 1}
     assert charts_fed.fairness(federation)["series"][0]["data"] == [2, 2]
-    assert [1, 1] in charts_fed.picked(federation)["series"][0]["data"]
-    story.tell([fact("round", 2, round=2, clock_s=7200.0, picked=[9])])  # begun anew from a checkpoint
+    assert [each["data"] for each in charts_fed.picked(federation)["series"]] == [
+        [[1, 1], [2, 2], [3, 3]],
+        [[1, 2], [2, 3], [3, 4]],
+        [],
+    ]
+    story.tell([fact("round", 2, round=2, clock_s=7200.0, invited=[9])])  # begun anew from a checkpoint
     assert federation.picks == {1: 1, 2: 1, 9: 1}
     assert story.step == 2
 

@@ -1,0 +1,79 @@
+"""The `pliant dash` command: a page in the browser that shows jobs as they run."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pliant.errors import ConfigError
+
+Given = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RECORD|DIR|URL]...",
+        show_default=False,
+        help="Records, folders with some, the state of a cluster, or addresses of servers; default: what runs here.",
+    ),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("dash")(dash)
+
+
+# Numbers are taken as text and read here: click would answer a wrong one with a page of usage.
+def dash(
+    given: Given = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; beyond loopback, looking needs the token, too.")
+    ] = "127.0.0.1",
+    port: Annotated[str, typer.Option("--port", metavar="PORT", help="0 picks a free one.")] = "9300",
+    token_file: Annotated[
+        str,
+        typer.Option(
+            "--token-file",
+            metavar="FILE",
+            help="What resizing and stopping need; default: PLIANT_TOKEN, or a random one, which is printed.",
+        ),
+    ] = "",
+) -> None:
+    """Show jobs in the browser: curves with what happened, workers, topology, the cluster, logs. Works offline."""
+    from pliant.dashboard.server import DashConfig, serve
+    from pliant.dashboard.sources import sources
+    from pliant.dashboard.watch import Watch
+
+    token, is_new = _token(token_file)
+    config = DashConfig(host=host, port=_port(port), token=token)
+    watch = Watch(sources(given or []))
+
+    def say(url: str) -> None:
+        print(f"the page is at {url}", flush=True)
+        if is_new:
+            print(f"its token, for resizing and stopping: {token}", flush=True)
+
+    serve(config, watch, say)
+
+
+def _token(file: str) -> tuple[str, bool]:
+    """The token, and whether nobody knows it yet."""
+    if not file:
+        given = os.environ.get("PLIANT_TOKEN", "")
+        return (given, False) if given else (secrets.token_urlsafe(18), True)
+    try:
+        token = Path(file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file {file}: cannot be read: {error}") from None
+    if not token:
+        raise ConfigError(f"--token-file {file} is empty: write the token into it")
+    return token, False
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 9):
+        raise ConfigError(f"--port {text!r} is not a whole number")
+    return int(text)

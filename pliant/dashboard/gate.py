@@ -1,0 +1,82 @@
+"""The door of the page. On loopback it lets in who asks for loopback; elsewhere, who has shown the token once.
+
+Reading on loopback is free, as it is for every program of this machine's users; a page of another site that has its name
+point to loopback is kept out by the name. Elsewhere the token is asked for, and remembered by a cookie that no script reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from urllib.parse import parse_qs
+
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+COOKIE = "pliant_dash"
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
+MAX_BODY_BYTES = 4096
+_FORM = """<!doctype html><meta name="viewport" content="width=device-width, initial-scale=1"><title>pliant</title>
+<style>body{font-family:system-ui,sans-serif;display:grid;place-items:center;min-height:90vh;color-scheme:light dark}</style>
+<form method="post" action="/enter"><p>SAID</p><input name="token" type="password" placeholder="Token" autofocus>
+<button>Enter</button></form>"""
+
+
+class Gate:
+    """In front of the whole application, its sockets included."""
+
+    def __init__(self, app: ASGIApp, token: str, *, open_to: frozenset[str] | None) -> None:
+        self.app = app
+        self._token = token
+        self._open_to = open_to
+        """Host names under which all may read; None: nobody without the token."""
+        self._mark = hmac.new(token.encode(), b"pliant dash", hashlib.sha256).hexdigest()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        refusal = await self._refusal(scope, receive)
+        if refusal is None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "the token is needed"})
+        else:
+            await refusal(scope, receive, send)
+
+    async def _refusal(self, scope: Scope, receive: Receive) -> Response | None:
+        """What to answer instead of the page; None: let it pass."""
+        connection = HTTPConnection(scope)
+        if self._open_to is not None:
+            host = connection.headers.get("host", "")
+            if _name(host) in self._open_to:
+                return None
+            return PlainTextResponse(
+                f"this page is not at {host!r:.80}: open it by the address it was started with\n", 403
+            )
+        if hmac.compare_digest(connection.cookies.get(COOKIE, "").encode(), self._mark.encode()):
+            return None
+        if scope["type"] == "http" and scope["path"] == "/enter" and scope["method"] == "POST":
+            return await self._enter(Request(scope, receive))
+        return HTMLResponse(_FORM.replace("SAID", "This page needs its token."), 401)
+
+    async def _enter(self, request: Request) -> Response:
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                return PlainTextResponse("too long\n", 413)
+        given = parse_qs(body.decode(errors="replace")).get("token", [""])[0]
+        if not hmac.compare_digest(given.encode(), self._token.encode()):
+            return HTMLResponse(_FORM.replace("SAID", "That is not the token."), 401)
+        answer = RedirectResponse("/", 303)
+        answer.set_cookie(COOKIE, self._mark, httponly=True, samesite="strict", max_age=30 * 86400)
+        return answer
+
+
+def _name(host: str) -> str:
+    """A Host header without its port."""
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.partition(":")[0]
