@@ -74,7 +74,7 @@ def read_artifact(page: Page, name: str = "") -> FedJob:
     if why := wrong_name(chosen):
         keys.refuse("job_name", why)
     ground = ground_of(said, keys, folder)
-    config = _config(keys, chosen, sum(crew.num for crew in ground.workers), folder)
+    config = _config(keys, chosen, ground.places.count if ground.places else 0, folder)
     if keys.wrong:
         raise page.refusal(keys.wrong)
     assert config is not None, "without a mistake there is a config"

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
+from pliant.errors import ConfigError
 from pliant.fed.artifact_keys import NOTHING, Keys
-from pliant.fed.job import Crew, Ground, absolute
+from pliant.fed.job import Ground, absolute
+from pliant.fed.places import parse_workers
 from pliant.mistakes import Place, unknown_key
 
 TOP = (
@@ -39,7 +41,7 @@ def ground_of(said: Mapping[str, object], keys: Keys, folder: Path) -> Ground:
     auth = said.get("auth")
     user = str(auth.get("ssh_user", "")) if isinstance(auth, dict) else ""
     return Ground(
-        workers=_crews(said.get("worker_ips"), keys.wrong),
+        workers=_workers(said.get("worker_ips"), keys.wrong),
         log_path=absolute(str(keys.said.get("log_path", ".")), folder),
         host=_host(said, keys),
         port=cast(int, keys.said.get("ps_port", 0)),
@@ -81,24 +83,24 @@ def _own_address(name: str) -> str:
     return ""
 
 
-def _crews(given: object, wrong: dict[Place, str]) -> tuple[Crew, ...]:
+def _workers(given: object, wrong: dict[Place, str]) -> tuple[str, ...]:
     """`ip:4`, or FedScale's `ip:[2,2]`: so many processes on each of its devices."""
     if given is None:
         return Ground().workers
     if not isinstance(given, list):
         wrong[("worker_ips",)] = "worker_ips: use a list, as in `- 10.0.0.2:4`"
         return ()
-    crews = []
+    found = []
     for at, item in enumerate(given):
         try:
-            crews.append(_crew(str(item)))
-        except ValueError:
+            found.append(_worker(str(item)))
+        except (ValueError, ConfigError):
             wrong[("worker_ips", at)] = f"{item!r:.60} in worker_ips: use host:4, or host:[2,2]"
-    return tuple(crews)
+    return tuple(found)
 
 
-def _crew(item: str) -> Crew:
+def _worker(item: str) -> str:
     where, colon, num = item.replace(" ", "").partition(":[")
-    if colon:
-        return Crew.parse(f"{where}:{sum(int(each) for each in num.rstrip(']').split(','))}")
-    return Crew.parse(item if ":" in item else f"{item}:1")
+    text = f"{where}:{sum(int(each) for each in num.rstrip(']').split(','))}" if colon else item
+    parse_workers([text])
+    return text

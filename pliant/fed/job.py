@@ -14,32 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from pliant.errors import ConfigError
 from pliant.fed.config import FedConfig
+from pliant.fed.places import Places, parse_workers
 from pliant.mistakes import Place, free_name
-
-LOCAL, RAY = "local", "ray"
-HERE = frozenset({"localhost", "127.0.0.1", "::1", LOCAL})
-MOST_WORKERS = 10_000
-
-
-class Crew(BaseModel):
-    """Executors in one place."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    where: str
-    """`local`, `ray`, or a host that ssh reaches."""
-    num: Annotated[int, Field(ge=1, le=MOST_WORKERS)]
-
-    def __str__(self) -> str:
-        return f"{self.where}:{self.num}"
-
-    @classmethod
-    def parse(cls, text: str) -> Crew:
-        """`host:2`, `ray:4`; ValueError says what is wrong."""
-        where, _, num = text.strip().rpartition(":")
-        if not where or not num.isdecimal() or not 1 <= int(num) <= MOST_WORKERS:
-            raise ValueError(f"{text!r:.60}: use a number of processes, host:2, ray:4, or a list of such")
-        return cls(where=LOCAL if where in HERE else where, num=int(num))
 
 
 class Ground(BaseModel):
@@ -47,33 +23,37 @@ class Ground(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    workers: tuple[Crew, ...] = (Crew(where=LOCAL, num=2),)
-    """None: the server itself trains."""
+    workers: tuple[str, ...] = ("2",)
+    """Executors: so many here, `host:2` or `ray:4`; none: the server itself trains."""
     log_path: str = "."
     """Under it are logs/NAME/TIME/aggregator and worker."""
     host: str = ""
     """The address at which executors elsewhere reach the server; empty: found out."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     ssh_user: str = ""
+    tls_certificate: str = ""
+    """The server's, in PEM; executors trust it and no other. Empty: no TLS."""
+    tls_key: str = ""
 
     @field_validator("workers", mode="before")
     @classmethod
-    def _crews(cls, given: object) -> object:
-        return crews_of(given)
-
-
-def crews_of(given: object) -> object:
-    """`2`, `host:2`, `ray:4`, or a list of such; what else it is, is left to others to refuse."""
-    if isinstance(given, bool) or given is None:
-        raise ValueError(f"{given!r}: use a number of processes, host:2, ray:4, or a list of such")
-    if isinstance(given, int | str):
-        text = str(given).strip()
-        if text == "0":
+    def _listed(cls, given: object) -> tuple[str, ...]:
+        listed = list(given) if isinstance(given, list | tuple) else [given]
+        if wrong := [each for each in listed if isinstance(each, bool) or not isinstance(each, int | str)]:
+            raise ValueError(f"{wrong[0]!r:.60}: give a number, host:n, ray:n, or a list of such")
+        texts = tuple(str(each).strip() for each in listed)
+        if texts in ((), ("0",)):
             return ()
-        return (Crew.parse(f"{LOCAL}:{text}" if text.isdecimal() else text),)
-    if isinstance(given, list):
-        return tuple(Crew.parse(str(each)) if isinstance(each, str | int) else each for each in given)
-    return given
+        try:
+            parse_workers(texts)
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix("workers: ")) from None
+        return texts
+
+    @property
+    def places(self) -> Places | None:
+        """None: no executors are wanted."""
+        return parse_workers(self.workers) if self.workers else None
 
 
 class FedJob(BaseModel):

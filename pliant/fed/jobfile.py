@@ -19,7 +19,8 @@ from pliant.page import Page
 
 OURS, THEIRS = ("participants",), ("job_conf", "ps_ip")
 """Keys that only federated jobs have."""
-TEXTS = frozenset({"name", "model", "devices", "availability", "log_path", "host", "ssh_user"})
+PATHS = ("log_path", "tls_certificate", "tls_key")
+TEXTS = frozenset({"name", "model", "devices", "availability", "host", "ssh_user", *PATHS})
 
 
 def is_federated(page: Page) -> bool:
@@ -69,7 +70,8 @@ def _read_ours(page: Page, name: str) -> FedJob:
     if wrong:
         raise page.refusal(wrong)
     ground = Ground(**{key: getattr(both, key) for key in Ground.model_fields})
-    ground = ground.model_copy(update={"log_path": absolute(ground.log_path, folder)})
+    paths = {key: absolute(path, folder) for key in PATHS if (path := getattr(ground, key))}
+    ground = ground.model_copy(update=paths)
     return FedJob(config=config, ground=ground, directory=str(folder), is_named=is_named)
 
 

@@ -181,7 +181,7 @@ def test_what_the_artifact_means_by_its_keys(tmp_path: Path) -> None:
     assert (config.clock_factor, config.malicious, config.devices) == (2.0, 0.1, str(tmp_path / "devices"))
     assert (job.ground.log_path, job.ground.port, job.time) == (str(tmp_path / "evals"), 29501, "0101_000000")
     assert job.ground.host == ""
-    assert [str(crew) for crew in job.ground.workers] == ["local:2"]
+    assert job.ground.workers == ("127.0.0.1:2",)
     assert job.remarks == ()
 
 
@@ -199,7 +199,7 @@ def test_fedscale_has_its_own_names_and_defaults(tmp_path: Path) -> None:
     assert (config.malicious, config.device, config.model_bytes, config.clock_factor) == (0.25, "cpu", 0, 2.437)
     assert config.privacy is not None
     assert (config.privacy.clip, config.privacy.noise_multiplier, config.privacy.where) == (3.0, 0.2, "client")
-    assert [str(crew) for crew in job.ground.workers] == ["local:3"]
+    assert job.ground.workers == ("127.0.0.1:3",)
     assert digits(tmp_path, "malicious_factor: 1e15").config.malicious == 0
 
 

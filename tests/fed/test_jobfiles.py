@@ -8,8 +8,9 @@ import pytest
 
 from pliant.errors import ConfigError
 from pliant.fed.config import Choice
-from pliant.fed.job import Crew, FedJob
+from pliant.fed.job import FedJob
 from pliant.fed.jobfile import is_federated, read_fed_job
+from pliant.fed.places import Place, Places
 from pliant.page import Page
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -65,18 +66,20 @@ def test_every_section_arrives_with_absolute_paths_and_survives_json(tmp_path: P
     assert config.aggregator == Choice(kind="fed-yogi", options={"lr": 0.001})
     assert config.privacy is not None
     assert config.privacy.clip == 1.5
-    assert job.ground.workers == (Crew(where="local", num=2), Crew(where="there", num=3), Crew(where="ray", num=4))
+    assert job.ground.places == Places(
+        (Place("local", "localhost", 2), Place("ssh", "there", 3), Place("ray", "ray", 4))
+    )
     assert job.ground.log_path == str(tmp_path / "logs here")
     assert (job.ground.ssh_user, job.ground.port) == ("me", 4000)
     assert FedJob.model_validate_json(job.model_dump_json()) == job
 
 
 @pytest.mark.parametrize(
-    ("text", "crews"), [("3", "local:3"), ("0", ""), ("ray:4", "ray:4"), ("h:2", "h:2"), ('["a:1", 127.0.0.1:2]', "a:1 local:2")]
+    ("text", "told"), [("3", "local 3"), ("0", ""), ("ray:4", "ray 4"), ("h:2", "ssh 2"), ('["a:1", 127.0.0.1:2]', "ssh 1, local 2")]
 )  # fmt: skip
-def test_workers_are_a_number_a_host_ray_or_several(tmp_path: Path, text: str, crews: str) -> None:
-    job = read(tmp_path, f"participants: 2\nworkers: {text}\n")
-    assert " ".join(str(crew) for crew in job.ground.workers) == crews
+def test_workers_are_a_number_a_host_ray_or_several(tmp_path: Path, text: str, told: str) -> None:
+    places = read(tmp_path, f"participants: 2\nworkers: {text}\n").ground.places
+    assert ", ".join(f"{place.kind} {place.count}" for place in (places.parts if places else ())) == told
 
 
 def test_participants_are_enough_and_names_are_numbered(tmp_path: Path) -> None:
@@ -99,7 +102,7 @@ data:
   alpha: -1
 local: {steps: 2.5}
 selector: {kind: oort}
-workers: two
+workers: -2
 overcommit: 0.5
 privacy: {delta: 2}
 bathcing: 1
@@ -111,7 +114,7 @@ bathcing: 1
         "fed.yml:6: unknown key 'data.clientz': did you mean clients?",
         "fed.yml:7: data.alpha -1: use more than 0",
         "fed.yml:8: local.steps 2.5: use a whole number",
-        "fed.yml:10: workers 'two': use a number of processes, host:2, ray:4, or a list of such",
+        "fed.yml:10: workers '-2' is no number of executors: give 1 or more, host:n, or ray:n",
         "fed.yml:11: overcommit 0.5: use 1.0 or more",
         "fed.yml:12: privacy.delta 2: use less than 1",
         "fed.yml:13: unknown key 'bathcing': did you mean batching?",
@@ -131,8 +134,9 @@ bathcing: 1
         ("data: {kind: play,\n  path: nope.txt}", "fed.yml:3: data.path nope.txt: no such file or folder"),
         ("devices: nope.csv", "fed.yml:2: devices nope.csv: no such file or folder"),
         ("data: {clients: 0}", "fed.yml:2: data.clients 0: a iid partition needs 1 or more"),
-        ("workers: true", "fed.yml:2: workers True: use a number of processes"),
-        ("workers: [a]", "fed.yml:2: workers 'a': use a number of processes"),
+        ("workers: true", "fed.yml:2: workers True: give a number, host:n, ray:n"),
+        ("workers: [b:x]", "fed.yml:2: workers 'b:x'"),
+        ("workers: -1", "fed.yml:2: workers '-1' is no number of executors"),
         ("port: 70000", "fed.yml:2: port 70000: use 65535 or less"),
     ],
 )  # fmt: skip

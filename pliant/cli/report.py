@@ -1,0 +1,103 @@
+"""The `pliant report` command: federated jobs side by side, by their records or by the artifact's files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pliant.cli.bench_output import check_writable
+from pliant.cli.cluster_output import JsonFlag, print_json, print_table
+from pliant.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pliant.fed.report import Comparison, Reached
+
+COLUMNS = ("job", "selector", "aggregator", "rounds", "best", "final", "to target", "round", "speedup")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("report")(report)
+
+
+def report(
+    jobs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="JOB...",
+            show_default=False,
+            help="Names of jobs, their folders, record.jsonl, or training_perf of the artifact or of FedScale.",
+        ),
+    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Side by side, with the first as the measure; the default.")
+    ] = True,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            "--target", help="The accuracy to reach, 0.8 or 80; default: the best of whichever reached least."
+        ),
+    ] = None,
+    metric: Annotated[str, typer.Option("--metric", help="accuracy, top_5 or loss.")] = "accuracy",
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="A picture of the curves.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """How long federated jobs took, on the virtual clock, to reach an accuracy."""
+    from pliant.fed.perf_files import read_curve
+    from pliant.fed.report import compare as compared
+
+    if not jobs:
+        raise ConfigError("which jobs? give names, folders or files, as in `pliant report --compare logs/a logs/b`")
+    if plot is not None:
+        from pliant.experiments import plotting
+
+        plotting.check()
+        check_writable(plot, "--plot")
+    found = compared([read_curve(_path(job)) for job in jobs], target=target, metric=metric)
+    if plot is not None:
+        from pliant.experiments import accuracy_plot
+
+        accuracy_plot.curves(found, plot)
+    if as_json:
+        print_json(found.as_json())
+    else:
+        _print(found)
+
+
+def _path(job: str) -> Path:
+    """A file or folder, or that of the job of this name."""
+    path = Path(job)
+    if path.exists() or "/" in job:
+        return path
+    from pliant.fed.jobs import Jobs
+
+    return Jobs.of_user().find(job).path
+
+
+def _print(found: Comparison) -> None:
+    is_share = found.metric != "loss"
+
+    def told(value: float | None) -> str:
+        return "-" if value is None else f"{value:.2%}" if is_share else f"{value:.4f}"
+
+    print_table(COLUMNS, [_row(run, told) for run in found.runs], COLUMNS[3:])
+    by = "" if found.is_asked else ", which all of them reached"
+    print(f"target: {found.metric} {told(found.target)}{by}; hours of the virtual clock")
+
+
+def _row(run: Reached, told: Callable[[float | None], str]) -> list[str]:
+    about = run.curve.about
+    return [
+        run.curve.name,
+        about.get("sample_mode", "-"),
+        about.get("gradient_policy", "-") or "-",
+        str(run.curve.num_rounds),
+        told(run.best),
+        told(run.final),
+        "never" if run.hours is None else f"{run.hours:.2f} h",
+        "-" if run.point is None else str(run.point.round),
+        "-" if run.speedup is None else f"{run.speedup:.2f}x",
+    ]

@@ -1,0 +1,201 @@
+"""Minds a detached federated job: `python -m pliant.fed.keeper FOLDER LOCK`.
+
+Starts the server and the executors, starts a server that was killed again from its checkpoint, and writes down how the job
+ended. LOCK is an open, locked descriptor, inherited from whoever submitted the job: as long as it is held, the job is
+minded. However this process ends, server and executors end with it; `pliant submit --resume NAME` starts another.
+
+SIGTERM: the job ends after the round that it is in, or after GRACE_S. SIGINT: at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from pliant.errors import PliantError
+from pliant.fed.carriers import last_line
+from pliant.fed.executors_launch import Executors
+from pliant.fed.job import FedJob
+from pliant.fed.jobs import JobFolder, State
+from pliant.launch import child, guardian, signals
+from pliant.launch.processes import Guardian, script
+
+GRACE_S = 30.0
+MAX_VAIN = 5
+"""So many times a server may be killed without a new checkpoint."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 3.0
+STOPPED = 75
+"""As `fed.server` has it, which imports torch."""
+
+Event = tuple[str, int | str]
+"""("server", its exit code), ("signal", its number) or ("executors", why there will be none)."""
+
+
+def say(line: str) -> None:
+    print(time.strftime("%Y-%m-%d %H:%M:%S"), line, flush=True)
+
+
+class Keeper:
+    def __init__(self, folder: JobFolder) -> None:
+        self._folder = folder
+        self._job: FedJob = folder.job()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._server: subprocess.Popen[bytes] | None = None
+        self._stop_by_s: float | None = None
+        """When a job that was told to stop is ended."""
+        self._is_staffed = True
+        self._vain = 0
+        self._checkpoint = 0.0
+
+    def keep(self) -> tuple[State, int, str]:
+        """Until the job has ended: how."""
+        with signals.handed_to(lambda number: self._events.put(("signal", number))), contextlib.ExitStack() as stack:
+            mark = secrets.token_hex(8)
+            stack.enter_context(Guardian(mark, os.environ))
+            os.environ[guardian.MARK] = mark  # whoever is started from here can be found, and ended
+            self._write_token()
+            (self._folder.path / "port").unlink(missing_ok=True)
+            stack.callback(self._kill_server)
+            self._start_server()
+            if self._job.ground.places is not None:
+                self._is_staffed = (port := self._port()) is not None
+                if port is not None:
+                    stack.enter_context(self._executors(port))
+            return self._mind()
+
+    def _mind(self) -> tuple[State, int, str]:
+        while True:
+            left_s = None if self._stop_by_s is None else max(0.0, self._stop_by_s - time.monotonic())
+            try:
+                kind, what = self._events.get(timeout=left_s)
+            except queue.Empty:
+                self._kill_server()
+                return "stopped", 128 + signal.SIGTERM, "ended in the midst of a round"
+            if kind == "signal" and what == signal.SIGINT:
+                self._kill_server()
+                return "stopped", 128 + signal.SIGKILL, "ended at once"
+            if kind == "signal" and self._stop_by_s is None:
+                # Without executors there is no round to wait for.
+                self._stop_by_s = time.monotonic() + (GRACE_S if self._is_staffed else 0.0)
+                self._signal(signal.SIGTERM)
+            elif kind == "executors":
+                self._kill_server()
+                return "failed", 1, str(what)
+            elif kind == "server" and (end := self._server_ended(int(what))) is not None:
+                return end
+
+    def _server_ended(self, code: int) -> tuple[State, int, str] | None:
+        """How the job ended with it; None: it was killed, and another goes on."""
+        if code == 0:
+            return "finished", 0, ""
+        if code == STOPPED:
+            return "stopped", 0, "after its round"
+        if self._stop_by_s is not None:
+            return "stopped", 0, "ended in the midst of a round"
+        why = last_line(self._folder.log)
+        if code > 0:
+            return "failed", code, why.removeprefix("pliant: ")
+        now = self._checkpoint_time()
+        self._vain = 1 if now > self._checkpoint else self._vain + 1
+        self._checkpoint = now
+        if self._vain >= MAX_VAIN:
+            return (
+                "failed",
+                code,
+                f"its server was killed (signal {-code}) {MAX_VAIN} times without getting any further",
+            )
+        pause_s = 0.0 if self._vain == 1 else min(MAX_PAUSE_S, FIRST_PAUSE_S * 2**self._vain)
+        say(f"the server was killed (signal {-code}); it goes on from its checkpoint in {pause_s:g} s")
+        time.sleep(pause_s)
+        self._start_server()
+        return None
+
+    def _checkpoint_time(self) -> float:
+        try:
+            return (self._folder.aggregator / "checkpoint.safetensors").stat().st_mtime
+        except OSError:
+            return 0.0
+
+    # --- processes ---
+
+    def _start_server(self) -> None:
+        command = [sys.executable, "-P", "-m", "pliant.fed.server", str(self._folder.path)]
+        # The kernel ends it with this thread, which is the main one.
+        server = subprocess.Popen(
+            [*script(child.__file__), str(os.getpid()), *command], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        self._server = server
+        self._folder.write("server.json", {"pid": server.pid})
+        threading.Thread(
+            target=lambda: self._events.put(("server", server.wait())), name="pliant-server", daemon=True
+        ).start()
+
+    def _signal(self, number: int) -> None:
+        if self._server is not None and self._server.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._server.send_signal(number)
+
+    def _kill_server(self) -> None:
+        if self._server is not None:
+            guardian.kill_group(self._server.pid, signal.SIGKILL)
+            self._server.wait()
+
+    def _port(self) -> int | None:
+        """Where the server listens, once it does; None: something else happened first."""
+        noted = self._folder.path / "port"
+        while not noted.exists():
+            try:
+                event = self._events.get(timeout=0.02)
+            except queue.Empty:
+                continue
+            self._events.put(event)
+            return None
+        return int(noted.read_text())
+
+    def _executors(self, port: int) -> Executors:
+        ground = self._job.ground
+        assert ground.places is not None, "asked before"
+        return Executors(
+            ground.places,
+            port=port,
+            token=(self._folder.path / "token").read_text(),
+            server_host=ground.host,
+            ca=ground.tls_certificate,
+            device=self._job.config.device,
+            logs=self._folder.worker_log,
+            directory=self._job.directory,
+            user=ground.ssh_user,
+            given_up=lambda why: self._events.put(("executors", why)),
+        )
+
+    def _write_token(self) -> None:
+        path = self._folder.path / "token"
+        if not path.exists():
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(16))
+
+
+def main() -> int:
+    folder = JobFolder(Path(sys.argv[1]))
+    folder.note_keeper()
+    try:
+        state, code, why = Keeper(folder).keep()
+    except PliantError as error:
+        say(str(error))
+        state, code, why = "failed", 1, str(error)
+    if state != "finished":
+        say(f"{state}: {why}")
+    folder.end(state, code, why)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
