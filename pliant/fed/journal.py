@@ -10,6 +10,7 @@ will be done again, and written again.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
@@ -46,6 +47,7 @@ class Journal:
         self._config: FedConfig | None = None
         self._recorder: Recorder | None = None
         self._board: Board | None = None
+        self._lock = -1
 
     def begin(self, config: FedConfig, resumed_at: int | None, facts: Mapping[str, Any]) -> None:
         """Open the files: of a new job (None), or of one that goes on after this round.
@@ -69,6 +71,7 @@ class Journal:
         except OSError as error:
             raise ConfigError(f"{folder}: {error.strerror}; give a folder that can be written to") from None
         record = folder / RECORD
+        self._hold(folder)
         self._take_back(record, config, resumed_at)
         self._recorder = Recorder(record)
         self._board = Board(folder / BOARD)
@@ -77,6 +80,17 @@ class Journal:
             self._board.round(done)
         for point in self.history.points:
             self._board.test(point)
+
+    def _hold(self, folder: Path) -> None:
+        """Two that write the same files would ruin both; the lock goes with its process, however that ends."""
+        self._lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ConfigError(
+                f"{folder}: another process runs this job; stop it first, or use another folder"
+            ) from None
 
     def _take_back(self, record: Path, config: FedConfig, resumed_at: int | None) -> None:
         """Cut the record behind its last line about a round that is done; what stays becomes the history."""
@@ -146,6 +160,9 @@ class Journal:
         if self._board is not None:
             self._board.close()
             self._board = None
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _fact(self, kind: str, step: int, data: dict[str, Any]) -> None:
         clean = _without_nan(data)

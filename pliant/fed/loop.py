@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from pliant.errors import CheckpointError
-from pliant.fed import checkpoints, task
+from pliant.fed import batching, checkpoints, task
 from pliant.fed.aggregators import FedBuff
 from pliant.fed.asynchronous import Buffered
 from pliant.fed.config import FedConfig
@@ -165,7 +165,7 @@ class Loop:
     def _batching(self) -> int:
         if self.config.batching is not None:
             return max(1, self.config.batching)
-        return 1
+        return batching.choose(self.task, device_for(self.config))
 
     def _facts(self, federation: Federation) -> dict[str, Any]:
         """About the job, for the record."""

@@ -142,6 +142,15 @@ def test_a_journal_tells_and_keeps_what_it_is_told(tmp_path: Path) -> None:
     assert journal.history.why == "stopped"
 
 
+def test_two_cannot_work_on_one_job(tmp_path: Path) -> None:
+    first = loop_of(config_of(), tmp_path)
+    first.step()
+    with pytest.raises(ConfigError, match="another process runs this job; stop it first"):
+        loop_of(config_of(), tmp_path).run()
+    first.run()
+    assert loop_of(config_of(), tmp_path).run().rounds == first.journal.history.rounds
+
+
 def test_folders_that_will_not_do_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="file/job: Not a directory; give a folder"):

@@ -12,7 +12,7 @@ from fed_jobs import Crash, config_of, lines_of, loop_of, state_of
 from gang import FULL
 
 from pliant.errors import CheckpointError
-from pliant.fed import checkpoints
+from pliant.fed import batching, checkpoints
 from pliant.fed.journal import PERF, RECORD
 from pliant.train import checkpoint_file
 
@@ -21,6 +21,7 @@ JOBS: dict[str, dict[str, Any]] = {
         "selector": {"kind": "oort", "noise_factor": 0.1, "pacer_step": 1},
         "aggregator": "fed-yogi",
         "privacy": {"clip": 1.0, "noise_multiplier": 0.3},
+        "batching": 3,
     },
     "random with an account, away at times": {
         "selector": "random",
@@ -87,6 +88,22 @@ def test_a_job_that_is_done_can_be_given_more_rounds(tmp_path: Path) -> None:
     longer.run()
     whole.run()
     assert state_of(longer) == state_of(whole)
+
+
+def test_how_many_train_at_once_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(batching=None, participants=12, data={"clients": 20})
+    with pytest.raises(Crash):
+        first = loop_of(config, tmp_path, crash_at=1)
+        first.run()
+    assert first.batching in (1, 2)
+
+    def again(*_: object) -> int:
+        raise AssertionError("it was measured before")
+
+    monkeypatch.setattr(batching, "choose", again)
+    second = loop_of(config, tmp_path)
+    second.run()
+    assert second.batching == first.batching == lines_of(tmp_path)[0]["batching"]
 
 
 def test_what_was_written_before_the_first_checkpoint_is_written_again(tmp_path: Path) -> None:
