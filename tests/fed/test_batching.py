@@ -1,0 +1,40 @@
+"""The choice of how many clients are trained at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pliant.fed import batching
+from pliant.fed.config import FedConfig
+from pliant.fed.task import build
+
+
+def test_the_smallest_that_is_nearly_the_fastest_is_taken() -> None:
+    assert batching.best({1: 10, 4: 19.2, 8: 20, 16: 15}) == 4
+    assert batching.best({1: 10, 4: 12, 8: 20, 16: 20.5}) == 8
+
+
+def test_what_is_no_faster_is_not_taken() -> None:
+    assert batching.best({1: 10, 4: 10.5, 8: 9}) == 1
+    assert batching.best({1: 10}) == 1
+
+
+class Looking(nn.Module):
+    """Looks at values, which cannot be done for many at once."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(inputs.flatten(1)) * (1 if float(inputs.sum()) < torch.inf else 2)
+
+
+def test_a_measurement_answers_with_a_candidate() -> None:
+    given = {"data": {"kind": "digits", "clients": 10}, "participants": 20, "model": "logistic"}
+    assert batching.choose(build(FedConfig.model_validate(given)), limit_s=0.5) in (1, 2, 4)
+    looking = build(FedConfig.model_validate({**given, "model": f"{__name__}:Looking"}))
+    assert batching.choose(looking) == 1
+    few = build(FedConfig.model_validate({**given, "participants": 4}))
+    assert batching.choose(few) == 1
