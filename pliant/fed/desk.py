@@ -150,7 +150,8 @@ class Desk:
             await loop.connect_accepted_socket(lambda: link, sock, ssl=self._tls, ssl_handshake_timeout=timeout_s)
             member = await self._handshake(link)
         except OSError as error:
-            log.warning("refused %s: %s", peer, f"no TLS connection: {error}" if self._tls else error)
+            why = str(error) or "it hung up: is its --ca this server's?"
+            log.warning("refused %s: %s", peer, f"no TLS connection: {why}" if self._tls else why)
             sock.close()
         except CommError as error:
             log.warning("refused %s: %s", peer, error)
