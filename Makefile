@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test docs bench clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pliant demo
@@ -13,6 +13,11 @@ test: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/pytest
+
+docs: $(VENV)/.installed
+	$(BIN)/python scripts/cli_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
+	@echo "open build/site/index.html"
 
 bench: $(VENV)/.installed
 	scripts/system-packages

@@ -1,0 +1,43 @@
+"""Handwritten digits with pliant: the program of `digits_ddp.py`, and the same hash at its end, on any number of workers.
+
+python examples/digits.py                                                  # alone: two replicas take turns
+pliant run -np 2 examples/digits.py                                        # a worker for each
+pliant run -w -np 2 --resize-schedule 40:1,80:2 examples/digits.py         # now one, now two
+"""
+
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import pliant
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    images, labels = load_digits(return_X_y=True)
+    dataset = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
+
+    job = pliant.join(replicas=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer, loader = job.wrap(model, optimizer, dataset, batch_size=32, shuffle=True)
+    for epoch in job.epochs(5):
+        for x, y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        if job.rank == 0:
+            print(f"epoch {epoch} done, on {job.size} workers", flush=True)
+    if job.rank == 0:
+        state = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+        right = (model.eval()(dataset.tensors[0]).argmax(1) == dataset.tensors[1]).float().mean().item()
+        print(f"model {hashlib.sha256(state).hexdigest()[:16]}, {right:.1%} right", flush=True)
+
+
+if __name__ == "__main__":
+    main()

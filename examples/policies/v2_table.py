@@ -1,0 +1,54 @@
+"""Second version: a policy that follows a table of batch sizes.
+
+python examples/policies/v2_table.py
+pliant run -np 2 --record run.jsonl examples/policies/v2_table.py
+pliant run -np 1 --replay run.jsonl examples/policies/v1_fixed.py       # the decisions in the program that has none
+"""
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import pliant
+
+
+class Table(pliant.Policy):
+    """Batch sizes by step."""
+
+    def __init__(self, sizes: dict[int, int]) -> None:
+        self.sizes = sizes
+
+    def after_step(self, seen: pliant.Observation) -> pliant.SetBatchSize | None:
+        size = self.sizes.get(seen.step)
+        if size is None:
+            return None
+        return pliant.SetBatchSize(size=size, reason=f"the table says so for step {seen.step}")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    images, labels = load_digits(return_X_y=True)
+    pixels, answers = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pliant.join(replicas=2, policies=[Table({100: 16, 200: 32})]) as job:
+        model, optimizer, loader = job.wrap(
+            model, optimizer, TensorDataset(pixels, answers), batch_size=8, shuffle=True
+        )
+        for epoch in job.epochs(4):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                job.report(loss=loss.item())
+            if job.rank == 0:
+                right = (model(pixels).argmax(1) == answers).float().mean().item()
+                print(f"epoch {epoch}: {right:.1%} right, batch {job.batch_size}, {job.step} steps", flush=True)
+
+
+if __name__ == "__main__":
+    main()

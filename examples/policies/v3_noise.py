@@ -1,0 +1,59 @@
+"""Third version: the batch grows with the noise of the gradient, once it is clear that it may.
+
+python examples/policies/v3_noise.py
+pliant run -np 2 examples/policies/v3_noise.py
+"""
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import pliant
+
+
+class GrowWithNoise(pliant.Policy):
+    """Doubles the batch where the noise scale says that a larger one costs hardly a step."""
+
+    needs = {"noise_scale": 1}  # noqa: RUF012 - what must be measured, every how many steps
+
+    def __init__(self, most: int = 64, patience: int = 20) -> None:
+        self.most, self.patience = most, patience
+        self._changed_at = 0  # what begins with _ is the policy's state: newcomers and resumed jobs have it, too
+
+    def after_step(self, seen: pliant.Observation) -> pliant.SetBatchSize | None:
+        size = 2 * seen.batch_size
+        if seen.noise_scale is None or size > self.most or seen.step < self._changed_at + self.patience:
+            return None
+        if seen.noise_scale < 2 * seen.global_batch:
+            return None
+        self._changed_at = seen.step
+        return pliant.SetBatchSize(size=size, reason=f"noise scale {seen.noise_scale:.0f}, batch {seen.global_batch}")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    images, labels = load_digits(return_X_y=True)
+    pixels, answers = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pliant.join(replicas=2, policies=[GrowWithNoise()]) as job:
+        model, optimizer, loader = job.wrap(
+            model, optimizer, TensorDataset(pixels, answers), batch_size=8, shuffle=True
+        )
+        for epoch in job.epochs(4):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                job.report(loss=loss.item())
+            if job.rank == 0:
+                right = (model(pixels).argmax(1) == answers).float().mean().item()
+                print(f"epoch {epoch}: {right:.1%} right, batch {job.batch_size}, {job.step} steps", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Fourth version: the learning rate grows with the batch, in the same step.
+
+python examples/policies/v4_rate.py
+pliant run -np 2 --record run.jsonl examples/policies/v4_rate.py
+"""
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import pliant
+
+
+class GrowWithNoise(pliant.Policy):
+    """Doubles the batch where the noise scale says that a larger one costs hardly a step, and the learning rate by less."""
+
+    needs = {"noise_scale": 1}  # noqa: RUF012 - what must be measured, every how many steps
+
+    def __init__(self, most: int = 64, patience: int = 20) -> None:
+        self.most, self.patience = most, patience
+        self._changed_at = 0  # what begins with _ is the policy's state: newcomers and resumed jobs have it, too
+        self._first_batch = 0
+
+    def before_train(self, seen: pliant.Observation) -> None:
+        self._first_batch = seen.batch_size
+
+    def after_step(self, seen: pliant.Observation) -> list[pliant.Decision]:
+        size = 2 * seen.batch_size
+        if seen.noise_scale is None or size > self.most or seen.step < self._changed_at + self.patience:
+            return []
+        if seen.noise_scale < 2 * seen.global_batch:
+            return []
+        self._changed_at = seen.step
+        reason = f"noise scale {seen.noise_scale:.0f}, batch {seen.global_batch}"
+        factor = (size / self._first_batch) ** 0.5  # of the program's own rate, not of the present one
+        return [
+            pliant.SetBatchSize(size=size, reason=reason),
+            pliant.SetLearningRate(factor=factor, reason=f"the root of the batch's growth; {reason}"),
+        ]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    images, labels = load_digits(return_X_y=True)
+    pixels, answers = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pliant.join(replicas=2, policies=[GrowWithNoise()]) as job:
+        model, optimizer, loader = job.wrap(
+            model, optimizer, TensorDataset(pixels, answers), batch_size=8, shuffle=True
+        )
+        for epoch in job.epochs(4):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                job.report(loss=loss.item())
+            if job.rank == 0:
+                right = (model(pixels).argmax(1) == answers).float().mean().item()
+                print(f"epoch {epoch}: {right:.1%} right, batch {job.batch_size}, {job.step} steps", flush=True)
+
+
+if __name__ == "__main__":
+    main()

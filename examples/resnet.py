@@ -1,0 +1,62 @@
+"""torchvision's ResNet-18 on handwritten digits, with a learning rate that falls and a checkpoint that any number of workers can go on from.
+
+    python examples/resnet.py                                               # alone: two replicas take turns
+    pliant run -w -np 2 --checkpoint-dir run --checkpoint-every 20 examples/resnet.py
+    pliant run -w -np 1 --checkpoint-dir run --resume auto examples/resnet.py     # after Ctrl-C
+
+On a machine with GPUs every worker takes one. The images are scikit-learn's, of 8 x 8 pixels, made larger.
+"""
+
+import argparse
+import hashlib
+
+import torch
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch.utils.data import TensorDataset
+
+import pliant
+from pliant.torchvision_import import import_torchvision  # also works beside a torch for CPUs
+
+
+def digits(samples: int, pixels: int) -> TensorDataset:
+    images, labels = load_digits(return_X_y=True)
+    small = torch.tensor(images[:samples] / 16, dtype=torch.float32).view(-1, 1, 8, 8)
+    large = F.interpolate(small, size=(pixels, pixels), mode="bilinear")
+    return TensorDataset(large.expand(-1, 3, -1, -1), torch.tensor(labels[:samples]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=1797)
+    parser.add_argument("--pixels", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=16)
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)  # as many on every machine: other numbers of threads give other bits
+    torch.manual_seed(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    net = import_torchvision().models.resnet18(num_classes=10).to(device)
+    with pliant.join(replicas=2) as job:
+        sgd = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9, weight_decay=1e-4)
+        dataset = digits(args.samples, args.pixels)
+        model, optimizer, loader = job.wrap(net, sgd, dataset, batch_size=args.batch_size, shuffle=True)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, args.epochs * len(loader))
+        job.track("scheduler", scheduler)  # once per step, however many replicas are hosted here
+        for epoch in job.epochs(args.epochs):
+            for images, labels in loader:
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(images.to(device)), labels.to(device))
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+            if job.rank == 0:
+                print(f"epoch {epoch}: loss {loss.item():.4f}, {job.size} workers", flush=True)
+        if job.rank == 0:
+            state = b"".join(tensor.cpu().numpy().tobytes() for tensor in net.state_dict().values())
+            print(f"model {hashlib.sha256(state).hexdigest()[:16]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Writes docs/cli.md from the commands themselves: `python scripts/cli_reference.py`, or with `--check` says whether it is stale.
+
+The pages of the site are made from what the code says about itself where that is possible; a test runs the check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from pliant.cli.main import build
+
+PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
+HEAD = """\
+# The command line
+
+Made from the code by `python scripts/cli_reference.py`; do not edit. `pliant COMMAND -h` shows the same in a terminal.
+Flags that KungFu has may be written as there, with one dash (`-np 4`, `-np=4`). What a command's end means is under [exit codes](exit-codes.md).
+
+"""
+
+
+def page() -> str:
+    """The whole page, as it should be now."""
+    root = typer.main.get_command(build())
+    commands = [(path, command) for path, command in _walk(root, ("pliant",)) if not hasattr(command, "commands")]
+    lines = [HEAD, "| command | what it does |", "|---|---|"]
+    for path, command in commands:
+        name = " ".join(path)
+        lines.append(f"| [`{name}`](#{name.replace(' ', '-')}) | {_cell(_first_line(command))} |")
+    for path, command in commands:
+        lines += ["", *_section(path, command)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _walk(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """All commands, in the order of `pliant -h`, those of a group after its name."""
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        if not inner.hidden:
+            yield from _walk(inner, (*path, name))
+
+
+def _section(path: tuple[str, ...], command: Any) -> list[str]:
+    arguments = [each for each in command.params if each.param_type_name == "argument" and not each.hidden]
+    options = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
+    usage = " ".join([*path, *(["[OPTIONS]"] if options else []), *map(_argument, arguments)])
+    lines = [f"## {' '.join(path)}", "", f"    {usage}", "", _text(command.help)]
+    if arguments and any(each.help for each in arguments):
+        lines += ["", "| argument | what |", "|---|---|"]
+        lines += [f"| {_code(_argument(each))} | {_cell(each.help or '')} |" for each in arguments]
+    if options:
+        lines += ["", "| option | default | what |", "|---|---|---|"]
+        lines += [f"| {_names(each)} | {_default(each)} | {_cell(each.help or '')} |" for each in options]
+    return lines
+
+
+def _argument(param: Any) -> str:
+    name = str(param.metavar or param.name.upper())
+    name = name if param.nargs == 1 or "..." in name else f"{name}..."
+    return name if param.required or name.startswith("[") else f"[{name}]"
+
+
+def _names(param: Any) -> str:
+    """All spellings of an option, with what it takes after the last."""
+    on = ", ".join(f"`{name}`" for name in sorted(param.opts, key=lambda name: name.startswith("--")))
+    if param.is_flag:
+        return f"{on} / {', '.join(f'`{name}`' for name in param.secondary_opts)}" if param.secondary_opts else on
+    takes = param.metavar or ("INTEGER" if "int" in type(param.type).__name__.lower() else "TEXT")
+    last = on.rpartition("`")[0].rpartition("`")[2]
+    return f"{on[: -len(last) - 2]}{_code(f'{last} {takes}')}" + (", may be repeated" if param.multiple else "")
+
+
+def _default(param: Any) -> str:
+    value = param.default() if callable(param.default) else param.default
+    if param.required:
+        return "needed"
+    if isinstance(value, bool) and param.is_flag:
+        return "yes" if value and param.secondary_opts else ""
+    if value is None or value == "" or value == () or type(value).__name__ == "Sentinel":
+        return ""
+    return _code(_home_free(str(value)))
+
+
+def _home_free(text: str) -> str:
+    """The page must not say whose machine it was made on."""
+    return text.replace(str(Path.home()), "~")
+
+
+def _first_line(command: Any) -> str:
+    return _text(command.help).split("\n\n")[0].replace("\n", " ")
+
+
+def _text(help_: str | None) -> str:
+    """A docstring as paragraphs. What is indented in it, or follows a \\b line, stays as it is."""
+    paragraphs = inspect.cleandoc((help_ or "").partition("\f")[0]).split("\n\n")
+    return "\n\n".join(_paragraph(each) for each in paragraphs)
+
+
+def _paragraph(text: str) -> str:
+    if text.startswith("\b\n"):
+        return "\n".join(f"    {line}" for line in text.splitlines()[1:])
+    return text
+
+
+def _code(text: str) -> str:
+    """In a table, a | ends the cell even between backticks, and readers of Markdown differ about how to escape it there."""
+    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"\s+", " ", text).replace("|", "\\|").strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="Write nothing; fail where the page is stale.")
+    made = page()
+    if not parser.parse_args().check:
+        PAGE.write_text(made)
+    elif not PAGE.exists() or PAGE.read_text() != made:
+        sys.exit("docs/cli.md is stale: run `python scripts/cli_reference.py`")
+
+
+if __name__ == "__main__":
+    main()

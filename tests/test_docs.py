@@ -1,0 +1,284 @@
+"""The docs say what is so: links lead somewhere, commands and names exist, and what is made from the code is not stale."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+import typer
+from command import command
+
+import pliant
+from pliant.cli.main import build
+from pliant.errors import REFUSED_EXIT
+from pliant.launch.supervisor import TIMEOUT_EXIT
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), ROOT / "benchmarks" / "results" / "README.md"])
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+
+# --- links ---
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_links_lead_somewhere(page: str) -> None:
+    """In the repository, as its readers see it: to files, and to headings by either way of naming them."""
+    dead = []
+    for target in LINK.findall(FENCE.sub("", (ROOT / page).read_text())):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page).parent / path if path else ROOT / page
+        if not file.exists() or (anchor and file.suffix == ".md" and not _has(file, anchor)):
+            dead.append(target)
+    assert not dead, f"{page}: dead links {dead}"
+
+
+def _has(file: Path, anchor: str) -> bool:
+    """Whether a heading has that anchor on the site and in a repository's view; names of the code have theirs on the site only."""
+    text = FENCE.sub("", file.read_text())
+    headings = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
+    shown = [re.sub(r"[`*]", "", heading).strip().lower() for heading in headings]
+    on_site = {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading)) for heading in shown}
+    in_repository = {re.sub(r"[^\w\s-]", "", heading).replace(" ", "-") for heading in shown}
+    return anchor in on_site & in_repository or f"::: {anchor}" in text
+
+
+def test_a_dead_link_would_be_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Two words\n[a](#two-words) [b](#three) [c](gone.md)\n```\n# no heading\n```\n")
+    assert _has(page, "two-words")
+    assert not _has(page, "three")
+    assert not _has(page, "no-heading")
+    assert LINK.findall(page.read_text()) == ["#two-words", "#three", "gone.md"]
+
+
+class Page(HTMLParser):
+    """What a page of the site has, and what it points to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, given: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in given}
+        self.ids.add(values.get("id", ""))
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        elif tag in ("link", "script", "img", "iframe") and (values.get("src") or values.get("href")):
+            self.loads.append(values.get("src") or values["href"])
+
+
+@pytest.mark.timeout(180)
+def test_the_site_is_whole_and_needs_no_network(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(site)],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "NO_MKDOCS_2_WARNING": "1",
+            "http_proxy": "http://127.0.0.1:9",
+            "https_proxy": "http://127.0.0.1:9",
+        },
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {path: Page(path.read_text()) for path in site.rglob("*.html") if path.name != "404.html"}
+    assert len(pages) > 20
+    dead = [f"{path.relative_to(site)}: {link}" for path, page in pages.items() for link in _dead(path, page, pages)]
+    assert not dead
+    assert not [url for page in pages.values() for url in page.loads if "//" in url], "loaded from elsewhere"
+    shown = (site / "api.html").read_text()
+    assert all(f'id="pliant.{name}"' in shown for name in pliant.__all__ if name != "__version__")
+
+
+def _dead(path: Path, page: Page, pages: dict[Path, Page]) -> Iterator[str]:
+    for link in [*page.links, *page.loads]:
+        target, _, anchor = link.partition("#")
+        if "//" in link or link.startswith(("mailto:", "javascript:")):
+            continue
+        there = Path(os.path.normpath(path.parent / unquote(target))) if target else path
+        if not there.exists() or (anchor and there in pages and unquote(anchor) not in pages[there].ids):
+            yield link
+
+
+# --- what is made from the code, or says something about it ---
+
+
+def test_the_command_reference_is_not_stale() -> None:
+    import cli_reference
+
+    assert cli_reference.PAGE.read_text() == cli_reference.page(), "run `python scripts/cli_reference.py`"
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    shown = set(re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
+    assert {f"pliant.{name}" for name in pliant.__all__ if name != "__version__"} <= shown
+    assert "pliant.__version__" in (DOCS / "api.md").read_text()
+
+
+def test_the_difference_from_ddp_is_that_of_the_examples() -> None:
+    import ddp_diff
+
+    [shown] = re.findall(r"```diff\n(.*?)\n```", (DOCS / "coming-from.md").read_text(), re.DOTALL)
+    assert shown == ddp_diff.difference()
+
+
+def test_every_test_that_a_page_names_is_there() -> None:
+    named = {found for page in PAGES for found in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text())}
+    assert len(named) > 40, "the promises name their tests"
+    missing = [f"{file}::{test}" for file, test in sorted(named) if not _is_test(ROOT / file, test)]
+    assert not missing
+
+
+def _is_test(file: Path, name: str) -> bool:
+    if not file.exists():
+        return False
+    functions = {node.name for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)}
+    return not name or name in functions
+
+
+def test_the_tutorial_marks_what_has_changed() -> None:
+    shown = re.findall(r'```python(?: hl_lines="([\d -]+)")?\n--8<-- "(\S+)"', (DOCS / "policies.md").read_text())
+    assert len(shown) == 5
+    before: list[str] | None = None
+    for marked, name in shown:
+        lines = (ROOT / name).read_text().splitlines()
+        assert len(lines) < 120
+        if before is not None:
+            assert marked == _changed(before, lines), f"hl_lines of {name}"
+        before = lines
+
+
+def _changed(old: list[str], new: list[str]) -> str:
+    runs = difflib.SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes()
+    spans = [(begin + 1, end) for kind, _, _, begin, end in runs if kind in ("replace", "insert")]
+    return " ".join(str(begin) if begin == end else f"{begin}-{end}" for begin, end in spans)
+
+
+def _commands() -> dict[tuple[str, ...], Any]:
+    found: dict[tuple[str, ...], Any] = {}
+
+    def walk(given: Any, path: tuple[str, ...]) -> None:
+        found[path] = given
+        for name, inner in getattr(given, "commands", {}).items():
+            walk(inner, (*path, name))
+
+    walk(typer.main.get_command(build()), ())
+    return found
+
+
+COMMANDS = _commands()
+
+
+def _complaint(line: str) -> str:
+    """Why `pliant ...` cannot be typed so; empty where it can. Values are not looked at."""
+    line = re.sub(r"\$\(.*?\)", "x", line.replace("...", " "))
+    words = [word for word in shlex.split(line, comments=True) if word not in ("[", "]")][1:]
+    path: tuple[str, ...] = ()
+    while words and (*path, words[0]) in COMMANDS:
+        path = (*path, words.pop(0))
+    given = COMMANDS[path]
+    if hasattr(given, "commands") and words and not words[0].isupper():  # COMMAND stands for any
+        return f"{line}: there is no such command"
+    options = {name: each for each in given.params for name in (*each.opts, *each.secondary_opts) if name[0] == "-"}
+    while words:
+        word = words.pop(0)
+        name = word.partition("=")[0]
+        if word == "--" or (not word.startswith("-") and path == ("run",)):
+            return ""  # the program's own words follow
+        if word.startswith("-") and name not in (*options, "-h", "--help"):
+            return f"{line}: {word} is no option of it"
+        if name in options and not options[name].is_flag and "=" not in word and words:
+            words.pop(0)
+    return ""
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_commands_can_be_typed(page: str) -> None:
+    """Those in backticks and those after a $: every command and every option of it exists."""
+    text = (ROOT / page).read_text().replace("\\\n", " ")
+    lines = [
+        *re.findall(r"`(pliant [^`\n]+)`", text),
+        *re.findall(r"^(?:    )?\$ (pliant [^\n|>&]+)", text, re.MULTILINE),
+    ]
+    complaints = [found for line in lines if (found := _complaint(line.replace("\\|", "|")))]
+    assert not complaints
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("pliant run -np 4 -strategy=RING train.py --own", ""),
+        ("pliant run --npp 4 train.py", "--npp is no option"),
+        ("pliant bench alreduce", "no such command"),
+        ("pliant submit a.yml --wait", ""),
+        ("pliant submit a.yml --wayt", "--wayt is no option"),
+    ],
+)
+def test_a_command_that_is_not_there_would_be_found(line: str, says: str) -> None:
+    assert says in _complaint(line)
+    assert bool(says) == bool(_complaint(line))
+
+
+def test_names_of_the_code_are_there() -> None:
+    """`pliant.x`, `job.x` and `engine.x` in the pages for those who come from elsewhere."""
+    from pliant.comm.engine import Engine
+
+    text = "".join(
+        (DOCS / name).read_text() for name in ("coming-from.md", "choices.md", "elasticity.md", "exit-codes.md")
+    )
+    for name in set(re.findall(r"\bjob\.([a-z_]+)\b(?!\.yml)", text)) - {"yml"}:
+        assert hasattr(pliant.Job, name), f"job.{name}"
+    for name in set(re.findall(r"\bengine\.([a-z_]+)\(", text)):
+        assert hasattr(Engine, name), f"engine.{name}"
+    for name in set(re.findall(r"`pliant\.([\w.]+)", text)):
+        owner, _, last = f"pliant.{name}".rpartition(".")
+        assert hasattr(import_module(owner), last), f"pliant.{name}"
+
+
+def test_kinds_of_a_federation_are_named_as_they_are() -> None:
+    from pliant.fed.aggregators import AGGREGATORS
+    from pliant.fed.selectors import NAMES
+
+    text = (DOCS / "coming-from.md").read_text()
+    for kind, known in (("aggregator", AGGREGATORS), ("selector", NAMES)):
+        [listed] = re.findall(rf"`{kind}:` ([^|;]+)", text)
+        assert set(re.findall(r"[a-z][a-z-]+", listed)) <= set(known), kind
+
+
+def test_exit_codes_are_as_listed() -> None:
+    text = (DOCS / "exit-codes.md").read_text()
+    assert f"| {TIMEOUT_EXIT} |" in text
+    assert f"| {REFUSED_EXIT} |" in text
+    assert command("resize", "2", "--nope").exit_code == 2  # click's; ours are in tests/launch and tests/cli
+    for words, code in ((("resize", "four"), 2), (("list", "--state", "/nowhere"), 1)):
+        program = [sys.executable, "-c", "from pliant.cli.main import main; main()", *words]
+        done = subprocess.run(
+            program, capture_output=True, text=True, timeout=60, env={**os.environ, "PLIANT_SERVER": ""}
+        )
+        assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
+        assert done.stderr.startswith("pliant: ")

@@ -1,0 +1,208 @@
+"""Every example is run as its docstring says, alone and on several workers, and ends alike: small sizes, real programs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gang import addresses, free_port, run, specs
+
+from pliant import record
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+GPT = ("--epochs", "4", "--length", "16", "--width", "16", "--layers", "1", "--text")
+RESNET = ("--epochs", "1", "--samples", "8", "--batch-size", "2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """One example, as it is started."""
+
+    program: str
+    arguments: tuple[str, ...] = ()
+    adapting: dict[str, str] = field(default_factory=dict)
+    launched: bool = True
+    """Whether it is a worker of ours, and not one of torchrun's, or alone."""
+
+
+def perform(shows: dict[str, Show], workers: int) -> dict[str, list[str]]:
+    """What each worker prints, of shows that are given one after the other by the same processes: imports take longest."""
+    places = []
+    for show in shows.values():
+        members = [replace(each, adapting=show.adapting) for each in specs(addresses("A" * workers))]
+        torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")), "WORLD_SIZE": str(workers)}
+        places.append(
+            [member.to_environ() for member in members]
+            if show.launched
+            else [{**torchrun, "RANK": str(rank)} for rank in range(workers)]
+        )
+    told = run(_perform, workers, list(shows.values()), places, timeout_s=150)
+    return {name: [each[index] for each in told] for index, name in enumerate(shows)}
+
+
+def _perform(rank: int, shows: Sequence[Show], places: Sequence[Sequence[dict[str, str]]]) -> list[str]:
+    told = []
+    for show, environs in zip(shows, places, strict=True):
+        for name in [name for name in os.environ if name.startswith("PLIANT_")]:
+            del os.environ[name]
+        os.environ.update(environs[rank])
+        path = EXAMPLES / show.program
+        sys.argv, sys.path[0] = [str(path), *show.arguments], str(path.parent)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            try:
+                runpy.run_path(str(path), run_name="__main__")
+            except Exception:
+                print(traceback.format_exc())
+        told.append(said.getvalue())
+    return told
+
+
+@dataclass
+class Told:
+    pair: dict[str, list[str]]
+    """By two workers."""
+    alone: dict[str, list[str]]
+    decided: dict[str, list[dict[str, Any]]]
+    """What the policies of the pair have decided."""
+
+    def last(self, name: str, *, alone: bool) -> str:
+        return "".join((self.alone if alone else self.pair)[name]).strip().splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    folder = tmp_path_factory.mktemp("examples")
+    text = folder / "text.txt"
+    text.write_text("".join(f"{number} and {number + 1} make {2 * number + 1}. " for number in range(60)))
+    kept = {name: {"record": str(folder / f"{name}.jsonl")} for name in ("v2", "v3", "v4")}
+    gpt, resnet = Show(program="gpt.py", arguments=(*GPT, str(text))), Show(program="resnet.py", arguments=RESNET)
+    spirals = Show(program="train.py", arguments=("--epochs", "1"))
+    pair = perform(
+        {
+            "ddp": Show(program="digits_ddp.py", launched=False),
+            "digits": Show(program="digits.py"),
+            "v2": Show(program="policies/v2_table.py", adapting=kept["v2"]),
+            "v3": Show(program="policies/v3_noise.py", adapting=kept["v3"]),
+            "v4": Show(program="policies/v4_rate.py", adapting=kept["v4"]),
+            "gpt": gpt,
+            "gpt, priority": replace(gpt, arguments=(*gpt.arguments, "--sync", "priority")),
+            "resnet": resnet,
+            "spirals": spirals,
+            "engine": Show(program="allreduce.py"),
+            "arrays": Show(program="numpy_allreduce.py"),
+        },
+        2,
+    )
+    alone = {
+        name: replace(show, launched=False) for name, show in {"gpt": gpt, "resnet": resnet, "spirals": spirals}.items()
+    }
+    alone |= {
+        "digits": Show(program="digits.py", launched=False),
+        "replay": Show(program="policies/v1_fixed.py", adapting={"replay": kept["v2"]["record"]}),
+        "v4": Show(program="policies/v4_rate.py", launched=False),
+        "gpt, less": replace(alone["gpt"], arguments=(*gpt.arguments, "--epochs", "3")),
+        "spirals, more": replace(alone["spirals"], arguments=("--epochs", "2")),
+    }
+    return Told(pair, perform(alone, 1), {name: _decided(Path(each["record"])) for name, each in kept.items()})
+
+
+def _decided(path: Path) -> list[dict[str, Any]]:
+    return [fact.data["decision"] for fact in record.read(path) if fact.kind == "decision"]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_an_example_is_short_and_says_what_it_is(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) < 120
+    assert text.startswith('"""') or (path.name == "__init__.py" and not text)
+
+
+def test_digits_is_its_ddp_twin_on_any_number_of_workers(told: Told) -> None:
+    ddp = told.last("ddp", alone=False)
+    assert re.fullmatch(r"model \w{16}, \d\d\.\d% right", ddp)
+    assert told.last("digits", alone=False) == ddp
+    assert told.last("digits", alone=True) == ddp
+
+
+def test_gpt_learns_a_text_and_writes_the_same_however_it_was_trained(told: Told) -> None:
+    written = told.last("gpt", alone=True)
+    assert written.startswith("it writes: 0 and 1 ")
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", told.alone["gpt"][0])]
+    assert losses[-1] < 0.9 * losses[0]
+    assert told.last("gpt", alone=False) == written
+    assert told.last("gpt, priority", alone=False) == written
+    assert told.last("gpt, less", alone=True) != written
+
+
+def test_resnet_has_the_same_bits_on_two_workers(told: Told) -> None:
+    assert told.last("resnet", alone=True).startswith("model ")
+    assert told.last("resnet", alone=False) == told.last("resnet", alone=True)
+
+
+def test_the_spirals_of_the_cluster_guide(told: Told) -> None:
+    assert told.last("spirals", alone=True).startswith("model ")
+    assert told.last("spirals", alone=False) == told.last("spirals", alone=True)
+    assert told.last("spirals, more", alone=True) != told.last("spirals", alone=True)
+
+
+def test_the_engine_alone_with_tensors_and_with_arrays(told: Told) -> None:
+    assert told.pair["engine"] == [f"rank {rank} of 2: sum over ranks [3.0, 3.0, 3.0, 3.0]\n" for rank in range(2)]
+    lines = [said.partition(": ")[2] for said in told.pair["arrays"]]
+    assert lines[0] == lines[1]
+    assert re.fullmatch(r"y = (2\.9|3\.0)\d+ x \+ -(0\.9|1\.0)\d+, everywhere the same bits: True\n", lines[0])
+
+
+# --- the tutorial of policies ---
+
+
+def _epochs(said: str) -> list[str]:
+    return [line for line in said.splitlines() if line.startswith("epoch")]
+
+
+def test_the_tutorials_table_is_replayed_by_a_program_without_it(told: Told) -> None:
+    found = [(each["kind"], each["size"]) for each in told.decided["v2"]]
+    assert found == [("set_batch_size", 16), ("set_batch_size", 32)]
+    epochs = _epochs(told.pair["v2"][0])
+    assert len(epochs) == 4
+    assert "batch 32, 240 steps" in epochs[-1]
+    assert _epochs(told.alone["replay"][0]) == epochs
+
+
+def test_the_tutorials_policies_that_look_at_the_noise(told: Told) -> None:
+    assert {each["kind"] for each in told.decided["v3"]} == {"set_batch_size"}
+    kinds = [each["kind"] for each in told.decided["v4"]]
+    assert kinds.count("set_batch_size") == kinds.count("set_learning_rate") >= 2
+    assert _epochs(told.alone["v4"][0]) == _epochs(told.pair["v4"][0])
+    assert _epochs(told.pair["v3"][0]) != _epochs(told.pair["v4"][0])
+
+
+def test_the_tutorials_last_version_as_it_is_started(tmp_path: Path) -> None:
+    kept = tmp_path / "run.jsonl"
+    grow = "grow-batch-size:max_batch=64,warmup=20,interval=20,lr=sqrt"
+    done = subprocess.run(
+        [
+            str(Path(sys.executable).with_name("pliant")), "run", "-q", "-w", "-np", "1", "-H", "127.0.0.1:2",
+            "--policy", grow, "--record", str(kept), str(EXAMPLES / "policies" / "v5_workers.py"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    decided = _decided(kept)
+    assert {each["kind"] for each in decided} == {"set_batch_size", "set_learning_rate", "resize"}
+    assert [each["workers"] for each in decided if each["kind"] == "resize"] == [2]
+    assert "epoch 3" in done.stdout
