@@ -92,8 +92,8 @@ def test_a_job_that_is_done_can_be_given_more_rounds(tmp_path: Path) -> None:
 
 def test_how_many_train_at_once_is_measured_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(batching=None, participants=12, data={"clients": 20})
+    first = loop_of(config, tmp_path, crash_at=1)
     with pytest.raises(Crash):
-        first = loop_of(config, tmp_path, crash_at=1)
         first.run()
     assert first.batching in (1, 2)
 
