@@ -1,17 +1,27 @@
-"""A Flower federation in one process: a grid whose nodes run a ClientApp when their answer is due."""
+"""A Flower federation in one process: a grid whose nodes run a ClientApp when their answer is due. And what must come of it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from flwr.app import Context, Error, Message, MessageType, RecordDict
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, Context, Error, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
+from squares.client_app import trained
+from squares.server_app import BUFFERS, initial
+
+from pliant.fed.aggregators import make
+from pliant.fed.flower_arrays import Layout
+from pliant.fed.updates import Update
 
 NEVER = 1 << 30
 
@@ -93,3 +103,32 @@ class Loopback(Grid):
 
     def create_message(self, *given: Any, **more: Any) -> Message:
         raise NotImplementedError
+
+
+def rounds_in(folder: Path) -> list[dict[str, Any]]:
+    """Those that are done; none while there is no record yet."""
+    record = folder / "record.jsonl"
+    facts = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    return [fact for fact in facts if fact["kind"] == "round"]
+
+
+def same(ours: ArrayRecord, theirs: ArrayRecord) -> bool:
+    return list(ours) == list(theirs) and all(
+        torch.equal(torch.from_numpy(np.array(ours[name].numpy())), torch.from_numpy(np.array(theirs[name].numpy())))
+        for name in ours
+    )
+
+
+def by_hand(rounds: list[dict[str, Any]], kind: str = "fed-avg") -> ArrayRecord:
+    """The model that these rounds make, by a client's arithmetic and an aggregator alone."""
+    arrays, folds = initial(), make(kind, {})
+    layout = Layout.of(arrays, BUFFERS)
+    for each in rounds:
+        model = layout.weights(arrays)
+        updates = []
+        for client in each["aggregated"]:
+            new, _ = trained(client, each["round"], {name: array.numpy() for name, array in arrays.items()})
+            record = ArrayRecord({name: Array(np.asarray(value)) for name, value in new.items()})
+            updates.append(Update(client, model.change_to(layout.weights(record)), 20.0 + client))
+        arrays = layout.arrays(folds.aggregate(model, updates))
+    return arrays

@@ -9,20 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from flower_loopback import NEVER, Loopback
+from flower_loopback import NEVER, Loopback, by_hand, rounds_in, same
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from squares.client_app import app, trained
 from squares.server_app import BUFFERS, config_of, initial
 
 from pliant.errors import CheckpointError, ConfigError
-from pliant.fed.aggregators import make
 from pliant.fed.flower import Guided
 from pliant.fed.flower_arrays import Layout
 from pliant.fed.flower_client import introduction, metrics
 from pliant.fed.selection import statistical_utility
-from pliant.fed.updates import Update
 
 RUN = {"rounds": 4, "participants": 3, "overcommit": 1.4}
 
@@ -38,33 +35,6 @@ def strategy(folder: Path | None = None, least: int = 4, **more: Any) -> Guided:
     settings = {**RUN, **{name: more.pop(name) for name in list(more) if name in RUN}}
     options = {name: more.pop(name) for name in ("identity", "patience_s", "timeout_s") if name in more}
     return Guided(config_of(settings, **more), folder=folder, buffers=BUFFERS, least=least, poll_s=0.001, **options)
-
-
-def rounds_in(folder: Path) -> list[dict[str, Any]]:
-    facts = [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
-    return [fact for fact in facts if fact["kind"] == "round"]
-
-
-def same(ours: ArrayRecord, theirs: ArrayRecord) -> bool:
-    return list(ours) == list(theirs) and all(
-        torch.equal(torch.from_numpy(np.array(ours[name].numpy())), torch.from_numpy(np.array(theirs[name].numpy())))
-        for name in ours
-    )
-
-
-def by_hand(rounds: list[dict[str, Any]], kind: str = "fed-avg") -> ArrayRecord:
-    """The model that these rounds make, by a client's arithmetic and an aggregator alone."""
-    arrays, folds = initial(), make(kind, {})
-    layout = Layout.of(arrays, BUFFERS)
-    for each in rounds:
-        model = layout.weights(arrays)
-        updates = []
-        for client in each["aggregated"]:
-            new, _ = trained(client, each["round"], {name: array.numpy() for name, array in arrays.items()})
-            record = ArrayRecord({name: Array(np.asarray(value)) for name, value in new.items()})
-            updates.append(Update(client, model.change_to(layout.weights(record)), 20.0 + client))
-        arrays = layout.arrays(folds.aggregate(model, updates))
-    return arrays
 
 
 @pytest.mark.parametrize("kind", ["fed-avg", "fed-yogi"])

@@ -1,0 +1,65 @@
+"""A federation on Flower's own processes: SuperLink and SuperNodes on loopback, with TLS and node authentication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from flower_loopback import by_hand, rounds_in
+from flower_processes import APP, Deployment, node_key, until
+from squares.server_app import BUFFERS
+
+from pliant.fed.checkpoints import NAME
+from pliant.fed.flower_arrays import Layout
+from pliant.train import checkpoint_file
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def flower(tmp_path: Path) -> Iterator[Deployment]:
+    deployment = Deployment(tmp_path)
+    yield deployment
+    deployment.close()
+
+
+@pytest.mark.timeout(300)
+def test_a_node_is_killed_in_a_round_and_comes_back(flower: Deployment, tmp_path: Path) -> None:
+    """Three clients, of whom two make a round. One is killed in round 1; in round 2 it is needed, for another one hangs."""
+    gates, out = tmp_path / "gates", tmp_path / "out"
+    gates.mkdir()
+    for name in ("0-1", "1-1", "2-1", "0-2"):
+        (gates / f"shut-{name}").touch()
+    keys = [node_key(tmp_path / f"node{i}") for i in range(5)]
+    flower.superlink()
+    flower.register(keys[:4])
+    nodes = [flower.supernode(f"node{client}", client, keys[client]) for client in range(3)]
+    flower.run(APP, {"rounds": 2, "participants": 2, "least": 3, "gates": str(gates), "folder": str(out)})
+    until(lambda: all((gates / f"here-{client}-1").exists() for client in range(3)), "all are in round 1")
+    flower.kill(nodes[2])
+    for client in range(3):
+        (gates / f"shut-{client}-1").unlink()
+    until(lambda: rounds_in(out), "round 1 is made by the others")
+    flower.supernode("again", 2, keys[3])
+    deceived = flower.supernode("deceived", 5, keys[3], trusts="other.pem")
+    until(lambda: len(rounds_in(out)) == 2, "it is back for round 2")
+
+    first, second = rounds_in(out)
+    assert first["invited"] == second["invited"] == [0, 1, 2]
+    assert (first["aggregated"], second["aggregated"]) == ([0, 1], [1, 2])
+    until(lambda: checkpoint_file.read(out / NAME).step == 2, "the state is kept")
+    saved = checkpoint_file.read(out / NAME).state
+    assert isinstance(saved, dict)
+    expected = by_hand([first, second])
+    weights = Layout.of(expected, BUFFERS).weights(expected)
+    assert all(map(torch.equal, saved["model"]["parameters"], weights.parameters))
+    assert all(map(torch.equal, saved["model"]["buffers"], weights.buffers))
+
+    until(
+        lambda: "CERTIFICATE_VERIFY_FAILED" in flower.log("deceived"), "a node that trusts another authority gives up"
+    )
+    flower.kill(deceived)
+    flower.supernode("stranger", 5, keys[4])
+    until(lambda: 'activate-node HTTP/1.1" 412' in flower.log("link"), "a node whose key is not registered is refused")
