@@ -66,14 +66,16 @@ class Buffered:
         """Who was given the present model, and when."""
         self._had: set[int] = set()
         """Of these, who need not be given it again: the same would come of it."""
+        self._choice: tuple[int, dict[str, float | int | None]] = (0, {})
+        """Of the first choice for the present model: from how many it was made, and what the selector says of it."""
 
     def round(self, number: int) -> Round:
         """Let time go on until the model moves. Versions are counted from 0, rounds from 1."""
         shared, buffer = self._federation, self._aggregator
         begin_s = shared.clock_s
         self._models[buffer.version] = shared.model
-        self._queue, self._asked, self._had = [], [], set()
-        there, figures = self._fill()
+        self._queue, self._asked, self._had, self._choice = [], [], set(), (0, {})
+        self._fill()
         log = _Log()
         pending: list[Flight] = []
         moved: Weights | None = None
@@ -100,6 +102,7 @@ class Buffered:
         folded = sorted(log.folded, key=lambda each: (each.client, each.version))
         clients = [each.client for each in folded]
         asked = sorted(self._asked)
+        there, figures = self._choice
         return Round(
             round=number,
             begin_s=begin_s,
@@ -121,10 +124,9 @@ class Buffered:
 
     # --- clients ---
 
-    def _fill(self) -> tuple[int, dict[str, float | int | None]]:
-        """Give every free place to a client; how many could be chosen from, and what the selector says of its choice."""
+    def _fill(self) -> None:
+        """Give every free place to a client, as far as there are clients."""
         shared = self._federation
-        there, figures = 0, finite({})
         while len(self._flights) < self._most:
             self._start_waiting()
             free = self._most - len(self._flights)
@@ -136,8 +138,8 @@ class Buffered:
             except NoClient:
                 break
             self._queue = picked.clients.tolist()
-            there, figures = picked.there, finite(shared.selector.figures)
-        return there, figures
+            if not self._choice[0]:
+                self._choice = picked.there, finite(shared.selector.figures)
 
     def _start_waiting(self) -> None:
         """Start those of the queue who are still there."""
