@@ -38,7 +38,7 @@ from pliant.fed.updates import Weights
 from pliant.fed.wire import Frame, Kind
 from pliant.fed.work import Unit
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("pliant.fed.executor")  # by its name, also where it is the program
 
 
 class Executor:
@@ -73,6 +73,7 @@ class Executor:
             case Kind.WELCOME:
                 self._prepare(letter.frame)
                 self._mail.send(letter.connection, Kind.READY, self._about)
+                log.info("ready on %s", self._about["device"])
             case Kind.MODEL:
                 layout = parcels.Layout.from_json(letter.frame.body.get("layout"))
                 self._model = layout, parcels.unpacked(layout, letter.frame.payload)

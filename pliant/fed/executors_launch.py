@@ -135,6 +135,7 @@ class Executors:
         self._stack = contextlib.ExitStack()
         self._thread: threading.Thread | None = None
         self._why = ""
+        self._all_ended = threading.Event()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
@@ -155,6 +156,10 @@ class Executors:
         if self._thread is not None:
             self._thread.join()
         self._stack.close()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all have ended by themselves, and will not be started again, within that time."""
+        return self._all_ended.wait(timeout_s)
 
     def given_up(self) -> str:
         """Why none runs, and none will be started; empty as long as one does or will."""
@@ -237,11 +242,13 @@ class Executors:
         pause_s = seat.restarts.after(code, time.monotonic() - seat.started_s)
         if pause_s is not None:
             seat.due_s = time.monotonic() + pause_s
+        if not any(each.carrier or each.due_s is not None for each in self._seats):
+            self._all_ended.set()
         if code != 0:
             then = "it is not started again" if pause_s is None else f"starting it again in {pause_s:g} s"
             hint = self._hint(seat, code)
             log.warning("executor %s ended: %s%s; %s", seat.settings.name, why, hint, then)
-            if pause_s is None and not any(each.carrier or each.due_s is not None for each in self._seats):
+            if self._all_ended.is_set():
                 self._give_up(f"no executor runs any more, the last one ended: {why}{hint} (see {seat.log})")
 
     def _hint(self, seat: Seat, code: int) -> str:
@@ -324,4 +331,5 @@ def opened(
         )
         with launched:
             yield pool
-            pool.close(over=True)  # executors end by themselves
+            pool.close(over=True)
+            launched.wait(GRACE_S)  # they end by themselves

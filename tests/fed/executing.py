@@ -271,3 +271,13 @@ def held(folder: Path, pool: Pool) -> Callable[[], int]:
         return next((each.pid for each in pool.executors() if each.holding and each.pid in waiting), 0)
 
     return look
+
+
+def _launcher(count: int) -> int:
+    """Executors of a server that is not there, until killed."""
+    from pliant.fed.executors_launch import Executors
+    from pliant.fed.places import parse_workers
+
+    with Executors(parse_workers(count), port=1, token=TOKEN):
+        threading.Event().wait()
+    return 0
