@@ -8,13 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pliant.errors import ConfigError, TrainError
 from pliant.fed.config import FedConfig
 from pliant.fed.feed import stream
-from pliant.fed.local import Trainer
+from pliant.fed.local import InProcess, Trainer, device_of
 from pliant.fed.selection import statistical_utility
 from pliant.fed.task import Task, build
 from pliant.fed.updates import Weights
-from pliant.fed.work import Trained, Training
+from pliant.fed.work import Evaluation, Trained, Training, evaluation_units
 
 
 def task_of(**given: object) -> Task:
@@ -42,7 +43,8 @@ def plain(task: Task, client: int, steps: int, lr: float, mu: float = 0.0) -> tu
         optimizer = torch.optim.SGD(
             model.parameters(), lr=lr, momentum=config.momentum, weight_decay=config.weight_decay
         )
-    size, losses = config.batch_size, []
+    size = config.batch_size
+    losses: list[float] = []
     samples = stream(task, client, 1, steps * size)
     torch.set_num_threads(1)
     for at in range(0, len(samples), size):
@@ -78,3 +80,143 @@ def test_a_client_trains_as_a_plain_loop_does_to_the_bit(local: dict[str, object
     assert result.update.loss == pytest.approx(float(np.mean(losses[:size])), rel=1e-12)
     assert (result.update.client, result.update.samples) == (3, size)
     assert not torch.equal(result.update.change.parameters[0], trained(task, lr=0.04).update.change.parameters[0])
+
+
+def test_fed_prox_is_in_every_step_and_pulls_towards_the_servers_model() -> None:
+    distances = []
+    for mu in (0.0, 1.0, 10.0):
+        task = task_of(aggregator={"kind": "fed-prox", "mu": mu})
+        change = trained(task).update.change
+        oracle, _ = plain(task, 3, 10, 0.05, mu)
+        for ours, theirs in zip(change.all, weights_of(task).change_to(Weights.of(oracle)).all, strict=True):
+            assert torch.equal(ours, theirs)
+        distances.append(sum(float(each.square().sum()) for each in change.parameters))
+    assert distances[0] > distances[1] > distances[2]
+
+
+def test_fed_prox_has_its_own_mu_where_none_is_given() -> None:
+    assert Trainer(task_of(aggregator="fed-prox")).mu == 0.1
+    assert Trainer(task_of(aggregator="fed-avg")).mu == 0.0
+
+
+def test_malicious_clients_train_on_permuted_labels() -> None:
+    task = task_of(malicious=0.25)
+    liars = np.flatnonzero(task.malicious)
+    assert len(liars) == 5
+    samples = task.partition.of(int(liars[0]))
+    true = task.train.labels[torch.from_numpy(samples)]
+    assert not (task.labels(int(liars[0]), samples) == true).any()
+    assert sorted(task.shuffle.tolist()) == list(range(10))
+    honest = int(np.flatnonzero(~task.malicious)[0])
+    assert torch.equal(task.labels(honest, samples), true)
+    oracle, _ = plain(task, int(liars[0]), 3, 0.05)
+    change = trained(task, client=int(liars[0]), steps=3).update.change
+    assert torch.equal(change.parameters[0], weights_of(task).change_to(Weights.of(oracle)).parameters[0])
+
+
+def test_a_stream_is_passes_over_the_clients_samples() -> None:
+    task = task_of()
+    own = task.partition.of(5)
+    long = stream(task, 5, 2, 3 * len(own) - 4)
+    for begin in (0, len(own)):
+        assert sorted(long[begin : begin + len(own)]) == sorted(own)
+    assert len(set(long[2 * len(own) :])) == len(own) - 4
+    assert np.array_equal(long[:30], stream(task, 5, 2, 30))
+    assert not np.array_equal(long[:30], stream(task, 5, 3, 30))
+    other = build(task.config.model_copy(update={"seed": 1, "data": task.config.data}))
+    assert not np.array_equal(long[:30], stream(other, 5, 2, 30))
+
+
+def test_only_what_was_seen_in_the_first_pass_counts() -> None:
+    """A client with more samples than it trains on: each of its losses counts, and |B| is how many it has seen."""
+    task = task_of(local={"batch_size": 5})
+    _, losses = plain(task, 3, 4, 0.05)
+    assert len(losses) < task.sizes[3]
+    assert trained(task, steps=4).utility == pytest.approx(statistical_utility(losses), rel=1e-12)
+
+
+def test_the_test_set_in_parts_adds_up() -> None:
+    task = task_of()
+    trainer, model = Trainer(task), weights_of(task)
+    whole = trainer.run(model, Evaluation(0, task.num_test))
+    parts = [trainer.run(model, unit) for unit in evaluation_units(task.num_test, size=100)]
+    assert not isinstance(whole, tuple)
+    added = parts[0]
+    for each in parts[1:]:
+        added = added + each  # type: ignore[operator]
+    outputs = task.model().eval()(task.test.inputs(range(task.num_test)))
+    labels = task.test.labels
+    assert not isinstance(added, tuple)
+    for score in (whole, added):
+        assert (score.samples, score.correct) == (task.num_test, int((outputs.argmax(1) == labels).sum()))
+        assert score.correct_in_5 == int((outputs.topk(5).indices == labels[:, None]).sum())
+        assert score.loss == pytest.approx(F.cross_entropy(outputs, labels, reduction="sum").item(), rel=1e-5)
+
+
+def test_in_process_answers_in_the_units_order_and_leaves_the_callers_torch_as_it_was() -> None:
+    task = task_of()
+    model = weights_of(task)
+    units = [Training(1, (c,), (2,), 0.05) for c in (2, 0, 7)] + evaluation_units(task.num_test, size=200)
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    done = list(InProcess(task.config).run(model, units))
+    assert [each[0].update.client for each in done[:3] if isinstance(each, tuple)] == [2, 0, 7]
+    assert len(done) == len(units)
+    assert torch.equal(before, torch.get_rng_state())
+    assert torch.get_num_threads() == threads
+    first = done[0]
+    again = next(InProcess(task).run(model, units[:1]))
+    assert isinstance(first, tuple)
+    assert isinstance(again, tuple)
+    assert torch.equal(first[0].update.change.parameters[0], again[0].update.change.parameters[0])
+
+
+def test_units_and_devices_that_cannot_be_are_named() -> None:
+    trainer = Trainer(task_of())
+    model = weights_of(trainer.task)
+    with pytest.raises(TrainError, match="client 20 of 20"):
+        trainer.run(model, Training(1, (20,), (2,), 0.05))
+    with pytest.raises(TrainError, match="steps"):
+        trainer.run(model, Training(1, (1, 2), (2, 0), 0.05))
+    with pytest.raises(TrainError, match="test samples"):
+        trainer.run(model, Evaluation(0, 10_000))
+    with pytest.raises(TrainError, match="not the server's model"):
+        trainer.run(Weights(model.parameters[:1], []), Training(1, (1,), (2,), 0.05))
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="use cpu"):
+            device_of("cuda")
+    assert device_of("cpu").type == "cpu"
+
+
+class Changing(nn.Module):
+    """Uses another layer in every second pass."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.layers, self.count = nn.ModuleList(nn.Linear(64, classes) for _ in range(2)), 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.layers[self.count % 2](inputs.flatten(1))
+
+
+class Frozen(nn.Module):
+    """Has a layer that does not learn, and one that is not used."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.still, self.head, self.unused = nn.Linear(64, 16), nn.Linear(16, classes), nn.Linear(2, 2)
+        self.still.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.still(inputs.flatten(1))))
+
+
+def test_parameters_that_do_not_learn_or_are_not_used_stay() -> None:
+    task = task_of(model=f"{__name__}:Frozen", local={"momentum": 0.5, "weight_decay": 0.1})
+    oracle, _ = plain(task, 3, 10, 0.05)
+    for ours, theirs in zip(
+        trained(task).update.change.all, weights_of(task).change_to(Weights.of(oracle)).all, strict=True
+    ):
+        assert torch.equal(ours, theirs)
+    with pytest.raises(TrainError, match="other parameters in each step"):
+        trained(task_of(model=f"{__name__}:Changing"))
