@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pliant.errors import ConfigError, ServerUnavailable, UnknownJob
+from pliant.launch.duration import span_text as span_text
 
 if TYPE_CHECKING:
     from pliant.sched.live_client import JobStatus, LiveClient
@@ -107,14 +108,6 @@ def clock_text(at_s: float | None, now_s: float) -> str:
         return "-"
     is_today = time.localtime(at_s)[:3] == time.localtime(now_s)[:3]
     return time.strftime("%H:%M:%S" if is_today else "%Y-%m-%d %H:%M:%S", time.localtime(at_s))
-
-
-def span_text(seconds: float) -> str:
-    """A length of time in its two largest units, such as 3m12s."""
-    whole = max(0, int(seconds))
-    parts = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "m"), (whole % 60, "s")]
-    first = next((place for place, (count, _) in enumerate(parts) if count), len(parts) - 1)
-    return "".join(f"{count}{unit}" for count, unit in parts[first : first + 2])
 
 
 class Patient:

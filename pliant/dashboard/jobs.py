@@ -139,7 +139,7 @@ class ByConfigServer:
             raise ConfigError(f"{workers} workers: use 1 or more, or stop the job")
         with ConfigClient(self._url, self._token, timeout_s=ANSWER_S) as client:
             view = client.resize(workers)
-        return f"asked for {workers} workers (version {view.number})"
+        return f"asked for {workers} worker{'s' * (workers != 1)} (version {view.number})"
 
     def stop(self) -> str:
         with ConfigClient(self._url, self._token, timeout_s=ANSWER_S) as client:

@@ -18,6 +18,7 @@ from pliant.dashboard.sources import Seen
 from pliant.dashboard.topology import picture
 from pliant.dashboard.watch import Watch
 from pliant.errors import PliantError
+from pliant.launch.duration import span_text
 
 DRAW_S = 1.0
 LOG_LINES = 400
@@ -231,7 +232,7 @@ def _headline(job: Job, state: str) -> str:
     given: list[tuple[str, str]] = []
     if story.federation is not None:
         told = story.federation
-        given += [("round", str(told.rounds)), ("virtual clock", pieces.span(told.clock_s))]
+        given += [("round", str(told.rounds)), ("virtual clock", span_text(told.clock_s))]
         if told.best is not None:
             given.append(("best accuracy", f"{told.best:.2f} %"))
         if told.target is not None:

@@ -12,6 +12,7 @@ from nicegui import ui
 from pliant.dashboard.frames import Options
 from pliant.dashboard.jobs import Job
 from pliant.dashboard.story import Crew, Event
+from pliant.launch.duration import span_text
 
 STATE_COLOURS = {
     "running": "good",
@@ -129,7 +130,7 @@ def job_row(job: Job, now_s: float) -> str:
         cells = [
             ("round", str(story.federation.rounds)),
             ("best accuracy", "-" if best is None else f"{best:.1f} %"),
-            ("virtual clock", span(story.federation.clock_s)),
+            ("virtual clock", span_text(story.federation.clock_s)),
         ]
     else:
         cells = [
@@ -137,7 +138,7 @@ def job_row(job: Job, now_s: float) -> str:
             ("workers", job.devices or str(job.num_workers or "-")),
             ("samples/s", "-" if speed is None else number(speed)),
         ]
-    age = "-" if job.started_s is None else span((now_s if job.control else story.last_s or now_s) - job.started_s)
+    age = "-" if job.started_s is None else span_text((now_s if job.control else story.last_s or now_s) - job.started_s)
     told = "".join(f"<span><small>{name}</small>{html.escape(value)}</span>" for name, value in [*cells, ("age", age)])
     return (
         f'<a class="job" href="/job/{job.key}"><span><b>{html.escape(job.name)}</b>'
@@ -194,14 +195,6 @@ def log_text(lines: Iterable[str]) -> str:
 
 def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def span(seconds: float) -> str:
-    """A length of time in its two largest units, such as 3m 12s."""
-    whole = max(0, int(seconds))
-    parts = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "m"), (whole % 60, "s")]
-    first = next((place for place, (count, _) in enumerate(parts) if count), len(parts) - 1)
-    return " ".join(f"{count}{unit}" for count, unit in parts[first : first + 2])
 
 
 def clock(at_s: float) -> str:

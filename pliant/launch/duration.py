@@ -42,3 +42,11 @@ def format_duration(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes}m{text}"
     return f"{minutes}m{text}" if minutes else text
+
+
+def span_text(seconds: float) -> str:
+    """A length of time in its two largest units, such as 3m12s."""
+    whole = max(0, int(seconds))
+    parts = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "m"), (whole % 60, "s")]
+    first = next((place for place, (count, _) in enumerate(parts) if count), len(parts) - 1)
+    return "".join(f"{count}{unit}" for count, unit in parts[first : first + 2])

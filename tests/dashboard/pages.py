@@ -1,0 +1,88 @@
+"""Real commands in a home of their own, and pages of a real browser, for the tests beside this file."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MAIN = (sys.executable, "-c", "from pliant.cli.main import main; main()")
+TOKEN = "the page's own token"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DEADLINE_S = 60.0
+
+
+def until(reached: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
+    """What `reached` gives, once that is something."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := reached()):
+        assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.05)  # pacing a poll with a deadline
+    return found
+
+
+@dataclass
+class Home:
+    """Commands that see no other jobs of this user."""
+
+    folder: Path
+    started: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PLIANT_", "XDG_"))}
+        return kept | {"XDG_RUNTIME_DIR": str(self.folder), "XDG_STATE_HOME": str(self.folder / "state")}
+
+    def start(self, *words: str, **settings: Any) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*MAIN, *words], env=self.environ, cwd=self.folder, text=True, **{"stdout": subprocess.PIPE, **settings}
+        )
+        self.started.append(process)
+        return process
+
+    def dash(self, *words: str) -> str:
+        """Start the page; its address."""
+        (self.folder / "token").write_text(TOKEN)
+        process = self.start("dash", *words, "--port", "0", "--token-file", str(self.folder / "token"))
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+/", line)
+        assert found, line
+        return found[0]
+
+    def close(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+        for process in self.started:
+            process.communicate(timeout=30)
+
+
+@dataclass
+class Browser:
+    """Chromium; `foreign` are the requests that went anywhere but to the page, `errors` what its console complained about."""
+
+    chromium: Any
+    foreign: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def page(self, theme: str = "light", width: int = 1280, height: int = 900) -> Any:
+        context = self.chromium.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
+        page = context.new_page()
+        page.set_default_timeout(DEADLINE_S * 1000)
+        page.on("request", lambda request: self._note(request.url))
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
+        page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        return page
+
+    def _note(self, url: str) -> None:
+        if not re.match(r"(http|ws)://127\.0\.0\.1:\d+/|data:|blob:", url):
+            self.foreign.append(url)

@@ -1,0 +1,89 @@
+"""Who may look, who may act, and what is answered to mistakes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route, WebSocketRoute
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from pliant.dashboard.acting import Acting
+from pliant.dashboard.gate import LOOPBACK, Gate
+from pliant.dashboard.server import DashConfig
+from pliant.errors import ConfigError
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from command import command
+
+TOKEN = "s3cret"
+
+
+async def _greet(socket: WebSocket) -> None:
+    await socket.accept()
+    await socket.send_text("hello")
+    await socket.close()
+
+
+def client(*, loopback: bool) -> TestClient:
+    app = Starlette(routes=[Route("/", lambda request: PlainTextResponse("the page")), WebSocketRoute("/ws", _greet)])
+    return TestClient(Gate(app, TOKEN, open_to=LOOPBACK if loopback else None), base_url="http://127.0.0.1:9300")
+
+
+def test_loopback_is_open_under_its_own_names_only() -> None:
+    browser = client(loopback=True)
+    for name in ("127.0.0.1:9300", "localhost:9300", "[::1]:9300"):
+        assert browser.get("/", headers={"Host": name}).text == "the page"
+    for name in ("evil.example:9300", "127.0.0.1.evil.example", ""):
+        assert browser.get("/", headers={"Host": name}).status_code == 403
+
+
+def test_elsewhere_the_token_is_asked_for_once() -> None:
+    browser = client(loopback=False)
+    assert browser.get("/").status_code == 401
+    with pytest.raises(WebSocketDisconnect), browser.websocket_connect("ws://127.0.0.1:9300/ws"):
+        pass
+    wrong = browser.post("/enter", data={"token": "guess"})
+    assert wrong.status_code == 401
+    assert "not the token" in wrong.text
+    assert browser.get("/").status_code == 401
+    assert browser.post("/enter", data={"token": TOKEN}).text == "the page"
+    cookie = browser.cookies.jar
+    assert all(TOKEN not in str(each.value) for each in cookie), "the token itself is not kept in the browser"
+    assert browser.get("/").text == "the page"
+    with browser.websocket_connect("ws://127.0.0.1:9300/ws") as socket:
+        assert socket.receive_text() == "hello"
+    assert client(loopback=False).get("/", cookies={"pliant_dash": "0" * 64}).status_code == 401
+
+
+def test_a_token_is_compared_whole() -> None:
+    acting = Acting(TOKEN)
+    assert acting.knows(TOKEN)
+    assert not any(acting.knows(guess) for guess in ("", "s3cre", "s3crett", "S3CRET", "s3cre\u0165"))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["no/such/record.jsonl"], "no such file"),
+        (["http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1"),
+        (["--port", "x"], "--port 'x' is not a whole number"),
+        (["--port", "70000"], "--port 70000"),
+        (["--token-file", "no/such/file"], "cannot be read"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_mistake_is_said_in_one_line(words: list[str], told: str) -> None:
+    result = command("dash", *words)
+    assert isinstance(result.exception, ConfigError)
+    assert told in str(result.exception)
+
+
+def test_an_empty_token_is_refused() -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        DashConfig(token="")

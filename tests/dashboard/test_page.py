@@ -1,0 +1,148 @@
+"""The page in a real browser: it loads, moves with a real job, acts on it for who knows the token, and bears a lot."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import records
+from pages import TOKEN, Browser, Home, until
+
+from pliant.elastic.client import ConfigClient
+from pliant.launch.registry import running_jobs
+
+PROGRAM = Path(__file__).with_name("job_program.py")
+LAST_X = """() => {
+    for (const each of document.querySelectorAll('.nicegui-echart')) {
+        const data = getElement(Number(each.id.slice(1))).chart?.getOption()?.series?.at(-1)?.data;
+        if (data?.length) return data.at(-1)[0];
+    }
+    return 0;
+}"""
+"""How far the first curve goes."""
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+
+
+def fact(page: Any, name: str) -> str:
+    """A figure of the headline."""
+    found = page.locator(".fact", has=page.locator("small", has_text=name)).first.inner_text()
+    return str(found).splitlines()[-1].replace(",", "")
+
+
+def scrolls_sideways(page: Any) -> bool:
+    root = "document.documentElement"
+    return bool(page.evaluate(f"{root}.scrollWidth > {root}.clientWidth"))
+
+
+def background(page: Any) -> str:
+    return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+
+
+def test_a_real_job_is_watched_resized_and_stopped(home: Home, browser: Browser, tmp_path: Path) -> None:
+    words = (
+        "run",
+        "-w",
+        "-q",
+        "-np",
+        "1",
+        "-H",
+        "127.0.0.1:2",
+        "--record",
+        "run.jsonl",
+        "-logdir",
+        "logs",
+        str(PROGRAM),
+    )
+    runner = home.start(*words, stderr=(tmp_path / "runner.err").open("w"))
+    url = home.dash()
+    page = browser.page()
+    page.goto(url)
+    job = until(
+        lambda: next((each for each in running_jobs(home.environ) if str(tmp_path) in each.record), None), "the job"
+    )
+    page.locator(".job", has_text=job.id).click()
+    assert page.locator(".chip").first.inner_text() in ("running", "starting")
+
+    # The curve moves while the job trains.
+    first = until(lambda: page.evaluate(LAST_X), "the first points")
+    until(lambda: page.evaluate(LAST_X) > first + 20, "the curve to move")
+    assert fact(page, "workers") == "1"
+
+    # A wrong token changes nothing.
+    page.get_by_role("button", name="Resize").click()
+    dialog = page.locator(".q-dialog")
+    dialog.get_by_label("Workers").fill("2")
+    dialog.get_by_label("Token").fill("not the token")
+    dialog.get_by_role("button", name="Resize it").click()
+    dialog.get_by_text("Wrong token").wait_for()
+    with ConfigClient(job.config_server) as client:
+        assert len(client.roll().members) == 1
+        wanted = client.get()
+        assert wanted is not None
+        assert wanted.size == 1
+
+        # The right one resizes the job that really runs.
+        dialog.get_by_label("Token").fill(TOKEN)
+        dialog.get_by_role("button", name="Resize it").click()
+        until(lambda: len(client.roll().members) == 2, "the second worker")
+    page.locator(".event", has_text="1 → 2 workers").wait_for()
+    until(lambda: fact(page, "workers") == "2", "the page to show both")
+    assert page.locator(".square").count() == 2
+    page.locator(".log", has_text="step").wait_for()
+
+    # On a phone nothing is wider than the screen.
+    phone = browser.page("dark", 390, 844)
+    phone.goto(page.url)
+    phone.locator("canvas").first.wait_for()
+    assert not scrolls_sideways(phone)
+
+    # Stopping asks, too.
+    page.get_by_role("button", name="Stop").click()
+    dialog = page.locator(".q-dialog").last
+    assert dialog.get_by_label("Token").input_value() == TOKEN, "once right, it need not be typed again"
+    dialog.get_by_role("button", name="Cancel").click()
+    dialog.wait_for(state="detached")
+    assert runner.poll() is None
+    page.get_by_role("button", name="Stop").click()
+    page.locator(".q-dialog").last.get_by_role("button", name="Stop it").click()
+    assert runner.wait(timeout=60) == 0
+    page.locator(".chip", has_text="ended").or_(page.locator(".chip", has_text="finished")).first.wait_for()
+
+
+def test_much_is_drawn_soon_in_both_themes_and_on_a_phone(home: Home, browser: Browser, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    records.write(runs / "large" / "record.jsonl", records.large())
+    records.write(runs / "speech" / "record.jsonl", records.federated())
+    records.write(runs / "small" / "record.jsonl", records.training(900))
+    url = home.dash(str(runs))
+    page = browser.page("dark")
+    page.goto(url)
+    row = page.locator(".job", has_text="large")
+    row.filter(has_text="100000").wait_for()  # it is read to its end
+    begun_s = time.monotonic()
+    row.click()
+    until(lambda: page.evaluate(LAST_X) > 99_000, "100,000 steps of 1,000 workers")
+    assert time.monotonic() - begun_s < 20, "some 2 s on a quiet machine"
+    assert page.locator(".square").count() == 1000
+    assert page.get_by_text("the first 64 of 125 hosts").is_visible()
+
+    # As the system says, then as the user does; the choice stays.
+    dark = background(page)
+    page.get_by_label("Theme").click()
+    page.get_by_role("menuitem", name="Light").or_(page.locator(".q-item", has_text="Light")).first.click()
+    until(lambda: background(page) != dark, "the light theme")
+    light = background(page)
+    page.goto(url)
+    page.locator(".job").first.wait_for()
+    assert background(page) == light
+
+    phone = browser.page("light", 390, 844)
+    for name, headline in (("speech", "Time to accuracy"), ("small", "Topology")):
+        phone.goto(url)
+        assert not scrolls_sideways(phone)
+        phone.locator(".job", has_text=name).click()
+        phone.get_by_role("heading", name=headline).wait_for()
+        phone.locator("canvas").first.wait_for()
+        assert not scrolls_sideways(phone)
