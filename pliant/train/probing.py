@@ -141,9 +141,7 @@ class GradientProbe:
         sample = self._filling
         if sample is None:
             return
-        if sample.noise and self._takes_whole(flat):
-            sample.parts.append(_stacked_norms([flat]))
-        elif sample.noise:
+        if sample.noise:
             if self._replicas == 1:
                 self._compare(sample, index, flat)
             sample.parts += self._norms(sample, index, flat, 0, 1)
@@ -164,10 +162,6 @@ class GradientProbe:
         if sample.variance:
             for index, flat in zip(indices, flats, strict=True):
                 self._dispersion.add(index, flat)
-
-    def _takes_whole(self, flat: torch.Tensor) -> bool:
-        """Whether a parameter's norm is taken at once, as `parts` and `totals` do on a device: all ways of travelling must agree."""
-        return flat.is_cuda and self._replicas > 1 and not self._denominators.are_used
 
     def _compare(self, sample: Sample, index: int, flat: torch.Tensor) -> None:
         """With the step before; and keep it for the step after."""
@@ -196,10 +190,7 @@ class GradientProbe:
         sample = self._awaiting
         if sample is None or self._replicas == 1:
             return
-        if sample.noise and self._takes_whole(flat):
-            if index % self._size == self._rank:
-                sample.sums.append(_stacked_norms([flat]))
-        elif sample.noise:
+        if sample.noise:
             first = (self._rank - self._bases[index]) % self._size
             sample.sums += self._norms(sample, index, flat, first, self._size)
         if sample.variance:
