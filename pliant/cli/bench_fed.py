@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -22,31 +22,86 @@ def register(bench: typer.Typer) -> None:
 
 
 def fed(
-    what: Annotated[str, typer.Option("--what", help="select: picking the participants of a round.")] = "select",
-    clients: Annotated[int, typer.Option("--clients", help="To pick from.")] = 1_000_000,
-    pick: Annotated[int, typer.Option("--pick", help="How many are picked.")] = 100,
-    preset: Annotated[str, typer.Option("--preset", help="Of Oort: paper, artifact, fedscale.")] = "paper",
-    repeat: Annotated[int, typer.Option("--repeat", help="Selections that count.")] = 10,
-    peers: Annotated[str, typer.Option("--peers", help="loops (the same in plain Python) or none.")] = "loops",
+    what: Annotated[
+        str,
+        typer.Option(
+            "--what", help="select: picking a round's participants. simulate: clients per second, beside Flower."
+        ),
+    ] = "select",
+    clients: Annotated[int | None, typer.Option("--clients", help="In all; 1,000,000, or 100 to simulate.")] = None,
+    pick: Annotated[int | None, typer.Option("--pick", help="Of a round; 100, or 20 to simulate.")] = None,
+    preset: Annotated[str, typer.Option("--preset", help="select: Oort's, paper, artifact or fedscale.")] = "paper",
+    steps: Annotated[int, typer.Option("--steps", help="simulate: of a client in a round.")] = 10,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="simulate: samples of a step.")] = 20,
+    rounds: Annotated[int, typer.Option("--rounds", help="simulate: of a turn, that count.")] = 15,
+    cores: Annotated[int, typer.Option("--cores", help="simulate: of each side; 0 for all.")] = 0,
+    batching: Annotated[
+        int | None, typer.Option("--batching", help="simulate: our clients trained at once; by default as measured.")
+    ] = None,
+    repeat: Annotated[int | None, typer.Option("--repeat", help="Selections that count (10), or turns (4).")] = None,
+    peers: Annotated[
+        str | None, typer.Option("--peers", help="select: loops (plain Python); simulate: flower,bare; or none.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="simulate: one turn of two rounds, to see that it runs.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything, as one object.")] = None,
 ) -> None:
-    """How long it takes to pick participants, beside plain Python, and how much memory."""
+    """How long it takes to pick participants, and how many clients are trained in a second, beside others."""
+    if what == "select":
+        given = {"clients": clients, "pick": pick, "preset": preset, "repeat": repeat, "peers": peers}
+        _select(given, json_file)
+    elif what == "simulate":
+        given = {
+            "clients": clients, "participants": pick, "steps": steps, "batch_size": batch_size, "rounds": rounds,
+            "cores": cores, "batching": batching, "turns": repeat, "peers": peers,
+        }  # fmt: skip
+        _simulate(given, quick, json_file)
+    else:
+        raise ConfigError(f"--what {what!r}: use select or simulate")
+
+
+def _select(given: Mapping[str, object], json_file: Path | None) -> None:
     from pliant.bench import fed_select
 
-    if what == "simulate":
-        raise ConfigError("--what simulate: clients per second are not measured by this version yet; use --what select")
-    if what != "select":
-        raise ConfigError(f"--what {what!r}: use select")
-    options = fed_select.SelectOptions(clients=clients, pick=pick, preset=preset, repeat=repeat, peers=peers)
-    args = {"what": what, "clients": clients, "pick": pick, "preset": preset, "repeat": repeat, "peers": peers}
+    options = fed_select.SelectOptions(**_told(given))
+    args = {"what": "select", **{name: getattr(options, name) for name in given}}
+    _measured(json_file, lambda progress: fed_select.run(options, args, progress), _print)
+
+
+def _simulate(given: Mapping[str, object], quick: bool, json_file: Path | None) -> None:
+    from pliant.bench import fed_simulate
+
+    options = fed_simulate.SimulateOptions(**_told(given))
+    options = options.quick if quick else options
+    args = {"what": "simulate", **{name: getattr(options, name) for name in given}}
+    _measured(json_file, lambda progress: fed_simulate.run(options, args, progress), _print_simulated)
+
+
+def _told(given: Mapping[str, object]) -> dict[str, Any]:
+    """What was asked for; the rest has defaults of its own."""
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _measured(
+    json_file: Path | None,
+    measure: Callable[[Callable[[str, float], None]], Json],
+    show: Callable[[Json], None],
+) -> None:
     check_writable(json_file)
     with ended_by_sigterm(), shown_progress() as progress:
-        result = fed_select.run(options, args, progress)
+        result = measure(progress)
     if json_file is not None:
         json_file.write_text(json.dumps(result, indent=1) + "\n")
-    _print(result)
+    show(result)
+    for remark in cast("list[str]", result["remarks"]):
+        _console().print(f"note: {remark}", highlight=False, markup=False)
     if not result["ok"]:
         raise typer.Exit(1)
+
+
+def _console() -> Console:
+    return Console(width=120) if not Console().is_terminal else Console()
 
 
 def _print(result: Json) -> None:
@@ -61,9 +116,29 @@ def _print(result: Json) -> None:
             milliseconds(ours["cpu_s"]), f"{cast(int, ours['peak_bytes']) / 1e6:.0f}",
             milliseconds(loops.get("median_s")), ratio(loops.get("speedup"), "x"),
         )  # fmt: skip
-    console = Console(width=120) if not Console().is_terminal else Console()
-    console.print(table)
+    _console().print(table)
     verdict = "holds" if result["ok"] else "DOES NOT HOLD"
-    console.print(f"{verdict}: at most 100 ms for a selection, and less than 500 MB", highlight=False)
-    for remark in cast("list[str]", result["remarks"]):
-        console.print(f"note: {remark}", highlight=False, markup=False)
+    _console().print(f"{verdict}: at most 100 ms for a selection, and less than 500 MB", highlight=False)
+
+
+def _print_simulated(result: Json) -> None:
+    args = cast("Mapping[str, object]", result["args"])
+    title = f"{args['participants']} of {args['clients']} clients a round, {args['steps']} steps of {args['batch_size']} samples"
+    table = Table(title=title, title_justify="left")
+    for name in ("", "clients/s", "least turn", "most", "round ms", "IQR", "ours is"):
+        table.add_column(name, justify="right")
+    sides = {"ours": result["ours"], **cast("Mapping[str, object]", result["peers"])}
+    for name, side in sides.items():
+        numbers = cast("Mapping[str, object]", side)
+        turns = cast("list[float]", numbers.get("turns_clients_per_s")) or [0.0]
+        table.add_row(
+            name, ratio(numbers["clients_per_s"], ""), f"{min(turns):.3g}", f"{max(turns):.3g}",
+            milliseconds(numbers.get("median_s")), milliseconds(numbers.get("iqr_s")),
+            ratio(numbers.get("speedup"), "x") if name != "ours" else "",
+        )  # fmt: skip
+    _console().print(table)
+    if "flower" in sides:
+        verdict = "holds" if result["ok"] else "DOES NOT HOLD"
+        _console().print(
+            f"{verdict}: at least twice as many clients per second as Flower's simulation", highlight=False
+        )

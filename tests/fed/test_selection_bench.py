@@ -35,8 +35,7 @@ def test_the_bench_writes_its_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--what simulate", "not measured by this version yet"),
-        ("--what train", "--what 'train': use select"),
+        ("--what train", "--what 'train': use select or simulate"),
         ("--pick 0", "--pick 0: use 1 or more"),
         ("--preset kuiper", "preset 'kuiper' is unknown"),
         ("--peers oort", "--peers 'oort': use one of loops, none"),
