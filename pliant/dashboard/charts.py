@@ -54,7 +54,7 @@ def marks(events: Iterable[Event], most: int = MOST_MARKS) -> list[Event]:
         return drawn
     grave = [event for event in drawn if event.kind == "lost"][-most // 2 :]
     rest = [event for event in drawn if event.kind != "lost"][-(most - len(grave)) :]
-    return sorted(grave + rest, key=lambda event: event.step)
+    return sorted(grave + rest, key=lambda event: event.time_s)
 
 
 def crew_map(story: Story, most_rows: int = 128) -> tuple[Options, int]:
@@ -100,7 +100,7 @@ def crew_map(story: Story, most_rows: int = 128) -> tuple[Options, int]:
             "type": "custom",
             ":renderItem": (
                 "(p, api) => { const a = api.coord([api.value(1), api.value(0)]), b = api.coord([api.value(2), api.value(0)]);"
-                " const h = Math.max(1, api.size([0, 1])[1] * .7);"
+                " const h = Math.max(1, Math.min(20, api.size([0, 1])[1] * .7));"
                 " return {type: 'rect', shape: {x: a[0], y: a[1] - h / 2, width: Math.max(1.5, b[0] - a[0]), height: h, r: Math.min(3, h / 4)},"
                 " style: api.style()}; }"
             ),

@@ -12,9 +12,11 @@ from typing import Protocol
 
 from pliant.dashboard.allocation import Happening
 from pliant.dashboard.follow import LogFile, RecordFile
-from pliant.dashboard.story import Story
+from pliant.dashboard.story import Event, Story
 from pliant.elastic.client import ConfigClient
 from pliant.errors import ConfigError
+from pliant.fed import detached
+from pliant.fed.jobs import JobFolder
 from pliant.sched.live_client import LiveClient, Server
 
 ANSWER_S = 5.0
@@ -68,6 +70,8 @@ class Job:
     """Who is on the roll now, by the job's config server."""
     devices: str = ""
     """Such as cpu=2, in a cluster."""
+    of_cluster: bool = False
+    """Whether a cluster's server starts and ends it: then its word counts."""
     happenings: list[Happening] = field(default_factory=list)
     """What its cluster has decided about it."""
     begun_s: float | None = None
@@ -94,6 +98,21 @@ class Job:
     @property
     def started_s(self) -> float | None:
         return self.begun_s if self.begun_s is not None else self.story.began_s
+
+    @property
+    def events(self) -> list[Event]:
+        """What its record tells, and what its cluster has decided about it, by time."""
+        decided = [
+            Event(
+                "lost" if each.what in ("failed", "killed", "dropped") else "decision",
+                None,
+                each.at_s,
+                each.what,
+                each.why,
+            )
+            for each in self.happenings
+        ]
+        return sorted([*self.story.events, *decided], key=lambda event: event.time_s)
 
     @property
     def num_workers(self) -> int:
@@ -162,6 +181,22 @@ class ByCluster:
         with LiveClient(self._server, timeout_s=ANSWER_S) as client:
             client.stop(self._name)
         return "told to end after its step"
+
+
+class ByKeeper:
+    """A federated job of this machine, through whoever minds it."""
+
+    can_resize = False
+
+    def __init__(self, folder: JobFolder) -> None:
+        self._folder = folder
+
+    def resize(self, workers: int) -> str:
+        raise ConfigError("the executors of a federated job come and go by themselves: it cannot be resized by hand")
+
+    def stop(self) -> str:
+        detached.stop(self._folder)
+        return "told to end after its round"
 
 
 class ClusterLog:

@@ -79,12 +79,12 @@ class JobPage:
             self._speed = ChartCard("Throughput")
             self._noise = ChartCard("Noise scale and batch size")
             self._map = ChartCard("Workers over time")
-            self._now = HtmlCard("Workers and replicas now")
             self._graph = ChartCard("Topology")
             self._rounds = ChartCard("Rounds")
             self._picked = ChartCard("Who was picked")
             self._fair = ChartCard("How often clients were picked")
             self._events = HtmlCard("Events")
+            self._now = HtmlCard("Workers and replicas now")
             with ui.element("div").classes("card wide").mark("logs") as self._log_card:
                 ui.html("<h2>Log</h2>", sanitize=False)
                 self._log_choice = (
@@ -111,7 +111,7 @@ class JobPage:
             self._facts.set_content(_headline(job, state))
             self._draw_training(job)
             self._draw_federated(job)
-            self._events.show(pieces.event_list(job.story.events))
+            self._events.show(pieces.event_list(job.events))
 
     def _draw_training(self, job: Job) -> None:
         story = job.story

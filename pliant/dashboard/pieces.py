@@ -20,6 +20,7 @@ STATE_COLOURS = {
     "waiting": "calm",
     "silent": "warn",
     "put-off": "warn",
+    "interrupted": "warn",
     "failed": "bad",
 }
 EVENT_SHADES = {"lost": "bad", "decision": "deep", "resize": "good", "refused": "warn", "resumed": "cool"}
@@ -182,7 +183,8 @@ def event_list(events: Iterable[Event], most: int = 200) -> str:
     newest = list(events)[-most:][::-1]
     rows = "".join(
         f'<div class="event {EVENT_SHADES.get(event.kind, "calm")}"><span>{html.escape(event.what)}</span>'
-        f"<small>{clock(event.time_s)}, step {event.step}{html.escape(f': {event.why}' if event.why else '')}</small></div>"
+        f"<small>{clock(event.time_s)}{'' if event.step is None else f', step {event.step}'}"
+        f"{html.escape(f': {event.why}' if event.why else '')}</small></div>"
         for event in newest
     )
     return f'<div class="events">{rows}</div>' if rows else ""

@@ -10,9 +10,20 @@ from typing import Protocol
 
 from pliant.dashboard.allocation import Happening
 from pliant.dashboard.follow import RecordFile
-from pliant.dashboard.jobs import ANSWER_S, ByCluster, ByConfigServer, ClusterLog, Job, add_logs, key_of, logs_beside
+from pliant.dashboard.jobs import (
+    ANSWER_S,
+    ByCluster,
+    ByConfigServer,
+    ByKeeper,
+    ClusterLog,
+    Job,
+    add_logs,
+    key_of,
+    logs_beside,
+)
 from pliant.elastic.client import ConfigClient
 from pliant.errors import ConfigError, PliantError, ServerUnavailable
+from pliant.fed.jobs import JobFolder, Jobs
 from pliant.launch.registry import running_jobs
 from pliant.sched.book import FILE as BOOK
 from pliant.sched.live_client import ENDED, ClusterStatus, JobStatus, LiveClient, Server, find_server, state_dir
@@ -120,6 +131,8 @@ class Here:
         for each in running_jobs(self._environ):
             record = Path(each.record) if each.record else None
             job = seen.record(record, each.id) if record is not None else seen.job(each.config_server, each.id)
+            if job.of_cluster:
+                continue
             job.name, job.command, job.begun_s = each.id, each.command, each.started_s
             token = each.token or self._environ.get("PLIANT_TOKEN", "")
             job.control = job.control or ByConfigServer(each.config_server, token)
@@ -193,6 +206,7 @@ class AtCluster:
 
     def _show(self, status: JobStatus, client: LiveClient, seen: Seen) -> None:
         job = self._job(status.name, seen)
+        job.of_cluster, job.name = True, status.name
         job.told_state, job.told_why = status.state, status.why
         job.devices = ",".join(f"{kind}={count}" for kind, count in status.devices.items() if count)
         job.begun_s = status.submitted_s
@@ -228,6 +242,35 @@ class MyCluster:
         self._cluster.look(seen)
 
 
+class MyFederated:
+    """The federated jobs of this user on this machine, also those of before."""
+
+    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+        self._jobs = Jobs.of_user(environ)
+        self._names: dict[Path, str] = {}
+        self._looks = 0
+
+    def look(self, seen: Seen) -> None:
+        for folder in self._jobs.all():
+            try:
+                name = self._names.get(folder.path) or folder.job().config.name
+            except ConfigError as error:
+                seen.problems[str(folder.path)] = str(error)
+                continue
+            self._names[folder.path] = name
+            self._show(folder, seen.record(folder.aggregator / RECORD, name))
+        self._looks += 1
+
+    def _show(self, folder: JobFolder, job: Job) -> None:
+        minded = folder.is_minded()
+        ended = None if minded else folder.read("exit.json")
+        job.told_state = "running" if minded else str(ended.get("state")) if ended is not None else "interrupted"
+        job.told_why = "" if ended is None else str(ended.get("why") or "")
+        job.control = ByKeeper(folder) if minded else None
+        if self._looks % LOG_EVERY == 0:
+            add_logs(job, logs_beside(folder.aggregator / RECORD))
+
+
 def sources(given: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[Source]:
     """What the arguments of the command name; without any, all that this user has on this machine.
 
@@ -235,7 +278,7 @@ def sources(given: Sequence[str], environ: Mapping[str, str] = os.environ) -> li
         ConfigError: there is no such file, or nothing of ours answers at an address.
     """
     if not given:
-        return [Here(environ), MyCluster(environ)]
+        return [MyCluster(environ), Here(environ), MyFederated(environ)]
     return [_source(each, environ) for each in given]
 
 

@@ -27,7 +27,8 @@ class Event:
 
     kind: str
     """start, resize, lost, decision, refused, resumed, or end."""
-    step: int
+    step: int | None
+    """None: told by somebody who does not know the steps, such as a cluster."""
     time_s: float
     what: str
     why: str = ""
@@ -121,7 +122,7 @@ class Story:
         for series in (*self.values.values(), *self.figures.values()):
             series.cut(after)
         self.crews = [crew for crew in self.crews if crew.step <= after]
-        self.events = deque((event for event in self.events if event.step <= after), MOST_EVENTS)
+        self.events = deque((event for event in self.events if (event.step or 0) <= after), MOST_EVENTS)
         self.step = after
 
     def _step(self, fact: Fact) -> None:

@@ -17,7 +17,14 @@ from pliant.dashboard.sources import Cluster, Seen
 from pliant.launch.duration import span_text
 
 BARS = "▁▂▃▄▅▆▇█"
-STATE_STYLES = {"running": "green", "starting": "green", "put-off": "yellow", "silent": "yellow", "failed": "red"}
+STATE_STYLES = {
+    "running": "green",
+    "starting": "green",
+    "put-off": "yellow",
+    "interrupted": "yellow",
+    "silent": "yellow",
+    "failed": "red",
+}
 EVENT_STYLES = {"lost": "red", "decision": "magenta", "resize": "green", "refused": "yellow", "resumed": "cyan"}
 NEWS = 6
 MOST_JOBS = 20
@@ -97,8 +104,8 @@ def _one(job: Job, now_s: float, width: int) -> Panel:
     parts: list[RenderableType] = [lines]
     if story.crews:
         parts.append(_crew(job, width))
-    for event in list(story.events)[-NEWS:]:
-        told = Text(f"{_clock(event.time_s)} step {event.step:<7} ", "dim")
+    for event in job.events[-NEWS:]:
+        told = Text(f"{_clock(event.time_s)} {'' if event.step is None else f'step {event.step}':<12} ", "dim")
         told.append(event.what, EVENT_STYLES.get(event.kind, ""))
         told.append(f"  {event.why}" if event.why else "", "dim")
         told.no_wrap, told.overflow = True, "ellipsis"
