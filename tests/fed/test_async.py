@@ -85,9 +85,9 @@ def check(table: Table, rounds: list[Round], num_bytes: int, deadline_s: float) 
     return seen
 
 
-@pytest.mark.parametrize(("selector", "days"), [("random", 4), pytest.param("oort", 7, marks=SLOW)])
+@pytest.mark.parametrize(("selector", "days"), [("random", 3), pytest.param("oort", 7, marks=SLOW)])
 def test_days_are_what_walking_through_all_invitations_says(selector: str, days: int, tmp_path: Path) -> None:
-    table = made_up(60, period_s=3 * DAY_S, seed=7)
+    table = made_up(60, period_s=2 * DAY_S, seed=7)
     deadline_s = 4000.0
     loop = loop_of(job(tmp_path, table, selector=selector, deadline_s=deadline_s))
     loop.start()

@@ -252,6 +252,18 @@ def test_no_private_update_is_longer_than_the_bound_and_bits_follow_from_the_see
     assert bits[0] == bits[1] != bits[2]
 
 
+def test_a_trusted_server_adds_the_noise_once() -> None:
+    clip = 1e-3  # so small that what the clients have learnt does not show beside the noise
+    for where, deviation in (("server", clip / 6), ("client", clip / math.sqrt(6))):
+        config = config_of(privacy={"clip": clip, "noise_multiplier": 1.0, "where": where}, rounds=1, selector="random")
+        loop = loop_of(config)
+        assert len(loop.step().aggregated) == 6
+        moved = torch.cat(
+            [each.flatten().double() for each in Weights.of(loop.task.model()).change_to(loop.federation.model).all]
+        )
+        assert moved.std().item() == pytest.approx(deviation, rel=0.15)
+
+
 def test_parts_that_do_not_go_together_are_refused_before_the_first_round() -> None:
     for more, why in (
         ({"privacy": {"clip": 1.0}, "aggregator": "median"}, "median is no mean of all updates"),
