@@ -12,6 +12,7 @@ import pytest
 from flower_loopback import NEVER, Loopback, by_hand, rounds_in, same
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from squares.client_app import app, trained
 from squares.server_app import BUFFERS, config_of, initial
 
@@ -171,17 +172,15 @@ def test_a_round_without_enough_clients_begins_after_a_while_and_ends_at_its_dea
     assert (guided.round.there, guided.round.aggregated, guided.round.cut) == (2, (0,), (1,))
 
 
-def test_other_strategies_around_ours_get_the_same_rounds() -> None:
-    """As Flower's wrappers do: they send, wait for all, and hand over what came."""
-    grid = federation()
-    guided = strategy(rounds=1)
-    messages = guided.configure_train(1, initial(), ConfigRecord({"mine": 1.5}), grid)
-    assert [message.content["config"]["mine"] for message in messages] == [1.5] * 4
-    arrays, told = guided.aggregate_train(1, grid.send_and_receive(messages))
-    assert arrays is not None
-    assert told is not None
-    assert told["clients"] == 3
-    assert guided.configure_evaluate(1, arrays, ConfigRecord(), grid) == []
+def test_flowers_privacy_goes_around_ours() -> None:
+    """Its wrappers send, wait for all, and hand over what came: of that the first count."""
+    grid, guided = federation(), strategy(rounds=1)
+    private = DifferentialPrivacyServerSideFixedClipping(guided, 1e-3, clipping_norm=0.5, num_sampled_clients=3)
+    found = private.start(grid, initial(), num_rounds=1, train_config=ConfigRecord({"mine": 1.5}))
+    assert guided.round is not None
+    assert len(guided.round.aggregated) == 3
+    norm = np.linalg.norm(found.arrays["weight"].numpy())
+    assert 0.1 < norm < 0.6, "as far as the clip, and some noise"
 
 
 def test_a_job_ends_at_its_target(tmp_path: Path) -> None:

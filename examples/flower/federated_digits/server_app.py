@@ -13,11 +13,13 @@ from pliant.fed.config import FedConfig
 from pliant.fed.flower import Guided
 
 app = ServerApp()
+log = logging.getLogger("pliant")
 
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    logging.basicConfig(level=logging.INFO, format="%(message)s")  # a line for each round
+    log.addHandler(logging.StreamHandler())  # a line for each round
+    log.setLevel(logging.INFO)
     run = context.run_config
     config = FedConfig(
         name="federated-digits",
