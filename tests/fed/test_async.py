@@ -156,6 +156,15 @@ def test_a_useless_update_takes_no_place_in_the_buffer(tmp_path: Path) -> None:
     assert loop.federation.selector.clients.rounds[first] == 0
 
 
+def test_who_went_away_is_given_the_same_model_again_when_it_is_back(tmp_path: Path) -> None:
+    table = Table([1000] * SIZE, [10_000] * SIZE, [[(0, DAY_S)]] * (SIZE - 1) + [[(0, 10), (5000, 9000)]], DAY_S)
+    config = job(tmp_path, table, data={"clients": SIZE, "partition": "iid"}, rounds=1, selector="random")
+    (told,) = simulate(config).rounds
+    assert told.lost == (SIZE - 1,)
+    assert told.aggregated == tuple(range(SIZE))
+    assert told.asked_s[-2:] == (0.0, 5000.0)
+
+
 def test_where_too_few_can_come_in_time_the_job_says_so(tmp_path: Path) -> None:
     table = made_up(20, period_s=DAY_S, seed=3)
     data = {"clients": 20, "partition": "iid"}
