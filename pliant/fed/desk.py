@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pliant.errors import CommError, HandshakeRefused, LaunchError, PliantError, TrainError
-from pliant.fed import parcels, wire
+from pliant.errors import CommError, LaunchError, PliantError, TrainError
+from pliant.fed import greeting, parcels, wire
 from pliant.fed.handout import MAX_LOSSES, Give, Handout, Take
 from pliant.fed.wire import Kind, Link
 from pliant.fed.work import Done, Evaluation, Unit
@@ -27,6 +27,8 @@ AHEAD_BYTES = 1 << 30
 FIRST_SAID_S, MOST_SAID_S = 5.0, 300.0
 """When it is said for the first time that no executor is there; how rarely at last."""
 CLOSING_S = 2.0
+MAX_GUESTS = 500
+"""Connections at a time that have not proved yet who they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +138,9 @@ class Desk:
                 log.warning("cannot take in an executor now: %s", error)
                 await asyncio.sleep(0.5)
                 continue
+            if len(self._guests) >= MAX_GUESTS:
+                sock.close()  # a flood: each is given seconds to prove itself, and executors try again
+                continue
             guest = asyncio.create_task(self._greet(sock))
             self._guests.add(guest)
             guest.add_done_callback(self._guests.discard)
@@ -148,7 +153,7 @@ class Desk:
             peer = "{}:{}".format(*sock.getpeername()[:2])
             timeout_s = wire.HANDSHAKE_S if self._tls else None
             await loop.connect_accepted_socket(lambda: link, sock, ssl=self._tls, ssl_handshake_timeout=timeout_s)
-            member = await self._handshake(link)
+            hello = await greeting.answer(link, self._token)
         except OSError as error:
             why = str(error) or "it hung up: is its --ca this server's?"
             log.warning("refused %s: %s", peer, f"no TLS connection: {why}" if self._tls else why)
@@ -162,28 +167,17 @@ class Desk:
             sock.close()
             raise
         else:
-            self._members[member.number] = member
-            link.send(Kind.WELCOME, self._welcome)
-            link.hand_to(lambda frame: self._take(member, frame), lambda why: self._lose(member, why))
+            self._take_in(link, hello)
 
-    async def _handshake(self, link: Link) -> Member:
-        hello = (await link.receive(Kind.HELLO)).body
-        if hello.get("protocol") != wire.PROTOCOL:
-            raise HandshakeRefused(
-                f"it speaks protocol {hello.get('protocol')!r:.20}, and this server {wire.PROTOCOL}: "
-                "install one version everywhere"
-            )
-        nonces = f"{hello.get('nonce')!s:.64} {wire.nonce()}"
-        mine = nonces.partition(" ")[2]
-        link.send(Kind.CHALLENGE, {"nonce": mine, "proof": wire.proof(self._token, "server", nonces)})
-        shown = (await link.receive(Kind.PROOF)).body.get("proof")
-        if not wire.is_proof(shown, self._token, "executor", nonces):
-            raise HandshakeRefused("it does not know this job's token: give it the job's --token-file")
-        link.admit(self._limit)
+    def _take_in(self, link: Link, hello: dict[str, Any]) -> None:
         self._next_member += 1
         name = "".join(each for each in str(hello.get("name"))[:80] if each.isprintable())
         host, pid = str(hello.get("host"))[:80], hello.get("pid")
-        return Member(self._next_member, link, name, host, pid if isinstance(pid, int) else 0)
+        member = Member(self._next_member, link, name, host, pid if isinstance(pid, int) else 0)
+        self._members[member.number] = member
+        link.admit(self._limit)
+        link.send(Kind.WELCOME, self._welcome)
+        link.hand_to(lambda frame: self._take(member, frame), lambda why: self._lose(member, why))
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from pliant.errors import CommError, ConfigError, HandshakeRefused
-from pliant.fed import wire
+from pliant.fed import greeting, wire
 from pliant.fed.wire import Frame, Kind, Link
 
 log = logging.getLogger(__name__)
@@ -71,8 +71,8 @@ class Mail:
         self.inbox: queue.SimpleQueue[Letter | End] = queue.SimpleQueue()
         self.connection = 0
         """The number of the one that stands now."""
-        self.cancelled: set[int] = set()
-        """Units that need not be begun."""
+        self.cancelled: set[tuple[int, int]] = set()
+        """Connections and their units that need not be begun. Another server's units have the same numbers."""
         self._address = address
         self._tls = _client_tls(address.ca)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -154,23 +154,14 @@ class Mail:
         loop, address = asyncio.get_running_loop(), self._address
         async with asyncio.timeout(wire.HANDSHAKE_S):
             await loop.create_connection(lambda: link, address.host, address.port, ssl=self._tls)
-        mine = wire.nonce()
         who = {"name": address.name, "host": socket.gethostname(), "pid": os.getpid()}
-        link.send(Kind.HELLO, {"protocol": wire.PROTOCOL, "nonce": mine, **who})
-        challenge = (await link.receive(Kind.CHALLENGE)).body
-        nonces = f"{mine} {challenge.get('nonce')!s:.64}"
-        if not wire.is_proof(challenge.get("proof"), address.token, "server", nonces):
-            link.send(Kind.REFUSED, {"why": "its token is not this job's: give it the job's --token-file"})
-            link.close()
-            raise HandshakeRefused("its token is another one: give this executor the job's --token-file")
-        link.admit(LARGEST_BYTES)
-        link.send(Kind.PROOF, {"proof": wire.proof(address.token, "executor", nonces)})
-        return await link.receive(Kind.WELCOME)
+        return await greeting.greet(link, address.token, who, LARGEST_BYTES)
 
     async def _correspond(self, link: Link, welcome: Frame) -> End | None:
         """Until the connection is lost, or the server says that this is the end."""
         loop = asyncio.get_running_loop()
         self.connection += 1
+        self.cancelled = set()
         self._link = link
         self.inbox.put(Letter(self.connection, welcome))
         ended: list[End] = []
@@ -181,7 +172,7 @@ class Mail:
                 case Kind.BEAT:
                     return
                 case Kind.CANCEL:
-                    self.cancelled.add(int(frame.body.get("id", -1)))
+                    self.cancelled.add((self.connection, int(frame.body.get("id", -1))))
                 case Kind.OVER:
                     ended.append(End(0, "the job is over"))
                 case Kind.REFUSED:

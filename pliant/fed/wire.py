@@ -8,10 +8,7 @@ no more than what it was asked for. Who sends something else is cut off, and nob
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import json
-import os
 import struct
 from collections import deque
 from collections.abc import Callable
@@ -24,7 +21,6 @@ from torch import Tensor
 
 from pliant.errors import CommError, HandshakeRefused
 
-PROTOCOL = 1
 MAGIC = b"PFED"
 STRANGERS_BYTES = 4096
 """The largest body of who has not proved yet that it knows the token; it has no payload."""
@@ -280,21 +276,3 @@ class Link(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         where = "" if self.decoder.between_frames else " in the middle of a frame"
         self.cut(f"the connection was lost{where}: {exc}" if exc else f"the connection was closed{where}")
-
-
-# Who knows the token
-
-_NONCE = 16
-
-
-def proof(token: str, role: str, nonces: str) -> str:
-    """What only who knows the token can say of these nonces."""
-    return hmac.new(token.encode(), f"{PROTOCOL} {role} {nonces}".encode(), hashlib.sha256).hexdigest()
-
-
-def is_proof(given: object, token: str, role: str, nonces: str) -> bool:
-    return isinstance(given, str) and hmac.compare_digest(given.encode(), proof(token, role, nonces).encode())
-
-
-def nonce() -> str:
-    return os.urandom(_NONCE).hex()

@@ -112,6 +112,12 @@ class Nursery:
         argv = ["--server", address, "--token-file", str(secret), "--name", f"e{number}", *flags]
         return self.start(folder / f"executor-{number}", "_executor", argv)
 
+    def started(self, folder: Path, pool: Pool, count: int) -> list[Child]:
+        """So many that are ready."""
+        made = [self.executor(folder, pool.address) for _ in range(count)]
+        pool.wait_for(count, DEADLINE_S)
+        return made
+
     def code(self, pid: int) -> int | None:
         if pid not in self._codes:
             for ended, code in self._ask(("reap",)):

@@ -7,13 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from executing import TOKEN, Disturbed, Nursery, held, nursery, outcome, small, until
-from gang import FULL, warm_up
+from executing import TOKEN, Disturbed, Nursery, held, outcome, small, until
+from gang import FULL
 
 from pliant.errors import ConfigError, LaunchError
 from pliant.fed.carriers import last_line
@@ -85,14 +83,6 @@ def test_the_last_line_of_a_log(tmp_path: Path) -> None:
 # Processes
 
 
-@pytest.fixture(scope="module")
-def ward() -> Iterator[Nursery]:
-    warm_up()
-    torch.set_num_threads(1)
-    with nursery() as running:
-        yield running
-
-
 def processes_of(token: str, parent: int = 0) -> set[int]:
     """Executors that live: children of `parent`, or all of ours that were told `token` (by their open logs)."""
     found = set()
@@ -131,7 +121,7 @@ def test_a_job_whose_executor_is_killed_and_started_again(
 
 
 @pytest.mark.processes
-def test_executors_end_with_their_launcher_however_it_ends(ward: Nursery, tmp_path: Path) -> None:
+def test_executors_end_with_their_launcher_however_it_ends(ward: Nursery, tmp_path: Path, nothing_left: None) -> None:
     launcher = ward.start(tmp_path / "launcher", "_launcher", 2)
     until(lambda: len(processes_of(TOKEN, launcher.pid)) == 2, "two executors")
     children = processes_of(TOKEN, launcher.pid)

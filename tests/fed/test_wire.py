@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.errors import CommError, TrainError
-from pliant.fed import parcels, wire
+from pliant.fed import greeting, parcels, wire
 from pliant.fed.handout import Give, Handout, Take
 from pliant.fed.updates import Update, Weights
 from pliant.fed.wire import Decoder, Frame, Kind, encoded
@@ -23,6 +23,7 @@ from pliant.fed.work import Evaluation, Score, Trained, Training
 FED = Path(wire.__file__).parent
 ON_THE_WIRE = (
     "wire",
+    "greeting",
     "parcels",
     "handout",
     "desk",
@@ -125,12 +126,16 @@ def test_nothing_on_the_wire_is_pickled() -> None:
 
 
 def test_a_proof_is_of_its_token_its_side_and_its_nonces() -> None:
-    shown = wire.proof("token", "server", "a b")
-    assert wire.is_proof(shown, "token", "server", "a b")
+    shown = greeting.proof("token", "server", "a b")
+    assert greeting.is_proof(shown, "token", "server", "a b")
     for others in (("Token", "server", "a b"), ("token", "executor", "a b"), ("token", "server", "a c")):
-        assert not wire.is_proof(shown, *others)
-    assert not wire.is_proof(None, "token", "server", "a b")
-    assert not wire.is_proof("é", "token", "server", "a b")
+        assert not greeting.is_proof(shown, *others)
+    assert not greeting.is_proof(None, "token", "server", "a b")
+    assert not greeting.is_proof("é", "token", "server", "a b")
+    assert greeting.checked_nonce(greeting.nonce())
+    for damaged in (None, 3, "", "a b" * 8, greeting.nonce() + "0"):
+        with pytest.raises(CommError, match="nonce"):
+            greeting.checked_nonce(damaged)
 
 
 # Parcels
