@@ -2,21 +2,154 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from pliant.cli import fed_jobs
 from pliant.cli.cluster_output import is_read_by_people, print_table
-from pliant.errors import ConfigError
+from pliant.errors import ConfigError, PliantError
+
+if TYPE_CHECKING:
+    from pliant.fed.history import History
+    from pliant.fed.job import FedJob
+    from pliant.fed.jobs import JobFolder
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     fed = typer.Typer(no_args_is_help=True, help="Federated learning: a job in the foreground, a selector on its own.")
+    fed.command("run")(run)
     fed.command("select")(select)
     app.add_typer(fed, name="fed")
+
+
+def run(
+    file: Annotated[
+        Path | None, typer.Argument(metavar="CONF.YML", show_default=False, help="A federated job.")
+    ] = None,
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="The job's name, whatever the file says.")] = "",
+    workers: Annotated[
+        str, typer.Option("--workers", metavar="N|HOST:N,...", help="Executors, whatever the file says; 0: none.")
+    ] = "",
+    resume: Annotated[
+        str, typer.Option("--resume", metavar="NAME", help="Go on with an interrupted job, from its checkpoint.")
+    ] = "",
+) -> None:
+    """Run a federated job in the foreground; SIGTERM ends it after its round, Ctrl-C at once."""
+    from pliant.fed.jobs import Jobs
+
+    jobs = Jobs.of_user()
+    if resume:
+        if file is not None or name or workers:
+            raise ConfigError("--resume goes on with what was begun: leave file, --name and --workers out")
+        folder = jobs.find(resume)
+        if folder.status().state == "finished":
+            raise ConfigError(f"{resume} has finished: there is nothing to go on with; run it again for a new run")
+    elif file is None:
+        raise ConfigError("which job? give its file, as in `pliant fed run conf.yml`")
+    else:
+        job = _read(file, name, workers)
+        fed_jobs.tell_remarks(job)
+        folder = jobs.create(job if job.is_named else job.renumbered(jobs.names()))
+    raise typer.Exit(_minded(folder))
+
+
+def _read(file: Path, name: str, workers: str) -> FedJob:
+    from pliant.fed.job import Ground
+    from pliant.fed.jobfile import is_federated, read_fed_job
+    from pliant.mistakes import mistakes
+    from pliant.page import Page
+
+    page = Page.read(file)
+    if not is_federated(page):
+        raise ConfigError(f"{file}: no federated job: one has participants, or the artifact's job_conf")
+    job = read_fed_job(page, name)
+    if not workers:
+        return job
+    from pydantic import ValidationError
+
+    try:
+        ground = Ground(**{**job.ground.model_dump(), "workers": workers.split(",")})
+    except ValidationError as error:
+        raise ConfigError(f"--{next(iter(mistakes(error, Ground).values()))}") from None
+    return job.model_copy(update={"ground": ground})
+
+
+def _minded(folder: JobFolder) -> int:
+    """Do the job in this process, in the keeper's place; the exit code."""
+    told: list[int] = []
+    with folder.minded(), _signals(told), _shown(folder) as (say, watch):
+        folder.forget_end()
+        folder.note_keeper()
+        try:
+            history = _history(folder, lambda: bool(told), say, watch)
+        except PliantError as error:
+            folder.end("failed", 1, str(error))
+            raise
+        except KeyboardInterrupt:
+            folder.end("stopped", 130, "ended at once")
+            said = f"pliant: ended; `pliant fed run --resume {folder.job().config.name}` goes on from the checkpoint"
+            print(said, file=sys.stderr)
+            return 130
+        stopped = history.why == "stopped"
+        folder.end("stopped" if stopped else "finished", 128 + signal.SIGTERM if stopped else 0)
+    best = "" if history.best is None else f", best accuracy {history.best.accuracy:.2%} in round {history.best.round}"
+    print(f"{len(history.rounds)} rounds ({history.why}){best}; {folder.path}")
+    return 128 + signal.SIGTERM if stopped else 0
+
+
+def _history(
+    folder: JobFolder, stop: Callable[[], bool], say: Callable[[str], None], watch: Callable[[str, Any], None]
+) -> History:
+    from pliant.fed.server import run
+
+    with contextlib.chdir(folder.job().directory):  # where functions that the job names are looked for
+        return run(folder, stop=stop, say=say, watch=watch)
+
+
+@contextlib.contextmanager
+def _signals(told: list[int]) -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+Shown = tuple[Callable[[str], None], Callable[[str, Any], None]]
+
+
+@contextlib.contextmanager
+def _shown(folder: JobFolder) -> Iterator[Shown]:
+    """What to call with lines, and with facts: a line that moves on a terminal, and the tests."""
+    console = Console(highlight=False)
+    rounds = folder.job().config.rounds
+    columns = (TextColumn("round {task.completed:.0f} of {task.total:.0f}"), BarColumn(), TimeElapsedColumn(),
+               TextColumn("{task.fields[now]}"))  # fmt: skip
+    with (
+        folder.log.open("a") as log,
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar,
+    ):
+        task = bar.add_task("", total=rounds, now="starting")
+
+        def say(line: str) -> None:
+            print(line, file=log, flush=True)
+            console.print(line, soft_wrap=True, markup=False)
+
+        def watch(kind: str, fact: Any) -> None:
+            if kind == "round":
+                bar.update(task, completed=fact["round"], now=f"{fact['clock_s'] / 3600:.2f} h on the virtual clock")
+
+        yield say, watch
 
 
 def select(

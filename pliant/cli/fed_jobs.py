@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pliant.cli.cluster_output import is_read_by_people, span_text
+from pliant.cli.cluster_output import clock_text, is_read_by_people, span_text
 from pliant.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
@@ -141,4 +142,21 @@ def row(status: FedStatus, now_s: float) -> list[str]:
         "-",
         span_text((status.ended_s or now_s) - status.submitted_s),
         f"{progress}; {status.why}" if status.why else progress,
+    ]
+
+
+def facts(status: FedStatus) -> list[tuple[str, str]]:
+    """As `pliant show` has them."""
+    now_s = time.time()
+    return [
+        ("name", status.name),
+        ("state", status.state + (f" (exit code {status.exit_code})" if status.exit_code else "")),
+        ("why", status.why or "-"),
+        ("executors", ", ".join(status.workers) or "none: the server trains"),
+        ("round", f"{status.round} of {status.rounds}, {status.participants} participants in each"),
+        ("virtual clock", f"{status.clock_s / 3600:.2f} h"),
+        ("accuracy", "-" if status.accuracy is None else f"{status.accuracy:.2%}"),
+        ("submitted", clock_text(status.submitted_s, now_s)),
+        ("ended", clock_text(status.ended_s, now_s)),
+        ("folder", status.folder),
     ]

@@ -1,12 +1,15 @@
-"""The `pliant list` command: the cluster's jobs and devices."""
+"""The `pliant list` command: the cluster's jobs and devices, and federated jobs beside them."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
+from pliant.cli import fed_jobs
 from pliant.cli.cluster_output import (
     JsonFlag,
     ServerFlag,
@@ -18,7 +21,7 @@ from pliant.cli.cluster_output import (
     print_table,
     span_text,
 )
-from pliant.errors import ConfigError
+from pliant.errors import ConfigError, ServerUnavailable
 
 if TYPE_CHECKING:
     from pliant.sched.live_client import ClusterStatus, JobStatus
@@ -39,28 +42,46 @@ def list_jobs(
     server: ServerFlag = "",
     state: StateFlag = "",
 ) -> None:
-    """The cluster's jobs, the first submitted first. Piped: columns with tabs between them, and no heading."""
+    """The cluster's jobs, and federated ones; the first submitted first. Piped: columns with tabs, and no heading."""
     wanted = _states(only)
-    with connected(server, state) as client:
-        jobs = [job for job in client.jobs() if not wanted or job.state in wanted]
-        cluster = None if names else client.cluster()
+    federated = [job for job in fed_jobs.all_jobs(server, state) if not wanted or job.state in wanted]
+    jobs, cluster = _of_cluster(server, state, with_devices=not names, is_needed=not federated)
+    jobs = [job for job in jobs if not wanted or job.state in wanted]
     if as_json:
         print_json(
             {"jobs": [job.model_dump(mode="json") for job in jobs]}
+            | ({"federated": [job.model_dump(mode="json") for job in federated]} if federated else {})
             | ({"cluster": cluster.model_dump(mode="json")} if cluster else {})
         )
         return
     if names:
-        for job in jobs:
-            print(job.name)
+        for name in [*(job.name for job in jobs), *(job.name for job in federated)]:
+            print(name)
         return
     now_s = time.time()
-    if jobs or not is_read_by_people():
-        print_table(COLUMNS, [_row(job, now_s) for job in jobs], NUMBERS, cut=True)
+    rows = [_row(job, now_s) for job in jobs] + [fed_jobs.row(job, now_s) for job in federated]
+    if rows or not is_read_by_people():
+        print_table(COLUMNS, rows, NUMBERS, cut=True)
     else:
         print(f"no jobs{' in these states' if wanted else ''}; `pliant submit job.yml` starts one")
     if cluster is not None and is_read_by_people():
         print(_cluster_line(cluster))
+
+
+def _of_cluster(
+    server: str, state: str, *, with_devices: bool, is_needed: bool
+) -> tuple[list[JobStatus], ClusterStatus | None]:
+    """What the cluster's server says; nothing, where there is none and other jobs can be shown."""
+    try:
+        with connected(server, state) as client:
+            return client.jobs(), client.cluster() if with_devices else None
+    except ServerUnavailable as error:
+        if is_needed:
+            raise
+        with contextlib.suppress(ServerUnavailable):
+            connected(server, state).close()
+            print(f"pliant: {error}", file=sys.stderr)  # one is known, and does not answer
+        return [], None
 
 
 def _row(job: JobStatus, now_s: float) -> list[str]:
@@ -89,9 +110,11 @@ def _cluster_line(cluster: ClusterStatus) -> str:
 
 
 def _states(only: str) -> set[str]:
+    from pliant.fed.jobs import State as FedState
     from pliant.sched.live_client import State
 
+    known = list(dict.fromkeys([*get_args(State), *get_args(FedState)]))
     wanted = {word.strip() for word in only.split(",") if word.strip()}
-    if strange := wanted - set(get_args(State)):
-        raise ConfigError(f"--only {', '.join(sorted(strange))}: states are {', '.join(get_args(State))}")
+    if strange := wanted - set(known):
+        raise ConfigError(f"--only {', '.join(sorted(strange))}: states are {', '.join(known)}")
     return wanted

@@ -1,4 +1,4 @@
-"""The `pliant logs` command: what a job of the cluster has printed."""
+"""The `pliant logs` command: what a job has printed, of the cluster or a federated one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pliant.cli import fed_jobs
 from pliant.cli.cluster_output import JobArgument, Patient, ServerFlag, StateFlag, check_named
 from pliant.errors import ConfigError
 
@@ -35,6 +36,12 @@ def logs(
     last = _count(lines)
     check_named(name)
     try:
+        if (federated := fed_jobs.find(name, server, state)) is not None:
+            from pliant.fed.detached import log_of
+
+            for text in log_of(federated, last=last, follow=follow):
+                _print(text)
+            return
         with Patient(server, state) as patient:
             for part in _so_far(patient, name, last):
                 _print(part.text)

@@ -1,4 +1,4 @@
-"""The `pliant show` command: one job of the cluster, and what happened to it."""
+"""The `pliant show` command: one job, of the cluster or a federated one, and what happened to it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from pliant.cli import fed_jobs
 from pliant.cli.cluster_output import (
     JobArgument,
     JsonFlag,
@@ -40,6 +41,13 @@ def show(
 ) -> None:
     """One job: how it is, and what was decided about it, and when."""
     check_named(name)
+    if (federated := fed_jobs.find(name, server, state)) is not None:
+        status = federated.status()
+        if as_json:
+            print_json(status.model_dump(mode="json") | {"spec": federated.job().model_dump(mode="json")})
+        else:
+            print_table(("", ""), fed_jobs.facts(status))
+        return
     with connected(server, state) as client:
         job = client.job(name)
     if as_json:

@@ -1,4 +1,4 @@
-"""The `pliant stop` command: ends jobs of the cluster."""
+"""The `pliant stop` command: ends jobs, of the cluster and federated ones."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pliant.cli import fed_jobs
 from pliant.cli.cluster_output import Patient, ServerFlag, StateFlag, await_end, check_named, is_read_by_people
 from pliant.errors import LaunchError
 from pliant.launch.duration import parse_duration
@@ -29,11 +30,22 @@ def stop(
     server: ServerFlag = "",
     state: StateFlag = "",
 ) -> None:
-    """End jobs, in good order: each finishes its step. None of them if a name is unknown."""
+    """End jobs, in good order: each finishes its step, or its round. None of them if a name is unknown."""
     check_named(*(names or ("",)))
     deadline_s = time.monotonic() + parse_duration(timeout, "--timeout")
+    asked = list(dict.fromkeys(names or ()))
+    federated = {name: folder for name in asked if (folder := fed_jobs.find(name, server, state)) is not None}
+    if others := [name for name in asked if name not in federated]:
+        _stop_clusters(others, server, state, kill=kill, wait=wait, deadline_s=deadline_s, timeout=timeout)
+    for line in fed_jobs.stop(list(federated.values()), kill=kill, wait=wait, deadline_s=deadline_s, timeout=timeout):
+        _say(line)
+
+
+def _stop_clusters(
+    names: list[str], server: str, state: str, *, kill: bool, wait: bool, deadline_s: float, timeout: str
+) -> None:
     with Patient(server, state) as patient:
-        before = patient.ask(lambda client: [client.job(name) for name in dict.fromkeys(names or ())], wait=False)
+        before = patient.ask(lambda client: [client.job(name) for name in names], wait=False)
         running = [job.name for job in before if not job.is_over]
         for job in before:
             if job.is_over:

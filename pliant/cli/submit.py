@@ -1,33 +1,33 @@
-"""The `pliant submit` command: hands jobs to the cluster's server."""
+"""The `pliant submit` command: hands jobs to the cluster's server; federated ones run by themselves."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pliant.cli import fed_jobs
 from pliant.cli.cluster_output import (
     JsonFlag,
     Patient,
     ServerFlag,
     StateFlag,
     await_end,
+    connected,
     is_read_by_people,
     print_json,
 )
-from pliant.errors import ConfigError, NameTaken
+from pliant.errors import ConfigError, NameTaken, ServerUnavailable
 
 if TYPE_CHECKING:
-    from pliant.page import Page
+    from pliant.fed.job import FedJob
+    from pliant.fed.jobs import JobFolder
     from pliant.sched.jobfile import JobFile
     from pliant.sched.live_client import JobStatus, LiveClient
 
-FEDERATED = ("job_conf", "ps_ip")
-"""Keys that the configurations of federated jobs have, and no others."""
 TRIES = 100
 
 
@@ -44,16 +44,68 @@ def submit(
     wait: Annotated[
         bool, typer.Option("--wait", help="Return when all have ended, with the exit code of the first that failed.")
     ] = False,
+    resume: Annotated[
+        str,
+        typer.Option(
+            "--resume", metavar="NAME", help="A federated job that was interrupted goes on from its checkpoint."
+        ),
+    ] = "",
     as_json: JsonFlag = False,
     server: ServerFlag = "",
     state: StateFlag = "",
 ) -> None:
-    """Submit jobs to the cluster; none of them if a file is wrong. Piped: their names, one per line."""
-    if not files:
+    """Submit jobs to the cluster, federated ones to this machine; none of them if a file is wrong. Piped: their names."""
+    if resume and (files or name):
+        raise ConfigError("--resume goes on with what was submitted: leave the file and --name out")
+    if not files and not resume:
         raise ConfigError("no job file: give one or several, as in `pliant submit job.yml`")
-    if name and len(files) > 1:
-        raise ConfigError(f"--name {name} for {len(files)} files: names are unique, so submit them one by one")
-    jobs = _all_read(files, name)
+    if name and len(files or ()) > 1:
+        raise ConfigError(f"--name {name} for {len(files or ())} files: names are unique, so submit them one by one")
+    jobs, federated = _all_read(files or [], name)
+    given: list[JobStatus] = []
+    folders = [fed_jobs.resume(resume, is_told=not as_json)] if resume else []
+    if jobs:
+        given = _to_cluster(jobs, server, state, wait=wait and not federated, as_json=as_json)
+    folders += _by_themselves(federated, server, state, is_told=not as_json)
+    codes = []
+    if wait:
+        is_told = not as_json and is_read_by_people()
+        if given and federated:
+            with Patient(server, state) as patient:
+                given = _awaited(patient, given, is_told=is_told)
+        codes = [code for job in given if (code := _code(job))]
+        codes += [code] if (code := fed_jobs.awaited(folders, is_told=is_told)) else []
+    if as_json:
+        found: dict[str, object] = {"jobs": [job.model_dump(mode="json") for job in given]}
+        if folders:
+            found["federated"] = [folder.status().model_dump(mode="json") for folder in folders]
+        print_json(found)
+    if codes:
+        raise typer.Exit(codes[0])
+
+
+def _all_read(files: list[Path], name: str) -> tuple[list[JobFile], list[FedJob]]:
+    """The jobs of all files, and the federated ones; the mistakes of all files are told together."""
+    from pliant.fed.jobfile import is_federated, read_fed_job
+    from pliant.page import Page
+    from pliant.sched.jobfile import read_job
+
+    jobs, federated, refusals = [], [], []
+    for file in files:
+        try:
+            page = Page.read(file)
+            if is_federated(page):
+                federated.append(read_fed_job(page, name))
+            else:
+                jobs.append(read_job(page, name))
+        except ConfigError as error:
+            refusals.append(str(error))
+    if refusals:
+        raise ConfigError("\n".join(refusals))
+    return jobs, federated
+
+
+def _to_cluster(jobs: list[JobFile], server: str, state: str, *, wait: bool, as_json: bool) -> list[JobStatus]:
     given: list[JobStatus] = []
     with Patient(server, state) as patient:
         patient.ask(functools.partial(_check_names, jobs), wait=False)
@@ -62,49 +114,30 @@ def submit(
             if not as_json:
                 name, now = given[-1].name, given[-1].state
                 print(f"submitted {name} ({now})" if is_read_by_people() else name, flush=True)
-        if wait:
-            given = _awaited(patient, given, is_told=not as_json and is_read_by_people())
-    if as_json:
-        print_json({"jobs": [job.model_dump(mode="json") for job in given]})
-    if wait and (codes := [_code(job) for job in given if _code(job)]):
-        raise typer.Exit(codes[0])
+        return _awaited(patient, given, is_told=not as_json and is_read_by_people()) if wait else given
 
 
-def _all_read(files: list[Path], name: str) -> list[JobFile]:
-    """The jobs of all files; the mistakes of all files are told together."""
-    jobs, refusals = [], []
-    for file in files:
-        try:
-            jobs.append(_read(file, name))
-        except ConfigError as error:
-            refusals.append(str(error))
-    if refusals:
-        raise ConfigError("\n".join(refusals))
-    return jobs
-
-
-def _read(file: Path, name: str) -> JobFile:
-    """The job in `file`, by the reader of the kind of job that its keys say it is."""
-    from pliant.page import Page
-    from pliant.sched.jobfile import read_job
-
-    page = Page.read(file)
-    readers: list[tuple[tuple[str, ...], Callable[[Page, str], JobFile]]] = [(FEDERATED, _federated), ((), read_job)]
-    reader = next(reader for keys, reader in readers if not keys or set(keys) & set(page.keys))
-    return reader(page, name)
-
-
-def _federated(page: Page, name: str) -> JobFile:
-    key = next(key for key in FEDERATED if key in page.keys)
-    raise ConfigError(
-        f"{page.path}:{page.line((key,))}: {key} makes it a federated job, which this version of pliant cannot run; "
-        "a training job has program and replicas"
-    )
+def _by_themselves(federated: list[FedJob], server: str, state: str, *, is_told: bool) -> list[JobFolder]:
+    """Start federated jobs; no name may be a cluster's job's, too: `pliant stop` could mean either."""
+    if not federated:
+        return []
+    taken: set[str] = set()
+    try:
+        with connected(server, state) as client:
+            taken = {job.name for job in client.jobs()}
+    except ServerUnavailable:
+        pass  # they need none
+    for job in federated:
+        if job.is_named and job.config.name in taken:
+            raise ConfigError(
+                f"the name {job.config.name} is taken by a job of the cluster: choose another with --name"
+            )
+    return [fed_jobs.submit(job, taken, is_told=is_told) for job in federated]
 
 
 def _check_names(jobs: list[JobFile], client: LiveClient) -> None:
     """Refuse names that are taken, before any job is submitted."""
-    taken = {job.name for job in client.jobs()}
+    taken = {job.name for job in client.jobs()} | fed_jobs.names()
     for job in jobs:
         if job.is_named and job.spec.name in taken:
             raise ConfigError(
@@ -117,7 +150,7 @@ def _handed_over(job: JobFile, client: LiveClient) -> JobStatus:
     """Submit under the name in the file, or under the first number that is free."""
     for _ in range(TRIES):
         if not job.is_named:
-            job = job.renumbered({known.name for known in client.jobs()})
+            job = job.renumbered({known.name for known in client.jobs()} | fed_jobs.names())
         try:
             return client.submit(job.spec)
         except NameTaken:

@@ -67,7 +67,7 @@ def read_artifact(page: Page, name: str = "") -> FedJob:
     said = page.values(page.keys)
     keys = keys_of(said.get("job_conf", []))
     if "job_conf" not in said:
-        keys.wrong[("ps_ip",)] = "job_conf is missing: add a list of keys, as in `- total_worker: 100`"
+        raise page.refusal({("ps_ip",): "job_conf is missing: add a list of keys, as in `- total_worker: 100`"})
     folder = page.path.absolute().parent
     is_named = bool(name) or "job_name" in keys.said
     chosen = name or str(keys.said.get("job_name", first_name(page.path)))
@@ -127,6 +127,7 @@ def _config(keys: Keys, name: str, num_workers: int, folder: Path) -> FedConfig 
         "availability": said.get("user_trace", ""),
         "model_bytes": round(cast(float, said["model_size"]) * 125) if "model_size" in said else 0,
         "clock_factor": cast(float, said["clock_factor"]) * _cost(str(said["model"])),
+        "batching": said.get("batching"),
         "device": "cpu" if said.get("to_device") == "cpu" or said.get("use_cuda") is False else "",
     }  # fmt: skip
     if values["aggregator"]["kind"] == "fed-buff":  # type: ignore[index]

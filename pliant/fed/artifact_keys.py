@@ -98,7 +98,7 @@ USED: Mapping[str, Read] = {
     "total_worker": whole(0), "to_device": one_of("cuda", "gpu", "cpu"), "use_cuda": flag,
     "task": text, "data_set": text, "data_dir": text, "data_mapfile": text, "client_path": text, "user_trace": text,
     "model": text, "model_size": number(1), "filter_less": whole(0), "filter_more": whole(1), "sequential": whole(0, 4),
-    "skip_partition": flag, "enforce_random": flag, "num_clients": whole(1),
+    "skip_partition": flag, "enforce_random": flag, "num_clients": whole(1), "batching": whole(0),
     "epochs": whole(1), "upload_epoch": whole(1), "batch_size": whole(1), "learning_rate": number(1e-12),
     "min_learning_rate": number(0), "decay_factor": number(0, 1), "decay_epoch": whole(1), "eval_interval": whole(1),
     "is_even_avg": flag, "gradient_policy": text, "yogi_eta": number(1e-12), "yogi_tau": number(1e-12),

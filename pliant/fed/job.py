@@ -17,6 +17,9 @@ from pliant.fed.config import FedConfig
 from pliant.fed.places import Places, parse_workers
 from pliant.mistakes import Place, free_name
 
+NEED_PATH = ("images", "speech", "play", "posts")
+"""Kinds of data that nothing is known of without a path."""
+
 
 class Ground(BaseModel):
     """By whom a job is computed, and where it is kept; makes no difference to its bits."""
@@ -131,6 +134,8 @@ def checked_parts(config: FedConfig) -> dict[Place, str]:
         wrong[("aggregator",)] = str(error)
     if ":" not in config.model and config.model not in models.MODELS:
         wrong[("model",)] = f"model {config.model!r} is unknown: use {', '.join(models.MODELS)}, or module:function"
+    if config.data.kind in NEED_PATH and not config.data.path:
+        wrong[("data", "path")] = f"{config.data.kind} lie in a file or folder of yours: give its path"
     if ":" not in config.data.kind and config.data.kind not in task.KINDS:
         wrong[("data", "kind")] = (
             f"data.kind {config.data.kind!r} is unknown: use {', '.join(task.KINDS)}, or module:function"

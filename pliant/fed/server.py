@@ -16,11 +16,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pliant.errors import CheckpointError, ConfigError, PliantError
+from pliant.fed.executors_launch import opened
 from pliant.fed.history import History
 from pliant.fed.job import FedJob
 from pliant.fed.jobs import JobFolder, write_file
-from pliant.fed.loop import simulate
+from pliant.fed.journal import Journal, Watch
+from pliant.fed.local import InProcess
+from pliant.fed.loop import Loop, device_for
 from pliant.fed.pool import Pool, server_tls
+from pliant.fed.task import build
+from pliant.fed.work import Workers
 from pliant.launch import signals
 
 log = logging.getLogger(__name__)
@@ -36,27 +41,66 @@ def say(line: str) -> None:
 
 
 def serve(folder: JobFolder) -> int:
-    """Do the job; the exit code."""
+    """Do the job with the executors that the keeper starts; the exit code."""
     job = folder.job()
     told: list[int] = []
-    with _alone(folder), signals.handed_to(told.append):
-        history = _run(folder, job, lambda: bool(told))
+    with _alone(folder), signals.handed_to(told.append), _pool(folder, job) as pool:
+        history = _rounds(folder, job, pool, lambda: bool(told), say)
     final = f", accuracy {history.final.accuracy:.2%}" if history.final else ""
     say(f"{job.config.name} ended ({history.why}) after round {len(history.rounds)}{final}")
     return STOPPED if history.why == "stopped" else 0
 
 
-def _run(folder: JobFolder, job: FedJob, stop: Callable[[], bool]) -> History:
-    places, config = job.ground.places, job.config
+@contextlib.contextmanager
+def _pool(folder: JobFolder, job: FedJob) -> Iterator[Pool | None]:
+    """Where executors come to; None: none are wanted."""
+    places, ground = job.ground.places, job.ground
     if places is None:
-        return simulate(config, folder=folder.aggregator, say=say, stop=stop)
-    tls = server_tls(job.ground.tls_certificate, job.ground.tls_key) if job.ground.tls_certificate else None
+        yield None
+        return
+    tls = server_tls(ground.tls_certificate, ground.tls_key) if ground.tls_certificate else None
     noted = folder.path / "port"
-    port = int(noted.read_text()) if noted.exists() else job.ground.port
+    port = int(noted.read_text()) if noted.exists() else ground.port
     token = (folder.path / "token").read_text()
-    with Pool(config, host=places.listen, port=port, token=token, tls=tls) as pool:
+    with Pool(job.config, host=places.listen, port=port, token=token, tls=tls) as pool:
         write_file(noted, str(pool.port))
-        return simulate(config, workers=pool, folder=folder.aggregator, say=say, stop=stop)
+        yield pool
+
+
+def run(
+    folder: JobFolder, *, stop: Callable[[], bool], say: Callable[[str], None], watch: Watch | None = None
+) -> History:
+    """Do the job in this process, executors and all: nobody restarts it."""
+    job = folder.job()
+    ground = job.ground
+    with _alone(folder), contextlib.ExitStack() as stack:
+        pool = None
+        if ground.workers:
+            pool = stack.enter_context(
+                opened(
+                    job.config,
+                    ground.workers,
+                    logs=folder.worker_log,
+                    tls_cert=ground.tls_certificate,
+                    tls_key=ground.tls_key,
+                    server_host=ground.host,
+                )
+            )
+        return _rounds(folder, job, pool, stop, say, watch)
+
+
+def _rounds(
+    folder: JobFolder,
+    job: FedJob,
+    workers: Workers | None,
+    stop: Callable[[], bool],
+    say: Callable[[str], None],
+    watch: Watch | None = None,
+) -> History:
+    made = build(job.config)
+    if workers is None:
+        workers = InProcess(made, device_for(job.config))
+    return Loop(job.config, made, workers, Journal(folder.aggregator, say=say, watch=watch), stop=stop).run()
 
 
 @contextlib.contextmanager

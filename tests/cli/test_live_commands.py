@@ -231,8 +231,10 @@ def test_no_server_is_told_with_what_to_do(pliant: Callable[..., Said], tmp_path
         ("submit none.yml", "none.yml: No such file or directory"),
         ("submit --name x a.yml b.yml", "--name x for 2 files: names are unique"),
         ("submit --name a/b good.yml", "good.yml:1: name 'a/b': use up to 64 letters"),
-        ("submit conf.yml", "conf.yml:2: job_conf makes it a federated job, which this version of pliant cannot run"),
-        ("submit ip.yml", "ip.yml:1: ps_ip makes it a federated job"),
+        ("submit conf.yml", "conf.yml:2: data_dir: images lie in a file or folder of yours: give its path"),
+        ("submit ip.yml", "ip.yml:1: job_conf is missing: add a list of keys"),
+        ("submit --resume a b.yml", "--resume goes on with what was submitted: leave the file"),
+        ("submit --resume a", "no federated job is called 'a': there are none"),
         ("show", "which job? give its name"),
         ("logs", "which job? give its name"),
         ("stop", "which job? give its name"),
@@ -247,7 +249,7 @@ def test_mistakes_are_told_before_a_server_is_looked_for(
     (tmp_path / "good.py").touch()
     (tmp_path / "good.yml").write_text("program: good.py\nreplicas: 1\n")
     (tmp_path / "conf.yml").write_text("# federated\njob_conf:\n  - job_name: femnist\n")
-    (tmp_path / "ip.yml").write_text("ps_ip: 10.0.0.1\nworker_ips: []\n")
+    (tmp_path / "ip.yml").write_text("ps_ip: 127.0.0.1\n")
     code, out, err = pliant(*words.split())
     assert (code, out) == (2, "")
     assert err.startswith(f"pliant: {told}")

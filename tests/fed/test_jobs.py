@@ -1,0 +1,253 @@
+"""Federated jobs from submission to end, with real processes: kept, killed, resumed, stopped, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pliant.cli import main
+from pliant.errors import ConfigError, NameTaken, UnknownJob
+from pliant.fed import detached
+from pliant.fed.config import FedConfig
+from pliant.fed.job import FedJob, Ground
+from pliant.fed.jobs import JobFolder, Jobs
+from pliant.fed.loop import simulate
+from pliant.train import checkpoint_file
+
+DEADLINE_S = 90.0
+COMMANDS = ("submit", "list_jobs", "logs", "stop", "show", "fed", "report")
+ARTIFACT = """\
+ps_ip: 127.0.0.1
+worker_ips:
+  - 127.0.0.1:2
+exp_path: $HOME/pliant
+auth: {ssh_user: "", ssh_private_key: none}
+job_conf:
+  - job_name: digits
+  - log_path: ./evals
+  - total_worker: 4
+  - num_clients: 30
+  - data_set: digits
+  - model: mlp
+  - task: cv
+  - filter_less: 1
+  - sample_mode: oort
+  - gradient_policy: yogi
+  - epochs: 60
+  - upload_epoch: 2
+  - batch_size: 5
+  - learning_rate: 0.05
+  - eval_interval: 10
+  - overcommit: 1.3
+  - skip_partition: False
+  - batching: 2
+  - moon_phase: full
+"""
+OURS = """\
+name: small
+participants: 4
+rounds: 150
+data: {kind: digits, clients: 30}
+model: mlp
+local: {steps: 2, batch_size: 5, lr: 0.1}
+evaluate_every: 20
+checkpoint_every: 5
+batching: 0
+workers: 0
+"""
+
+
+def until(holds: Callable[[], object], what: str) -> None:
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < deadline_s, f"not within {DEADLINE_S:g} s: {what}"
+        time.sleep(0.01)  # pacing a poll with a deadline
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A user of its own; whatever jobs are left are ended, and then nothing of theirs may run."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("PLIANT_SERVER", raising=False)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for folder in Jobs.of_user().all():
+        detached.stop(folder, kill=True)
+    until(lambda: not processes(tmp_path), "nothing of the jobs is left")
+
+
+def processes(home: Path) -> dict[int, str]:
+    """Everything that was started for jobs of this user: it has inherited where the state is."""
+    mark, found = f"XDG_STATE_HOME={home / 'state'}".encode(), {}
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if mark in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                found[int(name)] = Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+def said(*words: str, code: int = 0) -> Any:
+    with mock.patch.object(main, "COMMANDS", COMMANDS):
+        answer = CliRunner().invoke(main.build(), words)
+    if isinstance(answer.exception, Exception):
+        raise answer.exception
+    assert answer.exit_code == code, answer.output
+    return answer
+
+
+def listed(name: str) -> dict[str, Any]:
+    return next(job for job in json.loads(said("list", "--json").stdout)["federated"] if job["name"] == name)
+
+
+def digest(value: object) -> str:
+    """Of all that a job goes on from: model, aggregator, selector, clock."""
+    if isinstance(value, dict):
+        parts = [f"{key}={digest(each)}" for key, each in sorted(value.items())]
+    elif isinstance(value, list | tuple):
+        parts = [digest(each) for each in value]
+    elif isinstance(value, torch.Tensor | np.ndarray):
+        parts = [str(value.shape), str(value.dtype), hashlib.sha256(np.asarray(value).tobytes()).hexdigest()]
+    else:
+        parts = [repr(value)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def checkpoint(folder: JobFolder) -> tuple[int, str]:
+    found = checkpoint_file.read(folder.aggregator / "checkpoint.safetensors")
+    return found.step, digest(found.state)
+
+
+def undisturbed(folder: JobFolder, path: Path) -> tuple[int, str]:
+    """The checkpoint that the same job has in one process, without any trouble."""
+    start = json.loads((folder.aggregator / "record.jsonl").read_text().splitlines()[0])
+    # How many clients are trained at once was measured, and is part of the job from then on.
+    simulate(folder.job().config.model_copy(update={"batching": start["batching"]}), folder=path / "aggregator")
+    return checkpoint(JobFolder(path))
+
+
+def test_where_jobs_are_and_how_they_are(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path / "home")
+    job = FedJob(config=FedConfig(name="a", rounds=9), ground=Ground(log_path=str(tmp_path / "x")), directory="/")
+    folder = jobs.create(job)
+    assert folder.path.parent == tmp_path / "x" / "logs" / "a"
+    assert jobs.find("a") == folder
+    assert folder.job() == job
+    assert (folder.status().state, folder.status().is_over) == ("interrupted", True)
+    with folder.minded():
+        assert folder.status().state == "running"
+        with pytest.raises(NameTaken, match="the name a is taken by a job that runs"):
+            jobs.create(job)
+        with pytest.raises(NameTaken), folder.minded():
+            pass
+    (folder.aggregator / "record.jsonl").write_text(
+        '{"kind": "round", "round": 3, "clock_s": 7.5}\n{"kind": "test", "accuracy": 0.5}\n{"kind": "round", "rou'
+    )
+    folder.end("failed", 3, "no luck")
+    status = folder.status()
+    assert (status.state, status.why, status.exit_code, status.round, status.accuracy) == (
+        "failed",
+        "no luck",
+        3,
+        3,
+        0.5,
+    )
+    again = jobs.create(job)
+    assert again.path != folder.path
+    assert jobs.find("a") == again
+    assert [each.path for each in jobs.all()] == [again.path]
+    with pytest.raises(ConfigError, match="leave time_stamp out"):
+        jobs.create(job.model_copy(update={"time": again.path.name}))
+    with pytest.raises(UnknownJob, match="no federated job is called 'b': there are a"):
+        jobs.find("b")
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_a_job_with_the_artifacts_keys_survives_its_server_and_is_listed_told_and_compared(home: Path) -> None:
+    (home / "conf.yml").write_text(ARTIFACT)
+    answer = said("submit", "conf.yml")
+    assert answer.stdout == "digits\n"
+    assert "conf.yml:25: moon_phase is not known, and has no effect" in answer.stderr
+    folder = Jobs.of_user().find("digits")
+    assert folder.path.parent == home / "evals" / "logs" / "digits"
+    with pytest.raises(NameTaken, match="the name digits is taken"):
+        said("submit", "conf.yml")
+    until(lambda: folder.progress()[0] >= 15, "15 rounds are done")
+    assert listed("digits")["state"] == "running"
+    before = folder.read("server.json")
+    assert before is not None
+    os.kill(before["pid"], signal.SIGKILL)
+    until(lambda: folder.read("server.json") != before, "there is another server")
+    until(lambda: not folder.is_minded(), "the job has ended")
+    job = listed("digits")
+    assert (job["state"], job["round"], job["exit_code"]) == ("finished", 60, 0), folder.log.read_text()
+    assert checkpoint(folder) == undisturbed(folder, home / "alone")
+    log = said("logs", "digits").stdout
+    assert "the server was killed (signal 9); it goes on from its checkpoint" in log
+    assert "goes on after round" in log
+    assert said("logs", "-n", "1", "-f", "digits").stdout == log.splitlines(keepends=True)[-1]
+    assert said("stop", "digits").exit_code == 0
+    assert [path.name for path in sorted((folder.path / "worker").iterdir())] == ["log_0", "log_1"]
+    report = json.loads(
+        said("report", "--compare", "digits", str(folder.aggregator / "training_perf"), "--json").stdout
+    )
+    assert [run["reached"]["round"] for run in report["runs"]] == [report["runs"][0]["reached"]["round"]] * 2
+    assert report["target"] > 0.5
+    assert not processes(home)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_a_job_whose_keeper_was_killed_is_resumed_to_the_same_bits_and_can_be_stopped(home: Path) -> None:
+    (home / "small.yml").write_text(OURS)
+    said("submit", "small.yml")
+    folder = Jobs.of_user().find("small")
+    until(lambda: folder.progress()[0] >= 12, "12 rounds are done")
+    keeper = folder.keeper()
+    assert keeper is not None
+    os.kill(keeper, signal.SIGKILL)
+    until(lambda: not processes(home), "the server ends with its keeper")
+    assert listed("small")["state"] == "interrupted"
+    assert "pliant submit --resume small" in listed("small")["why"]
+    done = folder.progress()[0]
+    assert said("submit", "--resume", "small").stdout == "small\n"
+    until(lambda: folder.progress()[0] > done, "it goes on")
+    with pytest.raises(NameTaken, match="small is running"):
+        said("submit", "--resume", "small")
+    said("stop", "small")
+    job = listed("small")
+    assert (job["state"], job["why"]) == ("stopped", "after its round")
+    assert job["round"] < 150
+    assert not processes(home)
+    said("fed", "run", "--resume", "small")
+    assert listed("small")["state"] == "finished"
+    assert checkpoint(folder) == undisturbed(folder, home / "alone")
+    with pytest.raises(ConfigError, match="small has finished: there is nothing to go on with"):
+        said("submit", "--resume", "small")
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_what_cannot_run_ends_with_the_reason_and_kill_waits_for_nothing(home: Path) -> None:
+    (home / "mine.py").write_text("def data(): raise ValueError('no data today')\n")
+    (home / "bad.yml").write_text("participants: 2\nname: bad\ndata: {kind: 'mine:data'}\nworkers: 0\n")
+    said("submit", "bad.yml", "--wait", code=1)
+    assert "no data today" in listed("bad")["why"]
+    (home / "long.yml").write_text(OURS.replace("name: small", "name: long").replace("workers: 0", "workers: 1"))
+    said("submit", "long.yml")
+    said("stop", "--kill", "long")
+    assert listed("long")["state"] == "stopped"
+    assert not processes(home)
