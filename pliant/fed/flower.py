@@ -26,7 +26,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricReco
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
-from pliant.errors import CheckpointError, ConfigError, TrainError
+from pliant.errors import CheckpointError, ConfigError, NoClient, TrainError
 from pliant.fed import checkpoints, selectors
 from pliant.fed.aggregators import FedProx
 from pliant.fed.checkpoints import Saved
@@ -42,7 +42,6 @@ from pliant.fed.updates import Update, Weights
 from pliant.fed.world import SELECTION, seed_for
 
 log = logging.getLogger(__name__)
-SAID_EVERY_S = 10.0
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
@@ -111,6 +110,7 @@ class Guided(Strategy):
 
         Raises:
             CheckpointError: what the folder holds is damaged, or another job's.
+            NoClient: the selector has wanted none of those who are there for `patience_s`.
         """
         rounds = self.config.rounds if num_rounds is None else num_rounds
         deadline_s = self.config.deadline_s or timeout or self._timeout_s
@@ -126,11 +126,14 @@ class Guided(Strategy):
                 if told is not None:
                     result.train_metrics_clientapp[number] = told
                 due = number % self.config.evaluate_every == 0 or number == rounds
-                if due and evaluate_fn is not None and (tested := evaluate_fn(number, arrays)) is not None:
+                tested = evaluate_fn(number, arrays) if due and evaluate_fn is not None else None
+                if tested is not None:
                     result.evaluate_metrics_serverapp[number] = tested
-                    if self._tested(number, tested):
-                        why = "target"
-                        break
+                reached = tested is not None and self._tested(number, tested)
+                self._save(number)
+                if reached:
+                    why = "target"
+                    break
             self.journal.end(why)
         finally:
             self.journal.close()
@@ -144,9 +147,8 @@ class Guided(Strategy):
         """Invitations for the clients that the selector picks; waits until enough are there."""
         self._layout = Layout.of(arrays, self._buffers)
         self._model = self._layout.weights(arrays)
-        idle = self._wait_for_clients(grid)
-        self._there, self._round_begun_s, self._took_s = len(idle), self._clock_s, {}
-        picked = [int(client) for client in self.selector.select(self.config.invited, idle)]
+        picked = self._picked(grid)
+        self._round_begun_s, self._took_s = self._clock_s, {}
         self._invited = {self.nodes.node_of(client): client for client in picked}
         content = RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord({**config, **self._orders(server_round)})})
         return [self.nodes.message(content, node_id, MessageType.TRAIN, server_round) for node_id in self._invited]
@@ -178,7 +180,6 @@ class Guided(Strategy):
             selector=finite(self.selector.figures),
         )
         self.journal.round(self.round)
-        self._save(server_round)
         told = MetricRecord({"clients": len(came), "duration-s": self.round.duration_s})
         if self.round.loss is not None:
             told[LOSS] = self.round.loss
@@ -207,24 +208,19 @@ class Guided(Strategy):
         """Since the job began, without the time that its server was away."""
         return time.monotonic() - self._zero_s
 
-    def _wait_for_clients(self, grid: Grid) -> list[int]:
-        """Idle clients, as soon as there are enough; after `patience_s` since there was one, fewer will do."""
-        since_s = said_s = -math.inf
+    def _picked(self, grid: Grid) -> list[int]:
+        """Whom the selector wants of those that are idle; where it wants nobody, others may still come."""
+        until_s: float | None = None
         while True:
-            self.nodes.late(self.nodes.look(grid))
-            idle, now_s = self.nodes.idle, time.monotonic()
-            if len(idle) >= self._least:
-                return idle
-            if not idle:
-                since_s = -math.inf
-            elif since_s < 0:
-                since_s = now_s
-            elif now_s - since_s >= self._patience_s:
-                log.warning("%d of %d clients are there: the round begins without the others", len(idle), self._least)
-                return idle
-            if now_s - said_s >= SAID_EVERY_S:
-                log.info("waiting for clients: %d of %d are there and idle", len(idle), self._least)
-                said_s = now_s
+            idle = self.nodes.wait(grid, self._least, patience_s=self._patience_s, poll_s=self._poll_s)
+            self._there = len(idle)
+            try:
+                return [int(client) for client in self.selector.select(self.config.invited, idle)]
+            except NoClient:
+                now_s = time.monotonic()
+                until_s = now_s + self._patience_s if until_s is None else until_s
+                if now_s >= until_s:
+                    raise
             time.sleep(self._poll_s)
 
     def _orders(self, number: int) -> dict[str, int | float]:

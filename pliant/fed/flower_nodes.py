@@ -25,6 +25,7 @@ from pliant.fed.population import BELIEVED
 from pliant.fed.selection import PopulationSelector
 
 log = logging.getLogger(__name__)
+SAID_EVERY_S = 10.0
 STRANGERS = 1 << 40
 """Clients that are known by their nodes have numbers from here on."""
 
@@ -88,6 +89,26 @@ class Nodes:
                 self._seat(node_id, self._stranger(node_id))
         return self.collect(grid)
 
+    def wait(self, grid: Grid, least: int, *, patience_s: float, poll_s: float) -> list[int]:
+        """Idle clients, as soon as there are `least`; after `patience_s` since there was one, fewer will do."""
+        since_s = said_s = -math.inf
+        while True:
+            self.late(self.look(grid))
+            idle, now_s = self.idle, time.monotonic()
+            if len(idle) >= least:
+                return idle
+            if not idle:
+                since_s = -math.inf
+            elif since_s < 0:
+                since_s = now_s
+            elif now_s - since_s >= patience_s:
+                log.warning("%d of %d clients are there: the round begins without the others", len(idle), least)
+                return idle
+            if now_s - said_s >= SAID_EVERY_S:
+                log.info("waiting for clients: %d of %d are there and idle", len(idle), least)
+                said_s = now_s
+            time.sleep(poll_s)
+
     def send(self, grid: Grid, messages: Sequence[Message], round_number: int) -> None:
         """Have clients' nodes get these."""
         now_s = time.monotonic()
@@ -119,9 +140,10 @@ class Nodes:
     def late(self, answers: Iterable[Answer]) -> None:
         """Answers to rounds that are over: how long they took is still worth knowing."""
         for answer in answers:
-            took_s = answer.took_s if answer.message.has_error() else duration_s(answer.message, answer.took_s)
-            if BELIEVED[0] <= took_s <= BELIEVED[1]:
-                self._selector.register([answer.order.client], duration_s=[took_s])
+            if not answer.message.has_error():
+                took_s = duration_s(answer.message, answer.took_s)
+                if BELIEVED[0] <= took_s <= BELIEVED[1]:
+                    self._selector.register([answer.order.client], duration_s=[took_s])
 
     def waiting(self, round_number: int) -> set[int]:
         """Clients whose answers to this round are not here."""

@@ -21,8 +21,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 APP = Path(__file__).parent / "flower_app"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "flower"
 BIN = Path(sys.executable).parent
-DEADLINE_S = 100.0
+DEADLINE_S = 240.0
 MARK = "PLIANT_FLOWER_TEST"
 
 
@@ -176,6 +177,13 @@ def _environ(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:  # gone, or somebody else's
         return []
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def descendants(pid: int) -> list[int]:

@@ -16,12 +16,14 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from squares.client_app import app, trained
 from squares.server_app import BUFFERS, config_of, initial
 
-from pliant.errors import CheckpointError, ConfigError
+from pliant.errors import CheckpointError, ConfigError, NoClient
 from pliant.fed.flower import Guided
 from pliant.fed.flower_arrays import Layout
 from pliant.fed.flower_client import introduction, metrics
 from pliant.fed.selection import statistical_utility
 
+ONCE = {"kind": "oort", "blacklist_rounds": 1, "blacklist_max_len": 1.0}
+"""Never twice the same client."""
 RUN = {"rounds": 4, "participants": 3, "overcommit": 1.4}
 
 
@@ -170,6 +172,14 @@ def test_a_round_without_enough_clients_begins_after_a_while_and_ends_at_its_dea
     guided.start(grid, initial())
     assert guided.round is not None
     assert (guided.round.there, guided.round.aggregated, guided.round.cut) == (2, (0,), (1,))
+
+
+def test_a_selector_that_wants_nobody_is_waited_for_and_then_named() -> None:
+    guided = strategy(rounds=30, participants=2, overcommit=1.0, least=2, patience_s=0.05, selector=ONCE)
+    with pytest.raises(NoClient):
+        guided.start(federation(2), initial())
+    assert guided.round is not None
+    assert guided.round.round < 30
 
 
 def test_flowers_privacy_goes_around_ours() -> None:

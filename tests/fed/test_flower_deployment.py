@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from flower_loopback import by_hand, rounds_in
-from flower_processes import APP, Deployment, node_key, until
+from flower_processes import APP, EXAMPLE, Deployment, command_line, descendants, node_key, until
+from gang import FULL
 from squares.server_app import BUFFERS
 
 from pliant.fed.checkpoints import NAME
@@ -63,3 +66,26 @@ def test_a_node_is_killed_in_a_round_and_comes_back(flower: Deployment, tmp_path
     flower.kill(deceived)
     flower.supernode("stranger", 5, keys[4])
     until(lambda: 'activate-node HTTP/1.1" 412' in flower.log("link"), "a node whose key is not registered is refused")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not FULL, reason="a minute of imports of torch: with PLIANT_FULL=1")
+def test_the_example_is_deployed_and_goes_on_after_its_server_was_killed(flower: Deployment, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    keys = [node_key(tmp_path / f"node{i}") for i in range(3)]
+    flower.superlink()
+    flower.register(keys)
+    for client in range(3):
+        flower.supernode(f"node{client}", client, keys[client])
+    settings = {"participants": 2, "overcommit": 1.5, "least": 3, "clients": 3, "folder": str(out)}
+    flower.run(EXAMPLE, {"rounds": 50, **settings})
+    until(lambda: len(rounds_in(out)) >= 2, "two rounds")
+    for pid in descendants(flower.processes[0].pid):
+        if "flwr-serverapp" in command_line(pid):
+            os.kill(pid, signal.SIGKILL)
+    done = checkpoint_file.read(out / NAME).step
+    flower.run(EXAMPLE, {"rounds": done + 1, **settings})
+    until(lambda: '"end"' in (out / "record.jsonl").read_text(), "the rest is done")
+    rounds = rounds_in(out)
+    assert [each["round"] for each in rounds] == list(range(1, done + 2))
+    assert rounds[-1]["clock_s"] > rounds[-2]["clock_s"]
