@@ -28,7 +28,13 @@ def find(name: str, server: str = "", state: str = "") -> JobFolder | None:
 def all_jobs(server: str = "", state: str = "") -> list[FedStatus]:
     from pliant.fed.jobs import Jobs
 
-    return [] if server or state else [folder.status() for folder in Jobs.of_user().all()]
+    found: list[FedStatus] = []
+    for folder in [] if server or state else Jobs.of_user().all():
+        try:
+            found.append(folder.status())
+        except ConfigError as error:
+            print(f"pliant: {error}", file=sys.stderr)  # one damaged job must not hide the others
+    return found
 
 
 def names() -> set[str]:

@@ -31,6 +31,8 @@ from pliant.launch.registry import start_ticks
 
 State = Literal["running", "finished", "failed", "stopped", "interrupted"]
 TAIL_BYTES = 1 << 18
+GLANCE_S = 0.5
+"""Somebody who only looks holds a lock for an instant."""
 GO_ON = "`pliant submit --resume {}` goes on from its checkpoint"
 
 
@@ -113,10 +115,16 @@ class JobFolder:
         """
         lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise NameTaken(f"{self.path.parent.name} is running: stop it first, or give another --name") from None
+            deadline_s = time.monotonic() + GLANCE_S
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except OSError:
+                    if time.monotonic() > deadline_s:
+                        name = self.path.parent.name
+                        raise NameTaken(f"{name} is running: stop it first, or give another --name") from None
+                    time.sleep(0.01)
             yield lock
         finally:
             os.close(lock)
@@ -127,7 +135,7 @@ class JobFolder:
         except OSError:
             return False
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return True
         finally:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from pliant.errors import PliantError
@@ -43,6 +44,24 @@ def say(line: str) -> None:
     print(time.strftime("%Y-%m-%d %H:%M:%S"), line, flush=True)
 
 
+@dataclass(slots=True)
+class Restarts:
+    """Whether a server that was killed is started again. Pure."""
+
+    checkpoint_s: float = 0.0
+    """Of the last one that was there when a server was killed."""
+    vain: int = 0
+    """How often in a row servers were killed without a new one."""
+
+    def after(self, checkpoint_s: float) -> float | None:
+        """The pause before the next start; None: there is none, it would be killed again."""
+        self.vain = 1 if checkpoint_s > self.checkpoint_s else self.vain + 1
+        self.checkpoint_s = checkpoint_s
+        if self.vain >= MAX_VAIN:
+            return None
+        return 0.0 if self.vain == 1 else min(MAX_PAUSE_S, FIRST_PAUSE_S * 2**self.vain)
+
+
 class Keeper:
     def __init__(self, folder: JobFolder) -> None:
         self._folder = folder
@@ -52,8 +71,7 @@ class Keeper:
         self._stop_by_s: float | None = None
         """When a job that was told to stop is ended."""
         self._is_staffed = True
-        self._vain = 0
-        self._checkpoint = 0.0
+        self._restarts = Restarts()
 
     def keep(self) -> tuple[State, int, str]:
         """Until the job has ended: how."""
@@ -103,16 +121,9 @@ class Keeper:
         why = last_line(self._folder.log)
         if code > 0:
             return "failed", code, why.removeprefix("pliant: ")
-        now = self._checkpoint_time()
-        self._vain = 1 if now > self._checkpoint else self._vain + 1
-        self._checkpoint = now
-        if self._vain >= MAX_VAIN:
-            return (
-                "failed",
-                code,
-                f"its server was killed (signal {-code}) {MAX_VAIN} times without getting any further",
-            )
-        pause_s = 0.0 if self._vain == 1 else min(MAX_PAUSE_S, FIRST_PAUSE_S * 2**self._vain)
+        pause_s = self._restarts.after(self._checkpoint_time())
+        if pause_s is None:
+            return "failed", 1, f"its server was killed (signal {-code}) {MAX_VAIN} times without getting any further"
         say(f"the server was killed (signal {-code}); it goes on from its checkpoint in {pause_s:g} s")
         time.sleep(pause_s)
         self._start_server()

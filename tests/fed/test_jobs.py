@@ -24,6 +24,7 @@ from pliant.fed import detached
 from pliant.fed.config import FedConfig
 from pliant.fed.job import FedJob, Ground
 from pliant.fed.jobs import JobFolder, Jobs
+from pliant.fed.keeper import Restarts
 from pliant.fed.loop import simulate
 from pliant.train import checkpoint_file
 
@@ -172,6 +173,25 @@ def test_where_jobs_are_and_how_they_are(tmp_path: Path) -> None:
         jobs.create(job.model_copy(update={"time": again.path.name}))
     with pytest.raises(UnknownJob, match="no federated job is called 'b': there are a"):
         jobs.find("b")
+
+
+def test_a_server_that_gets_no_further_is_not_started_for_ever() -> None:
+    restarts = Restarts()
+    assert [restarts.after(checkpoint_s) for checkpoint_s in (5.0, 6.0, 6.0, 7.0)] == [0.0, 0.0, 0.8, 0.0]
+    assert [restarts.after(7.0) for _ in range(4)] == [0.8, 1.6, 3.0, None]
+
+
+def test_a_damaged_job_does_not_hide_the_others(home: Path) -> None:
+    for name in ("a", "b"):
+        Jobs.of_user().create(
+            FedJob(config=FedConfig(name=name), ground=Ground(log_path=str(home)), directory=str(home))
+        )
+    (Jobs.of_user().find("a").path / "job.json").write_text("{")
+    answer = said("list", "-q")
+    assert answer.stdout == "b\n"
+    assert "its job.json is damaged" in answer.stderr
+    assert "round 0 of 100" in said("list").stdout
+    assert "interrupted" in said("show", "b").stdout
 
 
 @pytest.mark.processes
