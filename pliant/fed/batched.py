@@ -44,9 +44,11 @@ class Outcome:
 class Together:
     """A model's way to train many clients at once."""
 
-    def __init__(self, task: Task, module: nn.Module, gradients: Gradients) -> None:
-        """`module` is only asked what is trained."""
-        self._task, self._gradients = task, gradients
+    def __init__(self, task: Task, module: nn.Module, known: layered.Layered | None) -> None:
+        """`module` is one of the clients' model; its own parameters are never used."""
+        self._task, self.layered = task, known
+        """As layers of many models; None where only vmap can do it."""
+        self._gradients = by_layers(known) if known is not None else by_vmap(module)
         self._names = [name for name, _ in module.named_parameters()]
         self._learning = [name for name, each in module.named_parameters() if each.requires_grad]
         self._buffers = [name for name, _ in module.named_buffers()]
@@ -153,19 +155,17 @@ def by_vmap(module: nn.Module) -> Gradients:
     return gradients
 
 
-def together(task: Task) -> Callable[[nn.Module], Together] | None:
-    """How to train many clients of this task at once, given a module on the device; None: only in turn."""
-    module = task.model().train()
-    for each in module.modules():
+def together(task: Task, module: nn.Module) -> Together | None:
+    """How to train many clients of this task at once with `module`, a model of it on any device; None: only in turn."""
+    trial = task.model().train()
+    for each in trial.modules():
         if isinstance(each, nn.Dropout):
             each.p = 0.0  # what is drawn differs; the rest must not
-    model = layered.of(module)
-    if model is not None and _right(task, module, by_layers(model)):
-        known = model
-        return lambda there: Together(task, there, by_layers(layered.of(there) or known))
-    if _right(task, module, by_vmap(module)):
-        return lambda there: Together(task, there, by_vmap(there.train()))
-    return None
+    with torch.random.fork_rng(devices=[]):
+        known = layered.of(trial)
+        if known is not None and _right(task, trial, by_layers(known)):
+            return Together(task, module, layered.of(module))
+        return Together(task, module, None) if _right(task, trial, by_vmap(trial)) else None
 
 
 def _right(task: Task, module: nn.Module, gradients: Gradients) -> bool:

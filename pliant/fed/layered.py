@@ -30,7 +30,7 @@ class _Unknown(Exception):
 
 
 class Layered:
-    """The forward pass, in training, of many models of one architecture."""
+    """The forward pass of many models of one architecture; in training or not, as the traced module is then."""
 
     def __init__(self, ops: list[tuple[Op, list[int]]]) -> None:
         self._ops = ops
@@ -41,6 +41,11 @@ class Layered:
         for op, places in self._ops:
             values.append(op(tensors, [values[i] for i in places]))
         return values[-1]
+
+    def alone(self, module: nn.Module, inputs: Tensor) -> Tensor:
+        """Samples x outputs of one model, the module itself: what it would answer, but faster on CPUs."""
+        tensors = {name: each.unsqueeze(0) for name, each in (*module.named_parameters(), *module.named_buffers())}
+        return self(tensors, inputs.movedim(0, -1).contiguous().unsqueeze(0))[0].t()
 
 
 def of(module: nn.Module) -> Layered | None:
@@ -124,10 +129,11 @@ def _norm(path: str, module: nn.BatchNorm2d) -> Op:
     part, epsilon = module.momentum, module.eps
 
     def normed(t: Mapping[str, Tensor], given: list[Tensor]) -> Tensor:
-        t[f"{path}.num_batches_tracked"].add_(1)
+        if module.training:
+            t[f"{path}.num_batches_tracked"].add_(1)
         mean, variance = t[f"{path}.running_mean"], t[f"{path}.running_var"]
         weight, bias = t.get(f"{path}.weight"), t.get(f"{path}.bias")
-        return layers.batch_norm(given[0], weight, bias, mean, variance, part, epsilon)
+        return layers.batch_norm(given[0], weight, bias, mean, variance, part, epsilon, module.training)
 
     return normed
 

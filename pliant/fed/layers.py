@@ -7,6 +7,7 @@ one of a batch. A model's gradients come from the sum of all models' losses, sin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -116,6 +117,8 @@ def _joined(strips: Sequence[Tensor], shape: Sequence[int], wide: int, stride: P
 
 def max_pool2d(images: Tensor, size: Pair) -> Tensor:
     """Of windows that do not overlap; what is left at the edges does not count."""
+    if not images.requires_grad:
+        return functools.reduce(torch.maximum, windows(images, size))
     made: Tensor = _MaxPool.apply(images, size)  # type: ignore[no-untyped-call]
     return made
 
@@ -169,9 +172,13 @@ def batch_norm(
     variance: Tensor,
     part: float,
     epsilon: float,
+    training: bool,
 ) -> Tensor:
-    """By each model's own batch; `mean` and `variance` (models x channels, contiguous) move by `part` towards it."""
+    """By each model's own batch; `mean` and `variance` (models x channels, contiguous) move by `part` towards it.
+
+    Where nobody trains, by `mean` and `variance`.
+    """
     flat = inputs.reshape(1, inputs.shape[0] * inputs.shape[1], -1)
     scale, shift = (None if each is None else each.reshape(-1) for each in (weight, bias))
-    normed = F.batch_norm(flat, mean.view(-1), variance.view(-1), scale, shift, True, part, epsilon)
+    normed = F.batch_norm(flat, mean.view(-1), variance.view(-1), scale, shift, training, part, epsilon)
     return normed.view(inputs.shape)

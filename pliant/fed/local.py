@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,8 +78,7 @@ class Trainer:
     @cached_property
     def together(self) -> Together | None:
         """How several clients are trained at once; None where the model does not allow it."""
-        way = together(self.task)
-        return way(self.module) if way is not None else None
+        return together(self.task, self.module)
 
     def _in_turn(self, start: Weights, client: int, steps: int, unit: Training) -> Trained:
         """One client's part of a round: a plain loop."""
@@ -118,11 +118,13 @@ class Trainer:
             self._test = Feed(self.task.test, self.device)
         model.into(self.module)
         self.module.eval()
+        way = self.together if self.device.type == "cpu" else None
+        known = way.layered if way is not None else None
         score = Score(0, 0, 0, 0.0)
         with torch.no_grad():
             for begin in range(unit.begin, unit.end, PART):
                 inputs, labels = self._test.part(begin, min(begin + PART, unit.end))
-                score += scored(self.module(inputs), labels)
+                score += scored(self.module(inputs) if known is None else known.alone(self.module, inputs), labels)
         return score
 
 
@@ -198,16 +200,34 @@ def alone(device: torch.device) -> Iterator[None]:
     threads, generators = torch.get_num_threads(), {torch.default_generator, _generator(device)}
     states = [(each, each.get_state()) for each in generators]
     torch.set_num_threads(1)
-    precision = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+        with exact_kernels() if device.type == "cuda" else nullcontext():
             yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = precision
         torch.set_num_threads(threads)
         for generator, state in states:
             generator.set_state(state)
+
+
+@contextmanager
+def exact_kernels() -> Iterator[None]:
+    """On GPUs: no TF32, or training at once and in turn would differ by more than rounding; and no kernels by trial."""
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    wanted: list[tuple[Any, str, object]] = [
+        # The older switches, too: torch refuses to answer where the two contradict each other. They reset the newer ones.
+        *((part, "allow_tf32", False) for part in (cuda, cudnn)),
+        *((part, "fp32_precision", "ieee") for part in (cuda, cudnn.conv, cudnn.rnn)),  # type: ignore[attr-defined]
+        (cudnn, "benchmark", False),
+        (cudnn, "deterministic", True),
+    ]
+    before = [(part, name, getattr(part, name)) for part, name, _ in wanted]
+    try:
+        for part, name, value in wanted:
+            setattr(part, name, value)
+        yield
+    finally:
+        for part, name, value in before:
+            setattr(part, name, value)
 
 
 class InProcess:

@@ -147,7 +147,7 @@ def test_what_models_draw_follows_from_the_unit() -> None:
 
 def test_a_model_that_looks_at_values_is_trained_in_turn() -> None:
     task = task_of(model=f"{__name__}:Plain")
-    assert together(task) is None
+    assert together(task, task.model()) is None
     trainer = Trainer(task)
     both = run(trainer, (1, 2), (3, 2))
     assert apart(both[1], run(trainer, (2,), (2,))[0]) == 0
@@ -156,7 +156,7 @@ def test_a_model_that_looks_at_values_is_trained_in_turn() -> None:
 def test_a_model_with_something_unknown_goes_by_vmap() -> None:
     task = task_of(model=f"{__name__}:Scaled")
     assert layered.of(task.model()) is None
-    assert together(task) is not None
+    assert together(task, task.model()) is not None
     trainer = Trainer(task)
     assert apart(run(trainer, (1, 2), (3, 3))[0], run(trainer, (1,), (3,))[0]) < CLOSE
 
@@ -189,6 +189,8 @@ def test_layers_of_many_models_are_each_models_layers(make: Callable[[], nn.Modu
         found.append([*gradients, losses, *others.values()])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    model.eval()
+    torch.testing.assert_close(known.alone(model, images[0]), model(images[0]), rtol=1e-4, atol=1e-5)
 
 
 def test_of_equal_pixels_the_first_learns() -> None:
