@@ -79,8 +79,8 @@ class Executor:
                 self._model = layout, parcels.unpacked(layout, letter.frame.payload)
             case Kind.UNIT:
                 number = int(letter.frame.body.get("id", -1))
-                if number in self._mail.cancelled:
-                    self._mail.cancelled.discard(number)
+                if (letter.connection, number) in self._mail.cancelled:
+                    self._mail.cancelled.discard((letter.connection, number))
                 else:
                     self._do(letter.connection, number, parcels.unit_from_json(letter.frame.body.get("unit", {})))
             case _:

@@ -7,6 +7,7 @@ done, and the server hears of an executor however long a unit takes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import queue
@@ -14,6 +15,7 @@ import signal
 import socket
 import ssl
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,15 +100,18 @@ class Mail:
             if self._link is not None and connection == self.connection:
                 self._link.send(kind, body, payload)
 
-        assert self._loop is not None, "started"
-        self._loop.call_soon_threadsafe(now)
+        self._call(now)
 
     def leave(self, why: str) -> None:
         """Tell the server that, and hang up; waits for a moment until that is done."""
         gone = threading.Event()
-        assert self._loop is not None, "started"
-        self._loop.call_soon_threadsafe(self._leave, why, gone)
+        self._call(lambda: self._leave(why, gone))
         gone.wait(LEAVING_S)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        assert self._loop is not None, "started"
+        with contextlib.suppress(RuntimeError):  # the thread has ended, which the inbox tells
+            self._loop.call_soon_threadsafe(function)
 
     def _leave(self, why: str, gone: threading.Event) -> None:
         if self._link is None:

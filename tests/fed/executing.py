@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -22,6 +24,7 @@ from typing import Any
 import gang
 import torch
 
+from pliant.fed import greeting, wire
 from pliant.fed.config import FedConfig
 from pliant.fed.journal import Journal
 from pliant.fed.local import InProcess
@@ -277,6 +280,31 @@ def held(folder: Path, pool: Pool) -> Callable[[], int]:
         return next((each.pid for each in pool.executors() if each.holding and each.pid in waiting), 0)
 
     return look
+
+
+# Somebody who speaks as an executor does
+
+
+def proved(address: str) -> socket.socket:
+    """A connection of somebody who knows the token, after the welcome."""
+    host, _, port = address.rpartition(":")
+    sock = socket.create_connection((host, int(port)), 10)
+    mine = greeting.nonce()
+    say(sock, wire.Kind.HELLO, {"protocol": greeting.PROTOCOL, "nonce": mine, "name": "fake", "pid": 1})
+    challenge = frame(sock)
+    say(sock, wire.Kind.PROOF, {"proof": greeting.proof(TOKEN, "executor", f"{mine} {challenge['nonce']}")})
+    assert "config" in frame(sock)
+    return sock
+
+
+def frame(sock: socket.socket) -> dict[str, object]:
+    _, _, num_body, _ = wire.HEAD.unpack(sock.recv(wire.HEAD.size, socket.MSG_WAITALL))
+    found: dict[str, object] = json.loads(sock.recv(num_body, socket.MSG_WAITALL))
+    return found
+
+
+def say(sock: socket.socket, kind: wire.Kind, body: dict[str, Any]) -> None:
+    sock.sendall(b"".join(wire.encoded(kind, body)))
 
 
 def _launcher(count: int) -> int:

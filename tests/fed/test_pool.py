@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from executing import TOKEN, Disturbed, Nursery, Outcome, held, outcome, sha256, small, until
+from executing import TOKEN, Disturbed, Nursery, Outcome, held, outcome, proved, say, sha256, small, until
 from gang import FULL, free_port
 
 from pliant.errors import LaunchError, TrainError
+from pliant.fed import wire
 from pliant.fed.aggregation import FedAvg
 from pliant.fed.config import FedConfig
+from pliant.fed.executor import fingerprint
 from pliant.fed.local import InProcess
 from pliant.fed.pool import Pool
 from pliant.fed.task import build
@@ -224,6 +226,44 @@ def test_the_server_is_killed_and_goes_on_from_its_checkpoint(ward: Nursery, tmp
     assert found == expected
     assert [child.wait() for child in executors] == [0, 0]
     assert all("lost the server" in child.said() for child in executors)
+
+
+def test_the_job_ends_while_an_executor_is_at_work(ward: Nursery, tmp_path: Path, no_leaks: None) -> None:
+    """It finishes what nobody wants any more, and ends well."""
+    config = small(tmp_path)
+    with Pool(config, token=TOKEN) as pool:
+        (child,) = ward.started(tmp_path, pool, 1)
+
+        def disturb() -> None:
+            until(held(tmp_path, pool), "a unit in somebody's hands")
+            pool.fail("enough")
+            pool.close(over=True)
+
+        with pytest.raises(LaunchError, match="enough"):
+            outcome(config, Disturbed(pool, tmp_path / "gate", 1, disturb))
+    assert child.wait() == 0, child.said()
+
+
+def test_what_one_server_has_taken_back_the_next_one_is_done(ward: Nursery, tmp_path: Path, no_leaks: None) -> None:
+    """The second unit is ahead at the one, and taken over by another; the next server's second unit has the same number."""
+    config = small(tmp_path, participants=2)
+    port = free_port("127.0.0.1")
+    with Pool(config, port=port, token=TOKEN) as pool:
+        (child,) = ward.started(tmp_path, pool, 1)
+
+        def disturb() -> None:
+            until(held(tmp_path, pool), "a unit in somebody's hands")
+            with proved(pool.address) as thief:
+                say(thief, wire.Kind.READY, {"task": fingerprint(build(config))})
+                until(lambda: [e for e in pool.executors() if e.name == "fake" and e.holding], "a unit of the thief's")
+                pool.fail("enough")
+
+        with pytest.raises(LaunchError, match="enough"):
+            outcome(config, Disturbed(pool, tmp_path / "gate", 1, disturb))
+        pool.close(over=False)
+    with Pool(config, port=port, token=TOKEN) as pool:
+        assert outcome(config, pool) == outcome(config)
+    assert child.wait() == 0
 
 
 def test_without_a_server_it_waits_as_long_as_it_was_told(ward: Nursery, tmp_path: Path) -> None:

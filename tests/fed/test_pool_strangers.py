@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import re
 import shutil
@@ -15,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from executing import TOKEN, Disturbed, Nursery, outcome, small, until
+from executing import TOKEN, Disturbed, Nursery, frame, outcome, proved, say, small, until
 
 from pliant.errors import ConfigError
-from pliant.fed import greeting, wire
+from pliant.fed import wire
 from pliant.fed.executor import fingerprint
 from pliant.fed.pool import Pool, server_tls
 from pliant.fed.task import build
@@ -77,26 +76,6 @@ def test_with_certificates_it_is_the_same_and_another_is_refused_on_both_sides(
     assert right.wait() == 0
 
 
-def proved(address: str) -> socket.socket:
-    """A connection of somebody who knows the token, after the welcome."""
-    host, _, port = address.rpartition(":")
-    sock = socket.create_connection((host, int(port)), 10)
-    mine = greeting.nonce()
-    sock.sendall(b"".join(wire.encoded(wire.Kind.HELLO, {"protocol": 1, "nonce": mine, "name": "fake", "pid": 1})))
-    challenge = frame(sock)
-    shown = greeting.proof(TOKEN, "executor", f"{mine} {challenge['nonce']}")
-    sock.sendall(b"".join(wire.encoded(wire.Kind.PROOF, {"proof": shown})))
-    assert "config" in frame(sock)
-    return sock
-
-
-def frame(sock: socket.socket) -> dict[str, object]:
-    file = sock.makefile("rb", buffering=0)
-    _, _, num_body, _ = wire.HEAD.unpack(file.read(wire.HEAD.size) or b"")
-    found: dict[str, object] = json.loads(file.read(num_body) or b"")
-    return found
-
-
 def is_closed(sock: socket.socket) -> bool:
     sock.settimeout(10)
     try:
@@ -124,7 +103,7 @@ def test_who_sends_garbage_is_cut_off_and_harms_nobody(
             assert is_closed(stranger)
         ward.started(tmp_path, pool, 1)
         with proved(pool.address) as fake:
-            fake.sendall(b"".join(wire.encoded(wire.Kind.READY, {"task": fingerprint(build(config))})))
+            say(fake, wire.Kind.READY, {"task": fingerprint(build(config))})
             pool.wait_for(2, 10)
 
             def disturb() -> None:
@@ -180,7 +159,7 @@ def test_other_data_are_refused(ward: Nursery, tmp_path: Path, caplog: pytest.Lo
     with Pool(config, token=TOKEN) as pool:
         ward.started(tmp_path, pool, 1)
         with proved(pool.address) as fake:
-            fake.sendall(b"".join(wire.encoded(wire.Kind.READY, {"task": "another"})))
+            say(fake, wire.Kind.READY, {"task": "another"})
             assert "not those of the first executor" in str(frame(fake))
         assert outcome(config, pool) == outcome(config)
 
