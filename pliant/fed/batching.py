@@ -19,6 +19,7 @@ from pliant.fed.work import Training
 
 ON_CPU = (2, 4, 8, 16)
 ON_GPU = (4, 16, 32, 64, 128, 256)
+SHARES = 4
 STEPS = 5
 """Of a trial: enough that what comes once for a unit does not count too much."""
 BUSY_S = 0.5
@@ -38,7 +39,7 @@ def choose(task: Task, device: str = "cpu", *, limit_s: float = 4.0) -> int:
     # On the CPU, the time that this thread was given: others may be busy, too.
     clock = time.perf_counter if trainer.device.type == "cuda" else time.thread_time
     start = Weights.of(task.model())
-    sizes = _candidates(task, trainer.device)
+    sizes = candidates(task.num_clients, task.config.participants, trainer.device.type)
     began = clock()
     trainer.run(start, _unit(task, 1, 1))
     if not sizes or clock() - began > BUSY_S or trainer.together is None:
@@ -63,10 +64,15 @@ def best(rates: Mapping[int, float]) -> int:
     return min(size for size, rate in rates.items() if size > 1 and rate >= ALIKE * fastest)
 
 
-def _candidates(task: Task, device: torch.device) -> tuple[int, ...]:
-    """On CPUs, rounds should make units for several executors."""
-    most = min(task.num_clients, task.config.participants if device.type == "cuda" else task.config.participants // 4)
-    return tuple(size for size in (ON_GPU if device.type == "cuda" else ON_CPU) if size <= most)
+def candidates(num_clients: int, participants: int, device_type: str) -> tuple[int, ...]:
+    """On CPUs, a round is cut into a multiple of `SHARES` units, so that as many executors are done at the same time."""
+    if device_type == "cuda":
+        return tuple(size for size in ON_GPU if size <= min(num_clients, participants))
+    sizes = set()
+    for size in ON_CPU:
+        units = max(1, round(participants / size / SHARES)) * SHARES
+        sizes.add(-(-participants // units))
+    return tuple(sorted(size for size in sizes if 1 < size <= num_clients))
 
 
 def _rate(trainer: Trainer, start: Weights, size: int, clock: Callable[[], float]) -> float:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from pliant.fed import batching
 from pliant.fed.config import FedConfig
 from pliant.fed.task import build
+from pliant.fed.work import training_units
 
 
 def test_the_smallest_that_is_nearly_the_fastest_is_taken() -> None:
@@ -18,6 +19,16 @@ def test_the_smallest_that_is_nearly_the_fastest_is_taken() -> None:
 def test_what_is_no_faster_is_not_taken() -> None:
     assert batching.best({1: 10, 4: 10.5, 8: 9}) == 1
     assert batching.best({1: 10}) == 1
+
+
+def test_candidates_cut_a_round_into_units_for_four() -> None:
+    assert batching.candidates(500, 20, "cpu") == (3, 5)
+    assert batching.candidates(500, 100, "cpu") == (3, 5, 9, 13)
+    assert all(
+        len(training_units(range(100), [1] * 100, round_number=1, lr=1, batching=b)) % 4 == 0 for b in (5, 9, 13)
+    )
+    assert batching.candidates(500, 4, "cpu") == ()
+    assert batching.candidates(500, 100, "cuda") == (4, 16, 32, 64)
 
 
 class Looking(nn.Module):
@@ -33,7 +44,7 @@ class Looking(nn.Module):
 
 def test_a_measurement_answers_with_a_candidate() -> None:
     given = {"data": {"kind": "digits", "clients": 10}, "participants": 20, "model": "logistic"}
-    assert batching.choose(build(FedConfig.model_validate(given)), limit_s=0.5) in (1, 2, 4)
+    assert batching.choose(build(FedConfig.model_validate(given)), limit_s=0.5) in (1, 3, 5)
     looking = build(FedConfig.model_validate({**given, "model": f"{__name__}:Looking"}))
     assert batching.choose(looking) == 1
     few = build(FedConfig.model_validate({**given, "participants": 4}))
