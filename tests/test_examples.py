@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gang import addresses, free_port, run, specs
+from gang import FULL, addresses, free_port, run, specs
 
 from pliant import record
 
@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GPT = ("--epochs", "4", "--length", "16", "--width", "16", "--layers", "1", "--text")
+GROW = "grow-batch-size:max_batch=64,warmup=20,interval=20,lr=sqrt"
 RESNET = ("--epochs", "1", "--samples", "8", "--batch-size", "2")
 
 
@@ -87,7 +88,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
     folder = tmp_path_factory.mktemp("examples")
     text = folder / "text.txt"
     text.write_text("".join(f"{number} and {number + 1} make {2 * number + 1}. " for number in range(60)))
-    kept = {name: {"record": str(folder / f"{name}.jsonl")} for name in ("v2", "v3", "v4")}
+    kept = {name: {"record": str(folder / f"{name}.jsonl")} for name in ("v2", "v3", "v4", "v5")}
     gpt, resnet = Show(program="gpt.py", arguments=(*GPT, str(text))), Show(program="resnet.py", arguments=RESNET)
     spirals = Show(program="train.py", arguments=("--epochs", "1"))
     pair = perform(
@@ -113,10 +114,12 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
         "digits": Show(program="digits.py", launched=False),
         "replay": Show(program="policies/v1_fixed.py", adapting={"replay": kept["v2"]["record"]}),
         "v4": Show(program="policies/v4_rate.py", launched=False),
+        "v5": Show(program="policies/v5_workers.py", adapting={"policy": GROW, **kept["v5"]}),
         "gpt, less": replace(alone["gpt"], arguments=(*gpt.arguments, "--epochs", "3")),
         "spirals, more": replace(alone["spirals"], arguments=("--epochs", "2")),
     }
-    return Told(pair, perform(alone, 1), {name: _decided(Path(each["record"])) for name, each in kept.items()})
+    said = perform(alone, 1)
+    return Told(pair, said, {name: _decided(Path(each["record"])) for name, each in kept.items()})
 
 
 def _decided(path: Path) -> list[dict[str, Any]]:
@@ -189,13 +192,18 @@ def test_the_tutorials_policies_that_look_at_the_noise(told: Told) -> None:
     assert _epochs(told.pair["v3"][0]) != _epochs(told.pair["v4"][0])
 
 
+def test_the_tutorials_last_version_asks_for_a_worker(told: Told) -> None:
+    assert {each["kind"] for each in told.decided["v5"]} == {"set_batch_size", "set_learning_rate", "resize"}
+    assert len(_epochs(told.alone["v5"][0])) == 4
+
+
+@pytest.mark.skipif(not FULL, reason="the same with a worker that comes: PLIANT_FULL=1")
 def test_the_tutorials_last_version_as_it_is_started(tmp_path: Path) -> None:
     kept = tmp_path / "run.jsonl"
-    grow = "grow-batch-size:max_batch=64,warmup=20,interval=20,lr=sqrt"
     done = subprocess.run(
         [
             str(Path(sys.executable).with_name("pliant")), "run", "-q", "-w", "-np", "1", "-H", "127.0.0.1:2",
-            "--policy", grow, "--record", str(kept), str(EXAMPLES / "policies" / "v5_workers.py"),
+            "--policy", GROW, "--record", str(kept), str(EXAMPLES / "policies" / "v5_workers.py"),
         ],
         capture_output=True,
         text=True,

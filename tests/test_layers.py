@@ -17,7 +17,7 @@ LAYERS = [
     {"comm", "monitor"},
     {"elastic", "policy"},
     {"train", "launch", "lab"},
-    {"fed", "sched"},
+    {"fed", "integrations", "sched"},
     {"bench"},
     {"experiments", "dashboard"},
     {"cli"},

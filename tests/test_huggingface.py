@@ -1,0 +1,139 @@
+"""Hugging Face's Trainer on a job: the bits of the same Trainer under DDP, alone and on two workers.
+
+The oracle is a plain Trainer on two gloo processes, which wraps the model in DistributedDataParallel by itself; only its samples are
+dealt by torch's DistributedSampler, as ours are, and not by accelerate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import runpy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gang import addresses, free_port, run, specs
+
+from pliant.errors import ConfigError, TrainError
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "huggingface.py"
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+EPOCHS, SAMPLES = 2, 88  # 44 for each replica: the last batch is short
+
+
+def digest(model: Any) -> str:
+    state = b"".join(tensor.detach().numpy().tobytes() for tensor in model.state_dict().values())
+    return hashlib.sha256(state).hexdigest()
+
+
+def _oracle(example: dict[str, Any], *, seed: int) -> str:
+    import torch
+    import transformers
+    from torch.utils.data.distributed import DistributedSampler
+
+    class Dealt(transformers.Trainer):
+        def get_train_dataloader(self) -> Any:
+            sampler = DistributedSampler(self.train_dataset, seed=seed)
+            collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
+            return torch.utils.data.DataLoader(self.train_dataset, batch_size=8, sampler=sampler, collate_fn=collate)
+
+        def _run_epoch(self, model: Any, epoch: int, train_dataloader: Any, **kwargs: Any) -> None:
+            train_dataloader.sampler.set_epoch(epoch)
+            super()._run_epoch(model=model, epoch=epoch, train_dataloader=train_dataloader, **kwargs)
+
+    arguments = example["arguments"](EPOCHS)
+    arguments.average_tokens_across_devices = False  # the mean of a batch over its own tokens, as ours
+    trainer = Dealt(model=example["model"](), args=arguments, train_dataset=example["Pairs"](SAMPLES))
+    trainer.train()
+    assert type(trainer.model_wrapped).__name__ == "DistributedDataParallel"
+    return digest(trainer.model)
+
+
+def _ours(example: dict[str, Any], environ: dict[str, str], **options: Any) -> dict[str, Any]:
+    os.environ.update(environ)
+    arguments = example["arguments"](EPOCHS)
+    for name, value in options.items():
+        setattr(arguments, name, value)
+    trainer = example["ElasticTrainer"](
+        model=example["model"](), args=arguments, train_dataset=example["Pairs"](SAMPLES), replicas=2
+    )
+    trainer.train()
+    with pytest.raises(TrainError, match="train was called twice"):
+        trainer.train()
+    return {
+        "digest": digest(trainer.model),
+        "first": trainer.is_world_process_zero(),
+        "logged": len(trainer.state.log_history),
+        "step": trainer.state.global_step,
+        "epoch": trainer.state.epoch,
+        "rate": trainer.lr_scheduler.get_last_lr(),
+    }
+
+
+def _refusals(example: dict[str, Any]) -> dict[str, str]:
+    said = {}
+    for name, value in (
+        ("gradient_accumulation_steps", 2),
+        ("fp16", True),
+        ("train_sampling_strategy", "group_by_length"),
+    ):
+        arguments = example["arguments"](1)
+        setattr(arguments, name, value)
+        trainer = example["ElasticTrainer"](
+            model=example["model"](), args=arguments, train_dataset=example["Pairs"](8), replicas=2
+        )
+        with pytest.raises(ConfigError) as caught:
+            trainer.train()
+        said[name] = str(caught.value)
+    with pytest.raises(ConfigError, match="--resume auto"):
+        trainer.train(resume_from_checkpoint=True)
+    return said
+
+
+def _work(
+    rank: int, torchrun: Sequence[dict[str, str]], members: Sequence[dict[str, str]], place: str
+) -> dict[str, Any]:
+    os.chdir(place)
+    with contextlib.redirect_stdout(io.StringIO()):
+        example = runpy.run_path(str(EXAMPLE))
+        found: dict[str, Any] = {"pair": _ours(example, members[rank])}
+        for name in members[rank]:
+            os.environ.pop(name)
+        if rank == 0:
+            found["alone"] = _ours(example, {})
+            found["stopped"] = _ours(example, {}, max_steps=7)
+            found["other"] = _ours(example, {}, seed=4)["digest"]
+            found["refused"] = _refusals(example)
+        os.environ.update(torchrun[rank])  # accelerate remembers the world it has seen first
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+        found["oracle"] = _oracle(example, seed=3)
+    return found
+
+
+def test_the_bits_are_those_of_the_trainer_under_ddp(tmp_path: Path) -> None:
+    place = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")), "WORLD_SIZE": "2",
+        "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    torchrun = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    members = [member.to_environ() for member in specs(addresses("AA"))]
+    first, second = run(_work, 2, torchrun, members, str(tmp_path), timeout_s=150)
+    oracle = first["oracle"]
+    assert second["oracle"] == oracle
+    assert first["pair"]["digest"] == second["pair"]["digest"] == first["alone"]["digest"] == oracle
+    assert first["other"] != oracle, "another seed"
+    assert (first["alone"]["step"], first["alone"]["epoch"]) == (12, 2)
+    assert (first["stopped"]["step"], first["stopped"]["digest"] != oracle) == (7, True)
+    assert [each["pair"]["first"] for each in (first, second)] == [True, False]
+    assert first["pair"]["logged"] > 0 == second["pair"]["logged"]
+    assert first["pair"]["rate"] == first["alone"]["rate"]
+    assert "that many times the replicas" in first["refused"]["gradient_accumulation_steps"]
+    assert "use bf16=True" in first["refused"]["fp16"]
+    assert "use one of random, sequential" in first["refused"]["train_sampling_strategy"]
