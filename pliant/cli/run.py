@@ -6,12 +6,15 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.core import TyperCommand
 
+from pliant.cli.embedded import page
 from pliant.cli.run_ray import check_place, on_ray
 from pliant.cluster import (
     DEFAULT_RUNNER_PORT,
@@ -187,6 +190,9 @@ def run(
     record: Annotated[
         str, typer.Option("--record", metavar="FILE", help="Append the facts of the run to this file, as JSON lines.")
     ] = "",
+    dash: Annotated[
+        str, typer.Option("--dash", metavar="PORT", help="Show the page of `pliant dash` there while the job runs.")
+    ] = "",
     replay: Annotated[
         str, typer.Option("--replay", metavar="FILE", help="Take this record's decisions on batch and learning rate.")
     ] = "",
@@ -239,6 +245,13 @@ def run(
     from pliant.launch.processes import fill_standard_descriptors
 
     fill_standard_descriptors()
+    if dash and (ssh or on != "local"):
+        raise ConfigError(
+            "--dash is for jobs whose first runner is this one: start `pliant dash RECORD` beside it instead"
+        )
+    kept = ExitStack()
+    if dash and not record:  # the page needs one
+        record = str(Path(kept.enter_context(TemporaryDirectory(prefix="pliant-run-"))) / "record.jsonl")
     options = RunOptions(
         program=tuple(program or ()),
         np=_whole(np, "-np"),
@@ -284,7 +297,9 @@ def run(
         from pliant.cli.run_ssh import over_ssh
 
         raise typer.Exit(over_ssh(ctx, options, user=user, python=remote_python, directory=remote_dir))
-    raise typer.Exit(_launch(options))
+    with kept, page(dash, _absolute(record)):
+        code = _launch(options)
+    raise typer.Exit(code)
 
 
 def _launch(options: RunOptions) -> int:

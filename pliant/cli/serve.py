@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ import typer
 
 from pliant.cli.amounts import counts
 from pliant.cli.cluster_output import ServerFlag, connected, devices_text
+from pliant.cli.embedded import page
 from pliant.errors import ConfigError
 from pliant.launch.duration import parse_duration
 
@@ -50,6 +52,9 @@ def serve(
     interval: Annotated[
         str, typer.Option("--interval", metavar="TIME", help="Decide again after this, if nothing has happened.")
     ] = "5s",
+    dash: Annotated[
+        str, typer.Option("--dash", metavar="PORT", help="Show the page of `pliant dash` there, with the same token.")
+    ] = "",
     on: Annotated[str, typer.Option("--on", metavar="local|ray", help="Where jobs run.")] = "local",
     ray_address: Annotated[
         str,
@@ -89,12 +94,16 @@ def serve(
     )
     logging.basicConfig(level=logging.INFO, format="[serve] %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    run(
-        config,
-        lambda: _ground(on, counts(devices, "--devices"), ray_address),
-        schedulers.make(policy),
-        lambda text: print(text, flush=True),
-    )
+    # The page's token is the server's: from the file, from PLIANT_TOKEN, or the one that the server keeps.
+    shown_token = token_file or ("" if config.token else str(config.state / "token"))
+    with ExitStack() as stack:
+
+        def say(text: str) -> None:
+            print(text, flush=True)
+            if text.startswith("pliant serve at"):  # from now on there is something to show
+                stack.enter_context(page(dash, str(config.state), token_file=shown_token))
+
+        run(config, lambda: _ground(on, counts(devices, "--devices"), ray_address), schedulers.make(policy), say)
 
 
 def _reserve(wanted: dict[str, int], server: str, state: str) -> None:

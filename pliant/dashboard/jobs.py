@@ -77,16 +77,16 @@ class Job:
     begun_s: float | None = None
     looked: int = 0
 
-    def read(self, lock: AbstractContextManager[object]) -> None:
-        """Take in what its record says by now; the story is changed while `lock` is held, bit by bit."""
-        while self.record is not None:
-            facts, is_new = self.record.facts()
-            with lock:
-                if is_new:
-                    self.story = Story()
-                self.story.tell(facts)
-            if not facts or self.record.is_read:
-                return
+    def read(self, lock: AbstractContextManager[object]) -> bool:
+        """Take in some of what its record says by now, under `lock`; whether there is more."""
+        if self.record is None:
+            return False
+        facts, is_new = self.record.facts()
+        with lock:
+            if is_new:
+                self.story = Story()
+            self.story.tell(facts)
+        return bool(facts) and not self.record.is_read
 
     def state(self, now_s: float) -> str:
         if self.told_state:

@@ -122,14 +122,18 @@ def records_in(folder: Path) -> Iterator[Path]:
 class Here:
     """The jobs of this user that run on this machine with a config server."""
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, environ: Mapping[str, str] = os.environ, *, only_known: bool = False) -> None:
         self._environ = environ
+        self._only_known = only_known
+        """Whether to tell only of jobs that other sources have named: that they run, and how to act on them."""
         self._listed: dict[str, Job] = {}
 
     def look(self, seen: Seen) -> None:
         found: dict[str, Job] = {}
         for each in running_jobs(self._environ):
             record = Path(each.record) if each.record else None
+            if self._only_known and key_of(each.record or each.config_server) not in seen.jobs:
+                continue
             job = seen.record(record, each.id) if record is not None else seen.job(each.config_server, each.id)
             if job.of_cluster:
                 continue
@@ -279,7 +283,7 @@ def sources(given: Sequence[str], environ: Mapping[str, str] = os.environ) -> li
     """
     if not given:
         return [MyCluster(environ), Here(environ), MyFederated(environ)]
-    return [_source(each, environ) for each in given]
+    return [*(_source(each, environ) for each in given), Here(environ, only_known=True)]
 
 
 def _source(given: str, environ: Mapping[str, str]) -> Source:

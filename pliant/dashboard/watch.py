@@ -29,8 +29,9 @@ class Watch:
         """Once, now."""
         for source in self._sources:
             source.look(self.seen)
-        for job in list(self.seen.jobs.values()):
-            job.read(self.lock)
+        unread = list(self.seen.jobs.values())
+        while unread and not self._stopping.is_set():
+            unread = [job for job in unread if job.read(self.lock)]
         self.looks += 1
 
     @contextmanager

@@ -29,6 +29,15 @@ def until(reached: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) 
     return found
 
 
+def said(process: subprocess.Popen[str], pattern: str) -> str:
+    """What a line of its output holds, once it comes."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := re.search(pattern, line):
+            return found[1]
+    raise AssertionError(f"it ended without {pattern!r}")
+
+
 @dataclass
 class Home:
     """Commands that see no other jobs of this user."""
@@ -52,11 +61,7 @@ class Home:
         """Start the page; its address."""
         (self.folder / "token").write_text(TOKEN)
         process = self.start("dash", *words, "--port", "0", "--token-file", str(self.folder / "token"))
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:\d+/", line)
-        assert found, line
-        return found[0]
+        return said(process, r"the page is at (\S+)")
 
     def close(self) -> None:
         for process in self.started:
@@ -80,8 +85,13 @@ class Browser:
         page.set_default_timeout(DEADLINE_S * 1000)
         page.on("request", lambda request: self._note(request.url))
         page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        page.on("console", lambda message: self._complained(message))
         return page
+
+    def _complained(self, message: Any) -> None:
+        # A page whose server has ended tries to reach it again, and says so.
+        if message.type == "error" and "ERR_CONNECTION" not in message.text:
+            self.errors.append(message.text)
 
     def _note(self, url: str) -> None:
         if not re.match(r"(http|ws)://127\.0\.0\.1:\d+/|data:|blob:", url):

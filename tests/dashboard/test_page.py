@@ -6,9 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import records
-from pages import TOKEN, Browser, Home, until
+from pages import Browser, Home, said, until
 
 from pliant.elastic.client import ConfigClient
 from pliant.launch.registry import running_jobs
@@ -41,22 +42,10 @@ def background(page: Any) -> str:
 
 
 def test_a_real_job_is_watched_resized_and_stopped(home: Home, browser: Browser, tmp_path: Path) -> None:
-    words = (
-        "run",
-        "-w",
-        "-q",
-        "-np",
-        "1",
-        "-H",
-        "127.0.0.1:2",
-        "--record",
-        "run.jsonl",
-        "-logdir",
-        "logs",
-        str(PROGRAM),
-    )
-    runner = home.start(*words, stderr=(tmp_path / "runner.err").open("w"))
-    url = home.dash()
+    words = ("-w", "-q", "--no-v", "-np", "1", "-H", "127.0.0.1:2", "--record", "run.jsonl", "-logdir", "logs")
+    with (tmp_path / "runner.err").open("w") as errors:
+        runner = home.start("run", *words, "--dash", "0", str(PROGRAM), stderr=errors)
+    url, token = said(runner, r"the page is at (\S+)"), said(runner, r"its token.*: (\S+)")
     page = browser.page()
     page.goto(url)
     job = until(
@@ -84,7 +73,7 @@ def test_a_real_job_is_watched_resized_and_stopped(home: Home, browser: Browser,
         assert wanted.size == 1
 
         # The right one resizes the job that really runs.
-        dialog.get_by_label("Token").fill(TOKEN)
+        dialog.get_by_label("Token").fill(token)
         dialog.get_by_role("button", name="Resize it").click()
         until(lambda: len(client.roll().members) == 2, "the second worker")
     page.locator(".event", has_text="1 → 2 workers").wait_for()
@@ -101,14 +90,15 @@ def test_a_real_job_is_watched_resized_and_stopped(home: Home, browser: Browser,
     # Stopping asks, too.
     page.get_by_role("button", name="Stop").click()
     dialog = page.locator(".q-dialog").last
-    assert dialog.get_by_label("Token").input_value() == TOKEN, "once right, it need not be typed again"
+    assert dialog.get_by_label("Token").input_value() == token, "once right, it need not be typed again"
     dialog.get_by_role("button", name="Cancel").click()
     dialog.wait_for(state="detached")
     assert runner.poll() is None
     page.get_by_role("button", name="Stop").click()
     page.locator(".q-dialog").last.get_by_role("button", name="Stop it").click()
     assert runner.wait(timeout=60) == 0
-    page.locator(".chip", has_text="ended").or_(page.locator(".chip", has_text="finished")).first.wait_for()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)  # the page has ended with the job
 
 
 def test_much_is_drawn_soon_in_both_themes_and_on_a_phone(home: Home, browser: Browser, tmp_path: Path) -> None:

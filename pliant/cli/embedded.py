@@ -1,0 +1,42 @@
+"""The page of `pliant dash` beside a command that runs for long: a process of its own, which ends with the command."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from pliant import record
+from pliant.errors import ConfigError
+from pliant.launch import child
+
+END_S = 5.0
+
+
+@contextlib.contextmanager
+def page(port: str, shown: str, *, token_file: str = "") -> Iterator[None]:
+    """Show `shown` at this port of loopback until the block ends; nothing, where `port` is empty.
+
+    In a process of its own, so that drawing never keeps a runner or a scheduler waiting; the kernel ends it if we are
+    killed. It says by itself where it is.
+    """
+    if not port:
+        yield
+        return
+    if not port.isdecimal():
+        raise ConfigError(f"--dash {port!r} is not a port: use a number from 1 to 65535, or 0 for any free one")
+    if not os.path.exists(shown):
+        record.Recorder(shown).close()  # a run will write it; the page may look before
+    main = [sys.executable, "-c", "from pliant.cli.main import main; main()"]
+    flags = ["--port", port, *(["--token-file", token_file] if token_file else [])]
+    process = subprocess.Popen([sys.executable, child.__file__, str(os.getpid()), *main, "dash", shown, *flags])
+    try:
+        yield
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+        process.kill()
+        process.wait()
