@@ -146,6 +146,12 @@ def test_the_difference_from_ddp_is_that_of_the_examples() -> None:
     assert shown == ddp_diff.difference()
 
 
+def test_every_example_is_on_its_page() -> None:
+    linked = {target.removeprefix("../examples/") for target in LINK.findall((DOCS / "examples.md").read_text())}
+    for entry in (ROOT / "examples").iterdir():
+        assert entry.name in linked or entry.name.startswith((".", "_")), f"docs/examples.md does not name {entry.name}"
+
+
 def test_every_test_that_a_page_names_is_there() -> None:
     named = {found for page in PAGES for found in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text())}
     assert len(named) > 40, "the promises name their tests"
