@@ -16,7 +16,7 @@ test: $(VENV)/.installed
 
 docs: $(VENV)/.installed
 	$(BIN)/python scripts/cli_reference.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build -q --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open build/site/index.html; with its search: python3 -m http.server -d build/site"
 
 bench: $(VENV)/.installed

@@ -92,7 +92,7 @@ class Page(HTMLParser):
 def test_the_site_is_whole_and_needs_no_network(tmp_path: Path) -> None:
     site = tmp_path / "site"
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(site)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(site)],
         cwd=ROOT,
         env={
             **os.environ,
