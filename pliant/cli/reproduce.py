@@ -40,12 +40,12 @@ def reproduce(
     plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw NAME.png, too.")] = True,
     replot: Annotated[bool, typer.Option("--replot", help="Measure nothing, draw what NAME.json says.")] = False,
 ) -> None:
-    """Run experiments of the EasyScale, KungFu and P3 artifacts, with the papers' numbers beside ours."""
+    """Run experiments of the EasyScale, KungFu, P3 and Oort artifacts, with the papers' numbers beside ours."""
     from pliant.experiments import figures, plotting
 
     if show_list or not names:
         for figure in figures.FIGURES.values():
-            print(f"{figure.name:16} {figure.about}")
+            print(f"{figure.name:21} {figure.about}")
         return
     chosen = figures.find(names)
     if plot or replot:

@@ -157,6 +157,13 @@ FIGURES = {
         Figure("kungfu-fig8", "what it costs to monitor the gradients' noise scale and variance"),
         Figure("kungfu-fig9", "throughput per worker on 1 to 32 hosts, beside DDP and Open MPI; needs root"),
         Figure("kungfu-fig10", "NCCL in one launch order that all ranks agree on"),
+        Figure(
+            "oort-time-to-accuracy",
+            "participants by what they teach and how fast they are, beside random ones, simulated",
+        ),
+        Figure("oort-ablation", "Oort without its penalty, its pacer, its exploration, simulated"),
+        Figure("oort-1300", "rounds of 1,300 participants, over-committed"),
+        Figure("oort-testing", "clients that test a model: by deviation, and by samples of each class"),
         Figure("p3-fig7", "throughput over bandwidth: baseline, slicing, priority; needs root"),
         Figure("p3-fig9", "how busy the network is, baseline beside priority; needs root"),
         Figure("p3-fig10", "throughput over machines, baseline beside priority; needs root"),
