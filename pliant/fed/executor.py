@@ -219,8 +219,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.update(settings.environ)
         if settings.directory:
             _go_to(os.path.expanduser(settings.directory))
-        if "" not in sys.path:
-            sys.path.insert(0, "")  # the user's own modules, for models and data that are module:function
         mail = Mail(address_of(settings))
     except (PliantError, OSError) as error:
         log.error("%s", error)

@@ -231,9 +231,10 @@ class Executors:
             from pliant.fed.executors_ray import RayCarrier
 
             return RayCarrier(letter, seat.log, seat.settings.device)
-        command = [sys.executable, "-m", MODULE, "--letter"]
+        # -P: a file of the user's that is called as one of ours is not taken for it.
+        command = [sys.executable, "-P", "-m", MODULE, "--letter"]
         if seat.place.kind == "ssh":
-            remote = f"exec {shell_path(self._python)} -m {MODULE} --letter"
+            remote = f"exec {shell_path(self._python)} -P -m {MODULE} --letter"
             command = ssh_command(Host(seat.place.host), self._user, remote, os.environ)
         return ProcessCarrier(command, letter, seat.log)
 

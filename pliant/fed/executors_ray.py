@@ -60,7 +60,7 @@ class Holder:
         code = 1
         try:
             self._popen = popen = subprocess.Popen(
-                [*script(child.__file__), str(os.getpid()), sys.executable, "-m", module, "--letter"],
+                [*script(child.__file__), str(os.getpid()), sys.executable, "-P", "-m", module, "--letter"],
                 env=environ,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -48,6 +48,13 @@ def test_the_model_does_not_depend_on_who_trains(
         assert [child.wait() for child in children] == [0] * count
 
 
+def test_a_job_without_rounds_does_not_depend_on_it_either(ward: Nursery, tmp_path: Path, no_leaks: None) -> None:
+    config = small(participants=3, aggregator="fed-buff", concurrency=6)
+    with Pool(config, token=TOKEN) as pool:
+        ward.started(tmp_path, pool, 2)
+        assert outcome(config, pool) == outcome(config)
+
+
 class InOrderOfArrival:
     """Results as they might come, not in their order."""
 
