@@ -45,9 +45,8 @@ class Together:
     """A model's way to train many clients at once."""
 
     def __init__(self, task: Task, module: nn.Module, known: layered.Layered | None) -> None:
-        """`module` is one of the clients' model; its own parameters are never used."""
-        self._task, self.layered = task, known
-        """As layers of many models; None where only vmap can do it."""
+        """`module` is a model of the task, `known` the same as layers of many; its own parameters are never used."""
+        self._task = task
         self._gradients = by_layers(known) if known is not None else by_vmap(module)
         self._names = [name for name, _ in module.named_parameters()]
         self._learning = [name for name, each in module.named_parameters() if each.requires_grad]
@@ -155,17 +154,28 @@ def by_vmap(module: nn.Module) -> Gradients:
     return gradients
 
 
-def together(task: Task, module: nn.Module) -> Together | None:
-    """How to train many clients of this task at once with `module`, a model of it on any device; None: only in turn."""
-    trial = task.model().train()
-    for each in trial.modules():
+def as_layers(task: Task, module: nn.Module) -> layered.Layered | None:
+    """`module`, a model of this task on any device, as layers of many models; None where these do not know it."""
+    trial = _trial(task)
+    known = layered.of(trial)
+    return layered.of(module) if known is not None and _right(task, trial, by_layers(known)) else None
+
+
+def together(task: Task, module: nn.Module, known: layered.Layered | None) -> Together | None:
+    """How to train many clients of this task at once, given what `as_layers` says; None: only in turn."""
+    if known is None:
+        trial = _trial(task)
+        if not _right(task, trial, by_vmap(trial)):
+            return None
+    return Together(task, module, known)
+
+
+def _trial(task: Task) -> nn.Module:
+    module = task.model().train()
+    for each in module.modules():
         if isinstance(each, nn.Dropout):
             each.p = 0.0  # what is drawn differs; the rest must not
-    with torch.random.fork_rng(devices=[]):
-        known = layered.of(trial)
-        if known is not None and _right(task, trial, by_layers(known)):
-            return Together(task, module, layered.of(module))
-        return Together(task, module, None) if _right(task, trial, by_vmap(trial)) else None
+    return module
 
 
 def _right(task: Task, module: nn.Module, gradients: Gradients) -> bool:
@@ -180,6 +190,7 @@ def _right(task: Task, module: nn.Module, gradients: Gradients) -> bool:
     stacked = {name: each.detach().unsqueeze(0).repeat(2, *[1] * each.dim()) for name, each in tensors.items()}
     parameters = {name: stacked[name] for name in learning}
     others = {name: each for name, each in stacked.items() if name not in parameters}
+    state = torch.get_rng_state()
     try:
         found, losses = gradients(parameters, others, inputs, labels)
         for row in range(2):
@@ -195,4 +206,6 @@ def _right(task: Task, module: nn.Module, gradients: Gradients) -> bool:
     except Exception:
         # What a model does that cannot be done for many raises all kinds of errors. In turn, its own ones will be seen.
         return False
+    finally:
+        torch.set_rng_state(state)
     return True

@@ -143,10 +143,11 @@ class _MaxPool(torch.autograd.Function):
         exact = all(side % part == 0 for side, part in zip(ctx.shape[2:4], ctx.size, strict=True))
         whole = gradient.new_empty(ctx.shape) if exact else gradient.new_zeros(ctx.shape)
         first, *others = windows(whole, ctx.size)
+        left = gradient
         for greater, each in zip(reversed(ctx.saved_tensors), reversed(others), strict=True):
-            torch.mul(gradient, greater, out=each)
-            gradient = gradient - each
-        first.copy_(gradient)
+            torch.mul(left, greater, out=each)
+            left = left - each if left is gradient else left.sub_(each)
+        first.copy_(left)
         return whole, None
 
 

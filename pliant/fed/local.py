@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from pliant.errors import ConfigError, TrainError
-from pliant.fed import aggregators, optim
+from pliant.fed import aggregators, batched, optim
 from pliant.fed.aggregators import FedProx
-from pliant.fed.batched import Together, together
+from pliant.fed.batched import Together
 from pliant.fed.config import FedConfig
 from pliant.fed.feed import Feed, seed_of_draws, stream
+from pliant.fed.layered import Layered
 from pliant.fed.selection import LossMeter
 from pliant.fed.task import Task, as_task
 from pliant.fed.updates import Update, Weights
@@ -78,7 +79,11 @@ class Trainer:
     @cached_property
     def together(self) -> Together | None:
         """How several clients are trained at once; None where the model does not allow it."""
-        return together(self.task, self.module)
+        return batched.together(self.task, self.module, self._layers)
+
+    @cached_property
+    def _layers(self) -> Layered | None:
+        return batched.as_layers(self.task, self.module)
 
     def _in_turn(self, start: Weights, client: int, steps: int, unit: Training) -> Trained:
         """One client's part of a round: a plain loop."""
@@ -118,8 +123,7 @@ class Trainer:
             self._test = Feed(self.task.test, self.device)
         model.into(self.module)
         self.module.eval()
-        way = self.together if self.device.type == "cpu" else None
-        known = way.layered if way is not None else None
+        known = self._layers if self.device.type == "cpu" else None
         score = Score(0, 0, 0, 0.0)
         with torch.no_grad():
             for begin in range(unit.begin, unit.end, PART):

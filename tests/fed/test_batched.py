@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pliant.fed import layered, layers
-from pliant.fed.batched import by_layers, by_vmap, together
+from pliant.fed.batched import as_layers, by_layers, by_vmap, together
 from pliant.fed.config import FedConfig
+from pliant.fed.datasets import InMemory, Numbers
 from pliant.fed.local import Trainer
-from pliant.fed.task import Task, build
+from pliant.fed.task import Task, build, digits
 from pliant.fed.updates import Weights
 from pliant.fed.work import Evaluation, Trained, Training
 
@@ -147,7 +149,8 @@ def test_what_models_draw_follows_from_the_unit() -> None:
 
 def test_a_model_that_looks_at_values_is_trained_in_turn() -> None:
     task = task_of(model=f"{__name__}:Plain")
-    assert together(task, task.model()) is None
+    assert as_layers(task, task.model()) is None
+    assert together(task, task.model(), None) is None
     trainer = Trainer(task)
     both = run(trainer, (1, 2), (3, 2))
     assert apart(both[1], run(trainer, (2,), (2,))[0]) == 0
@@ -155,8 +158,8 @@ def test_a_model_that_looks_at_values_is_trained_in_turn() -> None:
 
 def test_a_model_with_something_unknown_goes_by_vmap() -> None:
     task = task_of(model=f"{__name__}:Scaled")
-    assert layered.of(task.model()) is None
-    assert together(task, task.model()) is not None
+    assert as_layers(task, task.model()) is None
+    assert together(task, task.model(), None) is not None
     trainer = Trainer(task)
     assert apart(run(trainer, (1, 2), (3, 3))[0], run(trainer, (1,), (3,))[0]) < CLOSE
 
@@ -199,3 +202,29 @@ def test_of_equal_pixels_the_first_learns() -> None:
     assert gradient.flatten().tolist() == [1, 0, 0, 0]
     other = torch.ones(1, 1, 2, 2, requires_grad=True)
     assert torch.equal(torch.autograd.grad(F.max_pool2d(other, 2).sum(), other)[0].flatten(), gradient.flatten())
+
+
+class Filed:
+    """Digits as a data set that is read when it is asked for."""
+
+    def __init__(self, whole: InMemory) -> None:
+        self._whole = whole
+        self.labels, self.classes, self.clients = whole.labels, whole.classes, whole.clients
+
+    def inputs(self, samples: Numbers) -> Tensor:
+        assert len(set(np.asarray(samples).tolist())) == len(samples), "read once for each call"
+        return self._whole.inputs(samples)
+
+
+def filed_digits() -> tuple[Filed, Filed]:
+    train, test = digits()
+    return Filed(train), Filed(test)
+
+
+def test_samples_that_are_read_when_needed_give_the_same_bits() -> None:
+    memory, files = task_of(), task_of(data={"kind": f"{__name__}:filed_digits", "clients": 20})
+    for clients, steps in (((3,), (9,)), ((1, 2, 3), (9, 4, 7))):
+        pair = [run(Trainer(task), clients, steps) for task in (memory, files)]
+        assert all(apart(a, b) == 0 for a, b in zip(*pair, strict=True))
+    model = Weights.of(memory.model())
+    assert Trainer(memory).run(model, Evaluation(10, 60)) == Trainer(files).run(model, Evaluation(10, 60))
