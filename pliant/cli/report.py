@@ -15,7 +15,7 @@ from pliant.errors import ConfigError
 if TYPE_CHECKING:
     from pliant.fed.report import Comparison, Reached
 
-COLUMNS = ("job", "selector", "aggregator", "rounds", "best", "final", "to target", "round", "speedup")
+COLUMNS = ("job", "selector", "rounds", "best", "final", "at round", "hours", "speedup")
 
 
 def register(app: typer.Typer) -> None:
@@ -83,21 +83,23 @@ def _print(found: Comparison) -> None:
     def told(value: float | None) -> str:
         return "-" if value is None else f"{value:.2%}" if is_share else f"{value:.4f}"
 
-    print_table(COLUMNS, [_row(run, told) for run in found.runs], COLUMNS[3:])
+    names = [run.curve.name.partition("/")[0] for run in found.runs]
+    if len(set(names)) < len(names):
+        names = [run.curve.name for run in found.runs]
+    rows = [_row(name, run, told) for name, run in zip(names, found.runs, strict=True)]
+    print_table(COLUMNS, rows, COLUMNS[2:])
     by = "" if found.is_asked else ", which all of them reached"
     print(f"target: {found.metric} {told(found.target)}{by}; hours of the virtual clock")
 
 
-def _row(run: Reached, told: Callable[[float | None], str]) -> list[str]:
-    about = run.curve.about
+def _row(name: str, run: Reached, told: Callable[[float | None], str]) -> list[str]:
     return [
-        run.curve.name,
-        about.get("sample_mode", "-"),
-        about.get("gradient_policy", "-") or "-",
+        name,
+        run.curve.about.get("sample_mode", "-"),
         str(run.curve.num_rounds),
         told(run.best),
         told(run.final),
-        "never" if run.hours is None else f"{run.hours:.2f} h",
-        "-" if run.point is None else str(run.point.round),
+        "never" if run.point is None else str(run.point.round),
+        "-" if run.hours is None else f"{run.hours:.2f} h",
         "-" if run.speedup is None else f"{run.speedup:.2f}x",
     ]
