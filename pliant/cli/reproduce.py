@@ -58,6 +58,7 @@ def reproduce(
         scale=scale,
         device=device,
         data=data,
+        parts=str(out / "parts"),
         say=_say,
     )
     _check_out(out, json_file)

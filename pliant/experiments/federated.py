@@ -6,15 +6,18 @@ how many run at a time, or what else the machine does.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import multiprocessing
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from pliant import fed
 from pliant.bench.report import Json
 from pliant.experiments.figures import Options, num_cores
 from pliant.fed.config import FedConfig
@@ -124,14 +127,36 @@ class Course:
 
 
 def courses(jobs: Sequence[Job], options: Options, *, processes: int = 0) -> list[Course]:
-    """All jobs, in their order, as many at a time as there are cores (or `processes`)."""
-    at_once = min(processes or num_cores(), len(jobs))
+    """All jobs, in their order, as many at a time as there are cores (or `processes`).
+
+    Where the options name a folder for parts, jobs that an earlier run has done are not done again.
+    """
+    kept = Parts(Path(options.parts)) if options.parts else None
+    found = [kept.load(job) if kept is not None else None for job in jobs]
+    todo = [job for job, course in zip(jobs, found, strict=True) if course is None]
+    if len(todo) < len(jobs):
+        options.say(f"{len(jobs) - len(todo)} of {len(jobs)} jobs are done already: {options.parts}")
+    fresh = _done(todo, options, min(processes or num_cores(), len(todo)), kept)
+    return [course or next(fresh) for course in found]
+
+
+def _done(jobs: Sequence[Job], options: Options, at_once: int, kept: Parts | None) -> Iterator[Course]:
+    def told(job: Job, course: Course) -> Course:
+        options.say(
+            f"{course.world}, {course.way}, seed {course.seed}: {course.final:.2%} after {len(course.rounds_s)} rounds, "
+            f"{course.times_s[-1] / 3600:.2f} h of them; took {course.took_s:.0f} s"
+        )
+        if kept is not None:
+            kept.save(job, course)
+        return course
+
     if at_once <= 1:
-        return [_told(_trained(job), options) for job in jobs]
+        yield from (told(job, _trained(job)) for job in jobs)
+        return
     context = multiprocessing.get_context("spawn")
     # Leaving a Pool ends its processes; should this one be killed, the kernel ends them.
     with context.Pool(at_once, die_with, (os.getpid(),)) as pool:
-        return [_told(course, options) for course in pool.imap(_trained, jobs, chunksize=1)]
+        yield from map(told, jobs, pool.imap(_trained, jobs, chunksize=1))
 
 
 def _trained(job: Job) -> Course:
@@ -142,12 +167,38 @@ def _trained(job: Job) -> Course:
     return Course.of(job, history, time.perf_counter() - begun_s)
 
 
-def _told(course: Course, options: Options) -> Course:
-    options.say(
-        f"{course.world}, {course.way}, seed {course.seed}: {course.final:.2%} after {len(course.rounds_s)} rounds, "
-        f"{course.times_s[-1] / 3600:.2f} h of them; took {course.took_s:.0f} s"
-    )
-    return course
+class Parts:
+    """Courses in a folder, each under the name of all that it depends on: its job, and the program."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        program = hashlib.sha256()
+        for path in sorted(Path(fed.__file__).parent.glob("*.py")):
+            program.update(path.read_bytes())
+        self._program = program.hexdigest()
+
+    def load(self, job: Job) -> Course | None:
+        """The job's course, if it is there."""
+        try:
+            found = json.loads(self._path(job).read_text())
+            return Course(**found)
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def save(self, job: Job, course: Course) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._path(job)
+        beside = path.with_suffix(".new")
+        beside.write_text(json.dumps(asdict(course)))
+        beside.replace(path)
+
+    def _path(self, job: Job) -> Path:
+        config = job.config.model_dump(mode="json")
+        table = Path(job.config.devices)
+        if table.is_file():  # by what is in it: its place may be another one each time
+            config["devices"] = hashlib.sha256(table.read_bytes()).hexdigest()
+        name = json.dumps([self._program, job.world, job.way, config], sort_keys=True)
+        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.json"
 
 
 def pairs(found: Sequence[Course], world: str, first: str, second: str) -> list[tuple[Course, Course]]:

@@ -45,6 +45,8 @@ class Options:
     """cpu or cuda; empty: what there is."""
     data: str = ""
     """Where the data set of the published experiment lies; empty: a small one that needs no download."""
+    parts: str = ""
+    """A folder where long experiments leave what is done of them, and find it when they are run again; empty: nowhere."""
     say: Say = lambda text: None
     """Told what happens now."""
 

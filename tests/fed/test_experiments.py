@@ -196,7 +196,7 @@ def test_they_run(module: Any, tmp_path: Path) -> None:
     module.plot(result, tmp_path / "it.png")
 
 
-def test_jobs_side_by_side_are_the_jobs_one_after_the_other() -> None:
+def test_jobs_side_by_side_are_the_jobs_one_after_the_other_and_are_kept(tmp_path: Path) -> None:
     from pliant.fed.config import DataConfig, FedConfig
 
     jobs = [
@@ -204,7 +204,12 @@ def test_jobs_side_by_side_are_the_jobs_one_after_the_other() -> None:
                                                participants=5, rounds=2, selector="random", batching=5))  # type: ignore[arg-type]
         for seed in (0, 1)
     ]  # fmt: skip
-    alone, beside = (federated.courses(jobs, Options(), processes=number) for number in (1, 2))
+    said: list[str] = []
+    options = Options(parts=str(tmp_path / "parts"), say=said.append)
+    alone = federated.courses(jobs[:1], options, processes=1) + federated.courses(jobs[1:], Options(), processes=1)
+    assert federated.courses(jobs[:1], options) == alone[:1]  # to the time that it took: it is the one that was kept
+    assert said[1] == f"1 of 1 jobs are done already: {options.parts}"
+    beside = federated.courses(jobs, Options(), processes=2)
     for one, other in zip(alone, beside, strict=True):
         assert replace(one, took_s=0.0) == replace(other, took_s=0.0)
     assert alone[0].accuracies != alone[1].accuracies or alone[0].times_s != alone[1].times_s
