@@ -41,7 +41,9 @@ class Acting:
         now = job.num_workers
         with ui.dialog() as dialog, ui.card().style("width: 360px; max-width: 92vw"):
             ui.label(f"Resize {job.name}?").style("font-weight: 600; overflow-wrap: anywhere")
-            ui.label(f"It runs on {now} workers now. The result stays the same, to the bit.").classes("note")
+            ui.label(f"It runs on {now} worker{'s' * (now != 1)} now. The result stays the same, to the bit.").classes(
+                "note"
+            )
             size = ui.number("Workers", value=now, min=1, max=MOST_WORKERS, precision=0, step=1).mark("size")
             size.style("width: 100%").props("autofocus")
 
@@ -72,7 +74,7 @@ class Acting:
             if not self.knows(str(token.value or "")):
                 log.warning("%s of %s refused: a wrong token", verb.lower(), job.name)
                 await asyncio.sleep(WRONG_S)
-                said.set_text("Wrong token: it was printed where `pliant dash` was started.")
+                said.set_text("Wrong token: it is PLIANT_TOKEN, or was printed where the page was started.")
                 button.enable()
                 return
             remembered.token = str(token.value)

@@ -111,7 +111,7 @@ class JobPage:
             self._facts.set_content(_headline(job, state))
             self._draw_training(job)
             self._draw_federated(job)
-            self._events.show(pieces.event_list(job.events))
+            self._events.show(pieces.event_list(job.events, job.story.unit))
 
     def _draw_training(self, job: Job) -> None:
         story = job.story

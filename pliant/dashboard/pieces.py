@@ -179,11 +179,11 @@ def squares(crew: Crew) -> str:
     return f'<div class="hosts">{rows}</div>'
 
 
-def event_list(events: Iterable[Event], most: int = 200) -> str:
+def event_list(events: Iterable[Event], unit: str, most: int = 200) -> str:
     newest = list(events)[-most:][::-1]
     rows = "".join(
         f'<div class="event {EVENT_SHADES.get(event.kind, "calm")}"><span>{html.escape(event.what)}</span>'
-        f"<small>{clock(event.time_s)}{'' if event.step is None else f', step {event.step}'}"
+        f"<small>{clock(event.time_s)}{'' if event.step is None else f', {unit} {event.step}'}"
         f"{html.escape(f': {event.why}' if event.why else '')}</small></div>"
         for event in newest
     )

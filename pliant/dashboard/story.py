@@ -79,6 +79,11 @@ class Story:
         return self.crews[-1].strategy if self.crews else ""
 
     @property
+    def unit(self) -> str:
+        """What steps are called."""
+        return "round" if self.federation is not None else "step"
+
+    @property
     def num_workers(self) -> int:
         """Of the last step, or of the crew if it is newer."""
         told = self.figures["workers"].last if "workers" in self.figures else None

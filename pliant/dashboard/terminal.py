@@ -105,7 +105,7 @@ def _one(job: Job, now_s: float, width: int) -> Panel:
     if story.crews:
         parts.append(_crew(job, width))
     for event in job.events[-NEWS:]:
-        told = Text(f"{_clock(event.time_s)} {'' if event.step is None else f'step {event.step}':<12} ", "dim")
+        told = Text(f"{_clock(event.time_s)} {'' if event.step is None else f'{story.unit} {event.step}':<12} ", "dim")
         told.append(event.what, EVENT_STYLES.get(event.kind, ""))
         told.append(f"  {event.why}" if event.why else "", "dim")
         told.no_wrap, told.overflow = True, "ellipsis"
