@@ -14,9 +14,9 @@ from typing import Any, cast
 
 from pliant.bench.report import Json
 from pliant.experiments import federated, oort_time_to_accuracy, plotting
-from pliant.experiments.federated import Course, Job
+from pliant.experiments.federated import Course
 from pliant.experiments.figures import Options, TableRows, form
-from pliant.experiments.oort_time_to_accuracy import MAIN, Setting, config_of
+from pliant.experiments.oort_time_to_accuracy import MAIN, Setting, config_of, job_of
 from pliant.fed.config import Choice
 
 NAME = "oort-ablation"
@@ -53,7 +53,7 @@ def run(options: Options) -> Json:
     chosen = setting(options)
     table, said = federated.devices(options)
     jobs = [
-        Job(MAIN, way, config_of(MAIN, chosen, table, seed).model_copy(update={"selector": selector, "name": way}))
+        job_of(MAIN, way, selector, config_of(MAIN, chosen, table, seed))
         for seed in chosen.seeds
         for way, selector in WAYS.items()
     ]

@@ -90,9 +90,12 @@ def jobs_of(world: str, chosen: Setting, devices: str, folder: Path) -> list[Job
         plain = config_of(world, chosen, devices, seed)
         if world == SORTED:
             plain = plain.model_copy(update={"devices": str(large_is_slow(plain, folder / f"devices-{seed}.csv"))})
-        for way, selector in WAYS.items():
-            jobs.append(Job(world, way, plain.model_copy(update={"selector": selector, "name": f"{world}-{way}"})))
+        jobs += [job_of(world, way, selector, plain) for way, selector in WAYS.items()]
     return jobs
+
+
+def job_of(world: str, way: str, selector: Choice, plain: FedConfig) -> Job:
+    return Job(world, way, plain.model_copy(update={"selector": selector, "name": f"{world}-{way}"}))
 
 
 def config_of(world: str, chosen: Setting, devices: str, seed: int) -> FedConfig:
