@@ -93,7 +93,7 @@ def crew_map(story: Story, most_rows: int = 128) -> tuple[Options, int]:
     }
     options["tooltip"] = {
         **tooltip("item"),
-        ":formatter": "p => `${p.name || ''}steps ${p.value[1]} to ${p.value[2]}<br>${p.value[3]} replica${p.value[3] === 1 ? '' : 's'}`",
+        ":formatter": "p => `steps ${p.value[1]} to ${p.value[2]}<br>${p.value[3]} replica${p.value[3] === 1 ? '' : 's'}`",
     }
     options["series"] = [
         {
@@ -274,9 +274,10 @@ def _formatter(events: Sequence[Event], last_step: int) -> str:
     near = max(1, last_step / 80)
     return (
         "params => { const fmt = " + ROUND + ", seen = new Set(), x = params[0].axisValue;"
+        " const safe = text => String(text).replace(/[&<>\"']/g, sign => `&#${sign.charCodeAt(0)};`);"
         " let out = `step ${fmt(x)}`;"
         " for (const p of [...params].reverse()) { if (seen.has(p.seriesName)) continue; seen.add(p.seriesName);"
-        " out += `<br>${p.marker}${p.seriesName}: <b>${fmt(p.value[1])}</b>`; }"
+        " out += `<br>${p.marker}${safe(p.seriesName)}: <b>${fmt(p.value[1])}</b>`; }"
         f" for (const [step, colour, what, why] of {json.dumps(told)}) if (Math.abs(step - x) <= {near:g})"
         " out += `<div class='event-tip' style='border-color:${colour}'><b>${what}</b> at step ${step}<br>${why}</div>`;"
         " return out; }"

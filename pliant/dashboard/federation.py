@@ -86,9 +86,11 @@ class Federation:
 
     def _forget(self, number: int) -> None:
         """A job that was begun anew from its checkpoint does rounds once more."""
-        for each in [each for each in self.recent if each >= number]:
+        again = [each for each in self.recent if each >= number]
+        for each in again:
             self.picks.subtract(self.recent.pop(each)["invited"])
-        self.picks += Counter()  # without those that are at 0
+        if again:
+            self.picks += Counter()  # without those that are at 0
 
 
 def _clients(value: object) -> tuple[int, ...]:

@@ -42,8 +42,12 @@ def lay_out(watch: Watch, acting: Acting) -> None:
                 content = _job_list(seen, now_s)
             if jobs.content != content:
                 jobs.set_content(content)
-            _draw_cluster(cluster, seen, now_s)
+            version = (round(now_s, -1), *(len(job.happenings) for job in list(seen.jobs.values())))
+            if version != drawn[0]:
+                drawn[0] = version
+                _draw_cluster(cluster, seen, now_s)
 
+        drawn: list[tuple[float, ...]] = [()]
         draw()
         ui.timer(DRAW_S, draw)
 

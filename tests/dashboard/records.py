@@ -117,3 +117,19 @@ def federated(rounds: int = 120, clients: int = 300) -> Iterator[dict[str, Any]]
             accuracy = 0.78 * (1 - math.exp(-number / 35)) + draw.gauss(0, 0.008)
             yield {"kind": "test", **at, "accuracy": accuracy, "top_5": min(1.0, accuracy + 0.15), "loss": 1.0}
     yield {"kind": "end", "step": rounds, "time_s": 1.79e9 + rounds, "why": "rounds"}
+
+
+EVIL = "<img src=x onerror=window.evil=1>"
+
+
+def evil(steps: int = 40) -> Iterator[dict[str, Any]]:
+    """Names and reasons that would run in a browser, were they not escaped; a decision in the middle."""
+    yield {"kind": "start", "step": 0, "time_s": 1.0, "replicas": 2, "batch_size": 8, "workers": 2}
+    crew = {"workers": [f"{EVIL}:1", "b:2"], "replicas": 2, "strategy": EVIL}
+    yield {"kind": "workers", "step": 1, "time_s": 1.0, **crew}
+    for step in range(1, steps + 1):
+        values = {"loss": 1 / step, EVIL: 0.5, ":formatter": 0.1}
+        yield {"kind": "step", "step": step, "time_s": 1.0, "workers": 2, "samples_per_s": 9.0, "values": values}
+        if step == steps // 2:
+            decided = {"kind": "set_batch_size", "size": 16, "reason": f"noisy {EVIL}"}
+            yield {"kind": "decision", "step": step, "time_s": 1.0, "policy": EVIL, "decision": decided}

@@ -105,6 +105,8 @@ def test_much_is_drawn_soon_in_both_themes_and_on_a_phone(home: Home, browser: B
     runs = tmp_path / "runs"
     records.write(runs / "large" / "record.jsonl", records.large())
     records.write(runs / "speech" / "record.jsonl", records.federated())
+    records.write(runs / records.EVIL / "record.jsonl", records.evil())
+    (runs / records.EVIL / "log").write_text(f"{records.EVIL}\n")
     records.write(runs / "small" / "record.jsonl", records.training(900))
     url = home.dash(str(runs))
     page = browser.page("dark")
@@ -127,6 +129,18 @@ def test_much_is_drawn_soon_in_both_themes_and_on_a_phone(home: Home, browser: B
     page.goto(url)
     page.locator(".job").first.wait_for()
     assert background(page) == light
+
+    # Near a decision the tooltip gives its reason; what others have written is text, and nothing else.
+    page.locator(".job", has_text="img src").click()
+    canvas = page.locator("canvas").first
+    canvas.wait_for()
+    page.locator(".log", has_text="img src").wait_for()
+    box = canvas.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    tip = page.locator(".chart-tip", has_text="batch size 16 per replica")
+    tip.wait_for()
+    assert f"noisy {records.EVIL}" in tip.inner_text()
+    assert page.evaluate("window.evil") is None
 
     phone = browser.page("light", 390, 844)
     for name, headline in (("speech", "Time to accuracy"), ("small", "Topology")):

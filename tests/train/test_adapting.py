@@ -213,6 +213,11 @@ def test_a_record_is_replayed_on_other_workers(tmp_path: Path, oracles: Mapping[
     decided = [fact.data["decision"]["kind"] for fact in facts if fact.kind == "decision"]
     assert decided.count("set_batch_size") == 3
     assert {"set_topology", "probe_links"} <= set(decided)
+    (crew,) = [fact for fact in facts if fact.kind == "workers"]
+    assert (crew.step, len(crew.data["workers"]), crew.data["replicas"]) == (1, 2, REPLICAS)
+    (links,) = [fact.data for fact in facts if fact.kind == "links"]
+    assert links["hosts"] == sorted({name.rpartition(":")[0] for name in crew.data["workers"]})
+    assert [len(row) for row in links["bytes_per_s"]] == [len(links["hosts"])] * len(links["hosts"])
     steps = [fact for fact in facts if fact.kind == "step"]
     assert [fact.step for fact in steps] == list(range(1, len(oracles["conv"]) + 1))
     assert steps[5].data["batch_size"] == 2, "as it is after the step"
