@@ -247,17 +247,10 @@ class Executors:
             self._all_ended.set()
         if code != 0:
             then = "it is not started again" if pause_s is None else f"starting it again in {pause_s:g} s"
-            hint = self._hint(seat, code)
+            hint = _hint(seat.place, code, why)
             log.warning("executor %s ended: %s%s; %s", seat.settings.name, why, hint, then)
             if self._all_ended.is_set():
                 self._give_up(f"no executor runs any more, the last one ended: {why}{hint} (see {seat.log})")
-
-    def _hint(self, seat: Seat, code: int) -> str:
-        if seat.place.kind == "ssh" and code == ssh.SSH_FAILED:
-            return f"; `ssh {seat.place.host} true` must work without a question"
-        if seat.place.kind == "ssh" and code in ssh.NOT_STARTED:
-            return "; install pliant there with `pliant remote-install`, or name the Python that has it"
-        return ""
 
     def _give_up(self, why: str) -> None:
         self._why = why
@@ -282,6 +275,14 @@ class Executors:
             if event is not None:
                 event[0].carrier = None
                 running = [seat for seat in running if seat is not event[0]]
+
+
+def _hint(place: Place, code: int, why: str) -> str:
+    if "No module named 'pliant" in why or (place.kind == "ssh" and code in ssh.NOT_STARTED):
+        return "; install pliant there with `pliant remote-install`, or name the Python that has it"
+    if place.kind == "ssh" and code == ssh.SSH_FAILED:
+        return f"; `ssh {place.host} true` must work without a question"
+    return ""
 
 
 def _read(path: str) -> str:
