@@ -38,6 +38,7 @@ TORCH_FREE = [
     "pliant.fed.executors_launch",
     "pliant.fed.flower_client",
     "pliant.fed.journal",
+    "pliant.fed.keeper",
     "pliant.fed.partition",
     "pliant.fed.rounds",
     "pliant.fed.selectors",

@@ -75,10 +75,10 @@ def _range(least: float, most: float) -> str:
 SAME = {
     "num_participants": "total_worker", "rounds": "epochs", "local_steps": "upload_epoch", "decay_round": "decay_epoch",
     "overcommitment": "overcommit", "device_conf_file": "client_path", "device_avail_file": "user_trace",
-    "data_map_file": "data_mapfile", "learner": "learners",
+    "data_map_file": "data_mapfile", "seed": "sample_seed", "learner": "learners",
 }  # fmt: skip
-"""FedScale's names (and one that worked by its beginning), and the artifact's."""
-FEDSCALE = frozenset(SAME) - {"learner"} | {
+"""FedScale's names, and the artifact's; `learner` worked there by its beginning."""
+FEDSCALE = frozenset(SAME) - {"learner", "seed"} | {
     "experiment_mode", "engine", "clip_threshold", "target_delta", "max_concurrency", "max_staleness", "async_buffer",
     "connection_timeout", "use_cuda", "save_checkpoint", "wandb_token", "model_zoo", "qfed_q", "malicious_factor",
 }  # fmt: skip

@@ -84,8 +84,8 @@ class FedJob(BaseModel):
 
 
 def absolute(path: str, folder: Path) -> str:
-    """Beside the file, where it is relative; `~` is the user's home."""
-    return os.path.normpath(folder / os.path.expanduser(path))
+    """Beside the file, where it is relative; `~` and `$HOME` are what a shell takes them for."""
+    return os.path.normpath(folder / os.path.expandvars(os.path.expanduser(path)))
 
 
 def with_paths(config: FedConfig, folder: Path) -> tuple[FedConfig, dict[tuple[str, ...], str]]:

@@ -232,6 +232,17 @@ def test_false_is_false(tmp_path: Path, word: str, natural: bool) -> None:
     assert partition == ("natural" if natural else "iid")
 
 
+def test_paths_are_as_a_shell_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "d").touch()
+    monkeypatch.setenv("FEDSCALE_HOME", str(tmp_path / "tables"))
+    job = read(tmp_path, "data_set: digits", "model: mlp", "device_conf_file: $FEDSCALE_HOME/d", "num_clients: 9",
+               "log_path: ${FEDSCALE_HOME}/logs", "seed: 5")  # fmt: skip
+    assert job.config.devices == str(tmp_path / "tables" / "d")
+    assert job.ground.log_path == str(tmp_path / "tables" / "logs")
+    assert job.config.seed == 5
+
+
 def test_random_takes_oorts_keys_and_does_not_use_them(tmp_path: Path) -> None:
     config = digits(tmp_path, "sample_mode: random", "pacer_delta: 10", "exploration_min: 0.4").config
     assert (config.selector.kind, config.selector.options) == ("random", {})
