@@ -1,6 +1,7 @@
 """The figures that `pliant reproduce` knows. Each is a module of its own: run -> result.json -> table and plot.
 
-To add one, write its module with `run`, `table` and `plot`, and list it in FIGURES.
+To add one, write its module with `run`, `table` and `plot`, list it in FIGURES, say what is known of it in `facts`, and which
+of its numbers stand beside the paper's in `headlines`.
 """
 
 from __future__ import annotations
@@ -73,6 +74,13 @@ class Options:
             if name not in known:
                 raise ConfigError(f"--models {name}: this figure has {', '.join(known)}")
         return self.models or tuple(quick if self.quick else usual)
+
+    def to_json(self) -> Json:
+        """What makes a result another one: the `args` of the one form."""
+        return {
+            "quick": self.quick, "full": self.full, "steps": self.steps, "models": list(self.models),
+            "scale": self.size, "device": self.where, "data": self.data,
+        }  # fmt: skip
 
     @property
     def where(self) -> str:
@@ -196,14 +204,10 @@ def form(
     **more: object,
 ) -> Json:
     """The one form of a result. It is ok when there is no complaint: when the figure's claim holds here, too."""
-    args = {
-        "quick": options.quick, "full": options.full, "steps": options.steps, "models": list(options.models),
-        "scale": options.size, "device": options.where, "data": options.data,
-    }  # fmt: skip
     peers = {"paper": {"median_s": None, "iqr_s": None, "speedup": None, **paper}}
     return {
         "bench": name,
-        "args": args,
+        "args": options.to_json(),
         "ours": {"median_s": None, "iqr_s": None, **ours},
         "peers": peers,
         "bound": None,
