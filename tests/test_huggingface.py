@@ -9,15 +9,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import os
 import runpy
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gang import addresses, free_port, run, specs
+from gang import FULL, addresses, free_port, run, specs
 
+from pliant import record
 from pliant.errors import ConfigError, TrainError
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "huggingface.py"
@@ -58,8 +64,9 @@ def _ours(example: dict[str, Any], environ: dict[str, str], **options: Any) -> d
     arguments = example["arguments"](EPOCHS)
     for name, value in options.items():
         setattr(arguments, name, value)
+    pairs = example["Pairs"](SAMPLES)
     trainer = example["ElasticTrainer"](
-        model=example["model"](), args=arguments, train_dataset=example["Pairs"](SAMPLES), replicas=2
+        model=example["model"](), args=arguments, train_dataset=pairs, eval_dataset=pairs, replicas=2
     )
     trainer.train()
     with pytest.raises(TrainError, match="train was called twice"):
@@ -100,7 +107,9 @@ def _work(
     os.chdir(place)
     with contextlib.redirect_stdout(io.StringIO()):
         example = runpy.run_path(str(EXAMPLE))
-        found: dict[str, Any] = {"pair": _ours(example, members[rank])}
+        # It evaluates and saves after each epoch, which changes no bit: the other does not.
+        kept = {"eval_strategy": "epoch", "save_strategy": "epoch", "save_total_limit": 1}
+        found: dict[str, Any] = {"pair": _ours(example, members[rank], **kept)}
         for name in members[rank]:
             os.environ.pop(name)
         if rank == 0:
@@ -132,8 +141,38 @@ def test_the_bits_are_those_of_the_trainer_under_ddp(tmp_path: Path) -> None:
     assert (first["alone"]["step"], first["alone"]["epoch"]) == (12, 2)
     assert (first["stopped"]["step"], first["stopped"]["digest"] != oracle) == (7, True)
     assert [each["pair"]["first"] for each in (first, second)] == [True, False]
-    assert first["pair"]["logged"] > 0 == second["pair"]["logged"]
+    assert first["pair"]["logged"] == 2 + first["alone"]["logged"], "two evaluations"
+    assert second["pair"]["logged"] == 0
+    assert [path.name for path in (tmp_path / "huggingface-run").glob("checkpoint-*")] == ["checkpoint-12"]
     assert first["pair"]["rate"] == first["alone"]["rate"]
     assert "that many times the replicas" in first["refused"]["gradient_accumulation_steps"]
     assert "use bf16=True" in first["refused"]["fp16"]
     assert "use one of random, sequential" in first["refused"]["train_sampling_strategy"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not FULL, reason="imports for half a minute: PLIANT_FULL=1")
+def test_a_killed_worker_changes_no_bit(tmp_path: Path) -> None:
+    """As it is started; the first worker is killed in mid-run, and nobody comes in its place."""
+    alone = subprocess.run(
+        [sys.executable, str(EXAMPLE)], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=True
+    )
+    kept, state = tmp_path / "run.jsonl", tmp_path / "state.json"
+    command = [str(Path(sys.executable).with_name("pliant")), "run", "-q", "-w", "-np", "2", "--max-restarts", "0"]
+    files = ["--record", str(kept), "--state-file", str(state), str(EXAMPLE)]
+    with subprocess.Popen([*command, *files], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as runner:
+        try:
+            deadline_s = time.monotonic() + 240
+            while not kept.exists() or len(kept.read_text().splitlines()) < 50:
+                assert time.monotonic() < deadline_s
+                assert runner.poll() is None
+                time.sleep(0.02)  # pacing a poll with a deadline
+            workers = json.loads(state.read_text())["workers"]
+            os.kill(workers[min(workers)]["pid"], signal.SIGKILL)
+            said, _ = runner.communicate(timeout=240)
+        finally:
+            runner.kill()
+    assert runner.returncode == 0
+    views = [fact for fact in record.read(kept) if fact.kind == "view"]
+    assert [(fact.data["old"], fact.data["new"], fact.data["lost"]) for fact in views] == [(2, 1, True)]
+    assert alone.stdout.strip().splitlines()[-1] in said

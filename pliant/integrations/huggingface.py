@@ -10,7 +10,7 @@ worker hosts take its turn; what the Trainer then does once per step (clipping, 
 
 What differs from a Trainer under torchrun: samples are dealt as by torch's DistributedSampler; the loss of a batch is the mean
 over its own tokens; the loss that is logged is that of the replicas that the first worker hosts; every worker evaluates
-on the whole evaluation set, so that all come to the same decisions.
+on the whole evaluation set, so that all come to the same decisions, and random numbers that it draws there do not count.
 """
 
 from __future__ import annotations
