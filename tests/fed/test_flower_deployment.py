@@ -72,14 +72,14 @@ def test_a_node_is_killed_in_a_round_and_comes_back(flower: Deployment, tmp_path
 @pytest.mark.skipif(not FULL, reason="a minute of imports of torch: with PLIANT_FULL=1")
 def test_the_example_is_deployed_and_goes_on_after_its_server_was_killed(flower: Deployment, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    keys = [node_key(tmp_path / f"node{i}") for i in range(3)]
+    keys = [node_key(tmp_path / f"node{i}") for i in range(2)]
     flower.superlink()
     flower.register(keys)
-    for client in range(3):
+    for client in range(2):
         flower.supernode(f"node{client}", client, keys[client])
-    settings = {"participants": 2, "overcommit": 1.5, "least": 3, "clients": 3, "folder": str(out)}
+    settings = {"participants": 2, "overcommit": 1.0, "least": 2, "clients": 2, "folder": str(out)}
     flower.run(EXAMPLE, {"rounds": 50, **settings})
-    until(lambda: len(rounds_in(out)) >= 2, "two rounds")
+    until(lambda: (out / NAME).exists(), "a round is done, and kept")
     for pid in descendants(flower.processes[0].pid):
         if "flwr-serverapp" in command_line(pid):
             os.kill(pid, signal.SIGKILL)
