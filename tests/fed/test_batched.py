@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -83,18 +84,33 @@ def test_a_unit_has_the_same_bits_whatever_ran_before() -> None:
     assert all(a.utility == b.utility for a, b in zip(expected, run(busy, clients, steps), strict=True))
 
 
-def test_the_same_at_any_number_of_threads() -> None:
-    task = task_of()
-    results = []
-    for threads in (1, 2):
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            results.append(run(Trainer(task), (1, 2, 3), (2, 2, 2)))
-            assert torch.get_num_threads() == threads
-        finally:
-            torch.set_num_threads(before)
-    assert all(apart(a, b) == 0 for a, b in zip(*results, strict=True))
+class Watching(nn.Module):
+    """Sees how many threads it is computed with: on small data, their number changes no bit."""
+
+    seen: ClassVar[set[int]] = set()
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen.add(torch.get_num_threads())
+        return self.head(inputs.flatten(1))
+
+
+def test_everything_is_computed_with_one_thread() -> None:
+    trainer = Trainer(task_of(model=f"{__name__}:Watching"))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        Watching.seen.clear()
+        run(trainer, (1,), (2,))
+        run(trainer, (1, 2), (2, 2))
+        trainer.run(Weights.of(trainer.task.model()), Evaluation(0, 20))
+        assert Watching.seen == {1}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_client_with_fewer_steps_has_what_it_has_in_its_own_group() -> None:
