@@ -30,7 +30,7 @@ TORCH_FREE = [
     "pliant.comm.order",
     "pliant.comm.slices",
     "pliant.dashboard.page",
-    "pliant.dashboard.server",
+    "pliant.dashboard.sources",
     "pliant.elastic.membership",
     "pliant.elastic.server",
     "pliant.experiments.demo",

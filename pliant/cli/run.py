@@ -250,8 +250,9 @@ def run(
             "--dash is for jobs whose first runner is this one: start `pliant dash RECORD` beside it instead"
         )
     kept = ExitStack()
-    if dash and not record:  # the page needs one
-        record = str(Path(kept.enter_context(TemporaryDirectory(prefix="pliant-run-"))) / "record.jsonl")
+    if dash and not (record and logdir):  # the page shows both; what nobody asked to keep goes with the job
+        place = Path(kept.enter_context(TemporaryDirectory(prefix="pliant-run-")))
+        record, logdir = record or str(place / "record.jsonl"), logdir or str(place / "logs")
     options = RunOptions(
         program=tuple(program or ()),
         np=_whole(np, "-np"),

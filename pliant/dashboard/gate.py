@@ -6,6 +6,7 @@ point to loopback is kept out by the name. Elsewhere the token is asked for, and
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from urllib.parse import parse_qs
@@ -17,6 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 COOKIE = "pliant_dash"
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 MAX_BODY_BYTES = 4096
+WRONG_S = 0.5
+"""After a wrong token: guessing shall be slow."""
 _FORM = """<!doctype html><meta name="viewport" content="width=device-width, initial-scale=1"><title>pliant</title>
 <style>body{font-family:system-ui,sans-serif;display:grid;place-items:center;min-height:90vh;color-scheme:light dark}</style>
 <form method="post" action="/enter"><p>SAID</p><input name="token" type="password" placeholder="Token" autofocus>
@@ -69,6 +72,7 @@ class Gate:
                 return PlainTextResponse("too long\n", 413)
         given = parse_qs(body.decode(errors="replace")).get("token", [""])[0]
         if not hmac.compare_digest(given.encode(), self._token.encode()):
+            await asyncio.sleep(WRONG_S)
             return HTMLResponse(_FORM.replace("SAID", "That is not the token."), 401)
         answer = RedirectResponse("/", 303)
         answer.set_cookie(COOKIE, self._mark, httponly=True, samesite="strict", max_age=30 * 86400)

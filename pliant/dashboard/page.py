@@ -14,7 +14,7 @@ from pliant.dashboard.acting import Acting
 from pliant.dashboard.allocation import stays
 from pliant.dashboard.jobs import Job
 from pliant.dashboard.pieces import ChartCard, HtmlCard
-from pliant.dashboard.sources import Seen
+from pliant.dashboard.seen import Seen
 from pliant.dashboard.topology import picture
 from pliant.dashboard.watch import Watch
 from pliant.errors import PliantError

@@ -11,6 +11,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+MOST_KEPT = 500_000
+"""Points of a series; beyond that it is thinned to half, so that a job of a month fits into memory."""
 Floats = NDArray[np.float64]
 Point = tuple[float, float]
 
@@ -37,6 +39,9 @@ class Series:
             self.cut(math.nextafter(x, -math.inf))
         self._x.append(x)
         self._y.append(y if math.isfinite(y) else math.nan)
+        if len(self._x) > MOST_KEPT:
+            kept = self.thinned(MOST_KEPT // 2)
+            self._x, self._y = array("d", (x for x, _ in kept)), array("d", (y for _, y in kept))
 
     def cut(self, after: float) -> None:
         """Forget what is after this x."""

@@ -1,122 +1,21 @@
-"""Where jobs are found: records, the list of jobs that run on this machine, config servers, clusters."""
+"""Where jobs are found: what runs on this machine, config servers; and which of all sources the user means."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
-from pliant.dashboard.allocation import Happening
-from pliant.dashboard.follow import RecordFile
-from pliant.dashboard.jobs import (
-    ANSWER_S,
-    ByCluster,
-    ByConfigServer,
-    ByKeeper,
-    ClusterLog,
-    Job,
-    add_logs,
-    key_of,
-    logs_beside,
-)
+from pliant.dashboard.clusters import AtCluster, AtState, MyCluster
+from pliant.dashboard.jobs import ANSWER_S, ByConfigServer, ByKeeper, Job, add_logs, key_of, logs_beside
+from pliant.dashboard.records import LOG_EVERY, RECORD, Records
+from pliant.dashboard.seen import Seen, Source
 from pliant.elastic.client import ConfigClient
 from pliant.errors import ConfigError, PliantError, ServerUnavailable
 from pliant.fed.jobs import JobFolder, Jobs
 from pliant.launch.registry import running_jobs
 from pliant.sched.book import FILE as BOOK
-from pliant.sched.live_client import ENDED, ClusterStatus, JobStatus, LiveClient, Server, find_server, state_dir
-
-RECORD = "record.jsonl"
-MOST_RECORDS = 500
-MOST_DEPTH = 6
-LOG_EVERY = 10
-"""New log files beside a record are looked for at every so many looks."""
-
-
-@dataclass(slots=True)
-class Cluster:
-    """The devices of a server of `pliant serve`, and who has had them."""
-
-    where: str
-    status: ClusterStatus | None = None
-    jobs: list[str] = field(default_factory=list)
-    """The keys of its jobs."""
-
-
-@dataclass(slots=True)
-class Seen:
-    """All that is known by now."""
-
-    jobs: dict[str, Job] = field(default_factory=dict)
-    clusters: dict[str, Cluster] = field(default_factory=dict)
-    problems: dict[str, str] = field(default_factory=dict)
-    """What cannot be looked at, and why."""
-
-    def job(self, where: str, name: str) -> Job:
-        """The job that is known from there; a new one, if it was not."""
-        key = key_of(where)
-        if key not in self.jobs:
-            self.jobs[key] = Job(key, name, where)
-        return self.jobs[key]
-
-    def record(self, path: Path, name: str) -> Job:
-        """The job that writes this record."""
-        job = self.job(str(path), name)
-        if job.record is None:
-            job.record = RecordFile(path)
-        return job
-
-
-class Source(Protocol):
-    """A place to look at. It tells problems by `seen`, and raises nothing but what is a mistake of ours."""
-
-    def look(self, seen: Seen) -> None: ...
-
-
-class Records:
-    """A record, or all those in a folder."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._looks = 0
-
-    def look(self, seen: Seen) -> None:
-        if self._path.is_file():
-            self._show(self._path, self._path.stem if self._path.name != RECORD else self._path.parent.name, seen)
-        elif self._looks % LOG_EVERY == 0:
-            found = list(records_in(self._path))
-            for path in found:
-                self._show(
-                    path,
-                    str(path.parent.relative_to(self._path)) if path.parent != self._path else path.parent.name,
-                    seen,
-                )
-            if not found:
-                seen.problems[str(self._path)] = f"no {RECORD} in {self._path} yet"
-            else:
-                seen.problems.pop(str(self._path), None)
-        self._looks += 1
-
-    def _show(self, path: Path, name: str, seen: Seen) -> None:
-        job = seen.record(path, name)
-        if self._looks % LOG_EVERY == 0:
-            add_logs(job, logs_beside(path))
-
-
-def records_in(folder: Path) -> Iterator[Path]:
-    """The records below, not too deep, and not too many."""
-    depth, count = len(folder.parts), 0
-    for place, folders, files in os.walk(folder):
-        if len(Path(place).parts) - depth >= MOST_DEPTH:
-            folders.clear()
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "checkpoints")
-        if RECORD in files:
-            yield Path(place) / RECORD
-            count += 1
-        if count >= MOST_RECORDS:
-            return
+from pliant.sched.live_client import LiveClient, find_server
 
 
 class Here:
@@ -175,75 +74,6 @@ class AtConfigServer:
         job = seen.job(self._url, self._url)
         job.control = job.control or ByConfigServer(self._url, self._token)
         ask_roll(job, self._url, self._token)
-
-
-class AtCluster:
-    """The jobs of a server of `pliant serve`; with its state directory, if that is on this machine, also their records."""
-
-    def __init__(self, server: Server, folder: Path | None) -> None:
-        self._server, self._folder = server, folder
-        self._told: dict[str, tuple[object, ...]] = {}
-
-    def look(self, seen: Seen) -> None:
-        try:
-            if self._folder is not None:  # it may have come back at another port
-                self._server = find_server(state=str(self._folder))
-            with LiveClient(self._server, timeout_s=ANSWER_S) as client:
-                self._ask(client, seen)
-        except PliantError as error:
-            seen.problems[self._server.url] = str(error)
-        else:
-            seen.problems.pop(self._server.url, None)
-
-    def _ask(self, client: LiveClient, seen: Seen) -> None:
-        cluster = seen.clusters.setdefault(self._server.url, Cluster(self._server.url))
-        statuses = client.jobs()
-        for status in statuses:
-            self._show(status, client, seen)
-        cluster.jobs = [self._job(status.name, seen).key for status in statuses]
-        cluster.status = client.cluster()
-
-    def _job(self, name: str, seen: Seen) -> Job:
-        if self._folder is not None:
-            return seen.record(self._folder / "jobs" / name / RECORD, name)
-        return seen.job(f"{self._server.url}/jobs/{name}", name)
-
-    def _show(self, status: JobStatus, client: LiveClient, seen: Seen) -> None:
-        job = self._job(status.name, seen)
-        job.of_cluster, job.name = True, status.name
-        job.told_state, job.told_why = status.state, status.why
-        job.devices = ",".join(f"{kind}={count}" for kind, count in status.devices.items() if count)
-        job.begun_s = status.submitted_s
-        job.control = ByCluster(self._server, status.name) if status.state not in ENDED else None
-        if self._folder is not None:
-            add_logs(job, logs_beside(self._folder / "jobs" / status.name / RECORD))
-        elif not job.logs:
-            job.logs["log"] = ClusterLog(self._server, status.name)
-        told = (status.state, status.why, job.devices)
-        if self._told.get(status.name) != told:
-            self._told[status.name] = told
-            job.happenings = [
-                Happening(status.name, event.at, event.what, event.why, (event.model_extra or {}).get("devices") or {})
-                for event in client.job(status.name).events
-            ]
-
-
-class MyCluster:
-    """The cluster of this user on this machine, whenever there is one."""
-
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        self._environ = environ
-        self._cluster: AtCluster | None = None
-
-    def look(self, seen: Seen) -> None:
-        try:
-            server = find_server(environ=self._environ)
-        except ServerUnavailable:
-            return
-        folder = state_dir(self._environ)
-        local = folder if not self._environ.get("PLIANT_SERVER") else None
-        self._cluster = self._cluster or AtCluster(server, local)
-        self._cluster.look(seen)
 
 
 class MyFederated:
@@ -316,21 +146,3 @@ def _at(url: str, environ: Mapping[str, str]) -> Source:
         except ServerUnavailable as error:
             raise ConfigError(f"{error}") from None
     return AtConfigServer(url, token)
-
-
-class AtState:
-    """The state directory of `pliant serve`: its server while that runs, and the records in any case."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._records = Records(folder / "jobs")
-        self._cluster: AtCluster | None = None
-
-    def look(self, seen: Seen) -> None:
-        try:
-            server = find_server(state=str(self._folder))
-        except ServerUnavailable:
-            self._records.look(seen)
-            return
-        self._cluster = self._cluster or AtCluster(server, self._folder)
-        self._cluster.look(seen)

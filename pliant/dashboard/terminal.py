@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pliant.dashboard.jobs import Job
+from pliant.dashboard.seen import Cluster, Seen
 from pliant.dashboard.series import Series
-from pliant.dashboard.sources import Cluster, Seen
 from pliant.launch.duration import span_text
 
 BARS = "▁▂▃▄▅▆▇█"

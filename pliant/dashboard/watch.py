@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from pliant.dashboard.sources import Seen, Source
+from pliant.dashboard.seen import Seen, Source
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,10 @@ from pages import Home, until
 from rich.console import Console
 
 from pliant.cluster import View, Worker
+from pliant.dashboard.clusters import AtCluster
 from pliant.dashboard.jobs import ByCluster, ByConfigServer
-from pliant.dashboard.sources import AtCluster, Here, Records, sources
+from pliant.dashboard.records import Records
+from pliant.dashboard.sources import Here, sources
 from pliant.dashboard.terminal import screen
 from pliant.dashboard.watch import Watch
 from pliant.elastic.client import ConfigClient
@@ -140,6 +142,12 @@ def test_a_cluster_tells_who_had_what(tmp_path: Path) -> None:
         text = _text(watch)
         assert "one" in text
         assert "of 4 free" in text
+        assert isinstance(job.control, ByCluster)
+        watch.seen.problems.clear()
+        AtCluster(server.model_copy(update={"token": "wrong"}), None).look(watch.seen)
+        assert "token" in next(iter(watch.seen.problems.values()))
+        assert (job.control, watch.seen.clusters) == (None, {}), "who cannot ask does not know, and cannot act"
+        watch.look()
         assert isinstance(job.control, ByCluster)
         job.control.stop()
         until(lambda: client.job("one").is_over, "its end")

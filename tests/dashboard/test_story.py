@@ -73,6 +73,17 @@ def test_means_are_of_neighbours() -> None:
     assert series.mean(2) == [(0.0, 2.0), (5.0, 7.0)]
 
 
+def test_a_series_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pliant.dashboard.series.MOST_KEPT", 1000)
+    series = Series()
+    for x in range(10_000):
+        series.add(x, 99.0 if x == 1234 else x % 7)
+    points = list(series)
+    assert len(points) <= 1000
+    assert (points[0][0], points[-1]) == (0, (9999, 9999 % 7))
+    assert (1234, 99.0) in points
+
+
 def test_a_step_that_is_done_again_replaces_itself_and_what_followed() -> None:
     series = Series()
     for x in (1, 2, 3, 2):
