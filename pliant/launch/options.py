@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from pliant.cluster import DEFAULT_RUNNER_PORT, DEFAULT_STRATEGY, Host, PortRange, check_port
 from pliant.errors import ConfigError
 from pliant.policy.asked import parse_monitors
+from pliant.policy.registry import check as check_policy
 
 LEVELS = ("D0", "D1", "D2")
 """Equal bits for an equal number of workers; for any number of them; and on machines of other kinds, too."""
@@ -139,6 +140,8 @@ class RunOptions:
         if self.determinism and self.determinism not in LEVELS:
             raise ConfigError(f"--determinism {self.determinism!r} is not known: use one of {', '.join(LEVELS)}")
         parse_monitors(self.adapting.get("monitor", ""))
+        for policy in self.adapting.get("policy", "").splitlines():
+            check_policy(policy)
         replay = self.adapting.get("replay", "")
         if replay and not Path(replay).is_file():
             raise ConfigError(f"--replay {replay}: there is no such file; give a record that `--record` has written")

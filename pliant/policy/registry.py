@@ -56,6 +56,16 @@ def parse(text: str) -> Policy:
     return policy
 
 
+def check(text: str) -> None:
+    """Refuse what cannot be, before a job is started. A user's own class is imported by the workers only.
+
+    Raises:
+        ConfigError: as of `parse`.
+    """
+    if _split(text.strip())[0] in NAMES.values():
+        parse(text)
+
+
 def _split(text: str) -> tuple[str, str]:
     """module:Class, and the options."""
     name, _, rest = text.partition(":")

@@ -154,6 +154,8 @@ def test_a_hostfile_overrides_the_list(monkeypatch: pytest.MonkeyPatch, tmp_path
         (["--resume", "auto"], "--resume auto needs a directory for checkpoints: add --checkpoint-dir DIR"),
         (["--checkpoint-every", "5"], "--checkpoint-every 5 needs a directory for checkpoints: add --checkpoint-dir"),
         (["--resize-schedule", "10"], "--resize-schedule: '10' is not <step>:<workers>"),
+        (["--policy", "grow"], "--policy grow: there is no 'grow'; use grow-batch-size"),
+        (["--policy", "provision:speed=3"], "'speed=3' is no option of it"),
         (["-t0", "noon"], "-t0 'noon' is not a Unix time"),
         (["-logfile", "/proc/none/log"], "-logfile /proc/none/log"),
     ],
