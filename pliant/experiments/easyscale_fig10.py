@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 NAME = "easyscale-fig10"
 COUNTS = (1, 2, 4, 8, 16)
+USUAL = (1, 4, 16)
 FLAT_CUDA = 1.03
 """The device's memory may grow by so much from the fewest to the most replicas."""
 GROWTH_CPU = 0.5
@@ -47,7 +48,7 @@ PAPER: dict[str, dict[str, object]] = {
 
 def run(options: Options) -> Json:
     models = options.choose_models(quick=("resnet50",), usual=("resnet50", "shufflenetv2"))
-    counts = (1, 4) if options.quick else COUNTS
+    counts = (1, 4) if options.quick else COUNTS if options.full else USUAL
     steps = options.choose_steps(quick=4, usual=6, full=30)
     cells = [cell for model in models for cell in _cells(model, counts, steps, options)]
     on_gpu = options.where != "cpu"

@@ -16,7 +16,7 @@ from typing import cast
 from pliant.bench.report import Json
 from pliant.bench.stats import quantile
 from pliant.experiments import plotting, trials
-from pliant.experiments.figures import MODELS, Options, TableRows, form, timed
+from pliant.experiments.figures import MODELS, USUAL, Options, TableRows, form, timed
 from pliant.experiments.trials import Task, Trial
 
 NAME = "easyscale-fig11"
@@ -39,8 +39,8 @@ PAPER = {
 def run(options: Options) -> Json:
     if options.quick and not options.scale and options.where == "cpu":
         options = replace(options, scale="small")  # in a tiny model anything is a large part of a step
-    models = options.choose_models(quick=("shufflenetv2", "bert"), usual=MODELS)
-    steps = options.choose_steps(quick=8, usual=24, full=200)
+    models = options.choose_models(quick=("shufflenetv2", "bert"), usual=MODELS if options.full else USUAL)
+    steps = options.choose_steps(quick=8, usual=16, full=200)
     cells = []
     for model in models:
         options.say(f"{model}: {REPLICAS} replicas in one process, switch on and off in turn")

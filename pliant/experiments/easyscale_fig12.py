@@ -13,7 +13,7 @@ from typing import cast
 
 from pliant.bench.report import Json
 from pliant.experiments import plotting, trials
-from pliant.experiments.figures import MODELS, Options, TableRows, form, timed
+from pliant.experiments.figures import MODELS, USUAL, Options, TableRows, form, timed
 from pliant.experiments.trials import Task
 
 NAME = "easyscale-fig12"
@@ -33,8 +33,8 @@ PAPER = {
 
 
 def run(options: Options) -> Json:
-    models = options.choose_models(quick=("resnet50",), usual=MODELS)
-    steps = options.choose_steps(quick=8, usual=20, full=200)
+    models = options.choose_models(quick=("resnet50",), usual=MODELS if options.full else USUAL)
+    steps = options.choose_steps(quick=8, usual=14, full=200)
     rounds = 1 if options.quick else 2
     cells = []
     for model in models:

@@ -14,7 +14,7 @@ from typing import cast
 from pliant.bench.report import Json
 from pliant.bench.stats import quantile
 from pliant.experiments import plotting, trials
-from pliant.experiments.figures import MODELS, Options, TableRows, form, num_cores, timed
+from pliant.experiments.figures import MODELS, USUAL, Options, TableRows, form, num_cores, timed
 from pliant.experiments.trials import Task, Trial
 
 NAME = "easyscale-fig13"
@@ -35,7 +35,7 @@ PAPER = {
 
 
 def run(options: Options) -> Json:
-    models = options.choose_models(quick=("resnet50",), usual=MODELS)
+    models = options.choose_models(quick=("resnet50",), usual=MODELS if options.full else USUAL)
     steps = options.choose_steps(quick=5, usual=10, full=100)
     devices = num_cores() if options.where == "cpu" else 1
     cells = []

@@ -42,7 +42,7 @@ _CLIENTS = (
 
 FACTS = {
     "easyscale-fig9": Facts(
-        usual_s=180,
+        usual_s=120,
         measured=False,
         remarks=(
             "10 steps in each stage instead of 100, in small models; --full has 100. Machines of another kind are stood for by "
@@ -50,16 +50,16 @@ FACTS = {
         ),
     ),
     "easyscale-fig10": Facts(
-        usual_s=240,
+        usual_s=165,
         measured=False,
         remarks=(
             "flat memory is a GPU's: on a CPU the replicas' gradients lie in the same memory and count, so that ours grows, "
             "only slower than packed workers; on one H200 it was flat within 0.1 % (benchmarks/results, training_h200)",
         ),
     ),
-    "easyscale-fig11": Facts(usual_s=120, measured=False, remarks=(_ONE_MACHINE,)),
+    "easyscale-fig11": Facts(usual_s=70, measured=False, remarks=(_ONE_MACHINE,)),
     "easyscale-fig12": Facts(
-        usual_s=200,
+        usual_s=160,
         measured=False,
         remarks=(
             "the published cost of D1+D2 is that of slower GPU kernels (up to 4.4x for VGG19); a CPU has none of them to avoid, "
@@ -67,7 +67,7 @@ FACTS = {
         ),
     ),
     "easyscale-fig13": Facts(
-        usual_s=210,
+        usual_s=90,
         measured=False,
         remarks=("8 DDP workers had a V100 each; here they share the cores, and their step time is divided accordingly",),
     ),
@@ -82,7 +82,8 @@ FACTS = {
     ),
     "easyscale-fig15": Facts(usual_s=5, measured=False, remarks=(_SIMULATED,)),
     "kungfu-fig4": Facts(
-        usual_s=319,
+        usual_s=213,
+        measured=False,
         remarks=(
             "the published runs took 3 to 6 h on 4 GPUs (ResNet-56 on CIFAR-10: --data DIR --full) and have no published "
             "numbers, only curves; the default is a small network on handwritten digits",
@@ -90,7 +91,8 @@ FACTS = {
     ),
     "kungfu-fig5": Facts(usual_s=145, lab=True, remarks=("8 VMs with a K80 each are 8 network namespaces here", _PACED)),
     "kungfu-fig6": Facts(
-        usual_s=249,
+        usual_s=180,
+        measured=False,
         remarks=(
             "where adding workers stops being worth it is a property of the machine: 4 GPUs of the paper, the cores here. "
             "What is judged is that it stops where a sweep over all sizes says it should",
@@ -104,14 +106,16 @@ FACTS = {
         ),
     ),
     "kungfu-fig8": Facts(
-        usual_s=365,
+        usual_s=190,
+        measured=False,
         remarks=(
             "a monitor's cost is a few tens of milliseconds whatever the images: as a share it depends on what else a step "
             "does. On a machine that does something else meanwhile the differences drown",
         ),
     ),
     "kungfu-fig9": Facts(
-        usual_s=568,
+        usual_s=400,
+        measured=False,
         lab=True,
         remarks=(
             "the published 3.42x over Horovod 0.16.1 cannot be reached: beside DDP, which has no coordinator, even ideal "
@@ -138,10 +142,10 @@ FACTS = {
             "the whole problem is given to HiGHS instead of Gurobi, for seconds instead of 70 h: ratios to it are lower bounds",
         ),
     ),
-    "p3-fig7": Facts(usual_s=540, measured=False, lab=True, remarks=(_PACED,)),
+    "p3-fig7": Facts(usual_s=260, measured=False, lab=True, remarks=(_PACED,)),
     "p3-fig9": Facts(usual_s=105, measured=False, lab=True, remarks=(_PACED,)),
     "p3-fig10": Facts(
-        usual_s=150,
+        usual_s=125,
         measured=False,
         lab=True,
         remarks=(_PACED, "16 machines need more than 2 cores for their traffic: --full has them, the default ends at 8"),

@@ -24,6 +24,8 @@ Say = Callable[[str], None]
 MODELS = ("shufflenetv2", "resnet50", "vgg19", "neumf", "bert", "electra", "swin")
 SCALES = ("tiny", "small", "paper")
 """What `zoo` has, known without torch."""
+USUAL = tuple(name for name in MODELS if name != "electra")
+"""For what is measured of every model: ELECTRA's encoder is BERT's, and is left to --full."""
 PACED = tuple(PROFILES)
 """What the figures of P3 have, whose models only wait where others compute."""
 

@@ -104,7 +104,7 @@ class Course:
 
 def run(options: Options) -> Json:
     setting = _setting(options)
-    seeds = (1,) if options.quick else (1, 2, 3)
+    seeds = (1,) if options.quick else (1, 2, 3) if options.full else (1, 2)
     courses = []
     with tempfile.TemporaryDirectory(prefix="pliant-fig4-") as folder:
         words: tuple[str, ...] = ()

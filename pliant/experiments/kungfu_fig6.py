@@ -94,7 +94,7 @@ def _setting(options: Options) -> Setting:
     if options.quick:  # without transformers, and without need for a quiet machine
         return Setting(runs=1, max_workers=3, change_step=steps, sweep_steps=2 * steps,
                        words=("--paced", "0.1", "--devices", "2", "--batch", "2", "--places", "16"), timeout_s=300)  # fmt: skip
-    return Setting(runs=5, max_workers=num_cores() + 2, change_step=steps, sweep_steps=3 * steps,
+    return Setting(runs=5 if options.full else 3, max_workers=num_cores() + 2, change_step=steps, sweep_steps=3 * steps,
                    words=("--places", "64", *device), timeout_s=1200)  # fmt: skip
 
 

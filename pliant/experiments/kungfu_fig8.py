@@ -40,7 +40,7 @@ LABELS = {
 def run(options: Options) -> Json:
     from pliant.experiments.monitoring import Task, schedule
 
-    rounds = options.choose_steps(quick=1, usual=10, full=40)
+    rounds = options.choose_steps(quick=1, usual=5, full=40)
     task = Task("ResNet18", 2, 32, rounds, small_size=32) if options.quick else Task("ResNet50", 8, 224, rounds)
     steps = len(schedule(rounds))
     options.say(

@@ -20,7 +20,7 @@ from pliant.experiments.p3_sweep import cells_of, number, pick, shown
 NAME = "p3-fig10"
 GBPS = 10.0
 MODES = ("baseline", "priority")
-USUAL = {"vgg": (2, 4, 8), "resnet50": (2, 4), "sockeye": (2, 4)}
+USUAL = {"vgg": (2, 4, 8), "resnet50": (4,), "sockeye": (2, 4)}
 """More nodes than this need more than two cores: their traffic is that of all of them."""
 
 
@@ -35,7 +35,7 @@ def run(options: Options) -> Json:
     iters = options.choose_steps(quick=4, usual=8, full=30)
     results = []
     for model in models:
-        counts = (2,) if options.quick else (*USUAL[model], 16) if options.full else USUAL[model]
+        counts = (2,) if options.quick else (2, 4, 8, 16) if options.full else USUAL[model]
         for nodes in counts:
             results.append(p3_sweep.sweep(options, model, [rate_gbps(model)], MODES, nodes=nodes, iters=iters))
     return result_of(results, options)
