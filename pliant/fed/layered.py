@@ -53,10 +53,8 @@ def of(module: nn.Module) -> Layered | None:
     try:
         graph = fx.Tracer().trace(module)
         return Layered(_ops(module, graph))
-    except _Unknown:
-        return None
     except Exception:
-        # Tracing runs the user's code with stand-ins for tensors; whatever it raises means that it cannot be traced.
+        # `_Unknown`; or tracing, which runs the user's code with stand-ins for tensors: it may raise whatever it likes.
         return None
 
 
@@ -157,7 +155,7 @@ def _of_function(node: fx.Node) -> Op:
         return lambda _, given: function(given[0], **options)
     if function is torch.flatten and node.args[1:] in ((1,), (1, -1)) and not node.kwargs:
         return lambda _, given: _flattened(given[0])
-    if getattr(function, "__name__", "") in ("boolean_dispatch", "max_pool2d", "fn") and _is_max_pool(function):
+    if function in (F.max_pool2d, torch.max_pool2d):
         options = dict(zip(("kernel_size", "stride", "padding", "dilation", "ceil_mode"), node.args[1:], strict=False))
         options |= node.kwargs
         if options.pop("return_indices", False) or "kernel_size" not in options:
@@ -173,10 +171,6 @@ def _of_function(node: fx.Node) -> Op:
     if function in (operator.add, torch.add) and len(node.args) == 2 and all(isinstance(a, fx.Node) for a in node.args):
         return lambda _, given: _sum(given[0], given[1])
     raise _Unknown
-
-
-def _is_max_pool(function: object) -> bool:
-    return function in (F.max_pool2d, torch.max_pool2d)
 
 
 def _pool(size: Any, stride: Any, padding: Any, dilation: Any, ceil: Any, *, mean: bool = False) -> Op:
