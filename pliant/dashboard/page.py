@@ -15,6 +15,7 @@ from pliant.dashboard.allocation import stays
 from pliant.dashboard.jobs import Job
 from pliant.dashboard.pieces import ChartCard, HtmlCard
 from pliant.dashboard.seen import Seen
+from pliant.dashboard.story import Crew
 from pliant.dashboard.topology import picture
 from pliant.dashboard.watch import Watch
 from pliant.errors import PliantError
@@ -24,6 +25,7 @@ DRAW_S = 1.0
 LOG_LINES = 400
 ORDER = ("running", "starting", "put-off", "waiting", "silent", "failed")
 """In the list, what needs eyes comes first."""
+NO_RECORD = "it writes no record that is known here: start it with --record FILE to see its curves"
 
 
 def lay_out(watch: Watch, acting: Acting) -> None:
@@ -130,7 +132,7 @@ class JobPage:
         if not story.crews:
             for card in (self._map, self._graph):
                 card.show(None)
-            self._now.show("")
+            self._now.show(pieces.squares(Crew(0, job.members, 0)) if job.members else "")
             return
         crews, rows = charts.crew_map(story)
         self._map.show(crews, height_px=min(340, max(150, 70 + 22 * rows)))
@@ -245,9 +247,9 @@ def _headline(job: Job, state: str) -> str:
         if told.epsilon.last is not None:
             given.append(("epsilon", f"{told.epsilon.last:.3g}"))
     else:
-        given.append(("step", f"{story.step:,}"))
+        if story.num_facts:
+            given += [("step", f"{story.step:,}"), ("replicas", str(story.replicas))]
         given.append(("workers", f"{job.num_workers}" + (f" ({job.devices})" if job.devices else "")))
-        given.append(("replicas", str(story.replicas)))
         for name, series in list(story.values.items())[:3]:
             if series.last is not None:
                 given.append((name, f"{series.last:.4g}"))
@@ -258,7 +260,8 @@ def _headline(job: Job, state: str) -> str:
         ):
             if figure in story.figures and (last := story.figures[figure].last) is not None:
                 given.append((label, pieces.number(last)))
-    why = f'<div class="note">{html.escape(job.told_why)}</div>' if job.told_why else ""
+    told_why = job.told_why or ("" if job.record is not None or job.of_cluster else NO_RECORD)
+    why = f'<div class="note">{html.escape(told_why)}</div>' if told_why else ""
     where = html.escape(job.command or job.where)
     return (
         f'<h2 style="display:flex; gap:10px; align-items:center; min-width:0"><span class="crumb" style="color:inherit">'

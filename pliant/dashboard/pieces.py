@@ -160,7 +160,7 @@ def facts(given: Sequence[tuple[str, str]]) -> str:
 
 
 def squares(crew: Crew) -> str:
-    """Each worker a square on its host, with its replicas."""
+    """Each worker a square on its host, with its replicas; where those are not known (0), with its rank."""
     share, more = divmod(crew.replicas, len(crew.workers))
     small = len(crew.workers) > 64
     hosts: dict[str, list[str]] = {}
@@ -169,8 +169,9 @@ def squares(crew: Crew) -> str:
         count = share + (rank < more)
         replicas = f"{first}" if count == 1 else f"{first}-{first + count - 1}" if count else "none"
         first += count
-        title = html.escape(f"{name}: rank {rank}, replicas {replicas}")
-        square = f'<span class="square{" small" if small else ""}" title="{title}">{"" if small else replicas}</span>'
+        title = html.escape(f"{name}: rank {rank}" + (f", replicas {replicas}" if crew.replicas else ""))
+        label = "" if small else replicas if crew.replicas else str(rank)
+        square = f'<span class="square{" small" if small else ""}" title="{title}">{label}</span>'
         hosts.setdefault(name.rpartition(":")[0] or "here", []).append(square)
     rows = "".join(
         f'<div class="host"><span>{html.escape(host)}</span><span class="squares">{"".join(found)}</span></div>'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pliant.dashboard import charts, charts_fed
+from pliant.dashboard import charts, charts_fed, pieces
 from pliant.dashboard.allocation import Happening, Stay, stays, used
 from pliant.dashboard.follow import LogFile, RecordFile
 from pliant.dashboard.series import Series, thin
-from pliant.dashboard.story import Story
+from pliant.dashboard.story import Crew, Story
 from pliant.dashboard.topology import Link, Node, lanes_of, picture
 from pliant.record import Fact, Recorder
 
@@ -164,6 +165,17 @@ def test_the_map_of_workers_follows_the_views() -> None:
     assert options["yAxis"]["data"] == [B, A, C] or options["yAxis"]["data"] == [A, B, C]
     by_name = sorted([options["yAxis"]["data"][row], *rest] for row, *rest in found)
     assert by_name == [[A, 0, 9, 2], [B, 0, 4, 2], [B, 4, 9, 1], [C, 4, 9, 1]]
+
+
+def test_each_worker_is_a_square_with_its_replicas() -> None:
+    shown = pieces.squares(Crew(1, (A, B, C), 4))
+    assert re.findall(r'title="([^"]*)">([^<]*)<', shown) == [
+        (f"{A}: rank 0, replicas 0-1", "0-1"),
+        (f"{B}: rank 1, replicas 2", "2"),
+        (f"{C}: rank 2, replicas 3", "3"),
+    ]
+    assert re.findall(r">([^<]*)</span><span class=.squares", shown) == ["10.0.0.1", "10.0.0.2"]
+    assert re.findall(r'title="([^"]*)">([^<]*)<', pieces.squares(Crew(1, (A,), 0))) == [(f"{A}: rank 0", "0")]
 
 
 def test_records_without_names_have_ranks() -> None:
