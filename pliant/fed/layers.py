@@ -29,8 +29,13 @@ def conv2d(inputs: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, pa
     """`weight` is models x outputs x channels x height x width."""
     if any(padding):
         inputs = F.pad(inputs, (0, 0, padding[1], padding[1], padding[0], padding[0]))
-    made: Tensor = _Convolution.apply(inputs, weight, bias, stride)  # type: ignore[no-untyped-call]
-    return made
+    height, width = (
+        (side - kernel) // step + 1
+        for side, kernel, step in zip(inputs.shape[2:4], weight.shape[3:], stride, strict=True)
+    )
+    made: Tensor = _Convolution.apply(inputs, weight, bias, stride, height, width)  # type: ignore[no-untyped-call]
+    # Not in there: what a function of our own returns may be changed in place only if it is no view.
+    return made.view(len(inputs), -1, height, width, inputs.shape[-1])
 
 
 class _Convolution(torch.autograd.Function):
@@ -41,25 +46,26 @@ class _Convolution(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair) -> Tensor:
-        models, _, height, width, samples = inputs.shape
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, height: int, width: int
+    ) -> Tensor:
         tall, wide = weight.shape[-2:]
-        out = (height - tall) // stride[0] + 1, (width - wide) // stride[1] + 1
         strips, taps = _strips(inputs, wide, stride), _taps(weight)
         ctx.save_for_backward(weight, *strips)
-        ctx.shape, ctx.stride, ctx.length = inputs.shape, stride, out[0] * out[1] * samples
-        ctx.line = out[1] * samples
+        ctx.shape, ctx.stride = inputs.shape, stride
+        ctx.line = width * inputs.shape[-1]
+        ctx.length = height * ctx.line
         seen = _seen(strips, tall, stride[0], ctx.line, ctx.length)
         made = linear(seen[0], taps[0], bias)
         for tap, part in zip(taps[1:], seen[1:], strict=True):
             made.baddbmm_(tap, part)
-        return made.view(models, -1, *out, samples)
+        return made
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         weight, *strips = ctx.saved_tensors
         models, outputs, channels, tall, wide = weight.shape
-        flat = gradient.reshape(models, outputs, -1)
+        flat = gradient.contiguous()
         of_inputs, of_weight, of_bias = None, None, None
         if ctx.needs_input_grad[1]:
             across = flat.transpose(1, 2)
@@ -75,7 +81,7 @@ class _Convolution(torch.autograd.Function):
             for tap, part in zip(_taps(weight), _seen(told, tall, ctx.stride[0], ctx.line, ctx.length), strict=True):
                 part.baddbmm_(tap.transpose(1, 2), flat)
             of_inputs = _joined(told, ctx.shape, wide, ctx.stride)
-        return of_inputs, of_weight, of_bias, None
+        return of_inputs, of_weight, of_bias, None, None, None
 
 
 def _taps(weight: Tensor) -> list[Tensor]:

@@ -184,6 +184,10 @@ NETS: list[tuple[str, Callable[[], nn.Module]]] = [
     ("strides and paddings", lambda: nn.Sequential(nn.Conv2d(2, 3, (3, 2), (2, 1), (1, 0), bias=False), nn.Tanh())),
     ("pooling with a rest", lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.MaxPool2d((3, 2)), nn.Conv2d(4, 2, 1))),
     ("means", lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.AvgPool2d(2), nn.GELU(), nn.AdaptiveAvgPool2d(1))),
+    (
+        "in place",
+        lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.ReLU(inplace=True)),
+    ),
     ("norms", lambda: nn.Sequential(nn.BatchNorm2d(2, affine=False), nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3))),
 ]
 
