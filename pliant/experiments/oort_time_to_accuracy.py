@@ -240,6 +240,12 @@ def _remarks(worlds: Mapping[str, Mapping[str, Any]], chosen: Setting, *, judged
             said.append(
                 f"{world}: random never reached the accuracy with seeds {told['bounds_only']}; ratios are lower bounds"
             )
+    random, oort = worlds[MAIN]["random"], worlds[MAIN]["oort"]
+    if random["rounds"] and oort["rounds"]:
+        said.append(
+            f"{MAIN}: oort needs {oort['rounds']:g} rounds to the accuracy and random {random['rounds']:g}; "
+            f"a round takes {oort['mean_round_s']:.0f} s and {random['mean_round_s']:.0f} s"
+        )
     worst = worlds[MAIN]["final_difference"]["least"]
     if worst < -LESS_ACCURATE:
         said.append(f"with one seed oort ends {-worst:.2%} less accurate than random")
