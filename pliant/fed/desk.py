@@ -54,6 +54,8 @@ class Member:
     version: int = 0
     """Of the model that it was sent last."""
     leaving: bool = False
+    silent: bool = False
+    """It may live: stopped, or cut off. What it held is not to blame."""
 
 
 @dataclass(eq=False)
@@ -188,6 +190,7 @@ class Desk:
             for member in list(self._members.values()):
                 silent_s = now_s - member.link.heard_s
                 if silent_s > self._silence_s:
+                    member.silent = True
                     member.link.cut(f"silent for {silent_s:.0f} s")
                 else:
                     member.link.send(Kind.BEAT)
@@ -261,7 +264,7 @@ class Desk:
         self._members.pop(member.number, None)
         was_ready = member.number in self._handout.holding
         held = len(self._handout.holding.get(member.number, ()))
-        given_up = self._handout.leave(member.number, blame=not member.leaving)
+        given_up = self._handout.leave(member.number, blame=not (member.leaving or member.silent))
         if self._closing:
             return
         again = f"; {held} of its units go to others" if held else ""
