@@ -202,6 +202,19 @@ def free_port(host: str, taken: Sequence[int] = ()) -> int:
 
 
 @contextlib.contextmanager
+def torchrun(size: int) -> Iterator[list[dict[str, str]]]:
+    """The environments of `size` ranks that meet as under torchrun: at a store that is held here, so nobody takes its port."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(size),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+    }  # fmt: skip
+    yield [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+
+
+@contextlib.contextmanager
 def joined(spec: WorkerSpec, *, determinism: Any = "exact", **mesh: Any) -> Iterator[Engine]:
     """In a worker: the engine of `spec`, connected; `mesh` are further fields of MeshConfig."""
     from pliant.comm.engine import EngineConfig

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gang import FULL, addresses, free_port, run, specs
+from gang import FULL, addresses, run, specs, torchrun
 
 from pliant import record
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(420)]
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GPT = ("--epochs", "4", "--length", "16", "--width", "16", "--layers", "1", "--text")
@@ -42,15 +42,11 @@ class Show:
 def perform(shows: dict[str, Show], workers: int) -> dict[str, list[str]]:
     """What each worker prints, of shows that are given one after the other by the same processes: imports take longest."""
     places = []
-    for show in shows.values():
-        members = [replace(each, adapting=show.adapting) for each in specs(addresses("A" * workers))]
-        torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")), "WORLD_SIZE": str(workers)}
-        places.append(
-            [member.to_environ() for member in members]
-            if show.launched
-            else [{**torchrun, "RANK": str(rank)} for rank in range(workers)]
-        )
-    told = run(_perform, workers, list(shows.values()), places, timeout_s=150)
+    with torchrun(workers) as ranks:
+        for show in shows.values():
+            members = [replace(each, adapting=show.adapting) for each in specs(addresses("A" * workers), timeout_s=60)]
+            places.append([member.to_environ() for member in members] if show.launched else ranks)
+        told = run(_perform, workers, list(shows.values()), places, timeout_s=200)
     return {name: [each[index] for each in told] for index, name in enumerate(shows)}
 
 

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gang import FULL, addresses, free_port, run, specs
+from gang import FULL, addresses, run, specs, torchrun
 
 from pliant import record
 from pliant.errors import ConfigError, TrainError
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "huggingface.py"
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 EPOCHS, SAMPLES = 2, 88  # 44 for each replica: the last batch is short
 
 
@@ -101,9 +101,7 @@ def _refusals(example: dict[str, Any]) -> dict[str, str]:
     return said
 
 
-def _work(
-    rank: int, torchrun: Sequence[dict[str, str]], members: Sequence[dict[str, str]], place: str
-) -> dict[str, Any]:
+def _work(rank: int, ranks: Sequence[dict[str, str]], members: Sequence[dict[str, str]], place: str) -> dict[str, Any]:
     os.chdir(place)
     with contextlib.redirect_stdout(io.StringIO()):
         example = runpy.run_path(str(EXAMPLE))
@@ -117,7 +115,7 @@ def _work(
             found["stopped"] = _ours(example, {}, max_steps=7)
             found["other"] = _ours(example, {}, seed=4)["digest"]
             found["refused"] = _refusals(example)
-        os.environ.update(torchrun[rank])  # accelerate remembers the world it has seen first
+        os.environ.update(ranks[rank])  # accelerate remembers the world it has seen first
         from accelerate.state import AcceleratorState, GradientState, PartialState
 
         for state in (AcceleratorState, GradientState, PartialState):
@@ -127,13 +125,10 @@ def _work(
 
 
 def test_the_bits_are_those_of_the_trainer_under_ddp(tmp_path: Path) -> None:
-    place = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1")), "WORLD_SIZE": "2",
-        "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    torchrun = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    members = [member.to_environ() for member in specs(addresses("AA"))]
-    first, second = run(_work, 2, torchrun, members, str(tmp_path), timeout_s=150)
+    members = [member.to_environ() for member in specs(addresses("AA"), timeout_s=60)]
+    with torchrun(2) as ranks:
+        places = [{**environ, "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"} for environ in ranks]
+        first, second = run(_work, 2, places, members, str(tmp_path), timeout_s=280)
     oracle = first["oracle"]
     assert second["oracle"] == oracle
     assert first["pair"]["digest"] == second["pair"]["digest"] == first["alone"]["digest"] == oracle
