@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 from typer.core import TyperCommand
 
-from pliant.cli.bench_output import ended_by_sigterm
+from pliant.cli.bench_output import ended_by_sigterm, shown_progress
 from pliant.cli.cluster_output import is_read_by_people, print_json, print_table
 from pliant.errors import ConfigError
 
@@ -39,7 +39,8 @@ class BareJson(TyperCommand):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = list(args)
         for place, word in reversed(list(enumerate(args))):
-            if word == "--json" and (place + 1 == len(args) or args[place + 1].startswith("--")):
+            after = args[place + 1] if place + 1 < len(args) else "--"
+            if word == "--json" and after.startswith("-") and after != str(STDOUT):
                 words.insert(place + 1, str(STDOUT))
         return super().parse_args(ctx, words)
 
@@ -89,7 +90,9 @@ def reproduce(
         return
     if names[0] == REPORT:
         _check_report(names)
-        print(f"wrote {gather.write(Path(names[1]) if len(names) > 1 else out)}")
+        with shown_progress() as progress:
+            path = gather.write(Path(names[1]) if len(names) > 1 else out, watch=progress)
+        print(f"wrote {path}")
         return
     chosen = figures.find(names)
     together = "all" in names

@@ -6,7 +6,7 @@ import base64
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pliant.bench.report import Json, machine
@@ -22,9 +22,12 @@ UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticErro
 
 
 def write(
-    out: Path, figures: Sequence[Figure] = tuple(FIGURES.values()), command: str = "pliant reproduce all"
+    out: Path,
+    figures: Sequence[Figure] = tuple(FIGURES.values()),
+    command: str = "pliant reproduce all",
+    watch: Callable[[str, float], None] = lambda name, done: None,
 ) -> Path:
-    """report.html in `out`, whole or as it was.
+    """report.html in `out`, whole or as it was; `watch` is told what is drawn now, and how much is done, up to 1.
 
     Raises:
         ConfigError: there is no such folder, no result in it, or it cannot be written.
@@ -34,7 +37,10 @@ def write(
     found = [kept.standing(out, figure.name) for figure in figures]
     if all(each.outcome == kept.NEVER for each in found):
         raise ConfigError(f"{out} has no result: `pliant reproduce all --out {out}` makes some")
-    entries = [entry_of(figure, each) for figure, each in zip(figures, found, strict=True)]
+    entries = []
+    for number, (figure, each) in enumerate(zip(figures, found, strict=True)):
+        watch(figure.name, number / len(figures))
+        entries.append(entry_of(figure, each))
     path = out / "report.html"
     draft = path.with_suffix(f".{os.getpid()}.tmp")
     try:

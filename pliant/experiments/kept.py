@@ -71,7 +71,8 @@ class Standing:
 
 def is_usual(args: Json) -> bool:
     """Whether these are the options of the default size."""
-    return not any(args.get(key) for key in ("quick", "full", "steps", "models", "data"))
+    device = args.get("device")
+    return device in ("cpu", "cuda") and args == Options(device=str(device)).to_json()
 
 
 def version() -> str:
