@@ -7,6 +7,7 @@ and a model that keeps its device busy by itself wants one.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 
@@ -19,7 +20,8 @@ from pliant.fed.work import Training
 
 ON_CPU = (2, 4, 8, 16)
 ON_GPU = (4, 16, 32, 64, 128, 256)
-SHARES = 4
+SHARES = (2, 8)
+"""A round makes units for so many executors, at least and at most; between them, for as many as this machine has cores."""
 STEPS = 5
 """Of a trial: enough that what comes once for a unit does not count too much."""
 BUSY_S = 0.5
@@ -39,7 +41,8 @@ def choose(task: Task, device: str = "cpu", *, limit_s: float = 4.0) -> int:
     # On the CPU, the time that this thread was given: others may be busy, too.
     clock = time.perf_counter if trainer.device.type == "cuda" else time.thread_time
     start = Weights.of(task.model())
-    sizes = candidates(task.num_clients, task.config.participants, trainer.device.type)
+    shares = min(max(len(os.sched_getaffinity(0)), SHARES[0]), SHARES[1])
+    sizes = candidates(task.num_clients, task.config.participants, trainer.device.type, shares)
     began = clock()
     trainer.run(start, _unit(task, 1, 1))
     if not sizes or clock() - began > BUSY_S or trainer.together is None:
@@ -64,13 +67,13 @@ def best(rates: Mapping[int, float]) -> int:
     return min(size for size, rate in rates.items() if size > 1 and rate >= ALIKE * fastest)
 
 
-def candidates(num_clients: int, participants: int, device_type: str) -> tuple[int, ...]:
-    """On CPUs, a round is cut into a multiple of `SHARES` units, so that as many executors are done at the same time."""
+def candidates(num_clients: int, participants: int, device_type: str, shares: int) -> tuple[int, ...]:
+    """On CPUs, a round is cut into a multiple of `shares` units, so that as many executors are done at the same time."""
     if device_type == "cuda":
         return tuple(size for size in ON_GPU if size <= min(num_clients, participants))
     sizes = set()
     for size in ON_CPU:
-        units = max(1, round(participants / size / SHARES)) * SHARES
+        units = max(1, round(participants / size / shares)) * shares
         sizes.add(-(-participants // units))
     return tuple(sorted(size for size in sizes if 1 < size <= num_clients))
 

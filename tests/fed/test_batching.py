@@ -22,13 +22,14 @@ def test_what_is_no_faster_is_not_taken() -> None:
 
 
 def test_candidates_cut_a_round_into_units_for_four() -> None:
-    assert batching.candidates(500, 20, "cpu") == (3, 5)
-    assert batching.candidates(500, 100, "cpu") == (3, 5, 9, 13)
+    assert batching.candidates(500, 20, "cpu", 4) == (3, 5)
+    assert batching.candidates(500, 100, "cpu", 4) == (3, 5, 9, 13)
     assert all(
         len(training_units(range(100), [1] * 100, round_number=1, lr=1, batching=b)) % 4 == 0 for b in (5, 9, 13)
     )
-    assert batching.candidates(500, 4, "cpu") == ()
-    assert batching.candidates(500, 100, "cuda") == (4, 16, 32, 64)
+    assert batching.candidates(500, 4, "cpu", 4) == ()
+    assert batching.candidates(500, 20, "cpu", 2) == (2, 5, 10)
+    assert batching.candidates(500, 100, "cuda", 4) == (4, 16, 32, 64)
 
 
 class Looking(nn.Module):
@@ -44,8 +45,8 @@ class Looking(nn.Module):
 
 def test_a_measurement_answers_with_a_candidate() -> None:
     given = {"data": {"kind": "digits", "clients": 10}, "participants": 20, "model": "logistic"}
-    assert batching.choose(build(FedConfig.model_validate(given)), limit_s=0.5) in (1, 3, 5)
+    assert batching.choose(build(FedConfig.model_validate(given)), limit_s=0.5) in range(1, 11)
     looking = build(FedConfig.model_validate({**given, "model": f"{__name__}:Looking"}))
     assert batching.choose(looking) == 1
-    few = build(FedConfig.model_validate({**given, "participants": 4}))
+    few = build(FedConfig.model_validate({**given, "participants": 2}))
     assert batching.choose(few) == 1
