@@ -222,16 +222,35 @@ def _complaint(line: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("page", NAMES)
-def test_commands_can_be_typed(page: str) -> None:
-    """Those in backticks and those after a $: every command and every option of it exists."""
-    text = (ROOT / page).read_text().replace("\\\n", " ")
-    lines = [
+def _typed(text: str) -> list[str]:
+    """What a page says can be typed: in backticks, after a $, and at the beginning of lines of a block."""
+    text = text.replace("\\\n", " ")
+    blocks = "\n".join(FENCE.findall(text))
+    return [
         *re.findall(r"`(pliant [^`\n]+)`", text),
         *re.findall(r"^(?:    )?\$ (pliant [^\n|>&]+)", text, re.MULTILINE),
+        *re.findall(r"^(pliant [^\n|>&]+)", blocks, re.MULTILINE),
     ]
-    complaints = [found for line in lines if (found := _complaint(line.replace("\\|", "|")))]
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_commands_can_be_typed(page: str) -> None:
+    """Every command, and every option of it, exists."""
+    complaints = [
+        found for line in _typed((ROOT / page).read_text()) if (found := _complaint(line.replace("\\|", "|")))
+    ]
     assert not complaints
+
+
+def test_commands_of_examples_can_be_typed() -> None:
+    lines = [
+        line
+        for path in (ROOT / "examples").rglob("*.*")
+        if path.suffix in (".py", ".yml")
+        for line in re.findall(r"^(?:#.*: |[# ]*)(pliant [a-z][^\n|>&]+)", path.read_text(), re.MULTILINE)
+    ]
+    assert len(lines) > 15
+    assert not [found for line in lines if (found := _complaint(line))]
 
 
 @pytest.mark.parametrize(
