@@ -21,6 +21,7 @@ from command import command
 
 import pliant
 from pliant.cli.main import build
+from pliant.comm.graph import STRATEGIES
 from pliant.errors import REFUSED_EXIT
 from pliant.launch.supervisor import TIMEOUT_EXIT
 
@@ -315,3 +316,8 @@ def test_exit_codes_are_as_listed() -> None:
         )
         assert (done.returncode, done.stderr.count("\n")) == (code, 1), done.stderr
         assert done.stderr.startswith("pliant: ")
+
+
+def test_every_strategy_is_explained() -> None:
+    listed = re.findall(r"^\| `(\w+)` \| ", (DOCS / "choices.md").read_text(), re.MULTILINE)
+    assert set(STRATEGIES) <= set(listed)
