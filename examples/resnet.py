@@ -4,7 +4,7 @@
     pliant run -w -np 2 --checkpoint-dir run --checkpoint-every 20 examples/resnet.py
     pliant run -w -np 1 --checkpoint-dir run --resume auto examples/resnet.py     # after Ctrl-C
 
-On a machine with GPUs every worker takes one. The images are scikit-learn's, of 8 x 8 pixels, made larger.
+The images are scikit-learn's, of 8 x 8 pixels, made larger. With GPUs every worker takes one; this example was run on CPUs only.
 """
 
 import argparse
