@@ -33,6 +33,8 @@ GRACE_S = 30.0
 MAX_VAIN = 5
 """So many times a server may be killed without a new checkpoint."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 3.0
+PORT_S = 0.02
+"""How often it is looked for where the server listens, until it does."""
 STOPPED = 75
 """As `fed.server` has it, which imports torch."""
 
@@ -70,12 +72,14 @@ class Keeper:
         self._server: subprocess.Popen[bytes] | None = None
         self._stop_by_s: float | None = None
         """When a job that was told to stop is ended."""
-        self._is_staffed = True
+        self._is_staffed = self._job.ground.places is None
+        """Whether the executors, if some are wanted, are being started."""
         self._restarts = Restarts()
 
     def keep(self) -> tuple[State, int, str]:
         """Until the job has ended: how."""
         with signals.handed_to(lambda number: self._events.put(("signal", number))), contextlib.ExitStack() as stack:
+            self._folder.note_keeper()  # from now on it can be told to stop
             mark = secrets.token_hex(8)
             stack.enter_context(Guardian(mark, os.environ))
             os.environ[guardian.MARK] = mark  # whoever is started from here can be found, and ended
@@ -83,18 +87,21 @@ class Keeper:
             (self._folder.path / "port").unlink(missing_ok=True)
             stack.callback(self._kill_server)
             self._start_server()
-            if self._job.ground.places is not None:
-                self._is_staffed = (port := self._port()) is not None
-                if port is not None:
-                    stack.enter_context(self._executors(port))
-            return self._mind()
+            return self._mind(stack)
 
-    def _mind(self) -> tuple[State, int, str]:
+    def _mind(self, stack: contextlib.ExitStack) -> tuple[State, int, str]:
         while True:
+            if not self._is_staffed and self._stop_by_s is None and (port := self._port()) is not None:
+                stack.enter_context(self._executors(port))
+                self._is_staffed = True
             left_s = None if self._stop_by_s is None else max(0.0, self._stop_by_s - time.monotonic())
+            if not self._is_staffed:
+                left_s = PORT_S if left_s is None else min(left_s, PORT_S)
             try:
                 kind, what = self._events.get(timeout=left_s)
             except queue.Empty:
+                if self._stop_by_s is None or time.monotonic() < self._stop_by_s:
+                    continue
                 self._kill_server()
                 return "stopped", 128 + signal.SIGTERM, "ended in the midst of a round"
             if kind == "signal" and what == signal.SIGINT:
@@ -160,16 +167,11 @@ class Keeper:
             self._server.wait()
 
     def _port(self) -> int | None:
-        """Where the server listens, once it does; None: something else happened first."""
-        noted = self._folder.path / "port"
-        while not noted.exists():
-            try:
-                event = self._events.get(timeout=0.02)
-            except queue.Empty:
-                continue
-            self._events.put(event)
+        """Where the server listens; None: it does not yet."""
+        try:
+            return int((self._folder.path / "port").read_text())
+        except FileNotFoundError:
             return None
-        return int(noted.read_text())
 
     def _executors(self, port: int) -> Executors:
         ground = self._job.ground
@@ -190,13 +192,14 @@ class Keeper:
     def _write_token(self) -> None:
         path = self._folder.path / "token"
         if not path.exists():
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            draft = path.with_name(f".token.{os.getpid()}")  # killed in between, none is there, and not half of one
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
                 file.write(secrets.token_hex(16))
+            draft.replace(path)
 
 
 def main() -> int:
     folder = JobFolder(Path(sys.argv[1]))
-    folder.note_keeper()
     try:
         state, code, why = Keeper(folder).keep()
     except PliantError as error:

@@ -267,6 +267,13 @@ def test_what_cannot_run_ends_with_the_reason_and_kill_waits_for_nothing(home: P
     assert "no data today" in listed("bad")["why"]
     (home / "long.yml").write_text(OURS.replace("name: small", "name: long").replace("workers: 0", "workers: 1"))
     said("submit", "long.yml")
+    folder = Jobs.of_user().find("long")
+    until(lambda: folder.read("server.json"), "there is a server")
+    first = folder.read("server.json")
+    assert first is not None
+    os.kill(first["pid"], signal.SIGKILL)  # before it listens: the next one must have executors all the same
+    assert not (folder.path / "port").exists()
+    until(lambda: folder.progress()[0] >= 1, "a round is done")
     said("stop", "--kill", "long")
     assert listed("long")["state"] == "stopped"
     assert not processes(home)
