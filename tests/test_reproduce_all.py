@@ -135,6 +135,20 @@ def test_only_a_finished_run_of_the_same_options_and_version_counts(finished: Pa
     assert not kept.is_done(out, name, QUICK)
 
 
+def test_the_time_of_a_run_that_went_on_from_parts_is_not_its_usual_time(finished: Path, tmp_path: Path) -> None:
+    out, name = copied(finished, tmp_path), "oort-ablation"
+    assert not kept.has_parts(out, name)
+    (out / kept.PARTS).mkdir()
+    (out / kept.PARTS / "1.json").touch()
+    assert kept.has_parts(out, name)
+    assert not kept.has_parts(out, FAST[0]), "it leaves none"
+    for whole, source in ((False, "estimate"), (True, "here")):
+        kept.write(out, FAST[0], Run.of(Options(device="cpu"), kept.HOLDS, took_s=3.0, whole=whole))
+        assert kept.standing(out, FAST[0]).usual[1] == source
+    kept.forget_parts(out)
+    assert not kept.has_parts(out, name)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"outcome": "holds"}', "\0"])
 def test_a_damaged_word_about_a_run_counts_as_none(text: str, finished: Path, tmp_path: Path) -> None:
     out = copied(finished, tmp_path)

@@ -63,7 +63,7 @@ def reproduce(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="As little as shows that it works; some 20 s each.")] = False,
     full: Annotated[bool, typer.Option("--full", help="As long as the artifacts run it.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="With all: also what is finished in DIR.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Also what is finished in DIR, or in part.")] = False,
     limit: Annotated[
         float, typer.Option("--limit", metavar="MINUTES", help="With all: for each; 0: three times the usual.")
     ] = 0.0,
@@ -83,7 +83,7 @@ def reproduce(
     `all` runs every one, each in a process of its own, and writes DIR/report.html; after an interruption the same command goes on.
     `report DIR` writes the report again.
     """
-    from pliant.experiments import figures, gather, plotting
+    from pliant.experiments import figures, gather, kept, plotting
 
     if show_list or not names:
         _list(out, as_json=json_file is not None)
@@ -112,8 +112,11 @@ def reproduce(
         scale=scale,
         device=device,
         data=data,
+        parts=str(out / kept.PARTS),
     )
     _check_out(out, json_file)
+    if again:
+        kept.forget_parts(out)
     apart = contextlib.redirect_stdout(sys.stderr) if json_file == STDOUT else contextlib.nullcontext()
     with ended_by_sigterm(), apart:
         if len(chosen) == 1 or replot:
@@ -206,11 +209,12 @@ def _measured(figure: Figure, options: Options, out: Path, *, verbose: bool) -> 
     command = batch.shown_command(figure.name, options)
     usual_s, _ = kept.standing(out, figure.name).usual
     kept.begin(out, figure.name)
-    begun_s = time.monotonic()
+    begun_s, whole = time.monotonic(), not kept.has_parts(out, figure.name)
 
     def ended(outcome: str, why: str = "") -> None:
         took_s = time.monotonic() - begun_s
-        kept.write(out, figure.name, kept.Run.of(options, outcome, why=why, took_s=took_s, command=command))
+        run = kept.Run.of(options, outcome, why=why, took_s=took_s, command=command, whole=whole)
+        kept.write(out, figure.name, run)
 
     try:
         with _telling(figure.name, usual_s if kept.is_usual(options.to_json()) else 0.0, verbose) as say:

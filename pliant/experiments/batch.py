@@ -27,7 +27,7 @@ from pliant.launch import child
 GRACE_S = 30.0
 """After SIGTERM: what a figure needs to end its processes and namespaces."""
 LOOK_S = 0.5
-QUICK_LIMIT_S, FULL_LIMIT_S = 300.0, 12 * 3600.0
+QUICK_LIMIT_S, FULL_LIMIT_S = 600.0, 12 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,6 +23,8 @@ class Facts:
     """In default size on 2 cores."""
     measured: bool = True
     """Whether that was measured; else it is an estimate from what the figure runs."""
+    parts: bool = False
+    """Whether it keeps parts of itself that are done, so that an interrupted run goes on in the middle."""
     lab: bool = False
     """Whether it needs hosts that are network namespaces, and so root."""
     remarks: tuple[str, ...] = ()
@@ -128,8 +130,8 @@ FACTS = {
         usual_s=32,
         remarks=("the published 181 images/s per GPU need 2 GPUs or more; without them only the order of launches is checked",),
     ),
-    "oort-time-to-accuracy": Facts(usual_s=450, measured=False, remarks=(_CLIENTS,)),
-    "oort-ablation": Facts(usual_s=180, measured=False, remarks=(_CLIENTS,)),
+    "oort-time-to-accuracy": Facts(usual_s=450, measured=False, parts=True, remarks=(_CLIENTS,)),
+    "oort-ablation": Facts(usual_s=200, measured=False, parts=True, remarks=(_CLIENTS,)),
     "oort-1300": Facts(
         usual_s=120,
         measured=False,

@@ -20,6 +20,8 @@ from pliant.experiments.facts import FACTS
 from pliant.experiments.figures import Options
 
 HOLDS, DOES_NOT_HOLD, FAILED, SKIPPED, NEVER = "holds", "does not hold", "failed", "skipped", "never"
+PARTS = "parts"
+"""A folder where long figures leave what is done of them; figures share it."""
 FINISHED = (HOLDS, DOES_NOT_HOLD)
 OUTCOMES = (*FINISHED, FAILED, SKIPPED, NEVER)
 
@@ -32,6 +34,8 @@ class Run:
     why: str = ""
     """Of a failure, or why it was not run at all."""
     took_s: float = 0.0
+    whole: bool = True
+    """Whether it found nothing done already by an interrupted run, or by another figure; else its time says little."""
     ended_s: float = field(default_factory=time.time)
     command: str = ""
     options: Json = field(default_factory=dict)
@@ -40,10 +44,19 @@ class Run:
     """A digest of the package's sources: the version says less while they are worked on."""
 
     @classmethod
-    def of(cls, options: Options, outcome: str, *, why: str = "", took_s: float = 0.0, command: str = "") -> Run:
+    def of(
+        cls,
+        options: Options,
+        outcome: str,
+        *,
+        why: str = "",
+        took_s: float = 0.0,
+        command: str = "",
+        whole: bool = True,
+    ) -> Run:
         """A run that ends now."""
         return cls(
-            outcome=outcome, why=why, took_s=took_s, command=command, options=options.to_json(), version=version(),
+            outcome=outcome, why=why, took_s=took_s, command=command, options=options.to_json(), version=version(), whole=whole,
             sources=sources(),
         )  # fmt: skip
 
@@ -63,7 +76,13 @@ class Standing:
     @property
     def usual(self) -> tuple[float, str]:
         """Seconds in default size, and where that is from: here, kept (2 cores), or estimate."""
-        if self.run is not None and self.outcome in FINISHED and self.run.took_s and is_usual(self.run.options):
+        if (
+            self.run is not None
+            and self.outcome in FINISHED
+            and self.run.took_s
+            and self.run.whole
+            and is_usual(self.run.options)
+        ):
             return self.run.took_s, "here"
         facts = FACTS[self.name]
         return facts.usual_s, "kept" if facts.measured else "estimate"
@@ -96,6 +115,16 @@ def result_path(out: Path, name: str) -> Path:
 
 def run_path(out: Path, name: str) -> Path:
     return out / f"{name}.run.json"
+
+
+def has_parts(out: Path, name: str) -> bool:
+    """Whether a run of this figure would find parts that are done."""
+    return FACTS[name].parts and any((out / PARTS).glob("*.json"))
+
+
+def forget_parts(out: Path) -> None:
+    for path in (out / PARTS).glob("*.json"):
+        path.unlink(missing_ok=True)
 
 
 def begin(out: Path, name: str) -> None:
