@@ -46,7 +46,7 @@ def setting(options: Options) -> Setting:
         return Setting(seeds=(0,), rounds=options.steps or 45, model="mlp", worlds=(MAIN,))
     if options.full:
         return Setting(seeds=(0, 1, 2, 3, 4), rounds=options.steps or 600, model="cnn", worlds=(MAIN,))
-    return Setting(seeds=(0, 1, 2), rounds=options.steps or 300, model="mlp", worlds=(MAIN,))
+    return Setting(seeds=(0, 1, 2), rounds=options.steps or 150, model="mlp", worlds=(MAIN,))
 
 
 def run(options: Options) -> Json:
