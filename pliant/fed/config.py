@@ -15,6 +15,10 @@ Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+"""As torch's generators take them."""
+Rate = Annotated[float, Field(gt=0, le=1e30)]
+"""A number of single precision."""
 Option = int | float | str | bool | None
 """A value of a selector or an aggregator, which checks it."""
 
@@ -62,7 +66,7 @@ class LocalConfig(_Section):
     steps: Count = 10
     batch_size: Count = 20
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    lr: Positive = 0.05
+    lr: Rate = 0.05
     momentum: Share = 0.0
     weight_decay: NotNegative = 0.0
     lr_decay: Share = 1.0
@@ -85,7 +89,7 @@ class FedConfig(_Section):
     """A federated job."""
 
     name: str = "federated"
-    seed: Natural = 0
+    seed: Seed = 0
     data: DataConfig = DataConfig()
     model: str = "cnn"
     """A name that `fed.models` knows, or module:function, which is given the number of classes."""
@@ -111,9 +115,9 @@ class FedConfig(_Section):
     """A table, `synthetic`, or `equal`."""
     availability: str = ""
     """A trace, `synthetic`, or empty: always there."""
-    model_bytes: Natural = 0
+    model_bytes: Annotated[int, Field(ge=0, le=2**50)] = 0
     """What travels each way on the virtual clock; 0: the model's real size."""
-    clock_factor: Positive = 1.0
+    clock_factor: Annotated[float, Field(gt=0, le=1e9)] = 1.0
     """Computing takes so many times as long as the table says: the model beside the one the table was measured with."""
     evaluate_every: Count = 5
     """Rounds; the last one is evaluated always."""

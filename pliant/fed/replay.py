@@ -102,7 +102,8 @@ def replayed(replay: Replay, devices: Devices, *, rounds: int, seed: int) -> dic
         up_bytes=replay.model_bytes,
         passes=PASSES * replay.clock_factor,
     )
-    selector = selectors.make(replay.selector.kind, seed=seed, **replay.selector.options)
+    options = {"seed": seed, **replay.selector.options}
+    selector = selectors.make(replay.selector.kind, **options)  # type: ignore[arg-type]
     selector.register(np.arange(count), duration_s=duration_s, size=size)
     took_part = np.zeros(count, np.int64)
     clock_s = 0.0
@@ -131,7 +132,7 @@ def replayed(replay: Replay, devices: Devices, *, rounds: int, seed: int) -> dic
         "participants": replay.participants,
         "invited": replay.invited,
         "selector": {"kind": replay.selector.kind, **replay.selector.options},
-        "seed": seed,
+        "seed": options["seed"],
         "devices": devices.note,
         "clock_s": clock_s,
         "coverage": int(np.count_nonzero(took_part)),

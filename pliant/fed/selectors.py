@@ -167,6 +167,8 @@ def make(name: str, *, seed: int = 233, **options: float | str | None) -> Popula
     Raises:
         ConfigError: an unknown name or option, or a value that cannot be.
     """
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ConfigError(f"selector {name}: seed={seed!r}: use a whole number of 0 or more")
     if name == Oort.KIND:
         base = preset(str(options.pop("preset", "paper")))
         known = {field.name for field in fields(OortConfig)}

@@ -137,6 +137,11 @@ bathcing: 1
         ("workers: true", "fed.yml:2: workers True: give a number, host:n, ray:n"),
         ("workers: [b:x]", "fed.yml:2: workers 'b:x'"),
         ("workers: -1", "fed.yml:2: workers '-1' is no number of executors"),
+        ("seed: 18446744073709551617", "fed.yml:2: seed 18446744073709551617: use less than"),
+        ("local: {lr: 1.0e308}", "fed.yml:2: local.lr '1.0e308': use 1e+30 or less"),
+        ("model_bytes: 99999999999999999999", "fed.yml:2: model_bytes 99999999999999999999: use "),
+        ("selector: {kind: oort, seed: -1}", "fed.yml:2: selector oort: seed=-1: use a whole number of 0 or more"),
+        ("selector: {kind: random, seed: 0.5}", "fed.yml:2: selector random: seed=0.5: use a whole number"),
         ("port: 70000", "fed.yml:2: port 70000: use 65535 or less"),
     ],
 )  # fmt: skip

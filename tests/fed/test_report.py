@@ -161,6 +161,12 @@ def test_exploration_decays_to_its_floor_and_t_moves_at_multiples_of_w_only() ->
 def test_other_selectors_and_what_is_wrong_with_a_replay(tmp_path: Path) -> None:
     assert json.loads(picks(7, 3, "equal", "--selector", "random"))["selector"] == {"kind": "random"}
     assert json.loads(picks(7, 3, "equal", "--selector", "oort:artifact"))["selector"]["preset"] == "artifact"
+    own = json.loads(REPLAY.read_text()) | {"selector": {"kind": "oort", "seed": 7}}
+    (tmp_path / "own.json").write_text(json.dumps(own))
+    assert (
+        json.loads(command("fed", "select", "--replay", str(tmp_path / "own.json"), "--rounds", "1").stdout)["seed"]
+        == 7
+    )
     assert json.loads(command("fed", "select", "--replay", "50", "--rounds", "2").stdout)["clients"] == 50
     (tmp_path / "r.json").write_text('{"clients": [{"size": 0, "losses": [1]}], "partcipants": 3}')
     for words, why in (
