@@ -311,10 +311,6 @@ class Desk:
             self._order(self._handout.drop_all())
             self._batch = None
 
-    def fail(self, error: PliantError) -> None:
-        if self._batch is not None:
-            self._batch.results.put(error)
-
     def seen(self) -> list[Seen]:
         batch = self._batch
         found = []

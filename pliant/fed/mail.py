@@ -176,14 +176,12 @@ class Mail:
             match frame.kind:
                 case Kind.BEAT:
                     return
-                case Kind.CANCEL:
-                    self.cancelled.add((self.connection, int(frame.body.get("id", -1))))
                 case Kind.OVER:
                     ended.append(End(0, "the job is over"))
                 case Kind.REFUSED:
                     ended.append(End(REFUSED, f"the server at {self._address}: {frame.body.get('why')}"))
                 case _:
-                    self.inbox.put(Letter(self.connection, frame))
+                    self._put(frame)
             if ended:
                 link.close()
                 lost.set()
@@ -201,6 +199,16 @@ class Mail:
         self._link = None
         self.connection += 1  # what was asked for over this one is void
         return ended[0] if ended else None
+
+    def _put(self, frame: Frame) -> None:
+        """Into the inbox; what is taken back need not be begun, unless it is given anew."""
+        if frame.kind is Kind.CANCEL:
+            self.cancelled.add((self.connection, int(frame.body.get("id", -1))))
+            return
+        if frame.kind is Kind.UNIT:
+            # It may have been begun before it was taken back, so the mark is still there.
+            self.cancelled.discard((self.connection, int(frame.body.get("id", -1))))
+        self.inbox.put(Letter(self.connection, frame))
 
     def _end_now(self) -> None:
         number = os.read(self._signals, 1)[0]

@@ -59,6 +59,8 @@ class Pool:
         self._news = threading.Condition()
         self._num_ready = 0
         self._failure: PliantError | None = None
+        self._waiting: set[Batch] = set()
+        """Whose results somebody waits for."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._until: asyncio.Event | None = None
         self._over = False
@@ -137,14 +139,16 @@ class Pool:
         """
         if not units:
             return
-        if self._failure is not None:
-            raise self._failure
         self._encode(model)
         assert self._layout is not None, "made above"
         batch = Batch(list(units), self._layout, self._version, self._model)
-        self._call(self._desk.start, batch)
+        with self._news:
+            if self._failure is not None:
+                raise self._failure
+            self._waiting.add(batch)  # who gives up from now on tells it
         early: dict[int, Done] = {}
         try:
+            self._call(self._desk.start, batch)
             for place in range(len(units)):
                 while place not in early:
                     found = batch.results.get()
@@ -154,6 +158,8 @@ class Pool:
                 self._call(self._desk.take, batch)
                 yield early.pop(place)
         finally:
+            with self._news:
+                self._waiting.discard(batch)
             with contextlib.suppress(RuntimeError):  # the pool was closed meanwhile
                 self._call(self._desk.stop, batch)
 
@@ -174,9 +180,9 @@ class Pool:
     def _give_up(self, error: PliantError) -> None:
         with self._news:
             self._failure = error
+            for batch in self._waiting:
+                batch.results.put(error)
             self._news.notify_all()
-        with contextlib.suppress(RuntimeError):
-            self._call(self._desk.fail, error)
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         """Raises RuntimeError where the pool is closed."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import random
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from pliant.fed.aggregation import FedAvg
 from pliant.fed.config import FedConfig
 from pliant.fed.executor import fingerprint
 from pliant.fed.local import InProcess
+from pliant.fed.mail import Address, Mail
 from pliant.fed.pool import Pool
 from pliant.fed.task import build
 from pliant.fed.updates import Update, Weights
@@ -271,6 +274,45 @@ def test_what_one_server_has_taken_back_the_next_one_is_done(ward: Nursery, tmp_
     with Pool(config, port=port, token=TOKEN) as pool:
         assert outcome(config, pool) == outcome(config)
     assert child.wait() == 0
+
+
+def test_who_waits_hears_of_the_end_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Just before its units are given out; and when the pool's own thread fails."""
+    config = small()
+    model = Weights.of(build(config).model())
+    units = training_units([1, 2], [1, 1], round_number=1, lr=0.1, batching=1)
+    with Pool(config, token=TOKEN) as pool:
+        encode = pool._encode
+
+        def late(weights: Weights) -> None:
+            encode(weights)
+            pool.fail("enough")
+            pool.executors()  # its thread has done all that it was told
+
+        monkeypatch.setattr(pool, "_encode", late)
+        with pytest.raises(LaunchError, match="enough"):
+            list(pool.run(model, units))
+    broken = Pool(config, token=TOKEN)
+
+    async def beat() -> None:
+        while broken._desk._batch is None:
+            await asyncio.sleep(0.01)  # pacing a poll
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(broken._desk, "_beat", beat)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    with broken, pytest.raises(LaunchError, match="the pool of executors has failed.*out of order"):
+        list(broken.run(model, units))
+
+
+def test_a_unit_that_is_given_anew_is_done() -> None:
+    """It was taken back after it had been begun, so nobody has used up the mark."""
+    mail = Mail(Address(host="127.0.0.1", port=1, token=TOKEN))
+    mail.connection = 1
+    for kind in (wire.Kind.UNIT, wire.Kind.CANCEL, wire.Kind.UNIT):
+        mail._put(wire.Frame(kind, {"id": 7}))
+        assert ((1, 7) in mail.cancelled) is (kind is wire.Kind.CANCEL)
+    assert mail.inbox.qsize() == 2
 
 
 def test_without_a_server_it_waits_as_long_as_it_was_told(ward: Nursery, tmp_path: Path) -> None:
