@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
 from pliant.cluster import Host
-from pliant.errors import ConfigError, LaunchError
+from pliant.errors import ConfigError, PliantError
 from pliant.fed.carriers import ProcessCarrier
 from pliant.fed.executor_settings import MODULE, PATIENCE_S, Settings
 from pliant.fed.places import Place, Places, parse_workers
@@ -219,7 +219,7 @@ class Executors:
         try:
             seat.log.parent.mkdir(parents=True, exist_ok=True)
             seat.carrier = carrier = self._carry(seat)
-        except (OSError, LaunchError) as error:
+        except (OSError, PliantError) as error:
             self._events.put((seat, WRONG, f"cannot be started: {error}"))
             return
         name = f"executor-{seat.rank}"
@@ -313,14 +313,16 @@ def opened(
     tls_key: str = "",
     ca: str = "",
     server_host: str = "",
+    port: int = 0,
+    user: str = "",
 ) -> Iterator[Pool]:
-    """A pool and its executors, for a job in this process."""
+    """A pool and its executors, for a job in this process; the pool listens at `port`, and ssh logs in as `user`."""
     from pliant.fed.pool import Pool, server_tls
 
     places = parse_workers(workers)
     token = secrets.token_hex(16)
     tls = server_tls(tls_cert, tls_key) if tls_cert else None
-    with Pool(config, host=places.listen, token=token, tls=tls) as pool:
+    with Pool(config, host=places.listen, port=port, token=token, tls=tls) as pool:
         launched = Executors(
             places,
             port=pool.port,
@@ -329,6 +331,7 @@ def opened(
             ca=ca or tls_cert,
             device=config.device,
             logs=logs,
+            user=user,
             given_up=pool.fail,
         )
         with launched:

@@ -84,6 +84,8 @@ def run(
                     tls_cert=ground.tls_certificate,
                     tls_key=ground.tls_key,
                     server_host=ground.host,
+                    port=ground.port,
+                    user=ground.ssh_user,
                 )
             )
         return _rounds(folder, job, pool, stop, say, watch)

@@ -158,6 +158,16 @@ def test_a_job_is_told_when_there_will_be_no_executor(tmp_path: Path, no_leaks: 
     assert "small_task" in launched.given_up()
 
 
+def test_ssh_logs_in_as_the_job_says(tmp_path: Path, no_leaks: None) -> None:
+    """Shown by a user who cannot be, and who is told in a line."""
+    config = small(tmp_path)
+    with (
+        pytest.raises(LaunchError, match="cannot be started: -u 'a b' is not the name of a user"),
+        opened(config, "127.0.0.2:1", user="a b") as pool,
+    ):
+        outcome(config, pool)
+
+
 @pytest.mark.processes
 @pytest.mark.skipif(bool(sshd.missing()), reason=sshd.missing() or "there is one")
 def test_executors_over_ssh(tmp_path: Path, no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
