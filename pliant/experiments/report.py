@@ -180,15 +180,18 @@ h1 { margin: .5rem 0 0 } h2 { margin-top: 2.5rem; border-bottom: 1px solid var(-
 a { color: inherit } .lead { font-size: 1.15rem } .note, summary { color: var(--soft); font-size: .9rem }
 section { margin: 2rem 0; overflow-wrap: anywhere } ul { margin: .2rem 0; padding-left: 1.2rem; font-size: .92rem }
 figure { margin: 1rem 0 } figure img { width: 100%; height: auto; border-radius: .3rem; background: #fff }
-.wide { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem; margin: .5rem 0 }
+.wide { overflow-x: auto; overflow-wrap: normal } table { border-collapse: collapse; font-size: .9rem; margin: .5rem 0 }
 th, td { padding: .25rem .7rem .25rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line) }
-th { color: var(--soft); font-weight: 600; overflow-wrap: normal } td { font-variant-numeric: tabular-nums; overflow-wrap: normal }
+th { color: var(--soft); font-weight: 600 } td { font-variant-numeric: tabular-nums }
 .beside { width: 100% } .beside td:nth-child(3) { font-weight: 600 }
 code { background: var(--back); padding: .15rem .35rem; border-radius: .25rem; font-size: .88rem; overflow-wrap: anywhere }
 .badge { display: inline-block; font-size: .8rem; font-weight: 600; padding: 0 .5rem; border: 1px solid; border-radius: 1rem;
   white-space: nowrap }
 .verdict { font-weight: 600 } .good { color: var(--good) } .bad { color: var(--bad) } .none { color: var(--soft) }
-@media (max-width: 40rem) { .overview :is(th, td):nth-child(2) { display: none } }
+@media (max-width: 40rem) {
+  .overview :is(th, td):nth-child(2) { display: none }
+  figure { overflow-x: auto } figure img { width: auto; min-width: 34rem; max-width: none }
+}
 @media print {
   :root { --paper: #fff; --ink: #000; --soft: #444; --line: #bbb; --back: #fff; --good: #11733a; --bad: #b3261e }
   body { max-width: none; font-size: 11px } figure img { filter: none } .wide { overflow: visible }
