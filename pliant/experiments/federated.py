@@ -155,8 +155,15 @@ def _done(jobs: Sequence[Job], options: Options, at_once: int, kept: Parts | Non
         return
     context = multiprocessing.get_context("spawn")
     # Leaving a Pool ends its processes; should this one be killed, the kernel ends them.
-    with context.Pool(at_once, die_with, (os.getpid(),)) as pool:
+    with context.Pool(at_once, _begin, (os.getpid(),)) as pool:
         yield from map(told, jobs, pool.imap(_trained, jobs, chunksize=1))
+
+
+def _begin(parent: int) -> None:
+    import torch
+
+    die_with(parent)
+    torch.set_num_threads(1)  # each job has one core: more threads would wait for each other
 
 
 def _trained(job: Job) -> Course:
