@@ -75,6 +75,7 @@ def read_artifact(page: Page, name: str = "") -> FedJob:
         keys.refuse("job_name", why)
     ground = ground_of(said, keys, folder)
     config = _config(keys, chosen, ground.places.count if ground.places else 0, folder)
+    time = _time(keys)
     if keys.wrong:
         raise page.refusal(keys.wrong)
     assert config is not None, "without a mistake there is a config"
@@ -83,7 +84,7 @@ def read_artifact(page: Page, name: str = "") -> FedJob:
         config=config,
         ground=ground,
         directory=str(folder),
-        time=_time(keys),
+        time=time,
         is_named=is_named,
         remarks=tuple(f"{page.path}:{line}: {what}" for line, what in told),
     )

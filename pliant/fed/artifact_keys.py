@@ -29,6 +29,9 @@ def flag(given: str) -> bool:
     raise ValueError("use True or False")
 
 
+GREATEST = 1e30
+
+
 def number(least: float = -math.inf, most: float = math.inf) -> Read:
     def read(given: str) -> float:
         try:
@@ -37,6 +40,8 @@ def number(least: float = -math.inf, most: float = math.inf) -> Read:
             raise ValueError("use a number") from None
         if not least <= value <= most:
             raise ValueError(f"use a number {_range(least, most)}")
+        if abs(value) > GREATEST:
+            raise ValueError(f"use a number up to {GREATEST:g}")
         return value
 
     return read
