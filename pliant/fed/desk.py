@@ -27,6 +27,7 @@ AHEAD_BYTES = 1 << 30
 FIRST_SAID_S, MOST_SAID_S = 5.0, 300.0
 """When it is said for the first time that no executor is there; how rarely at last."""
 CLOSING_S = 2.0
+OTHER_DATA = "its data or model are not those of this job: give all hosts the same files and versions"
 MAX_GUESTS = 500
 """Connections at a time that have not proved yet who they are."""
 
@@ -51,6 +52,8 @@ class Member:
     host: str
     pid: int
     ready: bool = False
+    task: Any = None
+    """What it said of its task."""
     version: int = 0
     """Of the model that it was sent last."""
     leaving: bool = False
@@ -95,8 +98,10 @@ class Desk:
         self._next_unit = 0
         self._next_member = 0
         self._limit = 0
-        self._alike: Any = None
-        """What the first executor said of its task."""
+        self._task: Any = None
+        """What executors must say of their task: what the server expects, or as the first of them."""
+        self._kind: Any = None
+        """On what the first executor computes: on something else, the bits would be others."""
         self._closing = False
         self._guests: set[asyncio.Task[None]] = set()
 
@@ -220,20 +225,38 @@ class Desk:
                 raise CommError(f"an executor does not send {frame.kind.name}")
 
     def _begin(self, member: Member, told: dict[str, Any]) -> None:
-        if self._alike is None:
-            self._alike = told.get("task")
-        if told.get("task") != self._alike:
-            why = "its data or model are not those of the first executor: give all hosts the same files and versions"
-            log.warning("refused executor %s: %s", member.name, why)
-            member.leaving = True
-            member.link.send(Kind.REFUSED, {"why": why})
-            member.link.close()
+        if member.ready:
+            raise CommError("it is ready for the second time")
+        self._task = self._task or told.get("task")
+        member.task, kind = told.get("task"), told.get("kind", self._kind)
+        if member.task != self._task:
+            self._refuse(member, OTHER_DATA)
             return
+        if self._kind is not None and kind != self._kind:
+            where = f"it computes on {kind!s:.80}, and others on {self._kind!s:.80}"
+            self._refuse(member, f"{where}, so bits would differ: give hosts that are alike, or `device: cpu`")
+            return
+        self._kind = kind
         member.ready = True
         log.info("executor %s is ready (%s)", member.name, str(told.get("device"))[:20])
         self._handout.join(member.number)
         self._changed(len(self._handout.holding))
         self._hand_out()
+
+    def expect(self, task: str) -> None:
+        """Executors must say this of their task; those that have said something else are refused."""
+        self._task = task
+        for member in list(self._members.values()):
+            if member.ready and member.task != task:
+                self._handout.leave(member.number, blame=False)
+                self._changed(len(self._handout.holding))
+                self._refuse(member, OTHER_DATA)
+
+    def _refuse(self, member: Member, why: str) -> None:
+        log.warning("refused executor %s: %s", member.name, why)
+        member.leaving = True
+        member.link.send(Kind.REFUSED, {"why": why})
+        member.link.close()
 
     def _keep(self, member: Member, frame: wire.Frame) -> None:
         number = frame.body.get("id")

@@ -100,7 +100,8 @@ class Executor:
         task = build(config)
         self._trainer = Trainer(task, device=own_device(self._device or config.device, self._seat))
         self._config = config
-        self._about = {"task": fingerprint(task), "device": str(self._trainer.device)}
+        device = self._trainer.device
+        self._about = {"task": fingerprint(task), "device": str(device), "kind": kind_of(device)}
         gc.collect()
         gc.freeze()  # what stays need not be looked at again: it would take longer than a client
 
@@ -123,6 +124,12 @@ def own_device(wanted: str, seat: int) -> str:
     """Executors of one host share its GPUs evenly, where none is named."""
     num_gpus = torch.cuda.device_count() if wanted in ("", "cuda") else 0
     return f"cuda:{seat % num_gpus}" if num_gpus else wanted
+
+
+def kind_of(device: torch.device) -> str:
+    """What must be alike on all executors, or their bits differ."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{name} with torch {torch.__version__.partition('+')[0]}"
 
 
 def fingerprint(task: Task) -> str:

@@ -110,6 +110,10 @@ class Pool:
         """Who is there now, and what each holds."""
         return self._ask(self._desk.seen)
 
+    def expect(self, task: str) -> None:
+        """Refuse executors whose task is another than this one, by `executor.fingerprint`; else the first one decides."""
+        self._call(self._desk.expect, task)
+
     def wait_for(self, count: int, timeout_s: float) -> None:
         """Until so many executors are ready.
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pliant.errors import CheckpointError, ConfigError, PliantError
+from pliant.fed.executor import fingerprint
 from pliant.fed.executors_launch import opened
 from pliant.fed.history import History
 from pliant.fed.job import FedJob
@@ -25,7 +26,6 @@ from pliant.fed.local import InProcess
 from pliant.fed.loop import Loop, device_for
 from pliant.fed.pool import Pool, server_tls
 from pliant.fed.task import build
-from pliant.fed.work import Workers
 from pliant.launch import signals
 
 log = logging.getLogger(__name__)
@@ -94,14 +94,15 @@ def run(
 def _rounds(
     folder: JobFolder,
     job: FedJob,
-    workers: Workers | None,
+    pool: Pool | None,
     stop: Callable[[], bool],
     say: Callable[[str], None],
     watch: Watch | None = None,
 ) -> History:
     made = build(job.config)
-    if workers is None:
-        workers = InProcess(made, device_for(job.config))
+    if pool is not None:
+        pool.expect(fingerprint(made))
+    workers = pool or InProcess(made, device_for(job.config))
     return Loop(job.config, made, workers, Journal(folder.aggregator, say=say, watch=watch), stop=stop).run()
 
 

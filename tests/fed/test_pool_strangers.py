@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from executing import TOKEN, Disturbed, Nursery, frame, outcome, proved, say, small, until
+from executing import DEADLINE_S, TOKEN, Disturbed, Nursery, frame, outcome, proved, say, small, until
 
 from pliant.errors import ConfigError
 from pliant.fed import wire
@@ -160,7 +160,22 @@ def test_other_data_are_refused(ward: Nursery, tmp_path: Path, caplog: pytest.Lo
         ward.started(tmp_path, pool, 1)
         with proved(pool.address) as fake:
             say(fake, wire.Kind.READY, {"task": "another"})
-            assert "not those of the first executor" in str(frame(fake))
+            assert "not those of this job" in str(frame(fake))
+        with proved(pool.address) as fake:
+            say(fake, wire.Kind.READY, {"task": fingerprint(build(config)), "kind": "another processor"})
+            assert "it computes on another processor, and others on cpu with torch" in str(frame(fake))
+        assert outcome(config, pool) == outcome(config)
+
+
+def test_the_servers_own_data_decide_and_not_who_comes_first(ward: Nursery, tmp_path: Path) -> None:
+    config = small()
+    with Pool(config, token=TOKEN) as pool, proved(pool.address) as fake:
+        say(fake, wire.Kind.READY, {"task": "another"})
+        pool.wait_for(1, DEADLINE_S)
+        pool.expect(fingerprint(build(config)))
+        assert "not those of this job" in until(lambda: frame(fake).get("why"), "the reason")
+        until(lambda: not pool.executors(), "its end")
+        ward.started(tmp_path, pool, 1)
         assert outcome(config, pool) == outcome(config)
 
 
