@@ -86,7 +86,7 @@ def read(path: str | Path) -> list[Fact]:
         try:
             value = json.loads(line)
             facts.append(Fact(value.pop("kind"), int(value.pop("step")), float(value.pop("time_s")), value))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             broken += 1
     if broken and not facts:
         raise ConfigError(f"record {path}: not one of its {broken} lines is a fact; give a record.jsonl of a run")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+MANY = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +54,18 @@ class Round:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Round:
-        plain = ("round", "begin_s", "clock_s", "loss", "lr", "there", "malicious", "selector")
-        values: dict[str, Any] = {name: data[name] for name in plain}
-        for name in ("invited", "aggregated", "cut", "lost", "client_s", "staleness", "asked_s"):
-            values[name] = tuple(data.get(name, ()))
-        return cls(**values, left_out={int(client): why for client, why in data["left_out"].items()})
+        """Raises ValueError, with what is wrong of which value."""
+        values: dict[str, Any] = {name: whole(data, name) for name in ("round", "there", "malicious")}
+        values |= {name: number(data, name) for name in ("begin_s", "clock_s", "lr")}
+        values |= {name: _list(data, name, whole) for name in ("invited", "aggregated", "cut", "lost", "staleness")}
+        values |= {name: _list(data, name, number) for name in ("client_s", "asked_s")}
+        selector, left_out = _mapping(data, "selector"), _mapping(data, "left_out")
+        return cls(
+            **values,
+            loss=number_or_none(data, "loss"),
+            selector={name: number_or_none(selector, name) for name in selector},
+            left_out={_client(client): str(why) for client, why in left_out.items()},
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +89,15 @@ class Point:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Point:
-        names = ("round", "clock_s", "accuracy", "top_5", "loss")
-        return cls(**{name: data[name] for name in names}, epsilon=data.get("epsilon"))
+        """Raises ValueError, with what is wrong of which value."""
+        return cls(
+            whole(data, "round"),
+            number(data, "clock_s"),
+            number(data, "accuracy"),
+            number(data, "top_5"),
+            number_or_none(data, "loss"),
+            number_or_none(data, "epsilon"),
+        )
 
 
 @dataclass(slots=True)
@@ -105,3 +122,43 @@ class History:
     @property
     def final(self) -> Point | None:
         return self.points[-1] if self.points else None
+
+
+def number(data: Mapping[Any, Any], name: Any) -> float:
+    """A finite number of what JSON said; ValueError where it is none."""
+    found = data.get(name)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) <= sys.float_info.max:
+        raise ValueError(f"{name} is {found!r:.40}, and not a number")
+    return found
+
+
+def number_or_none(data: Mapping[Any, Any], name: Any) -> float | None:
+    return None if data.get(name) is None else number(data, name)
+
+
+def whole(data: Mapping[Any, Any], name: Any) -> int:
+    found = data.get(name)
+    if type(found) is not int or not -MANY <= found < MANY:
+        raise ValueError(f"{name} is {found!r:.40}, and not a whole number")
+    return found
+
+
+def _list(data: Mapping[str, Any], name: str, kind: Callable[[Mapping[Any, Any], Any], Any]) -> tuple[Any, ...]:
+    found = data.get(name, [])
+    if not isinstance(found, list):
+        raise ValueError(f"{name} is {found!r:.40}, and not a list")
+    one = f"one of {name}"
+    return tuple(kind({one: each}, one) for each in found)
+
+
+def _mapping(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = data.get(name)
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} is {found!r:.40}, and not an object")
+    return found
+
+
+def _client(given: str) -> int:
+    if not (given.isascii() and given.isdecimal()) or len(given) > len(str(MANY)):
+        raise ValueError(f"left_out has {given!r:.40}, which is no client")
+    return int(given)

@@ -109,10 +109,16 @@ class Journal:
                 if fact is None or fact["kind"] == "end" or fact["step"] > (-1 if resumed_at is None else resumed_at):
                     break
                 kept_bytes += len(line)
-                if fact["kind"] == "round":
-                    self.history.rounds.append(Round.from_json(fact))
-                elif fact["kind"] == "test":
-                    self.history.points.append(Point.from_json(fact))
+                try:
+                    if fact["kind"] == "round":
+                        self.history.rounds.append(Round.from_json(fact))
+                    elif fact["kind"] == "test":
+                        self.history.points.append(Point.from_json(fact))
+                except ValueError as error:
+                    raise CheckpointError(
+                        f"{record}:{number + 1}: this {fact['kind']} is not as a federated job writes it: {error}; "
+                        "put the record back as it was, or use another folder to begin anew"
+                    ) from None
             os.truncate(record, kept_bytes)
         found = self.history.rounds[-1].round if self.history.rounds else 0
         if resumed_at is not None and found != resumed_at:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pliant import record
 from pliant.errors import ConfigError
-from pliant.fed.history import Point
+from pliant.fed.history import Point, number, whole
 from pliant.fed.pickles import read_pickle
 
 RECORD = "record.jsonl"
@@ -82,12 +82,13 @@ def _from_record(file: Path) -> Curve:
             if fact.kind == "start" and isinstance(fact.data.get("config"), dict):
                 about = _about(fact.data["config"])
             elif fact.kind == "round":
-                rounds, clock_s = int(fact.data["round"]), float(fact.data["clock_s"])
+                rounds, clock_s = whole(fact.data, "round"), number(fact.data, "clock_s")
             elif fact.kind == "test":
                 points.append(Point.from_json(fact.data))
-        except (KeyError, TypeError, ValueError) as error:
+        except ValueError as error:
             raise ConfigError(
-                f"{file}: a fact of kind {fact.kind!r} is not as a federated job writes it ({error!r})"
+                f"{file}: the {fact.kind} of step {fact.step} is not as a federated job writes it: {error}; "
+                "give a record that nobody has changed, or the training_perf beside it"
             ) from None
     if not about:
         raise ConfigError(f"{file}: this is not the record of a federated job")

@@ -46,6 +46,40 @@ def test_what_is_written_comes_back(value: Round | Point) -> None:
     assert type(value).from_json(json.loads(json.dumps(value.as_json()))) == value
 
 
+@pytest.mark.parametrize(
+    ("value", "name", "wrong", "why"),
+    [
+        (POINTS[0], "clock_s", "soon", "clock_s is 'soon', and not a number"),
+        (POINTS[0], "accuracy", None, "accuracy is None"),
+        (POINTS[0], "loss", True, "loss is True"),
+        (POINTS[0], "round", 5.0, "round is 5.0, and not a whole number"),
+        (POINTS[0], "top_5", 10**400, "top_5 is 1000"),
+        (a_round(1), "invited", 3, "invited is 3, and not a list"),
+        (a_round(1), "cut", [3, "x"], "one of cut is 'x'"),
+        (a_round(1), "left_out", {"two": "late"}, "left_out has 'two', which is no client"),
+        (a_round(1), "selector", [], "selector is .*, and not an object"),
+        (a_round(1), "begin_s", math.nan, "begin_s is nan"),
+    ],
+)
+def test_what_no_job_has_written_is_named(value: Round | Point, name: str, wrong: object, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        type(value).from_json(json.loads(json.dumps(value.as_json() | {name: wrong})))
+
+
+def test_a_record_that_was_changed_is_refused_by_its_line_and_stays_as_it_is(tmp_path: Path) -> None:
+    config, record = config_of(), tmp_path / RECORD
+    with pytest.raises(Crash):
+        loop_of(config, tmp_path, crash_at=8).run()
+    lines = record.read_text().splitlines()
+    lines[3] = json.dumps(json.loads(lines[3]) | {"clock_s": "soon"})
+    record.write_text("\n".join(lines) + "\n")
+    with pytest.raises(
+        CheckpointError, match=r"jsonl:4: this test is not as .*: clock_s is 'soon', .*; put the record"
+    ):
+        loop_of(config, tmp_path).run()
+    assert record.read_text().splitlines() == lines
+
+
 def test_the_record_is_enough_to_show_the_job(tmp_path: Path) -> None:
     config = config_of(privacy={"clip": 1.0}, selector="random", deadline_s=8.0)
     history = simulate(config, folder=tmp_path)

@@ -95,11 +95,17 @@ def test_what_is_no_such_file_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "rows").write_bytes(pickle.dumps({"perf": {3: {"clock": 1.0}}}))
     (tmp_path / "record.jsonl").write_text('{"kind": "start", "step": 0, "time_s": 1.0}\n')
     (tmp_path / "empty").mkdir()
+    for name, key, value in (("soon", "clock_s", "soon"), ("endless", "round", float("inf"))):
+        facts = (journal(tmp_path / name, (5, 60.0, 0.5)) / "aggregator" / "record.jsonl").read_text().splitlines()
+        facts[1] = json.dumps(json.loads(facts[1]) | {key: value})
+        (tmp_path / name / "aggregator" / "record.jsonl").write_text("\n".join(facts))
     journal(tmp_path / "untested")
     for name, why in (
         ("evil", "this pickle wants .*raises"), ("list", "no training_perf"), ("rows", "it has no clock and top_1"),
         ("record.jsonl", "not the record of a federated job"), ("empty", "neither record.jsonl nor training_perf is there"),
         ("untested", "the model was not tested yet"), ("nope", "No such file"),
+        ("soon", "the test of step 5 is not as .*: clock_s is 'soon', and not a number; give a record"),
+        ("endless", "round is inf, and not a whole number"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=why):
             read_curve(tmp_path / name)
