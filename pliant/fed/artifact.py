@@ -54,6 +54,7 @@ FROM: Mapping[tuple[str, ...], str] = {
     ("name",): "job_name", ("rounds",): "epochs", ("participants",): "total_worker", ("selector",): "sample_mode",
     ("aggregator",): "gradient_policy", ("model",): "model", ("data", "kind"): "data_set", ("data", "path"): "data_dir",
     ("data", "map"): "data_mapfile", ("devices",): "client_path", ("availability",): "user_trace", ("data",): "data_set",
+    ("local", "steps"): "upload_epoch", ("local", "batch_size"): "batch_size",
 }  # fmt: skip
 """Which key to point at, where a value is found wrong only in ours."""
 

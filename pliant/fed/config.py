@@ -60,6 +60,10 @@ class DataConfig(_Section):
     """How many of the test samples are used; 0: all."""
 
 
+MAX_SAMPLES = 10**8
+"""Of one client in one round."""
+
+
 class LocalConfig(_Section):
     """What a participant does with the model it is given."""
 
@@ -141,6 +145,11 @@ class FedConfig(_Section):
     def _together(self) -> FedConfig:
         if self.data.partition != "natural" and self.data.clients < 1:
             raise ValueError(f"data.clients {self.data.clients}: a {self.data.partition} partition needs 1 or more")
+        steps, size = self.local.steps, self.local.batch_size
+        if steps * size > MAX_SAMPLES:
+            key, other = ("steps", "batch_size") if steps > size else ("batch_size", "steps")
+            given = f"{max(steps, size)} with local.{other} {min(steps, size)}"
+            raise ValueError(f"local.{key} {given}: use no more than {MAX_SAMPLES} samples of a client in a round")
         return self
 
     @property

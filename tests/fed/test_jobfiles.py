@@ -139,6 +139,8 @@ bathcing: 1
         ("workers: -1", "fed.yml:2: workers '-1' is no number of executors"),
         ("seed: 18446744073709551617", "fed.yml:2: seed 18446744073709551617: use less than"),
         ("local: {lr: 1.0e308}", "fed.yml:2: local.lr '1.0e308': use 1e+30 or less"),
+        ("local: {batch_size: 1000000000000}", "fed.yml:2: local.batch_size 1000000000000 with local.steps 10: use no more than"),
+        ("local: {batch_size: 10000,\n  steps: 10001}", "fed.yml:3: local.steps 10001 with local.batch_size 10000: use no more"),
         ("model_bytes: 99999999999999999999", "fed.yml:2: model_bytes 99999999999999999999: use "),
         ("selector: {kind: oort, seed: -1}", "fed.yml:2: selector oort: seed=-1: use a whole number of 0 or more"),
         ("selector: {kind: random, seed: 0.5}", "fed.yml:2: selector random: seed=0.5: use a whole number"),
