@@ -242,7 +242,7 @@ def _aggregator(keys: Keys) -> dict[str, object]:
             "beta1": max(0.0, cast(float, said[first])), "beta2": max(0.0, cast(float, said[second])),
         }  # fmt: skip
     elif kind == "q-fedavg":
-        options |= {"q": said["qfed_q"], "client_lr": said["learning_rate"]}
+        options["q"] = said["qfed_q"]
     elif kind == "fed-buff":
         options |= {"size": said["async_buffer"], "max_staleness": said["max_staleness"]}
     return {"kind": kind, "options": options}

@@ -29,6 +29,8 @@ from pliant.fed.world import SELECTION, World, seed_for
 
 PATIENCE_PERIODS = 2
 """Of the trace, that nobody can be picked: then nobody ever will be."""
+LEAST_RATE = 1e-30
+"""A rate may decay to 0, and aggregators divide by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +209,16 @@ def aggregator_of(config: FedConfig) -> Aggregator:
     kind, options = config.aggregator.kind, dict(config.aggregator.options)
     if kind == "fed-buff":
         options.setdefault("size", config.participants)
-    if kind == "q-fedavg":
-        options.setdefault("client_lr", config.local.lr)
     made = aggregators.make(kind, options)  # type: ignore[arg-type]
     if isinstance(made, Krum):
         made.check(config.participants)
     return made
+
+
+def follow_rate(aggregator: Aggregator, config: FedConfig, round_number: int) -> None:
+    """Tell the aggregator that reckons with the clients' rate what it is in this round; not where the user has set it."""
+    if isinstance(aggregator, aggregators.QFedAvg) and "client_lr" not in config.aggregator.options:
+        aggregator.client_lr = max(config.lr_in(round_number), LEAST_RATE)
 
 
 def weights_of(saved: Mapping[str, Any], like: Weights) -> Weights:

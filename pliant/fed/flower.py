@@ -31,7 +31,7 @@ from pliant.fed import checkpoints, selectors
 from pliant.fed.aggregators import FedProx
 from pliant.fed.checkpoints import Saved
 from pliant.fed.config import FedConfig
-from pliant.fed.federation import aggregator_of, weights_of
+from pliant.fed.federation import aggregator_of, follow_rate, weights_of
 from pliant.fed.flower_arrays import Layout
 from pliant.fed.flower_client import ARRAYS, CONFIG, LOSS, SAMPLES, UTILITY, number_in
 from pliant.fed.flower_nodes import Nodes, duration_s
@@ -160,6 +160,7 @@ class Guided(Strategy):
         assert self._layout is not None, "a round is configured before it is aggregated"
         came, failed = self._sorted_out(replies)
         updates = [self._update(client, message, server_round) for client, message in came.items()]
+        follow_rate(self.aggregator, self.config, server_round)
         self._model = self.aggregator.aggregate(self._model, updates)
         self._tell(came)
         gone = {client for node_id, client in self._invited.items() if self.nodes.client_of(node_id) != client}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pliant.errors import ConfigError
-from pliant.fed.federation import Brought, Federation, Picked
+from pliant.fed.federation import Brought, Federation, Picked, follow_rate
 from pliant.fed.history import Round
 from pliant.fed.population import Floats, Ids
 from pliant.fed.rounds import RoundPlan, plan_round
@@ -82,6 +82,7 @@ class Synchronous:
         shared = self._federation
         clients = plan.aggregated
         came: dict[int, tuple[float, float]] = {}
+        follow_rate(shared.aggregator, shared.config, number)
         shared.aggregator.begin(shared.model)
         for trained in shared.train(shared.model, clients, steps, round_number=number):
             update = shared.ledger.private(trained.update, round_number=number, participants=len(clients))

@@ -214,7 +214,7 @@ def test_fedscale_has_its_own_names_and_defaults(tmp_path: Path) -> None:
         (("proxy_avg: False",), "fed-avg", {"even": True}),
         (("gradient_policy: yogi", "rounds: 3"), "fed-yogi",
          {"even": True, "lr": 3e-3, "tau": 1e-8, "beta1": 0.9, "beta2": 0.99}),
-        (("gradient_policy: q-fedavg", "qfed_q: 2"), "q-fedavg", {"q": 2.0, "client_lr": 0.05}),
+        (("gradient_policy: q-fedavg", "qfed_q: 2"), "q-fedavg", {"q": 2.0}),
         (("gradient_policy: fed-buff", "max_staleness: 3"), "fed-buff", {"size": 10, "max_staleness": 3}),
     ],
 )  # fmt: skip

@@ -100,6 +100,26 @@ def test_a_round_is_the_aggregators_answer_to_what_its_clients_brought(kind: str
     assert told.utility[clients].tolist() == [each.utility for each in workers.brought]
 
 
+def test_q_fedavg_reckons_with_the_rate_of_the_round_unless_the_user_has_set_it() -> None:
+    local = {"steps": 2, "batch_size": 8, "lr": 0.1, "lr_decay": 0.5, "decay_rounds": 1}
+    loop, workers = watched(config_of(aggregator="q-fedavg", local=local))
+    loop.step()
+    second, seen = loop.federation.model, len(workers.brought)
+    loop.step()
+    updates = [each.update for each in workers.brought[seen:]]
+    for rate, alike in ((0.05, True), (0.1, False)):
+        by_hand = aggregators.make("q-fedavg", {"client_lr": rate}).aggregate(second, updates)
+        assert torch.equal(by_hand.parameters[0], loop.federation.model.parameters[0]) is alike
+    asked, _ = watched(config_of(aggregator={"kind": "q-fedavg", "client_lr": 0.3}, local=local))
+    asked.step()
+    assert getattr(asked.federation.aggregator, "client_lr", None) == 0.3
+    frozen, _ = watched(config_of(aggregator="q-fedavg", local=local | {"lr_decay": 0.0}))
+    frozen.step()
+    before = frozen.federation.model
+    assert not frozen.step().left_out
+    assert all(torch.equal(a, b) for a, b in zip(before.all, frozen.federation.model.all, strict=True))
+
+
 def test_an_update_of_what_is_no_number_is_left_out_and_its_client_has_not_taken_part() -> None:
     config = config_of(rounds=3, selector="random")
     clean, _ = watched(config)
