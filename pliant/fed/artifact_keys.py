@@ -6,6 +6,7 @@ Values are taken as they are written, and read by what the key is, not by YAML's
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -49,17 +50,25 @@ def number(least: float = -math.inf, most: float = math.inf) -> Read:
 
 def whole(least: int = 0, most: float = math.inf) -> Read:
     def read(given: str) -> int:
-        try:
-            value = float(given)
-        except ValueError:
-            raise ValueError("use a whole number") from None
-        if not math.isfinite(value) or value != int(value):
-            raise ValueError("use a whole number")
+        value = _exact(given)
         if not least <= value <= most:
             raise ValueError(f"use a whole number {_range(least, most)}")
-        return int(value)
+        return value
 
     return read
+
+
+def _exact(given: str) -> int:
+    """Floats, as in 1e5, hold no more than 53 bits: they are for what is not written as an integer."""
+    with contextlib.suppress(ValueError):
+        return int(given)
+    try:
+        value = float(given)
+    except ValueError:
+        raise ValueError("use a whole number") from None
+    if not math.isfinite(value) or value != int(value):
+        raise ValueError("use a whole number")
+    return int(value)
 
 
 def one_of(*words: str) -> Read:

@@ -185,6 +185,13 @@ def test_what_the_artifact_means_by_its_keys(tmp_path: Path) -> None:
     assert job.remarks == ()
 
 
+@pytest.mark.parametrize(
+    ("written", "seed"), [("9007199254740993", 2**53 + 1), ("9223372036854775807", 2**63 - 1), ("1e5", 10**5)]
+)
+def test_whole_numbers_are_exact(tmp_path: Path, written: str, seed: int) -> None:
+    assert digits(tmp_path, f"sample_seed: {written}").config.seed == seed
+
+
 def test_fedscale_has_its_own_names_and_defaults(tmp_path: Path) -> None:
     job = read(
         tmp_path, "num_participants: 6", "rounds: 4", "data_set: digits", "model: resnet18", "device_conf_file: devices",
@@ -303,6 +310,8 @@ def test_unknown_keys_are_warned_about_with_their_lines(tmp_path: Path) -> None:
         ("experiment_mode: deployment", "experiment_mode deployment: real clients are reached through Flower"),
         ("engine: tensorflow", "engine tensorflow: models are PyTorch's"),
         ("task: voice", "task voice: there are cv, speech, nlp"),
+        ("sample_seed: 0.5", "sample_seed '0.5': use a whole number"),
+        ("sample_seed: 1e999", "sample_seed '1e999': use a whole number"),
         ("sequential: 2", "sequential 2: sizes by Zipf's law are not drawn"),
         ("sample_mode: best", "sample_mode: selector 'best' is unknown"),
         ("gradient_policy: magic", "gradient_policy: aggregator 'magic' is unknown"),
