@@ -14,13 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pliant.errors import ConfigError
-from pliant.fed.named import function_of, is_named
+from pliant.fed.named import called, is_named, users_own
 from pliant.torchvision_import import import_torchvision
 
 IMAGES = ("cnn", "cnn-bn")
 TEXTS = ("lstm", "transformer")
 THEIRS = ("resnet18", "resnet34", "shufflenet_v2_x2_0", "mobilenet_v2")
-MODELS = (*IMAGES, "mlp", "logistic", *TEXTS, *THEIRS)
+FLAT = ("mlp", "logistic")
+MODELS = (*IMAGES, *FLAT, *TEXTS, *THEIRS)
+OWN = "it is called with the number of classes: return a torch.nn.Module"
 
 
 def make(name: str, num_classes: int, sample: Tensor) -> nn.Module:
@@ -30,19 +32,8 @@ def make(name: str, num_classes: int, sample: Tensor) -> nn.Module:
         ConfigError: no such model, or not for such samples.
     """
     if is_named(name):
-        made = function_of(name, "model")(num_classes)
-        if not isinstance(made, nn.Module):
-            raise ConfigError(f"model {name!r} gave {type(made).__name__}: return a torch.nn.Module")
-        return made
-    if name not in MODELS:
-        raise ConfigError(f"model {name!r} is unknown: use {', '.join(MODELS)}, or module:function")
-    text = not sample.is_floating_point()
-    if text != (name in TEXTS):
-        raise ConfigError(
-            f"model {name!r} is not for {'text' if text else 'such samples'}: use {', '.join(TEXTS if text else MODELS)}"
-        )
-    if name in (*IMAGES, *THEIRS) and sample.dim() != 3:
-        raise ConfigError(f"model {name!r} takes images, and samples are {list(sample.shape)}: use mlp or logistic")
+        return _own(name, num_classes, sample)
+    check(name, sample)
     if name in THEIRS:
         return _theirs(name, num_classes, sample.shape[0])
     if name in IMAGES:
@@ -52,6 +43,36 @@ def make(name: str, num_classes: int, sample: Tensor) -> nn.Module:
     if name == "logistic":
         return nn.Sequential(nn.Flatten(), nn.Linear(sample.numel(), num_classes))
     return nn.Sequential(nn.Flatten(), nn.Linear(sample.numel(), 128), nn.ReLU(), nn.Linear(128, num_classes))
+
+
+def check(name: str, sample: Tensor) -> None:
+    """Raises ConfigError where one of our names is none, or its model not for samples like this one."""
+    if name not in MODELS:
+        raise ConfigError(f"model {name!r} is unknown: use {', '.join(MODELS)}, or module:function")
+    fit: tuple[str, ...]
+    if not sample.is_floating_point():
+        kind, fit = "text", TEXTS
+    elif sample.dim() == 3:
+        kind, fit = "images", tuple(each for each in MODELS if each not in TEXTS)
+    else:
+        kind, fit = f"samples of shape {list(sample.shape)}", FLAT
+    if name not in fit:
+        raise ConfigError(f"model {name!r} is not for {kind}: use {', '.join(fit)}, or module:function")
+
+
+def _own(name: str, num_classes: int, sample: Tensor) -> nn.Module:
+    """Of the user's function; tried with one sample, because a wrong shape would be told of from within torch."""
+    made = called(name, "model", OWN, num_classes)
+    if not isinstance(made, nn.Module):
+        raise ConfigError(f"model {name!r} gave {type(made).__name__}: {OWN}")
+    was_training = made.training
+    with torch.no_grad(), users_own(f"model {name!r} cannot be given a batch of shape {[1, *sample.shape]}"):
+        scores = made.eval()(sample.unsqueeze(0))
+    made.train(was_training)
+    if not isinstance(scores, Tensor) or scores.dim() < 2 or scores.shape[-1] < num_classes:
+        told = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        raise ConfigError(f"model {name!r} gives {told} for one sample: give a score for each of {num_classes} classes")
+    return made
 
 
 class ConvNet(nn.Module):

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from pliant.errors import ConfigError
 from pliant.fed import datasets, models, partition
 from pliant.fed.config import DataConfig, FedConfig
 from pliant.fed.datasets import ImageFiles, InMemory, Numbers, Samples
-from pliant.fed.named import function_of, is_named
+from pliant.fed.named import is_named
+from pliant.fed.own_data import own_samples
 from pliant.fed.partition import Ints, Partition
 from pliant.fed.speech import SpeechFiles, speech_commands
 from pliant.fed.tables import read_client_map, read_sizes
@@ -162,10 +163,7 @@ def cut(samples: Samples, kept: Ints) -> Samples:
 def _samples(config: DataConfig) -> Pair:
     path = Path(config.path)
     if is_named(config.kind):
-        made = function_of(config.kind, "data")(*([config.path] if config.path else []))
-        if not isinstance(made, tuple) or len(made) != 2:
-            raise ConfigError(f"data {config.kind!r} gave {type(made).__name__}: return training and test samples")
-        return cast(Pair, made)
+        return own_samples(config.kind, config.path)
     if config.kind not in KINDS:
         raise ConfigError(f"data.kind {config.kind!r} is unknown: use {', '.join(KINDS)}, or module:function")
     if config.kind == "fashion-mnist":

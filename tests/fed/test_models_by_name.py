@@ -56,7 +56,7 @@ def no_module(classes: int) -> int:
 
 
 def test_models_of_the_users_own() -> None:
-    assert make(f"{__name__}:module_of", 4, SMALL)(torch.zeros(1, 3)).shape == (1, 4)
+    assert make(f"{__name__}:module_of", 4, torch.zeros(3))(torch.zeros(1, 3)).shape == (1, 4)
     with pytest.raises(ConfigError, match="return a torch.nn.Module"):
         make(f"{__name__}:no_module", 4, SMALL)
 
@@ -66,8 +66,8 @@ def test_models_of_the_users_own() -> None:
     [
         ("vgg", IMAGE, "'vgg' is unknown"),
         ("cnn", TEXT, "is not for text: use lstm"),
-        ("lstm", IMAGE, "not for such samples"),
-        ("resnet18", torch.zeros(64), "takes images"),
+        ("lstm", IMAGE, "is not for images: use cnn, cnn-bn, mlp, logistic, resnet18"),
+        ("resnet18", torch.zeros(64), "is not for samples of shape .64.: use mlp, logistic, or"),
         ("cnn", torch.zeros(1, 2, 9), "too small for a cnn"),
     ],
 )
