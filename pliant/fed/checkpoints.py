@@ -30,6 +30,8 @@ class Saved:
     """The fingerprint of whose samples are whose."""
     state: Mapping[str, Any]
     """Model, aggregator, selector, clock, ...: of `Federation` and of its way of doing rounds."""
+    kind: str = ""
+    """On what it was computed; empty: on nothing yet, or nobody knows."""
 
 
 def save(folder: Path, config: FedConfig, saved: Saved) -> None:
@@ -43,6 +45,7 @@ def save(folder: Path, config: FedConfig, saved: Saved) -> None:
         "config": config.model_dump(mode="json"),
         "batching": saved.batching,
         "data": saved.data,
+        "kind": saved.kind,
     }
     whole = checkpoint_file.Checkpoint(saved.round, 0, 0, meta=meta, state=dict(saved.state))
     path = folder / NAME
@@ -66,13 +69,14 @@ def load(folder: Path, config: FedConfig) -> Saved | None:
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {REMEDY}") from None
     theirs, batching, data = (found.meta.get(name) for name in ("config", "batching", "data"))
+    kind = found.meta.get("kind", "")
     if found.meta.get("federated") != FORMAT:
         raise CheckpointError(
             f"{path} is no checkpoint of a federated job, or one of another version; use another folder"
         )
-    if not (isinstance(theirs, dict) and isinstance(batching, int) and isinstance(data, str)):
+    if not (isinstance(theirs, dict) and isinstance(batching, int) and isinstance(data, str) and isinstance(kind, str)):
         raise CheckpointError(f"{path} does not say what job it is of; {REMEDY}")
     refuse_other(f"{path}", theirs, config)
     if not isinstance(found.state, dict):
         raise CheckpointError(f"{path} holds no state of a federated job; {REMEDY}")
-    return Saved(found.step, batching, data, found.state)
+    return Saved(found.step, batching, data, found.state, kind)

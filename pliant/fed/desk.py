@@ -54,6 +54,8 @@ class Member:
     ready: bool = False
     task: Any = None
     """What it said of its task."""
+    kind: str = ""
+    """On what it computes."""
     version: int = 0
     """Of the model that it was sent last."""
     leaving: bool = False
@@ -100,8 +102,8 @@ class Desk:
         self._limit = 0
         self._task: Any = None
         """What executors must say of their task: what the server expects, or as the first of them."""
-        self._kind: Any = None
-        """On what the first executor computes: on something else, the bits would be others."""
+        self.kind = ""
+        """On what executors must compute, or bits would be others: as the server expects, or as the first of them."""
         self._closing = False
         self._guests: set[asyncio.Task[None]] = set()
 
@@ -228,15 +230,14 @@ class Desk:
         if member.ready:
             raise CommError("it is ready for the second time")
         self._task = self._task or told.get("task")
-        member.task, kind = told.get("task"), told.get("kind", self._kind)
+        member.task, member.kind = told.get("task"), str(told.get("kind", self.kind))[:200]
         if member.task != self._task:
             self._refuse(member, OTHER_DATA)
             return
-        if self._kind is not None and kind != self._kind:
-            where = f"it computes on {kind!s:.80}, and others on {self._kind!s:.80}"
-            self._refuse(member, f"{where}, so bits would differ: give hosts that are alike, or `device: cpu`")
+        self.kind = self.kind or member.kind
+        if member.kind != self.kind:
+            self._refuse(member, self._other_kind(member))
             return
-        self._kind = kind
         member.ready = True
         log.info("executor %s is ready (%s)", member.name, str(told.get("device"))[:20])
         self._handout.join(member.number)
@@ -246,11 +247,28 @@ class Desk:
     def expect(self, task: str) -> None:
         """Executors must say this of their task; those that have said something else are refused."""
         self._task = task
-        for member in list(self._members.values()):
-            if member.ready and member.task != task:
-                self._handout.leave(member.number, blame=False)
-                self._changed(len(self._handout.holding))
-                self._refuse(member, OTHER_DATA)
+        for member in self._ready():
+            if member.task != task:
+                self._send_away(member, OTHER_DATA)
+
+    def expect_kind(self, kind: str) -> None:
+        """Executors must compute on this; those that do not are refused."""
+        self.kind = kind
+        for member in self._ready():
+            if member.kind != kind:
+                self._send_away(member, self._other_kind(member))
+
+    def _ready(self) -> list[Member]:
+        return [member for member in self._members.values() if member.ready]
+
+    def _other_kind(self, member: Member) -> str:
+        where = f"it computes on {member.kind:.80}, and this job on {self.kind:.80}"
+        return f"{where}, so bits would differ: give hosts that are alike, or `device: cpu`"
+
+    def _send_away(self, member: Member, why: str) -> None:
+        self._handout.leave(member.number, blame=False)
+        self._changed(len(self._handout.holding))
+        self._refuse(member, why)
 
     def _refuse(self, member: Member, why: str) -> None:
         log.warning("refused executor %s: %s", member.name, why)

@@ -31,7 +31,7 @@ from pliant.errors import CommError, ConfigError, PliantError
 from pliant.fed import parcels
 from pliant.fed.config import FedConfig
 from pliant.fed.executor_settings import PATIENCE_S, Settings, check_token
-from pliant.fed.local import Trainer
+from pliant.fed.local import Trainer, kind_of
 from pliant.fed.mail import REFUSED, Address, End, Letter, Mail
 from pliant.fed.task import Task, build
 from pliant.fed.updates import Weights
@@ -124,12 +124,6 @@ def own_device(wanted: str, seat: int) -> str:
     """Executors of one host share its GPUs evenly, where none is named."""
     num_gpus = torch.cuda.device_count() if wanted in ("", "cuda") else 0
     return f"cuda:{seat % num_gpus}" if num_gpus else wanted
-
-
-def kind_of(device: torch.device) -> str:
-    """What must be alike on all executors, or their bits differ."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return f"{name} with torch {torch.__version__.partition('+')[0]}"
 
 
 def fingerprint(task: Task) -> str:

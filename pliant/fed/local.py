@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pliant.errors import ConfigError, TrainError
+from pliant.errors import CheckpointError, ConfigError, TrainError
 from pliant.fed import aggregators, batched, optim
 from pliant.fed.aggregators import FedProx
 from pliant.fed.batched import Together
@@ -234,11 +234,28 @@ def exact_kernels() -> Iterator[None]:
             setattr(part, name, value)
 
 
+def kind_of(device: torch.device) -> str:
+    """What must be alike wherever a job is computed, or bits differ."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return f"{name} with torch {torch.__version__.partition('+')[0]}"
+
+
 class InProcess:
     """`Workers` in this process: the twin of a pool of executors."""
 
     def __init__(self, task: Task | FedConfig, device: str = "cpu") -> None:
         self._trainer = Trainer(as_task(task), device=device)
+
+    @property
+    def kind(self) -> str:
+        return kind_of(self._trainer.device)
+
+    def expect_kind(self, kind: str) -> None:
+        if kind != self.kind:
+            raise CheckpointError(
+                f"the job was begun on {kind:.80}, and this process computes on {self.kind}, so bits would differ: "
+                "go on with what it was begun on, or begin anew in another folder"
+            )
 
     def run(self, model: Weights, units: Sequence[Unit]) -> Iterator[Done]:
         """The result of each unit, in their order, as it is asked for."""

@@ -26,7 +26,7 @@ from pliant.fed.journal import Journal
 from pliant.fed.local import InProcess
 from pliant.fed.synchronous import Synchronous
 from pliant.fed.task import Task
-from pliant.fed.work import Workers
+from pliant.fed.work import Alike, Workers
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,7 @@ class Loop:
         self._saved = -1
         self._begun: tuple[Federation, Way] | None = None
         self.batching = 0
+        self._kind = ""
 
     def start(self) -> None:
         """Make the federation, or find it in a checkpoint; does nothing the second time.
@@ -78,6 +79,9 @@ class Loop:
                 raise CheckpointError(
                     f"{folder}: the checkpoint is of other data; the clients' samples are not what they were"
                 )
+            self._kind = saved.kind
+            if saved.kind and isinstance(self._workers, Alike):
+                self._workers.expect_kind(saved.kind)
             federation.load_state_dict(saved.state)
             way.load_state_dict(saved.state["way"])
             self.round = self._saved = saved.round
@@ -135,9 +139,15 @@ class Loop:
                 self.batching,
                 federation.data_fingerprint,
                 federation.state_dict() | {"way": way.state_dict()},
+                self.kind,
             ),
         )
         self._saved = self.round
+
+    @property
+    def kind(self) -> str:
+        """On what the model was computed; empty: on nothing yet, or nobody knows."""
+        return self._workers.kind if isinstance(self._workers, Alike) else self._kind
 
     @property
     def federation(self) -> Federation:

@@ -114,6 +114,15 @@ class Pool:
         """Refuse executors whose task is another than this one, by `executor.fingerprint`; else the first one decides."""
         self._call(self._desk.expect, task)
 
+    @property
+    def kind(self) -> str:
+        """On what executors compute; empty before the first one, where nothing else is expected."""
+        return self._desk.kind
+
+    def expect_kind(self, kind: str) -> None:
+        """Refuse executors that compute on anything else; else the first one decides."""
+        self._call(self._desk.expect_kind, kind)
+
     def wait_for(self, count: int, timeout_s: float) -> None:
         """Until so many executors are ready.
 

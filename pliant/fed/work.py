@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pliant.fed.updates import Update, Weights
 
@@ -78,6 +78,24 @@ class Workers(Protocol):
 
     def run(self, model: Weights, units: Sequence[Unit]) -> Iterator[Done]:
         """The result of each unit, in their order. `model` is what all of them start from."""
+        ...
+
+
+@runtime_checkable
+class Alike(Protocol):
+    """Workers that know on what they compute: on something else, bits would be others."""
+
+    @property
+    def kind(self) -> str:
+        """Of the device, with its torch; empty where nobody has come yet."""
+        ...
+
+    def expect_kind(self, kind: str) -> None:
+        """Work on this kind only.
+
+        Raises:
+            CheckpointError: that cannot be.
+        """
         ...
 
 

@@ -108,6 +108,17 @@ def test_how_many_train_at_once_is_measured_once_and_kept(tmp_path: Path, monkey
     assert second.batching == first.batching == lines_of(tmp_path)[0]["batching"]
 
 
+def test_on_something_else_than_it_was_begun_on_it_does_not_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop_of(config_of(rounds=4), tmp_path).run()
+    monkeypatch.setattr(torch, "__version__", "9.9.9+cpu")
+    with pytest.raises(
+        CheckpointError, match="was begun on cpu with torch .*, and this process computes on cpu with torch 9.9.9,"
+    ):
+        loop_of(config_of(rounds=6), tmp_path).run()
+
+
 def test_what_was_written_before_the_first_checkpoint_is_written_again(tmp_path: Path) -> None:
     config = config_of()
     with pytest.raises(Crash):

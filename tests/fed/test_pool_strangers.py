@@ -14,11 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from executing import DEADLINE_S, TOKEN, Disturbed, Nursery, frame, outcome, proved, say, small, until
+from executing import DEADLINE_S, TOKEN, Disturbed, Nursery, frame, outcome, proved, say, sha256, small, until
 
 from pliant.errors import ConfigError
-from pliant.fed import wire
+from pliant.fed import checkpoints, wire
 from pliant.fed.executor import fingerprint
+from pliant.fed.journal import Journal
+from pliant.fed.local import kind_of
+from pliant.fed.loop import Loop
 from pliant.fed.pool import Pool, server_tls
 from pliant.fed.task import build
 
@@ -163,8 +166,32 @@ def test_other_data_are_refused(ward: Nursery, tmp_path: Path, caplog: pytest.Lo
             assert "not those of this job" in str(frame(fake))
         with proved(pool.address) as fake:
             say(fake, wire.Kind.READY, {"task": fingerprint(build(config)), "kind": "another processor"})
-            assert "it computes on another processor, and others on cpu with torch" in str(frame(fake))
+            assert "it computes on another processor, and this job on cpu with torch" in str(frame(fake))
         assert outcome(config, pool) == outcome(config)
+
+
+def test_a_job_goes_on_with_the_kind_of_executors_that_it_was_begun_with(
+    ward: Nursery, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, folder = small(checkpoint_every=1), tmp_path / "job"
+    folder.mkdir()
+    with Pool(config, token=TOKEN) as pool:
+        ward.started(tmp_path, pool, 1)
+        outcome(config, pool, folder)
+    saved = checkpoints.load(folder, config)
+    assert saved is not None
+    assert saved.kind == kind_of(torch.device("cpu"))
+    longer = small(checkpoint_every=1, rounds=6)
+    with Pool(longer, token=TOKEN) as pool, proved(pool.address) as fake:
+        say(fake, wire.Kind.READY, {"task": fingerprint(build(config)), "kind": "another processor"})
+        pool.wait_for(1, DEADLINE_S)
+        job = Loop(longer, build(longer), pool, Journal(folder))
+        job.start()
+        why = until(lambda: frame(fake).get("why"), "the reason")
+        assert why.startswith(f"it computes on another processor, and this job on {saved.kind}")
+        ward.started(tmp_path, pool, 1)
+        job.run()
+        assert sha256(job.federation.model) == outcome(longer).sha256
 
 
 def test_the_servers_own_data_decide_and_not_who_comes_first(ward: Nursery, tmp_path: Path) -> None:
