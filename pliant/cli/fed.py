@@ -6,6 +6,7 @@ import contextlib
 import json
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -86,6 +87,8 @@ def _read(file: Path, name: str, workers: str) -> FedJob:
 
 def _minded(folder: JobFolder) -> int:
     """Do the job in this process, in the keeper's place; the exit code."""
+    from pliant.fed.jobs import one_line
+
     told: list[int] = []
     with folder.minded(), _signals(told), _shown(folder) as (say, watch):
         folder.forget_end()
@@ -93,17 +96,24 @@ def _minded(folder: JobFolder) -> int:
         try:
             history = _history(folder, lambda: bool(told), say, watch)
         except PliantError as error:
-            folder.end("failed", 1, str(error))
+            folder.end("failed", 2 if isinstance(error, ConfigError) else 1, str(error))
+            raise
+        except (Exception, SystemExit) as error:  # such as a function of the user's raises
+            folder.end("failed", 1, one_line(error))
+            with folder.log.open("a") as log:
+                traceback.print_exc(file=log)
             raise
         except KeyboardInterrupt:
             folder.end("stopped", 130, "ended at once")
-            said = f"pliant: ended; `pliant fed run --resume {folder.job().config.name}` goes on from the checkpoint"
+            said = f"pliant: ended; `pliant fed run --resume {folder.job().config.name}` goes on {folder.begin}"
             print(said, file=sys.stderr)
             return 130
         stopped = history.why == "stopped"
         folder.end("stopped" if stopped else "finished", 128 + signal.SIGTERM if stopped else 0)
-    best = "" if history.best is None else f", best accuracy {history.best.accuracy:.2%} in round {history.best.round}"
-    print(f"{len(history.rounds)} rounds ({history.why}){best}; {folder.path}")
+    from pliant.fed.job import rounds_text
+
+    best = "" if history.best is None else f"; best accuracy {history.best.accuracy:.2%} in round {history.best.round}"
+    print(f"{rounds_text(len(history.rounds), history.why, folder.job().config)}{best}; {folder.path}")
     return 128 + signal.SIGTERM if stopped else 0
 
 

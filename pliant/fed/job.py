@@ -74,6 +74,8 @@ class FedJob(BaseModel):
     """Whether the user chose the name; else it is the file's with a 1, and `renumbered` finds one that is free."""
     remarks: tuple[str, ...] = ()
     """What the user should know about the file, with line numbers."""
+    log_path_line: str = ""
+    """FILE:LINE of the log_path: whether it can be written to is known only when the job's folder is made."""
 
     def renumbered(self, taken: Collection[str]) -> FedJob:
         """The same with a number that makes its name none of `taken`."""
@@ -81,6 +83,16 @@ class FedJob(BaseModel):
 
     def renamed(self, name: str, *, is_named: bool = True) -> FedJob:
         return self.model_copy(update={"config": self.config.model_copy(update={"name": name}), "is_named": is_named})
+
+
+def rounds_text(count: int, why: str, config: FedConfig) -> str:
+    """How many rounds there were, and why no more, in words."""
+    words = {
+        "rounds": ", all that were asked for",
+        "target": f" until the target of {100 * config.target:g}% was reached",
+        "stopped": " until it was told to stop",
+    }
+    return f"{count} round{'' if count == 1 else 's'}{words.get(why, '')}"
 
 
 def absolute(path: str, folder: Path) -> str:

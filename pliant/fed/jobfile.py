@@ -35,9 +35,16 @@ def read_fed_job(page: Page, name: str = "") -> FedJob:
     """
     if name and (wrong := wrong_name(name)):
         raise ConfigError(f"name {wrong}")
-    if set(page.keys) & set(THEIRS):
-        return read_artifact(page, name)
-    return _read_ours(page, name)
+    job = read_artifact(page, name) if set(page.keys) & set(THEIRS) else _read_ours(page, name)
+    return job.model_copy(update={"log_path_line": f"{page.path}:{page.line(_log_path_place(page))}"})
+
+
+def _log_path_place(page: Page) -> Place:
+    listed = page.values().get("job_conf")
+    for number, item in enumerate(listed if isinstance(listed, list) else ()):
+        if isinstance(item, Mapping) and "log_path" in item:
+            return ("job_conf", number, "log_path")
+    return ("job_conf", "log_path") if isinstance(listed, Mapping) else ("log_path",)
 
 
 class _Ours(FedConfig, Ground):

@@ -33,7 +33,7 @@ State = Literal["running", "finished", "failed", "stopped", "interrupted"]
 TAIL_BYTES = 1 << 18
 GLANCE_S = 0.5
 """Somebody who only looks holds a lock for an instant."""
-GO_ON = "`pliant submit --resume {}` goes on from its checkpoint"
+GO_ON = "`pliant submit --resume {}` goes on {}"
 
 
 class FedStatus(BaseModel):
@@ -76,6 +76,16 @@ class JobFolder:
     @property
     def log(self) -> Path:
         return self.aggregator / "log"
+
+    @property
+    def checkpoint(self) -> Path:
+        """As `fed.checkpoints` has it, which imports torch."""
+        return self.aggregator / "checkpoint.safetensors"
+
+    @property
+    def begin(self) -> str:
+        """Where the job would go on, in words."""
+        return "from its checkpoint" if self.checkpoint.exists() else "from its beginning"
 
     def worker_log(self, rank: int) -> Path:
         return self.path / "worker" / f"log_{rank}"
@@ -169,7 +179,7 @@ class JobFolder:
         minded = self.is_minded()
         ended = None if minded else self.read("exit.json")
         state: State = "running" if minded else "interrupted"
-        why = "" if minded else f"nobody minds it any more: {GO_ON.format(job.config.name)}"
+        why = "" if minded else f"nobody minds it any more: {GO_ON.format(job.config.name, self.begin)}"
         if ended is not None and ended.get("state") in ("finished", "failed", "stopped"):
             state, why = ended["state"], str(ended.get("why", ""))
         number, clock_s, accuracy = self.progress()
@@ -242,9 +252,22 @@ class Jobs:
             self._home.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_file(self._home / f"{name}.json", json.dumps({"folder": str(folder.path)}))
         except OSError as error:
+            where = f"{job.log_path_line}: " if job.log_path_line else ""
             raise ConfigError(
-                f"log_path {job.ground.log_path}: {error}; give a folder that can be written to"
+                f"{where}log_path {job.ground.log_path}: {error.strerror or error}; give a folder that can be written to"
             ) from None
+        return folder
+
+    def forget(self, name: str) -> JobFolder:
+        """Know the job by its name no longer; its files stay, in the folder that is returned.
+
+        Raises:
+            UnknownJob: there is none.
+            NameTaken: it runs.
+        """
+        folder = self.find(name)
+        with folder.minded():
+            (self._home / f"{name}.json").unlink(missing_ok=True)
         return folder
 
     def _at(self, file: Path) -> JobFolder | None:
@@ -253,6 +276,11 @@ class Jobs:
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return JobFolder(folder) if (folder / "job.json").is_file() else None
+
+
+def one_line(error: BaseException) -> str:
+    """What an exception that nobody expected says, with its kind."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
 
 
 def write_file(path: Path, text: str) -> None:

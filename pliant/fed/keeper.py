@@ -1,8 +1,8 @@
-"""Minds a detached federated job: `python -m pliant.fed.keeper FOLDER LOCK`.
+"""Minds a detached federated job: `python -m pliant.fed.keeper FOLDER [LOCK]`.
 
 Starts the server and the executors, starts a server that was killed again from its checkpoint, and writes down how the job
 ended. LOCK is an open, locked descriptor, inherited from whoever submitted the job: as long as it is held, the job is
-minded. However this process ends, server and executors end with it; `pliant submit --resume NAME` starts another.
+minded. Without it the keeper takes the lock itself; who does not get it writes nothing, and exits with 2. However this process ends, server and executors end with it; `pliant submit --resume NAME` starts another.
 
 SIGTERM: the job ends after the round that it is in, or after GRACE_S. SIGINT: at once.
 """
@@ -10,6 +10,7 @@ SIGTERM: the job ends after the round that it is in, or after GRACE_S. SIGINT: a
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import queue
 import secrets
@@ -18,14 +19,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pliant.errors import PliantError
+from pliant.errors import ConfigError, PliantError
 from pliant.fed.carriers import last_line
 from pliant.fed.executors_launch import Executors
 from pliant.fed.job import FedJob
-from pliant.fed.jobs import JobFolder, State
+from pliant.fed.jobs import JobFolder, State, one_line
 from pliant.launch import child, guardian, signals
 from pliant.launch.processes import Guardian, script
 
@@ -131,14 +133,14 @@ class Keeper:
         pause_s = self._restarts.after(self._checkpoint_time())
         if pause_s is None:
             return "failed", 1, f"its server was killed (signal {-code}) {MAX_VAIN} times without getting any further"
-        say(f"the server was killed (signal {-code}); it goes on from its checkpoint in {pause_s:g} s")
+        say(f"the server was killed (signal {-code}); it goes on {self._folder.begin} in {pause_s:g} s")
         time.sleep(pause_s)
         self._start_server()
         return None
 
     def _checkpoint_time(self) -> float:
         try:
-            return (self._folder.aggregator / "checkpoint.safetensors").stat().st_mtime
+            return self._folder.checkpoint.stat().st_mtime
         except OSError:
             return 0.0
 
@@ -198,16 +200,51 @@ class Keeper:
             draft.replace(path)
 
 
-def main() -> int:
-    folder = JobFolder(Path(sys.argv[1]))
+@contextlib.contextmanager
+def _minded(folder: JobFolder, given: str) -> Iterator[None]:
+    """Hold the job's lock: by the descriptor that was inherited, if there is one.
+
+    Raises:
+        ConfigError: somebody else holds it, the descriptor is not of this lock, or the folder holds no job.
+    """
+    folder.job()
+    if not given:
+        with folder.minded():
+            yield
+        return
     try:
-        state, code, why = Keeper(folder).keep()
-    except PliantError as error:
-        say(str(error))
-        state, code, why = "failed", 1, str(error)
-    if state != "finished":
-        say(f"{state}: {why}")
-    folder.end(state, code, why)
+        lock = int(given)
+        is_of_job = os.path.samestat(os.fstat(lock), os.stat(folder.path / "lock"))
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held already, unless it is another's
+    except (OSError, ValueError, OverflowError):
+        is_of_job = False
+    if not is_of_job:
+        raise ConfigError(f"{folder.path}: descriptor {given} does not hold this job's lock; leave it out")
+    yield
+
+
+def main() -> int:
+    if len(sys.argv) not in (2, 3):
+        print("pliant: give the folder of a federated job", file=sys.stderr)
+        return 2
+    folder = JobFolder(Path(sys.argv[1]))
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(_minded(folder, sys.argv[2] if len(sys.argv) == 3 else ""))
+        except ConfigError as error:
+            print(f"pliant: {error}", file=sys.stderr)
+            return 2
+        try:
+            state, code, why = Keeper(folder).keep()
+        except PliantError as error:
+            say(str(error))
+            state, code, why = "failed", 1, str(error)
+        except Exception as error:
+            folder.end("failed", 1, f"its keeper failed: {one_line(error)}")
+            raise
+        if state != "finished":
+            say(f"{state}: {why}")
+        folder.end(state, code, why)
     return 0
 
 

@@ -19,7 +19,7 @@ from pliant.errors import CheckpointError, ConfigError, PliantError
 from pliant.fed.executor import fingerprint
 from pliant.fed.executors_launch import opened
 from pliant.fed.history import History
-from pliant.fed.job import FedJob
+from pliant.fed.job import FedJob, rounds_text
 from pliant.fed.jobs import JobFolder, write_file
 from pliant.fed.journal import Journal, Watch
 from pliant.fed.local import InProcess
@@ -36,6 +36,10 @@ PREDECESSOR_S = 30.0
 """How long a server that was killed may take to be gone."""
 
 
+PORT_S = 5.0
+"""How long the port of the last server is waited for."""
+
+
 def say(line: str) -> None:
     print(time.strftime("%Y-%m-%d %H:%M:%S"), line, flush=True)
 
@@ -46,8 +50,8 @@ def serve(folder: JobFolder) -> int:
     told: list[int] = []
     with _alone(folder), signals.handed_to(told.append), _pool(folder, job) as pool:
         history = _rounds(folder, job, pool, lambda: bool(told), say)
-    final = f", accuracy {history.final.accuracy:.2%}" if history.final else ""
-    say(f"{job.config.name} ended ({history.why}) after round {len(history.rounds)}{final}")
+    final = f"; accuracy {history.final.accuracy:.2%}" if history.final else ""
+    say(f"{job.config.name} ended: {rounds_text(len(history.rounds), history.why, job.config)}{final}")
     return STOPPED if history.why == "stopped" else 0
 
 
@@ -60,9 +64,11 @@ def _pool(folder: JobFolder, job: FedJob) -> Iterator[Pool | None]:
         return
     tls = server_tls(ground.tls_certificate, ground.tls_key) if ground.tls_certificate else None
     noted = folder.path / "port"
-    port = int(noted.read_text()) if noted.exists() else ground.port
+    again = noted.exists()  # executors come to where the last server was, which may not be quite gone
+    port = int(noted.read_text()) if again else ground.port
     token = (folder.path / "token").read_text()
-    with Pool(job.config, host=places.listen, port=port, token=token, tls=tls) as pool:
+    patience_s = PORT_S if again else 0.0
+    with Pool(job.config, host=places.listen, port=port, token=token, tls=tls, patience_s=patience_s) as pool:
         write_file(noted, str(pool.port))
         yield pool
 
