@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import logging
 import queue
 import socket
 import ssl
@@ -27,7 +29,11 @@ from pliant.fed.executor_settings import check_token
 from pliant.fed.updates import Weights
 from pliant.fed.work import Done, Unit
 
+log = logging.getLogger(__name__)
+
 SILENCE_S = 20.0
+AGAIN_S = 0.1
+"""How often a port that is taken is tried."""
 _T = TypeVar("_T")
 
 
@@ -47,14 +53,15 @@ class Pool:
         token: str,
         tls: ssl.SSLContext | None = None,
         silence_s: float = SILENCE_S,
+        patience_s: float = 0.0,
     ) -> None:
-        """`port` 0: a free one. An executor that is not heard of for `silence_s` is lost.
+        """`port` 0: a free one; one that is taken is waited for so long. An executor not heard of for `silence_s` is lost.
 
         Raises:
             ConfigError: the token is too short to keep a stranger out.
         """
         check_token(token, "the token")
-        self._host, self._port = host, port
+        self._host, self._port, self._patience_s = host, port, patience_s
         self._desk = Desk(config.model_dump(mode="json"), token, tls, silence_s, self._changed)
         self._news = threading.Condition()
         self._num_ready = 0
@@ -72,7 +79,7 @@ class Pool:
         self._model: list[memoryview] = []
 
     def __enter__(self) -> Self:
-        self._listener = _listen(self._host, self._port)
+        self._listener = _listen(self._host, self._port, self._patience_s)
         opened = threading.Event()
         self._thread = threading.Thread(target=self._live, args=(opened,), name="pliant-fed-pool", daemon=True)
         self._thread.start()
@@ -243,11 +250,20 @@ def server_tls(certificate: str, key: str = "") -> ssl.SSLContext:
     return context
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=128)
-    except OSError as error:
-        raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror}; choose another address or port") from None
-    listener.setblocking(False)
-    return listener
+def _listen(host: str, port: int, patience_s: float) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    deadline_s, is_told = time.monotonic() + patience_s, False
+    while True:
+        try:
+            listener = socket.create_server((host, port), family=family, backlog=128)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline_s:
+                what = f"cannot listen at {host}:{port}: {error.strerror}"
+                raise ConfigError(f"{what}; choose another address or port") from None
+        else:
+            listener.setblocking(False)
+            return listener
+        if not is_told:
+            log.warning("%s:%d is taken: waiting up to %g s for it", host, port, patience_s)
+            is_told = True
+        time.sleep(AGAIN_S)

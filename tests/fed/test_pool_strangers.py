@@ -10,6 +10,7 @@ import socket
 import ssl
 import struct
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,21 @@ def test_the_servers_own_data_decide_and_not_who_comes_first(ward: Nursery, tmp_
         until(lambda: not pool.executors(), "its end")
         ward.started(tmp_path, pool, 1)
         assert outcome(config, pool) == outcome(config)
+
+
+def test_a_port_that_is_still_taken_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as last:
+        port = last.getsockname()[1]
+        with pytest.raises(ConfigError, match="cannot listen at .*: Address already in use.*; choose another"):
+            Pool(small(), token=TOKEN, port=port, patience_s=0.05).__enter__()
+        caplog.clear()
+        pool = Pool(small(), token=TOKEN, port=port, patience_s=DEADLINE_S)
+        opening = threading.Thread(target=pool.__enter__)
+        opening.start()
+        until(lambda: f"{port} is taken: waiting" in caplog.text, "the first try")
+    opening.join(DEADLINE_S)
+    assert pool.port == port
+    pool.close(over=True)
 
 
 def test_what_the_user_gave_wrong_is_one_line(ward: Nursery, tmp_path: Path) -> None:
