@@ -52,6 +52,8 @@ class SelectOptions:
                 raise ConfigError(f"{flag} {value}: use 1 or more")
         if self.clients > 50_000_000:
             raise ConfigError(f"--clients {self.clients}: use at most 50,000,000")
+        if self.pick > self.clients:
+            raise ConfigError(f"--pick {self.pick} of --clients {self.clients}: pick as many as there are, or fewer")
         if self.peers not in PEERS:
             raise ConfigError(f"--peers {self.peers!r}: use one of {', '.join(PEERS)}")
 

@@ -19,12 +19,14 @@ from numpy.typing import ArrayLike, NDArray
 from pliant.errors import ConfigError
 from pliant.fed.devices import in_order
 from pliant.fed.pickles import read_pickle
+from pliant.fed.tables import form_of
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 DAY_S = 86_400.0
 HOUR_S = 3_600.0
+TRACE = "a trace as FedScale's, or synthetic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,8 @@ def read_availability(path: Path) -> Availability:
     Raises:
         ConfigError: no such file, or no such trace.
     """
+    if form_of(path, TRACE) != "pickle":
+        raise ConfigError(f"{path}: this is no pickle; give {TRACE}")
     found = read_pickle(path)
     if not isinstance(found, dict) or not found:
         raise ConfigError(f"{path}: a trace of availability is a dictionary of devices; this one is not")

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from pliant.errors import ConfigError
 from pliant.fed.pickles import read_pickle
-from pliant.fed.tables import read_rows
+from pliant.fed.tables import form_of, read_rows, row_number
 
 Floats = NDArray[np.float64]
 PASSES = 3.0
@@ -86,24 +86,26 @@ def read_devices(path: Path) -> Devices:
     Raises:
         ConfigError: no such file, or no such table.
     """
-    try:
-        with path.open("rb") as file:
-            line = file.readline(1000)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}; give a table of devices, or synthetic") from None
-    if line.startswith(b"PK"):
+    form = form_of(path, "a table of devices, or synthetic")
+    if form == "npz":
         return _from_columns(path, _arrays(path))
-    if line.startswith(b"\x80") or b"," not in line:
+    if form == "pickle":
         return _from_pickle(path)
     rows = read_rows(path)
-    columns: dict[str, Floats] = {}
-    for name in rows[0]:
-        if name in _NAMES:
-            try:
-                columns[name] = np.array([float(row[name]) for row in rows])
-            except ValueError as error:
-                raise ConfigError(f"{path}: column {name}: {error}") from None
-    return _from_columns(path, columns)
+    return _from_columns(path, {name: _column(path, rows, name) for name in rows[0] if name in _NAMES})
+
+
+def _column(path: Path, rows: Sequence[Mapping[str, str]], name: str) -> Floats:
+    found = np.empty(len(rows))
+    for place, row in enumerate(rows):
+        try:
+            found[place] = float(row[name])
+        except ValueError:
+            found[place] = np.nan
+        if not 0 < found[place] < np.inf:
+            where = f"{path}: row {row_number(path, place)}, {name}"
+            raise ConfigError(f"{where}: {row[name]!r:.60}: speeds are numbers above 0")
+    return found
 
 
 _NAMES = ("compute_ms_per_sample", "bandwidth_kbps", "down_kbps", "up_kbps")
@@ -118,6 +120,9 @@ def _from_columns(path: Path, columns: Mapping[str, Floats]) -> Devices:
             f"{path}: it has {', '.join(columns) or 'none'} of the columns of a table of devices: "
             "compute_ms_per_sample, and bandwidth_kbps or down_kbps and up_kbps"
         )
+    for name, column in columns.items():  # by the names that the user gave them
+        if column.ndim == 1 and (wrong := np.flatnonzero(~(np.isfinite(column) & (column > 0)))).size:
+            raise ConfigError(f"{path}: {name}[{wrong[0]}] is {column[wrong[0]]:g}: speeds are numbers above 0")
     return _named(path, compute, down, up)
 
 

@@ -300,7 +300,8 @@ def _own_address_towards(host: str) -> str:
             sock.connect(address)
             return str(sock.getsockname()[0])
     except OSError as error:
-        raise ConfigError(f"workers: {host!r} cannot be reached: {error}; give the server's own address") from None
+        why = error.strerror or error
+        raise ConfigError(f"workers: {host!r} cannot be reached: {why}; `ssh {host} true` must work") from None
 
 
 @contextlib.contextmanager

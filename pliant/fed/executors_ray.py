@@ -30,7 +30,7 @@ def connected(count: int, device: str) -> Iterator[None]:
     Raises:
         ConfigError, CapacityError: there is none, or it is too small.
     """
-    with ray_cluster.connected(os.environ.get("RAY_ADDRESS") or "auto"):
+    with ray_cluster.connected(os.environ.get("RAY_ADDRESS") or "auto", asked="workers: ray", flag="RAY_ADDRESS"):
         kind = "gpu" if device.startswith("cuda") else "cpu"
         ray_cluster.check_devices({kind: count}, ray_cluster.living_nodes(), "workers: ray")
         yield

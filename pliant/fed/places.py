@@ -51,6 +51,8 @@ def parse_workers(given: int | str | Sequence[str | int]) -> Places:
 def _place(given: str | int) -> Place:
     text = str(given).strip()
     if text.removeprefix("-").isdecimal():
+        if int(text) < 0:
+            raise ConfigError(f"workers: {text!r} is no number of executors: give 0 or more, host:n, or ray:n")
         place = Place("local", "localhost", int(text))
     elif text.partition(":")[0] == "ray":
         count = text.partition(":")[2] or "1"

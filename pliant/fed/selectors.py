@@ -11,6 +11,7 @@ oort              `oort.Oort`, with one of its presets
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -183,6 +184,6 @@ def make(name: str, *, seed: int = 233, **options: float | str | None) -> Popula
 def _refuse_unknown(name: str, options: Mapping[str, object], known: set[str]) -> None:
     for option in options:
         if option not in known:
-            raise ConfigError(
-                f"selector {name}: {option!r} is unknown; it has {', '.join(sorted(known)) or 'no options'}"
-            )
+            near = difflib.get_close_matches(option, known, 1)
+            rest = f"did you mean {near[0]}?" if near else f"it has {', '.join(sorted(known)) or 'no options'}"
+            raise ConfigError(f"selector {name}: {option!r} is unknown; {rest}")

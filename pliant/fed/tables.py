@@ -38,12 +38,7 @@ def read_client_map(path: Path) -> ClientMap:
     Raises:
         ConfigError: it cannot be read, or is neither.
     """
-    try:
-        with path.open("rb") as file:
-            line = file.readline(1000)
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or error}; give a client map") from None
-    if line[:1] == b"\x80" or b"," not in line:
+    if form_of(path, "a client map") != "csv":
         return _pickled_map(path)
     rows = read_rows(path)
     found = {kind: next((name for name in known if name in rows[0]), "") for kind, known in _COLUMNS.items()}
@@ -92,6 +87,26 @@ def read_label_counts(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], Int
     return tuple(clients), tuple(labels), counts
 
 
+def form_of(path: Path, what: str) -> str:
+    """csv, npz or pickle: by what it begins with, or is called.
+
+    Raises:
+        ConfigError: it cannot be read, or is empty; `what` is wanted.
+    """
+    try:
+        with path.open("rb") as file:
+            line = file.readline(1000)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}; give {what}") from None
+    if not line:
+        raise ConfigError(f"{path}: the file is empty; give {what}")
+    if line.startswith(b"PK") or path.suffix == ".npz":
+        return "npz"
+    if line.startswith(b"\x80"):
+        return "pickle"
+    return "csv" if path.suffix == ".csv" or b"," in line else "pickle"
+
+
 def read_rows(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV with a header line."""
     try:
@@ -105,10 +120,21 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return rows
 
 
+def row_number(path: Path, place: int) -> int:
+    """Where the row at this place among `read_rows` is in the file, as editors count: from 1, with the header."""
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        return next((reader.line_num for number, _ in enumerate(reader) if number == place), place + 2)
+
+
 def int_column(path: Path, rows: list[dict[str, str]], column: str) -> Ints:
     if column not in rows[0]:
         raise ConfigError(f"{path}: no column {column!r} among {', '.join(rows[0])}")
-    try:
-        return np.array([int(row[column]) for row in rows], dtype=np.int64)
-    except ValueError as error:
-        raise ConfigError(f"{path}: column {column}: {error}") from None
+    found = np.empty(len(rows), np.int64)
+    for place, row in enumerate(rows):
+        try:
+            found[place] = int(row[column])
+        except (ValueError, OverflowError):
+            where = f"{path}: row {row_number(path, place)}, {column}"
+            raise ConfigError(f"{where}: {row[column]!r:.60}: use a whole number") from None
+    return found

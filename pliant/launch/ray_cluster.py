@@ -23,7 +23,7 @@ from pliant.errors import CapacityError, ConfigError
 
 log = logging.getLogger(__name__)
 
-START_ONE = "start one with `ray start --head`, or name it with --ray-address HOST:PORT"
+START_ONE = "start one with `ray start --head`, or name it by {}, as HOST:PORT"
 ANSWER_S = 5.0
 BUILT_IN = {"cpu": "CPU", "gpu": "GPU"}
 """Resources that every Ray cluster has, by our names."""
@@ -113,10 +113,11 @@ def bundle_of(kind: str, nodes: Mapping[str, Node]) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def connected(address: str) -> Iterator[None]:
+def connected(address: str, *, asked: str = "--on ray", flag: str = "--ray-address") -> Iterator[None]:
     """This process as a driver of the cluster at `address` (`auto`: the one of this machine, or RAY_ADDRESS).
 
-    What Ray itself would print goes nowhere: we say what we make of it.
+    What Ray itself would print goes nowhere: we say what we make of it. `asked` is how the user asked for Ray, and `flag`
+    where the address was given.
 
     Raises:
         ConfigError: Ray is not installed, or there is no such cluster.
@@ -126,35 +127,35 @@ def connected(address: str) -> Iterator[None]:
         import ray
         from ray._private.services import canonicalize_bootstrap_address
     except ImportError:
-        raise ConfigError("--on ray needs Ray: `pip install 'pliant[ray]'`") from None
+        raise ConfigError(f"{asked} needs Ray: `pip install 'pliant[ray]'`") from None
     try:
         found = canonicalize_bootstrap_address(address)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"--ray-address {address!r}: {error}; {START_ONE}") from None
+        raise ConfigError(f"{flag} {address!r}: {error}; {START_ONE.format(flag)}") from None
     if found is None:
-        raise ConfigError(f"--ray-address {address}: no Ray cluster runs here; {START_ONE}")
-    host = _answering(address, found)
+        raise ConfigError(f"{flag} {address}: no Ray cluster runs here; {START_ONE.format(flag)}")
+    host = _answering(address, found, flag)
     own = {"_node_ip_address": host} if ipaddress.ip_address(host).is_loopback else {}
     ray._private.worker.print_to_stdstream = lambda *args, **kwargs: None
     try:
         ray.init(address=found, log_to_driver=False, logging_level=logging.CRITICAL, **own)
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"--ray-address {address}: {why}; {START_ONE}") from None
+        raise ConfigError(f"{flag} {address}: {why}; {START_ONE.format(flag)}") from None
     try:
         yield
     finally:
         ray.shutdown()
 
 
-def _answering(address: str, found: str) -> str:
+def _answering(address: str, found: str, flag: str) -> str:
     """The host of `found`, at which somebody listens: Ray itself would try for minutes."""
     host, _, port = found.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S) as sock:
             return str(sock.getpeername()[0])
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--ray-address {address}: nobody answers at {found} ({error}); {START_ONE}") from None
+        raise ConfigError(f"{flag} {address}: nobody answers at {found} ({error}); {START_ONE.format(flag)}") from None
 
 
 def living_nodes() -> dict[str, Node]:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from pliant.errors import ConfigError
 from pliant.fed.availability import DAY_S, HOUR_S, Availability, read_availability, synthetic
 from pliant.fed.devices import Devices, read_devices, synthetic_devices
+from pliant.fed.tables import read_client_map, read_sizes
 
 
 def table(*rows: tuple[float, float, float]) -> Devices:
@@ -221,9 +222,9 @@ def test_the_next_minute_of_many_clients_takes_no_time() -> None:
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
-    def reads(data: object, read: Callable[[Path], object]) -> Callable[[], object]:
+    def reads(data: object, read: Callable[[Path], object], name: str = "file") -> Callable[[], object]:
         def call() -> object:
-            path = tmp_path / "file"
+            path = tmp_path / name
             path.write_bytes(data.encode() if isinstance(data, str) else pickle.dumps(data))
             return read(path)
 
@@ -233,12 +234,19 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         (lambda: read_devices(tmp_path / "none"), "No such file"),
         (lambda: read_availability(tmp_path / "none"), "No such file"),
         (reads("a,b\n1,2\n", read_devices), "compute_ms_per_sample"),
-        (reads("compute_ms_per_sample,bandwidth_kbps\n1,fast\n", read_devices), "bandwidth_kbps: .*'fast'"),
         (
-            reads("compute_ms_per_sample,bandwidth_kbps\n1,0\n", read_devices),
-            "file: devices: down_kbps of row 0 is 0.0",
+            reads("compute_ms_per_sample,bandwidth_kbps\n1,5\n\n1,fast\n", read_devices),
+            "file: row 4, bandwidth_kbps: 'fast': speeds are numbers above 0",
         ),
+        (reads("compute_ms_per_sample,bandwidth_kbps\n1,0\n", read_devices), "row 2, bandwidth_kbps: '0': speeds"),
         (reads("PK,\n", read_devices), "npz"),
+        (reads("not an archive", read_devices, "x.npz"), "x.npz: not NumPy's .npz, or damaged"),
+        (reads("", read_devices, "x.csv"), "x.csv: the file is empty; give a table of devices"),
+        (reads("fast\n1\n", read_devices, "x.csv"), "x.csv: it has none of the columns of a table of devices"),
+        (reads("", read_client_map, "x.csv"), "x.csv: the file is empty; give a client map"),
+        (reads("num_samples\n1\nmany\n", read_sizes, "x.csv"), "x.csv: row 3, num_samples: 'many': use a whole"),
+        (reads("", read_availability), "file: the file is empty; give a trace"),
+        (reads("a,b\n", read_availability, "x.csv"), "x.csv: this is no pickle; give a trace"),
         (reads({1: {"computation": 3}}, read_devices), r"device 1 is \{'computation': 3\}"),
         (reads([1], read_devices), "dictionary"),
         (reads([1], read_availability), "dictionary"),

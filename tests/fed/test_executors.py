@@ -50,6 +50,15 @@ def test_what_is_no_place_is_one_line(given: object) -> None:
         parse_workers(given)  # type: ignore[arg-type]
 
 
+def test_an_unknown_host_and_ray_without_ray_are_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Executors(parse_workers("no-such-host.invalid:1"), port=1, token="t")
+    with pytest.raises(ConfigError, match="cannot be reached: .*; `ssh no-such-host.invalid true` must work$"):
+        there.__enter__()
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"^workers: ray needs Ray: `pip install 'pliant\[ray\]'`$"):
+        Executors(parse_workers("ray:2"), port=1, token="t").__enter__()
+
+
 def test_who_dies_is_started_again_ever_later_and_not_for_ever() -> None:
     assert Restarts().after(0, 1.0) is None
     assert Restarts().after(2, 100.0) is None

@@ -94,6 +94,7 @@ def test_what_is_no_such_file_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "list").write_bytes(pickle.dumps([1]))
     (tmp_path / "rows").write_bytes(pickle.dumps({"perf": {3: {"clock": 1.0}}}))
     (tmp_path / "record.jsonl").write_text('{"kind": "start", "step": 0, "time_s": 1.0}\n')
+    (tmp_path / "text.csv").write_text("a,b\n1,2\n")
     (tmp_path / "empty").mkdir()
     for name, key, value in (("soon", "clock_s", "soon"), ("endless", "round", float("inf"))):
         facts = (journal(tmp_path / name, (5, 60.0, 0.5)) / "aggregator" / "record.jsonl").read_text().splitlines()
@@ -103,6 +104,7 @@ def test_what_is_no_such_file_is_told_in_one_line(tmp_path: Path) -> None:
     for name, why in (
         ("evil", "this pickle wants .*raises"), ("list", "no training_perf"), ("rows", "it has no clock and top_1"),
         ("record.jsonl", "not the record of a federated job"), ("empty", "neither record.jsonl nor training_perf is there"),
+        ("text.csv", "text.csv: not a training_perf or record: give"),
         ("untested", "the model was not tested yet"), ("nope", "No such file"),
         ("soon", "the test of step 5 is not as .*: clock_s is 'soon', and not a number; give a record"),
         ("endless", "round is inf, and not a whole number"),
@@ -121,6 +123,7 @@ def test_the_report_as_json_and_as_a_picture(tmp_path: Path) -> None:
     assert found["runs"][1]["speedup"] == 2.0
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     for words, why in (
+        ((jobs[0], "--target", "x"), "--target 'x' is not a number"),
         ((), "which jobs"), ((jobs[0], "--target", "200"), "use a share such as 0.8"), ((jobs[0], "--metric", "x"), "use one of"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=why):

@@ -37,6 +37,7 @@ def test_the_bench_writes_its_numbers(tmp_path: Path) -> None:
     [
         ("--what train", "--what 'train': use select or simulate"),
         ("--pick 0", "--pick 0: use 1 or more"),
+        ("--pick 1000 --clients 100", "--pick 1000 of --clients 100: pick as many as there are, or fewer"),
         ("--preset kuiper", "preset 'kuiper' is unknown"),
         ("--peers oort", "--peers 'oort': use one of loops, none"),
     ],
