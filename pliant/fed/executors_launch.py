@@ -43,6 +43,8 @@ MAX_QUICK = 5
 QUICK_S = 10.0
 """So many ends in a row, each so soon after the start, and it is not started again."""
 GRACE_S = 5.0
+"""For who is asked to end; then it is killed, and has as long again."""
+END_S = 2 * GRACE_S + 2
 WRONG = 2
 """The exit code of an executor that cannot take part, and could not the next time."""
 
@@ -154,7 +156,9 @@ class Executors:
     def __exit__(self, *_: object) -> None:
         self._events.put(None)
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(END_S)
+            if self._thread.is_alive():
+                log.warning("thread %s has not ended within %g s: it is left", self._thread.name, END_S)
         self._stack.close()
 
     def wait(self, timeout_s: float) -> bool:
@@ -262,19 +266,27 @@ class Executors:
         for seat in running:
             assert seat.carrier is not None, "filtered above"
             seat.carrier.end()
-        deadline_s = time.monotonic() + GRACE_S
+        running = self._ended_within(GRACE_S, running)
+        for seat in running:
+            assert seat.carrier is not None, "it has not ended"
+            seat.carrier.kill()
+        for seat in self._ended_within(GRACE_S, running):
+            pid = getattr(seat.carrier, "pid", None)
+            which = f"executor {seat.settings.name}" + ("" if pid is None else f" (process {pid})")
+            log.warning("%s was killed, and has not ended within %g s: it is left", which, GRACE_S)
+
+    def _ended_within(self, limit_s: float, running: list[Seat]) -> list[Seat]:
+        """Wait for their ends; those that have not ended by then."""
+        deadline_s = time.monotonic() + limit_s
         while running:
             try:
                 event = self._events.get(timeout=max(0.0, deadline_s - time.monotonic()))
             except queue.Empty:
-                for seat in running:
-                    assert seat.carrier is not None, "it has not ended"
-                    seat.carrier.kill()
-                deadline_s = time.monotonic() + GRACE_S
-                continue
+                break
             if event is not None:
                 event[0].carrier = None
                 running = [seat for seat in running if seat is not event[0]]
+        return running
 
 
 def _hint(place: Place, code: int, why: str) -> str:

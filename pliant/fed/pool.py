@@ -32,6 +32,7 @@ from pliant.fed.work import Done, Unit
 log = logging.getLogger(__name__)
 
 SILENCE_S = 20.0
+CLOSE_S = 10.0
 AGAIN_S = 0.1
 """How often a port that is taken is tried."""
 _T = TypeVar("_T")
@@ -100,7 +101,9 @@ class Pool:
         if self._until is not None:
             with contextlib.suppress(RuntimeError):  # its thread has failed, which was told
                 self._call(self._until.set)
-        thread.join()
+        thread.join(CLOSE_S)
+        if thread.is_alive():  # it is a daemon: nobody has to wait for it
+            log.warning("thread %s has not ended within %g s: the pool is left as it is", thread.name, CLOSE_S)
 
     @property
     def port(self) -> int:

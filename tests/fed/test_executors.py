@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from executing import TOKEN, Disturbed, Nursery, held, outcome, small, until
 from gang import FULL
 
 from pliant.errors import ConfigError, LaunchError
+from pliant.fed import executors_launch, pool
 from pliant.fed.carriers import last_line
 from pliant.fed.executor_settings import Settings
 from pliant.fed.executors_launch import MAX_QUICK, Executors, Restarts, opened
@@ -87,6 +89,48 @@ def test_the_last_line_of_a_log(tmp_path: Path) -> None:
     log.write_text("one\ntwo\n\n")
     assert last_line(log) == "two"
     assert last_line(log, 9) == ""
+
+
+class Undying:
+    """A process that the kernel does not let go."""
+
+    pid = 4321
+
+    def __init__(self, gone: threading.Event) -> None:
+        self._gone, self.told = gone, list[str]()
+
+    def wait(self) -> tuple[int, str]:
+        self._gone.wait(60)
+        return -9, "killed"
+
+    def end(self) -> None:
+        self.told.append("end")
+
+    def kill(self) -> None:
+        self.told.append("kill")
+
+
+def test_what_does_not_end_is_named_and_left(
+    no_leaks: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(executors_launch, "GRACE_S", 0.05)
+    gone = threading.Event()
+    carrier = Undying(gone)
+    monkeypatch.setattr(Executors, "_carry", lambda self, seat: carrier)
+    with Executors(parse_workers(1), port=1, token=TOKEN) as launched:
+        until(lambda: launched._seats[0].carrier, "its start")
+    assert carrier.told == ["end", "kill"]
+    assert "executor 0 (process 4321) was killed, and has not ended within 0.05 s: it is left" in caplog.text
+    gone.set()
+    monkeypatch.setattr(pool, "CLOSE_S", 0.05)
+    let_go, opened_pool = threading.Event(), Pool(small(), token=TOKEN)
+    with opened_pool:
+        thread = opened_pool._thread
+        opened_pool._call(let_go.wait, 60)
+    assert "thread pliant-fed-pool has not ended within 0.05 s" in caplog.text
+    let_go.set()
+    assert thread is not None
+    thread.join(60)
 
 
 # Processes
