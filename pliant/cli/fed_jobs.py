@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pliant.cli.cluster_output import clock_text, is_read_by_people, span_text
-from pliant.errors import ConfigError, LaunchError
+from pliant.errors import ConfigError, LaunchError, ServerUnavailable, UnknownJob
 
 if TYPE_CHECKING:
     from pliant.fed.job import FedJob
@@ -23,6 +23,26 @@ def find(name: str, server: str = "", state: str = "") -> JobFolder | None:
         return None
     jobs = Jobs.of_user()
     return jobs.find(name) if jobs.has(name) else None
+
+
+def check_known(asked: Sequence[str], server: str = "", state: str = "") -> None:
+    """Refuse names that nobody can know: no federated job has them, and there is no server of a cluster to ask.
+
+    Raises:
+        UnknownJob: so it is; a server that is known and does not answer may know them.
+    """
+    from pliant.fed.jobs import Jobs
+    from pliant.sched.live_client import find_server
+
+    try:
+        find_server(server, state)
+    except ServerUnavailable:
+        if state:
+            raise
+        known = ", ".join(sorted(Jobs.of_user().names())) or "none"
+        raise UnknownJob(
+            f"no job is called {' or '.join(asked)}: there are {known}, and no server of a cluster is known on this machine"
+        ) from None
 
 
 def all_jobs(server: str = "", state: str = "") -> list[FedStatus]:
@@ -125,6 +145,8 @@ def stop(folders: Sequence[JobFolder], *, kill: bool, wait: bool, deadline_s: fl
         else:
             detached.stop(folder, kill=kill)
             running.append(folder)
+    if not wait:
+        said += [f"{folder.job().config.name} was told to end" for folder in running]
     late = [folder for folder in running if wait and not detached.await_end(folder, deadline_s)]
     said += [ended_text(folder.status()) for folder in running if wait and folder not in late]
     if late:

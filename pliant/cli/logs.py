@@ -42,6 +42,7 @@ def logs(
             for text in log_of(federated, last=last, follow=follow):
                 _print(text)
             return
+        fed_jobs.check_known([name], server, state)
         with Patient(server, state) as patient:
             for part in _so_far(patient, name, last):
                 _print(part.text)

@@ -15,7 +15,7 @@ from pliant.errors import ConfigError, PliantError
 
 COMMANDS = (
     "run", "remote_install", "resize", "config_server", "lab",
-    "dash", "top", "fed", "report", "serve", "submit", "list_jobs", "show", "logs", "stop", "plan", "sim", "bench", "doctor", "demo", "reproduce",
+    "dash", "top", "fed", "report", "serve", "submit", "list_jobs", "show", "logs", "stop", "forget", "plan", "sim", "bench", "doctor", "demo", "reproduce",
 )  # fmt: skip
 
 

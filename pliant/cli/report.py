@@ -36,11 +36,13 @@ def report(
         bool, typer.Option("--compare", help="Side by side, with the first as the measure; the default.")
     ] = True,
     target: Annotated[
-        float | None,
+        str,
         typer.Option(
-            "--target", help="The accuracy to reach, 0.8 or 80; default: the best of whichever reached least."
+            "--target",
+            metavar="SHARE",
+            help="The accuracy to reach, 0.8 or 80; default: the best of whichever reached least.",
         ),
-    ] = None,
+    ] = "",
     metric: Annotated[str, typer.Option("--metric", help="accuracy, top_5 or loss.")] = "accuracy",
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="A picture of the curves.")] = None,
     as_json: JsonFlag = False,
@@ -56,7 +58,7 @@ def report(
 
         plotting.check()
         check_writable(plot, "--plot")
-    found = compared([read_curve(_path(job)) for job in jobs], target=target, metric=metric)
+    found = compared([read_curve(_path(job)) for job in jobs], target=_number(target), metric=metric)
     if plot is not None:
         from pliant.experiments import accuracy_plot
 
@@ -65,6 +67,16 @@ def report(
         print_json(found.as_json())
     else:
         _print(found)
+
+
+def _number(target: str) -> float | None:
+    """One line for what is none; click would answer with a page of usage."""
+    if not target:
+        return None
+    try:
+        return float(target)
+    except ValueError:
+        raise ConfigError(f"--target {target!r} is not a number: use a share such as 0.8, or 80") from None
 
 
 def _path(job: str) -> Path:

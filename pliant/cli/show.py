@@ -48,6 +48,7 @@ def show(
         else:
             print_table(("", ""), fed_jobs.facts(status))
         return
+    fed_jobs.check_known([name], server, state)
     with connected(server, state) as client:
         job = client.job(name)
     if as_json:

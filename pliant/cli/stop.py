@@ -36,6 +36,7 @@ def stop(
     asked = list(dict.fromkeys(names or ()))
     federated = {name: folder for name in asked if (folder := fed_jobs.find(name, server, state)) is not None}
     if others := [name for name in asked if name not in federated]:
+        fed_jobs.check_known(others, server, state)
         _stop_clusters(others, server, state, kill=kill, wait=wait, deadline_s=deadline_s, timeout=timeout)
     for line in fed_jobs.stop(list(federated.values()), kill=kill, wait=wait, deadline_s=deadline_s, timeout=timeout):
         _say(line)

@@ -2,7 +2,8 @@
 
 Starts the server and the executors, starts a server that was killed again from its checkpoint, and writes down how the job
 ended. LOCK is an open, locked descriptor, inherited from whoever submitted the job: as long as it is held, the job is
-minded. Without it the keeper takes the lock itself; who does not get it writes nothing, and exits with 2. However this process ends, server and executors end with it; `pliant submit --resume NAME` starts another.
+minded. Without it the keeper takes the lock itself; who does not get it writes nothing, and exits with 2. However this
+process ends, server and executors end with it; `pliant submit --resume NAME` starts another.
 
 SIGTERM: the job ends after the round that it is in, or after GRACE_S. SIGINT: at once.
 """

@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,17 +21,17 @@ import torch
 from typer.testing import CliRunner
 
 from pliant.cli import main
-from pliant.errors import ConfigError, NameTaken, UnknownJob
+from pliant.errors import ConfigError, NameTaken, ServerUnavailable, UnknownJob
 from pliant.fed import detached
 from pliant.fed.config import FedConfig
-from pliant.fed.job import FedJob, Ground
+from pliant.fed.job import FedJob, Ground, rounds_text
 from pliant.fed.jobs import JobFolder, Jobs
 from pliant.fed.keeper import Restarts
 from pliant.fed.loop import simulate
 from pliant.train import checkpoint_file
 
 DEADLINE_S = 90.0
-COMMANDS = ("submit", "list_jobs", "logs", "stop", "show", "fed", "report")
+COMMANDS = ("submit", "list_jobs", "logs", "stop", "forget", "show", "fed", "report")
 ARTIFACT = """\
 ps_ip: 127.0.0.1
 worker_ips:
@@ -192,6 +194,102 @@ def test_a_damaged_job_does_not_hide_the_others(home: Path) -> None:
     assert "interrupted" in said("show", "b").stdout
 
 
+def named(home: Path, name: str) -> JobFolder:
+    """A job that nobody has begun."""
+    job = FedJob(config=FedConfig(name=name), ground=Ground(log_path=str(home)), directory=str(home))
+    return Jobs.of_user().create(job)
+
+
+def test_ended_jobs_are_forgotten_and_their_files_stay(home: Path) -> None:
+    gone, runs = named(home, "gone"), named(home, "runs")
+    with runs.minded():
+        with pytest.raises(ConfigError, match="runs: still running; `pliant stop` ends a job"):
+            said("forget", "gone", "runs")
+        with pytest.raises(UnknownJob, match="no federated job is called 'nosuch': there are gone, runs"):
+            said("forget", "gone", "nosuch")
+        assert Jobs.of_user().names() == {"gone", "runs"}
+        assert said("forget", "gone").stdout == ""
+    assert said("list", "-q").stdout == "runs\n"
+    assert gone.status().name == "gone"
+
+
+def test_a_job_that_nobody_has_is_unknown(home: Path) -> None:
+    named(home, "a")
+    for command in ("stop", "show", "logs"):
+        with pytest.raises(UnknownJob, match="no job is called nosuch: there are a, and no server of a cluster"):
+            said(command, "nosuch")
+        with pytest.raises(ServerUnavailable):
+            said(command, "nosuch", "--server", "http://127.0.0.1:9")
+
+
+def test_a_job_goes_on_from_its_checkpoint_or_its_beginning(home: Path) -> None:
+    folder = named(home, "a")
+    assert folder.status().why.endswith("`pliant submit --resume a` goes on from its beginning")
+    folder.checkpoint.touch()
+    assert folder.status().why.endswith("goes on from its checkpoint")
+
+
+def test_a_log_path_that_cannot_be_is_told_with_its_line(home: Path) -> None:
+    (home / "file").touch()
+    (home / "ours.yml").write_text("participants: 2\nlog_path: file/below\n")
+    (home / "theirs.yml").write_text(ARTIFACT.replace("./evals", "file/below"))
+    for name, line in (("ours", 2), ("theirs", 8)):
+        with pytest.raises(ConfigError) as refused:
+            said("submit", f"{name}.yml")
+        assert str(refused.value) == (
+            f"{name}.yml:{line}: log_path {home}/file/below: Not a directory; give a folder that can be written to"
+        )
+
+
+def test_why_there_are_no_more_rounds() -> None:
+    config = FedConfig(target=0.57)
+    told = [rounds_text(2, why, config) for why in ("rounds", "target", "stopped")]
+    assert told == [
+        "2 rounds, all that were asked for", "2 rounds until the target of 57% was reached", "2 rounds until it was told to stop",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("raised", [MemoryError("no room\nat all"), SystemExit("no room at all")])
+def test_a_run_that_raises_has_failed_and_was_not_interrupted(
+    home: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException
+) -> None:
+    (home / "raising.py").write_text("def data(): return 1\n")
+    (home / "bad.yml").write_text("participants: 2\nname: bad\ndata: {kind: 'raising:data'}\nworkers: 0\n")
+    # whatever is not foreseen; what a user's function raises is told by `fed.task`
+    monkeypatch.setattr("pliant.fed.server.build", mock.Mock(side_effect=raised))
+    with contextlib.suppress(MemoryError):
+        said("fed", "run", "bad.yml", code=1)
+    folder = Jobs.of_user().find("bad")
+    status = folder.status()
+    assert (status.state, status.exit_code) == ("failed", 1)
+    assert status.why == f"{type(raised).__name__}: no room at all"
+    assert status.ended_s is not None
+    assert "Traceback" in folder.log.read_text()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(60)
+def test_a_second_keeper_writes_nothing(home: Path) -> None:
+    folder = named(home, "a")
+    other = named(home, "b")
+    before = sorted(folder.path.iterdir())
+
+    def kept(*lock: int) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-P", "-m", "pliant.fed.keeper", str(folder.path), *map(str, lock)]
+        return subprocess.run(words, pass_fds=lock, capture_output=True, text=True, timeout=50, check=False)
+
+    with folder.minded(), other.minded() as strange:
+        answer = kept()
+        assert (answer.returncode, answer.stderr) == (
+            2,
+            "pliant: a is running: stop it first, or give another --name\n",
+        )
+        answer = kept(strange)
+        assert answer.returncode == 2
+        assert f"descriptor {strange} does not hold this job's lock" in answer.stderr
+        assert sorted(folder.path.iterdir()) == sorted([*before, folder.path / "lock"])
+
+
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_a_job_with_the_artifacts_keys_survives_its_server_and_is_listed_told_and_compared(home: Path) -> None:
@@ -263,7 +361,7 @@ def test_a_job_whose_keeper_was_killed_is_resumed_to_the_same_bits_and_can_be_st
 def test_what_cannot_run_ends_with_the_reason_and_kill_waits_for_nothing(home: Path) -> None:
     (home / "mine.py").write_text("def data(): raise ValueError('no data today')\n")
     (home / "bad.yml").write_text("participants: 2\nname: bad\ndata: {kind: 'mine:data'}\nworkers: 0\n")
-    said("submit", "bad.yml", "--wait", code=1)
+    said("submit", "bad.yml", "--wait", code=2)
     assert "no data today" in listed("bad")["why"]
     (home / "long.yml").write_text(OURS.replace("name: small", "name: long").replace("workers: 0", "workers: 1"))
     said("submit", "long.yml")
