@@ -12,7 +12,7 @@ test: $(VENV)/.installed
 	scripts/system-packages
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 docs: $(VENV)/.installed
 	$(BIN)/python scripts/cli_reference.py

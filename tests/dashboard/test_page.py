@@ -78,7 +78,7 @@ def test_a_real_job_is_watched_resized_and_stopped(home: Home, browser: Browser,
         until(lambda: len(client.roll().members) == 2, "the second worker")
     page.locator(".event", has_text="1 → 2 workers").wait_for()
     until(lambda: fact(page, "workers") == "2", "the page to show both")
-    assert page.locator(".square").count() == 2
+    until(lambda: page.locator(".square").count() == 2, "a square for each")
     page.locator(".log", has_text="step").wait_for()
 
     # On a phone nothing is wider than the screen.
