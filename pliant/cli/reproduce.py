@@ -223,7 +223,7 @@ def _measured(figure: Figure, options: Options, out: Path, *, verbose: bool) -> 
         ended(kept.FAILED, " ".join(str(error).split())[:600] or repr(error))
         raise
     figures.save(result, kept.result_path(out, figure.name))
-    ended(kept.HOLDS if result["ok"] else kept.DOES_NOT_HOLD)
+    ended(kept.outcome_of(result))
     return result
 
 
@@ -352,6 +352,8 @@ def _check_out(out: Path, json_file: Path | None) -> None:
 
 
 def _print_result(result: Json, found: TableRows) -> None:
+    from pliant.experiments import kept, report
+
     table = Table(title=f"{result['bench']}: {found.title}", title_justify="left")
     for number, name in enumerate(found.columns):
         table.add_column(name, justify="left" if number == 0 else "right")
@@ -361,5 +363,5 @@ def _print_result(result: Json, found: TableRows) -> None:
     console.print(table)
     for remark in cast("list[str]", result["remarks"]):
         console.print(f"note: {remark}", highlight=False, markup=False)
-    verdict = "the figure's claim holds" if result["ok"] else "the figure's claim does not hold here"
-    console.print(verdict, style="green" if result["ok"] else "red")
+    outcome = kept.outcome_of(result)
+    console.print(report.VERDICTS[outcome], style={"good": "green", "bad": "red"}.get(report.CLASSES[outcome], ""))

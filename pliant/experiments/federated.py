@@ -215,6 +215,15 @@ def pairs(found: Sequence[Course], world: str, first: str, second: str) -> list[
     return [(by[first, seed], by[second, seed]) for seed in seeds]
 
 
+def flat(found: Sequence[Course]) -> list[str]:
+    """What even a short run must not show: an accuracy that never rises above the first test's."""
+    return [
+        f"{one.world}, {one.way}, seed {one.seed}: the accuracy does not rise above {one.accuracies[0]:.2%}, that of the first test"
+        for one in found
+        if len(one.accuracies) > 1 and not max(one.accuracies[1:]) > one.accuracies[0]
+    ]
+
+
 def spread(values: Sequence[float]) -> dict[str, Any]:
     """What a handful of values says: too few of them for anything but all of it."""
     return {"median": median(values), "least": min(values), "most": max(values), "all": list(values)}

@@ -19,10 +19,17 @@ from pliant.experiments import figures
 from pliant.experiments.facts import FACTS
 from pliant.experiments.figures import Options
 
-HOLDS, DOES_NOT_HOLD, FAILED, SKIPPED, NEVER = "holds", "does not hold", "failed", "skipped", "never"
+HOLDS, DOES_NOT_HOLD, UNJUDGED, FAILED, SKIPPED, NEVER = (
+    "holds",
+    "does not hold",
+    "not judged",
+    "failed",
+    "skipped",
+    "never",
+)
 PARTS = "parts"
 """A folder where long figures leave what is done of them; figures share it."""
-FINISHED = (HOLDS, DOES_NOT_HOLD)
+FINISHED = (HOLDS, DOES_NOT_HOLD, UNJUDGED)
 OUTCOMES = (*FINISHED, FAILED, SKIPPED, NEVER)
 
 
@@ -153,6 +160,13 @@ def read(out: Path, name: str) -> Run | None:
         return None
 
 
+def outcome_of(result: Json) -> str:
+    """Of a whole result: a run that is too short for the figure's claim says so with `judged`."""
+    if not result["ok"]:
+        return DOES_NOT_HOLD
+    return UNJUDGED if result.get("judged") is False else HOLDS
+
+
 def standing(out: Path, name: str) -> Standing:
     """The last run and its result; a result that cannot be read is a failure that says so."""
     run, path = read(out, name), result_path(out, name)
@@ -166,7 +180,7 @@ def standing(out: Path, name: str) -> Standing:
             raise ConfigError(f"{path} is no whole result: run `pliant reproduce {name}` again")
     except ConfigError as error:
         return Standing(name, FAILED, str(error), run, None, path)
-    return Standing(name, HOLDS if result["ok"] else DOES_NOT_HOLD, "", run, result, path)
+    return Standing(name, outcome_of(result), "", run, result, path)
 
 
 def is_done(out: Path, name: str, options: Options) -> bool:

@@ -19,13 +19,15 @@ from pliant.experiments.headlines import Headline
 VERDICTS = {
     kept.HOLDS: "the figure's claim holds",
     kept.DOES_NOT_HOLD: "the figure's claim does not hold here",
+    kept.UNJUDGED: "it works; the run is too short to judge the figure's claim",
     kept.FAILED: "the run failed",
     kept.SKIPPED: "not run here",
     kept.NEVER: "not run yet",
 }
 COUNTED = {kept.HOLDS: "hold", kept.DOES_NOT_HOLD: "do not hold", kept.NEVER: "not run yet"}
 CLASSES = {
-    kept.HOLDS: "good", kept.DOES_NOT_HOLD: "bad", kept.FAILED: "bad", kept.SKIPPED: "none", kept.NEVER: "none",
+    kept.HOLDS: "good", kept.DOES_NOT_HOLD: "bad", kept.UNJUDGED: "none", kept.FAILED: "bad", kept.SKIPPED: "none",
+    kept.NEVER: "none",
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from pliant.experiments import federated, oort_1300, oort_ablation, oort_testing, oort_time_to_accuracy
+from pliant.experiments import federated, kept, oort_1300, oort_ablation, oort_testing, oort_time_to_accuracy
 from pliant.experiments.federated import Course
 from pliant.experiments.figures import FIGURES, Options
 from pliant.experiments.oort_testing_milp import whole_problem
@@ -83,6 +83,32 @@ def test_a_random_job_that_never_gets_there_gives_a_bound() -> None:
     random, oort = went("unequal", "random", 0, 80.0, 20, 0.79), went("unequal", "oort", 0, 40.0, 10)
     assert oort_time_to_accuracy.ratio(random, oort, 0.8) == 80.0 * 100 / (40.0 * 50)
     assert oort_time_to_accuracy.ratio(oort, random, 0.8) is None
+
+
+def test_where_neither_gets_there_nothing_is_a_bound_and_quick_is_not_judged() -> None:
+    def ran(options: Options, final: float = 0.79) -> dict[str, Any]:
+        found = [went(world, way, 0, 80.0, 20, final) for world in ("unequal", "alike") for way in ("random", "oort")]
+        chosen = replace(oort_time_to_accuracy.setting(options), worlds=("unequal", "alike"))
+        return cast("dict[str, Any]", oort_time_to_accuracy.result_of(found, chosen, options, []))
+
+    quick = ran(Options(quick=True))
+    assert (quick["ok"], kept.outcome_of(quick)) == (True, kept.UNJUDGED)
+    told = " ".join(quick["remarks"])
+    assert "unequal: neither way reached the accuracy with seeds [0]" in told
+    assert "judged only whether accuracies rise" in told
+    assert "lower bounds" not in told
+    assert kept.outcome_of(ran(Options())) == kept.DOES_NOT_HOLD
+    assert kept.outcome_of(ran(Options(quick=True), final=0.5)) == kept.DOES_NOT_HOLD
+
+
+def test_a_quick_ablation_is_judged_by_whether_it_rises() -> None:
+    def outcome(reached: int, final: float, options: Options) -> str:
+        ways = [went("unequal", way, 0, 50.0, reached, final) for way in oort_ablation.WAYS]
+        return kept.outcome_of(oort_ablation.result_of(ways, oort_ablation.setting(options), options, []))
+
+    assert outcome(10, 0.85, Options(quick=True)) == kept.UNJUDGED
+    assert outcome(10, 0.85, Options()) == kept.DOES_NOT_HOLD
+    assert outcome(20, 0.5, Options(quick=True)) == kept.DOES_NOT_HOLD
 
 
 def parts(**changed: Any) -> dict[str, dict[str, Any]]:
