@@ -13,6 +13,7 @@ from typing import cast
 
 from pydantic import ValidationError
 
+from pliant.errors import ConfigError
 from pliant.fed.artifact_hosts import ground_of
 from pliant.fed.artifact_keys import SELECTOR, Keys, keys_of
 from pliant.fed.config import FedConfig
@@ -89,6 +90,14 @@ def read_artifact(page: Page, name: str = "") -> FedJob:
         is_named=is_named,
         remarks=tuple(f"{page.path}:{line}: {what}" for line, what in told),
     )
+
+
+def refusal(page: Page, wrong: Mapping[Place, str]) -> ConfigError:
+    """What was found wrong with the job of a page, at its keys."""
+    keys = keys_of(page.values(page.keys).get("job_conf", []))
+    for place, what in wrong.items():
+        keys.refuse(_key(place), what, ": ")
+    return page.refusal(keys.wrong)
 
 
 def _time(keys: Keys) -> str:

@@ -25,6 +25,8 @@ from pliant.fed.tables import ClientMap, read_rows
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 """Where Debian's package dataset-fashion-mnist puts it."""
 FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+IMAGES_OF, LABELS_OF = "-images-idx3-ubyte", "-labels-idx1-ubyte"
+NO_DIGITS = "digits come with scikit-learn: pip install 'pliant[experiments]'"
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 Numbers = Sequence[int] | NDArray[np.int64]
 
@@ -64,13 +66,8 @@ def fashion_mnist(folder: Path | None = None) -> tuple[InMemory, InMemory]:
     Raises:
         ConfigError: its four files are not there, or damaged.
     """
-    where = folder or DEBIAN
-    if not where.is_dir():
-        raise ConfigError(f"{where}: no Fashion-MNIST there; apt install dataset-fashion-mnist, or give its folder")
-    raw = {
-        part: (_idx(where, f"{part}-images-idx3-ubyte"), _idx(where, f"{part}-labels-idx1-ubyte"))
-        for part in ("train", "t10k")
-    }
+    where, files = folder or DEBIAN, fashion_files(folder)
+    raw = {part: (read_idx(files[part + IMAGES_OF]), read_idx(files[part + LABELS_OF])) for part in ("train", "t10k")}
     for part, (images, labels) in raw.items():
         if images.ndim != 3 or labels.shape != images.shape[:1] or not len(labels) or int(labels.max()) >= len(FASHION):
             raise ConfigError(
@@ -93,12 +90,42 @@ def _moments(images: NDArray[np.uint8]) -> tuple[float, float]:
     return mean, float(np.sqrt((often * (values - mean) ** 2).sum() / images.size)) or 1.0
 
 
-def _idx(folder: Path, name: str) -> NDArray[np.uint8]:
+def fashion_files(folder: Path | None = None) -> dict[str, Path]:
+    """Its four files, by their names as published.
+
+    Raises:
+        ConfigError: one is not there.
+    """
+    where = folder or DEBIAN
+    if not where.is_dir():
+        raise ConfigError(f"{where}: no Fashion-MNIST there; apt install dataset-fashion-mnist, or give its folder")
+    return {part + kind: _idx_file(where, part + kind) for part in ("train", "t10k") for kind in (IMAGES_OF, LABELS_OF)}
+
+
+def _idx_file(folder: Path, name: str) -> Path:
     names = (f"{name}.gz", name, name.replace("-idx", ".idx"), name.replace("-idx", ".idx") + ".gz")
     for path in (folder / each for each in names):
         if path.is_file():
-            return read_idx(path)
+            return path
     raise ConfigError(f"{folder}: no {name}(.gz) there; Fashion-MNIST has four such files")
+
+
+def idx_length(path: Path) -> int:
+    """How many entries such a file has, by its head.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        with path.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if packed else path.open("rb") as file:
+            head = file.read(8)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path}: {error}; give a file in idx format") from None
+    if len(head) < 8 or head[:3] != b"\x00\x00\x08":
+        raise ConfigError(f"{path}: begins with {head[:4].hex(' ')}, but idx files of bytes begin with 00 00 08")
+    return int.from_bytes(head[4:], "big")
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:

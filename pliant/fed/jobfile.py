@@ -7,11 +7,12 @@ a wrong value is refused with its line.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from pydantic import ConfigDict, ValidationError
 
 from pliant.errors import ConfigError
-from pliant.fed.artifact import read_artifact
+from pliant.fed.artifact import read_artifact, refusal
 from pliant.fed.config import FedConfig
 from pliant.fed.job import FedJob, Ground, absolute, checked_parts, with_paths
 from pliant.mistakes import Place, first_name, mistakes, wrong_name
@@ -28,7 +29,21 @@ def is_federated(page: Page) -> bool:
 
 
 def read_fed_job(page: Page, name: str = "") -> FedJob:
-    """The job on the page; `name` goes before the one in it.
+    """The job on the page, whose tables, data and functions are where it says; `name` goes before the one in it.
+
+    Raises:
+        ConfigError: it is none, or not to be run here; one line for each mistake, with its line number.
+    """
+    from pliant.fed.trial import tried  # imports torch
+
+    job = parsed(page, name)
+    if wrong := tried(job.config, Path(job.directory)):
+        raise refusal(page, wrong) if set(page.keys) & set(THEIRS) else page.refusal(wrong)
+    return job
+
+
+def parsed(page: Page, name: str = "") -> FedJob:
+    """The job as the page alone says it; files need be there, and are not looked into.
 
     Raises:
         ConfigError: it is none; one line for each mistake, with its line number.
@@ -74,12 +89,32 @@ def _read_ours(page: Page, name: str) -> FedJob:
     config, missing = with_paths(config, folder)
     wrong |= {place: f"{'.'.join(place)} {path}: no such file or folder" for place, path in missing.items()}
     wrong |= checked_parts(config)
+    ground = Ground(**{key: getattr(both, key) for key in Ground.model_fields})
+    wrong |= _wrong_tls(ground, folder)
     if wrong:
         raise page.refusal(wrong)
-    ground = Ground(**{key: getattr(both, key) for key in Ground.model_fields})
     paths = {key: absolute(path, folder) for key in PATHS if (path := getattr(ground, key))}
     ground = ground.model_copy(update=paths)
     return FedJob(config=config, ground=ground, directory=str(folder), is_named=is_named)
+
+
+def _wrong_tls(ground: Ground, folder: Path) -> dict[Place, str]:
+    """Also where there are no executors: who asks for TLS is not to be left without it later."""
+    from pliant.fed.pool import server_tls
+
+    paths = {key: getattr(ground, key) for key in ("tls_certificate", "tls_key")}
+    full = {key: absolute(path, folder) if path else "" for key, path in paths.items()}
+    wrong: dict[Place, str] = {
+        (key,): f"{key} {paths[key]}: no such file" for key, path in full.items() if path and not Path(path).is_file()
+    }
+    if not wrong and paths["tls_key"] and not paths["tls_certificate"]:
+        wrong[("tls_key",)] = "tls_key is of no use without its certificate: add tls_certificate"
+    elif not wrong and paths["tls_certificate"]:  # its file may hold the key, too
+        try:
+            server_tls(full["tls_certificate"], full["tls_key"])
+        except ConfigError as error:
+            wrong[("tls_certificate",)] = str(error)
+    return wrong
 
 
 def with_numbers(given: object) -> object:

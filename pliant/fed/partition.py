@@ -104,7 +104,7 @@ def natural(column: Sequence[Hashable]) -> Partition:
 
 def iid(num_samples: int, num_clients: int, *, seed: int = 0) -> Partition:
     """Samples dealt at random, as evenly as can be."""
-    _check_clients(num_samples, num_clients)
+    check_clients(num_samples, num_clients)
     shuffled = np.random.default_rng(seed).permutation(num_samples).astype(np.int64)
     return _numbered(np.array_split(shuffled, num_clients), num_samples)
 
@@ -121,7 +121,7 @@ def shards(labels: ArrayLike, num_clients: int, *, per_client: int = 2, seed: in
     values = _checked_labels(labels)
     if per_client < 1:
         raise ConfigError(f"per_client={per_client}: each client has 1 shard or more")
-    _check_clients(len(values), num_clients * per_client, what="shards")
+    check_clients(len(values), num_clients * per_client, what="shards")
     chance = np.random.default_rng(seed)
     # Shuffled first: equal labels then lie in no order that their file had.
     shuffled = chance.permutation(len(values))
@@ -153,7 +153,7 @@ def dirichlet(
     values = _checked_labels(labels)
     if not alpha > 0 or not np.isfinite(alpha):
         raise ConfigError(f"alpha={alpha}: use a number above 0; 0.1 is very unequal, 100 nearly equal")
-    _check_clients(len(values), num_clients)
+    check_clients(len(values), num_clients)
     chance = np.random.default_rng(seed)
     pools = [chance.permutation(np.flatnonzero(values == label)).astype(np.int64) for label in np.unique(values)]
     if sizes is None:
@@ -239,7 +239,7 @@ def fitted(sizes: Ints, num_samples: int) -> Ints:
     """The sizes, made smaller in proportion where they sum to more than there is; each stays 1 at least."""
     if sizes.sum() <= num_samples:
         return sizes
-    _check_clients(num_samples, len(sizes))
+    check_clients(num_samples, len(sizes))
     spare = num_samples - len(sizes)
     exact = (sizes - 1) * (spare / max(1, int((sizes - 1).sum())))
     smaller: Ints = (1 + np.floor(exact)).astype(np.int64)
@@ -253,7 +253,7 @@ def _checked_labels(labels: ArrayLike) -> NDArray[np.generic]:
     return values
 
 
-def _check_clients(num_samples: int, count: int, what: str = "clients") -> None:
+def check_clients(num_samples: int, count: int, what: str = "clients") -> None:
     if count < 1 or count > num_samples:
         raise ConfigError(f"{num_samples} samples for {count} {what}: use 1 to {num_samples} {what}")
 

@@ -18,6 +18,7 @@ from pliant.fed.datasets import Numbers
 BANDS = 32
 FRAMES = 32
 WINDOW = 1024
+NOT_THERE = "{}: no WORD/SPEAKER_nohash_N.wav there; give the folder of Speech Commands"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def speech_commands(folder: Path) -> tuple[SpeechFiles, SpeechFiles]:
     """
     found = sorted(folder.glob("*/*_nohash_*.wav")) if folder.is_dir() else []
     if not found:
-        raise ConfigError(f"{folder}: no WORD/SPEAKER_nohash_N.wav there; give the folder of Speech Commands")
+        raise ConfigError(NOT_THERE.format(folder))
     speakers = [path.name.partition("_nohash_")[0] for path in found]
     words = tuple(sorted({path.parent.name for path in found}))
     place = {word: number for number, word in enumerate(words)}

@@ -188,7 +188,7 @@ def digits() -> tuple[InMemory, InMemory]:
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError:
-        raise ConfigError("digits come with scikit-learn: pip install 'pliant[experiments]'") from None
+        raise ConfigError(datasets.NO_DIGITS) from None
     found = load_digits()
     labels = torch.from_numpy(found.target.astype(np.int64))
     images = torch.from_numpy(found.images.astype(np.float32)).unsqueeze(1)

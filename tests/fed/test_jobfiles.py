@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from pliant.errors import ConfigError
 from pliant.fed.config import Choice
 from pliant.fed.job import FedJob
-from pliant.fed.jobfile import is_federated, read_fed_job
+from pliant.fed.jobfile import is_federated, parsed, read_fed_job
 from pliant.fed.places import Place, Places
 from pliant.page import Page
 
@@ -41,7 +42,7 @@ def read(folder: Path, text: str, *, file: str = "fed.yml", name: str = "") -> F
     for made in ("text.txt", "map.csv", "devices.csv"):
         (folder / made).touch()
     (folder / file).write_text(text)
-    return read_fed_job(Page.read(folder / file), name)
+    return parsed(Page.read(folder / file), name)
 
 
 def refused(folder: Path, text: str) -> list[str]:
@@ -167,5 +168,64 @@ def test_which_files_are_federated(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["digits", "fmnist-oort"])
 def test_our_examples_are_jobs(name: str) -> None:
     path = EXAMPLES / "federated" / f"{name}.yml"
-    assert read_fed_job(Page.read(path)).config.name == name
+    assert parsed(Page.read(path)).config.name == name
     assert len(path.read_text().splitlines()) < 120
+
+
+OWN = "import torch\n\ndef data():\n    raise ValueError\n\ndef model(num_classes):\n    return torch.nn.Linear(2, num_classes)\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("devices: devices.csv", "fed.yml:4: devices.csv: the file is empty; give a table of devices, or synthetic"),
+        ("availability: text.txt", "fed.yml:4: text.txt: the file is empty; give a trace"),
+        ("model: lstm", "fed.yml:4: model 'lstm' is not for images: use cnn, cnn-bn, mlp, logistic, resnet18,"),
+        ("model: nowhere:net", "fed.yml:4: model 'nowhere:net': No module named 'nowhere'; give module:function"),
+        ("model: mine:net", "fed.yml:4: model 'mine:net': mine has no function 'net'"),
+        ("data: {kind: digits,\n  clients: 5000}", "fed.yml:5: 1438 samples for 5000 clients: use 1 to 1438"),
+        ("data: {kind: 'mine:date'}", "fed.yml:4: data.kind 'mine:date': mine has no function 'date'"),
+        ("data:\n  kind: fashion-mnist\n  path: .", "fed.yml:6: {here}: no train-images-idx3-ubyte(.gz) there"),
+        ("data: {kind: speech, path: .}", "fed.yml:4: {here}: no WORD/SPEAKER_nohash_N.wav there"),
+        ("data: {kind: digits, sizes: map.csv}", "fed.yml:4: map.csv: no rows in it"),
+    ],
+)  # fmt: skip
+def test_what_is_not_there_is_told_before_there_is_a_job(tmp_path: Path, more: str, told: str) -> None:
+    for made in ("text.txt", "map.csv", "devices.csv"):
+        (tmp_path / made).touch()
+    (tmp_path / "mine.py").write_text(OWN)
+    rest = "#" if more.startswith("data") else "data: {kind: digits}"
+    (tmp_path / "fed.yml").write_text(f"participants: 2\nname: a\n{rest}\n{more}\n")
+    before = list(sys.path)
+    with pytest.raises(ConfigError) as refusal:
+        read_fed_job(Page.read(tmp_path / "fed.yml"))
+    said = str(refusal.value).replace(f"{tmp_path}/", "")
+    assert said.startswith(told.replace("{here}", str(tmp_path)))
+    assert "\n" not in said
+    assert sys.path == before
+    assert "mine" not in sys.modules
+
+
+def test_functions_beside_the_file_and_the_artifacts_keys(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "fed.yml").write_text("participants: 2\nmodel: mine:model\ndata: {kind: 'mine:data'}\n")
+    assert read_fed_job(Page.read(tmp_path / "fed.yml")).config.model == "mine:model"  # and data() was not called
+    (tmp_path / "table").touch()
+    text = "ps_ip: 127.0.0.1\njob_conf:\n  - data_set: digits\n  - model: lr\n  - device_conf_file: table\n"
+    (tmp_path / "fed.yml").write_text(text)
+    with pytest.raises(ConfigError, match=r"fed.yml:5: device_conf_file: .*/table: the file is empty"):
+        read_fed_job(Page.read(tmp_path / "fed.yml"))
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ("tls_certificate: c.pem\ntls_key: map.csv", "fed.yml:3: tls_certificate c.pem: no such file"),
+        ("tls_key: k.pem\ntls_certificate: map.csv", "fed.yml:3: tls_key k.pem: no such file"),
+        ("tls_key: map.csv", "fed.yml:3: tls_key is of no use without its certificate: add tls_certificate"),
+        ("tls_certificate: map.csv", "fed.yml:3: certificate 'map.csv' with key ''"),
+    ],
+)
+def test_tls_is_checked_also_without_executors(tmp_path: Path, more: str, told: str) -> None:
+    (line,) = refused(tmp_path, f"participants: 2\nworkers: 0\n{more}\n")
+    assert line.startswith(told)
