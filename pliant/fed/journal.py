@@ -62,6 +62,8 @@ class Journal:
             self._open(self.folder, config, resumed_at)
         if resumed_at is None:
             self._fact("start", 0, {"config": config.model_dump(mode="json"), **facts})
+            if self._say is not None and (remark := too_few(config, facts.get("clients"))):
+                self._say(remark)
         elif self._say is not None:
             self._say(f"{config.name}: goes on after round {resumed_at}")
 
@@ -184,6 +186,18 @@ class Journal:
         temporary = path.with_name(f".{PERF}.writing")
         temporary.write_bytes(pickle.dumps(training_perf(self._config, self.history), protocol=4))
         temporary.replace(path)
+
+
+def too_few(config: FedConfig, num_clients: int | None) -> str:
+    """What to say of a job that asks for more clients than there are; empty: it does not."""
+    if num_clients is None or config.invited <= num_clients:
+        return ""
+    all_of = f"but there are {num_clients} clients: each round invites all of them, and nobody is selected"
+    remedy = "lower participants, or raise data.clients"
+    if config.participants > num_clients:
+        return f"warning: participants is {config.participants}, {all_of}; {remedy}"
+    asked = f"participants {config.participants} x overcommit {config.overcommit:g} is {config.invited}"
+    return f"warning: {asked}, {all_of}; {remedy}, or lower overcommit"
 
 
 def training_perf(config: FedConfig, history: History) -> dict[str, object]:

@@ -12,7 +12,13 @@ import torch
 
 from pliant.errors import ConfigError
 from pliant.fed.config import FedConfig
+from pliant.fed.jobfile import read_fed_job
+from pliant.fed.journal import too_few
+from pliant.fed.loop import simulate
 from pliant.fed.task import Task, build
+from pliant.page import Page
+
+ROOT = Path(__file__).parents[2]
 
 SOURCE = """\
 import numpy as np, torch
@@ -125,3 +131,31 @@ def test_a_mistake_in_the_users_model_is_one_line(own: Path, model: str, told: s
     assert "\n" not in str(refusal.value)
     if model == "broken":
         assert f"(at {own}/users_own.py:26)" in str(refusal.value)
+
+
+def test_the_example_learns_and_the_guide_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = read_fed_job(Page.read(ROOT / "examples" / "federated" / "own.yml"))
+    monkeypatch.syspath_prepend(job.directory)
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    history = simulate(job.config)
+    del sys.modules["own"]
+    assert history.final is not None
+    assert history.final.accuracy > 0.85
+    code = (ROOT / "examples" / "federated" / "own.py").read_text().partition("\n\n")[2]
+    assert code in (ROOT / "docs" / "federated.md").read_text()
+
+
+def test_more_participants_than_clients_are_told_at_the_start(own: Path) -> None:
+    def told(participants: int) -> list[str]:
+        given = {"data": {"kind": "users_own:arrays", "clients": 3}, "model": "users_own:net", "rounds": 1}
+        said: list[str] = []
+        simulate(FedConfig.model_validate({**given, "participants": participants, "batching": 0}), say=said.append)
+        return [line for line in said if line.startswith("warning")]
+
+    all_of = "but there are 3 clients: each round invites all of them, and nobody is selected; "
+    assert told(3) == []
+    assert told(4) == [f"warning: participants is 4, {all_of}lower participants, or raise data.clients"]
+    over = FedConfig(participants=3, overcommit=2)
+    asked = "warning: participants 3 x overcommit 2 is 6, "
+    assert too_few(over, 3) == f"{asked}{all_of}lower participants, or raise data.clients, or lower overcommit"
+    assert too_few(over, 6) == ""
