@@ -53,12 +53,13 @@ def report(
 
     if not jobs:
         raise ConfigError("which jobs? give names, folders or files, as in `pliant report --compare logs/a logs/b`")
+    goal = _number(target)
     if plot is not None:
         from pliant.experiments import plotting
 
         plotting.check()
         check_writable(plot, "--plot")
-    found = compared([read_curve(_path(job)) for job in jobs], target=_number(target), metric=metric)
+    found = compared([read_curve(_path(job)) for job in jobs], target=goal, metric=metric)
     if plot is not None:
         from pliant.experiments import accuracy_plot
 
