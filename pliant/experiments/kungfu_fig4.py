@@ -229,7 +229,7 @@ def result_of(courses: Sequence[Course], options: Options, *, judged: bool) -> J
     shown = next(course.lines for course in courses if course.mode == "adaptive")
     return form(
         NAME, options, ours=ours, paper=PAPER, cells=cells, complaints=complaints, remarks=remarks, lines=shown,
-        target_accuracy=finals["small"] - WITHIN,
+        target_accuracy=finals["small"] - WITHIN, judged=judged,
     )  # fmt: skip
 
 

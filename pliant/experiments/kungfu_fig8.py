@@ -174,6 +174,7 @@ def result_of(workers: Sequence[Json], rounds: int, batch: int, options: Options
         overhead_by_clocks=by_clocks,
         goals=GOALS,
         load=os.getloadavg()[0],
+        judged=not options.quick,
     )  # fmt: skip
 
 
