@@ -32,7 +32,10 @@ def make(name: str, num_classes: int, sample: Tensor) -> nn.Module:
         ConfigError: no such model, or not for such samples.
     """
     if is_named(name):
-        return _own(name, num_classes, sample)
+        made = called(name, "model", OWN, num_classes)
+        if not isinstance(made, nn.Module):
+            raise ConfigError(f"model {name!r} gave {type(made).__name__}: {OWN}")
+        return made
     check(name, sample)
     if name in THEIRS:
         return _theirs(name, num_classes, sample.shape[0])
@@ -60,19 +63,17 @@ def check(name: str, sample: Tensor) -> None:
         raise ConfigError(f"model {name!r} is not for {kind}: use {', '.join(fit)}, or module:function")
 
 
-def _own(name: str, num_classes: int, sample: Tensor) -> nn.Module:
-    """Of the user's function; tried with one sample, because a wrong shape would be told of from within torch."""
-    made = called(name, "model", OWN, num_classes)
-    if not isinstance(made, nn.Module):
-        raise ConfigError(f"model {name!r} gave {type(made).__name__}: {OWN}")
-    was_training = made.training
+def try_out(name: str, module: nn.Module, num_classes: int, sample: Tensor) -> None:
+    """Give a model of the user's one sample: a wrong shape would be told of from within torch, in the first round.
+
+    Raises:
+        ConfigError: it cannot take it, or gives something else than scores.
+    """
     with torch.no_grad(), users_own(f"model {name!r} cannot be given a batch of shape {[1, *sample.shape]}"):
-        scores = made.eval()(sample.unsqueeze(0))
-    made.train(was_training)
+        scores = module.eval()(sample.unsqueeze(0))
     if not isinstance(scores, Tensor) or scores.dim() < 2 or scores.shape[-1] < num_classes:
         told = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
         raise ConfigError(f"model {name!r} gives {told} for one sample: give a score for each of {num_classes} classes")
-    return made
 
 
 class ConvNet(nn.Module):

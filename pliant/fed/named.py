@@ -46,11 +46,11 @@ def function_of(text: str, what: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def called(text: str, what: str, contract: str, *given: object) -> Any:
-    """What the function makes of `given`; `contract` says what it must take and return.
+def fitting(text: str, what: str, contract: str, *given: object) -> Callable[..., Any]:
+    """The function, which can be called with `given`; `contract` says what it must take and return.
 
     Raises:
-        ConfigError: it is not there, takes something else, or fails.
+        ConfigError: it is not there, or takes something else.
     """
     function = function_of(text, what)
     try:
@@ -59,6 +59,16 @@ def called(text: str, what: str, contract: str, *given: object) -> Any:
         raise ConfigError(f"{what} {text!r}: {error}; {contract}") from None
     except ValueError:
         pass  # one written in C may not say what it takes
+    return function
+
+
+def called(text: str, what: str, contract: str, *given: object) -> Any:
+    """What it makes of `given`.
+
+    Raises:
+        ConfigError: as above, or it fails.
+    """
+    function = fitting(text, what, contract, *given)
     with users_own(f"{what} {text!r} failed"):
         return function(*given)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pliant.errors import ConfigError
 from pliant.fed.datasets import InMemory, Samples
-from pliant.fed.named import called, users_own
+from pliant.fed.named import called, fitting, users_own
 
 PARTS = ("labels", "classes", "clients", "inputs")
 """What `Samples` has."""
@@ -28,14 +28,23 @@ def own_samples(kind: str, path: str) -> tuple[Samples, Samples]:
         ConfigError: the function is not there, fails, or gives something else; one line names it and what is wanted.
     """
     what = f"data.kind {kind!r}"
-    contract = f"{TAKES_PATH if path else TAKES}: {RETURNS}"
-    made = called(kind, "data.kind", contract, *([path] if path else []))
+    made = called(kind, "data.kind", *_given(path))
     if not isinstance(made, tuple | list) or len(made) != 2:
         raise ConfigError(f"{what} gave {_shape(made)}: {RETURNS}")
     with users_own(f"{what} gave samples that cannot be used"):
         if all(_is_pair(each) for each in made):
             return _wrapped(what, made)
         return _checked(what, "train", made[0]), _checked(what, "test", made[1])
+
+
+def check_function(kind: str, path: str) -> None:
+    """Raises ConfigError where the function is not there, or cannot be called so; it is not."""
+    fitting(kind, "data.kind", *_given(path))
+
+
+def _given(path: str) -> tuple[str, ...]:
+    """The contract, and what the function is called with."""
+    return (f"{TAKES_PATH}: {RETURNS}", path) if path else (f"{TAKES}: {RETURNS}",)
 
 
 def _is_pair(given: object) -> bool:

@@ -128,9 +128,13 @@ def build(config: FedConfig) -> Task:
     if config.data.test_samples:
         test = cut(test, np.arange(min(config.data.test_samples, len(test.labels))))
     dealt = _partition(config.data, train, config.seed)
-    return Task(
+    made = Task(
         config, train, test, dealt, _liars(config, len(dealt)), _shuffle(config.seed, max(1, len(train.classes)))
     )
+    if is_named(config.model):
+        with torch.random.fork_rng(devices=[]):
+            models.try_out(config.model, made.model(), made.num_classes, train.inputs([0])[0])
+    return made
 
 
 def _liars(config: FedConfig, num_clients: int) -> Mask:

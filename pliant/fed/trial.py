@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from pliant.errors import ConfigError
-from pliant.fed import datasets, models, partition, speech
+from pliant.fed import datasets, models, own_data, partition, speech
 from pliant.fed.availability import read_availability
 from pliant.fed.config import DataConfig, FedConfig
 from pliant.fed.devices import read_devices
-from pliant.fed.named import function_of, is_named
+from pliant.fed.named import fitting, is_named
 from pliant.fed.tables import read_client_map, read_sizes
 from pliant.mistakes import Place
 
@@ -51,11 +51,11 @@ def tried(config: FedConfig, folder: Path) -> dict[Place, str]:
         check(("data", "sizes"), lambda: _small(data.sizes, read_sizes))
     with _beside(folder):
         if is_named(data.kind):
-            check(("data", "kind"), lambda: function_of(data.kind, "data.kind"))
+            check(("data", "kind"), lambda: own_data.check_function(data.kind, data.path))
         else:
             check(("data", "path") if data.path else ("data",), lambda: _there(data))
         if is_named(config.model):
-            check(("model",), lambda: function_of(config.model, "model"))
+            check(("model",), lambda: fitting(config.model, "model", models.OWN, 2))
         elif not is_named(data.kind):
             check(("model",), lambda: models.check(config.model, _sample(data.kind)))
     if not wrong:

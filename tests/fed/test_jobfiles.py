@@ -183,6 +183,8 @@ OWN = "import torch\n\ndef data():\n    raise ValueError\n\ndef model(num_classe
         ("model: lstm", "fed.yml:4: model 'lstm' is not for images: use cnn, cnn-bn, mlp, logistic, resnet18,"),
         ("model: nowhere:net", "fed.yml:4: model 'nowhere:net': No module named 'nowhere'; give module:function"),
         ("model: mine:net", "fed.yml:4: model 'mine:net': mine has no function 'net'"),
+        ("model: mine:data", "fed.yml:4: model 'mine:data': too many positional arguments; it is called with the number"),
+        ("data: {kind: 'mine:data', path: x}", "fed.yml:4: data.kind 'mine:data': too many positional arguments; it is"),
         ("data: {kind: digits,\n  clients: 5000}", "fed.yml:5: 1438 samples for 5000 clients: use 1 to 1438"),
         ("data: {kind: 'mine:date'}", "fed.yml:4: data.kind 'mine:date': mine has no function 'date'"),
         ("data:\n  kind: fashion-mnist\n  path: .", "fed.yml:6: {here}: no train-images-idx3-ubyte(.gz) there"),
