@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, cast
 
 from pliant.lab import enter
+from pliant.launch.child import die_with
 
 Serve = Callable[[int, IO[bytes], IO[bytes]], int]
 """Be a rank that is told what to do on the first line, and answers on the second; the exit status."""
@@ -23,12 +24,13 @@ def speak(rank: int, control: str, serve: Serve) -> int:
 
 def fork_ranks(control: str, namespaces: Sequence[str], serve: Serve) -> int:
     """A rank in each of these namespaces (empty: this one); waits until all have ended, and gives the worst exit status."""
-    children = []
+    children, parent = [], os.getpid()
     for rank, namespace in enumerate(namespaces):
         child = os.fork()
         if child == 0:
             status = 1
             try:
+                die_with(parent)
                 if namespace:
                     enter(namespace)
                 status = speak(rank, control, serve)

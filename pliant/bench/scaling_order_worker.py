@@ -34,6 +34,9 @@ SUBMITTERS = 4
 """Threads that submit at the same time."""
 
 Backend = Literal["nccl", "gloo"]
+_KEPT: list[object] = []
+"""Process groups of DDP, until the process ends. Its reducer, where it is the last to hold one, joins gloo's threads with
+Python's lock in hand, and one of them may wait for that lock: a deadlock, once in some hundred runs."""
 
 
 @contextlib.contextmanager
@@ -173,6 +176,7 @@ def synchronised(
         dist.init_process_group(
             backend, init_method=f"file://{meeting}", rank=engine.rank, world_size=engine.size, timeout=patience
         )
+        _KEPT.append(dist.group.WORLD)
         try:
             yield DistributedDataParallel(model, broadcast_buffers=False), lambda: None
         finally:
