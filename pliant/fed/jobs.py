@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from pliant.errors import ConfigError, NameTaken, UnknownJob
+from pliant.errors import ConfigError, NameTaken, PliantError, UnknownJob
 from pliant.fed.job import FedJob
 from pliant.launch.registry import start_ticks
 
@@ -61,6 +61,29 @@ class FedStatus(BaseModel):
     def is_over(self) -> bool:
         """An interrupted job is over, until it is resumed."""
         return self.state != "running"
+
+
+@contextlib.contextmanager
+def locked(path: Path, patience_s: float, refusal: PliantError) -> Iterator[int]:
+    """Hold the lock in this file: its descriptor. Who holds it may be about to end, so it is waited for a while.
+
+    Raises:
+        PliantError: `refusal`, if that was not long enough.
+    """
+    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    deadline_s = time.monotonic() + patience_s
+    try:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > deadline_s:
+                    raise refusal from None
+                time.sleep(0.01)
+        yield lock
+    finally:
+        os.close(lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,21 +146,10 @@ class JobFolder:
         Raises:
             NameTaken: somebody holds it.
         """
-        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            deadline_s = time.monotonic() + GLANCE_S
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except OSError:
-                    if time.monotonic() > deadline_s:
-                        name = self.path.parent.name
-                        raise NameTaken(f"{name} is running: stop it first, or give another --name") from None
-                    time.sleep(0.01)
+        name = self.path.parent.name
+        taken = NameTaken(f"{name} is running: stop it first, or give another --name")
+        with locked(self.path / "lock", GLANCE_S, taken) as lock:
             yield lock
-        finally:
-            os.close(lock)
 
     def is_minded(self) -> bool:
         try:

@@ -7,7 +7,6 @@ started again, it goes on to the same bits. SIGTERM: it ends after the round tha
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import sys
@@ -20,7 +19,7 @@ from pliant.fed.executor import fingerprint
 from pliant.fed.executors_launch import opened
 from pliant.fed.history import History
 from pliant.fed.job import FedJob, rounds_text
-from pliant.fed.jobs import JobFolder, write_file
+from pliant.fed.jobs import JobFolder, locked, write_file
 from pliant.fed.journal import Journal, Watch
 from pliant.fed.local import InProcess
 from pliant.fed.loop import Loop, device_for
@@ -112,23 +111,10 @@ def _rounds(
     return Loop(job.config, made, workers, Journal(folder.aggregator, say=say, watch=watch), stop=stop).run()
 
 
-@contextlib.contextmanager
-def _alone(folder: JobFolder) -> Iterator[None]:
+def _alone(folder: JobFolder) -> contextlib.AbstractContextManager[int]:
     """Nobody else writes the record: a server whose keeper was killed is dying now."""
-    lock = os.open(folder.path / "server.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    deadline_s = time.monotonic() + PREDECESSOR_S
-    try:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() > deadline_s:
-                    raise CheckpointError(f"{folder.path}: another server of this job runs; stop it first") from None
-                time.sleep(0.05)
-        yield
-    finally:
-        os.close(lock)
+    refusal = CheckpointError(f"{folder.path}: another server of this job runs; stop it first")
+    return locked(folder.path / "server.lock", PREDECESSOR_S, refusal)
 
 
 def main() -> int:
