@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import json
 import logging
-import os
 import signal
 import threading
 from pathlib import Path
@@ -14,6 +13,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from pliant.cli.tokens import token_given
 from pliant.cluster import PortRange, View, Worker, check_host, parse_hosts
 from pliant.elastic.membership import NO_LIMITS, Limits
 from pliant.errors import ConfigError
@@ -64,7 +64,7 @@ def config_server(
         initial=_view_from(init) if init else None,
         limits=_limits(hosts, port_range),
         state=state or ":memory:",
-        token=_token(token_file),
+        token=token_given(token_file),
         tls_cert=tls_cert,
         tls_key=tls_key,
     )
@@ -135,15 +135,6 @@ def _view_from(file: str) -> View:
         return View.from_json(json.loads(_text_of(file, "-init")), number=0)
     except (ValueError, RecursionError, ConfigError) as error:
         raise ConfigError(f"-init {file}: {error}") from None
-
-
-def _token(file: str) -> str:
-    if not file:
-        return os.environ.get("PLIANT_TOKEN", "")
-    token = _text_of(file, "--token-file").strip()
-    if not token:
-        raise ConfigError(f"--token-file {file} is empty: write the token into it")
-    return token
 
 
 def _text_of(file: str, flag: str) -> str:

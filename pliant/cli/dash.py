@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pliant.cli.tokens import token_given
 from pliant.errors import ConfigError
 
 Given = Annotated[
@@ -47,7 +46,8 @@ def dash(
     from pliant.dashboard.sources import sources
     from pliant.dashboard.watch import Watch
 
-    token, is_new = _token(token_file)
+    known = token_given(token_file)
+    token, is_new = known or secrets.token_urlsafe(18), not known
     config = DashConfig(host=host, port=_port(port), token=token)
     watch = Watch(sources(given or []))
 
@@ -57,20 +57,6 @@ def dash(
             print(f"its token, for resizing and stopping: {token}", flush=True)
 
     serve(config, watch, say)
-
-
-def _token(file: str) -> tuple[str, bool]:
-    """The token, and whether nobody knows it yet."""
-    if not file:
-        given = os.environ.get("PLIANT_TOKEN", "")
-        return (given, False) if given else (secrets.token_urlsafe(18), True)
-    try:
-        token = Path(file).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token-file {file}: cannot be read: {error}") from None
-    if not token:
-        raise ConfigError(f"--token-file {file} is empty: write the token into it")
-    return token, False
 
 
 def _port(text: str) -> int:

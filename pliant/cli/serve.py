@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +12,7 @@ import typer
 from pliant.cli.amounts import counts
 from pliant.cli.cluster_output import ServerFlag, connected, devices_text
 from pliant.cli.embedded import page
+from pliant.cli.tokens import token_given
 from pliant.errors import ConfigError
 from pliant.launch.duration import parse_duration
 
@@ -89,7 +89,7 @@ def serve(
         state=Path(state).absolute() if state else state_dir(),
         host=host,
         port=_whole(port, "--port"),
-        token=_token(token_file),
+        token=token_given(token_file),
         interval_s=parse_duration(interval, "--interval"),
     )
     logging.basicConfig(level=logging.INFO, format="[serve] %(message)s")
@@ -125,18 +125,6 @@ def _ground(on: str, devices: dict[str, int], ray_address: str) -> Ground:
     if not any(devices.values()):
         raise ConfigError("no devices to give: say how many, as in --devices cpu=4")
     return LocalGround(devices)
-
-
-def _token(file: str) -> str:
-    if not file:
-        return os.environ.get("PLIANT_TOKEN", "")
-    try:
-        token = Path(file).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token-file {file}: cannot be read: {error}") from None
-    if not token:
-        raise ConfigError(f"--token-file {file} is empty: write the token into it")
-    return token
 
 
 def _whole(text: str, flag: str) -> int:
