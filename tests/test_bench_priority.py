@@ -528,7 +528,7 @@ exec ip netns exec pliant-{lab}-h$((host - 1)) sh -c "$*"
 """
 
 
-@pytest.mark.skipif(not FULL, reason="takes 15 s; the contest is tested in a lab, and ssh in tests/launch")
+@pytest.mark.skipif(not FULL, reason="15 s, for less than the lab and tests/launch show: PLIANT_FULL=1")
 @pytest.mark.root
 @pytest.mark.processes
 @in_a_lab

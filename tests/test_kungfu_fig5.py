@@ -110,7 +110,7 @@ def test_traffic_on_several_connections_keeps_the_rate_of_all() -> None:
 
 
 @pytest.mark.root
-@pytest.mark.skipif(bool(check()), reason="needs root and network namespaces")
+@pytest.mark.skipif(bool(check()), reason="; ".join(check()) or "a lab is possible")
 def test_a_job_between_hosts_votes_and_ends(no_leaks: None) -> None:
     with Lab(num_hosts=3, rate="100mbit").up() as lab:
         setting = Setting(workers=2, batch=1, kappa=400, bits_per_s=10**8, steps=14, begin_step=8, timeout_s=60)

@@ -365,7 +365,7 @@ def test_without_matplotlib_the_report_says_so(finished: Path, tmp_path: Path, m
     assert "pip install 'pliant[experiments]'" in page.text
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere: run it as another user")
 def test_a_folder_that_cannot_be_written_is_named(finished: Path, tmp_path: Path) -> None:
     out = copied(finished, tmp_path)
     out.chmod(0o500)

@@ -127,9 +127,7 @@ def _train(rank: int, path: Path) -> None:
     monitoring.main(path)
 
 
-@pytest.mark.skipif(
-    not gang.FULL, reason="takes 10 s; tests/test_artifact_benchmarks.py has another of the artifact's commands"
-)
+@pytest.mark.skipif(not gang.FULL, reason="10 s, for less than tests/test_artifact_benchmarks.py shows: PLIANT_FULL=1")
 @pytest.mark.processes
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs the extra `experiments`")
 def test_the_artifacts_command() -> None:

@@ -146,7 +146,7 @@ def total(rank: int, spec: WorkerSpec) -> float:
 @pytest.mark.parametrize("hosts", [["::1", "127.0.0.1", "::1"], ["::1", "::1"], ["localhost", "127.0.0.2"]], ids=str)
 def test_ipv6_and_names_as_hosts(hosts: Sequence[str]) -> None:
     if "::1" in hosts and not has_ipv6():
-        pytest.skip("this machine has no ::1")
+        pytest.skip("needs ::1: ip -6 address add ::1/128 dev lo")
     members = specs(hosts)
     with gang(total, [(spec,) for spec in members]) as started:
         pids = [started.pid(rank) for rank in range(len(hosts))]

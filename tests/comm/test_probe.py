@@ -154,7 +154,7 @@ def lab_engines(lab: Lab) -> Iterator[list[Engine]]:
 
 
 @pytest.mark.root
-@pytest.mark.skipif(bool(check()), reason="needs root and network namespaces")
+@pytest.mark.skipif(bool(check()), reason="; ".join(check()) or "a lab is possible")
 def test_in_a_lab_the_slow_host_is_seen() -> None:
     with Lab(num_hosts=4, rate="100mbit").up() as lab, lab_engines(lab) as ranks:
         lab.set_rate(1, "20mbit")

@@ -28,7 +28,7 @@ from pliant.comm.wire import Frame, Kind
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.usefixtures("fork_server", "no_leaks"),
-    pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl program to make certificates with"),
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the program openssl, to make certificates: apt install openssl"),
 ]
 
 MARK = 1234.5

@@ -44,7 +44,7 @@ def test_a_token_is_needed_where_there_is_one() -> None:
 
 def make_certificate(folder: Path) -> tuple[str, str]:
     if shutil.which("openssl") is None:
-        pytest.skip("openssl is not installed")
+        pytest.skip("needs the program openssl, to make certificates: apt install openssl")
     cert, key = folder / "cert.pem", folder / "key.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=127.0.0.1"
     command += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {cert}"
@@ -70,13 +70,13 @@ def test_tls(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")
+@pytest.mark.skipif(not socket.has_ipv6, reason="needs a Python and a kernel with IPv6")
 @pytest.mark.parametrize("host", ["::1", "[::1]", "::"])
 def test_ipv6(host: str) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
-        pytest.skip("no IPv6 loopback")
+        pytest.skip("needs ::1: ip -6 address add ::1/128 dev lo")
     with serving(host=host) as (server, client):
         assert server.url.startswith("http://[::1]:")
         assert client.put(View(0, (Worker("::1", 10000),), (Worker("::1", 38080),))).number == 1

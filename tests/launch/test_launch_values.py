@@ -72,7 +72,7 @@ def test_a_taken_port_is_skipped() -> None:
     with listen_on("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         if port > 65000:
-            pytest.skip("no room above the port that the system gave")
+            pytest.skip("no room above the port that the system gave: run it again")
         bound = bind_ports("127.0.0.1", 2, PortRange(port, port + 200), avoid={port + 1})
         try:
             assert len(bound) == 2

@@ -123,7 +123,9 @@ def test_without_tensorboard_it_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs the extra `tensorboard`"
+    )
     writer = Scalars(str(tmp_path))
     writer.publish(SEEN, 1)
     assert not list(tmp_path.iterdir()), "only the first worker writes"

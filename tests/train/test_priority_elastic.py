@@ -215,7 +215,7 @@ def _is_blocked(task: Task) -> bool:
     return any(json.loads(line)[:1] == ["blocked"] and json.loads(line)[1]["step"] == TORN + 1 for line in lines)
 
 
-@pytest.mark.skipif(not FULL, reason="takes minutes")
+@pytest.mark.skipif(not FULL, reason="takes minutes: PLIANT_FULL=1")
 @pytest.mark.timeout(900)
 def test_a_thousand_steps(tmp_path: Path) -> None:
     """With one slice in flight, and nobody in time with anybody."""
