@@ -1,6 +1,6 @@
-"""Handwritten digits with stock DDP: torchrun --nproc-per-node 2 examples/digits_ddp.py
+"""Handwritten digits with stock DDP, to compare with: `digits.py` is the same program with pliant.
 
-`digits.py` is the same program with pliant: it ends with the same hash, on any number of workers.
+torchrun --nproc-per-node 2 examples/digits_ddp.py                         # ends with the hash that digits.py ends with
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""torchvision beside any torch.
+"""The import of torchvision beside any torch, also beside one that its library was not compiled for.
 
 Its wheel from PyPI is compiled for a torch with CUDA, and beside a torch for CPUs its library cannot be loaded. Classifiers
 do not need that library, but the import does.

@@ -1,4 +1,4 @@
-"""The `pliant config-server` command."""
+"""The `pliant config-server` command: serves the wanted view of a job over HTTP until it is told to stop."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The exact summation order: which operands meet in which order, so that the bits are those of
-`torch.distributed.all_reduce` on gloo, on any topology.
+"""The exact summation order: what meets in which order, so that every topology has the bits of torch's all_reduce on gloo.
 
 gloo cuts a tensor into N chunks and passes each round a ring; the sum of chunk c is taken as
 x_c + (... (x_{c-3} + (x_{c-2} + x_{c-1}))), indices modulo N, rounded at each hop. Addition of

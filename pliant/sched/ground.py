@@ -1,7 +1,7 @@
-"""Where jobs run. A ground starts the runner of a job, finds it again after the scheduler was killed, and says which
-devices its processes are on; `sched.live` asks it for that, and knows nothing of processes.
+"""Where jobs run: the seam between the live scheduler, which knows nothing of processes, and what starts them.
 
-A run leaves all that is needed to find it in its directory, so there is nothing to be told but where that is.
+A ground starts the runner of a job, finds it again after the scheduler was killed, and says which devices its processes
+are on. A run leaves all that is needed to find it in its directory, so there is nothing to be told but where that is.
 """
 
 from __future__ import annotations

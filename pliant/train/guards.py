@@ -1,5 +1,7 @@
-"""What the job puts around the program's own objects: what belongs to a step happens once per step, whatever the number
-of replicas hosted here, and with updates under way nothing sees or changes half a step."""
+"""What the job puts around the program's own objects, so that what belongs to a step happens once per step.
+
+That is so whatever the number of replicas hosted here; and with updates under way, nothing sees or changes half a step.
+"""
 
 from __future__ import annotations
 

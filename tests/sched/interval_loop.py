@@ -1,5 +1,6 @@
-"""Pollux' cluster, simulated as plainly as possible: every interval, every job, lists all the way. An oracle for the
-event-driven simulator, which skips what does not matter; slow, and without any of its shortcuts.
+"""Pollux' cluster, simulated as plainly as possible: every interval, every job, lists all the way.
+
+An oracle for the event-driven simulator, which skips what does not matter; slow, and without any of its shortcuts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fixtures for tests of training."""
+"""What all tests of training share: one run of the oracle for every process of pytest, and one arithmetic thread."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""However many workers host the N replicas, parameters, optimizer state and buffers are those of stock DDP on N
-processes, bit for bit after every step, and every replica has its rank's losses and samples."""
+"""However many workers host the N replicas, they have the bits of stock DDP on N processes after every step.
+
+That is: parameters, optimizer state and buffers; and every replica has its rank's losses and samples.
+"""
 
 from __future__ import annotations
 

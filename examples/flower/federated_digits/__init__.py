@@ -1,0 +1,1 @@
+"""A Flower app that learns handwritten digits where they are; pliant picks who takes part."""
