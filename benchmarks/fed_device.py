@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 
-from pliant.fed.batched import Together
 from pliant.fed.config import FedConfig
-from pliant.fed.datasets import InMemory
-from pliant.fed.local import Trainer
-from pliant.fed.task import build
+from pliant.fed.data.datasets import InMemory
+from pliant.fed.data.task import build
+from pliant.fed.training.batched import Together
+from pliant.fed.training.local import Trainer
 from pliant.fed.updates import Weights
 from pliant.fed.work import Trained, Training
 

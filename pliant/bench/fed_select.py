@@ -44,7 +44,7 @@ class SelectOptions:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        from pliant.fed.oort import preset
+        from pliant.fed.choice.oort import preset
 
         preset(self.preset)
         for flag, value in (("--clients", self.clients), ("--pick", self.pick), ("--repeat", self.repeat)):
@@ -113,7 +113,7 @@ def measure_ours(options: SelectOptions, share: float) -> Json:
     """Selections of the selector that the rounds use, each followed by its feedback, which is not timed."""
     import numpy as np
 
-    from pliant.fed.selectors import make
+    from pliant.fed.choice.selectors import make
 
     draw = np.random.default_rng(options.seed)
     selector = make("oort", seed=options.seed, preset=options.preset)

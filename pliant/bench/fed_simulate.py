@@ -216,10 +216,10 @@ def measure(options: SimulateOptions, side: str, folder: str) -> Json:
 
 
 def _ours(options: SimulateOptions, config: FedConfig, folder: str) -> Json:
-    from pliant.fed.executors_launch import opened
-    from pliant.fed.journal import Journal
-    from pliant.fed.loop import Loop
-    from pliant.fed.task import build
+    from pliant.fed.data.task import build
+    from pliant.fed.executors.launch import opened
+    from pliant.fed.rounds.journal import Journal
+    from pliant.fed.rounds.loop import Loop
 
     task = build(config)
     with opened(config, options.cores, logs=lambda rank: Path(folder) / f"executor{rank}.log") as pool:

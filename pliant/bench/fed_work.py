@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from pliant.fed.config import DataConfig, FedConfig, LocalConfig
-from pliant.fed.datasets import DEBIAN, InMemory
-from pliant.fed.feed import stream
-from pliant.fed.task import Task, build
+from pliant.fed.data.datasets import DEBIAN, InMemory
+from pliant.fed.data.task import Task, build
+from pliant.fed.training.feed import stream
 
 LOOKALIKE = "pliant.bench.fed_work:lookalike"
 

@@ -21,8 +21,8 @@ from pliant.errors import ConfigError, PliantError
 
 if TYPE_CHECKING:
     from pliant.fed.history import History
-    from pliant.fed.job import FedJob
-    from pliant.fed.jobs import JobFolder
+    from pliant.fed.jobs.folders import JobFolder
+    from pliant.fed.jobs.job import FedJob
 
 
 def register(app: typer.Typer) -> None:
@@ -46,7 +46,7 @@ def run(
     ] = "",
 ) -> None:
     """Run a federated job in the foreground; SIGTERM ends it after its round, Ctrl-C at once."""
-    from pliant.fed.jobs import Jobs
+    from pliant.fed.jobs.folders import Jobs
 
     jobs = Jobs.of_user()
     if resume:
@@ -65,8 +65,8 @@ def run(
 
 
 def _read(file: Path, name: str, workers: str) -> FedJob:
-    from pliant.fed.job import Ground
-    from pliant.fed.jobfile import is_federated, read_fed_job
+    from pliant.fed.jobs.job import Ground
+    from pliant.fed.jobs.jobfile import is_federated, read_fed_job
     from pliant.mistakes import mistakes
     from pliant.page import Page
 
@@ -87,7 +87,7 @@ def _read(file: Path, name: str, workers: str) -> FedJob:
 
 def _minded(folder: JobFolder) -> int:
     """Do the job in this process, in the keeper's place; the exit code."""
-    from pliant.fed.jobs import one_line
+    from pliant.fed.jobs.folders import one_line
 
     told: list[int] = []
     with folder.minded(), _signals(told), _shown(folder) as (say, watch):
@@ -110,7 +110,7 @@ def _minded(folder: JobFolder) -> int:
             return 130
         stopped = history.why == "stopped"
         folder.end("stopped" if stopped else "finished", 128 + signal.SIGTERM if stopped else 0)
-    from pliant.fed.job import rounds_text
+    from pliant.fed.jobs.job import rounds_text
 
     best = "" if history.best is None else f"; best accuracy {history.best.accuracy:.2%} in round {history.best.round}"
     print(f"{rounds_text(len(history.rounds), history.why, folder.job().config)}{best}; {folder.path}")
@@ -120,7 +120,7 @@ def _minded(folder: JobFolder) -> int:
 def _history(
     folder: JobFolder, stop: Callable[[], bool], say: Callable[[str], None], watch: Callable[[str, Any], None]
 ) -> History:
-    from pliant.fed.server import run
+    from pliant.fed.jobs.server import run
 
     with contextlib.chdir(folder.job().directory):  # where functions that the job names are looked for
         return run(folder, stop=stop, say=say, watch=watch)
@@ -179,7 +179,7 @@ def select(
 ) -> None:
     """Whom a selector picks, round after round, when the clients' losses are known. Piped: one JSON object."""
     from pliant.fed.config import Choice
-    from pliant.fed.replay import drawn_replay, read_replay, replayed
+    from pliant.fed.rounds.replay import drawn_replay, read_replay, replayed
 
     if rounds < 1:
         raise ConfigError(f"--rounds {rounds}: use 1 or more")
@@ -199,8 +199,8 @@ def select(
 
 
 def _devices(trace: str, num_clients: int) -> Any:
+    from pliant.fed.clients.world import World
     from pliant.fed.config import FedConfig
-    from pliant.fed.world import World
 
     return World.of(FedConfig(devices=trace), num_clients, 1).devices
 

@@ -11,13 +11,13 @@ from pliant.cli.cluster_output import clock_text, is_read_by_people, span_text
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable, UnknownJob
 
 if TYPE_CHECKING:
-    from pliant.fed.job import FedJob
-    from pliant.fed.jobs import FedStatus, JobFolder
+    from pliant.fed.jobs.folders import FedStatus, JobFolder
+    from pliant.fed.jobs.job import FedJob
 
 
 def find(name: str, server: str = "", state: str = "") -> JobFolder | None:
     """The federated job of that name; None: there is none, or a server's jobs are meant."""
-    from pliant.fed.jobs import Jobs
+    from pliant.fed.jobs.folders import Jobs
 
     if server or state or "/" in name:
         return None
@@ -31,8 +31,8 @@ def check_known(asked: Sequence[str], server: str = "", state: str = "") -> None
     Raises:
         UnknownJob: so it is; a server that is known and does not answer may know them.
     """
-    from pliant.fed.jobs import Jobs
-    from pliant.sched.live_client import find_server
+    from pliant.fed.jobs.folders import Jobs
+    from pliant.sched.live.client import find_server
 
     try:
         find_server(server, state)
@@ -46,7 +46,7 @@ def check_known(asked: Sequence[str], server: str = "", state: str = "") -> None
 
 
 def all_jobs(server: str = "", state: str = "") -> list[FedStatus]:
-    from pliant.fed.jobs import Jobs
+    from pliant.fed.jobs.folders import Jobs
 
     found: list[FedStatus] = []
     for folder in [] if server or state else Jobs.of_user().all():
@@ -58,7 +58,7 @@ def all_jobs(server: str = "", state: str = "") -> list[FedStatus]:
 
 
 def names() -> set[str]:
-    from pliant.fed.jobs import Jobs
+    from pliant.fed.jobs.folders import Jobs
 
     return Jobs.of_user().names()
 
@@ -71,8 +71,8 @@ def tell_remarks(job: FedJob) -> None:
 
 def submit(job: FedJob, taken: set[str], *, is_told: bool) -> JobFolder:
     """Start the job by itself; `taken` are the names of other jobs."""
-    from pliant.fed import detached
-    from pliant.fed.jobs import Jobs
+    from pliant.fed.jobs import detached
+    from pliant.fed.jobs.folders import Jobs
 
     tell_remarks(job)
     jobs = Jobs.of_user()
@@ -85,8 +85,8 @@ def submit(job: FedJob, taken: set[str], *, is_told: bool) -> JobFolder:
 
 def resume(name: str, *, is_told: bool) -> JobFolder:
     """Have an interrupted, stopped or failed job go on from its checkpoint."""
-    from pliant.fed import detached
-    from pliant.fed.jobs import Jobs
+    from pliant.fed.jobs import detached
+    from pliant.fed.jobs.folders import Jobs
 
     folder = Jobs.of_user().find(name)
     if folder.status().state == "finished":
@@ -108,7 +108,7 @@ def _tell(folder: JobFolder) -> None:
 
 def awaited(folders: Sequence[JobFolder], *, is_told: bool) -> int:
     """Until all have ended: the exit code of the first that did not finish."""
-    from pliant.fed import detached
+    from pliant.fed.jobs import detached
 
     code = 0
     for folder in folders:
@@ -135,7 +135,7 @@ def ended_text(status: FedStatus) -> str:
 
 def stop(folders: Sequence[JobFolder], *, kill: bool, wait: bool, deadline_s: float, timeout: str) -> list[str]:
     """Tell them to end; what to say about each that did."""
-    from pliant.fed import detached
+    from pliant.fed.jobs import detached
 
     said, running = [], []
     for folder in folders:

@@ -21,7 +21,7 @@ def forget(
     ] = None,
 ) -> None:
     """Take federated jobs that have ended off the list; their files stay. None of them if a name is unknown, or one runs."""
-    from pliant.fed.jobs import Jobs
+    from pliant.fed.jobs.folders import Jobs
 
     check_named(*(names or ("",)))
     jobs = Jobs.of_user()

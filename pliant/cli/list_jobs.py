@@ -24,7 +24,7 @@ from pliant.cli.cluster_output import (
 from pliant.errors import ConfigError, ServerUnavailable
 
 if TYPE_CHECKING:
-    from pliant.sched.live_client import ClusterStatus, JobStatus
+    from pliant.sched.live.client import ClusterStatus, JobStatus
 
 COLUMNS = ("name", "state", "devices", "replicas", "step", "steps/s", "age", "why")
 NUMBERS = ("replicas", "step", "steps/s", "age")
@@ -110,8 +110,8 @@ def _cluster_line(cluster: ClusterStatus) -> str:
 
 
 def _states(only: str) -> set[str]:
-    from pliant.fed.jobs import State as FedState
-    from pliant.sched.live_client import State
+    from pliant.fed.jobs.folders import State as FedState
+    from pliant.sched.live.client import State
 
     known = list(dict.fromkeys([*get_args(State), *get_args(FedState)]))
     wanted = {word.strip() for word in only.split(",") if word.strip()}

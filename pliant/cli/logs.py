@@ -15,7 +15,7 @@ from pliant.cli.cluster_output import JobArgument, Patient, ServerFlag, StateFla
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pliant.sched.live_client import LiveClient, LogPart
+    from pliant.sched.live.client import LiveClient, LogPart
 
 HOLD_S = 30.0
 
@@ -37,7 +37,7 @@ def logs(
     check_named(name)
     try:
         if (federated := fed_jobs.find(name, server, state)) is not None:
-            from pliant.fed.detached import log_of
+            from pliant.fed.jobs.detached import log_of
 
             for text in log_of(federated, last=last, follow=follow):
                 _print(text)

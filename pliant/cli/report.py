@@ -13,7 +13,7 @@ from pliant.cli.cluster_output import JsonFlag, print_json, print_table
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pliant.fed.report import Comparison, Reached
+    from pliant.fed.jobs.report import Comparison, Reached
 
 COLUMNS = ("job", "selector", "rounds", "best", "final", "at round", "hours", "speedup")
 
@@ -48,8 +48,8 @@ def report(
     as_json: JsonFlag = False,
 ) -> None:
     """How long federated jobs took, on the virtual clock, to reach an accuracy."""
-    from pliant.fed.perf_files import read_curve
-    from pliant.fed.report import compare as compared
+    from pliant.fed.jobs.perf_files import read_curve
+    from pliant.fed.jobs.report import compare as compared
 
     if not jobs:
         raise ConfigError("which jobs? give names, folders or files, as in `pliant report --compare logs/a logs/b`")
@@ -85,7 +85,7 @@ def _path(job: str) -> Path:
     path = Path(job)
     if path.exists() or "/" in job:
         return path
-    from pliant.fed.jobs import Jobs
+    from pliant.fed.jobs.folders import Jobs
 
     return Jobs.of_user().find(job).path
 

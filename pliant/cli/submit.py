@@ -23,10 +23,10 @@ from pliant.cli.cluster_output import (
 from pliant.errors import ConfigError, NameTaken, ServerUnavailable
 
 if TYPE_CHECKING:
-    from pliant.fed.job import FedJob
-    from pliant.fed.jobs import JobFolder
-    from pliant.sched.jobfile import JobFile
-    from pliant.sched.live_client import JobStatus, LiveClient
+    from pliant.fed.jobs.folders import JobFolder
+    from pliant.fed.jobs.job import FedJob
+    from pliant.sched.live.client import JobStatus, LiveClient
+    from pliant.sched.live.jobfile import JobFile
 
 TRIES = 100
 
@@ -86,9 +86,9 @@ def submit(
 
 def _all_read(files: list[Path], name: str) -> tuple[list[JobFile], list[FedJob]]:
     """The jobs of all files, and the federated ones; the mistakes of all files are told together."""
-    from pliant.fed.jobfile import is_federated, read_fed_job
+    from pliant.fed.jobs.jobfile import is_federated, read_fed_job
     from pliant.page import Page
-    from pliant.sched.jobfile import read_job
+    from pliant.sched.live.jobfile import read_job
 
     jobs, federated, refusals = [], [], []
     for file in files:

@@ -15,9 +15,9 @@ from pliant.dashboard.follow import LogFile, RecordFile
 from pliant.dashboard.story import Event, Story
 from pliant.elastic.client import ConfigClient
 from pliant.errors import ConfigError
-from pliant.fed import detached
-from pliant.fed.jobs import JobFolder
-from pliant.sched.live_client import LiveClient, Server
+from pliant.fed.jobs import detached
+from pliant.fed.jobs.folders import JobFolder
+from pliant.sched.live.client import LiveClient, Server
 
 ANSWER_S = 5.0
 MOST_LOGS = 50

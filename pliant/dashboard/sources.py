@@ -12,10 +12,10 @@ from pliant.dashboard.records import LOG_EVERY, RECORD, Records
 from pliant.dashboard.seen import Seen, Source
 from pliant.elastic.client import ConfigClient
 from pliant.errors import ConfigError, PliantError, ServerUnavailable
-from pliant.fed.jobs import JobFolder, Jobs
+from pliant.fed.jobs.folders import JobFolder, Jobs
 from pliant.launch.registry import running_jobs
-from pliant.sched.book import FILE as BOOK
-from pliant.sched.live_client import LiveClient, find_server
+from pliant.sched.live.book import FILE as BOOK
+from pliant.sched.live.client import LiveClient, find_server
 
 
 class Here:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pliant.experiments import plotting
-from pliant.fed.report import Comparison, value_of
+from pliant.fed.jobs.report import Comparison, value_of
 
 
 def curves(found: Comparison, path: Path) -> None:

@@ -167,7 +167,7 @@ def _begin(parent: int) -> None:
 
 
 def _trained(job: Job) -> Course:
-    from pliant.fed.loop import simulate
+    from pliant.fed.rounds.loop import simulate
 
     begun_s = time.perf_counter()
     history = simulate(job.config)
@@ -180,7 +180,7 @@ class Parts:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         program = hashlib.sha256()
-        for path in sorted(Path(fed.__file__).parent.glob("*.py")):
+        for path in sorted(Path(fed.__file__).parent.rglob("*.py")):
             program.update(path.read_bytes())
         self._program = program.hexdigest()
 

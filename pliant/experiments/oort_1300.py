@@ -74,10 +74,10 @@ def run(options: Options) -> Json:
 
 
 def measured(config: FedConfig) -> Ran:
-    from pliant.fed.journal import Journal
-    from pliant.fed.local import InProcess
-    from pliant.fed.loop import Loop
-    from pliant.fed.task import build
+    from pliant.fed.data.task import build
+    from pliant.fed.rounds.journal import Journal
+    from pliant.fed.rounds.loop import Loop
+    from pliant.fed.training.local import InProcess
 
     task = build(config)
     loop = Loop(config, task, InProcess(task, config.device), Journal())

@@ -21,9 +21,9 @@ from pliant.errors import CapacityError
 from pliant.experiments import federated, plotting
 from pliant.experiments.figures import Options, TableRows, form
 from pliant.experiments.oort_testing_milp import Whole, whole_problem
-from pliant.fed.devices import read_devices, synthetic_devices
+from pliant.fed.choice.testing import METHODS, Counts, Holdings, Testing, by_category, clients_for_deviation
+from pliant.fed.clients.devices import read_devices, synthetic_devices
 from pliant.fed.tables import read_label_counts
-from pliant.fed.testing import METHODS, Counts, Holdings, Testing, by_category, clients_for_deviation
 
 NAME = "oort-testing"
 MODEL_KBIT = 65_536

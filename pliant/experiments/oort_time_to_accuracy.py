@@ -120,8 +120,8 @@ def config_of(world: str, chosen: Setting, devices: str, seed: int) -> FedConfig
 
 def large_is_slow(config: FedConfig, path: Path) -> Path:
     """The devices that the config's clients have, dealt anew: the more samples a client has, the slower its own."""
-    from pliant.fed.task import build
-    from pliant.fed.world import World
+    from pliant.fed.clients.world import World
+    from pliant.fed.data.task import build
 
     sizes = build(config).sizes
     world = World.of(config, len(sizes), 0)

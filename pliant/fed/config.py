@@ -1,7 +1,7 @@
 """What a federated job is: data and whose they are, the model, who is picked, how long, and how results become one model.
 
 `FedConfig` is all that a run depends on: two runs of one config have the same bits, whatever executes them; without `batching`,
-where both have measured the same. Files are read by `fed.jobfile` (ours, and the artifact's form); nothing here opens one.
+where both have measured the same. Files are read by `fed.jobs.jobfile` (ours, and the artifact's form); nothing here opens one.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class FedConfig(_Section):
     seed: Seed = 0
     data: DataConfig = DataConfig()
     model: str = "cnn"
-    """A name that `fed.models` knows, or module:function, which is given the number of classes."""
+    """A name that `fed.data.models` knows, or module:function, which is given the number of classes."""
     local: LocalConfig = LocalConfig()
     participants: Count = 20
     """K: updates that make a round."""

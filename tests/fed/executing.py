@@ -24,13 +24,13 @@ from typing import Any
 import gang
 import torch
 
-from pliant.fed import greeting, wire
 from pliant.fed.config import FedConfig
-from pliant.fed.journal import Journal
-from pliant.fed.local import InProcess
-from pliant.fed.loop import Loop
-from pliant.fed.pool import Pool
-from pliant.fed.task import build
+from pliant.fed.data.task import build
+from pliant.fed.executors import greeting, wire
+from pliant.fed.executors.pool import Pool
+from pliant.fed.rounds.journal import Journal
+from pliant.fed.rounds.loop import Loop
+from pliant.fed.training.local import InProcess
 from pliant.fed.updates import Weights
 from pliant.fed.work import Done, Training, Unit, Workers
 
@@ -175,7 +175,7 @@ def _nursery(rank: int) -> None:
     """Imports what executors need, once; then forks on request."""
     import small_task  # noqa: F401
 
-    import pliant.fed.executor  # noqa: F401
+    import pliant.fed.executors.executor  # noqa: F401
 
     gc.freeze()  # what is here already is not looked at again by each of the forked
     gang.say("ready")
@@ -214,7 +214,7 @@ def _become(log: str, what: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _executor(argv: list[str]) -> int:
-    from pliant.fed.executor import main
+    from pliant.fed.executors.executor import main
 
     return main(argv)
 
@@ -309,8 +309,8 @@ def say(sock: socket.socket, kind: wire.Kind, body: dict[str, Any]) -> None:
 
 def _launcher(count: int) -> int:
     """Executors of a server that is not there, until killed."""
-    from pliant.fed.executors_launch import Executors
-    from pliant.fed.places import parse_workers
+    from pliant.fed.executors.launch import Executors
+    from pliant.fed.executors.places import parse_workers
 
     with Executors(parse_workers(count), port=1, token=TOKEN):
         threading.Event().wait()

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pliant.fed import task
 from pliant.fed.config import FedConfig
-from pliant.fed.journal import RECORD, Journal
-from pliant.fed.local import InProcess
-from pliant.fed.loop import Loop
-from pliant.fed.task import Task
+from pliant.fed.data import task
+from pliant.fed.data.task import Task
+from pliant.fed.rounds.journal import RECORD, Journal
+from pliant.fed.rounds.loop import Loop
+from pliant.fed.training.local import InProcess
 from pliant.fed.updates import Weights
 from pliant.fed.work import Done, Trained, Unit
 from pliant.train import tree

@@ -19,8 +19,8 @@ from flwr.supercore.task_identity import TaskIdentity
 from squares.client_app import trained
 from squares.server_app import BUFFERS, initial
 
-from pliant.fed.aggregators import make
-from pliant.fed.flower_arrays import Layout
+from pliant.fed.flower.arrays import Layout
+from pliant.fed.fold.aggregators import make
 from pliant.fed.updates import Update
 
 NEVER = 1 << 30

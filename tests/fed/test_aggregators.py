@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pliant.errors import ConfigError, TrainError
-from pliant.fed.aggregators import (
+from pliant.fed.fold.aggregators import (
     AGGREGATORS,
     Aggregator,
     FedAdagrad,
@@ -33,7 +33,7 @@ from pliant.fed.aggregators import (
     make,
     proximal_,
 )
-from pliant.fed.robust import squared_distances
+from pliant.fed.fold.robust import squared_distances
 
 SHAPES = [(7, 5), (11,), (1,)]
 TYPES = [torch.float64, torch.float32, torch.float32]
@@ -299,7 +299,7 @@ def test_half_precision_has_a_median() -> None:
 
 def test_large_tensors_are_sorted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = [bits(each.aggregate(model(), updates(7))) for each in (Median(), TrimmedMean(), Krum(malicious=1))]
-    monkeypatch.setattr("pliant.fed.robust.STACK_ELEMENTS", 40)
+    monkeypatch.setattr("pliant.fed.fold.robust.STACK_ELEMENTS", 40)
     assert [bits(each.aggregate(model(), updates(7))) for each in (Median(), TrimmedMean(), Krum(malicious=1))] == whole
 
 

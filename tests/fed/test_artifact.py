@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pliant.errors import ConfigError
-from pliant.fed.artifact_keys import KNOWN
-from pliant.fed.job import FedJob
-from pliant.fed.jobfile import parsed
+from pliant.fed.jobs.artifact_keys import KNOWN
+from pliant.fed.jobs.job import FedJob
+from pliant.fed.jobs.jobfile import parsed
 from pliant.page import Page
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "federated"

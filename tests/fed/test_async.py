@@ -11,10 +11,10 @@ from fed_jobs import DAY_S, Table, config_of, loop_of, made_up, watched
 from gang import FULL
 
 from pliant.errors import NoClient
-from pliant.fed.aggregators import FedBuff
 from pliant.fed.config import FedConfig
+from pliant.fed.fold.aggregators import FedBuff
 from pliant.fed.history import Round
-from pliant.fed.loop import Loop, simulate
+from pliant.fed.rounds.loop import Loop, simulate
 from pliant.fed.updates import Weights
 from pliant.fed.work import Training
 
@@ -111,7 +111,7 @@ def test_updates_of_models_that_are_too_old_do_not_count(tmp_path: Path) -> None
 
 def folded(loop: Loop, rounds: list[Round]) -> Weights:
     """Every model by hand: each client trains alone, from the model that it was given."""
-    from pliant.fed.local import InProcess
+    from pliant.fed.training.local import InProcess
 
     models = [Weights.of(loop.task.model())]
     buffer = FedBuff(size=SIZE, max_staleness=OLDEST)

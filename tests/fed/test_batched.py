@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pliant.fed import layered, layers
-from pliant.fed.batched import as_layers, by_layers, by_vmap, together
 from pliant.fed.config import FedConfig
-from pliant.fed.datasets import InMemory, Numbers
-from pliant.fed.local import Trainer
-from pliant.fed.task import Task, build, digits
+from pliant.fed.data.datasets import InMemory, Numbers
+from pliant.fed.data.task import Task, build, digits
+from pliant.fed.training import layered, layers
+from pliant.fed.training.batched import as_layers, by_layers, by_vmap, together
+from pliant.fed.training.local import Trainer
 from pliant.fed.updates import Weights
 from pliant.fed.work import Evaluation, Trained, Training
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pliant.fed import batching
 from pliant.fed.config import FedConfig
-from pliant.fed.task import build
+from pliant.fed.data.task import build
+from pliant.fed.training import batching
 from pliant.fed.work import training_units
 
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from pliant.errors import ConfigError
-from pliant.fed.datasets import DEBIAN, fashion_mnist, image_folder, read_idx, text_by_author, text_by_role
-from pliant.fed.partition import natural
-from pliant.fed.speech import mel_filters, read_wave, spectrogram, speech_commands
+from pliant.fed.data.datasets import DEBIAN, fashion_mnist, image_folder, read_idx, text_by_author, text_by_role
+from pliant.fed.data.partition import natural
+from pliant.fed.data.speech import mel_filters, read_wave, spectrogram, speech_commands
 from pliant.fed.tables import ClientMap
 
 
@@ -67,7 +67,7 @@ def test_debians_fashion_mnist() -> None:
 
 
 def picture(path: Path, colour: tuple[int, int, int], size: tuple[int, int] = (10, 6)) -> None:
-    image = pytest.importorskip("PIL.Image")
+    image = pytest.importorskip("PIL.Image", reason="needs Pillow: the extra `experiments`")
     path.parent.mkdir(parents=True, exist_ok=True)
     image.new("RGB", size, colour).save(path)
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.errors import ConfigError
-from pliant.fed.availability import DAY_S, HOUR_S, Availability, read_availability, synthetic
-from pliant.fed.devices import Devices, read_devices, synthetic_devices
+from pliant.fed.clients.availability import DAY_S, HOUR_S, Availability, read_availability, synthetic
+from pliant.fed.clients.devices import Devices, read_devices, synthetic_devices
 from pliant.fed.tables import read_client_map, read_sizes
 
 

@@ -15,12 +15,12 @@ from executing import TOKEN, Disturbed, Nursery, held, outcome, small, until
 from gang import FULL
 
 from pliant.errors import ConfigError, LaunchError
-from pliant.fed import executors_launch, pool
-from pliant.fed.carriers import last_line
-from pliant.fed.executor_settings import Settings
-from pliant.fed.executors_launch import MAX_QUICK, Executors, Restarts, opened
-from pliant.fed.places import Place, parse_workers
-from pliant.fed.pool import Pool
+from pliant.fed.executors import launch, pool
+from pliant.fed.executors.carriers import last_line
+from pliant.fed.executors.launch import MAX_QUICK, Executors, Restarts, opened
+from pliant.fed.executors.places import Place, parse_workers
+from pliant.fed.executors.pool import Pool
+from pliant.fed.executors.settings import Settings
 
 TESTS = Path(__file__).parents[1]
 sys.path += [str(TESTS / "launch"), str(TESTS / "on_ray")]
@@ -113,7 +113,7 @@ class Undying:
 def test_what_does_not_end_is_named_and_left(
     no_leaks: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(executors_launch, "GRACE_S", 0.05)
+    monkeypatch.setattr(launch, "GRACE_S", 0.05)
     gone = threading.Event()
     carrier = Undying(gone)
     monkeypatch.setattr(Executors, "_carry", lambda self, seat: carrier)
@@ -146,7 +146,7 @@ def processes_of(token: str, parent: int = 0) -> set[int]:
                 state, owner = (path / "stat").read_text().rpartition(")")[2].split()[:2]
             except OSError:
                 continue
-            if b"pliant.fed.executor" in command and state != "Z" and (not parent or int(owner) == parent):
+            if b"pliant.fed.executors.executor" in command and state != "Z" and (not parent or int(owner) == parent):
                 assert token.encode() not in command
                 found.add(int(path.name))
     return found
@@ -271,7 +271,7 @@ def _children(parent: int, word: bytes) -> list[int]:
 @pytest.mark.skipif(not FULL, reason="takes a minute: set PLIANT_FULL=1 to run it")
 def test_executors_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two on a local cluster; one is killed mid-round, and Ray gives it a place again."""
-    pytest.importorskip("ray")
+    pytest.importorskip("ray", reason="needs the extra `ray`")
     from two_nodes import two_nodes
 
     monkeypatch.chdir(Path(__file__).parent)

@@ -15,12 +15,12 @@ from pliant.experiments import federated, kept, oort_1300, oort_ablation, oort_t
 from pliant.experiments.federated import Course
 from pliant.experiments.figures import FIGURES, Options
 from pliant.experiments.oort_testing_milp import whole_problem
-from pliant.fed.datasets import DEBIAN
+from pliant.fed.choice.testing import Holdings
+from pliant.fed.data.datasets import DEBIAN
 from pliant.fed.history import History, Point, Round
-from pliant.fed.testing import Holdings
 
 pytestmark = pytest.mark.timeout(120)
-fashion = pytest.mark.skipif(not DEBIAN.is_dir(), reason="needs Debian's dataset-fashion-mnist")
+fashion = pytest.mark.skipif(not DEBIAN.is_dir(), reason="no Fashion-MNIST: apt install dataset-fashion-mnist")
 full = pytest.mark.skipif(not os.environ.get("PLIANT_FULL"), reason="some 20 s each: PLIANT_FULL=1")
 draws = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra `experiments`")
 
@@ -132,9 +132,9 @@ def test_each_ablation_is_judged() -> None:
 
 
 def test_large_clients_get_the_slow_devices(tmp_path: Path) -> None:
+    from pliant.fed.clients.devices import read_devices
     from pliant.fed.config import DataConfig
-    from pliant.fed.devices import read_devices
-    from pliant.fed.task import build
+    from pliant.fed.data.task import build
 
     chosen = replace(oort_time_to_accuracy.setting(Options(quick=True)), clients=50)
     config = oort_time_to_accuracy.config_of("large is slow", chosen, "synthetic", 3)

@@ -17,10 +17,9 @@ from squares.client_app import app, trained
 from squares.server_app import BUFFERS, config_of, initial
 
 from pliant.errors import CheckpointError, ConfigError, NoClient
-from pliant.fed.flower import Guided
-from pliant.fed.flower_arrays import Layout
-from pliant.fed.flower_client import introduction, metrics
-from pliant.fed.selection import statistical_utility
+from pliant.fed.choice.selection import statistical_utility
+from pliant.fed.flower import Guided, introduction, metrics
+from pliant.fed.flower.arrays import Layout
 
 ONCE = {"kind": "oort", "blacklist_rounds": 1, "blacklist_max_len": 1.0}
 """Never twice the same client."""

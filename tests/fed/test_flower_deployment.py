@@ -14,8 +14,8 @@ from flower_processes import APP, EXAMPLE, Deployment, command_line, descendants
 from gang import FULL
 from squares.server_app import BUFFERS
 
-from pliant.fed.checkpoints import NAME
-from pliant.fed.flower_arrays import Layout
+from pliant.fed.flower.arrays import Layout
+from pliant.fed.rounds.checkpoints import NAME
 from pliant.train import checkpoint_file
 
 pytestmark = pytest.mark.processes

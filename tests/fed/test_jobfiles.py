@@ -9,9 +9,9 @@ import pytest
 
 from pliant.errors import ConfigError
 from pliant.fed.config import Choice
-from pliant.fed.job import FedJob
-from pliant.fed.jobfile import is_federated, parsed, read_fed_job
-from pliant.fed.places import Place, Places
+from pliant.fed.executors.places import Place, Places
+from pliant.fed.jobs.job import FedJob
+from pliant.fed.jobs.jobfile import is_federated, parsed, read_fed_job
 from pliant.page import Page
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -22,12 +22,12 @@ from typer.testing import CliRunner
 
 from pliant.cli import main
 from pliant.errors import ConfigError, NameTaken, ServerUnavailable, UnknownJob
-from pliant.fed import detached
 from pliant.fed.config import FedConfig
-from pliant.fed.job import FedJob, Ground, rounds_text
-from pliant.fed.jobs import JobFolder, Jobs
-from pliant.fed.keeper import Restarts
-from pliant.fed.loop import simulate
+from pliant.fed.jobs import detached
+from pliant.fed.jobs.folders import JobFolder, Jobs
+from pliant.fed.jobs.job import FedJob, Ground, rounds_text
+from pliant.fed.jobs.keeper import Restarts
+from pliant.fed.rounds.loop import simulate
 from pliant.train import checkpoint_file
 
 DEADLINE_S = 90.0
@@ -255,8 +255,8 @@ def test_a_run_that_raises_has_failed_and_was_not_interrupted(
 ) -> None:
     (home / "raising.py").write_text("def data(): return 1\n")
     (home / "bad.yml").write_text("participants: 2\nname: bad\ndata: {kind: 'raising:data'}\nworkers: 0\n")
-    # whatever is not foreseen; what a user's function raises is told by `fed.task`
-    monkeypatch.setattr("pliant.fed.server.build", mock.Mock(side_effect=raised))
+    # whatever is not foreseen; what a user's function raises is told by `fed.data.task`
+    monkeypatch.setattr("pliant.fed.jobs.server.build", mock.Mock(side_effect=raised))
     with contextlib.suppress(MemoryError):
         said("fed", "run", "bad.yml", code=1)
     folder = Jobs.of_user().find("bad")
@@ -275,7 +275,7 @@ def test_a_second_keeper_writes_nothing(home: Path) -> None:
     before = sorted(folder.path.iterdir())
 
     def kept(*lock: int) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, "-P", "-m", "pliant.fed.keeper", str(folder.path), *map(str, lock)]
+        words = [sys.executable, "-P", "-m", "pliant.fed.jobs.keeper", str(folder.path), *map(str, lock)]
         return subprocess.run(words, pass_fds=lock, capture_output=True, text=True, timeout=50, check=False)
 
     with folder.minded(), other.minded() as strange:

@@ -13,9 +13,9 @@ from fed_jobs import Crash, config_of, lines_of, loop_of
 
 from pliant.errors import CheckpointError, ConfigError
 from pliant.fed.history import History, Point, Round
-from pliant.fed.journal import BOARD, PERF, RECORD, Journal, training_perf
-from pliant.fed.loop import simulate
 from pliant.fed.pickles import read_pickle
+from pliant.fed.rounds.journal import BOARD, PERF, RECORD, Journal, training_perf
+from pliant.fed.rounds.loop import simulate
 
 POINTS = [Point(5, 60.0, 0.5, 0.9, 1.5), Point(10, 90.0, 0.8, 0.95, 0.7), Point(15, 200.0, 0.8, 1.0, None, 3.0)]
 
@@ -131,7 +131,9 @@ def test_a_broken_loss_is_null_in_the_record_and_nan_in_the_pickle(tmp_path: Pat
 
 
 def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    reader = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="needs the extra `tensorboard`"
+    )
     seen = reader.EventAccumulator(str(folder), size_guidance={"histograms": 0})
     seen.Reload()
     found = {name: [(each.step, each.value) for each in seen.Scalars(name)] for name in seen.Tags()["scalars"]}

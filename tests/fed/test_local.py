@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from pliant.errors import ConfigError, TrainError
+from pliant.fed.choice.selection import statistical_utility
 from pliant.fed.config import FedConfig
-from pliant.fed.feed import stream
-from pliant.fed.local import InProcess, Trainer, device_of
-from pliant.fed.selection import statistical_utility
-from pliant.fed.task import Task, build
+from pliant.fed.data.task import Task, build
+from pliant.fed.training.feed import stream
+from pliant.fed.training.local import InProcess, Trainer, device_of
 from pliant.fed.updates import Weights
 from pliant.fed.work import Evaluation, Trained, Training, evaluation_units
 

@@ -12,11 +12,11 @@ import torch
 from fed_jobs import DAY_S, Table, config_of, loop_of, made_up, state_of, task_of, watched
 
 from pliant.errors import ConfigError, NoClient
-from pliant.fed import aggregators
 from pliant.fed.config import FedConfig
-from pliant.fed.local import InProcess
-from pliant.fed.loop import simulate
-from pliant.fed.privacy import Accountant
+from pliant.fed.fold import aggregators
+from pliant.fed.fold.privacy import Accountant
+from pliant.fed.rounds.loop import simulate
+from pliant.fed.training.local import InProcess
 from pliant.fed.updates import Weights
 from pliant.fed.work import Training, training_units
 

@@ -13,8 +13,9 @@ from fed_jobs import Crash, config_of, lines_of, loop_of, state_of
 from gang import FULL
 
 from pliant.errors import CheckpointError
-from pliant.fed import batching, checkpoints
-from pliant.fed.journal import PERF, RECORD
+from pliant.fed.rounds import checkpoints
+from pliant.fed.rounds.journal import PERF, RECORD
+from pliant.fed.training import batching
 from pliant.train import checkpoint_file
 
 JOBS: dict[str, dict[str, Any]] = {

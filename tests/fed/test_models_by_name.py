@@ -1,4 +1,4 @@
-"""The models by their names."""
+"""Models that are asked for by name: what each takes and gives, and names that do not exist."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from pliant.errors import ConfigError
-from pliant.fed import models
-from pliant.fed.models import make
+from pliant.fed.data import models
+from pliant.fed.data.models import make
 
 SMALL, IMAGE, COLOURS = torch.zeros(1, 8, 8), torch.zeros(1, 28, 28), torch.zeros(3, 32, 32)
 TEXT = torch.zeros(20, dtype=torch.int64)
@@ -39,7 +39,9 @@ def test_texts_become_scores_of_each_next_character(name: str) -> None:
     torch.testing.assert_close(model(changed)[:, :12], before[:, :12])  # what comes later is not looked at
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision")
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="needs torchvision: the extra `experiments`"
+)
 @pytest.mark.parametrize("name", ["shufflenet_v2_x2_0", "resnet18"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_torchvisions_models_take_any_number_of_channels(name: str, channels: int) -> None:

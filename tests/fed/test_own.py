@@ -12,10 +12,10 @@ import torch
 
 from pliant.errors import ConfigError
 from pliant.fed.config import FedConfig
-from pliant.fed.jobfile import read_fed_job
-from pliant.fed.journal import too_few
-from pliant.fed.loop import simulate
-from pliant.fed.task import Task, build
+from pliant.fed.data.task import Task, build
+from pliant.fed.jobs.jobfile import read_fed_job
+from pliant.fed.rounds.journal import too_few
+from pliant.fed.rounds.loop import simulate
 from pliant.page import Page
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.errors import ConfigError
-from pliant.fed.partition import Partition, by_map, by_sizes, dirichlet, draw_sizes, fitted, iid, natural, shards
+from pliant.fed.data.partition import Partition, by_map, by_sizes, dirichlet, draw_sizes, fitted, iid, natural, shards
 from pliant.fed.pickles import read_pickle
 from pliant.fed.tables import ClientMap, read_client_map, read_label_counts, read_sizes
 

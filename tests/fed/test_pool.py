@@ -16,14 +16,14 @@ from executing import TOKEN, Disturbed, Nursery, Outcome, held, outcome, proved,
 from gang import FULL, free_port
 
 from pliant.errors import LaunchError, TrainError
-from pliant.fed import wire
-from pliant.fed.aggregation import FedAvg
 from pliant.fed.config import FedConfig
-from pliant.fed.executor import fingerprint
-from pliant.fed.local import InProcess
-from pliant.fed.mail import Address, Mail
-from pliant.fed.pool import Pool
-from pliant.fed.task import build
+from pliant.fed.data.task import build
+from pliant.fed.executors import wire
+from pliant.fed.executors.executor import fingerprint
+from pliant.fed.executors.mail import Address, Mail
+from pliant.fed.executors.pool import Pool
+from pliant.fed.fold.aggregation import FedAvg
+from pliant.fed.training.local import InProcess
 from pliant.fed.updates import Update, Weights
 from pliant.fed.work import Done, Training, Unit, Workers, training_units
 

@@ -18,13 +18,14 @@ import torch
 from executing import DEADLINE_S, TOKEN, Disturbed, Nursery, frame, outcome, proved, say, sha256, small, until
 
 from pliant.errors import ConfigError
-from pliant.fed import checkpoints, wire
-from pliant.fed.executor import fingerprint
-from pliant.fed.journal import Journal
-from pliant.fed.local import kind_of
-from pliant.fed.loop import Loop
-from pliant.fed.pool import Pool, server_tls
-from pliant.fed.task import build
+from pliant.fed.data.task import build
+from pliant.fed.executors import wire
+from pliant.fed.executors.executor import fingerprint
+from pliant.fed.executors.pool import Pool, server_tls
+from pliant.fed.rounds import checkpoints
+from pliant.fed.rounds.journal import Journal
+from pliant.fed.rounds.loop import Loop
+from pliant.fed.training.local import kind_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120), pytest.mark.usefixtures("nothing_left")]
 
@@ -45,7 +46,7 @@ def test_another_token_is_refused_on_both_sides(
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
     """Two self-signed certificates for 127.0.0.1, each with its key."""
     if shutil.which("openssl") is None:
-        pytest.skip("no openssl program to make certificates with")
+        pytest.skip("needs the program openssl, to make certificates: apt install openssl")
     folder, made = tmp_path_factory.mktemp("certificates"), []
     for name in ("job", "stranger"):
         certificate, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")

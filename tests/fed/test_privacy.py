@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.errors import ConfigError
-from pliant.fed.aggregators import AGGREGATORS, FedAvg, Update, Weights, make
-from pliant.fed.privacy import Accountant, Privacy, clipped, generator, noise_for, sampled_gaussian_rdp
+from pliant.fed.fold.aggregators import AGGREGATORS, FedAvg, Update, Weights, make
+from pliant.fed.fold.privacy import Accountant, Privacy, clipped, generator, noise_for, sampled_gaussian_rdp
 
 
 def length(change: Weights) -> float:

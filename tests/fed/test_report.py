@@ -15,9 +15,9 @@ from command import command
 from pliant.errors import ConfigError
 from pliant.fed.config import FedConfig
 from pliant.fed.history import Point
-from pliant.fed.journal import Journal
-from pliant.fed.perf_files import read_curve
-from pliant.fed.report import compare
+from pliant.fed.jobs.perf_files import read_curve
+from pliant.fed.jobs.report import compare
+from pliant.fed.rounds.journal import Journal
 
 REPLAY = Path(__file__).parents[2] / "examples" / "federated" / "replay.json"
 

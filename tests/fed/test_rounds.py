@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.errors import ConfigError
-from pliant.fed.rounds import COUNTS, CUT, LOST, RoundPlan, plan_round
+from pliant.fed.rounds.plan import COUNTS, CUT, LOST, RoundPlan, plan_round
 
 ALWAYS = math.inf
 

@@ -16,7 +16,7 @@ import pytest
 
 from pliant.experiments.federated import Course, Job
 from pliant.fed.config import Choice, DataConfig, FedConfig, LocalConfig
-from pliant.fed.loop import simulate
+from pliant.fed.rounds.loop import simulate
 
 pytestmark = pytest.mark.timeout(120)
 SEEDS = (0, 1, 2, 3, 4) if os.environ.get("PLIANT_FULL") else (0, 1)

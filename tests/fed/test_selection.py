@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.errors import CheckpointError, ConfigError, NoClient
-from pliant.fed import selection
-from pliant.fed.oort import PRESETS, Oort
-from pliant.fed.population import greatest, sample
-from pliant.fed.selection import PopulationSelector
-from pliant.fed.selectors import NAMES, local_steps, make
+from pliant.fed.choice import selection
+from pliant.fed.choice.oort import PRESETS, Oort
+from pliant.fed.choice.population import greatest, sample
+from pliant.fed.choice.selection import PopulationSelector
+from pliant.fed.choice.selectors import NAMES, local_steps, make
 
 ALL = [*[name for name in NAMES if name != "oort"], *[f"oort:{name}" for name in PRESETS]]
 

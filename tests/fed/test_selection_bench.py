@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from pliant.bench.fed_select import looped_selection
 from pliant.cli.main import build
 from pliant.errors import ConfigError
-from pliant.fed.selectors import make
+from pliant.fed.choice.selectors import make
 
 
 def test_the_bench_writes_its_numbers(tmp_path: Path) -> None:

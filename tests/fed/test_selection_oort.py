@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.errors import ConfigError, NoClient
-from pliant.fed.oort import ARTIFACT, FEDSCALE, PAPER, PRESETS, Oort, OortConfig, clipped, penalty, staleness
-from pliant.fed.selectors import make
+from pliant.fed.choice.oort import ARTIFACT, FEDSCALE, PAPER, PRESETS, Oort, OortConfig, clipped, penalty, staleness
+from pliant.fed.choice.selectors import make
 
 INF = float("inf")
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pliant.fed.selection import PopulationSelector
-from pliant.fed.selectors import make
+from pliant.fed.choice.selection import PopulationSelector
+from pliant.fed.choice.selectors import make
 
 CLIENTS, WAITED_FOR, INVITED, ROUNDS = 500, 20, 26, 60
 

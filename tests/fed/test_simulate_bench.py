@@ -17,7 +17,7 @@ from pliant.bench.fed_simulate import SimulateOptions
 from pliant.cli.main import build
 from pliant.errors import ConfigError
 from pliant.fed.config import DataConfig, FedConfig
-from pliant.fed.local import Trainer
+from pliant.fed.training.local import Trainer
 from pliant.fed.updates import Weights
 from pliant.fed.work import Training
 

@@ -13,8 +13,8 @@ import torch
 
 from pliant.errors import ConfigError
 from pliant.fed.config import FedConfig
-from pliant.fed.datasets import InMemory
-from pliant.fed.task import Task, build
+from pliant.fed.data.datasets import InMemory
+from pliant.fed.data.task import Task, build
 
 
 def task_of(data: dict[str, object] | None = None, **given: object) -> Task:
@@ -114,7 +114,7 @@ def test_data_and_models_of_the_users_own(tmp_path: Path) -> None:
 
 
 def image(path: Path) -> None:
-    made = pytest.importorskip("PIL.Image")
+    made = pytest.importorskip("PIL.Image", reason="needs Pillow: the extra `experiments`")
     path.parent.mkdir(parents=True, exist_ok=True)
     made.new("RGB", (8, 8), (len(str(path)) % 256, 0, 0)).save(path)
 

@@ -16,7 +16,7 @@ from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from pliant.errors import CapacityError, ConfigError
-from pliant.fed.testing import Holdings, by_category, by_deviation, clients_for_deviation, greedy
+from pliant.fed.choice.testing import Holdings, by_category, by_deviation, clients_for_deviation, greedy
 
 
 def test_the_golden_numbers_of_clients() -> None:

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.errors import CommError, TrainError
-from pliant.fed import greeting, parcels, wire
-from pliant.fed.handout import Give, Handout, Take
+from pliant.fed.executors import greeting, parcels, wire
+from pliant.fed.executors.handout import Give, Handout, Take
+from pliant.fed.executors.wire import Decoder, Frame, Kind, encoded
 from pliant.fed.updates import Update, Weights
-from pliant.fed.wire import Decoder, Frame, Kind, encoded
 from pliant.fed.work import Evaluation, Score, Trained, Training
 
 FED = Path(wire.__file__).parent

@@ -10,7 +10,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
 from federated_digits.task import make_model, share_of
-from pliant.fed.flower_client import introduction, metrics
+from pliant.fed.flower import introduction, metrics
 
 app = ClientApp()
 

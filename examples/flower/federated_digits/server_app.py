@@ -9,7 +9,7 @@ from flwr.app import ArrayRecord, Context, MetricRecord
 from flwr.serverapp import Grid, ServerApp
 
 from federated_digits.task import accuracy, make_model
-from pliant.fed.config import FedConfig
+from pliant.fed import FedConfig
 from pliant.fed.flower import Guided
 
 app = ServerApp()

@@ -8,7 +8,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from pliant.fed import partition
+from pliant.fed.data import partition
 
 NUM_TEST = 297
 

@@ -10,7 +10,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from pliant.fed.flower_client import introduction, metrics
+from pliant.fed.flower import introduction, metrics
 
 app = ClientApp()
 WIDTH = 6

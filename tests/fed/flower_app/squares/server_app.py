@@ -9,7 +9,7 @@ import numpy as np
 from flwr.app import Array, ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 
-from pliant.fed.config import FedConfig
+from pliant.fed import FedConfig
 from pliant.fed.flower import Guided
 
 app = ServerApp()

@@ -1,0 +1,351 @@
+"""Oort's training selector (OSDI'21): participants by what they teach and how fast they are. Pure.
+
+    utility(i) = min(U_i, clip) + sqrt(0.1 ln R / L_i)          U_i: `selection.statistical_utility`; L_i: last round of i
+    score(i)   = utility(i) * (T / t_i)^alpha where t_i > T     T: the preferred duration of a round
+    score(i)   = (1 - f) score(i) + f (most rounds of anybody - rounds of i)
+
+Of K participants (1 - e)K are explored ones: all with a score of at least `cut_off_util` times that of the (1 - e)K-th best
+are drawn from, by score. The others were never tried, and fast ones come first. e decays; the pacer
+raises T when the rounds bring less; whoever has taken part often enough is left out (`blacklist_rounds`).
+
+The presets are those of the paper and of the two programs that implement it; what the paper leaves open is as in its
+artifact. Where the programs do something else than the paper, it is a setting, and where they crash, it is done right:
+any number of clients, of explored ones and of feasible ones will do; who was cut has neither taught nor taken part, but its
+speed is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pliant.errors import ConfigError, NoClient
+from pliant.fed.choice.population import Floats, Mask, Places, State, greatest, kth_greatest, sample
+from pliant.fed.choice.selection import PopulationSelector
+
+PACERS = ("falling", "flat")
+EXPLORERS = ("speed", "size")
+FLAT, JUMP = 0.1, 5.0
+"""Of the artifact's pacer: a change below the first is flat; one above the second takes T back."""
+MOST_POINTS = 10.0
+"""Of the clients, in percent, for a step of W * K of them: the paper has many clients, and with few the first step would reach all."""
+NOISY_LEAST = 1e-2
+"""The least utility that noise leaves."""
+
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "float": (float, int), "float | None": (float, int, type(None)), "int": (int,), "bool": (bool,), "str": (str,),
+}  # fmt: skip
+"""As the fields of the configuration name them: the word "False" would be true."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OortConfig:
+    """The names are the artifact's; the defaults are the paper's."""
+
+    exploration_factor: float = 0.9
+    """e of the first round: the share of participants that were never tried before."""
+    exploration_decay: float = 0.98
+    """e is multiplied by it from round to round."""
+    exploration_min: float = 0.2
+    sample_window: float = 5.0
+    """Those to be explored are drawn from so many times as many, the first by `explore_by`."""
+    explore_by: str = "speed"
+    """speed: by 1/duration, as the paper has it; size: by the samples a client has, less where it is slow (artifact)."""
+    round_penalty: float = 2.0
+    """alpha; 0 does not look at durations."""
+    round_s: float | None = None
+    """T at first, in seconds; None: by `round_threshold`."""
+    round_threshold: float = 10.0
+    """T at first: so many percent of the clients are not slower; 100 or more: T is without limit."""
+    pacer: str = "falling"
+    """falling: T grows when W rounds taught less than the W before, and is held in seconds (paper); flat: the percentile grows
+    when the utility of the exploited is flat, and shrinks on a jump (artifact)."""
+    pacer_step: int = 20
+    """W: rounds from one look of the pacer to the next."""
+    pacer_delta: float | None = None
+    """By how many percent of the clients T's reach grows; None: by W times the number picked, at most 10 %; 0: never."""
+    clip_bound: float = 0.95
+    """Utilities count at most as much as this quantile of them."""
+    cut_off_util: float = 0.95
+    """Candidates have at least this share of the score of the last one wanted."""
+    pool: float = 1.0
+    """That last one is the so many times (1 - e)K-th."""
+    normalise: bool = False
+    """Whether utilities are put on a scale from 0 to 1, beside the uncertainty, which is below 1 (artifact)."""
+    blacklist_rounds: int = 10
+    """Who has taken part so often is not picked any more; -1: nobody is left out."""
+    blacklist_max_len: float = 0.3
+    """At most this share of all clients is left out: the ones that took part most."""
+    fairness: float = 0.0
+    """f: 0 looks at utility alone, 1 lets everybody take part equally often."""
+    noise_factor: float = 0.0
+    """Reported utilities get normal noise of so many times their mean."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, _TYPES[str(field.type)]) or isinstance(value, bool) != (field.type == "bool"):
+                raise ConfigError(f"{field.name}={value!r}: use a value of type {field.type}")
+        for name in ("exploration_factor", "exploration_decay", "exploration_min", "clip_bound", "cut_off_util",
+                     "blacklist_max_len", "fairness"):  # fmt: skip
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: use a share, from 0 to 1")
+        for name in ("round_penalty", "noise_factor", "pacer_delta"):
+            if (value := getattr(self, name)) is not None and not 0 <= value < float("inf"):
+                raise ConfigError(f"{name}={value}: use 0 or more")
+        if self.round_s is not None and not self.round_s > 0:
+            raise ConfigError(f"round_s={self.round_s}: use seconds, above 0")
+        for name, least in (("round_threshold", 0), ("sample_window", 1), ("pool", 1), ("pacer_step", 1)):
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"{name}={getattr(self, name)}: use {least} or more")
+        if self.blacklist_rounds < 1 and self.blacklist_rounds != -1:
+            raise ConfigError(f"blacklist_rounds={self.blacklist_rounds}: use 1 or more, or -1 to leave nobody out")
+        for name, choices in (("pacer", PACERS), ("explore_by", EXPLORERS)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: use one of {', '.join(choices)}")
+
+
+PAPER = OortConfig()
+ARTIFACT = OortConfig(
+    exploration_decay=0.95, explore_by="size", pacer="flat", pacer_delta=5.0, clip_bound=0.98, cut_off_util=0.7,
+    normalise=True, blacklist_rounds=-1,
+)  # fmt: skip
+FEDSCALE = replace(
+    ARTIFACT, exploration_decay=0.98, exploration_min=0.3, round_threshold=30.0, clip_bound=0.9, cut_off_util=0.05, pool=10.0
+)  # fmt: skip
+PRESETS = {"paper": PAPER, "artifact": ARTIFACT, "fedscale": FEDSCALE}
+OVERCOMMIT = {"paper": 1.3, "artifact": 1.1, "fedscale": 1.3}
+"""How many are invited for each one that is waited for; it is the rounds that do it."""
+
+
+def preset(name: str) -> OortConfig:
+    if name not in PRESETS:
+        raise ConfigError(f"preset {name!r} is unknown: use one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def staleness(round_number: int, last_round: npt.NDArray[Any]) -> Floats:
+    """What is added for not having been heard for long: sqrt(0.1 ln R / L)."""
+    found: Floats = np.sqrt(0.1 * np.log(round_number) / last_round)
+    return found
+
+
+def penalty(duration_s: Floats, round_s: float, alpha: float) -> Floats:
+    """(T/t)^alpha for those slower than T, 1 for others and for those of unknown speed."""
+    if alpha == 0 or round_s == float("inf"):
+        return np.ones_like(duration_s)
+    found: Floats = np.fmin(round_s / duration_s, 1.0) ** alpha
+    return found
+
+
+def clipped(utility: Floats, bound: float, *, normalise: bool = False) -> Floats:
+    """Utilities, none above their quantile `bound`; `normalise` puts them between 0 and 1.
+
+    The quantile is of those above 0, as in the artifact. Its scale ends at the greatest utility, so that one outlier
+    makes all others equal; this one ends at the quantile.
+    """
+    positive = utility[utility > 0]
+    if not len(positive):
+        return np.zeros_like(utility)
+    top = float(np.partition(positive, at := min(int(len(positive) * bound), len(positive) - 1))[at])
+    capped: Floats = np.minimum(utility, top)
+    if not normalise:
+        return capped
+    bottom = 0.999 * float(positive.min())
+    return np.maximum((capped - bottom) / max(top - bottom, 1e-4), 0.0)
+
+
+class Oort(PopulationSelector):
+    """Oort with the settings of a paper or of a program, or others."""
+
+    KIND = "oort"
+
+    def __init__(self, config: OortConfig = PAPER, *, seed: int = 233) -> None:
+        super().__init__(seed=seed)
+        self.config = config
+        self.percentile = config.round_threshold
+        """T as a percentile; the `flat` pacer moves it."""
+        self.preferred_s: float | None = config.round_s
+        """T in seconds, as the `falling` pacer holds it; None before the first round."""
+        self._taught: list[float] = []
+        """What each of the last 2W rounds has brought."""
+        self._sum, self._count = 0.0, 0
+        """Of the utilities in the present round that the pacer looks at."""
+        self._exploited: Places = np.empty(0, np.intp)
+        """Those of the present round that were picked for their score."""
+
+    def exploration(self, rounds_before: int) -> float:
+        """e of a round."""
+        config = self.config
+        floor = min(config.exploration_min, config.exploration_factor)
+        return max(config.exploration_factor * config.exploration_decay**rounds_before, floor)
+
+    def blacklist(self) -> Mask:
+        """Who has taken part often enough, one bool per registered client."""
+        often: Mask = self.clients.rounds >= self.config.blacklist_rounds
+        if self.config.blacklist_rounds < 0:
+            often[:] = False
+        most = int(self.config.blacklist_max_len * len(self.clients))
+        if np.count_nonzero(often) <= most:
+            return often
+        left_out = np.zeros_like(often)
+        left_out[greatest(self.clients.rounds.astype(np.float64), most)] = True
+        return left_out & often
+
+    def scores(self, places: Places, round_s: float) -> Floats:
+        """Of tried clients, for the present round. Who was only ever cut counts as teaching what others do on average."""
+        config, known = self.config, self.clients
+        last_round = known.last_round[places]
+        heard = last_round > 0
+        found = clipped(known.utility[places], config.clip_bound, normalise=config.normalise)
+        if not heard.all():
+            found[~heard] = found[heard].mean() if heard.any() else 0.0
+            last_round = np.where(heard, last_round, known.cut_round[places])
+        found += staleness(self.round, last_round)
+        found *= penalty(known.duration_s[places], round_s, config.round_penalty)
+        if config.fairness:
+            rounds = known.rounds[places]
+            found = (1 - config.fairness) * found + config.fairness * (rounds.max(initial=0) - rounds)
+        return found
+
+    def _eligible(self, feasible: Mask) -> Places:
+        left_out = self.blacklist()
+        found = np.flatnonzero(feasible & ~left_out)
+        if not len(found):
+            super()._eligible(feasible)
+            raise NoClient(
+                f"the {np.count_nonzero(feasible)} clients that can be reached have all taken part "
+                f"{self.config.blacklist_rounds} times: wait for others, or raise blacklist_rounds"
+            )
+        return found
+
+    def _choose(self, num: int, asked: int, eligible: Places, remaining_s: Floats | None) -> Places:
+        self._pace(asked)
+        round_s = self._round_s()
+        # who was cut has been tried: the slowest would else be explored for ever
+        tried = self.clients.explored[eligible] | (self.clients.cut_round[eligible] > 0)
+        known, fresh = eligible[tried], eligible[~tried]
+        share = self.exploration(self.round - 1)
+        # 1e-9: 10 * (1 - 0.9) is a little less than 1
+        exploit = min(int(num * (1 - share) + 1e-9), len(known))
+        explore = min(num - exploit, len(fresh))
+        self._exploited = self._exploit(known, num - explore, round_s)
+        new = self._explore(fresh, explore, round_s)
+        self.figures |= {
+            "exploration": share, "round_s": round_s, "exploited": len(self._exploited), "explored": len(new),
+            "blacklisted": int(np.count_nonzero(self.blacklist())),
+        }  # fmt: skip
+        return np.concatenate([self._exploited, new])
+
+    def _exploit(self, known: Places, num: int, round_s: float) -> Places:
+        if not num:
+            return np.empty(0, np.intp)
+        scores = self.scores(known, round_s)
+        last_wanted = kth_greatest(scores, min(int(self.config.pool * num), len(scores)))
+        admitted = np.flatnonzero(scores >= min(self.config.cut_off_util * last_wanted, kth_greatest(scores, num)))
+        return known[admitted[sample(self._rng, scores[admitted], num)]]
+
+    def _explore(self, fresh: Places, num: int, round_s: float) -> Places:
+        if not num:
+            return np.empty(0, np.intp)
+        duration_s = _or_median(self.clients.duration_s[fresh])
+        if self.config.explore_by == "speed":
+            weights = 1 / duration_s
+        else:
+            weights = _or_median(self.clients.size[fresh]) * penalty(duration_s, round_s, self.config.round_penalty)
+        first = greatest(weights, int(self.config.sample_window * num))
+        return fresh[first[sample(self._rng, weights[first], num)]]
+
+    def _round_s(self) -> float:
+        """T of this round."""
+        if self.config.pacer == "flat" and self.config.round_s is None:
+            return self._percentile_s()
+        if self.preferred_s is None:
+            self.preferred_s = self._percentile_s()
+        return self.preferred_s
+
+    def _percentile_s(self) -> float:
+        """No limit from 100 % on."""
+        known = self._known_s()
+        if self.percentile >= 100 or not len(known):
+            return float("inf")
+        at = int(len(known) * self.percentile / 100)
+        return float(np.partition(known, at)[at])
+
+    def _known_s(self) -> Floats:
+        durations = self.clients.duration_s
+        return durations[~np.isnan(durations)]
+
+    def _pace(self, asked: int) -> None:
+        """Take down what the last round has brought, and every W rounds look at the last 2W."""
+        before, step = self.round - 1, self.config.pacer_step
+        if not before:
+            return
+        brought = self._sum if self.config.pacer == "falling" else self._sum / max(self._count, 1)
+        self._taught = [*self._taught, brought][-2 * step :]
+        self._sum, self._count = 0.0, 0
+        if before < 2 * step or before % step or self.config.pacer_delta == 0:
+            return
+        then, now = sum(self._taught[:step]), sum(self._taught[step:])
+        if self.config.pacer == "falling":
+            if then > now:
+                self._relax(asked)
+        elif abs(now - then) <= FLAT * then:
+            self.percentile = min(100.0, self.percentile + self._points(asked))
+        elif abs(now - then) >= JUMP * then:
+            self.percentile = max(points := self._points(asked), self.percentile - points)
+
+    def _points(self, asked: int) -> float:
+        """How many percent of the clients T's reach grows by."""
+        if self.config.pacer_delta is not None:
+            return self.config.pacer_delta
+        return min(MOST_POINTS, 100 * self.config.pacer_step * asked / max(len(self.clients), 1))
+
+    def _relax(self, asked: int) -> None:
+        """T's reach grows beyond those that it covers now."""
+        round_s, known = self._round_s(), self._known_s()
+        if not len(known):
+            return
+        more = max(1, round(self._points(asked) / 100 * len(known)))
+        at = min(int(np.count_nonzero(known <= round_s)) - 1 + more, len(known) - 1)
+        self.preferred_s = max(round_s, float(np.partition(known, at)[at]))
+
+    def _heard(self, at: Places, utility: Floats) -> Floats:
+        if self.config.noise_factor:
+            self.clients.utility[at] = utility
+            scale = self.config.noise_factor * float(self.clients.utility[self.clients.explored].mean())
+            utility = np.maximum(utility + self._rng.normal(0.0, scale, len(at)), NOISY_LEAST)
+        seen = utility if self.config.pacer == "falling" else utility[np.isin(at, self._exploited)]
+        self._sum += float(seen.sum())
+        self._count += len(seen)
+        return utility
+
+    def _settings(self) -> State:
+        return asdict(self.config)
+
+    def _more(self) -> State:
+        return {
+            "percentile": self.percentile, "preferred_s": self.preferred_s, "taught": list(self._taught),
+            "sum": self._sum, "count": self._count, "exploited": self._exploited.copy(),
+        }  # fmt: skip
+
+    def _load_more(self, more: Mapping[str, Any]) -> None:
+        self.percentile = float(more["percentile"])
+        self.preferred_s = None if more["preferred_s"] is None else float(more["preferred_s"])
+        self._taught = [float(value) for value in more["taught"]]
+        self._sum, self._count = float(more["sum"]), int(more["count"])
+        self._exploited = np.array(more["exploited"], np.intp)
+
+
+def _or_median(values: Floats) -> Floats:
+    """With the median in the place of what is unknown; ones, if everything is."""
+    unknown = np.isnan(values)
+    if not unknown.any():
+        return values
+    known = values[~unknown]
+    return np.where(unknown, np.median(known) if len(known) else 1.0, values)

@@ -1,0 +1,290 @@
+"""Who tests a model: clients whose data stand for everybody's, or that hold the samples asked for. Pure.
+
+By deviation: so many clients, drawn evenly, that the mean over them is off by at most `deviation`, with the confidence asked
+for, whatever the data look like. By category: so many samples of each class, soon, from few clients.
+
+The second is a hard problem, but not for a given time z: then client i has room for floor((z - transfer_i) / per_sample_i)
+samples, and what is left is a flow from clients to classes, whose only hard part is the budget of clients. So z is
+found by bisection. What no budget can make faster is a bound; a greedy choice is a first answer; between
+the two HiGHS looks for the fewest clients that make it in time z (`testing_solver`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pliant.errors import CapacityError, ConfigError
+from pliant.fed.choice.population import Floats, Ids, Numbers, Places
+from pliant.fed.choice.testing_solver import Cover, few_clients, flow
+
+Counts = npt.NDArray[np.int64]
+
+GAP = 0.05
+"""A time this much above what can be reached, at most, is good enough."""
+SOLVES = 8
+"""How often HiGHS is asked, at most."""
+METHODS = ("greedy", "solve")
+
+
+def clients_for_deviation(
+    deviation: float, *, value_range: float, num_clients: int, confidence: float = 0.95, overcommit: float = 1.0
+) -> int:
+    """How many clients must be drawn, so that their mean is off by at most `deviation` with this confidence.
+
+    n = (N + 1) / (1 - 2N/ln(1 - confidence) * (deviation/range)^2), by Hoeffding and Serfling's bound for draws without
+    replacement. `value_range` is the greatest difference between two clients' values; `overcommit` makes up for those
+    who will not answer.
+
+    Raises:
+        ConfigError: a value that cannot be.
+    """
+    for name, value in (("deviation", deviation), ("value_range", value_range)):
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{name}={value}: use a number above 0")
+    if not 0 < confidence < 1:
+        raise ConfigError(f"confidence={confidence}: use a probability between 0 and 1; certainty needs every client")
+    if num_clients < 1:
+        raise ConfigError(f"num_clients={num_clients}: use 1 or more")
+    if not 1 <= overcommit < math.inf:
+        raise ConfigError(f"overcommit={overcommit}: use 1 or more")
+    wanted = (num_clients + 1) / (1 - 2 * num_clients / math.log1p(-confidence) * (deviation / value_range) ** 2)
+    return min(num_clients, math.ceil(overcommit * math.ceil(wanted - 1e-9)))
+
+
+def by_deviation(
+    clients: Numbers,
+    deviation: float,
+    *,
+    value_range: float,
+    confidence: float = 0.95,
+    overcommit: float = 1.0,
+    rng: np.random.Generator,
+) -> Ids:
+    """So many of the clients as the deviation needs, each with the same chance, ascending."""
+    ids = np.asarray(clients, np.int64)
+    num = clients_for_deviation(
+        deviation, value_range=value_range, num_clients=len(ids), confidence=confidence, overcommit=overcommit
+    )
+    return np.sort(rng.choice(ids, num, replace=False))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holdings:
+    """What clients have, and how fast they are.
+
+    Raises (when made):
+        ConfigError: arrays that do not fit together, or values that cannot be.
+    """
+
+    samples: Counts
+    """Clients by classes."""
+    sample_s: Floats
+    """Seconds per sample, of each client."""
+    transfer_s: Floats
+    """Seconds until it has the model."""
+
+    def __post_init__(self) -> None:
+        if self.samples.ndim != 2 or self.samples.dtype.kind not in "iu" or (self.samples < 0).any():
+            raise ConfigError("samples: give whole numbers from 0 on, clients by classes")
+        if int(self.samples.sum()) >= 2**31:
+            raise ConfigError(f"samples: {int(self.samples.sum())} are too many; use less than 2^31")
+        for name in ("sample_s", "transfer_s"):
+            values = getattr(self, name)
+            if values.shape != (len(self.samples),):
+                raise ConfigError(f"{name} has {values.size} values for {len(self.samples)} clients: give one for each")
+            if not ((values > 0) if name == "sample_s" else (values >= 0)).all() or np.isinf(values).any():
+                raise ConfigError(f"{name}: give seconds for each client, above 0")
+
+    @classmethod
+    def of(cls, samples: npt.ArrayLike, *, sample_ms: Numbers, kbit_s: Numbers, model_kbit: float) -> Holdings:
+        """From a device table."""
+        rates = np.asarray(kbit_s, np.float64)
+        if not (rates > 0).all():
+            raise ConfigError("kbit_s: give the rate of each client's link, above 0")
+        return cls(np.asarray(samples), np.asarray(sample_ms, np.float64) / 1e3, model_kbit / rates)
+
+    def room(self, within_s: float) -> Counts:
+        """How many samples each client can get through in so many seconds."""
+        room = np.floor(np.maximum((within_s - self.transfer_s) / self.sample_s, 0.0) + 1e-9)
+        found: Counts = np.minimum(room, self.samples.sum(1)).astype(np.int64)
+        return found
+
+    def part(self, places: Places) -> Holdings:
+        return Holdings(self.samples[places], self.sample_s[places], self.transfer_s[places])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Testing:
+    """Which clients test how many samples of each class."""
+
+    __test__ = False  # for pytest, which takes the name for a test's
+
+    clients: Places
+    """Their places in the holdings, ascending."""
+    samples: Counts
+    """These clients by classes; the sums over clients are the request."""
+    duration_s: float
+    """Until the last one is done."""
+    bound_s: float
+    """No choice within the budget is faster than this."""
+
+
+def by_category(
+    holdings: Holdings, request: Numbers, *, budget: int | None = None, method: str = "solve", gap: float = GAP
+) -> Testing:
+    """As many samples of each class as requested, exactly, from at most `budget` clients, in about the least time.
+
+    `greedy` is quicker; `solve` ends within `gap` of the least time, or after a fixed number of tries. What comes back
+    depends on the arguments alone, and not on how fast this machine is.
+
+    Raises:
+        CapacityError: the request cannot be met; the message says what is short.
+        ConfigError: a value that cannot be, or SciPy is not installed.
+    """
+    wanted = _checked(holdings, request, budget, method, gap)
+    most = len(holdings.samples) if budget is None else min(budget, len(holdings.samples))
+    slowest_s = float((holdings.transfer_s + holdings.sample_s * holdings.samples.sum(1)).max(initial=0.0))
+    if not wanted.any():
+        return Testing(np.empty(0, np.intp), np.empty((0, len(wanted)), np.int64), 0.0, 0.0)
+    least_s = float((holdings.transfer_s + holdings.sample_s).min())
+
+    def enough(within_s: float) -> bool:
+        room = holdings.room(within_s)
+        return _could(holdings.samples, room, wanted, most) and flow(holdings.samples, room, wanted) is not None
+
+    bound_s, possible_s = _bisected(enough, least_s, slowest_s)
+    chosen = _greedy_choice(holdings, wanted, most, bound_s, slowest_s)
+    if chosen is None:
+        chosen = _covered(holdings, wanted, most, slowest_s)
+    best = _spread(holdings, wanted, chosen, bound_s)
+    if method == "solve" and best.duration_s > bound_s * (1 + gap):
+        best = _solved(holdings, wanted, most, best, possible_s, gap)
+    return best
+
+
+def _checked(holdings: Holdings, request: Numbers, budget: int | None, method: str, gap: float) -> Counts:
+    given = np.asarray(request)
+    classes = holdings.samples.shape[1]
+    if given.shape != (classes,):
+        raise ConfigError(f"request has {given.size} numbers for {classes} classes: give one for each")
+    if not np.isfinite(given).all() or (given < 0).any() or (given != np.floor(given)).any():
+        raise ConfigError("request: give whole numbers of samples, from 0 on")
+    if method not in METHODS:
+        raise ConfigError(f"method {method!r}: use one of {', '.join(METHODS)}")
+    if not 0 <= gap < math.inf:
+        raise ConfigError(f"gap={gap}: use a share such as 0.01")
+    if budget is not None and budget < 1:
+        raise ConfigError(f"budget={budget}: use 1 client or more")
+    there = holdings.samples.sum(0)
+    if (short := given > there).any():
+        number = int(np.argmax(short))
+        raise CapacityError(
+            f"class {number}: {given[number]:g} samples are asked for, but all {len(holdings.samples)} clients together "
+            f"have {there[number]}; ask for fewer"
+        )
+    return given.astype(np.int64)
+
+
+def _bisected(good: Callable[[float], bool], low_s: float, high_s: float, steps: int = 60) -> tuple[float, float]:
+    """A time that is too short, or the least there is, and a good one, close together; the last one must be good."""
+    for _ in range(steps):
+        if high_s <= low_s * (1 + 1e-4):
+            break
+        middle_s = math.sqrt(low_s * high_s)
+        low_s, high_s = (low_s, middle_s) if good(middle_s) else (middle_s, high_s)
+    return low_s, high_s
+
+
+def _could(samples: Counts, room: Counts, wanted: Counts, most: int) -> bool:
+    """Whether the `most` largest contributions suffice, in all and in each class; if not, nothing does."""
+    in_all = np.minimum(room, np.minimum(samples, wanted).sum(1))
+    by_class = np.minimum(samples, room[:, None])
+    first = max(len(samples) - most, 0)
+    if np.partition(in_all, min(first, len(in_all) - 1))[first:].sum() < wanted.sum():
+        return False
+    return bool((np.partition(by_class, min(first, len(in_all) - 1), axis=0)[first:].sum(0) >= wanted).all())
+
+
+def _greedy_choice(holdings: Holdings, wanted: Counts, most: int, low_s: float, high_s: float) -> Places | None:
+    """The clients of the least time in which the greedy rule meets the request; None if it never does."""
+    found = greedy(holdings.samples, holdings.room(high_s), wanted, most)
+    if found is None:
+        return None
+    _, within_s = _bisected(
+        lambda each: greedy(holdings.samples, holdings.room(each), wanted, most) is not None, low_s, high_s
+    )
+    return greedy(holdings.samples, holdings.room(within_s), wanted, most)
+
+
+def greedy(samples: Counts, room: Counts, wanted: Counts, most: int) -> Places | None:
+    """Again and again the client that brings most of what is still wanted; None if `most` do not suffice.
+
+    What a client can bring only shrinks, so an old figure is a bound: only the client on top is looked at again.
+    """
+    left = wanted.copy()
+    # a client with little room gives the classes that are short first
+    scarce = np.argsort(-wanted / np.maximum(np.minimum(samples, room[:, None]).sum(0), 1), kind="stable")
+    brings = np.minimum(room, np.minimum(samples, left).sum(1)).tolist()
+    heap = [(-amount, place) for place, amount in enumerate(brings) if amount]
+    heapq.heapify(heap)
+    chosen: list[int] = []
+    while heap and left.any() and len(chosen) < most:
+        before, place = heapq.heappop(heap)
+        useful = np.minimum(samples[place], left)
+        now = min(int(room[place]), int(useful.sum()))
+        if now < -before:
+            if now:
+                heapq.heappush(heap, (-now, place))
+            continue
+        left[scarce] -= np.diff(np.minimum(np.cumsum(useful[scarce]), now), prepend=0)
+        chosen.append(place)
+    return None if left.any() else np.sort(np.array(chosen, np.intp))
+
+
+def _covered(holdings: Holdings, wanted: Counts, most: int, within_s: float) -> Places:
+    """Any clients that meet the request, where the greedy rule found none."""
+    cover = few_clients(holdings.samples, holdings.room(within_s), wanted, most)
+    if cover.clients is None:
+        needs = (
+            f"needs at least {cover.at_least} clients"
+            if cover.at_least > most
+            else "was met by no choice that was tried"
+        )
+        raise CapacityError(f"budget={most}: this request {needs}; raise the budget or ask for fewer samples")
+    return cover.clients
+
+
+def _spread(holdings: Holdings, wanted: Counts, clients: Places, bound_s: float) -> Testing:
+    """The samples over these clients, so that the last one is done as soon as can be."""
+    part = holdings.part(clients)
+    slowest_s = float((part.transfer_s + part.sample_s * part.samples.sum(1)).max())
+    _, within_s = _bisected(lambda each: flow(part.samples, part.room(each), wanted) is not None, bound_s, slowest_s)
+    samples = flow(part.samples, part.room(within_s), wanted)
+    assert samples is not None, "a choice that meets the request in any time"
+    used = samples.any(1)
+    part_s = part.transfer_s[used] + part.sample_s[used] * samples[used].sum(1)
+    return Testing(clients[used], samples[used], float(part_s.max()), min(bound_s, float(part_s.max())))
+
+
+def _solved(holdings: Holdings, wanted: Counts, most: int, best: Testing, possible_s: float, gap: float) -> Testing:
+    """A better choice, if HiGHS finds one: between the bound and the best time so far, the time that was not tried yet."""
+    bound_s, tried_s = best.bound_s, possible_s
+    for _ in range(SOLVES):
+        if best.duration_s <= tried_s * (1 + gap):
+            break
+        cover: Cover = few_clients(holdings.samples, holdings.room(tried_s), wanted, most)
+        if cover.clients is not None:
+            found = _spread(holdings, wanted, cover.clients, bound_s)
+            best = min(best, found, key=lambda each: each.duration_s)
+            low_s = bound_s
+        else:
+            low_s = tried_s
+            bound_s = max(bound_s, tried_s) if cover.at_least > most else bound_s
+        tried_s = math.sqrt(max(low_s, bound_s) * best.duration_s)
+    return Testing(best.clients, best.samples, best.duration_s, min(bound_s, best.duration_s))

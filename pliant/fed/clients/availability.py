@@ -1,0 +1,286 @@
+"""When clients are there: intervals that repeat after a period, asked at any time of the virtual clock.
+
+A client is there from the beginning of an interval until just before its end; an interval that reaches the end of the
+period goes on in one that begins with the next. FedScale's trace is read as published; `synthetic` draws one that says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeGuard
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pliant.errors import ConfigError
+from pliant.fed.clients.devices import in_order
+from pliant.fed.pickles import read_pickle
+from pliant.fed.tables import form_of
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+DAY_S = 86_400.0
+HOUR_S = 3_600.0
+TRACE = "a trace as FedScale's, or synthetic"
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """Who is there at one moment, one entry for each client asked about."""
+
+    there: Flags
+    until_s: Floats
+    """Those who are there stay until then (infinite: always); of the others, -infinite."""
+    back_s: Floats
+    """Those who are not come back then (infinite: never); of the others, the moment itself."""
+
+
+class Availability:
+    """The intervals of all clients, sorted, disjoint and in one array."""
+
+    def __init__(
+        self, client: ArrayLike, begin_s: ArrayLike, end_s: ArrayLike, period_s: ArrayLike, note: str = ""
+    ) -> None:
+        """Interval k is of client[k]; `period_s` has one entry for each client.
+
+        Intervals may come in any order; what lies outside the period is cut off, what overlaps is joined.
+
+        Raises:
+            ConfigError: a period that is no time, or times that are no numbers.
+        """
+        self.note = note
+        self.period_s = np.asarray(period_s, dtype=np.float64)
+        if not len(self.period_s) or not (np.isfinite(self.period_s).all() and (self.period_s > 0).all()):
+            raise ConfigError("availability: each client needs a period above 0 s")
+        owner = np.asarray(client, dtype=np.int64)
+        begin, end = np.asarray(begin_s, dtype=np.float64), np.asarray(end_s, dtype=np.float64)
+        if not (np.isfinite(begin).all() and np.isfinite(end).all()):
+            raise ConfigError("availability: intervals must begin and end at finite times")
+        begin, end = np.maximum(begin, 0), np.minimum(end, self.period_s[owner])
+        kept = end > begin
+        owner, begin, end = _disjoint(owner[kept], begin[kept], end[kept])
+        self._begin_s, self._end_s = begin, end
+        starts = np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=len(self.period_s)))]).astype(np.int64)
+        self._first, self._behind = starts[:-1], starts[1:]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._since_s = np.full(len(self), math.inf)  # nothing is known yet
+        self._change_s = np.full(len(self), -math.inf)
+        self._now = Presence(np.zeros(len(self), bool), np.zeros(len(self)), np.zeros(len(self)))
+
+    def __len__(self) -> int:
+        return len(self.period_s)
+
+    @classmethod
+    def always(cls, num_clients: int) -> Availability:
+        """Everybody, all the time."""
+        every = np.arange(num_clients)
+        return cls(every, np.zeros(num_clients), np.ones(num_clients), np.ones(num_clients), "always there")
+
+    def intervals(self, client: int) -> list[tuple[float, float]]:
+        places = slice(self._first[client], self._behind[client])
+        return list(zip(self._begin_s[places].tolist(), self._end_s[places].tolist(), strict=True))
+
+    def for_clients(self, num_clients: int) -> Availability:
+        """Client i follows row i; where rows run out, they begin anew."""
+        if num_clients < 1:
+            raise ConfigError(f"availability of {num_clients} clients: use 1 or more")
+        rows = np.arange(num_clients) % len(self)
+        found = copy.copy(self)  # the intervals themselves are shared
+        found.period_s, found._first, found._behind = self.period_s[rows], self._first[rows], self._behind[rows]
+        found._forget()
+        return found
+
+    def at(self, now_s: float) -> Presence:
+        """Everybody at one moment. As the clock goes on, only those are looked up again whose state has ended since."""
+        stale = np.flatnonzero((now_s < self._since_s) | (now_s >= self._change_s))
+        if len(stale):
+            found = self.of(stale, now_s)
+            # Into new arrays: who asked before may still hold the old ones.
+            there, until, back = self._now.there.copy(), self._now.until_s.copy(), self._now.back_s.copy()
+            there[stale], until[stale], back[stale] = found.there, found.until_s, found.back_s
+            self._since_s[stale] = now_s
+            self._change_s[stale] = np.where(found.there, found.until_s, found.back_s)
+            self._now = Presence(there, until, back)
+        return Presence(self._now.there, self._now.until_s, np.where(self._now.there, now_s, self._now.back_s))
+
+    def of(self, clients: Ints, now_s: ArrayLike) -> Presence:
+        """Some clients, at one moment or each at its own."""
+        period = self.period_s[clients]
+        now = np.broadcast_to(np.asarray(now_s, dtype=np.float64), period.shape)
+        cycle = np.floor(now / period)
+        # The quotient is rounded, so that the rest may lie a little outside of the period.
+        cycle += (now - (cycle + 1) * period >= 0).astype(np.float64) - (now - cycle * period < 0)
+        # The next period's beginning as that period will compute it: the answer must not depend on when it is asked for.
+        start, following, local = cycle * period, (cycle + 1) * period, now - cycle * period
+        first, behind = self._first[clients], self._behind[clients]
+        after = self._next_begin(first, behind, local)
+        empty = first == behind
+        last = np.maximum(after - 1, first)
+        at = _Lookup(self._begin_s, self._end_s)
+        there = (after > first) & (local < at.end(last))
+        opens_at_0 = at.begin(first) == 0
+        whole = opens_at_0 & (at.end(first) == period)
+        wraps = opens_at_0 & (at.end(last) == period)
+        until = np.where(wraps, following + at.end(first), start + at.end(last))
+        back = np.where(after < behind, start + at.begin(after), following + at.begin(first))
+        return Presence(
+            there & ~empty,
+            np.where(there & ~empty, np.where(whole, math.inf, until), -math.inf),
+            np.where(empty, math.inf, np.where(there, now, back)),
+        )
+
+    def _next_begin(self, first: Ints, behind: Ints, local: Floats) -> Ints:
+        """The place of each client's first interval that begins later than `local`: bisection, all clients abreast."""
+        low, high = first.copy(), behind.copy()
+        at = _Lookup(self._begin_s, self._end_s)
+        while (low < high).any():
+            middle = (low + high) // 2
+            later = (low < high) & (at.begin(middle) > local)
+            low = np.where((low < high) & ~later, middle + 1, low)
+            high = np.where(later, middle, high)
+        return low
+
+    def as_fedscale(self) -> dict[int, dict[str, object]]:
+        """The trace in FedScale's form, of plain values; clients are numbered from 1, as there."""
+        kind = "synthetic" if self.note.startswith("synthetic") else "unknown"
+        found: dict[int, dict[str, object]] = {}
+        for client in range(len(self)):
+            places = slice(self._first[client], self._behind[client])
+            begin, end = self._begin_s[places].tolist(), self._end_s[places].tolist()
+            found[client + 1] = {
+                "duration": sum(end) - sum(begin),
+                "active": begin,
+                "inactive": end,
+                "finish_time": float(self.period_s[client]),
+                "model": kind,
+            }
+        return found
+
+    def save(self, path: Path) -> None:
+        """Write FedScale's pickle."""
+        path.write_bytes(pickle.dumps(self.as_fedscale(), protocol=4))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookup:
+    """Places beyond the last interval are asked for where the answer will not be used."""
+
+    begins: Floats
+    ends: Floats
+
+    def begin(self, places: Ints) -> Floats:
+        return self.begins[np.minimum(places, len(self.begins) - 1)] if len(self.begins) else np.zeros(len(places))
+
+    def end(self, places: Ints) -> Floats:
+        return self.ends[np.minimum(places, len(self.ends) - 1)] if len(self.ends) else np.zeros(len(places))
+
+
+def _disjoint(owner: Ints, begin: Floats, end: Floats) -> tuple[Ints, Floats, Floats]:
+    apart = (owner[1:] > owner[:-1]) | ((owner[1:] == owner[:-1]) & (begin[1:] > end[:-1]))
+    if apart.all():
+        return owner, begin, end
+    order = np.lexsort((begin, owner))
+    owner, begin, end = owner[order], begin[order], end[order]
+    # How far each interval and those before it reach: a running maximum within each client, by doubling.
+    reach, shift = end.copy(), 1
+    while shift < len(owner) and (same := owner[shift:] == owner[:-shift]).any():
+        reach[shift:] = np.where(same, np.maximum(reach[shift:], reach[:-shift]), reach[shift:])
+        shift *= 2
+    opens = np.ones(len(owner), dtype=bool)
+    opens[1:] = (owner[1:] != owner[:-1]) | (begin[1:] > reach[:-1])
+    first = np.flatnonzero(opens)
+    last = np.append(first[1:], len(owner))[: len(first)] - 1
+    return owner[first], begin[first], reach[last]
+
+
+def read_availability(path: Path) -> Availability:
+    """FedScale's trace: a pickle {id: {active: [s], inactive: [s], finish_time: s, ...}}.
+
+    A last interval without an end lasts until `finish_time`.
+
+    Raises:
+        ConfigError: no such file, or no such trace.
+    """
+    if form_of(path, TRACE) != "pickle":
+        raise ConfigError(f"{path}: this is no pickle; give {TRACE}")
+    found = read_pickle(path)
+    if not isinstance(found, dict) or not found:
+        raise ConfigError(f"{path}: a trace of availability is a dictionary of devices; this one is not")
+    owner: list[int] = []
+    begin: list[float] = []
+    end: list[float] = []
+    period: list[float] = []
+    for number, (name, row) in enumerate(in_order(found)):
+        active, inactive, finish = (
+            (row.get("active"), row.get("inactive"), row.get("finish_time"))
+            if isinstance(row, dict)
+            else (None, None, None)
+        )
+        if not (_are_numbers(active) and _are_numbers(inactive) and isinstance(finish, (int, float)) and finish > 0):
+            raise ConfigError(
+                f"{path}: device {name!r} has no active, inactive and finish_time, as FedScale's trace has"
+            )
+        if not 0 <= len(active) - len(inactive) <= 1:
+            raise ConfigError(f"{path}: device {name!r} comes {len(active)} times and goes {len(inactive)} times")
+        owner += [number] * len(active)
+        begin += active
+        end += [*inactive, finish][: len(active)]
+        period.append(float(finish))
+    return Availability(owner, begin, end, period, path.name)
+
+
+def _are_numbers(values: object) -> TypeGuard[list[float]]:
+    return isinstance(values, list) and all(isinstance(each, (int, float)) for each in values)
+
+
+def synthetic(num_clients: int, *, days: int = 7, spread_h: float = 8.0, seed: int = 0) -> Availability:
+    """A trace that nobody recorded: phones that are there while they charge.
+
+    Each has its own bedtime (22:30, sd 1.2 h, and 0.7 h from night to night), sleep (7.5 h, sd 1.2 h) and habit of
+    charging at night (in 80 % of the nights on average), and charges 1.5 times a day for half an hour on average
+    between 8:00 and 20:00. Local times differ by up to `spread_h` hours, equally likely. Repeats after `days` days.
+    """
+    if num_clients < 1 or days < 1 or not 0 <= spread_h <= 24:
+        raise ConfigError(
+            f"a synthetic trace of {num_clients} clients, {days} days, spread_h={spread_h}: use 1 or more of each, and 0 to 24 h"
+        )
+    chance = np.random.default_rng(seed)
+    zone = chance.uniform(-spread_h / 2, spread_h / 2, num_clients)
+    bed, sleep = chance.normal(22.5, 1.2, num_clients), chance.normal(7.5, 1.2, num_clients)
+    habit = chance.beta(8, 2, num_clients)
+    nights = np.repeat(np.arange(num_clients), days)
+    day = np.tile(np.arange(days), num_clients) * 24.0
+    charged = chance.random(len(nights)) < habit[nights]
+    begin = day + (bed + zone)[nights] + chance.normal(0, 0.7, len(nights))
+    length = np.clip(sleep[nights] + chance.normal(0, 0.7, len(nights)), 2, 12)
+    naps = chance.poisson(1.5, len(nights))
+    napper = np.repeat(nights, naps)
+    nap_begin = np.repeat(day, naps) + zone[napper] + chance.uniform(8, 20, len(napper))
+    nap = np.clip(chance.exponential(0.5, len(napper)), 1 / 12, 4)
+    owner = np.concatenate([nights[charged], napper])
+    begins = np.concatenate([begin[charged], nap_begin])
+    lengths = np.concatenate([length[charged], nap])
+    note = f"synthetic: {num_clients} phones that charge at night, drawn with seed {seed}; nobody recorded this"
+    return _wrapped(owner, begins * HOUR_S, lengths * HOUR_S, np.full(num_clients, days * DAY_S), note)
+
+
+def _wrapped(owner: Ints, begin_s: Floats, length_s: Floats, period_s: Floats, note: str) -> Availability:
+    """What goes beyond the end of the period goes on at its beginning; whole seconds."""
+    period = period_s[owner]
+    begin = np.round(begin_s % period)
+    end = np.round(begin + length_s)
+    over = np.flatnonzero(end > period)
+    return Availability(
+        np.concatenate([owner, owner[over]]),
+        np.concatenate([begin, np.zeros(len(over))]),
+        np.concatenate([end, end[over] - period[over]]),
+        period_s,
+        note,
+    )

@@ -1,0 +1,216 @@
+"""Which clients of a Flower federation can be reached, through which node, and what they are still busy with.
+
+Nodes come and go, and a SuperNode that is started again may have another id; a client is what its introduction says
+(`flower_client.introduction`), or else its node. Of two nodes that say they are the same client, the last one is it.
+
+A client that was cut from a round is still training: it is not asked again until it has answered, its node is gone or was
+started again, or the time for its answer is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from flwr.app import Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from pliant.errors import CheckpointError
+from pliant.fed.choice.population import BELIEVED
+from pliant.fed.choice.selection import PopulationSelector
+from pliant.fed.flower.client import CLIENT, DURATION, SAMPLES, number_in
+
+log = logging.getLogger(__name__)
+SAID_EVERY_S = 10.0
+STRANGERS = 1 << 40
+"""Clients that are known by their nodes have numbers from here on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A message that waits for its answer."""
+
+    client: int
+    node_id: int
+    round_number: int
+    sent_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    order: Order
+    message: Message
+    took_s: float
+    """From sending to arrival, by the server's watch."""
+
+
+class Nodes:
+    def __init__(self, selector: PopulationSelector, *, introduced: bool, timeout_s: float) -> None:
+        """Without introductions, each node is a client of its own."""
+        self._selector, self._introduced, self._timeout_s = selector, introduced, timeout_s
+        self._since: dict[int, str] = {}
+        """Nodes that are connected, and since when: one that was started again is another."""
+        self._client: dict[int, int] = {}
+        self._node: dict[int, int] = {}
+        self._asked: dict[str, int] = {}
+        """Introductions that are under way, and of which nodes."""
+        self._orders: dict[str, Order] = {}
+        self._strangers: dict[int, int] = {}
+
+    @property
+    def idle(self) -> list[int]:
+        """Clients that could be asked now, in ascending order."""
+        busy = {order.client for order in self._orders.values()}
+        return sorted(client for client in self._node if client not in busy)
+
+    def node_of(self, client: int) -> int:
+        return self._node[client]
+
+    def client_of(self, node_id: int) -> int | None:
+        return self._client.get(node_id)
+
+    def look(self, grid: Grid) -> list[Answer]:
+        """See who is there now, and have newcomers introduce themselves. Answers that have come meanwhile are returned."""
+        there = {info.node_id: info.last_activated_at for info in grid.get_nodes()}
+        for node_id in [each for each, since in self._since.items() if there.get(each) != since]:
+            self._forget(node_id)
+        new = sorted(set(there) - set(self._since))
+        self._since.update((node_id, there[node_id]) for node_id in new)
+        if self._introduced and new:
+            questions = [self.message(RecordDict(), node_id, MessageType.QUERY, 0) for node_id in new]
+            for node_id, message_id in zip(new, grid.push_messages(questions), strict=True):
+                self._asked[message_id] = node_id
+        elif new:
+            for node_id in new:
+                self._seat(node_id, self._stranger(node_id))
+        return self.collect(grid)
+
+    def wait(self, grid: Grid, least: int, *, patience_s: float, poll_s: float) -> list[int]:
+        """Idle clients, as soon as there are `least`; after `patience_s` since there was one, fewer will do."""
+        since_s = said_s = -math.inf
+        while True:
+            self.late(self.look(grid))
+            idle, now_s = self.idle, time.monotonic()
+            if len(idle) >= least:
+                return idle
+            if not idle:
+                since_s = -math.inf
+            elif since_s < 0:
+                since_s = now_s
+            elif now_s - since_s >= patience_s:
+                log.warning("%d of %d clients are there: the round begins without the others", len(idle), least)
+                return idle
+            if now_s - said_s >= SAID_EVERY_S:
+                log.info("waiting for clients: %d of %d are there and idle", len(idle), least)
+                said_s = now_s
+            time.sleep(poll_s)
+
+    def send(self, grid: Grid, messages: Sequence[Message], round_number: int) -> None:
+        """Have clients' nodes get these."""
+        now_s = time.monotonic()
+        nodes = [message.metadata.dst_node_id for message in messages]
+        for node_id, message_id in zip(nodes, grid.push_messages(messages), strict=True):
+            if message_id:
+                self._orders[message_id] = Order(self._client[node_id], node_id, round_number, now_s)
+            else:  # the SuperLink does not know the node any more
+                self._forget(node_id)
+
+    def collect(self, grid: Grid) -> list[Answer]:
+        """Answers that have come, in the order of clients: those of one look came at the same time."""
+        waiting = [*self._asked, *self._orders]
+        if not waiting:
+            return []
+        now_s = time.monotonic()
+        found: list[Answer] = []
+        for message in grid.pull_messages(waiting):
+            answered = message.metadata.reply_to_message_id
+            if (node_id := self._asked.pop(answered, None)) is not None:
+                self._introduce(node_id, message)
+            elif (order := self._orders.pop(answered, None)) is not None:
+                found.append(Answer(order, message, now_s - order.sent_s))
+        for message_id, order in list(self._orders.items()):
+            if now_s - order.sent_s > self._timeout_s:
+                del self._orders[message_id]
+        return sorted(found, key=lambda answer: answer.order.client)
+
+    def late(self, answers: Iterable[Answer]) -> None:
+        """Answers to rounds that are over: how long they took is still worth knowing."""
+        for answer in answers:
+            if not answer.message.has_error():
+                took_s = duration_s(answer.message, answer.took_s)
+                if BELIEVED[0] <= took_s <= BELIEVED[1]:
+                    self._selector.register([answer.order.client], duration_s=[took_s])
+
+    def waiting(self, round_number: int) -> set[int]:
+        """Clients whose answers to this round are not here."""
+        return {order.client for order in self._orders.values() if order.round_number == round_number}
+
+    def message(self, content: RecordDict, node_id: int, kind: str, round_number: int) -> Message:
+        return Message(content, node_id, kind, ttl=self._timeout_s, group_id=str(round_number))
+
+    def _introduce(self, node_id: int, message: Message) -> None:
+        if node_id not in self._since:
+            return
+        if message.has_error():
+            log.warning("node %d does not introduce itself (%s): known by its node", node_id, message.error.reason)
+            self._seat(node_id, self._stranger(node_id))
+            return
+        number = number_in(message.content, CLIENT)
+        if not (0 <= number < STRANGERS and number.is_integer()):
+            log.warning("node %d says that it is client %s: not let in; use whole numbers from 0", node_id, number)
+            return
+        self._seat(node_id, int(number), message.content)
+
+    def _seat(self, node_id: int, client: int, told: RecordDict | None = None) -> None:
+        before = self._node.get(client)
+        if before is not None and before != node_id:
+            log.warning("client %d is now node %d, and was node %d", client, node_id, before)
+            self._dismiss(before)
+        self._client[node_id], self._node[client] = client, node_id
+        size = number_in(told, SAMPLES) if told is not None else math.nan
+        guess_s = number_in(told, DURATION) if told is not None else math.nan
+        size, guess_s = (each if BELIEVED[0] <= each <= BELIEVED[1] else math.nan for each in (size, guess_s))
+        self._selector.register([client])
+        if not math.isnan(size):
+            self._selector.register([client], size=[size])
+        known = self._selector.clients
+        measured = not math.isnan(known.duration_s[known.places(np.array([client]))[0]])
+        if not measured and not math.isnan(guess_s):
+            self._selector.register([client], duration_s=[guess_s])
+
+    def _stranger(self, node_id: int) -> int:
+        return self._strangers.setdefault(node_id, STRANGERS + len(self._strangers))
+
+    def _dismiss(self, node_id: int) -> None:
+        """Nothing is expected from this node any more."""
+        client = self._client.pop(node_id, None)
+        if client is not None and self._node.get(client) == node_id:
+            del self._node[client]
+        for message_id in [each for each, order in self._orders.items() if order.node_id == node_id]:
+            del self._orders[message_id]
+
+    def _forget(self, node_id: int) -> None:
+        self._dismiss(node_id)
+        self._since.pop(node_id, None)
+        for message_id in [each for each, asked in self._asked.items() if asked == node_id]:
+            del self._asked[message_id]
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """Nodes that are clients by themselves, in the order of their numbers."""
+        return {"strangers": [str(node_id) for node_id in self._strangers]}
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        found = state.get("strangers")
+        if not isinstance(found, list):
+            raise CheckpointError("the checkpoint does not say which nodes it knew: it is damaged")
+        self._strangers = {int(node_id): STRANGERS + place for place, node_id in enumerate(found)}
+
+
+def duration_s(message: Message, took_s: float) -> float:
+    """As the client tells it, or else by the server's watch."""
+    told_s = number_in(message.content, DURATION)
+    return took_s if math.isnan(told_s) else told_s

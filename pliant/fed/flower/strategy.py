@@ -1,0 +1,349 @@
+"""Our selectors, over-commit and aggregators as a strategy of Flower: a real federation on SuperLink and SuperNodes.
+
+    @app.main()
+    def main(grid, context):
+        strategy = Guided(config, folder=folder)
+        strategy.start(grid, ArrayRecord(model.state_dict()), evaluate_fn=evaluate)
+
+A round invites `config.invited` clients that the selector picks of those that are connected and idle, and is over with the
+first `config.participants` answers, at the deadline, or when nobody is left who could answer. What came is folded in the
+order of clients, so the same answers give the same bits; who is among the first is up to the world. After each round the
+model, the aggregator, the selector and the record are in `folder`, and a server that is started again goes on from there.
+
+Of a config, `data`, `model`, `devices` and `availability` say nothing here: clients have their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from pliant.errors import CheckpointError, ConfigError, NoClient, TrainError
+from pliant.fed.choice import selectors
+from pliant.fed.clients.world import SELECTION, seed_for
+from pliant.fed.config import FedConfig
+from pliant.fed.flower.arrays import Layout
+from pliant.fed.flower.client import ARRAYS, CONFIG, LOSS, SAMPLES, UTILITY, number_in
+from pliant.fed.flower.nodes import Nodes, duration_s
+from pliant.fed.fold.aggregators import FedProx
+from pliant.fed.history import Point, Round
+from pliant.fed.rounds import checkpoints
+from pliant.fed.rounds.checkpoints import Saved
+from pliant.fed.rounds.federation import aggregator_of, follow_rate, weights_of
+from pliant.fed.rounds.journal import Journal
+from pliant.fed.rounds.synchronous import finite, mean_loss
+from pliant.fed.updates import Update, Weights
+
+log = logging.getLogger(__name__)
+Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
+
+
+class Guided(Strategy):
+    """Guided selection with over-commit."""
+
+    def __init__(
+        self,
+        config: FedConfig,
+        *,
+        folder: Path | None = None,
+        buffers: Iterable[str] = (),
+        identity: Literal["partition", "node"] = "partition",
+        least: int | None = None,
+        patience_s: float = 60.0,
+        timeout_s: float = 3600.0,
+        poll_s: float = 0.2,
+    ) -> None:
+        """`folder`: where state and record are kept. `buffers`: names of arrays that are no parameters; those that are not of
+        floats never are. `identity`: clients are who they say they are (`flower_client.introduction`), or their nodes.
+        `least`: idle clients to wait for before a round, by default its participants; after `patience_s` fewer will do.
+        `timeout_s`: when an answer is not waited for any more, and the client may be asked again.
+
+        Raises:
+            ConfigError: the config is of a job that cannot be done here.
+        """
+        if config.privacy is not None:
+            raise ConfigError(
+                "privacy: noise is not added here; use Flower's own, around this strategy or in the clients"
+            )
+        if config.aggregator.kind == "fed-buff":
+            raise ConfigError("aggregator fed-buff: rounds on Flower are not asynchronous; use fed-avg, fed-yogi, ...")
+        self.config, self.folder = config, folder
+        self.aggregator = aggregator_of(config)
+        options = {"seed": seed_for(config.seed, SELECTION), **config.selector.options}
+        self.selector = selectors.make(config.selector.kind, **options)  # type: ignore[arg-type]
+        self.nodes = Nodes(self.selector, introduced=identity == "partition", timeout_s=timeout_s)
+        self.journal = Journal(folder, say=log.info)
+        self.round: Round | None = None
+        """The last one."""
+        self._buffers = frozenset(buffers)
+        self._least = config.participants if least is None else least
+        self._patience_s, self._timeout_s, self._poll_s = patience_s, timeout_s, poll_s
+        self._layout: Layout | None = None
+        self._model = Weights([], [])
+        self._zero_s = time.monotonic()
+        self._round_begun_s, self._there = 0.0, 0
+        self._invited: dict[int, int] = {}
+        """Clients of this round, by their nodes."""
+        self._took_s: dict[int, float] = {}
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int | None = None,
+        timeout: float | None = None,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Evaluate | None = None,
+    ) -> Result:
+        """All rounds, by default as many as the config says; those that the folder knows of are done.
+
+        `evaluate_fn` tests the model every `config.evaluate_every` rounds: with `accuracy` among its metrics, the job ends at
+        the config's target, and `pliant report` reads the record. Clients are not asked for tests.
+
+        Raises:
+            CheckpointError: what the folder holds is damaged, or another job's.
+            NoClient: the selector has wanted none of those who are there for `patience_s`.
+        """
+        rounds = self.config.rounds if num_rounds is None else num_rounds
+        deadline_s = self.config.deadline_s or timeout or self._timeout_s
+        self.summary()
+        arrays, done = self._resumed(initial_arrays)
+        result = Result(arrays=arrays)
+        why = "rounds"
+        try:
+            for number in range(done + 1, rounds + 1):
+                messages = self.configure_train(number, arrays, train_config or ConfigRecord(), grid)
+                moved, told = self.aggregate_train(number, self._answers(grid, messages, number, deadline_s))
+                result.arrays = arrays = arrays if moved is None else moved
+                if told is not None:
+                    result.train_metrics_clientapp[number] = told
+                due = number % self.config.evaluate_every == 0 or number == rounds
+                tested = evaluate_fn(number, arrays) if due and evaluate_fn is not None else None
+                if tested is not None:
+                    result.evaluate_metrics_serverapp[number] = tested
+                reached = tested is not None and self._tested(number, tested)
+                self._save(number)
+                if reached:
+                    why = "target"
+                    break
+            self.journal.end(why)
+        finally:
+            self.journal.close()
+        return result
+
+    # --- what Flower asks of a strategy ---
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Invitations for the clients that the selector picks; waits until enough are there."""
+        self._layout = Layout.of(arrays, self._buffers)
+        self._model = self._layout.weights(arrays)
+        picked = self._picked(grid)
+        self._round_begun_s, self._took_s = self._clock_s, {}
+        self._invited = {self.nodes.node_of(client): client for client in picked}
+        content = RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord({**config, **self._orders(server_round)})})
+        return [self.nodes.message(content, node_id, MessageType.TRAIN, server_round) for node_id in self._invited]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """The next model, of the first `participants` replies that can be used, in the order of clients."""
+        assert self._layout is not None, "a round is configured before it is aggregated"
+        came, failed = self._sorted_out(replies)
+        updates = [self._update(client, message, server_round) for client, message in came.items()]
+        follow_rate(self.aggregator, self.config, server_round)
+        self._model = self.aggregator.aggregate(self._model, updates)
+        self._tell(came)
+        gone = {client for node_id, client in self._invited.items() if self.nodes.client_of(node_id) != client}
+        lost = (failed | gone) - set(came)
+        self.round = Round(
+            round=server_round,
+            begin_s=self._round_begun_s,
+            clock_s=self._clock_s,
+            invited=tuple(sorted(self._invited.values())),
+            aggregated=tuple(sorted(came)),
+            cut=tuple(sorted(set(self._invited.values()) - set(came) - lost)),
+            lost=tuple(sorted(lost)),
+            left_out=dict(self.aggregator.left_out),
+            loss=mean_loss([update.loss for update in updates]),
+            lr=self.config.lr_in(server_round),
+            there=self._there,
+            malicious=0,
+            selector=finite(self.selector.figures),
+        )
+        self.journal.round(self.round)
+        told = MetricRecord({"clients": len(came), "duration-s": self.round.duration_s})
+        if self.round.loss is not None:
+            told[LOSS] = self.round.loss
+        return (self._layout.arrays(self._model) if came else None), told
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> list[Message]:
+        """Nobody: the server tests."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        return None
+
+    def summary(self) -> None:
+        config = self.config
+        log.info(
+            "%s: %d rounds; %s invites %d clients, the first %d count; %s",
+            config.name, config.rounds, config.selector.kind, config.invited, config.participants, config.aggregator.kind,
+        )  # fmt: skip
+
+    # --- a round ---
+
+    @property
+    def _clock_s(self) -> float:
+        """Since the job began, without the time that its server was away."""
+        return time.monotonic() - self._zero_s
+
+    def _picked(self, grid: Grid) -> list[int]:
+        """Whom the selector wants of those that are idle; where it wants nobody, others may still come."""
+        until_s: float | None = None
+        while True:
+            idle = self.nodes.wait(grid, self._least, patience_s=self._patience_s, poll_s=self._poll_s)
+            self._there = len(idle)
+            try:
+                return [int(client) for client in self.selector.select(self.config.invited, idle)]
+            except NoClient:
+                now_s = time.monotonic()
+                until_s = now_s + self._patience_s if until_s is None else until_s
+                if now_s >= until_s:
+                    raise
+            time.sleep(self._poll_s)
+
+    def _orders(self, number: int) -> dict[str, int | float]:
+        """What clients are asked to do; whether they do is up to the ClientApp."""
+        local = self.config.local
+        orders = {"server-round": number, "local-steps": local.steps, "batch-size": local.batch_size}
+        more = {"proximal-mu": self.aggregator.mu} if isinstance(self.aggregator, FedProx) else {}
+        return {**orders, "lr": self.config.lr_in(number), **more}
+
+    def _answers(self, grid: Grid, messages: list[Message], number: int, deadline_s: float) -> list[Message]:
+        """In the order of their arrival, until there are enough."""
+        self.nodes.send(grid, messages, number)
+        until_s = time.monotonic() + deadline_s
+        found: list[Message] = []
+        usable = 0
+        while True:
+            for answer in self.nodes.look(grid):
+                if answer.order.round_number != number:
+                    self.nodes.late([answer])
+                    continue
+                found.append(answer.message)
+                if not self._fault(answer.message):
+                    self._took_s[answer.order.client] = duration_s(answer.message, answer.took_s)
+                    usable += 1
+            enough = usable >= self.config.participants or not self.nodes.waiting(number)
+            if enough or time.monotonic() >= until_s:
+                return found
+            time.sleep(self._poll_s)
+
+    def _fault(self, message: Message) -> str:
+        """Why a reply cannot be used; empty: it can."""
+        if message.has_error():
+            return message.error.reason or "it failed, and does not say why"
+        records = list(message.content.array_records.values())
+        if len(records) != 1:
+            return f"{len(records)} array records in the reply, instead of the client's model alone"
+        if not number_in(message.content, SAMPLES) > 0:
+            return f"no {SAMPLES!r} above 0 among its metrics"
+        assert self._layout is not None, "a round is configured before it is answered"
+        return self._layout.fault(records[0])
+
+    def _sorted_out(self, replies: Iterable[Message]) -> tuple[dict[int, Message], set[int]]:
+        """The replies that count, by client, and clients that failed."""
+        came: dict[int, Message] = {}
+        failed: set[int] = set()
+        for message in replies:
+            client = self._invited.get(message.metadata.src_node_id)
+            if client is None or client in came:
+                continue
+            if why := self._fault(message):
+                failed.add(client)
+                log.warning("client %d: its reply is not used: %s", client, why)
+            elif len(came) < self.config.participants:
+                came[client] = message
+        return came, failed
+
+    def _update(self, client: int, message: Message, number: int) -> Update:
+        assert self._layout is not None, "a round is configured before it is aggregated"
+        given = next(iter(message.content.array_records.values()))
+        change = self._model.change_to(self._layout.weights(given))
+        return Update(client, change, number_in(message.content, SAMPLES), number_in(message.content, LOSS), number)
+
+    def _tell(self, came: dict[int, Message]) -> None:
+        """Let the selector know what all who were invited have brought."""
+        clients = sorted(self._invited.values())
+        so_far_s = self._clock_s - self._round_begun_s
+        told = {client: message.content for client, message in came.items()}
+        self.selector.feedback(
+            clients,
+            utility=[number_in(told[each], UTILITY) if each in told else 0.0 for each in clients],
+            loss=[number_in(told[each], LOSS) if each in told else math.nan for each in clients],
+            duration_s=[self._took_s.get(each, math.nan if each in told else so_far_s) for each in clients],
+            finished=[each in told and each not in self.aggregator.left_out for each in clients],
+        )
+
+    def _tested(self, number: int, told: MetricRecord) -> bool:
+        """Note a test; whether the job has reached its target."""
+        accuracy, top_5, loss = (_number(told, name) for name in ("accuracy", "top-5", LOSS))
+        if accuracy is None:
+            return False
+        self.journal.test(Point(number, self._clock_s, accuracy, accuracy if top_5 is None else top_5, loss))
+        return 0 < self.config.target <= accuracy
+
+    # --- state ---
+
+    def _resumed(self, initial: ArrayRecord) -> tuple[ArrayRecord, int]:
+        """What the job goes on from: the model, and the rounds that are done."""
+        self._layout = Layout.of(initial, self._buffers)
+        model = self._layout.weights(initial)
+        saved = checkpoints.load(self.folder, self.config) if self.folder is not None else None
+        self._zero_s = time.monotonic()
+        if saved is None:
+            self.journal.begin(self.config, None, {"runtime": "flower", "model_bytes": model.num_bytes})
+            return initial, 0
+        try:
+            model = weights_of(saved.state["model"], model)
+            self.aggregator.load_state_dict(saved.state["aggregator"])
+            self.selector.load_state_dict(saved.state["selector"])
+            self.nodes.load_state_dict(saved.state["nodes"])
+            self._zero_s -= float(saved.state["clock_s"])
+        except (ConfigError, TrainError) as error:
+            raise CheckpointError(f"the checkpoint does not go on here: {error}") from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint lacks a part of the state ({error!r}): it is damaged") from None
+        self.journal.begin(self.config, saved.round, {})
+        return self._layout.arrays(model), saved.round
+
+    def _save(self, number: int) -> None:
+        if self.folder is None:
+            return
+        state = {
+            "model": {"parameters": self._model.parameters, "buffers": self._model.buffers},
+            "aggregator": self.aggregator.state_dict(),
+            "selector": self.selector.state_dict(),
+            "nodes": self.nodes.state_dict(),
+            "clock_s": self._clock_s,
+        }
+        self.journal.settle()
+        checkpoints.save(self.folder, self.config, Saved(number, 0, "flower", state))
+
+
+def _number(record: MetricRecord, name: str) -> float | None:
+    value = record.get(name)
+    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None

@@ -1,0 +1,222 @@
+"""Differential privacy of clients: updates of bounded length, noise, and an account of what has been given away.
+
+With `where="server"` the server is trusted: each of n updates gets the n-th part of the noise's variance, so that their
+even mean carries the noise of the Gaussian mechanism once. With `where="client"` nobody is: each update carries all of it,
+and is private by itself, whatever is made of it.
+
+The noise comes from a generator that counts (Philox: seed, round, client), so a round has the same noise wherever it
+is drawn, and no state. It is that of experiments: neither secret nor discrete, as a deployment against people who know the seed would need.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pliant.errors import ConfigError
+from pliant.fed.fold.aggregation import Aggregator
+from pliant.fed.updates import Update, Weights, sum_of_squares
+
+ORDERS = (*(1 + i / 10 for i in range(1, 100)), *range(12, 64), *range(64, 257, 8), 512, 1024)
+"""Of Rényi divergence; fractions matter where much is given away, large ones where little is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Privacy:
+    """How updates are made private before they are aggregated.
+
+    Noise may make a running variance negative: use models whose normalisation keeps none (group norm, layer norm).
+    """
+
+    clip: float = 3.0
+    """The greatest length (L2, over all parameters and floating buffers) of an update."""
+    noise_multiplier: float = 1.0
+    """The noise's standard deviation in units of `clip`; 0: clipping only, which promises nothing."""
+    where: Literal["server", "client"] = "server"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (self.clip > 0 and math.isfinite(self.clip)):
+            raise ConfigError(f"clip={self.clip}: use a length above 0")
+        if not (self.noise_multiplier >= 0 and math.isfinite(self.noise_multiplier)):
+            raise ConfigError(f"noise_multiplier={self.noise_multiplier}: use 0 or more")
+        if self.where not in ("server", "client"):
+            raise ConfigError(f"where={self.where!r}: use server or client")
+        if self.seed < 0:
+            raise ConfigError(f"seed={self.seed}: use 0 or more")
+
+    def check(self, aggregator: Aggregator) -> None:
+        """Refuse an aggregator whose result the server's noise does not cover.
+
+        Raises:
+            ConfigError: it does not average all updates, or not evenly.
+        """
+        if self.where == "server" and not aggregator.averages:
+            raise ConfigError(
+                f"{aggregator.name} is no mean of all updates, so noise on their sum does not make it private: "
+                "use where=client, or fed-avg, fed-yogi, ..."
+            )
+
+    def privatised(self, update: Update, *, round_number: int, participants: int) -> Update:
+        """The update as it may be used: clipped, with its noise, and counting as much as every other.
+
+        `participants` is how many updates the round aggregates.
+        """
+        if participants < 1:
+            raise ConfigError(f"participants={participants}: a private round has 1 or more")
+        change, _ = clipped(update.change, self.clip)
+        deviation = self.clip * self.noise_multiplier
+        if self.where == "server":
+            deviation /= math.sqrt(participants)
+        chance = generator(self.seed, round_number, update.client)
+        return replace(update, change=_with_noise(change, deviation, chance), samples=1.0)
+
+
+def clipped(change: Weights, bound: float) -> tuple[Weights, float]:
+    """A change of length `bound` at most, in the same direction, and its length before.
+
+    What is not finite becomes no change at all, because the bound must hold for whatever a client sends. Integers do
+    not change: they have no direction to be shortened in, and would tell something.
+    """
+    floating = [each for each in change.all if each.is_floating_point()]
+    length = math.sqrt(sum_of_squares(floating))
+    # A little less than needed: the products are rounded to the tensors' own type, and must not exceed the bound.
+    scale = bound / length * (1 - _slack(floating)) if length > bound else 1.0
+
+    def part(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or not math.isfinite(length):
+            return torch.zeros_like(tensor)
+        return (tensor.to(torch.float64) * scale).to(tensor.dtype) if scale < 1 else tensor
+
+    return Weights([part(each) for each in change.parameters], [part(each) for each in change.buffers]), length
+
+
+def _slack(tensors: list[Tensor]) -> float:
+    return max((torch.finfo(each.dtype).eps for each in tensors), default=0.0)
+
+
+def generator(seed: int, round_number: int, client: int) -> np.random.Generator:
+    """The random numbers of one client in one round; no two of them overlap."""
+    return np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, round_number, client]))
+
+
+def _with_noise(change: Weights, deviation: float, chance: np.random.Generator) -> Weights:
+    def noisy(tensor: Tensor) -> Tensor:
+        if deviation == 0 or not tensor.is_floating_point():
+            return tensor
+        noise = torch.from_numpy(chance.standard_normal(tuple(tensor.shape))).to(tensor.device)
+        return (tensor.to(torch.float64) + noise * deviation).to(tensor.dtype)
+
+    return Weights([noisy(each) for each in change.parameters], [noisy(each) for each in change.buffers])
+
+
+def sampled_gaussian_rdp(rate: float, noise_multiplier: float, order: float) -> float:
+    """The Rényi divergence of one round whose participants are drawn at `rate` (Mironov, Talwar, Zhang 2019).
+
+    log E[(1 - q + q exp((2z - 1) / 2 sigma^2))^a] / (a - 1), z ~ N(0, sigma^2), by the trapezoidal rule: it converges
+    faster than any power of the step for such integrands, and needs no series for orders that are fractions.
+    """
+    if rate == 0:
+        return 0.0
+    if noise_multiplier == 0:
+        return math.inf
+    variance = noise_multiplier**2
+    if rate == 1:
+        return order / (2 * variance)
+    # The integrand has mass around 0 and around z = order; its poles are pi sigma^2 away from the real line.
+    step = min(noise_multiplier / 8, variance / 2)
+    z = np.arange(-14 * noise_multiplier, order + 14 * noise_multiplier + step, step)
+    ratio = np.logaddexp(math.log1p(-rate), math.log(rate) + (2 * z - 1) / (2 * variance))
+    logs = order * ratio - z**2 / (2 * variance)
+    top = float(logs.max())
+    area = math.log(float(np.exp(logs - top).sum()) * step) - 0.5 * math.log(2 * math.pi * variance)
+    return max(0.0, (top + area) / (order - 1))
+
+
+@dataclass(slots=True)
+class Accountant:
+    """What all rounds so far have given away about any one client.
+
+    Rates below 1 amplify privacy only where each client takes part by chance alone, independently. Guided selection
+    looks at the clients: count only the rounds of the client that took part most often, each with rate 1.
+    """
+
+    orders: tuple[float, ...] = ORDERS
+    total: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+
+    def __post_init__(self) -> None:
+        if not self.orders or min(self.orders) <= 1:
+            raise ConfigError(f"orders={self.orders}: each must be above 1")
+        if not len(self.total):
+            self.total = np.zeros(len(self.orders))
+
+    def add(self, *, rate: float, noise_multiplier: float, rounds: int = 1) -> None:
+        """Account for `rounds` more, each with participants drawn at `rate`."""
+        if not 0 <= rate <= 1:
+            raise ConfigError(f"rate={rate}: use the share of clients that take part, 0 to 1")
+        if not noise_multiplier >= 0 or rounds < 0:
+            raise ConfigError(f"noise_multiplier={noise_multiplier}, rounds={rounds}: use 0 or more")
+        if rounds:
+            each = [sampled_gaussian_rdp(rate, noise_multiplier, order) for order in self.orders]
+            self.total = self.total + rounds * np.array(each)
+
+    def epsilon(self, delta: float, *, classic: bool = False) -> float:
+        """The epsilon for this delta; infinite without noise.
+
+        By Canonne, Kamath and Steinke (2020); with `classic` by Mironov (2017), looser, as older publications have it.
+        """
+        if not 0 < delta < 1:
+            raise ConfigError(f"delta={delta}: use a probability, less than one over the number of clients")
+        if not self.total.any():
+            return 0.0
+        found = math.inf
+        for order, divergence in zip(self.orders, self.total, strict=True):
+            if classic:
+                more = -math.log(delta) / (order - 1)
+            else:
+                more = math.log1p(-1 / order) - (math.log(delta) + math.log(order)) / (order - 1)
+            found = min(found, divergence + more)
+        return max(0.0, float(found))
+
+    def state_dict(self) -> dict[str, list[float]]:
+        return {"orders": list(self.orders), "total": self.total.tolist()}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        orders, total = state.get("orders"), state.get("total")
+        if not orders or not total or len(orders) != len(total):
+            raise ConfigError("the accountant's state is damaged: its orders and its totals do not match")
+        self.orders, self.total = tuple(orders), np.array(total, dtype=np.float64)
+
+
+def noise_for(epsilon: float, delta: float, *, rate: float, rounds: int) -> float:
+    """The least noise multiplier (to 0.1 %) that keeps `rounds` within this budget.
+
+    Raises:
+        ConfigError: no noise below 10,000 does.
+    """
+    if not epsilon > 0:
+        raise ConfigError(f"epsilon={epsilon}: use a budget above 0")
+
+    def spent(noise_multiplier: float) -> float:
+        accountant = Accountant()
+        accountant.add(rate=rate, noise_multiplier=noise_multiplier, rounds=rounds)
+        return accountant.epsilon(delta)
+
+    high = 1.0
+    while spent(high) > epsilon:
+        high *= 2
+        if high > 1e4:
+            raise ConfigError(
+                f"epsilon={epsilon} over {rounds} rounds needs noise above {high / 2:g}: allow more, or fewer rounds"
+            )
+    low = high / 2 if high > 1 else 0.05
+    while high / low > 1.001:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if spent(middle) <= epsilon else (middle, high)
+    return high

@@ -1,0 +1,263 @@
+"""Asynchronous rounds (FedBuff): clients come and go by the virtual clock, and the model moves whenever enough have come.
+
+A number of clients train at a time; each starts from the model of the moment at which it is asked, and its place is free again
+when it is done, has gone away or is late. Events follow in the order of (time, client).
+
+What a client brings is not needed before its buffer is full. So all of a buffer train then, together where they started
+from the same model: the units are as large as can be, and nobody trains whose update will not count. The models that
+clients still in flight have started from are kept until then. The selector is asked once for all whom the present model will be
+given to, and again where these do not suffice; it is told what they brought when the model moves.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pliant.errors import CheckpointError, ConfigError, NoClient
+from pliant.fed.fold.aggregators import FedBuff
+from pliant.fed.history import Round
+from pliant.fed.rounds.federation import Brought, Federation, weights_of
+from pliant.fed.rounds.plan import COUNTS, CUT, LOST
+from pliant.fed.rounds.synchronous import finite, mean_loss
+from pliant.fed.updates import Weights
+from pliant.fed.work import Trained
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Flight:
+    """A client on its way, from the moment it was asked to the one at which it is heard of again."""
+
+    end_s: float
+    client: int
+    version: int
+    """Of the model that it has started from."""
+    begin_s: float
+    fate: int
+    """Of `rounds`: it is done then, late, or gone."""
+
+
+class Buffered:
+    def __init__(self, federation: Federation) -> None:
+        """Raises ConfigError where the config asks for what asynchronous rounds cannot do."""
+        config, num_clients = federation.config, federation.task.num_clients
+        assert isinstance(federation.aggregator, FedBuff), "only FedBuff's buffer is asynchronous"
+        self._aggregator = federation.aggregator
+        if self._aggregator.size > num_clients:
+            raise ConfigError(
+                f"size={self._aggregator.size} of fed-buff, and {num_clients} clients: no model is given to a client twice, "
+                "so use a buffer of at most as many"
+            )
+        if config.local.longer:
+            raise ConfigError("local.longer with fed-buff: nobody waits for anybody there; leave it out")
+        self._federation = federation
+        self._most = min(config.concurrency or config.invited, num_clients)
+        self._flights: list[Flight] = []
+        self._models: dict[int, Weights] = {}
+        """By version: those that flights have started from, as long as they may count."""
+        self._queue: list[int] = []
+        """Whom the selector has named for the present model, and who wait for a place."""
+        self._asked: list[tuple[int, float]] = []
+        """Who was given the present model, and when."""
+        self._had: set[int] = set()
+        """Of these, who need not be given it again: the same would come of it."""
+        self._choice: tuple[int, dict[str, float | int | None]] = (0, {})
+        """Of the first choice for the present model: from how many it was made, and what the selector says of it."""
+
+    def round(self, number: int) -> Round:
+        """Let time go on until the model moves. Versions are counted from 0, rounds from 1."""
+        shared, buffer = self._federation, self._aggregator
+        begin_s = shared.clock_s
+        self._models[buffer.version] = shared.model
+        self._queue, self._asked, self._had, self._choice = [], [], set(), (0, {})
+        self._fill()
+        log = _Log()
+        pending: list[Flight] = []
+        moved: Weights | None = None
+        heard_s = begin_s
+        while moved is None:
+            flight = self._next()
+            if flight.fate == COUNTS and buffer.version - flight.version <= buffer.max_staleness:
+                pending.append(flight)
+                heard_s = flight.end_s
+            else:
+                log.end_of(flight)
+            if flight.fate == LOST:
+                self._had.discard(flight.client)
+                shared.check_patience(heard_s, NoClient("clients go away before they are done"))
+            if len(pending) == buffer.size - log.used:
+                moved = self._fold(pending, log)
+                pending = []
+            if moved is None:
+                self._fill()
+        shared.model = moved
+        self._forget_models()
+        shared.tell(log.brought)
+        shared.ledger.account(np.array([each.client for each in log.folded], np.int64), rate=1.0)
+        folded = sorted(log.folded, key=lambda each: (each.client, each.version))
+        clients = [each.client for each in folded]
+        asked = sorted(self._asked)
+        there, figures = self._choice
+        return Round(
+            round=number,
+            begin_s=begin_s,
+            clock_s=shared.clock_s,
+            invited=tuple(client for client, _ in asked),
+            aggregated=tuple(clients),
+            cut=tuple(sorted(log.cut)),
+            lost=tuple(sorted(log.lost)),
+            left_out=log.left_out,
+            loss=mean_loss(log.losses),
+            lr=shared.config.lr_in(number),
+            there=there,
+            malicious=int(np.count_nonzero(shared.task.malicious[clients])),
+            selector=figures,
+            client_s=tuple(each.end_s - each.begin_s for each in folded),
+            staleness=tuple(number - 1 - each.version for each in folded),
+            asked_s=tuple(at_s for _, at_s in asked),
+        )
+
+    # --- clients ---
+
+    def _fill(self) -> None:
+        """Give every free place to a client, as far as there are clients."""
+        shared = self._federation
+        while len(self._flights) < self._most:
+            self._start_waiting()
+            free = self._most - len(self._flights)
+            if not free:
+                break
+            try:
+                # those who will have a place now, and those who will until the buffer is full
+                picked = shared.pick(free + int(self._aggregator.size) - 1, busy=self._busy())
+            except NoClient:
+                break
+            self._queue = picked.clients.tolist()
+            if not self._choice[0]:
+                self._choice = picked.there, finite(shared.selector.figures)
+
+    def _start_waiting(self) -> None:
+        """Start those of the queue who are still there."""
+        shared, config = self._federation, self._federation.config
+        seen = shared.world.at(shared.clock_s)
+        while self._queue and len(self._flights) < self._most:
+            client = self._queue.pop(0)
+            if not seen.there[client]:
+                continue
+            now_s, until_s = shared.clock_s, float(seen.until_s[client])
+            done_s = now_s + float(shared.world.round_s(config.local.steps, np.array([client]))[0])
+            late_s = math.inf if config.deadline_s is None else now_s + config.deadline_s
+            end_s, fate = min((done_s, COUNTS), (late_s, CUT), (until_s, LOST), key=lambda each: each[0])
+            if done_s >= until_s and fate == COUNTS:
+                fate = LOST
+            heapq.heappush(self._flights, Flight(end_s, client, self._aggregator.version, now_s, fate))
+            self._asked.append((client, now_s))
+            self._had.add(client)
+
+    def _busy(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Who trains now, or has had the present model."""
+        mask = np.zeros(self._federation.task.num_clients, np.bool_)
+        mask[[each.client for each in self._flights]] = True
+        mask[list(self._had)] = True
+        return mask
+
+    def _next(self) -> Flight:
+        """The next one that is heard of; the clock goes on to that moment."""
+        shared, since_s = self._federation, self._federation.clock_s
+        while not self._flights:
+            shared.wait(
+                since_s, NoClient(f"a model needs {self._aggregator.size} updates, and no more can be had in time")
+            )
+            self._fill()
+        flight = heapq.heappop(self._flights)
+        shared.clock_s = flight.end_s
+        return flight
+
+    # --- the model ---
+
+    def _fold(self, pending: list[Flight], log: _Log) -> Weights | None:
+        """Have those who have come train, and put them into the buffer in the order in which they came.
+
+        None: not all could be used, so more must come.
+        """
+        shared, buffer = self._federation, self._aggregator
+        trained = self._trained(pending)
+        moved: Weights | None = None
+        for flight in pending:
+            result = trained[flight.client, flight.version]
+            number = flight.version + 1
+            update = shared.ledger.private(
+                replace(result.update, version=flight.version), round_number=number, participants=1
+            )
+            moved = buffer.offer(shared.model, update)
+            why = buffer.left_out.get(flight.client, "")
+            log.came(flight, result, why)
+        return moved
+
+    def _trained(self, pending: list[Flight]) -> dict[tuple[int, int], Trained]:
+        """All of one model at once."""
+        shared = self._federation
+        found: dict[tuple[int, int], Trained] = {}
+        for version in sorted({each.version for each in pending}):
+            clients = np.array(sorted(each.client for each in pending if each.version == version), np.int64)
+            steps = np.full(len(clients), shared.config.local.steps, np.int64)
+            for trained in shared.train(self._models[version], clients, steps, round_number=version + 1):
+                found[trained.update.client, version] = trained
+        return found
+
+    def _forget_models(self) -> None:
+        oldest = self._aggregator.version - self._aggregator.max_staleness
+        needed = {each.version for each in self._flights if each.fate == COUNTS and each.version >= oldest}
+        self._models = {version: model for version, model in self._models.items() if version in needed}
+
+    # --- state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """Between two rounds the queue is of the past."""
+        flights = [(e.end_s, e.client, e.version, e.begin_s, e.fate) for e in sorted(self._flights)]
+        models = [
+            {"version": version, "parameters": model.parameters, "buffers": model.buffers}
+            for version, model in sorted(self._models.items())
+        ]
+        return {"flights": flights, "models": models}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        try:
+            self._flights = [Flight(*each) for each in state["flights"]]  # sorted, and so a heap
+            self._models = {int(each["version"]): weights_of(each, self._federation.model) for each in state["models"]}
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint lacks a part of the flights ({error!r}): it is damaged") from None
+
+
+class _Log:
+    """What has happened since the model last moved."""
+
+    def __init__(self) -> None:
+        self.brought: list[Brought] = []
+        self.folded: list[Flight] = []
+        self.losses: list[float] = []
+        self.cut: list[int] = []
+        self.lost: list[int] = []
+        self.left_out: dict[int, str] = {}
+        self.used = 0
+        """Updates that are in the buffer."""
+
+    def end_of(self, flight: Flight) -> None:
+        """Of one that does not count: gone, late, or done with a model that is too old."""
+        (self.lost if flight.fate == LOST else self.cut).append(flight.client)
+        self.brought.append(Brought(flight.client, False, flight.end_s - flight.begin_s))
+
+    def came(self, flight: Flight, result: Trained, why: str) -> None:
+        loss = result.update.loss
+        self.folded.append(flight)
+        self.losses.append(loss)
+        self.brought.append(Brought(flight.client, not why, flight.end_s - flight.begin_s, result.utility, loss))
+        if why:
+            self.left_out[flight.client] = why
+        else:
+            self.used += 1

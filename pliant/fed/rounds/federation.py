@@ -1,0 +1,229 @@
+"""What the rounds of a job share, whichever way they are done: model, clients, selector, aggregator, clock and account.
+
+All that later rounds depend on is in `state_dict()`. There is no chance here but the selector's, and no time but the
+virtual clock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pliant.errors import CheckpointError, ConfigError, NoClient, TrainError
+from pliant.fed.choice import selectors
+from pliant.fed.choice.population import Floats, Ids, Mask
+from pliant.fed.choice.selection import PopulationSelector
+from pliant.fed.clients.world import SELECTION, World, seed_for
+from pliant.fed.config import FedConfig
+from pliant.fed.data.task import Task
+from pliant.fed.fold import aggregators
+from pliant.fed.fold.aggregation import Aggregator
+from pliant.fed.fold.ledger import Ledger
+from pliant.fed.fold.robust import Krum
+from pliant.fed.updates import Weights, check_alike
+from pliant.fed.work import Score, Trained, Workers, evaluation_units, training_units
+
+PATIENCE_PERIODS = 2
+"""Of the trace, that nobody can be picked: then nobody ever will be."""
+LEAST_RATE = 1e-30
+"""A rate may decay to 0, and aggregators divide by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """The selector's answer."""
+
+    clients: Ids
+    """In ascending order."""
+    until_s: Floats
+    """When the window of each closes."""
+    there: int
+    """Clients that it could choose from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What came of one invitation, as the selector is told."""
+
+    client: int
+    finished: bool
+    duration_s: float
+    utility: float = 0.0
+    loss: float = math.nan
+
+
+class Federation:
+    def __init__(self, config: FedConfig, task: Task, workers: Workers, batching: int) -> None:
+        """Raises ConfigError where parts of the config do not go together, or a table is not there."""
+        self.config, self.task = config, task
+        self.model = Weights.of(task.model())
+        self.clock_s = 0.0
+        self.world = World.of(config, task.num_clients, self.model.num_bytes)
+        self.selector = selector_of(config)
+        self.aggregator = aggregator_of(config)
+        self.ledger = Ledger(config, task.num_clients, self.aggregator)
+        self._workers, self._batching = workers, batching
+        self.selector.register(
+            np.arange(task.num_clients),
+            duration_s=self.world.round_s(config.local.steps),
+            size=np.maximum(task.sizes, 1),
+        )
+
+    # --- clients ---
+
+    def pick(self, num: int, *, busy: Mask | None = None) -> Picked:
+        """Ask the selector for `num` clients of those that are there now and not `busy`.
+
+        Raises:
+            NoClient: nobody can be picked now.
+        """
+        seen = self.world.at(self.clock_s)
+        feasible = seen.there if busy is None else seen.there & ~busy
+        chosen = self.selector.select(num, feasible, remaining_s=seen.until_s - self.clock_s)
+        return Picked(chosen, seen.until_s[chosen], int(np.count_nonzero(feasible)))
+
+    def pick_or_wait(self, num: int) -> Picked:
+        """The same; where nobody can be picked, the clock goes on until somebody can."""
+        since_s = self.clock_s
+        while True:
+            try:
+                return self.pick(num)
+            except NoClient as error:
+                self.wait(since_s, error)
+
+    def wait(self, since_s: float, why: NoClient) -> None:
+        """Let the clock go on to the next arrival of a client.
+
+        Raises:
+            NoClient: there will be none, or too many have come in vain since `since_s`.
+        """
+        seen = self.world.at(self.clock_s)
+        next_s = float(np.where(seen.there, math.inf, seen.back_s).min())
+        self.check_patience(since_s, why, until_s=next_s)
+        # a sum of floats may lie just before the moment that it means
+        self.clock_s = max(next_s, math.nextafter(self.clock_s, math.inf))
+
+    def check_patience(self, since_s: float, why: NoClient, *, until_s: float | None = None) -> None:
+        """Give up where nothing has come since `since_s`: what has not in two periods of the trace never will.
+
+        Raises:
+            NoClient: so it is.
+        """
+        end_s = self.clock_s if until_s is None else until_s
+        if end_s > since_s + PATIENCE_PERIODS * float(self.world.availability.period_s.max()):
+            raise NoClient(f"since {since_s:.0f} s of the virtual clock, and for ever: {why}")
+
+    def tell(self, brought: Sequence[Brought]) -> None:
+        """Tell the selector what came of invitations. One that is there twice is told of twice, in order."""
+        rest = list(brought)
+        while rest:
+            told: dict[int, Brought] = {}
+            later: list[Brought] = []
+            for each in rest:
+                if told.setdefault(each.client, each) is not each:
+                    later.append(each)
+            self.selector.feedback(
+                list(told),
+                utility=[each.utility for each in told.values()],
+                loss=[each.loss for each in told.values()],
+                duration_s=[each.duration_s for each in told.values()],
+                finished=[each.finished for each in told.values()],
+            )
+            rest = later
+
+    # --- work ---
+
+    def train(self, model: Weights, clients: Ids, steps: Ids, *, round_number: int) -> Iterator[Trained]:
+        """What clients make of `model`, in ascending order."""
+        units = training_units(
+            clients.tolist(),
+            steps.tolist(),
+            round_number=round_number,
+            lr=self.config.lr_in(round_number),
+            batching=self._batching,
+        )
+        for unit, done in zip(units, self._workers.run(model, units), strict=True):
+            if not isinstance(done, tuple) or tuple(each.update.client for each in done) != unit.clients:
+                raise TrainError(f"clients {list(unit.clients)} were to be trained, and something else came back")
+            yield from done
+
+    def evaluate(self) -> Score:
+        """The model on the test set."""
+        total = Score(0, 0, 0, 0.0)
+        for done in self._workers.run(self.model, evaluation_units(self.task.num_test)):
+            if not isinstance(done, Score):
+                raise TrainError("a test was asked for, and something else came back")
+            total += done
+        return total
+
+    # --- state ---
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": {"parameters": self.model.parameters, "buffers": self.model.buffers},
+            "aggregator": self.aggregator.state_dict(),
+            "selector": self.selector.state_dict(),
+            "ledger": self.ledger.state_dict(),
+            "clock_s": self.clock_s,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            CheckpointError: it is of another model or other clients, or damaged.
+        """
+        try:
+            self.model = weights_of(state["model"], self.model)
+            self.selector.load_state_dict(state["selector"])
+            self.aggregator.load_state_dict(state["aggregator"])
+            self.ledger.load_state_dict(state["ledger"])
+            self.clock_s = float(state["clock_s"])
+        except (ConfigError, TrainError) as error:
+            raise CheckpointError(f"the checkpoint does not go on here: {error}") from None
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint lacks a part of the state ({error!r}): it is damaged") from None
+
+    @property
+    def data_fingerprint(self) -> str:
+        """Of how many samples each client has, and how many there are to test with."""
+        sizes = np.ascontiguousarray(self.task.sizes, np.int64)
+        return hashlib.sha256(sizes.tobytes() + self.task.num_test.to_bytes(8, "little")).hexdigest()
+
+
+def selector_of(config: FedConfig) -> PopulationSelector:
+    """As the config says, with the job's seed where it gives none."""
+    options = {"seed": seed_for(config.seed, SELECTION), **config.selector.options}
+    try:
+        return selectors.make(config.selector.kind, **options)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ConfigError(f"selector {config.selector.kind}: {error}; check the types of its options") from None
+
+
+def aggregator_of(config: FedConfig) -> Aggregator:
+    """As the config says; what it leaves open and the job knows is the job's."""
+    kind, options = config.aggregator.kind, dict(config.aggregator.options)
+    if kind == "fed-buff":
+        options.setdefault("size", config.participants)
+    made = aggregators.make(kind, options)  # type: ignore[arg-type]
+    if isinstance(made, Krum):
+        made.check(config.participants)
+    return made
+
+
+def follow_rate(aggregator: Aggregator, config: FedConfig, round_number: int) -> None:
+    """Tell the aggregator that reckons with the clients' rate what it is in this round; not where the user has set it."""
+    if isinstance(aggregator, aggregators.QFedAvg) and "client_lr" not in config.aggregator.options:
+        aggregator.client_lr = max(config.lr_in(round_number), LEAST_RATE)
+
+
+def weights_of(saved: Mapping[str, Any], like: Weights) -> Weights:
+    """Raises TrainError where it is another model's."""
+    found = Weights(list(saved["parameters"]), list(saved["buffers"]))
+    check_alike(like, found, "the checkpoint's model")
+    return found

@@ -1,0 +1,288 @@
+"""What a federated job leaves in its folder, beside its checkpoint.
+
+    record.jsonl     all of it, one fact per line: start, round, test, end
+    training_perf    the tests, in the form of the Oort artifact: a pickle of plain values
+    tensorboard/     events, where TensorBoard's writer is installed
+
+A job that was interrupted goes on from its checkpoint: what the record says of later rounds is taken back, because they
+will be done again, and written again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pliant.errors import CheckpointError, ConfigError
+from pliant.fed.config import FedConfig
+from pliant.fed.history import History, Point, Round
+from pliant.fed.rounds.board import Board
+from pliant.record import Recorder
+
+RECORD, PERF, BOARD = "record.jsonl", "training_perf", "tensorboard"
+TASKS = {"speech": "speech", "play": "nlp", "posts": "nlp"}
+"""The artifact's word for what is learnt; `cv` for all else."""
+MAY_CHANGE = ("rounds", "target", "checkpoint_every")
+"""Settings that a resumed job may have anew: they change no round that is done."""
+Watch = Callable[[str, Mapping[str, Any]], None]
+"""Told each fact that is written: its kind, and what it says."""
+
+
+class Journal:
+    """Without a folder it only keeps the history."""
+
+    def __init__(
+        self, folder: Path | None = None, *, say: Callable[[str], None] | None = None, watch: Watch | None = None
+    ) -> None:
+        self.folder = folder
+        self.history = History()
+        self._say, self._watch = say, watch
+        self._config: FedConfig | None = None
+        self._recorder: Recorder | None = None
+        self._board: Board | None = None
+        self._lock = -1
+
+    def begin(self, config: FedConfig, resumed_at: int | None, facts: Mapping[str, Any]) -> None:
+        """Open the files: of a new job (None), or of one that goes on after this round.
+
+        Raises:
+            ConfigError: the folder cannot be written to.
+            CheckpointError: the record is another job's, or lacks rounds that the checkpoint knows of.
+        """
+        self.history = History()
+        self._config = config
+        if self.folder is not None:
+            self._open(self.folder, config, resumed_at)
+        if resumed_at is None:
+            self._fact("start", 0, {"config": config.model_dump(mode="json"), **facts})
+            if self._say is not None and (remark := too_few(config, facts.get("clients"))):
+                self._say(remark)
+        elif self._say is not None:
+            self._say(f"{config.name}: goes on after round {resumed_at}")
+
+    def _open(self, folder: Path, config: FedConfig, resumed_at: int | None) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{folder}: {error.strerror}; give a folder that can be written to") from None
+        record = folder / RECORD
+        self._hold(folder)
+        self._take_back(record, config, resumed_at)
+        self._recorder = Recorder(record)
+        self._board = Board(folder / BOARD)
+        self._board.open()
+        for done in self.history.rounds:
+            self._board.round(done)
+        for point in self.history.points:
+            self._board.test(point)
+
+    def _hold(self, folder: Path) -> None:
+        """Two that write the same files would ruin both; the lock goes with its process, however that ends."""
+        self._lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ConfigError(
+                f"{folder}: another process runs this job; stop it first, or use another folder"
+            ) from None
+
+    def _take_back(self, record: Path, config: FedConfig, resumed_at: int | None) -> None:
+        """Cut the record behind its last line about a round that is done; what stays becomes the history."""
+        kept_bytes = 0
+        if resumed_at is not None or record.exists():
+            try:
+                lines = record.read_bytes().splitlines(keepends=True)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{record}: {error.strerror}; the checkpoint beside it goes on with it, so put it back, or use another folder"
+                ) from None
+            for number, line in enumerate(lines):
+                fact = _fact_of(line)
+                if number == 0:
+                    _check_same_job(record, fact, config)
+                if fact is None or fact["kind"] == "end" or fact["step"] > (-1 if resumed_at is None else resumed_at):
+                    break
+                kept_bytes += len(line)
+                try:
+                    if fact["kind"] == "round":
+                        self.history.rounds.append(Round.from_json(fact))
+                    elif fact["kind"] == "test":
+                        self.history.points.append(Point.from_json(fact))
+                except ValueError as error:
+                    raise CheckpointError(
+                        f"{record}:{number + 1}: this {fact['kind']} is not as a federated job writes it: {error}; "
+                        "put the record back as it was, or use another folder to begin anew"
+                    ) from None
+            os.truncate(record, kept_bytes)
+        found = self.history.rounds[-1].round if self.history.rounds else 0
+        if resumed_at is not None and found != resumed_at:
+            raise CheckpointError(
+                f"{record} ends with round {found}, and the checkpoint beside it with round {resumed_at}: "
+                "they are not of the same job, or the record was cut; use another folder to begin anew"
+            )
+
+    def round(self, done: Round) -> None:
+        self.history.rounds.append(done)
+        self._fact("round", done.round, done.as_json())
+        if self._board is not None:
+            self._board.round(done)
+
+    def test(self, point: Point) -> None:
+        self.history.points.append(point)
+        self._fact("test", point.round, point.as_json())
+        self._write_perf()
+        if self._board is not None:
+            self._board.test(point)
+        if self._say is not None:
+            self._say(_line(point))
+
+    def end(self, why: str) -> None:
+        self.history.why = why
+        rounds = len(self.history.rounds)
+        clock_s = self.history.rounds[-1].clock_s if rounds else 0.0
+        best = self.history.best
+        data = {"why": why, "rounds": rounds, "clock_s": clock_s, "best": None if best is None else best.accuracy}
+        self._fact("end", rounds, data)
+
+    def settle(self) -> None:
+        """Have what was written survive a power cut: a checkpoint that knows of it comes next."""
+        if self._recorder is not None:
+            file = os.open(self._recorder.path, os.O_RDONLY)
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
+
+    def close(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _fact(self, kind: str, step: int, data: dict[str, Any]) -> None:
+        clean = _without_nan(data)
+        if self._recorder is not None:
+            self._recorder.write(kind, step, **clean)
+        if self._watch is not None:
+            self._watch(kind, clean)
+
+    def _write_perf(self) -> None:
+        if self.folder is None or self._config is None:
+            return
+        path = self.folder / PERF
+        temporary = path.with_name(f".{PERF}.writing")
+        temporary.write_bytes(pickle.dumps(training_perf(self._config, self.history), protocol=4))
+        temporary.replace(path)
+
+
+def too_few(config: FedConfig, num_clients: int | None) -> str:
+    """What to say of a job that asks for more clients than there are; empty: it does not."""
+    if num_clients is None or config.invited <= num_clients:
+        return ""
+    all_of = f"but there are {num_clients} clients: each round invites all of them, and nobody is selected"
+    remedy = "lower participants, or raise data.clients"
+    if config.participants > num_clients:
+        return f"warning: participants is {config.participants}, {all_of}; {remedy}"
+    asked = f"participants {config.participants} x overcommit {config.overcommit:g} is {config.invited}"
+    return f"warning: {asked}, {all_of}; {remedy}, or lower overcommit"
+
+
+def training_perf(config: FedConfig, history: History) -> dict[str, object]:
+    """The tests as the artifact has them: names that end in a colon, shares in percent, and zeros for round 0."""
+    perf: OrderedDict[int, dict[str, float]] = OrderedDict()
+    perf[0] = {"round": 0, "clock": 0.0, "top_1: ": 0.0, "top_5: ": 0.0, "loss": 0.0}
+    for point in history.points:
+        perf[point.round] = {
+            "round": point.round,
+            "clock": point.clock_s,
+            "top_1: ": 100 * point.accuracy,
+            "top_5: ": 100 * point.top_5,
+            "loss": math.nan if point.loss is None else point.loss,
+        }
+    return {
+        "data_set": config.data.kind,
+        "model": config.model,
+        "sample_mode": config.selector.kind,
+        "gradient_policy": config.aggregator.kind,
+        "task": TASKS.get(config.data.kind, "cv"),
+        "perf": perf,
+    }
+
+
+def _fact_of(line: bytes) -> dict[str, Any] | None:
+    """None for a line that a crash has cut short."""
+    try:
+        fact = json.loads(line)
+        whole = line.endswith(b"\n") and isinstance(fact["kind"], str) and isinstance(fact["step"], int)
+    except (ValueError, KeyError, TypeError):
+        return None
+    return fact if whole else None
+
+
+def _check_same_job(record: Path, first: dict[str, Any] | None, config: FedConfig) -> None:
+    """Nothing of another job is ever overwritten."""
+    if first is None:
+        return
+    if first["kind"] != "start" or not isinstance(first.get("config"), dict):
+        raise CheckpointError(f"{record} is not the record of a federated job: use another folder")
+    refuse_other(f"{record}", first["config"], config)
+
+
+def refuse_other(where: str, theirs: Mapping[str, Any], config: FedConfig) -> None:
+    """Refuse what was written by a job of another config.
+
+    Raises:
+        CheckpointError: says the first field that differs.
+    """
+    mine = config.model_dump(mode="json")
+    found = _difference(
+        {name: value for name, value in theirs.items() if name not in MAY_CHANGE},
+        {name: value for name, value in mine.items() if name not in MAY_CHANGE},
+    )
+    if found is not None:
+        name, old, new = found
+        raise CheckpointError(
+            f"{where} is of a job with {name}={old!r}, this one has {name}={new!r}: "
+            "resume with the same settings, or use another folder"
+        )
+
+
+def _difference(old: Mapping[str, Any], new: Mapping[str, Any], inside: str = "") -> tuple[str, object, object] | None:
+    for name in sorted({*old, *new}):
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            if (found := _difference(before, after, f"{inside}{name}.")) is not None:
+                return found
+        elif before != after:
+            return f"{inside}{name}", before, after
+    return None
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no word for what is no number or has no end; readers in other languages stumble over Python's."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _without_nan(each) for key, each in value.items()}
+    return [_without_nan(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _line(point: Point) -> str:
+    hours, rest = divmod(int(point.clock_s), 3600)
+    text = f"round {point.round:>5}  {hours:>3} h {rest // 60:02} min {rest % 60:02} s  accuracy {point.accuracy:6.2%}"
+    if point.loss is not None:
+        text += f"  loss {point.loss:.4f}"
+    return text if point.epsilon is None else f"{text}  epsilon {point.epsilon:.2f}"

@@ -1,0 +1,221 @@
+"""A federated job from its first round to its last: rounds, tests, checkpoints, and the way back from one.
+
+    history = simulate(config)                       # in this process
+    history = simulate(config, workers=pool, folder=folder)
+
+A job that is interrupted, anywhere and in any way, goes on from its last checkpoint to the bits that it would have had.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from pliant.errors import CheckpointError
+from pliant.fed.config import FedConfig
+from pliant.fed.data import task
+from pliant.fed.data.task import Task
+from pliant.fed.fold.aggregators import FedBuff
+from pliant.fed.history import History, Point, Round
+from pliant.fed.rounds import checkpoints
+from pliant.fed.rounds.asynchronous import Buffered
+from pliant.fed.rounds.federation import Federation
+from pliant.fed.rounds.journal import Journal
+from pliant.fed.rounds.synchronous import Synchronous
+from pliant.fed.training import batching
+from pliant.fed.training.local import InProcess
+from pliant.fed.work import Alike, Workers
+
+log = logging.getLogger(__name__)
+
+
+class Way(Protocol):
+    """How rounds are done."""
+
+    def round(self, number: int) -> Round: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+def never() -> bool:
+    return False
+
+
+class Loop:
+    """`start`, and a `step` for each round; `run` does all of it."""
+
+    def __init__(
+        self, config: FedConfig, task: Task, workers: Workers, journal: Journal, *, stop: Callable[[], bool] = never
+    ) -> None:
+        """`stop` is asked before each round whether to leave the rest for another time."""
+        self.config, self.task, self.journal = config, task, journal
+        self.round = 0
+        """Rounds that are done."""
+        self._workers, self._stop = workers, stop
+        self._saved = -1
+        self._begun: tuple[Federation, Way] | None = None
+        self.batching = 0
+        self._kind = ""
+
+    def start(self) -> None:
+        """Make the federation, or find it in a checkpoint; does nothing the second time.
+
+        Raises:
+            ConfigError: parts of the config do not go together.
+            CheckpointError: there is a checkpoint, and this job cannot go on from it.
+        """
+        if self._begun is not None:
+            return
+        folder = self.journal.folder
+        saved = checkpoints.load(folder, self.config) if folder is not None else None
+        self.batching = self._batching() if saved is None else saved.batching
+        federation = Federation(self.config, self.task, self._workers, self.batching)
+        buffered = isinstance(federation.aggregator, FedBuff)
+        way: Way = Buffered(federation) if buffered else Synchronous(federation)
+        if saved is not None:
+            if saved.data != federation.data_fingerprint:
+                raise CheckpointError(
+                    f"{folder}: the checkpoint is of other data; the clients' samples are not what they were"
+                )
+            self._kind = saved.kind
+            if saved.kind and isinstance(self._workers, Alike):
+                self._workers.expect_kind(saved.kind)
+            federation.load_state_dict(saved.state)
+            way.load_state_dict(saved.state["way"])
+            self.round = self._saved = saved.round
+            log.info("round %d: resumed from %s", saved.round, folder)
+        self.journal.begin(self.config, None if saved is None else saved.round, self._facts(federation))
+        self._begun = federation, way
+        if saved is None:
+            self.save()
+
+    def run(self) -> History:
+        """All rounds that are left. What stops it in between is in the history's `why`."""
+        try:
+            self.start()
+            while not self.over and not self._stop():
+                self.step()
+            self.save()
+            self.journal.end(self.over or "stopped")
+        finally:
+            self.journal.close()
+        return self.journal.history
+
+    def step(self) -> Round:
+        """One round, and what is due after it."""
+        self.start()
+        number = self.round + 1
+        _, way = self._parts
+        done = way.round(number)
+        self.round = number
+        self.journal.round(done)
+        if number % self.config.evaluate_every == 0 or number >= self.config.rounds:
+            self.journal.test(self._test())
+        if number % self.config.checkpoint_every == 0:
+            self.save()
+        return done
+
+    @property
+    def over(self) -> str:
+        """Why there are no more rounds to do; empty where there are."""
+        final = self.journal.history.final
+        if self.config.target and final is not None and final.accuracy >= self.config.target:
+            return "target"
+        return "rounds" if self.round >= self.config.rounds else ""
+
+    def save(self) -> None:
+        """Write a checkpoint, where there is a folder and something new."""
+        if self.journal.folder is None or self._saved == self.round:
+            return
+        federation, way = self._parts
+        self.journal.settle()
+        checkpoints.save(
+            self.journal.folder,
+            self.config,
+            checkpoints.Saved(
+                self.round,
+                self.batching,
+                federation.data_fingerprint,
+                federation.state_dict() | {"way": way.state_dict()},
+                self.kind,
+            ),
+        )
+        self._saved = self.round
+
+    @property
+    def kind(self) -> str:
+        """On what the model was computed; empty: on nothing yet, or nobody knows."""
+        return self._workers.kind if isinstance(self._workers, Alike) else self._kind
+
+    @property
+    def federation(self) -> Federation:
+        """Model, selector, clock, ...: as they are between two rounds."""
+        return self._parts[0]
+
+    @property
+    def _parts(self) -> tuple[Federation, Way]:
+        assert self._begun is not None, "start() comes first"
+        return self._begun
+
+    def _test(self) -> Point:
+        federation, _ = self._parts
+        score = federation.evaluate()
+        count = max(score.samples, 1)
+        return Point(
+            self.round,
+            federation.clock_s,
+            score.accuracy,
+            score.correct_in_5 / count,
+            score.loss / count,
+            federation.ledger.epsilon,
+        )
+
+    def _batching(self) -> int:
+        if self.config.batching is not None:
+            return max(1, self.config.batching)
+        return batching.choose(self.task, device_for(self.config))
+
+    def _facts(self, federation: Federation) -> dict[str, Any]:
+        """About the job, for the record."""
+        return {
+            "clients": self.task.num_clients,
+            "samples": int(self.task.sizes.sum()),
+            "test_samples": self.task.num_test,
+            "classes": self.task.num_classes,
+            "malicious": int(self.task.malicious.sum()),
+            "parameters": sum(each.numel() for each in federation.model.parameters),
+            "model_bytes": federation.world.model_bytes,
+            "batching": self.batching,
+            "devices": federation.world.devices.note,
+            "availability": federation.world.availability.note,
+        }
+
+
+def device_for(config: FedConfig) -> str:
+    """Where this process computes."""
+    return config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def simulate(
+    config: FedConfig,
+    *,
+    workers: Workers | None = None,
+    folder: Path | None = None,
+    say: Callable[[str], None] | None = None,
+    stop: Callable[[], bool] = never,
+) -> History:
+    """Run a federated job, or what is left of it if `folder` holds its checkpoint; in this process without `workers`.
+
+    Raises:
+        ConfigError: something in the config is wrong, or not there.
+        CheckpointError: the folder is another job's, or damaged.
+        NoClient: from some moment on, no client can be picked any more.
+    """
+    made = task.build(config)
+    if workers is None:
+        workers = InProcess(made, device_for(config))
+    return Loop(config, made, workers, Journal(folder, say=say), stop=stop).run()

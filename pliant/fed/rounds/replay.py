@@ -1,0 +1,158 @@
+"""A selector on its own: rounds whose clients' losses are known beforehand, on a table of devices. Nothing is trained.
+
+What each client would bring is in a file, so the picks follow from the file, the table, the seed and the selector alone:
+to look at a selector's choices, and to compare them with another's or with those of another version.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from pliant.errors import ConfigError
+from pliant.fed.choice import selectors
+from pliant.fed.choice.population import Floats
+from pliant.fed.clients.devices import PASSES, Devices
+from pliant.fed.config import Choice, Count, FedConfig, Positive
+from pliant.fed.rounds.plan import plan_round
+from pliant.mistakes import mistakes
+
+MAX_FILE_BYTES = 1 << 28
+Loss = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class ReplayClient(BaseModel):
+    """What one client would bring."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    size: Count
+    """Samples."""
+    losses: Annotated[tuple[Loss, ...], Field(min_length=1)]
+    """The mean loss of its samples when it takes part for the first time, the second, ...; then the last one."""
+
+
+class Replay(BaseModel):
+    """Clients are numbered from 0, in their order; client i has the device of row i of the table."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    participants: Count = 20
+    overcommit: Annotated[float, Field(ge=1, le=100)] = 1.3
+    selector: Choice = Choice(kind="oort")
+    steps: Count = 10
+    batch_size: Count = 20
+    model_bytes: Count = 200_000
+    clock_factor: Positive = 1.0
+    clients: Annotated[tuple[ReplayClient, ...], Field(min_length=1)]
+
+    _by_name = field_validator("selector", mode="before")(FedConfig._by_name.__func__)  # type: ignore[attr-defined]
+
+    @property
+    def invited(self) -> int:
+        return max(self.participants, int(self.participants * self.overcommit + 1e-9))
+
+
+def read_replay(path: Path) -> Replay:
+    """Raises ConfigError where the file is none."""
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(
+                f"{path} is larger than {MAX_FILE_BYTES} bytes: give fewer clients, or fewer losses of each"
+            )
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"not JSON ({error})"
+        raise ConfigError(f"{path}: {why}; give a replay: {{participants, clients: [{{size, losses}}, ...]}}") from None
+    try:
+        return Replay.model_validate(found)
+    except ValidationError as error:
+        raise ConfigError("; ".join(f"{path}: {what}" for what in list(mistakes(error, Replay).values())[:3])) from None
+
+
+def drawn_replay(num_clients: int) -> Replay:
+    """Clients that nobody has: sizes and losses as of image data, which fall a little with each round they take part in."""
+    chance = np.random.default_rng(0)
+    sizes = np.clip(chance.lognormal(3.5, 1.0, num_clients), 5, 2000).astype(int)
+    first = chance.uniform(1.0, 3.0, num_clients)
+    clients = tuple(
+        ReplayClient(size=int(size), losses=tuple(round(float(loss) * 0.85**k, 4) for k in range(10)))
+        for size, loss in zip(sizes, first, strict=True)
+    )
+    return Replay(participants=max(1, min(20, num_clients // 4)), clients=clients)
+
+
+def replayed(replay: Replay, devices: Devices, *, rounds: int, seed: int) -> dict[str, Any]:
+    """What is picked in each round, and why; plain values.
+
+    Raises:
+        ConfigError: the selector's options are wrong.
+        NoClient: nobody can be picked any more.
+    """
+    count = len(replay.clients)
+    theirs = devices.for_clients(count)
+    size = np.array([client.size for client in replay.clients], np.float64)
+    duration_s: Floats = theirs.round_s(
+        replay.steps * replay.batch_size,
+        down_bytes=replay.model_bytes,
+        up_bytes=replay.model_bytes,
+        passes=PASSES * replay.clock_factor,
+    )
+    options = {"seed": seed, **replay.selector.options}
+    selector = selectors.make(replay.selector.kind, **options)  # type: ignore[arg-type]
+    selector.register(np.arange(count), duration_s=duration_s, size=size)
+    took_part = np.zeros(count, np.int64)
+    clock_s = 0.0
+    told: list[dict[str, Any]] = []
+    for number in range(1, rounds + 1):
+        picked = selector.select(replay.invited)
+        plan = plan_round(
+            picked, duration_s[picked], np.full(len(picked), np.inf), begin_s=clock_s, wanted=replay.participants
+        )
+        told.append(_told(number, plan.invited, plan.aggregated, plan.duration_s, selector.figures))
+        clock_s = plan.end_s
+        losses = [replay.clients[i].losses for i in plan.invited]
+        loss = np.array(
+            [each[min(int(took_part[i]), len(each) - 1)] for each, i in zip(losses, plan.invited, strict=True)]
+        )
+        selector.feedback(
+            plan.invited,
+            utility=np.where(plan.counts, size[plan.invited] * loss, 0.0),
+            loss=loss,
+            duration_s=plan.seen_s,
+            finished=plan.counts,
+        )
+        took_part[plan.aggregated] += 1
+    return {
+        "clients": count,
+        "participants": replay.participants,
+        "invited": replay.invited,
+        "selector": {"kind": replay.selector.kind, **replay.selector.options},
+        "seed": options["seed"],
+        "devices": devices.note,
+        "clock_s": clock_s,
+        "coverage": int(np.count_nonzero(took_part)),
+        "rounds": told,
+    }
+
+
+def _told(
+    number: int, invited: Any, aggregated: Any, duration_s: float, figures: dict[str, float | int]
+) -> dict[str, Any]:
+    why = {
+        key: (None if value == float("inf") else value)
+        for key, value in figures.items()
+        if key not in ("round", "picked")
+    }
+    return {
+        "round": number,
+        "rounds_before": number - 1,
+        "picked": [int(client) for client in invited],
+        "aggregated": [int(client) for client in aggregated],
+        "duration_s": duration_s,
+        **why,
+    }
