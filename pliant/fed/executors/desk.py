@@ -1,6 +1,6 @@
 """The server's side of all executors: who is there, what each holds, and what comes back. Lives in one asyncio thread.
 
-`fed.executors.pool` is its public face, and calls it only through that thread. What is decided is `fed.executors.handout`'s; here it is sent.
+`pool` is its public face, and calls it only through that thread. What is decided is `handout`'s; here it is sent.
 """
 
 from __future__ import annotations

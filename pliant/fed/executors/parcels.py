@@ -1,4 +1,4 @@
-"""Models, units and results as bodies and payloads of frames (`fed.executors.wire`), and back.
+"""Models, units and results as bodies and payloads of frames (`wire`), and back.
 
 A model's `Layout` travels with it once; the changes that come back lie in the layout that follows from it, so a result is
 numbers of a line or two and raw bytes. What is read shares memory with what was received: nothing is copied.

@@ -1,7 +1,7 @@
 """Executors elsewhere as `Workers` of a federated job: they connect here, are given units, and may come and go at any time.
 
 The result of a unit does not depend on who does it, and results are handed on in the units' order: so neither the number of
-executors nor the loss of some changes a bit. All of the network is `fed.executors.desk`'s, in a thread of its own.
+executors nor the loss of some changes a bit. All of the network is `desk`'s, in a thread of its own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What travels between the server of a federated job and its executors: frames, and a connection that carries them.
 
-A frame is a fixed head, a JSON object of some lines at most, and a payload of raw bytes (`fed.executors.parcels` says how tensors lie
+A frame is a fixed head, a JSON object of some lines at most, and a payload of raw bytes (`parcels` says how tensors lie
 in it). Nothing is ever unpickled. Sizes are bounded before anything is allocated: a stranger may send little, and a member
 no more than what it was asked for. Who sends something else is cut off, and nobody else notices.
 """

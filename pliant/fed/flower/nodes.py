@@ -1,7 +1,7 @@
 """Which clients of a Flower federation can be reached, through which node, and what they are still busy with.
 
 Nodes come and go, and a SuperNode that is started again may have another id; a client is what its introduction says
-(`flower_client.introduction`), or else its node. Of two nodes that say they are the same client, the last one is it.
+(`client.introduction`), or else its node. Of two nodes that say they are the same client, the last one is it.
 
 A client that was cut from a round is still training: it is not asked again until it has answered, its node is gone or was
 started again, or the time for its answer is over.

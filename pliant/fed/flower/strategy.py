@@ -62,7 +62,7 @@ class Guided(Strategy):
         poll_s: float = 0.2,
     ) -> None:
         """`folder`: where state and record are kept. `buffers`: names of arrays that are no parameters; those that are not of
-        floats never are. `identity`: clients are who they say they are (`flower_client.introduction`), or their nodes.
+        floats never are. `identity`: clients are who they say they are (`client.introduction`), or their nodes.
         `least`: idle clients to wait for before a round, by default its participants; after `patience_s` fewer will do.
         `timeout_s`: when an answer is not waited for any more, and the client may be asked again.
 

@@ -1,4 +1,4 @@
-"""Federated jobs as people write them: our short form, and the artifact's (`fed.jobs.artifact`); checked before anything runs.
+"""Federated jobs as people write them: our short form, and the artifact's (`artifact`); checked before anything runs.
 
 A file with `participants` is ours, one with `job_conf` or `ps_ip` the artifact's. Paths are looked for beside the file, and
 a wrong value is refused with its line.

@@ -39,7 +39,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 3.0
 PORT_S = 0.02
 """How often it is looked for where the server listens, until it does."""
 STOPPED = 75
-"""As `fed.jobs.server` has it, which imports torch."""
+"""As `server` has it, which imports torch."""
 
 Event = tuple[str, int | str]
 """("server", its exit code), ("signal", its number) or ("executors", why there will be none)."""
