@@ -20,8 +20,8 @@ import torch
 
 from pliant.cluster import View, Worker, WorkerSpec
 from pliant.errors import ConfigError
-from pliant.experiments import img_sec
-from pliant.experiments.scaling import Schedule
+from pliant.experiments.kungfu import img_sec
+from pliant.experiments.kungfu.scaling import Schedule
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEM, SCALING = ROOT / "benchmarks" / "system", ROOT / "benchmarks" / "scaling"

@@ -17,12 +17,15 @@ from command import command
 from gang import FULL
 
 from pliant import lab as labs
-from pliant.bench import priority, priority_cells, priority_hosts, priority_paper, priority_trace, priority_verdict
-from pliant.bench.priority_cells import Ring, measured_layers, remarks_on, utilisation
-from pliant.bench.priority_contest import Entry, Record, step_times_s
-from pliant.bench.priority_hosts import Host, identities, parse_hosts, placed, ssh_argv
-from pliant.bench.priority_options import PriorityOptions, batch_from, parse_modes, parse_rates, parse_slices
-from pliant.bench.priority_worker import Task, commands_of, default_iface, running_s, sent_bytes, window
+from pliant.bench.priority import cells as priority_cells
+from pliant.bench.priority import hosts as priority_hosts
+from pliant.bench.priority import paper, trace, verdict
+from pliant.bench.priority import sweep as priority
+from pliant.bench.priority.cells import Ring, measured_layers, remarks_on, utilisation
+from pliant.bench.priority.contest import Entry, Record, step_times_s
+from pliant.bench.priority.hosts import Host, identities, parse_hosts, placed, ssh_argv
+from pliant.bench.priority.options import PriorityOptions, batch_from, parse_modes, parse_rates, parse_slices
+from pliant.bench.priority.worker import Task, commands_of, default_iface, running_s, sent_bytes, window
 from pliant.cluster import worker_spec
 from pliant.errors import ConfigError
 from pliant.perf import Layer
@@ -101,7 +104,7 @@ def test_ddp_is_tried_with_buckets_that_cut_as_those_of_the_full_model() -> None
 
 
 def test_nothing_of_this_loads_torch_before_it_runs() -> None:
-    code = "import pliant.bench.priority, pliant.bench.priority_verdict, sys; sys.exit('torch' in sys.modules)"
+    code = "import pliant.bench.priority.sweep, pliant.bench.priority.verdict, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
 
 
@@ -126,10 +129,10 @@ def test_other_host_lists_are_refused(text: str) -> None:
 
 
 def test_the_ssh_command_asks_nothing_and_tells_no_secret() -> None:
-    argv = ssh_argv(Host("node1"), "/opt/my python", "pliant.bench.priority_worker", 3)
+    argv = ssh_argv(Host("node1"), "/opt/my python", "pliant.bench.priority.worker", 3)
     assert argv[0] == "ssh"
     assert "BatchMode=yes" in argv
-    assert argv[-2:] == ["node1", "exec '/opt/my python' -m pliant.bench.priority_worker 3"]
+    assert argv[-2:] == ["node1", "exec '/opt/my python' -m pliant.bench.priority.worker 3"]
 
 
 def test_each_job_has_ports_and_identities_of_its_own() -> None:
@@ -313,7 +316,7 @@ def test_other_bits_are_noticed_but_not_those_of_other_maths() -> None:
 def test_a_busy_machine_gives_no_verdict() -> None:
     one = priority_cells.cell(ring(), entry("priority"), record(2.0, busy=0.9), {})
     assert any("no verdict" in remark for remark in remarks_on([one]))
-    checks = priority_verdict.judge({"cells": [one]})
+    checks = verdict.judge({"cells": [one]})
     assert not any(check.ok is False for check in checks)
     assert any("no verdict" in check.found for check in checks)
 
@@ -342,9 +345,9 @@ def test_the_side_that_sends_nothing_is_not_held_against_anything() -> None:
 
 
 def test_forwards_last_until_the_next_and_backwards_from_the_one_before() -> None:
-    from pliant.bench import priority_models
+    from pliant.bench.priority import models
 
-    found = priority_models._durations({"a": 1.0, "b": 2.0}, {"b": 5.0, "a": 9.0})
+    found = models._durations({"a": 1.0, "b": 2.0}, {"b": 5.0, "a": 9.0})
     assert found["a"] == pytest.approx((1.0, 4.0))
     assert found["b"] == pytest.approx((1.0, 2.0))  # a third of the time around the loss is forward
 
@@ -354,7 +357,7 @@ def test_forwards_last_until_the_next_and_backwards_from_the_one_before() -> Non
 
 def test_traces_of_all_ranks_become_one() -> None:
     event = {"ph": "X", "name": "conv1", "cat": "forward", "ts": 5e6, "dur": 10.0, "pid": 1, "tid": 1}
-    merged = priority_trace.merged({"ddp": {0: [event]}, "priority": {1: [{**event, "ts": 5.5e6}]}})
+    merged = trace.merged({"ddp": {0: [event]}, "priority": {1: [{**event, "ts": 5.5e6}]}})
     events = merged["traceEvents"]
     assert isinstance(events, list)
     names = [each["args"]["name"] for each in events if each["name"] == "process_name"]
@@ -366,7 +369,7 @@ def test_traces_of_all_ranks_become_one() -> None:
 def test_a_damaged_trace_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "trace-slicing-1000.0.json").write_text('{"traceEvents": [{"ts": 1}]}')
     (tmp_path / "trace-slicing-1000.1.json").write_text('{"traceEv')
-    assert priority_trace.collect(tmp_path) == {"slicing-1000": {0: [{"ts": 1}]}}
+    assert trace.collect(tmp_path) == {"slicing-1000": {0: [{"ts": 1}]}}
 
 
 # The verdict
@@ -377,7 +380,7 @@ def as_published(model: str, nodes: int = 4) -> dict[str, Any]:
     options = PriorityOptions(model=model)
     layers = tuple(options.layers() or ())
     cells: list[Any] = []
-    for gbps, curves in priority_paper.FIG7[model].items():
+    for gbps, curves in paper.FIG7[model].items():
         bits = int(gbps * 1e9 / options.profile().scale)
         here = dataclasses.replace(
             ring(model=model), rate_bits_per_s=bits, capacity_bits_per_s=bits, layers=layers, nodes=nodes,
@@ -385,7 +388,7 @@ def as_published(model: str, nodes: int = 4) -> dict[str, Any]:
         )  # fmt: skip
         assert here.bound is not None
         tx = [[here.least_tx_bytes * 1.01] * 4]
-        steps = dict(zip(priority_paper.FIG7_MODES, (32 / value for value in curves), strict=True))
+        steps = dict(zip(paper.FIG7_MODES, (32 / value for value in curves), strict=True))
         steps["priority"] = max(here.bound.p_star_s / 0.99, min(steps["priority"], here.bound.p_star_s / 0.96))
         steps["ddp"] = here.bound.p_fifo_s * 1.02
         records = {
@@ -397,7 +400,7 @@ def as_published(model: str, nodes: int = 4) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model", ["resnet50", "vgg"])
 def test_the_papers_own_curves_have_the_papers_shape(model: str) -> None:
-    checks = priority_verdict.judge(as_published(model))
+    checks = verdict.judge(as_published(model))
     wrong = [str(check) for check in checks if check.ok is False]
     # Slicing of the paper is far from P_fifo for VGG from 20 Gbit/s on, which the reference explains by its server.
     assert all("slicing within" in line for line in wrong), "\n".join(wrong)
@@ -408,7 +411,7 @@ def test_the_papers_own_curves_have_the_papers_shape(model: str) -> None:
 
 
 def failing(result: dict[str, Any]) -> list[str]:
-    return [check.name for check in priority_verdict.judge(result) if check.ok is False]
+    return [check.name for check in verdict.judge(result) if check.ok is False]
 
 
 @pytest.mark.parametrize(
@@ -485,7 +488,7 @@ def test_validate_takes_only_results_of_this_bench(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text('{"bench": "allreduce", "cells": [1]}')
     with pytest.raises(ConfigError, match="bench priority"):
-        priority_verdict.load(path)
+        verdict.load(path)
 
 
 # The real ones

@@ -14,18 +14,14 @@ import pytest
 from command import command
 
 from pliant.errors import ConfigError, LaunchError
-from pliant.experiments import (
-    easyscale_fig9,
-    easyscale_fig10,
-    easyscale_fig11,
-    easyscale_fig12,
-    easyscale_fig13,
-    figures,
-    kungfu_fig7,
-    plotting,
-    trials,
-)
+from pliant.experiments import figures, plotting, trials
+from pliant.experiments.easyscale import fig9 as easyscale_fig9
+from pliant.experiments.easyscale import fig10 as easyscale_fig10
+from pliant.experiments.easyscale import fig11 as easyscale_fig11
+from pliant.experiments.easyscale import fig12 as easyscale_fig12
+from pliant.experiments.easyscale import fig13 as easyscale_fig13
 from pliant.experiments.figures import FIGURES, Options
+from pliant.experiments.kungfu import fig7 as kungfu_fig7
 from pliant.experiments.trials import Commit, Task, Trial, Turn
 
 QUICK = Options(quick=True, scale="tiny", device="cpu")

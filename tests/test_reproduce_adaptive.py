@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from pliant.experiments import images, kungfu_fig4, kungfu_fig6
+from pliant.experiments import images
 from pliant.experiments.figures import Options
-from pliant.experiments.kungfu_fig4 import Course as Training
-from pliant.experiments.kungfu_fig6 import Course as Provisioning
+from pliant.experiments.kungfu import fig4 as kungfu_fig4
+from pliant.experiments.kungfu import fig6 as kungfu_fig6
+from pliant.experiments.kungfu.fig4 import Course as Training
+from pliant.experiments.kungfu.fig6 import Course as Provisioning
 
 QUICK = Options(quick=True, device="cpu")
 draws = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra `experiments`")

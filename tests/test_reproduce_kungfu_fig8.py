@@ -13,9 +13,9 @@ from typing import Any
 import gang
 import pytest
 
-from pliant.experiments import kungfu_fig8, monitoring
 from pliant.experiments.figures import FIGURES, Options
-from pliant.experiments.monitoring import MODES, Task, schedule
+from pliant.experiments.kungfu import fig8, monitoring
+from pliant.experiments.kungfu.monitoring import MODES, Task, schedule
 
 USUAL = Options(device="cpu")
 COSTS = {"full": 0.0, "none": 0.0, "noise_scale": 0.004, "variance": 0.02, "variance_every_8": 0.02}
@@ -40,7 +40,7 @@ def workers(rounds: int, costs: dict[str, float], slower: float = 0.0, **more: A
 
 
 def test_costs_are_counted_where_they_arise() -> None:
-    result = kungfu_fig8.result_of(workers(3, COSTS), 3, 8, USUAL)
+    result = fig8.result_of(workers(3, COSTS), 3, 8, USUAL)
     assert result["ok"], result["remarks"]
     assert result["overhead"] == {
         "noise_scale": pytest.approx(0.004),
@@ -53,11 +53,11 @@ def test_costs_are_counted_where_they_arise() -> None:
         "variance": pytest.approx(-0.203, abs=1e-3),
         "variance_every_8": pytest.approx(-0.030, abs=1e-3),
     }
-    assert len(kungfu_fig8.table(result).rows) == 4
+    assert len(fig8.table(result).rows) == 4
 
 
 def test_a_machine_that_becomes_slower_does_not_count() -> None:
-    result = kungfu_fig8.result_of(workers(3, COSTS, slower=0.5), 3, 8, USUAL)
+    result = fig8.result_of(workers(3, COSTS, slower=0.5), 3, 8, USUAL)
     assert result["overhead"] == {
         "noise_scale": pytest.approx(0.004, rel=0.1),
         "variance": pytest.approx(0.02, rel=0.1),
@@ -67,7 +67,7 @@ def test_a_machine_that_becomes_slower_does_not_count() -> None:
 
 @pytest.mark.parametrize(("mode", "cost"), [("noise_scale", 0.012), ("variance", 0.031)])
 def test_a_missed_goal_is_said(mode: str, cost: float) -> None:
-    result = kungfu_fig8.result_of(workers(2, {**COSTS, mode: cost}), 2, 8, USUAL)
+    result = fig8.result_of(workers(2, {**COSTS, mode: cost}), 2, 8, USUAL)
     assert not result["ok"]
     assert f"{cost:.2%}" in str(result["remarks"])
 
@@ -80,14 +80,14 @@ def test_time_counts_whatever_the_clocks_say() -> None:
         worker["step_s"] = [
             took if mode in ("none", "full") else 2 * took for took, mode in zip(worker["step_s"], modes, strict=True)
         ]
-    result = kungfu_fig8.result_of(found, 2, 8, USUAL)
+    result = fig8.result_of(found, 2, 8, USUAL)
     assert result["overhead"]["noise_scale"] > 0.09  # type: ignore[index]
     assert not result["ok"], result["remarks"]
 
 
 @pytest.mark.parametrize("more", [{"noise_ratio": None}, {"variance": 2.0}])
 def test_monitors_must_say_the_same_everywhere(more: dict[str, Any]) -> None:
-    assert not kungfu_fig8.result_of(workers(1, COSTS, **more), 1, 8, USUAL)["ok"]
+    assert not fig8.result_of(workers(1, COSTS, **more), 1, 8, USUAL)["ok"]
 
 
 def test_monitored_steps_have_plain_ones_around_them() -> None:
@@ -105,7 +105,7 @@ def test_monitored_steps_have_plain_ones_around_them() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra `experiments`")
 def test_the_picture(tmp_path: Path) -> None:
-    kungfu_fig8.plot(kungfu_fig8.result_of(workers(1, COSTS), 1, 8, USUAL), tmp_path / "fig8.png")
+    fig8.plot(fig8.result_of(workers(1, COSTS), 1, 8, USUAL), tmp_path / "fig8.png")
     assert (tmp_path / "fig8.png").stat().st_size > 10_000
 
 
@@ -118,9 +118,9 @@ def test_the_job_itself(tmp_path: Path) -> None:
     gang.run(_train, 1, path)
     found = json.loads((tmp_path / "worker-0.json").read_text())
     assert len(found["step_s"]) == len(found["cpu_s"]) == 48
-    result = kungfu_fig8.result_of([found], 1, 1, Options(quick=True, device="cpu"))
+    result = fig8.result_of([found], 1, 1, Options(quick=True, device="cpu"))
     assert result["ok"], result["remarks"]
-    assert FIGURES["kungfu-fig8"].module is kungfu_fig8
+    assert FIGURES["kungfu-fig8"].module is fig8
 
 
 def _train(rank: int, path: Path) -> None:

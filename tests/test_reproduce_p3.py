@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 from command import command
 
-from pliant.bench.priority_options import PriorityOptions
-from pliant.bench.priority_paper import FIG7, FIG10
+from pliant.bench.priority.options import PriorityOptions
+from pliant.bench.priority.paper import FIG7, FIG10
 from pliant.errors import ConfigError
-from pliant.experiments import figures, p3_fig7, p3_fig9, p3_fig10, p3_fig12, p3_sweep
+from pliant.experiments import figures
 from pliant.experiments.figures import Options
+from pliant.experiments.p3 import contest as p3_contest
+from pliant.experiments.p3 import fig7 as p3_fig7
+from pliant.experiments.p3 import fig9 as p3_fig9
+from pliant.experiments.p3 import fig10 as p3_fig10
+from pliant.experiments.p3 import fig12 as p3_fig12
 from pliant.perf import bounds
 
 QUICK = Options(quick=True, device="cpu")
@@ -166,7 +171,7 @@ def test_a_sweep_is_a_contest_at_scaled_rates(monkeypatch: pytest.MonkeyPatch) -
         return contest(busy("vgg", "baseline", 0.45, 0.26), busy("vgg", "priority", 0.74, 0.02))
 
     said: list[str] = []
-    monkeypatch.setattr(p3_sweep.priority, "run", run)
+    monkeypatch.setattr(p3_contest.priority, "run", run)
     result: Any = p3_fig9.run(Options(quick=True, models=("vgg",), say=said.append))
     [options] = asked
     assert (options.model, options.rates, options.modes) == ("vgg", (375_000_000,), ("baseline", "priority"))

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from pliant.bench import scaling, scaling_mpi, scaling_order
-from pliant.bench import scaling_published as published
 from pliant.bench.profiles import layers_of
-from pliant.bench.scaling import Run, ScalingOptions, Sweep
-from pliant.bench.scaling_order import OrderCheck, Trained
+from pliant.bench.scaling import contest as scaling
+from pliant.bench.scaling import mpi, order, published
+from pliant.bench.scaling.contest import Run, ScalingOptions, Sweep
+from pliant.bench.scaling.order import OrderCheck, Trained
 from pliant.comm.plan import Spec, Strategy, make_plan
 from pliant.errors import ConfigError
-from pliant.experiments import kungfu_fig9, kungfu_fig9_model, kungfu_fig10
 from pliant.experiments.figures import Options
+from pliant.experiments.kungfu import fig9, fig9_model, fig10
 from pliant.lab import Lab
 from pliant.perf import bounds
 from pliant.perf import scaling as model
@@ -85,7 +85,7 @@ def evenly(step_s: float, per_node_s: float = 0.001) -> dict[int, float]:
 
 
 def test_a_bound_below_twice_is_shown_and_holds() -> None:
-    result = kungfu_fig9.result_of([sweep_of({"auto": evenly(0.68), "ddp": evenly(0.75, 0.004)})], QUICK)
+    result = fig9.result_of([sweep_of({"auto": evenly(0.68), "ddp": evenly(0.75, 0.004)})], QUICK)
     assert result["ok"], result["remarks"]
     claim: Any = result["claims"]["resnet50"]  # type: ignore[index]
     assert claim["limit_over_ddp"] == pytest.approx(0.878 / 0.64, rel=0.01)
@@ -93,12 +93,12 @@ def test_a_bound_below_twice_is_shown_and_holds() -> None:
 
 
 def test_twice_is_wanted_where_the_bound_allows_it() -> None:
-    slow = kungfu_fig9.result_of([sweep_of({"auto": evenly(0.9), "ddp": evenly(1.4)})], QUICK)
+    slow = fig9.result_of([sweep_of({"auto": evenly(0.9), "ddp": evenly(1.4)})], QUICK)
     assert not slow["ok"]
     assert "where 2.2" in str(slow["remarks"])
-    fast = kungfu_fig9.result_of([sweep_of({"auto": evenly(0.66), "ddp": evenly(1.4)})], QUICK)
+    fast = fig9.result_of([sweep_of({"auto": evenly(0.66), "ddp": evenly(1.4)})], QUICK)
     assert fast["ok"], fast["remarks"]
-    slower = kungfu_fig9.result_of([sweep_of({"auto": evenly(0.9), "ddp": evenly(0.7)})], QUICK)
+    slower = fig9.result_of([sweep_of({"auto": evenly(0.9), "ddp": evenly(0.7)})], QUICK)
     assert "slower than DDP on 32 hosts" in str(slower["remarks"])
 
 
@@ -106,11 +106,11 @@ def test_slower_than_ddp_is_a_complaint_on_any_number_of_hosts() -> None:
     """Unless the cores are the limit there: then it is theirs."""
     steps = {"auto": {**evenly(0.68), 8: 1.2}, "priority": {**evenly(0.68), 8: 1.1}, "ddp": evenly(0.75, 0.004)}
     sweep = sweep_of(steps)
-    result = kungfu_fig9.result_of([sweep], QUICK)
+    result = fig9.result_of([sweep], QUICK)
     assert not result["ok"]
     assert "slower than DDP on 8 hosts, 0.71x (priority), with cores left" in str(result["remarks"])
     crowded = [dataclasses.replace(run, busy=[0.97]) if run.nodes == 8 else run for run in sweep.runs]
-    result = kungfu_fig9.result_of([dataclasses.replace(sweep, runs=crowded)], QUICK)
+    result = fig9.result_of([dataclasses.replace(sweep, runs=crowded)], QUICK)
     assert result["ok"], result["remarks"]
 
 
@@ -118,14 +118,14 @@ def test_what_failed_or_differs_is_a_complaint() -> None:
     sweep = sweep_of({"auto": evenly(0.68), "ddp": evenly(0.7)})
     sweep.runs[-1] = dataclasses.replace(sweep.runs[-1], failure="ddp: rank 3 ended early")
     sweep.runs[1] = dataclasses.replace(sweep.runs[1], same_bits=False)
-    said = str(kungfu_fig9.result_of([sweep], QUICK)["remarks"])
+    said = str(fig9.result_of([sweep], QUICK)["remarks"])
     assert "rank 3 ended early" in said
     assert "ended with different parameters" in said
     assert "ours or DDP was not measured" in said
 
 
 def test_lines_are_the_artifacts() -> None:
-    result = kungfu_fig9.result_of([sweep_of({"tree": {32: 0.8}, "ddp": {32: 0.9}})], QUICK)
+    result = fig9.result_of([sweep_of({"tree": {32: 0.8}, "ddp": {32: 0.9}})], QUICK)
     line = next(line for line in result["lines"] if "MULTI_BINARY" in line)  # type: ignore[attr-defined]
     words = line.split(" ", 3)
     assert words[0] == "RESULT:"
@@ -137,14 +137,14 @@ def test_lines_are_the_artifacts() -> None:
 
 def test_predictions_go_to_1024_and_follow_the_runs() -> None:
     sweep = sweep_of({"auto": evenly(0.68), "ddp": evenly(0.7, 0.008)})
-    found = kungfu_fig9_model.predictions(sweep, cores=2)
+    found = fig9_model.predictions(sweep, cores=2)
     assert set(found) == {"auto", "ddp"}
     for one in found.values():
         per_s: Any = one["samples_per_s"]
         assert list(per_s) == ["64", "128", "256", "512", "1024"]
         assert list(per_s.values()) == sorted(per_s.values(), reverse=True)
         assert one["worst_residual"] < 0.15  # type: ignore[operator]
-    assert kungfu_fig9_model.predictions(sweep_of({"auto": {2: 0.7}}), cores=2) == {}
+    assert fig9_model.predictions(sweep_of({"auto": {2: 0.7}}), cores=2) == {}
 
 
 @draws
@@ -153,11 +153,11 @@ def test_figure_9_is_drawn_and_tabled(tmp_path: Path) -> None:
         sweep_of({side: evenly(0.7) for side in ("tree", "auto", "ddp", "ddp-best", "openmpi")}),
         sweep_of({"auto": {8: 0.33, 32: 0.34}, "ddp": {8: 0.33, 32: 0.35}}, "mobilenet-v2", (1, 8, 32)),
     ]
-    result = json.loads(json.dumps(kungfu_fig9.result_of(sweeps, QUICK)))
-    rows = kungfu_fig9.table(result).rows
+    result = json.loads(json.dumps(fig9.result_of(sweeps, QUICK)))
+    rows = fig9.table(result).rows
     assert any(row[1] == "1024" and "predicted" in row[2] for row in rows)
     assert next(row for row in rows if row[1] == "32" and "MULTI" in row[2])[-1] == "43.4"
-    kungfu_fig9.plot(result, tmp_path / "fig9.png")
+    fig9.plot(result, tmp_path / "fig9.png")
     assert (tmp_path / "fig9.png").stat().st_size > 10_000
 
 
@@ -185,26 +185,26 @@ GOOD = OrderCheck(3, 160, 10, (0.1, 0.2), True, True, True, 0, 0, True, True, 99
 def test_figure_10_complains(changes: dict[str, Any], said: str) -> None:
     check = dataclasses.replace(GOOD, **changes)
     assert not check.holds
-    result = kungfu_fig10.result_of(check, [], 0, QUICK)
+    result = fig10.result_of(check, [], 0, QUICK)
     assert not result["ok"]
     assert said in str(result["remarks"])
 
 
 @draws
 def test_figure_10_says_what_was_not_measured_and_what_was(tmp_path: Path) -> None:
-    result = kungfu_fig10.result_of(GOOD, [], 0, QUICK)
+    result = fig10.result_of(GOOD, [], 0, QUICK)
     assert result["ok"]
     assert "fewer than two GPUs here" in str(result["remarks"])
-    assert "181.3 +-2.4" in kungfu_fig10.table(result).rows[-1]
-    kungfu_fig10.plot(result, tmp_path / "none.png")
-    sides = [Trained(side, (0.3, 0.31), True) for side in kungfu_fig10.SIDES]
-    result = json.loads(json.dumps(kungfu_fig10.result_of(GOOD, sides, 4, QUICK)))
+    assert "181.3 +-2.4" in fig10.table(result).rows[-1]
+    fig10.plot(result, tmp_path / "none.png")
+    sides = [Trained(side, (0.3, 0.31), True) for side in fig10.SIDES]
+    result = json.loads(json.dumps(fig10.result_of(GOOD, sides, 4, QUICK)))
     assert result["ok"]
     assert result["lines"][0].startswith("RESULT: 209.89")
-    assert len(kungfu_fig10.table(result).rows) == 5
-    kungfu_fig10.plot(result, tmp_path / "some.png")
+    assert len(fig10.table(result).rows) == 5
+    fig10.plot(result, tmp_path / "some.png")
     slow = [dataclasses.replace(sides[0], seconds=(0.5,), same_on_all_ranks=False), *sides[1:]]
-    said = str(kungfu_fig10.result_of(GOOD, slow, 4, QUICK)["remarks"])
+    said = str(fig10.result_of(GOOD, slow, 4, QUICK)["remarks"])
     assert "0.5000 s with the scheduler" in said
     assert "different parameters" in said
 
@@ -214,13 +214,13 @@ def test_figure_10_says_what_was_not_measured_and_what_was(tmp_path: Path) -> No
 
 @pytest.mark.processes
 def test_orders_of_real_processes_are_agreed_on_and_all_sides_train() -> None:
-    with scaling_order.ranks(2) as (job, folder):
-        found = scaling_order.check(job, tensors=40, iterations=4, control=2)
+    with order.ranks(2) as (job, folder):
+        found = order.check(job, tensors=40, iterations=4, control=2)
         assert found.holds, found
         assert found.control_wrong > 0
         sides = [
-            scaling_order.train(job, folder, side, model="small", batch=4, iterations=2, warmup=1, backend="gloo")
-            for side in kungfu_fig10.SIDES
+            order.train(job, folder, side, model="small", batch=4, iterations=2, warmup=1, backend="gloo")
+            for side in fig10.SIDES
         ]
     assert all(each.same_on_all_ranks and len(each.seconds) == 2 for each in sides)
 
@@ -243,7 +243,7 @@ def test_a_fast_sweep_on_two_hosts() -> None:
 @pytest.mark.root
 def test_open_mpis_launcher_enters_the_host(tmp_path: Path) -> None:
     with Lab(num_hosts=2).up() as lab:
-        agent = scaling_mpi.write_agent(lab, tmp_path / "enter")
+        agent = mpi.write_agent(lab, tmp_path / "enter")
         said = lab.run(0, [str(agent), "-x", lab.addresses[1], "hostname;", "ip -br addr show e0"])
         assert said.stdout.split()[0] == "node1"
         assert lab.addresses[1] in said.stdout

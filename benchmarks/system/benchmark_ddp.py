@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pliant.cluster import worker_spec
 from pliant.errors import ConfigError
-from pliant.experiments import img_sec, vision
+from pliant.experiments import vision
+from pliant.experiments.kungfu import img_sec
 
 LIMIT = timedelta(minutes=10)
 KEPT: list[object] = []

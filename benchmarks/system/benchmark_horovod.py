@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from pliant.errors import ConfigError
-from pliant.experiments import img_sec, vision
+from pliant.experiments import vision
+from pliant.experiments.kungfu import img_sec
 
 
 def main() -> None:

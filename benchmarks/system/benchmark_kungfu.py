@@ -21,7 +21,8 @@ import torch.nn.functional as F
 import pliant
 from pliant.cluster import WorkerSpec, worker_spec
 from pliant.errors import ConfigError, NotLaunched
-from pliant.experiments import img_sec, vision
+from pliant.experiments import vision
+from pliant.experiments.kungfu import img_sec
 
 WHAT = {
     "sync-sgd": "synchronous SGD by pliant's engine",

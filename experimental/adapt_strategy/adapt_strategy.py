@@ -2,11 +2,11 @@
 
     pliant run -q -np 8 -strategy STAR -H $HOSTS -nic eth0 python3 experimental/adapt_strategy/adapt_strategy.py --adapt --kf-optimizer=sync-sgd-monitor
 
-On every host, or once with --ssh. See `pliant/experiments/adapt_strategy.py` for what it does, and --help for its flags.
+On every host, or once with --ssh. See `pliant/experiments/kungfu/adapt_strategy.py` for what it does, and --help for its flags.
 """
 
-from pliant.experiments import img_sec
-from pliant.experiments.adapt_strategy import main
+from pliant.experiments.kungfu import img_sec
+from pliant.experiments.kungfu.adapt_strategy import main
 
 if __name__ == "__main__":
     img_sec.run_program(main)

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import cast
 
 from pliant.bench import bounds as links
-from pliant.bench import priority_trace as traces
 from pliant.bench import report
-from pliant.bench.priority_options import PriorityOptions
-from pliant.bench.priority_stage import Stage
+from pliant.bench.priority import trace as traces
+from pliant.bench.priority.options import PriorityOptions
+from pliant.bench.priority.stage import Stage
 from pliant.bench.report import Json
 from pliant.bench.stats import Summary
 from pliant.errors import LabError

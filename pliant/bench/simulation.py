@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pliant.bench.report import Json, machine
-from pliant.sched import schedulers
 from pliant.sched.compare import Run, Setting
 from pliant.sched.outcome import in_use, rows, summary
+from pliant.sched.schedulers import registry as schedulers
 from pliant.sched.simulate import Outcome
 
 MAX_ROWS = 2000

@@ -62,20 +62,20 @@ def fed(
 
 
 def _select(given: Mapping[str, object], json_file: Path | None) -> None:
-    from pliant.bench import fed_select
+    from pliant.bench.fed import selection
 
-    options = fed_select.SelectOptions(**_told(given))
+    options = selection.SelectOptions(**_told(given))
     args = {"what": "select", **{name: getattr(options, name) for name in given}}
-    _measured(json_file, lambda progress: fed_select.run(options, args, progress), _print)
+    _measured(json_file, lambda progress: selection.run(options, args, progress), _print)
 
 
 def _simulate(given: Mapping[str, object], quick: bool, json_file: Path | None) -> None:
-    from pliant.bench import fed_simulate
+    from pliant.bench.fed import simulate
 
-    options = fed_simulate.SimulateOptions(**_told(given))
+    options = simulate.SimulateOptions(**_told(given))
     options = options.quick if quick else options
     args = {"what": "simulate", **{name: getattr(options, name) for name in given}}
-    _measured(json_file, lambda progress: fed_simulate.run(options, args, progress), _print_simulated)
+    _measured(json_file, lambda progress: simulate.run(options, args, progress), _print_simulated)
 
 
 def _told(given: Mapping[str, object]) -> dict[str, Any]:

@@ -63,9 +63,9 @@ def priority(
     if validate is not None:
         _validate(validate)
         return
-    from pliant.bench import priority as bench
-    from pliant.bench import priority_hosts as machines
-    from pliant.bench import priority_options as parsing
+    from pliant.bench.priority import hosts as machines
+    from pliant.bench.priority import options as parsing
+    from pliant.bench.priority import sweep as bench
 
     machine_list = machines.read_hosts(hosts) if hosts is not None else ()
     real = compute == "real" or (compute is None and ":" in model)
@@ -151,7 +151,7 @@ def _number(value: object, form: str) -> str:
 
 
 def _validate(path: Path) -> None:
-    from pliant.bench import priority_verdict as verdict
+    from pliant.bench.priority import verdict
 
     checks = verdict.judge(verdict.load(path))
     for check in checks:

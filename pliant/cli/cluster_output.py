@@ -18,7 +18,7 @@ from pliant.errors import ConfigError, ServerUnavailable, UnknownJob
 from pliant.launch.duration import span_text as span_text
 
 if TYPE_CHECKING:
-    from pliant.sched.live_client import JobStatus, LiveClient
+    from pliant.sched.live.client import JobStatus, LiveClient
 
 ServerFlag = Annotated[
     str,
@@ -51,7 +51,7 @@ COLOURS = {
 
 def connected(server: str, state: str) -> LiveClient:
     """A client of the server that is meant."""
-    from pliant.sched.live_client import LiveClient, find_server
+    from pliant.sched.live.client import LiveClient, find_server
 
     return LiveClient(find_server(server, state))
 

@@ -64,9 +64,9 @@ def check_place(on: str, address: str, devices: str) -> bool:
 
 def on_ray(ctx: typer.Context, options: RunOptions, *, address: str, devices: str, directory: str) -> int:
     """Run what `options` say on the Ray cluster at `address`; the exit code."""
-    from pliant.launch.on_ray import run_on_ray
+    from pliant.launch.on_ray.driver import RayJob
+    from pliant.launch.on_ray.run import run_on_ray
     from pliant.launch.plan import find_command
-    from pliant.launch.ray_driver import RayJob
     from pliant.launch.secret import job_secret
 
     given = {param.name for param in ctx.command.params if _is_given(ctx, param.name or "")}

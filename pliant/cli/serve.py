@@ -17,7 +17,7 @@ from pliant.errors import ConfigError
 from pliant.launch.duration import parse_duration
 
 if TYPE_CHECKING:
-    from pliant.sched.ground import Ground
+    from pliant.sched.live.ground import Ground
 
 GROUNDS = ("local", "ray")
 LIVE_POLICIES = ("easyscale-heter", "easyscale-homo", "yarn-cs-gang", "yarn-cs")
@@ -76,10 +76,10 @@ def serve(
         return
     if server:
         raise ConfigError(f"--server {server} names a server that runs: add --reserve TYPE=N, or leave it out")
-    from pliant.sched import schedulers
-    from pliant.sched.live_client import state_dir
-    from pliant.sched.live_server import LiveConfig
-    from pliant.sched.live_server import serve as run
+    from pliant.sched.live.client import state_dir
+    from pliant.sched.live.server import LiveConfig
+    from pliant.sched.live.server import serve as run
+    from pliant.sched.schedulers import registry as schedulers
 
     if on not in GROUNDS:
         raise ConfigError(f"--on {on!r} is not known: use {' or '.join(GROUNDS)}")
@@ -117,10 +117,10 @@ def _reserve(wanted: dict[str, int], server: str, state: str) -> None:
 
 def _ground(on: str, devices: dict[str, int], ray_address: str) -> Ground:
     if on == "ray":
-        from pliant.sched.ray_ground import RayGround
+        from pliant.sched.live.ray_ground import RayGround
 
         return RayGround(devices, ray_address)
-    from pliant.sched.local import LocalGround
+    from pliant.sched.live.local import LocalGround
 
     if not any(devices.values()):
         raise ConfigError("no devices to give: say how many, as in --devices cpu=4")

@@ -25,7 +25,7 @@ from pliant.cli.cluster_output import (
 )
 
 if TYPE_CHECKING:
-    from pliant.sched.jobfile import JobSpec
+    from pliant.sched.live.jobfile import JobSpec
 
 
 def register(app: typer.Typer) -> None:

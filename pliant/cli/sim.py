@@ -75,9 +75,10 @@ def sim(
 ) -> None:
     """Replay a trace of jobs on a cluster under each policy: completion times, makespan, devices in use."""
     from pliant.bench import simulation
-    from pliant.sched import schedulers, traces
+    from pliant.sched import traces
     from pliant.sched.compare import Setting, compare
     from pliant.sched.machines import Reservation
+    from pliant.sched.schedulers import registry as schedulers
 
     chosen = schedulers.parse(policy)
     for path, flag in ((table_file, "--table"), (plot, "--plot"), (json_file, "--json")):

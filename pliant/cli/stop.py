@@ -14,7 +14,7 @@ from pliant.errors import LaunchError
 from pliant.launch.duration import parse_duration
 
 if TYPE_CHECKING:
-    from pliant.sched.live_client import JobStatus, LiveClient
+    from pliant.sched.live.client import JobStatus, LiveClient
 
 
 def register(app: typer.Typer) -> None:

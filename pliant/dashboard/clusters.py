@@ -11,7 +11,7 @@ from pliant.dashboard.jobs import ANSWER_S, ByCluster, ClusterLog, Job, add_logs
 from pliant.dashboard.records import RECORD, Records
 from pliant.dashboard.seen import Cluster, Seen
 from pliant.errors import PliantError, ServerUnavailable
-from pliant.sched.live_client import ENDED, JobStatus, LiveClient, Server, find_server, state_dir
+from pliant.sched.live.client import ENDED, JobStatus, LiveClient, Server, find_server, state_dir
 
 
 class AtCluster:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from pliant.dashboard.follow import RecordFile
 from pliant.dashboard.jobs import Job, key_of
-from pliant.sched.live_client import ClusterStatus
+from pliant.sched.live.client import ClusterStatus
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """The figures that `pliant reproduce` knows. Each is a module of its own: run -> result.json -> table and plot.
 
-To add one, write its module with `run`, `table` and `plot`, list it in FIGURES, say what is known of it in `facts`, and which
-of its numbers stand beside the paper's in `headlines`.
+To add one, write its module with `run`, `table` and `plot` in its paper's folder, list it in FIGURES, say what is known of it
+in `facts`, and which of its numbers stand beside the paper's in `headlines`.
 """
 
 from __future__ import annotations
@@ -145,11 +145,14 @@ class Figure:
 
     name: str
     about: str
+    source: str = ""
+    """Its module in this package; empty: as its name says, `kungfu.fig4` for kungfu-fig4."""
 
     @property
     def module(self) -> FigureModule:
         """Loaded when it is first used."""
-        return cast(FigureModule, importlib.import_module(f"pliant.experiments.{self.name.replace('-', '_')}"))
+        source = self.source or self.name.replace("-", ".", 1).replace("-", "_")
+        return cast(FigureModule, importlib.import_module(f"pliant.experiments.{source}"))
 
 
 FIGURES = {
@@ -174,7 +177,7 @@ FIGURES = {
             "participants by what they teach and how fast they are, beside random ones, simulated",
         ),
         Figure("oort-ablation", "Oort without its penalty, its pacer, its exploration, simulated"),
-        Figure("oort-1300", "rounds of 1,300 participants, over-committed"),
+        Figure("oort-1300", "rounds of 1,300 participants, over-committed", "oort.rounds_of_1300"),
         Figure("oort-testing", "clients that test a model: by deviation, and by samples of each class"),
         Figure("p3-fig7", "throughput over bandwidth: baseline, slicing, priority; needs root"),
         Figure("p3-fig9", "how busy the network is, baseline beside priority; needs root"),

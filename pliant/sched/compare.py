@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pliant.errors import ConfigError
-from pliant.sched import pollux, schedulers
+from pliant.sched import pollux
 from pliant.sched.machines import Cluster, Reservation, reserved_over_time
+from pliant.sched.schedulers import registry as schedulers
 from pliant.sched.simulate import Charges, Outcome, Simulation
 from pliant.sched.traces import Trace
 from pliant.sched.workloads import jobs_of

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pliant.errors import ConfigError, PliantError
 from pliant.sched.job import Job, Jobs
 from pliant.sched.machines import Cluster, Places
-from pliant.sched.schedulers_base import Policy
+from pliant.sched.schedulers.base import Policy
 
 _SUBMIT, _RESERVE, _END = 0, 1, 2
 

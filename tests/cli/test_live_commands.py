@@ -19,7 +19,7 @@ import pytest
 from pliant.cli.cluster_output import devices_text, span_text
 from pliant.cli.main import main
 from pliant.errors import ConfigError, ServerUnavailable
-from pliant.sched.live_client import LiveClient, Server, find_server, state_dir
+from pliant.sched.live.client import LiveClient, Server, find_server, state_dir
 
 MAIN = "from pliant.cli.main import main; main()"
 DEADLINE_S = 60.0

@@ -33,12 +33,12 @@ from pliant.elastic.serving import settings
 from pliant.errors import ConfigError
 from pliant.launch.registry import registered
 from pliant.record import Recorder
-from pliant.sched import schedulers
-from pliant.sched.book import Book
-from pliant.sched.jobfile import JobSpec
-from pliant.sched.live import Scheduler
-from pliant.sched.live_client import LiveClient, Server
-from pliant.sched.live_web import LiveWeb
+from pliant.sched.live.book import Book
+from pliant.sched.live.client import LiveClient, Server
+from pliant.sched.live.jobfile import JobSpec
+from pliant.sched.live.scheduler import Scheduler
+from pliant.sched.live.web import LiveWeb
+from pliant.sched.schedulers import registry as schedulers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sched"))
 

@@ -11,10 +11,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from pliant.experiments import federated, kept, oort_1300, oort_ablation, oort_testing, oort_time_to_accuracy
-from pliant.experiments.federated import Course
+from pliant.experiments import kept
 from pliant.experiments.figures import FIGURES, Options
-from pliant.experiments.oort_testing_milp import whole_problem
+from pliant.experiments.oort import ablation, federated, rounds_of_1300, testing, time_to_accuracy
+from pliant.experiments.oort.federated import Course
+from pliant.experiments.oort.milp import whole_problem
 from pliant.fed.choice.testing import Holdings
 from pliant.fed.data.datasets import DEBIAN
 from pliant.fed.history import History, Point, Round
@@ -38,7 +39,7 @@ def went(
 
 
 def test_they_are_listed() -> None:
-    for module in (oort_time_to_accuracy, oort_ablation, oort_1300, oort_testing):
+    for module in (time_to_accuracy, ablation, rounds_of_1300, testing):
         assert FIGURES[module.NAME].module is module
 
 
@@ -62,8 +63,8 @@ def both(random_s: float, oort_s: float, reached: int = 10, final: float = 0.85)
 
 
 def judged(found: list[Course]) -> list[str]:
-    worlds = {world: oort_time_to_accuracy.compared(found, world, 0.8) for world in ("unequal", "alike")}
-    return oort_time_to_accuracy.judge(worlds)
+    worlds = {world: time_to_accuracy.compared(found, world, 0.8) for world in ("unequal", "alike")}
+    return time_to_accuracy.judge(worlds)
 
 
 def test_time_to_accuracy_is_judged_by_the_median_the_worst_and_the_end() -> None:
@@ -81,15 +82,15 @@ def test_time_to_accuracy_is_judged_by_the_median_the_worst_and_the_end() -> Non
 
 def test_a_random_job_that_never_gets_there_gives_a_bound() -> None:
     random, oort = went("unequal", "random", 0, 80.0, 20, 0.79), went("unequal", "oort", 0, 40.0, 10)
-    assert oort_time_to_accuracy.ratio(random, oort, 0.8) == 80.0 * 100 / (40.0 * 50)
-    assert oort_time_to_accuracy.ratio(oort, random, 0.8) is None
+    assert time_to_accuracy.ratio(random, oort, 0.8) == 80.0 * 100 / (40.0 * 50)
+    assert time_to_accuracy.ratio(oort, random, 0.8) is None
 
 
 def test_where_neither_gets_there_nothing_is_a_bound_and_quick_is_not_judged() -> None:
     def ran(options: Options, final: float = 0.79) -> dict[str, Any]:
         found = [went(world, way, 0, 80.0, 20, final) for world in ("unequal", "alike") for way in ("random", "oort")]
-        chosen = replace(oort_time_to_accuracy.setting(options), worlds=("unequal", "alike"))
-        return cast("dict[str, Any]", oort_time_to_accuracy.result_of(found, chosen, options, []))
+        chosen = replace(time_to_accuracy.setting(options), worlds=("unequal", "alike"))
+        return cast("dict[str, Any]", time_to_accuracy.result_of(found, chosen, options, []))
 
     quick = ran(Options(quick=True))
     assert (quick["ok"], kept.outcome_of(quick)) == (True, kept.UNJUDGED)
@@ -103,8 +104,8 @@ def test_where_neither_gets_there_nothing_is_a_bound_and_quick_is_not_judged() -
 
 def test_a_quick_ablation_is_judged_by_whether_it_rises() -> None:
     def outcome(reached: int, final: float, options: Options) -> str:
-        ways = [went("unequal", way, 0, 50.0, reached, final) for way in oort_ablation.WAYS]
-        return kept.outcome_of(oort_ablation.result_of(ways, oort_ablation.setting(options), options, []))
+        ways = [went("unequal", way, 0, 50.0, reached, final) for way in ablation.WAYS]
+        return kept.outcome_of(ablation.result_of(ways, ablation.setting(options), options, []))
 
     assert outcome(10, 0.85, Options(quick=True)) == kept.UNJUDGED
     assert outcome(10, 0.85, Options()) == kept.DOES_NOT_HOLD
@@ -113,7 +114,7 @@ def test_a_quick_ablation_is_judged_by_whether_it_rises() -> None:
 
 def parts(**changed: Any) -> dict[str, dict[str, Any]]:
     usual = {"mean_round_s": 20.0, "coverage": 300, "final_accuracy": 0.84, "rounds": 60}
-    found = {way: dict(usual) for way in oort_ablation.WAYS}
+    found = {way: dict(usual) for way in ablation.WAYS}
     found["random"]["mean_round_s"] = 80.0
     found["no penalty"]["mean_round_s"] = 70.0
     found["no exploration"]["coverage"] = 26
@@ -123,12 +124,12 @@ def parts(**changed: Any) -> dict[str, dict[str, Any]]:
 
 
 def test_each_ablation_is_judged() -> None:
-    assert oort_ablation.judge(parts()) == []
-    assert len(oort_ablation.judge(parts(no_penalty={"mean_round_s": 19.0}))) == 2
-    assert len(oort_ablation.judge(parts(no_penalty={"mean_round_s": 30.0}))) == 1
-    assert len(oort_ablation.judge(parts(no_exploration={"coverage": 300}))) == 1
-    assert len(oort_ablation.judge(parts(no_pacer={"final_accuracy": 0.85, "rounds": 50}))) == 1
-    assert oort_ablation.judge(parts(no_pacer={"final_accuracy": 0.85, "rounds": 60})) == []
+    assert ablation.judge(parts()) == []
+    assert len(ablation.judge(parts(no_penalty={"mean_round_s": 19.0}))) == 2
+    assert len(ablation.judge(parts(no_penalty={"mean_round_s": 30.0}))) == 1
+    assert len(ablation.judge(parts(no_exploration={"coverage": 300}))) == 1
+    assert len(ablation.judge(parts(no_pacer={"final_accuracy": 0.85, "rounds": 50}))) == 1
+    assert ablation.judge(parts(no_pacer={"final_accuracy": 0.85, "rounds": 60})) == []
 
 
 def test_large_clients_get_the_slow_devices(tmp_path: Path) -> None:
@@ -136,10 +137,10 @@ def test_large_clients_get_the_slow_devices(tmp_path: Path) -> None:
     from pliant.fed.config import DataConfig
     from pliant.fed.data.task import build
 
-    chosen = replace(oort_time_to_accuracy.setting(Options(quick=True)), clients=50)
-    config = oort_time_to_accuracy.config_of("large is slow", chosen, "synthetic", 3)
+    chosen = replace(time_to_accuracy.setting(Options(quick=True)), clients=50)
+    config = time_to_accuracy.config_of("large is slow", chosen, "synthetic", 3)
     config = config.model_copy(update={"data": DataConfig(kind="digits", partition="dirichlet", alpha=1.0, clients=50)})
-    dealt = read_devices(oort_time_to_accuracy.large_is_slow(config, tmp_path / "devices.csv"))
+    dealt = read_devices(time_to_accuracy.large_is_slow(config, tmp_path / "devices.csv"))
     took_s = dealt.round_s(200, down_bytes=0, up_bytes=0)
     sizes = build(config).sizes
     assert (np.diff(took_s[np.argsort(sizes, kind="stable")]) >= 0).all()
@@ -152,8 +153,8 @@ def test_rounds_with_too_few_are_complained_about() -> None:
             for number in (1, 2)
         ]
         points = [Point(number, 10.0, accuracy, 1.0, 1.0) for number, accuracy in zip((1, 2), accuracies, strict=True)]
-        it = oort_1300.Ran(History(points, rounds), 10.0, mb)
-        result = oort_1300.result_of(it, oort_1300.config_of(Options(), "synthetic"), Options(), [])
+        it = rounds_of_1300.Ran(History(points, rounds), 10.0, mb)
+        result = rounds_of_1300.result_of(it, rounds_of_1300.config_of(Options(), "synthetic"), Options(), [])
         assert cast("dict[str, Any]", result["ours"])["clients_per_s"] == 2 * counted / 10
         return cast("list[str]", result["remarks"]) if not result["ok"] else []
 
@@ -182,31 +183,31 @@ def test_the_whole_problem_is_solved_by_highs_and_impossible_ones_are_known() ->
 @draws
 def test_testing_is_judged_shown_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PLIANT_DATA", raising=False)
-    monkeypatch.setattr(oort_testing, "QUICK", ((100, 20, 200), (100, 1, 2000)))
-    result = oort_testing.run(Options(quick=True, steps=1))
+    monkeypatch.setattr(testing, "QUICK", ((100, 20, 200), (100, 1, 2000)))
+    result = testing.run(Options(quick=True, steps=1))
     cells = cast("list[dict[str, Any]]", result["cells"])
     assert result["ok"], result["remarks"]
     assert "synthetic" in cast("list[str]", result["remarks"])[0]
     assert [cell["clients"] for cell in cells[:3]] == [566, 148, 38]
     assert "needs at least" in cells[-1]["solve"]["refused"]
-    assert len(oort_testing.table(result).rows) == len(cells)
-    oort_testing.plot(result, tmp_path / "testing.png")
+    assert len(testing.table(result).rows) == len(cells)
+    testing.plot(result, tmp_path / "testing.png")
     assert (tmp_path / "testing.png").stat().st_size > 10_000
     cells[3]["solve"] |= {"duration_s": 2 * cells[3]["solve"]["bound_s"], "took_s": 1e3, "faults": ["too few"]}
-    assert len(oort_testing.judge(cells, largest=100)) == 3
+    assert len(testing.judge(cells, largest=100)) == 3
 
 
 @draws
 def test_courses_are_shown_and_drawn(tmp_path: Path) -> None:
-    whole = oort_time_to_accuracy.result_of(
-        both(80.0, 40.0), replace(oort_time_to_accuracy.setting(Options()), worlds=("unequal", "alike")), Options(), []
+    whole = time_to_accuracy.result_of(
+        both(80.0, 40.0), replace(time_to_accuracy.setting(Options()), worlds=("unequal", "alike")), Options(), []
     )
-    ways = [went("unequal", way, seed, 50.0, 10) for way in oort_ablation.WAYS for seed in (0, 1)]
-    apart = oort_ablation.result_of(ways, oort_ablation.setting(Options()), Options(), [])
+    ways = [went("unequal", way, seed, 50.0, 10) for way in ablation.WAYS for seed in (0, 1)]
+    apart = ablation.result_of(ways, ablation.setting(Options()), Options(), [])
     assert (whole["ok"], apart["ok"]) == (True, False)
-    assert oort_time_to_accuracy.table(whole).rows[0][3] == "2.00x (2.00-2.00)"
-    assert len(oort_ablation.table(apart).rows) == 5
-    for module, result in ((oort_time_to_accuracy, whole), (oort_ablation, apart)):
+    assert time_to_accuracy.table(whole).rows[0][3] == "2.00x (2.00-2.00)"
+    assert len(ablation.table(apart).rows) == 5
+    for module, result in ((time_to_accuracy, whole), (ablation, apart)):
         module.plot(result, tmp_path / "it.png")
         assert (tmp_path / "it.png").stat().st_size > 10_000
 
@@ -214,7 +215,7 @@ def test_courses_are_shown_and_drawn(tmp_path: Path) -> None:
 @fashion
 @full
 @pytest.mark.parametrize(
-    "module", [oort_time_to_accuracy, oort_ablation, oort_1300], ids=["time-to-accuracy", "ablation", "1300"]
+    "module", [time_to_accuracy, ablation, rounds_of_1300], ids=["time-to-accuracy", "ablation", "1300"]
 )
 def test_they_run(module: Any, tmp_path: Path) -> None:
     result = module.run(Options(quick=True, steps=2))

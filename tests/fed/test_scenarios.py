@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pliant.experiments.federated import Course, Job
+from pliant.experiments.oort.federated import Course, Job
 from pliant.fed.config import Choice, DataConfig, FedConfig, LocalConfig
 from pliant.fed.rounds.loop import simulate
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pliant.bench.fed_select import looped_selection
+from pliant.bench.fed.selection import looped_selection
 from pliant.cli.main import build
 from pliant.errors import ConfigError
 from pliant.fed.choice.selectors import make

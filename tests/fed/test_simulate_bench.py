@@ -12,8 +12,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from pliant.bench import fed_simulate, fed_work
-from pliant.bench.fed_simulate import SimulateOptions
+from pliant.bench.fed import simulate, work
+from pliant.bench.fed.simulate import SimulateOptions
 from pliant.cli.main import build
 from pliant.errors import ConfigError
 from pliant.fed.config import DataConfig, FedConfig
@@ -24,14 +24,14 @@ from pliant.fed.work import Training
 
 def small_job() -> FedConfig:
     """The bench's job on fewer, smaller images, which are read in no time."""
-    job = fed_work.job(clients=20, participants=2, steps=3, batch_size=5, rounds=2, batching=1, seed=7)
+    job = work.job(clients=20, participants=2, steps=3, batch_size=5, rounds=2, batching=1, seed=7)
     return job.model_copy(update={"data": DataConfig(kind="digits", clients=20)})
 
 
 def test_a_client_of_the_peers_does_the_work_of_ours() -> None:
-    task, module = fed_work.known(small_job().model_dump_json())
+    task, module = work.known(small_job().model_dump_json())
     start = Weights.of(module)
-    fed_work.train(task, module, 5, 2)
+    work.train(task, module, 5, 2)
     theirs = start.change_to(Weights.of(module))
     done = Trainer(task).run(start, Training(2, (5,), (3,), task.config.local.lr))
     assert isinstance(done, tuple)
@@ -47,7 +47,7 @@ def test_the_result_says_how_much_faster() -> None:
     options = SimulateOptions(participants=20, turns=2, cores=1)
     turns = {"ours": [[0.2, 0.4, 0.2], [0.25] * 3], "flower": [[0.6] * 3, [1.0] * 3], "bare": []}
     facts = {"ours": {"data": "fashion-mnist", "batching": 4}, "flower": {"version": "1.41.0"}}
-    found = fed_simulate._result(options, {"what": "simulate"}, turns, facts, {"bare": "exit code 1"})
+    found = simulate._result(options, {"what": "simulate"}, turns, facts, {"bare": "exit code 1"})
     ours, peers = found["ours"], found["peers"]
     assert isinstance(ours, dict)
     assert isinstance(peers, dict)
@@ -58,12 +58,12 @@ def test_the_result_says_how_much_faster() -> None:
     assert (peers["flower"]["speedup_least"], peers["flower"]["speedup_most"]) == (pytest.approx(3.0), 4.0)
     assert found["ok"] is True
     assert peers["bare"] == {"clients_per_s": None, "failure": "exit code 1"}
-    slow = fed_simulate._result(options, {}, {**turns, "flower": [[0.3], [0.3]]}, facts, {"bare": "exit code 1"})
+    slow = simulate._result(options, {}, {**turns, "flower": [[0.3], [0.3]]}, facts, {"bare": "exit code 1"})
     assert slow["ok"] is False
 
 
 def test_the_bare_loop_is_timed_by_round(tmp_path: Path) -> None:
-    found = fed_simulate._bare(SimulateOptions(clients=20, participants=2, rounds=1), small_job(), "")
+    found = simulate._bare(SimulateOptions(clients=20, participants=2, rounds=1), small_job(), "")
     assert len(found["seconds"]) == 2
     assert min(found["seconds"]) > 0
 

@@ -6,8 +6,8 @@ import pytest
 
 from pliant.cluster import View, Worker
 from pliant.errors import CapacityError, ConfigError
-from pliant.launch.ray_cluster import bundle_of, check_devices, devices_in, nodes_of, total
-from pliant.launch.seats import Seats
+from pliant.launch.on_ray.cluster import bundle_of, check_devices, devices_in, nodes_of, total
+from pliant.launch.on_ray.seats import Seats
 
 HOSTS = {"a": "10.0.0.1", "b": "10.0.0.2"}
 

@@ -19,7 +19,7 @@ from subject import compare, history
 from two_nodes import CPUS, HEAD, OTHER, PATIENCE_S, Nodes, open_gate, until
 
 from pliant.errors import ConfigError
-from pliant.launch.ray_cluster import connected
+from pliant.launch.on_ray.cluster import connected
 from pliant.launch.registry import start_ticks
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]

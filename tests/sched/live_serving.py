@@ -16,8 +16,8 @@ from typing import Any
 
 from pliant.elastic.client import ConfigClient
 from pliant.launch.state_file import RunnerState, WorkerProcess, read
-from pliant.sched.jobfile import JobSpec
-from pliant.sched.live_client import JobStatus, LiveClient, find_server
+from pliant.sched.live.client import JobStatus, LiveClient, find_server
+from pliant.sched.live.jobfile import JobSpec
 
 MAIN = (sys.executable, "-c", "from pliant.cli.main import main; main()")
 PROGRAM = Path(__file__).with_name("live_program.py")

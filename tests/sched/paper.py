@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 
 from pliant.errors import LaunchError, ServerUnavailable
-from pliant.sched.ground import Counts, Ended, Run
+from pliant.sched.live.ground import Counts, Ended, Run
 
 
 @dataclass

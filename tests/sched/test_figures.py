@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from pliant.bench.report import Json
 from pliant.cli.main import build
 from pliant.errors import ConfigError
-from pliant.experiments import easyscale_fig14, easyscale_fig15
+from pliant.experiments.easyscale import fig14, fig15
 from pliant.experiments.figures import FIGURES, Options, save
 
 
@@ -22,7 +22,7 @@ def test_both_are_listed() -> None:
 
 def test_a_list_like_the_published_one_shows_the_claims(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PLIANT_DATA", raising=False)
-    for module in (easyscale_fig14, easyscale_fig15):
+    for module in (fig14, fig15):
         result = module.run(Options())
         assert result["ok"], result["remarks"]
         save(result, tmp_path / "result.json")
@@ -33,15 +33,15 @@ def test_a_list_like_the_published_one_shows_the_claims(tmp_path: Path, monkeypa
 
 def test_the_published_list_shows_the_claims(cluster_data: Path) -> None:
     options = Options(data=str(cluster_data / "easyscale"))
-    result = easyscale_fig14.run(options)
+    result = fig14.run(options)
     assert result["ok"], result["remarks"]
     assert "the artifact's list of 62 jobs" in cast("list[str]", result["remarks"])
-    drawn = easyscale_fig15.run(options)
+    drawn = fig15.run(options)
     assert drawn["ok"], drawn["remarks"]
     published = cast("dict[str, Any]", drawn["published"])
     assert {name: len(series) for name, series in published.items()} == {"easyscale-homo": 113, "easyscale-heter": 113}
     # The published means are those of the published curves.
-    for name, (mean, most) in easyscale_fig15.PUBLISHED.items():
+    for name, (mean, most) in fig15.PUBLISHED.items():
         used = [count for time, count in published[name] if time <= 6000]
         assert sum(used) / len(used) == pytest.approx(mean, abs=0.1)
         assert max(used) == most
@@ -49,12 +49,12 @@ def test_the_published_list_shows_the_claims(cluster_data: Path) -> None:
 
 def test_another_order_is_not_ok() -> None:
     cells = [
-        easyscale_fig14.cell(
+        fig14.cell(
             name, {"jct_median_s": 1.0, "jct_mean_s": mean, "makespan_s": mean, "mean_allocated": 1.0, "changes": 1}
         )
         for name, mean in (("yarn-cs", 3.0), ("easyscale-homo", 1.0), ("easyscale-heter", 2.0))
     ]
-    assert len(easyscale_fig14.judge(cells)) == 2
+    assert len(fig14.judge(cells)) == 2
 
 
 def test_the_command_writes_one_object(tmp_path: Path) -> None:

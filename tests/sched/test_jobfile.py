@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from pliant.errors import ConfigError
 from pliant.page import Page
-from pliant.sched.jobfile import JobFile, JobSpec, read_job
+from pliant.sched.live.jobfile import JobFile, JobSpec, read_job
 from pliant.train.determinism import LEVELS
 
 FULL = """\

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from paper import PaperGround, PaperRun
 
-from pliant.sched import schedulers
-from pliant.sched.book import Book
-from pliant.sched.jobfile import JobSpec
-from pliant.sched.live import Scheduler
+from pliant.sched.live.book import Book
+from pliant.sched.live.jobfile import JobSpec
+from pliant.sched.live.scheduler import Scheduler
+from pliant.sched.schedulers import registry as schedulers
 
 STEPS = 24
 """Of each job."""

@@ -16,10 +16,10 @@ import pytest
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
 from pliant.launch import state_file
 from pliant.launch.devices import device_of_slot
-from pliant.sched import local
-from pliant.sched.ground import Ended, Run
-from pliant.sched.jobfile import JobSpec
-from pliant.sched.local import LocalGround, LocalRunning
+from pliant.sched.live import local
+from pliant.sched.live.ground import Ended, Run
+from pliant.sched.live.jobfile import JobSpec
+from pliant.sched.live.local import LocalGround, LocalRunning
 
 SLEEPS = "import time; time.sleep(60)"
 DEADLINE_S = 20.0

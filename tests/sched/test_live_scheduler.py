@@ -14,14 +14,15 @@ from paper import PaperGround
 from starlette.testclient import TestClient
 
 from pliant.errors import ConfigError, NameTaken, UnknownJob
-from pliant.sched import live_openapi, schedulers
-from pliant.sched.book import Book
-from pliant.sched.jobfile import JobSpec
-from pliant.sched.live import Scheduler
-from pliant.sched.live_client import JobDetail, JobStatus
-from pliant.sched.live_web import LiveWeb
-from pliant.sched.tail import MAX_BYTES, Tail
-from pliant.sched.throughput import MIN_STEPS, SKIPPED_STEPS, Throughput
+from pliant.sched.live import openapi
+from pliant.sched.live.book import Book
+from pliant.sched.live.client import JobDetail, JobStatus
+from pliant.sched.live.jobfile import JobSpec
+from pliant.sched.live.scheduler import Scheduler
+from pliant.sched.live.tail import MAX_BYTES, Tail
+from pliant.sched.live.throughput import MIN_STEPS, SKIPPED_STEPS, Throughput
+from pliant.sched.live.web import LiveWeb
+from pliant.sched.schedulers import registry as schedulers
 
 DEADLINE_S = 10.0
 TOKEN = {"Authorization": "Bearer t"}
@@ -275,7 +276,7 @@ def test_a_reservation_over_http(api: TestClient) -> None:
 
 def test_the_description_names_every_route(api: TestClient) -> None:
     described = api.get("/openapi.json").json()
-    assert described == live_openapi.description()
+    assert described == openapi.description()
     routes = {(route.path, method) for route in _routes(api) for method in route.methods - {"HEAD"}}
     told = {(path, method.upper()) for path, methods in described["paths"].items() for method in methods}
     assert told == routes

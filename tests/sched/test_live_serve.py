@@ -13,9 +13,10 @@ import pytest
 
 from pliant.cli.main import main
 from pliant.errors import ConfigError
-from pliant.sched import live_server, schedulers
-from pliant.sched.live_server import LiveConfig, serve
-from pliant.sched.local import LocalGround
+from pliant.sched.live import server as live_server
+from pliant.sched.live.local import LocalGround
+from pliant.sched.live.server import LiveConfig, serve
+from pliant.sched.schedulers import registry as schedulers
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.errors import CapacityError, ConfigError, NameTaken
-from pliant.sched import schedulers
-from pliant.sched.ground import Ended
-from pliant.sched.jobfile import JobSpec
-from pliant.sched.live_actions import Action, Drop, End, Note, Resize, Start
-from pliant.sched.live_job import LiveJob
-from pliant.sched.live_state import AVOID_S, END_GRACE_S, MAX_LOSSES, RESERVE_GRACE_S, LiveState
+from pliant.sched.live.actions import Action, Drop, End, Note, Resize, Start
+from pliant.sched.live.ground import Ended
+from pliant.sched.live.job import LiveJob
+from pliant.sched.live.jobfile import JobSpec
+from pliant.sched.live.state import AVOID_S, END_GRACE_S, MAX_LOSSES, RESERVE_GRACE_S, LiveState
+from pliant.sched.schedulers import registry as schedulers
 
 
 def spec(name: str, **said: Any) -> JobSpec:

@@ -8,7 +8,7 @@ from pliant.errors import ConfigError
 from pliant.sched.job import Job, SteadyWork
 from pliant.sched.machines import Cluster, Node, Places
 from pliant.sched.planner import DeviceType, settled
-from pliant.sched.schedulers import POLICIES, make, parse
+from pliant.sched.schedulers.registry import POLICIES, make, parse
 
 V, T = DeviceType("v100", 3.0), DeviceType("t4", 1.0)
 

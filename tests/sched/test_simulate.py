@@ -15,8 +15,8 @@ from pliant.sched.job import Job, Jobs, SteadyWork
 from pliant.sched.machines import Cluster, Reservation, reserved_over_time
 from pliant.sched.outcome import in_use, summary
 from pliant.sched.planner import DeviceType, best_plan
-from pliant.sched.schedulers import POLICIES, make
-from pliant.sched.schedulers_base import Changes, Policy
+from pliant.sched.schedulers.base import Changes, Policy
+from pliant.sched.schedulers.registry import POLICIES, make
 from pliant.sched.simulate import Charges, Outcome, Simulation
 
 SPEEDS = {"v100": 3.0, "p100": 2.0, "t4": 1.0}

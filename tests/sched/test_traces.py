@@ -12,7 +12,7 @@ from pliant.errors import ConfigError
 from pliant.sched.compare import Setting, compare
 from pliant.sched.machines import Cluster
 from pliant.sched.outcome import quantile, summary
-from pliant.sched.schedulers import make
+from pliant.sched.schedulers.registry import make
 from pliant.sched.simulate import Simulation
 from pliant.sched.traces import Trace, read
 from pliant.sched.workloads import PHILLY_DEVICES, PHILLY_JOBS, jobs_of, synthetic

@@ -1,0 +1,1 @@
+"""`pliant bench fed`: how fast clients are chosen and simulated, beside plain Python and Flower."""

@@ -1,0 +1,123 @@
+"""Where the sides of `pliant bench priority` run, and how their processes are started: in a lab here, or over ssh."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, cast
+
+from pliant.bench import contenders
+from pliant.bench.contenders import Ground
+from pliant.bench.contest import Job, Starter
+from pliant.bench.priority import hosts as machines
+from pliant.bench.priority.hosts import Host
+from pliant.bench.priority.options import PriorityOptions
+from pliant.bench.priority.worker import Task
+from pliant.lab import INTERFACE, Lab
+
+WORKER = "pliant.bench.priority.worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Where the ranks run: in a lab on this machine, or on hosts."""
+
+    options: PriorityOptions
+    folder: Path
+    lab: Lab | None = None
+
+    @property
+    def hosts(self) -> list[Host]:
+        """Of each rank; only without a lab."""
+        return machines.placed(self.options.hosts)
+
+    def job(
+        self,
+        name: str,
+        side: str,
+        number: int,
+        slice_bytes: int | None = None,
+        in_flight_bytes: int | None = None,
+    ) -> SideJob:
+        """The processes of one side, not started yet, which take their task when they are ready."""
+        options = self.options
+        environs: Sequence[Mapping[str, str]] = [{}] * options.nodes
+        sockets: Sequence[socket.socket] = ()
+        if side not in ("ddp", "plain"):
+            if self.lab is not None:
+                environs, sockets = contenders.identities(self._ground(), "AUTO")
+            else:
+                environs = machines.identities(options.hosts, number)
+        task = Task(
+            side=side,
+            num_workers=options.nodes,
+            model=options.model,
+            compute=options.compute,
+            batch=options.batch,
+            size=options.size,
+            slice_bytes=slice_bytes,
+            in_flight_bytes=in_flight_bytes,
+            meeting=f"tcp://{self.lab.addresses[0] if self.lab else self.hosts[0].host}:{machines.BASE_PORT}",
+            ifaces=tuple(INTERFACE if self.lab else host.iface for host in (self.hosts or [Host("")] * options.nodes)),
+            environs=tuple(dict(each) for each in environs),
+            pinned=options.compute == "real" and self.lab is not None,
+            trace=str(self.folder / f"trace-{name}") if options.trace is not None else "",
+        )
+        control = self.folder / f"{name}.sock"
+        if self.lab is not None:
+            starters = [self._forked(control, self.lab, sockets)]
+        else:
+            starters = [self._over_ssh(rank, control) for rank in range(options.nodes)]
+        return SideJob(name, options.nodes, starters, control, task)
+
+    def _ground(self) -> Ground:
+        return Ground(num_workers=self.options.nodes, sizes=(), folder=self.folder, lab=self.lab)
+
+    def _forked(self, control: Path, lab: Lab, sockets: Sequence[socket.socket]) -> Starter:
+        def start(output: IO[bytes]) -> subprocess.Popen[bytes]:
+            child = subprocess.Popen(
+                [sys.executable, "-m", WORKER, str(control), *lab.namespaces],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=contenders.clean_environ(),
+                pass_fds=[each.fileno() for each in sockets],
+            )
+            for each in sockets:
+                each.close()
+            return child
+
+        return start
+
+    def _over_ssh(self, rank: int, control: Path) -> Starter:
+        def start(output: IO[bytes]) -> subprocess.Popen[bytes]:
+            # One socket is both its input and its output, so that ssh carries the whole conversation.
+            with socket.socket(socket.AF_UNIX) as line:
+                line.connect(str(control))
+                return subprocess.Popen(
+                    machines.ssh_argv(self.hosts[rank], sys.executable, WORKER, rank),
+                    stdin=line.fileno(),
+                    stdout=line.fileno(),
+                    stderr=output,
+                    env=contenders.clean_environ(),
+                )
+
+        return start
+
+
+class SideJob(Job):
+    """A job whose workers are told what they are when they have come up."""
+
+    def __init__(self, name: str, num_workers: int, starters: Sequence[Starter], control: Path, task: Task) -> None:
+        super().__init__(name, num_workers, starters, control)
+        self._task = task
+        self.num_bytes = 0
+
+    def ready(self, timeout_s: float) -> None:
+        super().ready(timeout_s)
+        answers = self.ask({"do": "setup", "task": self._task.to_json()}, timeout_s)
+        self.num_bytes = cast(int, answers[0]["num_bytes"])

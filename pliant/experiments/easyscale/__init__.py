@@ -1,0 +1,1 @@
+"""The figures of the EasyScale paper (SC 2023)."""
