@@ -1,4 +1,4 @@
-"""What carries an executor that is a process here, or an ssh of this machine to one elsewhere."""
+"""What carries an executor: all that its launcher sees of it, and a process here, or an ssh of this machine to one elsewhere."""
 
 from __future__ import annotations
 
@@ -8,12 +8,27 @@ import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from pliant.errors import LaunchError
 from pliant.launch import child, guardian
 from pliant.launch.processes import script
 
 TAIL_BYTES = 4096
+
+
+class Carrier(Protocol):
+    """One executor that runs, by whatever means."""
+
+    def wait(self) -> tuple[int, str]:
+        """Its exit code, and what to say of it, once it has ended."""
+        ...
+
+    def end(self) -> None:
+        """Ask it to end."""
+        ...
+
+    def kill(self) -> None: ...
 
 
 class ProcessCarrier:

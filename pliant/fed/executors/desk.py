@@ -1,6 +1,7 @@
 """The server's side of all executors: who is there, what each holds, and what comes back. Lives in one asyncio thread.
 
-`pool` is its public face, and calls it only through that thread. What is decided is `handout`'s; here it is sent.
+`pool` is its public face, and calls it only through that thread. Who may come is `door`'s to say, and what is decided
+`handout`'s; here it is sent.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pliant.errors import CommError, LaunchError, PliantError, TrainError
-from pliant.fed.executors import greeting, parcels, wire
+from pliant.fed.executors import parcels, wire
+from pliant.fed.executors.door import Door
 from pliant.fed.executors.handout import MAX_LOSSES, Give, Handout, Take
 from pliant.fed.executors.wire import Kind, Link
 from pliant.fed.work import Done, Evaluation, Unit
@@ -28,8 +30,6 @@ FIRST_SAID_S, MOST_SAID_S = 5.0, 300.0
 """When it is said for the first time that no executor is there; how rarely at last."""
 CLOSING_S = 2.0
 OTHER_DATA = "its data or model are not those of this job: give all hosts the same files and versions"
-MAX_GUESTS = 500
-"""Connections at a time that have not proved yet who they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,7 @@ class Desk:
         changed: Callable[[int], None],
     ) -> None:
         self._welcome = {"config": config, "silence_s": silence_s}
-        self._token = token
-        self._tls = tls
+        self._door = Door(token, tls, self._take_in)
         self._silence_s = silence_s
         self._changed = changed
         """Told how many executors are ready, each time that changes."""
@@ -105,11 +104,10 @@ class Desk:
         self.kind = ""
         """On what executors must compute, or bits would be others: as the server expects, or as the first of them."""
         self._closing = False
-        self._guests: set[asyncio.Task[None]] = set()
 
     async def serve(self, listener: socket.socket, until: asyncio.Event) -> None:
         """Take in who comes, until told to stop."""
-        accepting = asyncio.create_task(self._accept(listener))
+        accepting = asyncio.create_task(self._door.open(listener))
         beating = asyncio.create_task(self._beat())
         stopping = asyncio.create_task(until.wait())
         try:
@@ -119,8 +117,9 @@ class Desk:
                     task.result()  # neither ends by itself: this raises
         finally:
             stopping.cancel()
-            for task in (accepting, beating, *self._guests):
+            for task in (accepting, beating):
                 task.cancel()
+            self._door.close()
 
     async def close(self, *, over: bool) -> None:
         self._closing = True
@@ -137,46 +136,6 @@ class Desk:
             member.link.cut("the server ends")
 
     # Who comes
-
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(listener)
-            except OSError as error:  # too many open files: those who wait are taken in later
-                log.warning("cannot take in an executor now: %s", error)
-                await asyncio.sleep(0.5)
-                continue
-            if len(self._guests) >= MAX_GUESTS:
-                sock.close()  # a flood: each is given seconds to prove itself, and executors try again
-                continue
-            guest = asyncio.create_task(self._greet(sock))
-            self._guests.add(guest)
-            guest.add_done_callback(self._guests.discard)
-
-    async def _greet(self, sock: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        link = Link()
-        peer = "somebody"
-        try:
-            peer = "{}:{}".format(*sock.getpeername()[:2])
-            timeout_s = wire.HANDSHAKE_S if self._tls else None
-            await loop.connect_accepted_socket(lambda: link, sock, ssl=self._tls, ssl_handshake_timeout=timeout_s)
-            hello = await greeting.answer(link, self._token)
-        except OSError as error:
-            why = str(error) or "it hung up: is its --ca this server's?"
-            log.warning("refused %s: %s", peer, f"no TLS connection: {why}" if self._tls else why)
-            sock.close()
-        except CommError as error:
-            log.warning("refused %s: %s", peer, error)
-            link.send(Kind.REFUSED, {"why": str(error)})
-            link.close()
-        except asyncio.CancelledError:
-            link.cut("the server ends")
-            sock.close()
-            raise
-        else:
-            self._take_in(link, hello)
 
     def _take_in(self, link: Link, hello: dict[str, Any]) -> None:
         self._next_member += 1

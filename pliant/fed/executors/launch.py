@@ -20,11 +20,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from pliant.cluster import Host
 from pliant.errors import ConfigError, PliantError
-from pliant.fed.executors.carriers import ProcessCarrier
+from pliant.fed.executors.carriers import Carrier, ProcessCarrier
 from pliant.fed.executors.places import Place, Places, parse_workers
 from pliant.fed.executors.settings import MODULE, PATIENCE_S, Settings
 from pliant.launch import ssh
@@ -47,20 +47,6 @@ GRACE_S = 5.0
 END_S = 2 * GRACE_S + 2
 WRONG = 2
 """The exit code of an executor that cannot take part, and could not the next time."""
-
-
-class Carrier(Protocol):
-    """One executor that runs, by whatever means."""
-
-    def wait(self) -> tuple[int, str]:
-        """Its exit code, and what to say of it, once it has ended."""
-        ...
-
-    def end(self) -> None:
-        """Ask it to end."""
-        ...
-
-    def kill(self) -> None: ...
 
 
 class Restarts:
