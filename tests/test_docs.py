@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -31,6 +32,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), ROOT / "benchmarks" / "r
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES]
+DOORS = ("pliant", "pliant.fed", "pliant.fed.flower")
+"""Where programs import from."""
 sys.path.insert(0, str(ROOT / "scripts"))
 
 
@@ -136,7 +139,8 @@ def test_the_command_reference_is_not_stale() -> None:
 
 def test_the_api_page_has_every_public_name() -> None:
     shown = set(re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
-    assert {f"pliant.{name}" for name in pliant.__all__ if name != "__version__"} <= shown
+    public = {f"{door}.{name}" for door in DOORS for name in import_module(door).__all__}
+    assert public - {"pliant.__version__"} <= shown
     assert "pliant.__version__" in (DOCS / "api.md").read_text()
 
 
@@ -290,8 +294,13 @@ def _is_there(place: Path, words: list[str]) -> bool:
     if below.is_dir() or below.with_suffix(".py").exists():
         return len(words) == 1 or _is_there(below, words[1:])
     module = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-    named = [each for each in ast.parse(module.read_text()).body if isinstance(each, ast.ClassDef | ast.FunctionDef)]
-    return len(words) == 1 and words[0] in [each.name for each in named]
+    names: list[str] = []
+    for each in ast.parse(module.read_text()).body:
+        if isinstance(each, ast.ClassDef | ast.FunctionDef):
+            names.append(each.name)
+        elif isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "__all__":
+            names += ast.literal_eval(each.value)
+    return len(words) == 1 and words[0] in names
 
 
 def test_kinds_of_a_federation_are_named_as_they_are() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,14 @@ def test_imports_go_down(path: Path) -> None:
     part = path.relative_to(PACKAGE).parts[0]
     if part in INSIDE and path != PACKAGE / part / "__init__.py":  # which names what programs import, wherever that is
         check(path, (part,), INSIDE[part])
+
+
+@pytest.mark.parametrize("door", ["pliant", "pliant.fed", "pliant.fed.flower"])
+def test_a_front_door_has_what_it_lists(door: str) -> None:
+    module = import_module(door)
+    assert all(getattr(module, name) for name in module.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        module.nothing  # noqa: B018
 
 
 @pytest.mark.parametrize("module", TORCH_FREE)

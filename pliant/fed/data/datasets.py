@@ -48,10 +48,16 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
+    """Samples that lie in memory, all of one shape."""
+
     data: Tensor
+    """The inputs; the first dimension counts the samples."""
     labels: Tensor
+    """Of each sample, its class: its place in `classes`."""
     classes: tuple[str, ...]
+    """Their names."""
     clients: tuple[str, ...] = ()
+    """Of each sample, whose it is, for natural partitions; empty: nobody's."""
 
     def __len__(self) -> int:
         return len(self.data)
