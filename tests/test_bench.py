@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from command import command
 
-from pliant import lab as labs
 from pliant.bench import allreduce, bounds, contenders, report
 from pliant.bench.allreduce import AllreduceOptions, graphs, parse_lab, parse_peers
 from pliant.bench.contenders import Ground
@@ -26,6 +25,7 @@ from pliant.bench.models import MODELS, parse_sizes, tensor_sizes
 from pliant.bench.stats import Summary, paired_ratios, quantile
 from pliant.bench.worker import Task, contribution, pattern
 from pliant.errors import ConfigError, LaunchError
+from pliant.lab.machine import check
 
 # Models
 
@@ -320,7 +320,7 @@ def test_a_worker_ends_with_its_controller_whatever_it_is_doing(accepted: bool, 
 
 # The real ones
 
-MISSING = [*labs.check(), *filter(None, [bounds.why_no_iperf()])]
+MISSING = [*check(), *filter(None, [bounds.why_no_iperf()])]
 
 
 @pytest.mark.processes

@@ -16,7 +16,6 @@ import pytest
 from command import command
 from gang import FULL
 
-from pliant import lab as labs
 from pliant.bench.priority import cells as priority_cells
 from pliant.bench.priority import hosts as priority_hosts
 from pliant.bench.priority import paper, trace, verdict
@@ -28,6 +27,8 @@ from pliant.bench.priority.options import PriorityOptions, batch_from, parse_mod
 from pliant.bench.priority.worker import Task, commands_of, default_iface, running_s, sent_bytes, window
 from pliant.cluster import worker_spec
 from pliant.errors import ConfigError
+from pliant.lab.hosts import Lab
+from pliant.lab.machine import check
 from pliant.perf import Layer
 
 LAYERS = (Layer(0.1, 0.2, 1_000_000), Layer(0.1, 0.2, 3_000_000))
@@ -493,7 +494,7 @@ def test_validate_takes_only_results_of_this_bench(tmp_path: Path) -> None:
 
 # The real ones
 
-MISSING = labs.check()
+MISSING = check()
 in_a_lab = pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING) or "a lab is possible")
 SHORT = ("--model", "sockeye", "--batch", "4", "--repeat", "1", "--iters", "2", "--warmup", "2")
 
@@ -537,7 +538,7 @@ exec ip netns exec pliant-{lab}-h$((host - 1)) sh -c "$*"
 @in_a_lab
 def test_hosts_over_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real command and the real conversation; only `ssh` is another, which goes into a namespace."""
-    with labs.Lab(num_hosts=2, rate="1gbit").up() as lab:
+    with Lab(num_hosts=2, rate="1gbit").up() as lab:
         fake = tmp_path / "bin" / "ssh"
         fake.parent.mkdir()
         fake.write_text(FAKE_SSH.format(lab=lab.name))

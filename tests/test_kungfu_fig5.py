@@ -15,7 +15,8 @@ from pliant.experiments.figures import FIGURES, Options
 from pliant.experiments.kungfu import fig5 as figure
 from pliant.experiments.kungfu import fig5_trial as trials
 from pliant.experiments.kungfu.fig5_trial import Setting, Trial
-from pliant.lab import Lab, check
+from pliant.lab.hosts import Lab
+from pliant.lab.machine import check
 
 SETTING = Setting(workers=8, batch=8, kappa=160, bits_per_s=10**8, steps=50, begin_step=26)
 

@@ -15,14 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from pliant import lab as labs
 from pliant.bench import traffic
 from pliant.cli.main import main
 from pliant.cluster import Worker
 from pliant.errors import ConfigError, LabError
-from pliant.lab import Lab, format_rate, host_index, parse_rate, shaper
+from pliant.lab.hosts import Lab, host_index
+from pliant.lab.machine import check
+from pliant.lab.namespaces import labs
+from pliant.lab.rates import format_rate, parse_rate, shaper
 
-MISSING = labs.check()
+MISSING = check()
 needs_root = pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING) or "a lab is possible")
 ROOT = (pytest.mark.root, needs_root)
 
@@ -120,7 +122,7 @@ def test_wrong_values_are_refused(wrong: dict[str, object]) -> None:
 def test_what_is_missing_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setenv("PATH", "")
-    problems = labs.check()
+    problems = check()
     assert [problem.split(":")[0] for problem in problems] == ["not root", "`ip` not found", "`tc` not found"]
     with pytest.raises(LabError, match=r"sudo.*iproute2"):
         Lab(num_hosts=1).up()
@@ -233,7 +235,7 @@ def test_programs_run_on_their_host(lab: Lab) -> None:
 @rooted
 def test_two_labs_do_not_meet(lab: Lab) -> None:
     with Lab(num_hosts=2).up() as other:
-        assert set(labs.labs()) >= {lab.name, other.name}
+        assert set(labs()) >= {lab.name, other.name}
         with other.call(1, lambda: socket.create_server((other.addresses[1], 0))) as server:
             target = (lab.addresses[1], server.getsockname()[1])
             with pytest.raises(ConnectionRefusedError):
@@ -274,7 +276,7 @@ def test_nothing_stays_when_making_it_fails_midway(monkeypatch: pytest.MonkeyPat
 
 OWNER = """
 import sys, time
-from pliant.lab import Lab
+from pliant.lab.hosts import Lab
 with Lab(num_hosts=2, rate="1gbit").up() as lab:
     child = lab.popen(1, ["setsid", "sleep", "600"])
     print(lab.name, child.pid, flush=True)
@@ -300,7 +302,7 @@ def test_nothing_stays_when_the_owner_is_killed(number: signal.Signals) -> None:
 @pytest.mark.parametrize("delay_s", [0.0, 0.15, 0.2, 0.25, 0.3])
 def test_nothing_stays_when_the_owner_is_killed_while_making_it(delay_s: float) -> None:
     name = f"t{os.getpid()}x{delay_s * 100:.0f}"
-    code = f"from pliant.lab import Lab; print('go', flush=True); Lab(num_hosts=8, name={name!r}).up()"
+    code = f"from pliant.lab.hosts import Lab; print('go', flush=True); Lab(num_hosts=8, name={name!r}).up()"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         owner.stdout.readline()
@@ -308,7 +310,7 @@ def test_nothing_stays_when_the_owner_is_killed_while_making_it(delay_s: float) 
             owner.wait(delay_s)
         owner.kill()
         owner.wait(10)
-    guardian = f"pliant.lab\0{name}\0"
+    guardian = f"pliant.lab.guardian\0{name}\0"
     eventually(lambda: not running(guardian), "guardian gone")
     eventually(lambda: not namespaces_of(name), "namespaces gone")
 
@@ -318,7 +320,7 @@ def test_nothing_stays_when_nobody_hears_that_the_name_is_claimed() -> None:
     """The owner was killed while its guardian started."""
     name = f"t{os.getpid()}unheard"
     guardian = subprocess.Popen(
-        [sys.executable, "-m", "pliant.lab", name, str(os.getpid())],
+        [sys.executable, "-m", "pliant.lab.guardian", name, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from command import command
 
-from pliant import lab
 from pliant.errors import ConfigError
 from pliant.experiments import batch, gather, headlines, kept, report
 from pliant.experiments.facts import FACTS, clock, paper_of
@@ -26,6 +25,7 @@ from pliant.experiments.figures import FIGURES, Options, TableRows
 from pliant.experiments.headlines import Headline
 from pliant.experiments.kept import Run
 from pliant.experiments.report import About, Entry
+from pliant.lab import machine
 
 QUICK = Options(quick=True, device="cpu")
 FAST = ("easyscale-fig14", "easyscale-fig15")
@@ -208,7 +208,7 @@ def test_what_takes_too_long_is_ended_with_all_its_processes(tmp_path: Path) -> 
 def test_without_namespaces_figures_that_need_them_are_skipped_and_say_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lab, "check", lambda: ["not root: network namespaces need it; run with sudo"])
+    monkeypatch.setattr(machine, "check", lambda: ["not root: network namespaces need it; run with sudo"])
     [found] = batch.run(plan(tmp_path, "p3-fig12"))
     assert (found.outcome, found.result) == (kept.SKIPPED, None)
     page = gather.write(tmp_path, [FIGURES["p3-fig12"]]).read_text()

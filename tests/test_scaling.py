@@ -19,7 +19,7 @@ from pliant.comm.plan import Spec, Strategy, make_plan
 from pliant.errors import ConfigError
 from pliant.experiments.figures import Options
 from pliant.experiments.kungfu import fig9, fig9_model, fig10
-from pliant.lab import Lab
+from pliant.lab.hosts import Lab
 from pliant.perf import bounds
 from pliant.perf import scaling as model
 

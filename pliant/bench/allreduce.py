@@ -19,7 +19,7 @@ from pliant.bench.stats import Summary, quantile
 from pliant.bench.worker import DTYPES
 from pliant.comm.graph import STRATEGIES, Topology, topologies
 from pliant.errors import ConfigError, LabError, LaunchError
-from pliant.lab import Lab
+from pliant.lab.hosts import Lab
 
 _ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
 _BUSY = 0.85

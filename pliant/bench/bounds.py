@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pliant.errors import LabError
-from pliant.lab import Lab
+from pliant.lab.hosts import Lab
 
 _PORT = 5201
 _START_TIMEOUT_S = 10.0

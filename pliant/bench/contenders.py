@@ -21,7 +21,7 @@ from typing import IO, Literal
 from pliant.bench.contest import Job, Starter
 from pliant.bench.worker import Task
 from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker, WorkerSpec
-from pliant.lab import INTERFACE, Lab
+from pliant.lab.hosts import INTERFACE, Lab
 
 PEERS = ("gloo", "openmpi")
 _MPI_TYPES = ("float32", "float64", "int32", "int64")

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import IO, cast
 
-from pliant.lab import enter
-from pliant.launch.child import die_with
+from pliant.child import die_with
+from pliant.lab.namespaces import enter
 
 Serve = Callable[[int, IO[bytes], IO[bytes]], int]
 """Be a rank that is told what to do on the first line, and answers on the second; the exit status."""

@@ -24,7 +24,8 @@ from pliant.bench.priority.stage import Stage
 from pliant.bench.report import Json
 from pliant.bench.stats import Summary
 from pliant.errors import LabError
-from pliant.lab import Lab, format_rate
+from pliant.lab.hosts import Lab
+from pliant.lab.rates import format_rate
 from pliant.perf import transfer_s
 
 Progress = Callable[[str, float], None]

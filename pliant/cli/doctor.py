@@ -19,8 +19,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pliant import lab
 from pliant.errors import ConfigError
+from pliant.lab import machine
 
 if TYPE_CHECKING:
     from torch import nn
@@ -115,7 +115,7 @@ def _software() -> Iterator[Symptom]:
 def _kernel() -> Iterator[Symptom]:
     yield _tried("memfd", _try_memfd, "shared memory between workers", "Linux 3.17 or newer is needed")
     yield _tried("abstract sockets", _try_abstract_socket, "workers of one host meet there", "Linux is needed")
-    problems = lab.check()
+    problems = machine.check()
     yield Symptom("lab", not problems, "; ".join(problems) or "root, with network namespaces", necessary=False)
 
 

@@ -8,9 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from pliant import record
+from pliant import child, record
 from pliant.errors import ConfigError
-from pliant.launch import child
 
 END_S = 5.0
 

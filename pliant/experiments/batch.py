@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pliant import lab
+from pliant import child
 from pliant.experiments import kept
 from pliant.experiments.facts import FACTS, clock
 from pliant.experiments.figures import Figure, Options
 from pliant.experiments.kept import Run, Standing
-from pliant.launch import child
+from pliant.lab import machine
 
 GRACE_S = 30.0
 """After SIGTERM: what a figure needs to end its processes and namespaces."""
@@ -70,7 +70,7 @@ Ended = Callable[[Standing, bool], None]
 def run(plan: Plan, watch: Watch = lambda now: None, ended: Ended = lambda found, kept_: None) -> list[Standing]:
     """Run what is not finished; every figure's standing in the end. Ends what it has started, however it is left."""
     (plan.out / "logs").mkdir(parents=True, exist_ok=True)
-    problems = lab.check() if any(FACTS[figure.name].lab for figure in plan.figures) else []
+    problems = machine.check() if any(FACTS[figure.name].lab for figure in plan.figures) else []
     found = []
     for number, figure in enumerate(plan.figures):
         done = not plan.again and kept.is_done(plan.out, figure.name, plan.options)

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from pliant import child
 from pliant.elastic.client import ConfigClient
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
 from pliant.experiments import images
 from pliant.experiments.ledger import Change, Ledger, Verdict, compare
-from pliant.launch import child
 from pliant.launch.registry import running_jobs
 
 PROGRAM = Path(__file__).with_name("digits.py")

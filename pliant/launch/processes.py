@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from pliant.launch import child, guardian
+from pliant import child
+from pliant.launch import guardian
 
 SWEEP_S = 5.0
 

@@ -5,14 +5,13 @@ imports and forks, and starts no thread and no CUDA context, which a fork would 
 itself as if it had been started by `python FILE` or `python -m MODULE`: own session, own output, `__main__`, `sys.argv`,
 and the interpreter's own way out (exit codes, tracebacks, atexit); only who leaves a job that goes on takes a shorter one.
 
-Only the standard library here, so that a program without torch, or with a broken one, is no trouble of ours.
+Nothing here needs more than the standard library, so that a program without torch, or with a broken one, is no trouble of ours.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import importlib
 import importlib.machinery
@@ -20,11 +19,12 @@ import io
 import json
 import os
 import runpy
-import signal
 import socket
 import sys
 import threading
 import types
+
+from pliant.child import die_with
 
 IMPORTS = ("numpy", "torch", "torch._dynamo", "pliant.elastic.client", "pliant.train.job")
 """What workers would each spend seconds on; what is not there is left out.
@@ -34,14 +34,6 @@ The first optimizer that a program makes imports torch._dynamo, which takes as l
 MAX_REQUEST_BYTES = 1 << 20
 NUM_DESCRIPTORS = 3
 """A worker's stdout, its stderr, and the socket that it listens on, if any."""
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies; exit at once if it is dead already."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(128 + signal.SIGKILL)
 
 
 def warm_up(imports: list[str]) -> None:

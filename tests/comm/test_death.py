@@ -20,12 +20,13 @@ import pytest
 import torch
 from gang import FULL, Gang, addresses, gang, joined, left_behind, listen, say, specs
 
-from pliant import lab as labs
 from pliant.cluster import View, Worker, WorkerSpec
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.errors import CommError, WorkerLost
-from pliant.lab import Lab
+from pliant.lab import machine
+from pliant.lab.hosts import Lab
+from pliant.lab.namespaces import labs
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server", "no_leaks")]
 
@@ -264,7 +265,7 @@ def awakened(rank: int, spec: WorkerSpec) -> int:
 @pytest.mark.root
 @pytest.mark.parametrize("victim", [0, 3] if FULL else [3])
 def test_a_cut_link(victim: int) -> None:
-    missing = labs.check()
+    missing = machine.check()
     if missing:
         pytest.skip("; ".join(missing))
     with Lab(num_hosts=4).up() as lab:
@@ -280,7 +281,7 @@ def test_a_cut_link(victim: int) -> None:
             check(outcomes, members[victim], since_s, within_s=TIMEOUT_S + 1)
         assert left_behind(members, pids) == []
         name = lab.name
-    assert name not in labs.labs(), "the lab is left"
+    assert name not in labs(), "the lab is left"
     assert not list(Path("/run/netns").glob(f"pliant-{name}-*")), "namespaces are left"
 
 

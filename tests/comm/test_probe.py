@@ -20,7 +20,8 @@ from pliant.comm.loopback import engines, view_of
 from pliant.comm.mesh import MeshConfig
 from pliant.comm.station import Station
 from pliant.errors import CommError, ConfigError
-from pliant.lab import Lab, check
+from pliant.lab.hosts import Lab
+from pliant.lab.machine import check
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

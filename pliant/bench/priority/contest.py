@@ -21,7 +21,7 @@ from pliant.bench.priority.stage import SideJob, Stage
 from pliant.bench.priority.worker import LEAD
 from pliant.bench.stats import quantile
 from pliant.errors import LaunchError
-from pliant.lab import Lab
+from pliant.lab.hosts import Lab
 
 Progress = Callable[[str, float], None]
 SAMPLE_S = 0.010

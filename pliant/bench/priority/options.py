@@ -11,7 +11,7 @@ from pliant.bench import profiles
 from pliant.bench.models import check_trained
 from pliant.bench.priority.hosts import Host
 from pliant.errors import ConfigError
-from pliant.lab import parse_rate
+from pliant.lab.rates import parse_rate
 from pliant.perf import Layer
 
 SYNCS = ("baseline", "slicing", "priority", "fifo", "auto")

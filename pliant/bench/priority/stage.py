@@ -17,7 +17,7 @@ from pliant.bench.priority import hosts as machines
 from pliant.bench.priority.hosts import Host
 from pliant.bench.priority.options import PriorityOptions
 from pliant.bench.priority.worker import Task
-from pliant.lab import INTERFACE, Lab
+from pliant.lab.hosts import INTERFACE, Lab
 
 WORKER = "pliant.bench.priority.worker"
 

@@ -27,7 +27,8 @@ from pliant.bench.profiles import SCALES
 from pliant.bench.report import Json
 from pliant.bench.stats import quantile
 from pliant.errors import ConfigError, LabError, LaunchError
-from pliant.lab import Lab, format_rate
+from pliant.lab.hosts import Lab
+from pliant.lab.rates import format_rate
 from pliant.perf import Layer
 
 BUCKETS_MB = (25.0, 5.0, 1.0)

@@ -27,7 +27,8 @@ from pliant.bench.scaling import mpi, published
 from pliant.bench.scaling.worker import LEAD, Task
 from pliant.bench.stats import quantile
 from pliant.errors import ConfigError, LabError, LaunchError
-from pliant.lab import INTERFACE, NETWORK, Lab, format_rate
+from pliant.lab.hosts import INTERFACE, NETWORK, Lab
+from pliant.lab.rates import format_rate
 
 WORKER = "pliant.bench.scaling.worker"
 MEETING_PORT = 29500

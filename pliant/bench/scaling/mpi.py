@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from pliant.lab import INTERFACE, Lab
+from pliant.lab.hosts import INTERFACE, Lab
 
 MOST_NODES = 8
 WHY_NO_MORE = (

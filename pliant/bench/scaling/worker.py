@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, cast
 
 from pliant.bench.forked import fork_ranks, speak
 from pliant.bench.priority.worker import answers_to, commands_of
-from pliant.lab import INTERFACE
+from pliant.lab.hosts import INTERFACE
 
 if TYPE_CHECKING:
     from pliant.bench.scaling.sides import Side

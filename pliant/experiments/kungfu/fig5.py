@@ -18,7 +18,8 @@ from pliant.experiments import plotting
 from pliant.experiments.figures import Options, TableRows, form
 from pliant.experiments.kungfu import fig5_trial as trials
 from pliant.experiments.kungfu.fig5_trial import Setting, Trial
-from pliant.lab import Lab, format_rate
+from pliant.lab.hosts import Lab
+from pliant.lab.rates import format_rate
 
 NAME = "kungfu-fig5"
 PAPER_RATES = (30.2, 29.4, 26.5, 29.4, 31.4, 28.9, 28.7, 28.0, 25.8, 27.9, 28.6, 19.2, 20.9, 23.3, 26.2, 26.9)

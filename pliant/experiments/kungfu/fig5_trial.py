@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import IO
 
 from pliant.errors import LaunchError
-from pliant.lab import Lab, format_rate
+from pliant.lab.hosts import Lab
+from pliant.lab.rates import format_rate
 
 PROGRAM = Path(__file__).with_name("adapt_strategy.py")
 PLIANT = (sys.executable, "-c", "from pliant.cli.main import main; main()")

@@ -19,10 +19,10 @@ from typing import Any
 
 from pliant import fed
 from pliant.bench.report import Json
+from pliant.child import die_with
 from pliant.experiments.figures import Options, num_cores
 from pliant.fed.config import FedConfig
 from pliant.fed.history import History
-from pliant.launch.child import die_with
 
 MISSING = "no tables of clients (--data DIR, or PLIANT_DATA)"
 LAST = 0.1

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from pliant.bench.report import Json
+from pliant.child import die_with
 from pliant.experiments import plotting
 from pliant.experiments.figures import Options, TableRows, form
 from pliant.experiments.oort import federated
 from pliant.fed.config import Choice, DataConfig, FedConfig, LocalConfig
 from pliant.fed.history import History
-from pliant.launch.child import die_with
 
 NAME = "oort-1300"
 PARTICIPANTS, OVERCOMMIT = 1300, 1.3

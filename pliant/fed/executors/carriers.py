@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from pliant import child
 from pliant.errors import LaunchError
-from pliant.launch import child, guardian
+from pliant.launch import guardian
 from pliant.launch.processes import script
 
 TAIL_BYTES = 4096

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pliant import child
 from pliant.fed.executors.carriers import last_line
 from pliant.fed.executors.settings import MODULE
-from pliant.launch import child, guardian
+from pliant.launch import guardian
 from pliant.launch.on_ray import cluster as ray_cluster
 from pliant.launch.processes import script
 

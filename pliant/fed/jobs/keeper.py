@@ -24,12 +24,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from pliant import child
 from pliant.errors import ConfigError, PliantError
 from pliant.fed.executors.carriers import last_line
 from pliant.fed.executors.launch import Executors
 from pliant.fed.jobs.folders import JobFolder, State, one_line
 from pliant.fed.jobs.job import FedJob
-from pliant.launch import child, guardian, signals
+from pliant.launch import guardian, signals
 from pliant.launch.processes import Guardian, script
 
 GRACE_S = 30.0

@@ -61,6 +61,8 @@ class RayJob:
     """How long to wait for devices at the start."""
     state_file: str = ""
     """Where to say which config server is this job's; empty: nowhere."""
+    record: str = ""
+    """The file of its facts, where `--record` names one: a page that shows it finds the job by it."""
     resumes: bool = False
     """Whether there are checkpoints to go on from when all workers are lost at once."""
 

@@ -53,7 +53,10 @@ def run_on_ray(job: RayJob) -> int:
         )
         server = stack.enter_context(ConfigServer(config).running())
         client = stack.enter_context(ConfigClient(server.url, token))
-        stack.enter_context(registered(server.url, job.program, host=config.host, token=token, environ=job.environ))
+        known = registered(
+            server.url, job.program, host=config.host, token=token, record=job.record, environ=job.environ
+        )
+        stack.enter_context(known)
         log.info("config server at %s", server.url)
         if job.state_file:
             # First this: who waits for the other file finds both.

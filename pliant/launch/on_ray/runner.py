@@ -22,7 +22,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from pliant.launch import child, guardian, state_file
+from pliant import child
+from pliant.launch import guardian, state_file
 from pliant.launch.ports import listen_on
 from pliant.launch.processes import script
 from pliant.launch.registry import start_ticks

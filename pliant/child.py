@@ -1,8 +1,7 @@
-"""The first thing a worker process runs: tie its life to the runner's, then become the program.
+"""A process that must not outlive its parent: ties its life to the parent's and, started as a script, becomes the program.
 
-Started as a script by the runner, with only the standard library: `child.py <runner pid> <program> [args...]`.
-
-A trampoline and not `preexec_fn`: the runner has threads, and Python code between fork and exec can
+As a script it is the first thing that a worker runs, with only the standard library: `child.py <parent's pid> <program>
+[args...]`. A trampoline and not `preexec_fn`: the parent has threads, and Python code between fork and exec can
 deadlock on a lock that another thread held at the fork. Here it is a fresh, single-threaded process.
 """
 
