@@ -33,11 +33,12 @@ import torch
 import torch.distributed as dist
 
 from pliant.bench.models import resnet50
-from pliant.cluster import View, Worker, WorkerSpec
+from pliant.cluster import View, Worker
 from pliant.comm.engine import Engine
 from pliant.comm.nccl import DeviceGroup, DeviceGroupConfig
 from pliant.elastic.session import Session
 from pliant.errors import ConfigError
+from pliant.identity import WorkerSpec
 
 LIMIT_S = 225.0
 GANG_S = 90.0

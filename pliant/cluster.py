@@ -1,23 +1,19 @@
-"""Who is in the cluster: workers, hosts, views; host lists, hostfiles, and who-am-I.
+"""Who is in the cluster: workers, hosts, views; host lists and hostfiles.
 
-Pure values and their parsing. Nothing here opens a socket or reads a file; the environment
-is read in one place (`worker_spec`), from a mapping.
+Pure values and their parsing. Nothing here opens a socket or reads a file. Which of them a process is, is in `identity`.
 """
 
 from __future__ import annotations
 
 import ipaddress
-import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from pliant.errors import CapacityError, ConfigError, InvalidView, NotLaunched
+from pliant.errors import CapacityError, ConfigError, InvalidView
 
 DEFAULT_RUNNER_PORT = 38080
-DEFAULT_STRATEGY = "AUTO"
 
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*\.?")
 
@@ -298,136 +294,3 @@ def place(
         else:
             workers.extend(Worker(host.address, port) for port in ports[host.address][:take])
     return tuple(workers)
-
-
-def parse_schedule(text: str) -> tuple[tuple[int, int], ...]:
-    """`<step>:<workers>,...`, such as `10:2,20:4,100:0`, as pairs in the order of steps.
-
-    Raises:
-        ConfigError: with the entry that is not understood.
-    """
-    pairs: dict[int, int] = {}
-    for entry in filter(None, (part.strip() for part in text.split(","))):
-        matched = re.fullmatch(r"(\d+):(\d+)", entry)
-        if matched is None:
-            raise ConfigError(f"--resize-schedule: {entry!r} is not <step>:<workers>, such as 10:2,20:4,100:0")
-        step, size = int(matched[1]), int(matched[2])
-        if step in pairs:
-            raise ConfigError(f"--resize-schedule: step {step} is listed twice")
-        pairs[step] = size
-    return tuple(sorted(pairs.items()))
-
-
-def format_schedule(schedule: Iterable[tuple[int, int]]) -> str:
-    return ",".join(f"{step}:{size}" for step, size in schedule)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerSpec:
-    """What a launched process must know to find its job."""
-
-    worker: Worker
-    """Who this process is."""
-    view: View
-    """The view it was started in; it is a member."""
-    secret: bytes = field(repr=False)
-    """What every member of the job knows, and nobody else."""
-    strategy: str = DEFAULT_STRATEGY
-    """The topology that collectives start with."""
-    config_server: str = ""
-    """URL of the config server; empty where the job has none."""
-    listen_fd: int | None = None
-    """A listening socket inherited from the runner, so that nobody can take the port in between."""
-    heartbeat_timeout_s: float = 10.0
-    """A peer silent for this long is lost."""
-    tls_cert: str = ""
-    """Certificate file: connections between hosts are encrypted where it is given."""
-    tls_key: str = ""
-    """Its private key, where it is not in the same file."""
-    token: str = field(default="", repr=False)
-    """What the config server wants to hear; empty where it asks for nothing."""
-    elastic: bool = False
-    """Whether the job follows the config server's roll: workers may come and go."""
-    copies: int = 1
-    """On how many other workers each replica's context is to be kept, at least: all of them keep it."""
-    determinism: str = ""
-    """D0, D1 or D2; empty where the program decides."""
-    checkpoint_dir: str = ""
-    """Where checkpoints go; empty means none."""
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0 means only when the program asks."""
-    resume: str = ""
-    """`auto` (the newest good checkpoint, if any), a checkpoint's path, or empty."""
-    resize_schedule: tuple[tuple[int, int], ...] = ()
-    """(step, number of workers): what to ask for once that many steps are done."""
-    adapting: Mapping[str, str] = field(default_factory=dict)
-    """What the command line says of monitors, policies, record, replay, metrics and tensorboard, as typed."""
-
-    def __post_init__(self) -> None:
-        self.view.rank_of(self.worker)
-        if not self.secret:
-            raise ConfigError("PLIANT_SECRET is empty: the runner sets it; by hand, use 16 or more random bytes in hex")
-
-    def to_environ(self) -> dict[str, str]:
-        """The environment variables from which `worker_spec` reads this back."""
-        environ = {
-            "PLIANT_WORKER": str(self.worker),
-            "PLIANT_VIEW": json.dumps(self.view.to_json()),
-            "PLIANT_SECRET": self.secret.hex(),
-            "PLIANT_STRATEGY": self.strategy,
-            "PLIANT_CONFIG_SERVER": self.config_server,
-            "PLIANT_HEARTBEAT_TIMEOUT_S": repr(self.heartbeat_timeout_s),
-        }
-        if self.listen_fd is not None:
-            environ["PLIANT_LISTEN_FD"] = str(self.listen_fd)
-        if self.tls_cert:
-            environ |= {"PLIANT_TLS_CERT": self.tls_cert, "PLIANT_TLS_KEY": self.tls_key}
-        if self.token:
-            environ["PLIANT_TOKEN"] = self.token
-        return environ | {
-            "PLIANT_ELASTIC": str(int(self.elastic)),
-            "PLIANT_COPIES": str(self.copies),
-            "PLIANT_DETERMINISM": self.determinism,
-            "PLIANT_CHECKPOINT_DIR": self.checkpoint_dir,
-            "PLIANT_CHECKPOINT_EVERY": str(self.checkpoint_every),
-            "PLIANT_RESUME": self.resume,
-            "PLIANT_RESIZE_SCHEDULE": format_schedule(self.resize_schedule),
-            "PLIANT_ADAPTING": json.dumps(dict(self.adapting)),
-        }
-
-
-def worker_spec(environ: Mapping[str, str] = os.environ) -> WorkerSpec:
-    """How a launched process learns who it is: the only reader of the environment.
-
-    Raises:
-        NotLaunched: it was not started by `pliant run`.
-        ConfigError: a variable is damaged.
-    """
-    if "PLIANT_WORKER" not in environ:
-        raise NotLaunched("PLIANT_WORKER is unset: start this script with `pliant run`")
-    try:
-        listen_fd = environ.get("PLIANT_LISTEN_FD")
-        return WorkerSpec(
-            worker=Worker.parse(environ["PLIANT_WORKER"]),
-            view=View.from_json(json.loads(environ["PLIANT_VIEW"])),
-            secret=bytes.fromhex(environ["PLIANT_SECRET"]),
-            strategy=environ.get("PLIANT_STRATEGY", DEFAULT_STRATEGY),
-            config_server=environ.get("PLIANT_CONFIG_SERVER", ""),
-            listen_fd=int(listen_fd) if listen_fd else None,
-            heartbeat_timeout_s=float(environ.get("PLIANT_HEARTBEAT_TIMEOUT_S", "10")),
-            tls_cert=environ.get("PLIANT_TLS_CERT", ""),
-            tls_key=environ.get("PLIANT_TLS_KEY", ""),
-            token=environ.get("PLIANT_TOKEN", ""),
-            elastic=environ.get("PLIANT_ELASTIC", "0") == "1",
-            copies=int(environ.get("PLIANT_COPIES", "1")),
-            determinism=environ.get("PLIANT_DETERMINISM", ""),
-            checkpoint_dir=environ.get("PLIANT_CHECKPOINT_DIR", ""),
-            checkpoint_every=int(environ.get("PLIANT_CHECKPOINT_EVERY", "0")),
-            resume=environ.get("PLIANT_RESUME", ""),
-            resize_schedule=parse_schedule(environ.get("PLIANT_RESIZE_SCHEDULE", "")),
-            adapting=json.loads(environ.get("PLIANT_ADAPTING", "{}")),
-        )
-    except KeyError as error:
-        raise ConfigError(f"{error.args[0]} is unset although PLIANT_WORKER is set: start with `pliant run`") from None
-    except ValueError as error:
-        raise ConfigError(f"a PLIANT_ variable is damaged ({error}): start with `pliant run`") from None

@@ -23,7 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pliant.cluster import View, Worker, WorkerSpec
+from pliant.cluster import View, Worker
+from pliant.identity import WorkerSpec
 
 if TYPE_CHECKING:
     from pliant.comm.engine import Engine

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gang import run
 
-from pliant.cluster import WorkerSpec
+from pliant.identity import WorkerSpec
 
 
 def run_script(script: Path, members: Sequence[WorkerSpec] = (), *, timeout_s: float = 60) -> list[str]:

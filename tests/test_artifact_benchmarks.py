@@ -18,10 +18,11 @@ import gang
 import pytest
 import torch
 
-from pliant.cluster import View, Worker, WorkerSpec
+from pliant.cluster import View, Worker
 from pliant.errors import ConfigError
 from pliant.experiments.kungfu import img_sec
 from pliant.experiments.kungfu.scaling import Schedule
+from pliant.identity import WorkerSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEM, SCALING = ROOT / "benchmarks" / "system", ROOT / "benchmarks" / "scaling"

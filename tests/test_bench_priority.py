@@ -25,8 +25,8 @@ from pliant.bench.priority.contest import Entry, Record, step_times_s
 from pliant.bench.priority.hosts import Host, identities, parse_hosts, placed, ssh_argv
 from pliant.bench.priority.options import PriorityOptions, batch_from, parse_modes, parse_rates, parse_slices
 from pliant.bench.priority.worker import Task, commands_of, default_iface, running_s, sent_bytes, window
-from pliant.cluster import worker_spec
 from pliant.errors import ConfigError
+from pliant.identity import worker_spec
 from pliant.lab.hosts import Lab
 from pliant.lab.machine import check
 from pliant.perf import Layer

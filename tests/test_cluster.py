@@ -6,18 +6,9 @@ import pickle
 
 import pytest
 
-from pliant.cluster import (
-    Host,
-    PortRange,
-    View,
-    Worker,
-    WorkerSpec,
-    parse_hostfile,
-    parse_hosts,
-    place,
-    worker_spec,
-)
+from pliant.cluster import Host, PortRange, View, Worker, parse_hostfile, parse_hosts, place
 from pliant.errors import CapacityError, ConfigError, InvalidView, NotLaunched, StaleView, WorkerLost
+from pliant.identity import WorkerSpec, worker_spec
 
 A0, A1, B0 = Worker("10.0.0.1", 10000), Worker("10.0.0.1", 10001), Worker("10.0.0.2", 10000)
 RUN_A, RUN_B = Worker("10.0.0.1", 38080), Worker("10.0.0.2", 38080)

@@ -13,8 +13,8 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "pliant"
 LAYERS = [
     {"child", "errors"},
-    {"cluster", "clock"},
-    {"mistakes", "page", "perf", "record", "torchvision_import"},
+    {"cluster"},
+    {"identity", "mistakes", "page", "perf", "record", "torchvision_import"},
     {"comm", "monitor"},
     {"elastic", "policy"},
     {"train", "launch", "lab"},
@@ -34,7 +34,7 @@ INSIDE = {
         {"flower", "jobs"},
     ],
     "elastic": [
-        {"door", "membership", "serving", "session", "waiting"},
+        {"asking", "door", "membership", "serving", "session", "waiting"},
         {"roll"},
         {"client", "store"},
         {"inputs", "member"},

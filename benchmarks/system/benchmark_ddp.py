@@ -22,10 +22,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from pliant.cluster import worker_spec
 from pliant.errors import ConfigError
 from pliant.experiments import vision
 from pliant.experiments.kungfu import img_sec
+from pliant.identity import worker_spec
 
 LIMIT = timedelta(minutes=10)
 KEPT: list[object] = []

@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 
 import pliant
-from pliant.cluster import WorkerSpec, worker_spec
 from pliant.errors import ConfigError, NotLaunched
 from pliant.experiments import vision
 from pliant.experiments.kungfu import img_sec
+from pliant.identity import WorkerSpec, worker_spec
 
 WHAT = {
     "sync-sgd": "synchronous SGD by pliant's engine",

@@ -20,7 +20,8 @@ from typing import IO, Literal
 
 from pliant.bench.contest import Job, Starter
 from pliant.bench.worker import Task
-from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker, WorkerSpec
+from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker
+from pliant.identity import WorkerSpec
 from pliant.lab.hosts import INTERFACE, Lab
 
 PEERS = ("gloo", "openmpi")

@@ -84,7 +84,7 @@ def main() -> None:
 
     import pliant
     from pliant.bench.networks import Samples, build, loss_of, network, optimizer_of
-    from pliant.cluster import worker_spec
+    from pliant.identity import worker_spec
 
     task = ElasticTask.read(Path(sys.argv[1]))
     torch.set_num_threads(1)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
-from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker, WorkerSpec
+from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker
 from pliant.comm import loopback
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.mesh import MeshConfig
@@ -24,6 +24,7 @@ from pliant.comm.station import Station
 from pliant.elastic.client import ConfigClient
 from pliant.elastic.roll import Roll
 from pliant.errors import CommError, ConfigError, EngineClosed, PliantError, ServerUnavailable, ViewChanged
+from pliant.identity import WorkerSpec
 
 log = logging.getLogger(__name__)
 

@@ -6,11 +6,12 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pliant.cluster import View, WorkerSpec, worker_spec
+from pliant.cluster import View
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.mesh import MeshConfig
 from pliant.comm.plan import Strategy
 from pliant.comm.station import connected
+from pliant.identity import WorkerSpec, worker_spec
 
 
 @dataclass(frozen=True, slots=True)

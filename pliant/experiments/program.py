@@ -168,8 +168,8 @@ class _Switch:
 
 def _hold(job: Job, num_workers: int) -> None:
     """Wait until a roll with so many workers can be entered, so that the next step is the first of the new view."""
-    from pliant.cluster import worker_spec
     from pliant.elastic.client import ConfigClient
+    from pliant.identity import worker_spec
 
     deadline_s = time.monotonic() + HOLD_S
     with ConfigClient(worker_spec().config_server) as client:
@@ -181,7 +181,7 @@ def _hold(job: Job, num_workers: int) -> None:
 
 
 def _is_newcomer() -> bool:
-    from pliant.cluster import worker_spec
+    from pliant.identity import worker_spec
 
     return worker_spec().view.number > 1  # 0 or 1 is the one that the job began with
 
@@ -321,7 +321,7 @@ def digest(work: Workload, buffers: Iterable[torch.Tensor]) -> str:
 
 
 def _pairs(text: str) -> list[tuple[int, int]]:
-    from pliant.cluster import parse_schedule
+    from pliant.identity import parse_schedule
 
     return list(parse_schedule(text)) if text else []
 

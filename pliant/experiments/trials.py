@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pliant.cluster import format_schedule
 from pliant.errors import LaunchError
+from pliant.identity import format_schedule
 
 PROGRAM = Path(__file__).with_name("program.py")
 GRACE_S = 10.0

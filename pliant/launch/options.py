@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pliant.cluster import DEFAULT_RUNNER_PORT, DEFAULT_STRATEGY, Host, PortRange, check_port
+from pliant.cluster import DEFAULT_RUNNER_PORT, Host, PortRange, check_port
 from pliant.errors import ConfigError
+from pliant.identity import DEFAULT_STRATEGY
 from pliant.policy.asked import parse_monitors
 from pliant.policy.registry import check as check_policy
 

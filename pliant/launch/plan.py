@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pliant.cluster import Host, View, Worker, WorkerSpec, format_schedule, place
+from pliant.cluster import Host, View, Worker, place
 from pliant.errors import CapacityError, ConfigError
+from pliant.identity import WorkerSpec, format_schedule
 from pliant.launch.addresses import LOOPBACK, choose_self, interfaces, is_local, nic_addresses, resolve, resolve_hosts
 from pliant.launch.devices import device_environ, device_files, device_of_slot, visible_devices
 from pliant.launch.guardian import MARK

@@ -20,10 +20,11 @@ import pytest
 import torch
 from gang import FULL, Gang, addresses, gang, joined, left_behind, listen, say, specs
 
-from pliant.cluster import View, Worker, WorkerSpec
+from pliant.cluster import View, Worker
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.errors import CommError, WorkerLost
+from pliant.identity import WorkerSpec
 from pliant.lab import machine
 from pliant.lab.hosts import Lab
 from pliant.lab.namespaces import labs

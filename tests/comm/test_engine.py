@@ -14,13 +14,13 @@ import pytest
 import torch
 from gang import FULL
 
-from pliant.cluster import WorkerSpec
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.graph import STRATEGIES
 from pliant.comm.kernels import dtype_name
 from pliant.comm.loopback import engines, view_of
 from pliant.comm.plan import Spec, Strategy, make_plan
 from pliant.errors import CollectiveTimeout, CommError, ConfigError, EngineClosed, Mismatch, NotStored, WorkerLost
+from pliant.identity import WorkerSpec
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

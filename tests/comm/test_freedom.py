@@ -18,7 +18,7 @@ import pytest
 import torch
 from gang import FULL, addresses, gang, joined, left_behind, say, specs
 
-from pliant.cluster import WorkerSpec
+from pliant.identity import WorkerSpec
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server", "no_leaks")]
 

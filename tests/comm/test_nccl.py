@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from gang import FULL, gang, listen, say, specs
 
-from pliant.cluster import WorkerSpec
 from pliant.comm.alarm import decode, encode
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.loopback import engines
@@ -22,6 +21,7 @@ from pliant.comm.nccl import DeviceGroup, DeviceGroupConfig
 from pliant.comm.torch_group import TorchGroup, check_gpus, problem_of
 from pliant.elastic.session import Session
 from pliant.errors import CollectiveTimeout, CommError, ConfigError, EngineClosed, Mismatch, WorkerLost
+from pliant.identity import WorkerSpec
 
 A, B = "127.0.0.1", "127.0.0.2"
 NUM_TENSORS = 160

@@ -24,11 +24,12 @@ import pytest
 import torch
 from gang import SECRET, Gang, addresses, gang, joined, left_behind, listen, say, specs, told
 
-from pliant.cluster import View, Worker, WorkerSpec
+from pliant.cluster import View, Worker
 from pliant.comm import mesh, wire
 from pliant.comm.engine import Engine
 from pliant.comm.mesh import HANDSHAKE_S, MAX_STRANGERS
 from pliant.errors import HandshakeRefused
+from pliant.identity import WorkerSpec
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server", "no_leaks")]
 

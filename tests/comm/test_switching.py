@@ -13,8 +13,9 @@ import torch
 from gang import FULL, addresses, gang, left_behind, listen, say, specs
 from viewing import check_sums, opened, subview
 
-from pliant.cluster import View, Worker, WorkerSpec
+from pliant.cluster import View, Worker
 from pliant.errors import CommError, ViewChanged, WorkerLost
+from pliant.identity import WorkerSpec
 
 MIXED = ["AAA", "AAB", "ABC"] if FULL else ["AAB"]
 """Where some share memory and some do not, both are at work."""

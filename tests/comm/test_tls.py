@@ -20,10 +20,11 @@ import pytest
 import torch
 from gang import FULL, addresses, gang, joined, left_behind, specs
 
-from pliant.cluster import Worker, WorkerSpec
+from pliant.cluster import Worker
 from pliant.comm import link as link_module
 from pliant.comm.link import Link, header
 from pliant.comm.wire import Frame, Kind
+from pliant.identity import WorkerSpec
 
 pytestmark = [
     pytest.mark.processes,

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from pliant.cluster import View, Worker, WorkerSpec
+from pliant.cluster import View, Worker
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.mesh import MeshConfig
 from pliant.comm.station import Station
+from pliant.identity import WorkerSpec
 
 QUICK = EngineConfig(collective_timeout_s=20, slice_bytes=64 << 10)
 

@@ -42,7 +42,7 @@ def test_each_runner_starts_its_own_and_all_know_all(launcher: Launcher, pair: P
     launcher.script(
         "spec.py",
         """
-        from pliant.cluster import worker_spec
+        from pliant.identity import worker_spec
         spec = worker_spec()
         print(spec.view.rank_of(spec.worker), *spec.view.workers, spec.secret.hex()[:8])
         """,

@@ -68,7 +68,7 @@ def test_a_worker_finds_its_spec_and_inherits_its_socket(launcher: Launcher) -> 
         "spec.py",
         """
         import os, socket
-        from pliant.cluster import worker_spec
+        from pliant.identity import worker_spec
         spec = worker_spec()
         sock = socket.socket(fileno=spec.listen_fd)
         assert sock.getsockname() == (spec.worker.host, spec.worker.port), sock

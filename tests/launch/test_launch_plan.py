@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pliant.cluster import Host, PortRange, Worker, worker_spec
+from pliant.cluster import Host, PortRange, Worker
 from pliant.errors import CapacityError, ConfigError
+from pliant.identity import worker_spec
 from pliant.launch.addresses import interfaces, is_local, nic_addresses, resolve
 from pliant.launch.options import RunOptions
 from pliant.launch.plan import (

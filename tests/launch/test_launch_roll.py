@@ -355,7 +355,7 @@ def test_with_keep_the_next_job_of_a_server_starts_afresh() -> None:
 
 FOLLOW = """
     import os, pathlib, sys
-    from pliant.cluster import worker_spec
+    from pliant.identity import worker_spec
     from pliant.elastic.client import ConfigClient
 
     spec = worker_spec()

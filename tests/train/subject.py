@@ -27,9 +27,10 @@ from golden import Step
 from programs import build, digest, may_have_children, one_batch
 
 import pliant
-from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker, WorkerSpec
+from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker
 from pliant.elastic.server import ConfigClient, ConfigServer, ServerConfig
 from pliant.errors import REFUSED_EXIT
+from pliant.identity import WorkerSpec
 from pliant.train import trace
 from pliant.train.priority import Awaited, Crossing
 

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker, WorkerSpec, check_host
+from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker, check_host
 from pliant.errors import ConfigError
+from pliant.identity import WorkerSpec
 
 BASE_PORT = 29500
 """DDP's ranks meet here; the workers of our jobs listen on the ports above."""

@@ -24,10 +24,10 @@ import pliant
 from pliant.bench import profiles
 from pliant.bench.paced import PacedNet
 from pliant.bench.profiles import Profile
-from pliant.cluster import worker_spec
 from pliant.errors import ConfigError, NotLaunched
 from pliant.experiments import vision
 from pliant.experiments.kungfu import img_sec
+from pliant.identity import worker_spec
 from pliant.policy.interference import Interference
 
 OPTIMIZERS = ("sync-sgd", "sync-sgd-monitor")

@@ -19,11 +19,11 @@ from typing import cast
 
 from pliant.bench.report import Json
 from pliant.bench.stats import quantile
-from pliant.cluster import format_schedule
 from pliant.errors import LaunchError
 from pliant.experiments import plotting, trials
 from pliant.experiments.figures import Options, TableRows, form, timed
 from pliant.experiments.trials import Task, Trial
+from pliant.identity import format_schedule
 
 NAME = "kungfu-fig7"
 PAPER = {"grow": {"median_s": 20.39}, "shrink": {"median_s": 0.04012}}

@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import pliant
-from pliant.cluster import worker_spec
 from pliant.errors import NotLaunched
 from pliant.experiments.vision import num_classes, vision_model
+from pliant.identity import worker_spec
 from pliant.train.probing import GradientProbe
 
 MODES = {"full": (0, 0), "none": (0, 0), "noise_scale": (1, 0), "variance": (0, 1), "variance_every_8": (0, 8)}

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 import pliant
-from pliant.cluster import parse_schedule, worker_spec
 from pliant.errors import ConfigError, NotLaunched
 from pliant.experiments import vision
 from pliant.experiments.kungfu import img_sec
+from pliant.identity import parse_schedule, worker_spec
 
 UNUSED = {"--tf-method": "auto", "--kf-optimizer": "sync-sgd"}
 """Options of KungFu's program that are about TensorFlow, or have one value here; with their defaults."""
