@@ -250,7 +250,7 @@ def test_what_broken_clients_say_is_not_believed() -> None:
 
 
 def test_utility_is_of_every_sample_of_the_first_pass() -> None:
-    """Reference 8.1, and FedScale's issue 249: the last mini-batch alone says something else."""
+    """The last mini-batch alone, which FedScale takes, says something else."""
     losses = [1.0, 2.0, 3.0, 4.0]
     assert selection.statistical_utility(losses) == pytest.approx(10.954, abs=5e-4)
     assert selection.statistical_utility(losses, size=40) == pytest.approx(109.54, abs=5e-3)

@@ -35,8 +35,8 @@ def explored(num: int, utility: Any, **options: Any) -> Oort:
     return made
 
 
-def test_the_formulas_on_the_reference_case() -> None:
-    """Reference 8.1."""
+def test_the_formulas_on_numbers_worked_out_by_hand() -> None:
+    """The penalty of slow clients, and what staleness adds (OSDI'21, algorithm 1)."""
     assert penalty(np.array([20.0]), 10.0, 2.0).tolist() == [0.25]
     assert penalty(np.array([20.0]), 10.0, 0.0).tolist() == [1.0]
     assert penalty(np.array([10.0, 5.0, np.nan]), 10.0, 2.0).tolist() == [1.0, 1.0, 1.0]
@@ -240,7 +240,7 @@ def test_nobody_is_picked_after_the_blacklist_holds_them() -> None:
 
 
 def test_the_unexplored_on_the_blacklist_are_not_explored_either() -> None:
-    """Reference 1.2 (e): who was counted without being heard is not drawn from the unexplored."""
+    """Unlike in the artifact: who was counted without being heard is not drawn from the unexplored."""
     made = oort(10, blacklist_rounds=2, blacklist_max_len=0.5)
     made.clients.rounds[:5] = 2
     assert made.select(10).tolist() == [5, 6, 7, 8, 9]
@@ -272,7 +272,7 @@ def test_noise_has_the_scale_asked_for_and_leaves_utilities_positive() -> None:
 
 
 def test_hints_and_measurements_have_one_unit() -> None:
-    """Reference 2.4.2: another unit for *all* durations changes nothing; for the measured ones alone it would."""
+    """Another unit for *all* durations changes nothing; for the measured ones alone it would."""
 
     def run(hint: float, measured: float) -> list[list[int]]:
         durations = np.random.default_rng(1).lognormal(3, 1, 80)
@@ -288,7 +288,7 @@ def test_hints_and_measurements_have_one_unit() -> None:
 
 
 def test_availability_is_of_the_clock_that_the_caller_has() -> None:
-    """Reference 2.4.1: the round's number is not a time. Windows of 60 s, and rounds of 45 s: nobody outside of theirs."""
+    """The round's number is not a time, as it is in the artifact. Windows of 60 s, and rounds of 45 s: nobody outside of theirs."""
     opens_s = np.repeat(np.arange(10) * 60.0, 5)
     made = oort(50)
     wrongly = 0
@@ -303,7 +303,7 @@ def test_availability_is_of_the_clock_that_the_caller_has() -> None:
 
 
 def test_who_was_cut_gets_no_utility_and_no_count() -> None:
-    """Reference 1.2 (h)."""
+    """The artifact counts both."""
     made = oort(10)
     picked = made.select(10)
     made.feedback(picked, utility=np.full(10, 5.0), finished=picked < 7)
@@ -329,7 +329,7 @@ def test_who_was_cut_is_not_explored_again_and_counts_as_an_average_teacher() ->
 @pytest.mark.parametrize("utility", [0.0, float("nan"), 1e-300, 1e300], ids=str)
 @pytest.mark.parametrize("num", [1, 2, 5, 40])
 def test_hostile_inputs_make_no_trouble(preset: str, utility: float, num: int) -> None:
-    """Reference 1.2 (a), (c), (d) and 8.3: few clients, more wanted than there are, nobody or everybody explored."""
+    """Where the artifact fails or never ends: few clients, more wanted than there are, nobody or everybody explored."""
     with np.errstate(all="raise"):
         made = oort(5, preset=preset, pacer_step=2, blacklist_rounds=-1)
         for _ in range(12):
@@ -340,7 +340,7 @@ def test_hostile_inputs_make_no_trouble(preset: str, utility: float, num: int) -
 
 
 def test_the_cap_of_the_blacklist_may_be_any_fraction() -> None:
-    """Reference 1.2 (b): a cap of 0.3 * 5 clients is one, and nothing crashes."""
+    """A cap of 0.3 * 5 clients is one, and nothing crashes."""
     made = oort(5, blacklist_rounds=1)
     made.feedback(range(5), utility=np.ones(5))
     assert made.blacklist().sum() == 1
@@ -366,6 +366,6 @@ def test_the_cap_of_the_blacklist_may_be_any_fraction() -> None:
     ],
 )
 def test_wrong_settings_are_named(options: dict[str, Any], says: str) -> None:
-    """Among them reference 2.4.6: the word "False" is not taken for true."""
+    """Among them: the word "False" is not taken for true."""
     with pytest.raises(ConfigError, match=says):
         OortConfig(**options)

@@ -54,7 +54,6 @@ def seen(told: list[dict[str, Any]]) -> int:
 
 
 def test_a_replay_is_the_same_to_the_byte_and_another_seed_is_not(devices: np.ndarray) -> None:
-    """Reference 8.2."""
     first, again, other = (json.dumps(rounds(make("oort", seed=seed), devices)) for seed in (7, 7, 8))
     assert first == again
     assert first != other
