@@ -1,11 +1,12 @@
-"""What mkdocs cannot do alone: pages from files outside of docs/, and links to files of the repository.
+"""What mkdocs cannot do alone: pages from files outside of docs/, links to files of the repository, and a list of modules.
 
 README.md is the site's first page. A file of the repository that some page links to becomes a page of the site, so that the
-site is whole by itself and every link can be followed without a network.
+site is whole by itself and every link can be followed without a network. What a module owns is said by its own first line.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 import posixpath
 import re
@@ -32,18 +33,36 @@ def on_files(files: Files, config: Any) -> Files:
     linked: set[str] = set()
     for page, source in BORROWED.items():
         files.append(File.generated(config, page, content=_relinked((ROOT / source).read_text(), source, linked)))
+    files.append(File.generated(config, "modules.md", content=modules()))
     for file in list(files.documentation_pages()):
-        if file.src_uri not in BORROWED:
+        if file.src_uri not in (*BORROWED, "modules.md"):
             _relinked(file.content_string, f"docs/{file.src_uri}", linked)
     for path in sorted(linked):
         files.append(File.generated(config, _page_of(path), content=_shown(path)))
     return files
 
 
+def modules() -> str:
+    """The page that says of every module what it owns, folder by folder."""
+    lines = [
+        "# Every module",
+        "",
+        "By its own first line. How they stand on each other: [the house](design.md#the-house).",
+        "",
+    ]
+    for folder in sorted({path.parent for path in (ROOT / "pliant").rglob("*.py")}):
+        lines += [f"## {folder.relative_to(ROOT)}", ""]
+        for path in sorted(folder.glob("*.py"), key=lambda path: (path.stem != "__init__", path.stem)):
+            first = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+            lines += [first, ""] if path.stem == "__init__" else [f"- `{path.name}`: {first}"]
+        lines.append("")
+    return "\n".join(lines)
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Links of a page in docs/ that leave it."""
     name = page.file.src_uri
-    if name in BORROWED or name.startswith("source/"):
+    if name in BORROWED or name == "modules.md" or name.startswith("source/"):
         return markdown
     return _relinked(markdown, f"docs/{name}", set())
 
