@@ -59,6 +59,17 @@ INSIDE = {
         {"live", "simulate", "traces"},
         {"compare", "outcome"},
     ],
+    "train": [
+        {"buffers", "calls", "fold_check", "notice", "placement", "rng", "state", "trace", "view_changes"},
+        {"data", "determinism", "obstacles", "priority"},
+        {"context", "gradients", "measuring"},
+        {"adapting", "model_copies", "replicas", "rows", "way"},
+        {"exchange", "optim"},
+        {"trainer"},
+        {"guards", "showing", "whole", "wrapping"},
+        {"beginning", "saving", "settling"},
+        {"job"},
+    ],
 }
 """The same within a part: its folders, and the files beside them."""
 TORCH_FREE = [

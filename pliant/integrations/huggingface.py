@@ -24,8 +24,8 @@ import torch
 import pliant
 from pliant.errors import ConfigError, TrainError
 from pliant.torchvision_import import import_torchvision
-from pliant.train.data import num_batches
-from pliant.train.loader_options import describe
+from pliant.train.data.dealing import num_batches
+from pliant.train.data.options import describe
 
 with contextlib.suppress(ConfigError):  # where it is not installed, it is not imported
     import_torchvision()  # transformers imports it by itself, and beside a torch for CPUs could not

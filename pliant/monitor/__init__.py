@@ -1,7 +1,7 @@
 """What is known of a job while it runs: estimators of its gradients' noise, and stalls.
 
-Values and small state machines; nothing here touches sockets or a training loop. `train.probing` feeds the estimators,
-and `train.metrics` shows what they say.
+Values and small state machines; nothing here touches sockets or a training loop. `train.gradients.probing` feeds the estimators,
+and `train.adapting.metrics` shows what they say.
 """
 
 from pliant.monitor.ema import Ema

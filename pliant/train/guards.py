@@ -16,9 +16,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from pliant.errors import ConfigError, TrainError, Unsliceable
-from pliant.train.gates import watch_state
 from pliant.train.optim import Averaging
-from pliant.train.priority import wrappers
+from pliant.train.priority.gates import watch_state
+from pliant.train.priority.partial_step import wrappers
 from pliant.train.trainer import Trainer
 
 _ONCE_PER_STEP = ("step", "update", "update_parameters", "unscale_")

@@ -16,43 +16,38 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
-import logging
 import math
-import signal
-import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pliant.cluster import PortRange, Worker, WorkerSpec, worker_spec
+from pliant.cluster import PortRange, Worker
 from pliant.elastic.member import Member, member_of
 from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, TrainError
-from pliant.monitor import stall
+from pliant.identity import WorkerSpec, worker_spec
 from pliant.policy import Observation, Policy
-from pliant.train import checkpoint, determinism, guards, rng, slicing, trace, tuning
-from pliant.train.adaptation_settings import adaptation_settings
-from pliant.train.adapting import Adaptation, Settings
-from pliant.train.data import Feeder, Stream, num_batches
-from pliant.train.gates import gate_evaluation, gate_state, hidden_uses
-from pliant.train.gradients import Gradients
-from pliant.train.loader_options import describe
+from pliant.train import beginning, determinism, guards, notice, obstacles, trace, wrapping
+from pliant.train.adapting.adaptation import Adaptation
+from pliant.train.adapting.settings import Settings, adaptation_settings
+from pliant.train.data.feeder import Feeder
+from pliant.train.data.options import describe
 from pliant.train.optim import Averaging, averaging_of
-from pliant.train.priority import Crossing
-from pliant.train.probing import GradientProbe
-from pliant.train.replica import Context
-from pliant.train.settling import Settling
-from pliant.train.trainer import Left, Parts, Trainer, ViewChange
+from pliant.train.placement import Blocks
+from pliant.train.priority import tuning
+from pliant.train.priority.gates import gate_evaluation, gate_state
+from pliant.train.replicas import Replicas
+from pliant.train.saving import Saving
+from pliant.train.settling import Left, Settling
+from pliant.train.showing import show
+from pliant.train.trainer import Parts, Trainer
+from pliant.train.view_changes import ViewChange
+from pliant.train.whole import Whole
 
 __all__ = ["Job", "Left", "Loader", "ViewChange", "join"]
 
-log = logging.getLogger(__name__)
-
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-Blocks = Callable[[int], Sequence[int]]
 
 
 def join(
@@ -123,8 +118,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Batches of one replica in an epoch, with the batch size of now: the steps, where each takes one."""
-        parts, replicas = self._job._need_trainer().parts, self._job.replicas
-        return num_batches(parts.num_samples, replicas, parts.loading)
+        return self._job._need_trainer().replicas.num_batches
 
 
 class Job:
@@ -148,20 +142,18 @@ class Job:
         self._member = self._stack.enter_context(member_of(spec))
         self._tracked: dict[str, Any] = {}
         self._trainer: Trainer | None = None
+        self._whole: Whole | None = None
         self._settling: Settling | None = None
-        self._writer: checkpoint.Writer | None = None
-        self._written_to: Path | None = None
-        self._loader: Loader | None = None
+        self._saving: Saving | None = None
         self._load_path = spec.resume if spec is not None else ""
-        self._asked_save: str | None = None
         self._schedule = dict(spec.resize_schedule) if spec is not None else {}
         self._inside_epochs = False
         self._notified = False
-        self._gradients: Gradients | None = None
         self.pinned = determinism.pin(level, torch.device("cpu"))
         """What this level of determinism has set in this process."""
         atexit.register(self.close)
-        self._mind_spot_notice()
+        if spec is not None and spec.elastic:
+            notice.mind(self._leave)
 
     # --- who and where ---
 
@@ -169,7 +161,7 @@ class Job:
     def replicas(self) -> int:
         """N: how many replicas the job has."""
         if self._trainer is not None:
-            return self._trainer.num_replicas
+            return self._trainer.replicas.count
         return self._asked or max(1, self._spec.view.size if self._spec else 1)
 
     @property
@@ -228,7 +220,7 @@ class Job:
     @property
     def batch_size(self) -> int:
         """Samples in a batch of one replica, now."""
-        return self._need_trainer().parts.loading.batch_size
+        return self._need_trainer().replicas.loading.batch_size
 
     @property
     def observation(self) -> Observation | None:
@@ -242,12 +234,12 @@ class Job:
 
     def sync_stats(self) -> tuning.SyncStats:
         """How the sums travel now, and what the network has cost so far."""
-        return self._need_trainer().sync_stats()
+        return self._need_trainer().way.stats()
 
     @property
     def changes(self) -> list[ViewChange]:
         """The changes of view that this worker has seen, with their pauses."""
-        return list(self._trainer.changes) if self._trainer is not None else []
+        return list(self._trainer.changes.seen) if self._trainer is not None else []
 
     # --- wrapping ---
 
@@ -277,86 +269,43 @@ class Job:
             raise TrainError(
                 "job.wrap was called twice: a job trains one model; wrap several modules in one ModuleList"
             )
-        slicing.check(model)
+        obstacles.check(model)
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        parameters = _trainable(model)
+        parameters = wrapping.trainable(model)
         guards.check_optimizers(optimizers, parameters)
         averaging = averaging_of(optimizers)
         dataset, options = describe(data, **loading)
         device = parameters[0][1].device
         if device.type != "cpu":
             self.pinned = determinism.pin(self._level, device)
-        num_replicas = self.replicas
-        feeder = self._stack.enter_context(Feeder(dataset, options, num_replicas))
-        steps = num_batches(len(dataset), num_replicas, options)
-        if steps == 0:
-            raise ConfigError(
-                f"{len(dataset)} samples give {num_replicas} replicas not one batch of {options.batch_size}: "
-                "use a smaller batch_size, or drop_last=False"
-            )
-        parts = Parts(model, optimizers, feeder, options, len(dataset), sync_buffers, device)
+        replicas = Replicas(self.replicas, len(dataset), options)
+        feeder = self._stack.enter_context(Feeder(dataset, options, replicas.count))
+        wrapping.check_epoch(replicas)
         follows_view = self._asked is None and isinstance(self._member, Member)
-        gradients = Gradients(
+        trainer = self._trainer = wrapping.make_trainer(
+            self._member,
+            Parts(model, optimizers, feeder, sync_buffers, device),
             parameters,
-            num_replicas,
+            replicas,
+            (self._possible_sync(model, averaging), *self._sync[1:]),
+            self._blocks,
             find_unused=find_unused_parameters,
             cap_bytes=None if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20)),
-            always_sums=follows_view,
-            on_backward=self._backward_over,
-            before_backward=lambda: crossing.leftover(),
-        )
-        crossing = Crossing(
-            gradients.parameters,
-            gradients.names,
-            can_undo=self._member.elastic,
-            say=self._say_first,
-            optimizers=optimizers,
-        )
-        keeps_layout = self._level != "D0"
-        trainer = Trainer(
-            self._member,
-            parts,
-            num_replicas,
-            gradients,
-            crossing,
-            tuning.Tuner(self._possible_sync(model, averaging), *self._sync[1:], say=self._say_first),
-            self._blocks,
             follows_view=follows_view,
-            keeps_layout=keeps_layout,
+            keeps_layout=self._level != "D0",
+            say=self._say_first,
         )
-        self._trainer, self._gradients = trainer, gradients
-        monitors = self._adapting.monitors
-        if monitors and averaging is not None:
-            raise ConfigError(
-                f"{averaging.describe()} leaves gradients where they are, but {', '.join(monitors)} compares them with their "
-                "sum: do not watch it here"
-            )
-        if monitors:
-            gradients.probe = GradientProbe(
-                gradients.parameters,
-                optimizers,
-                noise_scale=monitors.get("noise_scale", 0),
-                variance=monitors.get("variance", 0),
-            )
+        gradients, crossing = trainer.gradients, trainer.crossing
+        gradients.probe = wrapping.probe_of(self._adapting.monitors, gradients, optimizers, averaging)
         trainer.adaptation = Adaptation(self._adapting, trainer, options.batch_size, gradients.probe, self._say)
         trainer.loss_scale = self._loss_scale
-        self._show(trainer)
-        self._member.max_members = None if follows_view else num_replicas
-        self._settling = Settling(
-            self._member,
-            trainer,
-            self._tracked,
-            _program_of(None if follows_view else num_replicas, parameters, len(dataset), options.batch_size)
-            + (f", {averaging.describe()}" if averaging is not None else "")
-            + f", {self._adapting}",
-            determinism.fingerprint(device),
-            self._level,
-            self._start_fresh,
-            self._save_the_last,
-            self._say,
-        )
-        trainer.settle = self._settling.settle
+        worker = self._spec.worker if self._spec is not None else Worker("127.0.0.1", PortRange().begin)
+        show(trainer, self._adapting, worker, self._stack, self._say)
+        self._member.max_members = None if follows_view else replicas.count
+        program = wrapping.describe_program(parameters, replicas, follows_view=follows_view)
+        self._keep_state(trainer, program + (f", {averaging.describe()}" if averaging is not None else ""), device)
         if averaging is not None:
+            assert self._settling is not None
             averaging.attach(gradients, self._settling.equalise)
             trainer.averaging = averaging
         trainer.on_commit = self._committed
@@ -365,38 +314,35 @@ class Job:
             gate_state(each, crossing)
         self._stack.callback(gate_evaluation(model, crossing))
         self._stack.callback(guards.guard_scalers(self._tracked, lambda: self._trainer))
-        self._loader = Loader(self)
-        return model, optimizer, self._loader
+        return model, optimizer, Loader(self)
+
+    def _keep_state(self, trainer: Trainer, program: str, device: torch.device) -> None:
+        """Have the job's state come from, and go to, other workers and files."""
+        whole = self._whole = Whole(trainer, self._tracked)
+        directory = self._spec.checkpoint_dir if self._spec is not None else ""
+        every = self._spec.checkpoint_every if self._spec is not None else 0
+        self._saving = Saving(trainer, whole, directory, every, self._level, self._say)
+        self._settling = Settling(
+            self._member,
+            trainer,
+            whole,
+            f"{program}, {self._adapting}",
+            determinism.fingerprint(device),
+            self._level,
+            self._start_fresh,
+            self._saving.write_last,
+            self._say,
+        )
+        trainer.settle = self._settling.settle
 
     def _loss_scale(self) -> float:
         scalers = [thing for thing in self._tracked.values() if isinstance(thing, torch.amp.GradScaler)]
         return math.prod(scaler.get_scale() for scaler in scalers)
 
-    def _show(self, trainer: Trainer) -> None:
-        """Let others see how the job goes, as far as somebody has asked for it."""
-        adaptation, stalls = trainer.adaptation, None
-        if stall.wanted():
-            stalls = self._stack.enter_context(stall.StallDetector(self._say))
-            trainer.watched = trainer.crossing.watched = stalls.watch
-        if self._adapting.metrics:
-            from pliant.train.metrics import Metrics
-
-            place = self._spec.worker if self._spec is not None else Worker("127.0.0.1", PortRange().begin)
-            metrics = Metrics.open(place.host, place.port, stalls)
-            self._stack.callback(metrics.close)
-            adaptation.on_view.append(metrics.work_in)
-            adaptation.listeners.append(metrics.publish)
-        if self._adapting.tensorboard:
-            from pliant.train.tensorboard import Scalars
-
-            scalars = Scalars(self._adapting.tensorboard)
-            self._stack.callback(scalars.close)
-            adaptation.listeners.append(scalars.publish)
-
     def _possible_sync(self, model: torch.nn.Module, averaging: Averaging | None) -> str:
         """What was asked for, unless this model cannot have it."""
         asked = self._sync[0]
-        reason = hidden_uses(model) if averaging is None else f"{averaging.describe()} averages models"
+        reason = wrapping.no_priority(model, averaging)
         if asked == "fifo" or not reason:
             return asked
         if asked != "auto":
@@ -423,18 +369,14 @@ class Job:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of backwards in this block only accumulate, as in DDP's `no_sync`."""
-        if self._gradients is None:
+        if self._trainer is None:
             yield
             return
-        self._gradients.no_sync = True
+        self._trainer.gradients.no_sync = True
         try:
             yield
         finally:
-            self._gradients.no_sync = False
-
-    def _backward_over(self) -> None:
-        assert self._trainer is not None
-        self._trainer.turn_over()
+            self._trainer.gradients.no_sync = False
 
     # --- running ---
 
@@ -474,8 +416,8 @@ class Job:
             except CommError as error:
                 trainer.tear(error)
                 self._settling.settle()
-        if self._writer is not None:
-            self._writer.flush()
+        if self._saving is not None:
+            self._saving.flush()
         trainer.adaptation.end(trainer.situation())
         self._member.finish()
 
@@ -489,12 +431,10 @@ class Job:
     def close(self) -> None:
         """Leave the job; done at the program's end by itself."""
         atexit.unregister(self.close)
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        if self._gradients is not None:
-            self._gradients.close()
+        if self._saving is not None:
+            self._saving.close()
         if self._trainer is not None:
+            self._trainer.gradients.close()
             self._trainer.adaptation.close()
             with contextlib.suppress(CommError):
                 if not self._trainer.finish_sums():
@@ -521,18 +461,12 @@ class Job:
     def _committed(self) -> None:
         """A step is done by all replicas."""
         trainer = self._need_trainer()
-        assert self._settling is not None
-        step = trainer.progress.step
-        if trainer.engine is None or trainer.engine.rank != 0:
-            self._asked_save = None
-            return
-        size = self._schedule.get(step)
-        if size is not None and isinstance(self._member, Member):
-            trainer.ask_for(size)
-        every = self._spec.checkpoint_every if self._spec is not None else 0
-        if self._asked_save is not None or (every and step % every == 0):
-            name, self._asked_save = self._asked_save, None
-            self._write(name or "")
+        assert self._saving is not None
+        if trainer.is_first:
+            size = self._schedule.get(trainer.progress.step)
+            if size is not None and isinstance(self._member, Member):
+                trainer.ask_for(size)
+        self._saving.committed()
 
     # --- checkpoints ---
 
@@ -543,11 +477,9 @@ class Job:
         """
         if not path and not (self._spec and self._spec.checkpoint_dir):
             raise ConfigError("job.save() needs a path, or `pliant run --checkpoint-dir DIR`")
-        trainer = self._need_trainer()
-        if trainer.turn is not None:
-            self._asked_save = path
-        elif self.rank == 0:
-            self._write(path)
+        self._need_trainer()
+        assert self._saving is not None
+        self._saving.ask(path)
 
     def load(self, path: str) -> None:
         """Begin with the state in this checkpoint (a file, or a directory: its newest); call before `epochs`."""
@@ -557,86 +489,18 @@ class Job:
             raise CheckpointError(f"{path}: there is no such checkpoint")
         self._load_path = path
 
-    def _write(self, path: str) -> None:
-        if self._need_trainer().finish_sums():  # else the step does not count, and will be written when it does
-            self._write_whole(path)
-
-    def _write_whole(self, path: str) -> None:
-        """Write the state as it is: that of the last step that counts."""
-        assert self._settling is not None
-        directory = Path(path).parent if path else Path(self._spec.checkpoint_dir if self._spec else ".")
-        if self._writer is None or self._written_to != directory:
-            if self._writer is not None:
-                self._writer.close()
-            self._writer, self._written_to = checkpoint.Writer(directory, say=self._say), directory
-        trainer = self._need_trainer()
-        state = self._settling.state()
-        contexts = state.pop("contexts")
-        self._writer.save(
-            checkpoint.Checkpoint(
-                step=trainer.progress.step,
-                epoch=trainer.progress.epoch,
-                num_replicas=trainer.num_replicas,
-                meta={"torch": torch.__version__, "level": self._level},
-                state=state,
-                contexts=contexts,
-            ),
-            name=Path(path).name if path else None,
-        )
-
-    def _save_the_last(self) -> None:
-        """The job is told to end, or this is its last worker and it must go: keep what was reached."""
-        if self._spec is not None and self._spec.checkpoint_dir and self.rank == 0:
-            self._write_whole("")  # a step that was torn meanwhile has been taken back
-            assert self._writer is not None
-            self._writer.flush()
-
     def _start_fresh(self, had_state: bool) -> None:
         """The state to begin with: a checkpoint's, or what the program has built."""
-        trainer = self._need_trainer()
-        assert self._settling is not None
-        if trainer.num_replicas > 1:
-            self._check_fold(trainer.num_replicas)
-        path = self._load_path
-        if not path and had_state and self._spec is not None and self._spec.checkpoint_dir:
-            path = "auto"
-        found = self._find_checkpoint(path) if path else None
-        if found is not None:
-            loaded = checkpoint.load(found)
-            if loaded.num_replicas != trainer.num_replicas:
-                raise CheckpointError(
-                    f"{found} is of a job with {loaded.num_replicas} replicas, this one has {trainer.num_replicas}: "
-                    f"that is another experiment; use replicas={loaded.num_replicas}"
-                )
-            self._settling.load({**loaded.state, "contexts": loaded.contexts})  # type: ignore[dict-item]
-            self._say(f"resumed from {found} at step {loaded.step}")
-            trainer.adaptation.resumed_at = loaded.step
-            return
-        if had_state:
-            self._say(
-                "all workers with the job's state were lost, and there is no checkpoint: beginning again at step 0"
-            )
-        trainer.first_buffers = trainer.buffers.save()
-        own = b"" if trainer.parts.sync_buffers else bytes(trainer.buffers.pack(trainer.first_buffers).numpy())
-        states = self._initial_random(trainer)
-        trainer.contexts = [Context(state, Stream(), own) for state in states]
-
-    def _check_fold(self, num_replicas: int) -> None:
-        found = determinism.self_check(num_replicas)
-        if not found.ok:
-            self._say(f"torch {torch.__version__} does not sum as expected, so only D0 holds: {found.detail}")
-
-    def _initial_random(self, trainer: Trainer) -> list[rng.RngState]:
-        device = trainer.parts.device
-        if self._seed is None:
-            return [rng.capture(device)] * trainer.num_replicas
-        return [rng.seeded(self._seed + replica, device) for replica in range(trainer.num_replicas)]
-
-    def _find_checkpoint(self, path: str) -> Path | None:
-        if path != "auto":
-            return Path(path)
-        assert self._spec is not None
-        return checkpoint.newest(self._spec.checkpoint_dir)
+        assert self._whole is not None
+        beginning.begin(
+            self._need_trainer(),
+            self._whole,
+            had_state,
+            asked=self._load_path,
+            directory=self._spec.checkpoint_dir if self._spec is not None else "",
+            seed=self._seed,
+            say=self._say,
+        )
 
     # --- the world around ---
 
@@ -647,34 +511,11 @@ class Job:
     def _say(self, text: str) -> None:
         print(text, flush=True)
 
-    def _mind_spot_notice(self) -> None:
-        """SIGTERM is a notice that this machine will be taken away: leave at the next boundary, in good order."""
-        elastic = self._spec is not None and self._spec.elastic
-        if not elastic or threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            return  # the program has its own
-
-        def leave(signum: int, frame: object) -> None:
-            if self._settling is None or not self._settling.has_state or self._notified:
-                sys.exit(0)
-            self._notified = True
-            self._member.leave()
-
-        signal.signal(signal.SIGTERM, leave)
-
-
-def _trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    found = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    if not found:
-        raise ConfigError("the model has no parameter that requires a gradient: there is nothing to train")
-    return found
-
-
-def _program_of(
-    num_replicas: int | None, parameters: Sequence[tuple[str, torch.nn.Parameter]], num_samples: int, batch_size: int
-) -> str:
-    shapes = repr([(name, tuple(p.shape), str(p.dtype)) for name, p in parameters]).encode()
-    digest = hashlib.sha256(shapes).hexdigest()[:12]
-    replicas = "a replica per worker" if num_replicas is None else f"{num_replicas} replicas"
-    return f"{replicas}, {len(parameters)} parameters ({digest}), {num_samples} samples by {batch_size}"
+    def _leave(self) -> bool:
+        """This machine will be taken away: leave at the next boundary. False if there is nothing to leave yet, or if this
+        was said before."""
+        if self._settling is None or not self._settling.has_state or self._notified:
+            return False
+        self._notified = True
+        self._member.leave()
+        return True

@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from pliant.comm.engine import Engine
-from pliant.train.buckets import Item, first_layout
+from pliant.train.gradients.layout import Item, first_layout
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.errors import CommError, ConfigError, Unsliceable
-from pliant.train.gradients import Gradients
+from pliant.train.gradients.catching import Gradients
 from pliant.train.model_copies import Copies, copies_to_fetch, copies_to_sum
 
 log = logging.getLogger(__name__)

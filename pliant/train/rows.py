@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pliant.train import tuning
-from pliant.train.replica import Context
-from pliant.train.tuning import Choice, Measured
+from pliant.train.context import Context
+from pliant.train.priority import tuning
+from pliant.train.priority.tuning import Choice, Measured
 
 _HEAD = struct.Struct("<QQ?")
 """The step, the newest roll that the worker is prepared for, and whether its changes fit into the room for them."""

@@ -22,17 +22,27 @@ from pliant.comm.handle import Handle
 from pliant.elastic.member import Alone, Member
 from pliant.elastic.roll import Roll
 from pliant.errors import REFUSED_EXIT, CollectiveTimeout, CommError, Mismatch, NotWanted, Refused, TrainError
-from pliant.train import handover
 from pliant.train.determinism import Fingerprint, Level, differences
-from pliant.train.replica import Context
-from pliant.train.trainer import Left, Progress, Trainer, ViewChange
+from pliant.train.state import handover
+from pliant.train.trainer import Trainer
+from pliant.train.view_changes import ViewChange
+from pliant.train.whole import Whole
 
 log = logging.getLogger(__name__)
 
 REPORT_BYTES = 8192
 """Room for a report: reports are of one size, so that telling them takes one round."""
-Stateful = dict[str, Any]
-"""Tracked objects by name: anything with state_dict and load_state_dict."""
+
+
+class Left(SystemExit):
+    """This worker is no longer part of the job, in good order. Ends the program with exit code 0."""
+
+    ends_at_once = True
+    """Somebody waits for its device: a fork of the warm process does not take the interpreter apart (`launch.warm`)."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(0)
+        self.why = why
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +74,7 @@ class Settling:
         self,
         member: Member | Alone,
         trainer: Trainer,
-        tracked: Stateful,
+        whole: Whole,
         program: str,
         fingerprint: Fingerprint,
         level: Level,
@@ -72,14 +82,14 @@ class Settling:
         before_end: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
-        self._member, self._trainer, self._tracked = member, trainer, tracked
+        self._member, self._trainer, self._whole = member, trainer, whole
         self._program, self._fingerprint, self._level = program, fingerprint, level
         self._start_fresh = start_fresh
         """Makes the state to begin with; told whether the job had one before and lost it."""
         self._before_end = before_end
         """Called when nobody is left to go on: the last chance to write the state down."""
         self._say = say
-        self._was_listed = False
+        self._was_listed = self._spoke_first = False
         self.has_state = False
 
     def join(self) -> None:
@@ -97,7 +107,7 @@ class Settling:
         lost, old_size = trainer.torn is not None, self._member.size
         since_s = trainer.torn_s if lost else trainer.step_ended_s or time.monotonic()
         self._settle(planned)
-        trainer.note_change(since_s, old_size, lost, self._tell)
+        trainer.changes.begin(since_s, old_size, lost, self._tell)
 
     def _tell(self, change: ViewChange) -> None:
         """Say so once, by the first of those who were there before."""
@@ -150,7 +160,7 @@ class Settling:
         offered = 0
         handover.reclaim(member)
         if self.has_state and view.size > 1 and not (planned and known >= set(view.workers)):
-            offered = handover.lend(member, roll.number, self.state())
+            offered = handover.lend(member, roll.number, self._whole.state())
         engine = member.enter(roll)
         reports = self._submit_report(engine, "settle", offered, stays=not planned)
         if planned:
@@ -166,8 +176,6 @@ class Settling:
             trainer.fetched = engine.all_reduce("fetched", token, op="max", determinism="fast")
         self._spoke_first = engine.rank == holders[0]
 
-    _spoke_first = False
-
     def _compare(self, engine: Engine, roll: Roll, offered: int, submitted: Handle | None) -> list[int]:
         """Find out who has the newest state, and have it, too; the ranks of those who had it."""
         reports = self._reports(submitted, offered)
@@ -176,7 +184,7 @@ class Settling:
             if engine.rank == 0:
                 self._start_fresh(roll.number > 1)
                 self.has_state = True
-                offered = handover.lend(self._member, roll.number, self.state())
+                offered = handover.lend(self._member, roll.number, self._whole.state())
             reports = self._reports(self._submit_report(engine, "begin", offered), offered)
             holders = _holders(reports)
         self._check(reports, holders[0], engine)
@@ -195,14 +203,14 @@ class Settling:
             )
         relayed = len(lacking) > max(2, len(holders)) and offered > 0 and reports[source].stays
         if relayed and (engine.rank in lacking or engine.rank == source):
-            own = self.state() if engine.rank == source else None
+            own = self._whole.state() if engine.rank == source else None
             state = handover.relay(engine, source, lacking, offered, own)
         elif engine.rank in lacking:
             # Where models are averaged every holder has its own: what is fetched must be of one.
             sources = holders if self._trainer.averaging is None else holders[:1]
             state = handover.fetch(engine, sources, offered)
         if engine.rank in lacking:
-            self.load(cast(dict[str, Any], state))
+            self._whole.load(cast(dict[str, Any], state))
             self.has_state = True
 
     def _report(self, offered: int, stays: bool = True) -> Report:
@@ -246,49 +254,9 @@ class Settling:
         """Give every worker the state of the first. Raises CommError if somebody is gone."""
         engine = self._trainer.engine
         assert engine is not None, "there is a view"
-        state = handover.spread(engine, self.state() if engine.rank == 0 else None)
+        state = handover.spread(engine, self._whole.state() if engine.rank == 0 else None)
         if engine.rank != 0:
-            self.load(cast(dict[str, Any], state))
-
-    # --- the whole state ---
-
-    def state(self) -> dict[str, Any]:
-        """All that a newcomer must know. References, no copies."""
-        trainer = self._trainer
-        progress = trainer.progress
-        return {
-            "progress": [progress.epoch, progress.epoch_step, progress.step],
-            "model": trainer.parts.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in trainer.parts.optimizers],
-            "tracked": {name: each.state_dict() for name, each in self._tracked.items()},
-            "buffers": list(trainer.first_buffers),
-            "layout": trainer.layout_json(),
-            "contexts": [context.to_bytes(trainer.num_loader_workers) for context in trainer.contexts],
-            "adaptation": trainer.adaptation.state_dict(),
-        }
-
-    def load(self, state: dict[str, Any]) -> None:
-        trainer = self._trainer
-        missing = set(state["tracked"]) ^ set(self._tracked)
-        if missing:
-            raise TrainError(f"tracked objects differ between workers or from the checkpoint: {sorted(missing)}")
-        trainer.parts.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(trainer.parts.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        for name, saved in state["tracked"].items():
-            self._tracked[name].load_state_dict(saved)
-        trainer.first_buffers = [
-            saved.to(own.device) for saved, own in zip(state["buffers"], trainer.first_buffers, strict=True)
-        ]
-        trainer.buffers.load(trainer.first_buffers)
-        if trainer.averaging is not None:
-            trainer.averaging.loading(state["progress"][2])
-        trainer.use_layout_json(state["layout"])
-        trainer.contexts = [Context.from_bytes(data, trainer.num_loader_workers) for data in state["contexts"]]
-        trainer.num_replicas = trainer.gradients.num_replicas = len(trainer.contexts)
-        trainer.progress = Progress(*state["progress"])
-        if "adaptation" in state:  # checkpoints of before there were decisions have none
-            trainer.adaptation.load_state_dict(state["adaptation"])
+            self._whole.load(cast(dict[str, Any], state))
 
 
 def _holders(reports: Sequence[Report]) -> list[int]:

@@ -21,7 +21,7 @@ from pliant.fed.rounds.loop import Loop
 from pliant.fed.training.local import InProcess
 from pliant.fed.updates import Weights
 from pliant.fed.work import Done, Trained, Unit
-from pliant.train import tree
+from pliant.train.state import tree
 
 DAY_S = 86_400
 _tasks: dict[str, Task] = {}

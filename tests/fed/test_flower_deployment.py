@@ -16,7 +16,7 @@ from squares.server_app import BUFFERS
 
 from pliant.fed.flower.arrays import Layout
 from pliant.fed.rounds.checkpoints import NAME
-from pliant.train import checkpoint_file
+from pliant.train.state import checkpoint_file
 
 pytestmark = pytest.mark.processes
 

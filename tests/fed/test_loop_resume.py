@@ -16,7 +16,7 @@ from pliant.errors import CheckpointError
 from pliant.fed.rounds import checkpoints
 from pliant.fed.rounds.journal import PERF, RECORD
 from pliant.fed.training import batching
-from pliant.train import checkpoint_file
+from pliant.train.state import checkpoint_file
 
 JOBS: dict[str, dict[str, Any]] = {
     "oort, yogi, privacy": {

@@ -23,11 +23,12 @@ from torch.utils._pytree import tree_leaves
 from pliant.comm.handle import Handle
 from pliant.errors import WorkerLost
 from pliant.train import guards
-from pliant.train.gates import gate_evaluation, gate_state
-from pliant.train.gradients import Gradients
-from pliant.train.priority import Crossing, Pending
+from pliant.train.gradients.catching import Gradients
+from pliant.train.priority.crossing import Crossing
+from pliant.train.priority.gates import gate_evaluation, gate_state
+from pliant.train.priority.pending import Pending
+from pliant.train.priority.tuning import Choice
 from pliant.train.trainer import Turn
-from pliant.train.tuning import Choice
 
 MARKS = [
     pytest.mark.timeout(60),

@@ -32,7 +32,7 @@ from pliant.elastic.server import ConfigClient, ConfigServer, ServerConfig
 from pliant.errors import REFUSED_EXIT
 from pliant.identity import WorkerSpec
 from pliant.train import trace
-from pliant.train.priority import Awaited, Crossing
+from pliant.train.priority.crossing import Awaited, Crossing
 
 HOST = "127.0.0.1"
 GATE_S = 60.0
@@ -205,7 +205,7 @@ def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
         facts = {"rank": job.rank, "size": job.size, "view": job.view, "hosted": list(job.hosted)}
         stats = job.sync_stats()
         facts |= {
-            "brief": trainer.rows.brief,
+            "brief": trainer.exchange.rows.brief,
             "crossed": crossing.is_open,
             "mode": stats.mode,
             "slice_bytes": stats.slice_bytes,
@@ -246,7 +246,7 @@ def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
         first = next(parameter for parameter in program.model.parameters() if parameter.requires_grad)
         first.register_hook(lambda gradient: _fail_at(task, "backward", job.step))
     if task.fault is not None and task.fault.moment == "saving":
-        from pliant.train import checkpoint_file
+        from pliant.train.state import checkpoint_file
 
         write_all = checkpoint_file._write_all
 

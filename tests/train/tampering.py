@@ -14,7 +14,12 @@ from pliant.comm import core, order
 from pliant.comm.engine import Engine
 from pliant.comm.operation import Operation
 from pliant.comm.reactor import Errand
-from pliant.train import data, gradients, priority, rng, trainer, tuning
+from pliant.train import rng, trainer
+from pliant.train.data.stream import Stream
+from pliant.train.gradients import catching
+from pliant.train.priority import partial_step, tuning
+from pliant.train.priority.crossing import Crossing
+from pliant.train.priority.kept import Kept
 
 
 @contextlib.contextmanager
@@ -34,16 +39,16 @@ def no_buffers() -> Iterator[None]:
 @contextlib.contextmanager
 def no_loader_state() -> Iterator[None]:
     """Loader workers begin anew in the middle of an epoch."""
-    original: Callable[[bytes], data.Stream] = data.Stream.from_bytes
-    with mock.patch.object(data.Stream, "from_bytes", lambda state: replace(original(state), workers=())):
+    original: Callable[[bytes], Stream] = Stream.from_bytes
+    with mock.patch.object(Stream, "from_bytes", lambda state: replace(original(state), workers=())):
         yield
 
 
 @contextlib.contextmanager
 def no_loader_position() -> Iterator[None]:
     """Replicas begin their epoch anew."""
-    original: Callable[[bytes], data.Stream] = data.Stream.from_bytes
-    with mock.patch.object(data.Stream, "from_bytes", lambda state: replace(original(state), batch=0)):
+    original: Callable[[bytes], Stream] = Stream.from_bytes
+    with mock.patch.object(Stream, "from_bytes", lambda state: replace(original(state), batch=0)):
         yield
 
 
@@ -51,22 +56,22 @@ def no_loader_position() -> Iterator[None]:
 def first_layout_for_ever() -> Iterator[None]:
     """Gradients stay in one bucket, in the order of the parameters."""
 
-    def rebuild(self: gradients.Gradients, ready_order: Sequence[int]) -> None:
+    def rebuild(self: catching.Gradients, ready_order: Sequence[int]) -> None:
         self.use_layout(self.layout)
 
-    with mock.patch.object(gradients.Gradients, "rebuild", rebuild):
+    with mock.patch.object(catching.Gradients, "rebuild", rebuild):
         yield
 
 
 @contextlib.contextmanager
 def parameters_order() -> Iterator[None]:
     """The second layout is made in the order of the parameters, not in that of replica 0's gradients."""
-    original = gradients.Gradients.rebuild
+    original = catching.Gradients.rebuild
 
-    def rebuild(self: gradients.Gradients, ready_order: Sequence[int]) -> None:
+    def rebuild(self: catching.Gradients, ready_order: Sequence[int]) -> None:
         original(self, sorted(ready_order))
 
-    with mock.patch.object(gradients.Gradients, "rebuild", rebuild):
+    with mock.patch.object(catching.Gradients, "rebuild", rebuild):
         yield
 
 
@@ -82,7 +87,7 @@ def division() -> Iterator[None]:
         def mul(gradient: torch.Tensor, factor: float, *, out: torch.Tensor) -> None:
             torch.div(gradient, round(1 / factor), out=out)
 
-    with mock.patch.object(gradients, "torch", Torch()):
+    with mock.patch.object(catching, "torch", Torch()):
         yield
 
 
@@ -125,21 +130,21 @@ def wavering() -> Iterator[None]:
 @contextlib.contextmanager
 def blind_uses() -> Iterator[None]:
     """Nobody notices that a parameter is used."""
-    with mock.patch.object(priority.Crossing, "use"):
+    with mock.patch.object(Crossing, "use"):
         yield
 
 
 @contextlib.contextmanager
 def late_options() -> Iterator[None]:
     """An update that was put off is done with the learning rate of later."""
-    with mock.patch.object(priority, "_options", lambda group: group):
+    with mock.patch.object(partial_step, "_options", lambda group: group):
         yield
 
 
 @contextlib.contextmanager
 def nothing_kept() -> Iterator[None]:
     """Updates that came too early cannot be taken back."""
-    with mock.patch.object(priority.Crossing, "_keep"):
+    with mock.patch.object(Kept, "keep"):
         yield
 
 
@@ -168,7 +173,7 @@ def slow_rest() -> Iterator[None]:
     engines: list[Engine] = []
     flowing = False
     step, work_in = core.Core._step, trainer.Trainer.work_in
-    take_in, flush, leftover = priority.Crossing._take_in, priority.Crossing.flush, priority.Crossing.leftover
+    take_in, flush, leftover = Crossing._take_in, Crossing.flush, Crossing.leftover
 
     def held_step(self: core.Core, operation: Operation, index: int) -> None:
         if _is_gradient(operation) and operation.priority > 0 and not flowing:
@@ -191,15 +196,15 @@ def slow_rest() -> Iterator[None]:
         engines.append(engine)
         work_in(self, engine)
 
-    def noted_take_in(self: priority.Crossing, *args: Any, **kwargs: Any) -> None:
+    def noted_take_in(self: Crossing, *args: Any, **kwargs: Any) -> None:
         take_in(self, *args, **kwargs)
         let_go()
 
-    def noted_flush(self: priority.Crossing) -> None:
+    def noted_flush(self: Crossing) -> None:
         let_go()
         flush(self)
 
-    def noted_leftover(self: priority.Crossing) -> set[int]:
+    def noted_leftover(self: Crossing) -> set[int]:
         nonlocal flowing
         found = leftover(self)
         flowing = False  # what backward hands in from now on is the next step's
@@ -208,9 +213,9 @@ def slow_rest() -> Iterator[None]:
     with (
         mock.patch.object(core.Core, "_step", held_step),
         mock.patch.object(trainer.Trainer, "work_in", noted_work_in),
-        mock.patch.object(priority.Crossing, "_take_in", noted_take_in),
-        mock.patch.object(priority.Crossing, "flush", noted_flush),
-        mock.patch.object(priority.Crossing, "leftover", noted_leftover),
+        mock.patch.object(Crossing, "_take_in", noted_take_in),
+        mock.patch.object(Crossing, "flush", noted_flush),
+        mock.patch.object(Crossing, "leftover", noted_leftover),
     ):
         yield
 

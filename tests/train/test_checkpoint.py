@@ -19,8 +19,8 @@ from safetensors import safe_open
 from torch import nn
 
 from pliant.errors import CheckpointError, TrainError
-from pliant.train import checkpoint_file
-from pliant.train.checkpoint import Checkpoint, Writer, load, newest, write
+from pliant.train.state import checkpoint_file
+from pliant.train.state.checkpoint import Checkpoint, Writer, load, newest, write
 
 STATE = {
     "model": {"w": torch.arange(6.0).reshape(2, 3), "half": torch.ones(3, dtype=torch.bfloat16), "none": torch.empty(0, 4)},
@@ -284,7 +284,7 @@ def test_disk_full(small_disk: Path, said: list[str]) -> None:
 
 LIMITED = """
 import resource, sys, torch
-from pliant.train.checkpoint import Checkpoint, Writer
+from pliant.train.state.checkpoint import Checkpoint, Writer
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 writer = Writer(sys.argv[1], say=print)
 for step, size in ((1, 9), (2, 1 << 20), (3, 9)):

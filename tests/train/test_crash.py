@@ -10,7 +10,7 @@ from gang import FULL
 from golden import golden
 from subject import ALL, Fault, Stage, Task, compare, history, new_workers, staged
 
-from pliant.train import checkpoint
+from pliant.train.state import checkpoint
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

@@ -32,9 +32,12 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from pliant.errors import ConfigError, TrainError, Unsliceable
-from pliant.train import parcel, rng
-from pliant.train.data import Feeder, Stream, batches, num_batches, samples_used
-from pliant.train.loader_options import LoaderOptions, describe
+from pliant.train import rng
+from pliant.train.data import parcel
+from pliant.train.data.dealing import batches, num_batches, samples_used
+from pliant.train.data.feeder import Feeder
+from pliant.train.data.options import LoaderOptions, describe
+from pliant.train.data.stream import Stream
 
 pytestmark = pytest.mark.timeout(60)
 LENGTH = 26
@@ -270,7 +273,7 @@ def test_batches_are_pinned_on_their_way(
 ) -> None:
     """The path of a batch through the pinning thread; only the copy itself needs a GPU."""
     pinned = []
-    monkeypatch.setattr("pliant.train.pool.pin_memory", lambda data: pinned.append(len(data)) or data)
+    monkeypatch.setattr("pliant.train.data.pool.pin_memory", lambda data: pinned.append(len(data)) or data)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
@@ -335,7 +338,7 @@ class Waiting(Augmented):
 
 @pytest.mark.processes
 def test_a_silent_dataset_is_reported_and_ended(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pliant.train.pool._GRACE_S", 0.1)
+    monkeypatch.setattr("pliant.train.data.pool._GRACE_S", 0.1)
     with Feeder(Waiting(), LoaderOptions(num_workers=1, timeout_s=0.2), 1) as feeder:
         feeder.host({0: Stream()})
         with pytest.raises(TrainError, match=r"gave no batch in timeout_s=0\.2"):

@@ -17,9 +17,9 @@ from pliant.comm.loopback import engines
 from pliant.errors import ConfigError
 from pliant.monitor import StallDetector
 from pliant.policy import Observation, WorkerFigures
-from pliant.train import metrics as metrics_module
-from pliant.train.metrics import PORT_OFFSET, Metrics, period_s
-from pliant.train.tensorboard import Scalars, scalars
+from pliant.train.adapting import metrics as metrics_module
+from pliant.train.adapting.metrics import PORT_OFFSET, Metrics, period_s
+from pliant.train.adapting.tensorboard import Scalars, scalars
 
 HOST = "127.0.0.1"
 SEEN = Observation(

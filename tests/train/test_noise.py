@@ -20,12 +20,12 @@ from torch import nn
 from pliant.comm.engine import Engine
 from pliant.comm.loopback import engines
 from pliant.errors import ConfigError
-from pliant.train import dispersion, probing
-from pliant.train.buckets import blocks
-from pliant.train.gradients import Gradients
-from pliant.train.priority import Crossing
-from pliant.train.probing import GradientProbe
-from pliant.train.tuning import Choice
+from pliant.train.gradients import dispersion, probing
+from pliant.train.gradients.catching import Gradients
+from pliant.train.gradients.probing import GradientProbe
+from pliant.train.placement import even_blocks
+from pliant.train.priority.crossing import Crossing
+from pliant.train.priority.tuning import Choice
 
 BATCH = 4
 
@@ -81,7 +81,7 @@ def _worker(
     """One worker's training loop, without a trainer around it."""
     model = _net()
     optimizer = make_optimizer(model.parameters())
-    placed = blocks(replicas, engine.size)
+    placed = even_blocks(replicas, engine.size)
     begin = sum(placed[: engine.rank])
     gradients = Gradients(list(model.named_parameters()), replicas, find_unused=True, on_backward=lambda: None)
     crossing = Crossing(gradients.parameters, gradients.names, can_undo=False, say=print, optimizers=[optimizer])

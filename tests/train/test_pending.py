@@ -32,7 +32,7 @@ from late_sums import (
 from torch import Tensor, nn
 
 from pliant.errors import TrainError
-from pliant.train.priority import Crossing
+from pliant.train.priority.crossing import Crossing
 
 pytestmark = MARKS
 

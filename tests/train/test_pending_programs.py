@@ -29,7 +29,7 @@ from late_sums import (
 from torch import Tensor, nn
 
 import pliant
-from pliant.train.gates import hidden_uses
+from pliant.train.priority.gates import hidden_uses
 
 pytestmark = MARKS
 
@@ -265,9 +265,9 @@ def test_a_job_stays_with_fifo_where_uses_cannot_be_seen(sync: str, capsys: pyte
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pliant.join(replicas=2, sync=sync) as job:
-        job.wrap(model, optimizer, Numbers(), batch_size=2)
+        _, _, loader = job.wrap(model, optimizer, Numbers(), batch_size=2)
         for _ in job.epochs(1):
-            for batch in job._loader or ():
+            for batch in loader:
                 model(batch).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()

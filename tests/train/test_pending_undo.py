@@ -24,7 +24,7 @@ from late_sums import (
 )
 from torch import nn
 
-from pliant.train.tuning import Choice
+from pliant.train.priority.tuning import Choice
 
 pytestmark = MARKS
 

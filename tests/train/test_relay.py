@@ -10,7 +10,8 @@ import pytest
 from golden import golden
 from subject import Fault, Task, compare, new_workers, staged
 
-from pliant.train import handover, settling
+from pliant.train import settling
+from pliant.train.state import handover
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -43,12 +44,11 @@ def test_many_who_lack_it_do_not_ask_one() -> None:
         engine = mock.Mock(rank=rank, size=len(reports))
         way = settling.Settling.__new__(settling.Settling)
         way._member, way._trainer, way.has_state = mock.Mock(), mock.Mock(averaging=None), False
+        way._whole = mock.Mock()
         asked.clear()
         with (
             mock.patch.object(handover, "relay", lambda *args: asked.append(("relay", args[1]))),
             mock.patch.object(handover, "fetch", lambda *args: asked.append(("fetch", len(args[1])))),
-            mock.patch.object(way, "state", dict),
-            mock.patch.object(way, "load"),
         ):
             way._have_state(engine, reports, settling._holders(reports))
         return asked[0][0] if asked else ""

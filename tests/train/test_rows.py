@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pliant.train import rng, rows
-from pliant.train.data import Stream
-from pliant.train.replica import Context
+from pliant.train.context import Context
+from pliant.train.data.stream import Stream
+from pliant.train.priority.tuning import Choice, Measured
 from pliant.train.rows import MOST_CHANGES, ROOM, Rows, Said, applied, changed
-from pliant.train.tuning import Choice, Measured
 
 BLOCKS = (2, 1, 3)
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from pliant.errors import ConfigError
-from pliant.train import tuning
-from pliant.train.tuning import ASKED, MODES, Choice, Measured, Tuner, check, pack, unpack
+from pliant.train.priority import tuning
+from pliant.train.priority.tuning import ASKED, MODES, Choice, Measured, Tuner, check, pack, unpack
 
 MBIT = 1e6 / 8
 COMPUTE_S = 0.3

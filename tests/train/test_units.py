@@ -12,8 +12,8 @@ import pytest
 from pliant.bench import models
 from pliant.bench.profiles import profile
 from pliant.comm.slices import cut_portion
-from pliant.train.buckets import Item, rebuilt_layout
-from pliant.train.units import LEAST_BYTES, MAX_SLICES, Unit, cut_units, layer_units
+from pliant.train.gradients.layout import Item, rebuilt_layout
+from pliant.train.priority.units import LEAST_BYTES, MAX_SLICES, Unit, cut_units, layer_units
 
 KIB = 1 << 10
 

@@ -13,7 +13,7 @@ from typing import Any
 from pliant.errors import CheckpointError
 from pliant.fed.config import FedConfig
 from pliant.fed.rounds.journal import refuse_other
-from pliant.train import checkpoint_file
+from pliant.train.state import checkpoint_file
 
 NAME = "checkpoint.safetensors"
 FORMAT = 1

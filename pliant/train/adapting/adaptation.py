@@ -4,29 +4,25 @@ With each step every worker tells the others how its last one went, so all of th
 their policies; what the first worker's policies answer travels with the next step, and is done by all at that
 step's end. So a decision is everywhere the same, whatever a policy draws or reads off a clock, and a worker that
 becomes the first one goes on where the last one stood.
+
+What that takes on the wire is in `told`, what is written down in `facts`, and who was asked for what in `settings`.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from pliant import record
 from pliant.comm import probe as links
 from pliant.comm.engine import Engine
-from pliant.comm.graph import masters
 from pliant.errors import ConfigError
 from pliant.policy import (
     Decision,
     Observation,
-    Policies,
     ProbeLinks,
     Resize,
     SetBatchSize,
@@ -36,17 +32,13 @@ from pliant.policy import (
 )
 from pliant.policy.decisions import from_json
 from pliant.policy.observation import Rates
-from pliant.train.probing import GradientProbe
+from pliant.train.adapting import facts, told
+from pliant.train.adapting.settings import Settings
+from pliant.train.adapting.told import Named
+from pliant.train.gradients.probing import GradientProbe
 
-log = logging.getLogger(__name__)
-
-_FIGURES = struct.Struct("<dddddd")
-"""The clock, then what `WorkerFigures` has."""
-_LENGTH = struct.Struct("<I")
 ORDER = [kind.kind for kind in (SetBatchSize, SetLearningRate, Resize, SetTopology, ProbeLinks)]
 """What is done before what."""
-Named = tuple[str, Decision]
-"""Who has decided, and what."""
 
 
 class Subject(Protocol):
@@ -75,32 +67,6 @@ class Situation:
     epoch_over: bool = False
 
 
-@dataclass(slots=True)
-class Settings:
-    """What a job may adapt by: policies, monitors with their intervals, files."""
-
-    policies: Policies = field(default_factory=lambda: Policies(()))
-    monitors: dict[str, int] = field(default_factory=dict)
-    record: str = ""
-    replayed: Mapping[int, Sequence[Decision]] | None = None
-    """What another run has decided about the maths, by step; then no policy does."""
-    metrics: bool = False
-    tensorboard: str = ""
-
-    @property
-    def is_active(self) -> bool:
-        """Whether anything travels with the steps."""
-        asked = (self.policies, self.monitors, self.record, self.metrics, self.tensorboard)
-        return any(asked) or self.replayed is not None
-
-    def __str__(self) -> str:
-        """What must be the same on all workers, for people to compare."""
-        if not self.is_active:
-            return "nothing to adapt by"
-        watched = ", ".join(f"{name} every {steps} steps" for name, steps in sorted(self.monitors.items()))
-        return f"{len(self.policies)} policies, {watched or 'no monitors'}"
-
-
 class Adaptation:
     """One worker's part in the decisions of the job. Does nothing at all where there is nobody to decide."""
 
@@ -127,9 +93,8 @@ class Adaptation:
         self.values: dict[str, float] = {}
         """What the program has reported in the step in progress."""
         self._subject, self._say = subject, say
-        self._settings = settings
         self._replayed = settings.replayed
-        self._recorder: record.Recorder | None = None
+        self._facts = facts.Facts(settings.record)
         self._engine: Engine | None = None
         self._began_s: float | None = None
         """The first worker's clock when the job began."""
@@ -144,6 +109,7 @@ class Adaptation:
         self._told_view = -1
         """The newest view whose workers this worker has put into the record, or left to another one."""
         self._asked = {"train": False, "epoch": -1}
+        self._next_step = 0
 
     # --- what travels with a step ---
 
@@ -164,16 +130,14 @@ class Adaptation:
         """The same on all workers of a view."""
         if not self.is_active:
             return 0
-        return _LENGTH.size + _FIGURES.size + (self.monitor.needs_bytes if self.monitor is not None else 0)
+        return told.HEAD_BYTES + (self.monitor.needs_bytes if self.monitor is not None else 0)
 
     def row(self) -> bytes:
         """How this worker's last step went, and how long its decisions are, as text."""
         if not self.is_active:
             return b""
-        own = self._figures
-        figures = _FIGURES.pack(time.time(), own.step_s, own.compute_s, own.comm_bytes, own.comm_s, own.egress_bytes)
-        length = len(_to_bytes(self._pending)) if self._pending else 0
-        return _LENGTH.pack(length) + figures + (self.monitor.row() if self.monitor is not None else b"")
+        probed = self.monitor.row() if self.monitor is not None else b""
+        return told.pack(self._figures, time.time(), self._pending, probed)
 
     def read(self, rows: Sequence[bytes]) -> None:
         """Everybody's rows of the step in progress; then, if the first worker has decided something, what.
@@ -184,28 +148,28 @@ class Adaptation:
         if not self.is_active:
             return
         assert self._engine is not None, "work_in() comes first"
-        names = [str(worker) for worker in self._engine.view.workers]
-        self._workers = tuple(_unpack(name, row[_LENGTH.size :]) for name, row in zip(names, rows, strict=True))
-        clock_s = _FIGURES.unpack_from(rows[0], _LENGTH.size)[0]
+        workers = self._engine.view.workers
+        said = [told.unpack(str(worker), row) for worker, row in zip(workers, rows, strict=True)]
+        self._workers = tuple(each.figures for each in said)
+        clock_s = said[0].clock_s
         if self._began_s is None:
             self._began_s = clock_s
         self._time_s = max(self._time_s, clock_s - self._began_s)
         if self.monitor is not None:
-            self.monitor.learn([row[_LENGTH.size + _FIGURES.size :] for row in rows])
-        length = _LENGTH.unpack_from(rows[0])[0]
-        self._agreed = self._told(length) if length else []
+            self.monitor.learn([each.probed for each in said])
+        self._agreed = self._hear_decisions(said[0].num_bytes) if said[0].num_bytes else []
 
-    def _told(self, length: int) -> list[Named]:
+    def _hear_decisions(self, num_bytes: int) -> list[Named]:
         """The first worker's decisions, on all workers."""
         assert self._engine is not None
         if self._engine.size == 1:
             return self._pending
-        text = torch.zeros(length, dtype=torch.uint8)
+        text = torch.zeros(num_bytes, dtype=torch.uint8)
         if self._engine.rank == 0:
-            text = torch.frombuffer(bytearray(_to_bytes(self._pending)), dtype=torch.uint8)
-        told = self._engine.broadcast("decision", text, 0).wait()
-        assert told is not None, "a broadcast has a result on every rank"
-        return _from_bytes(bytes(told.numpy()))
+            text = torch.frombuffer(bytearray(told.to_bytes(self._pending)), dtype=torch.uint8)
+        heard = self._engine.broadcast("decision", text, 0).wait()
+        assert heard is not None, "a broadcast has a result on every rank"
+        return told.from_bytes(bytes(heard.numpy()))
 
     # --- a step's end ---
 
@@ -213,8 +177,6 @@ class Adaptation:
     def has_decided(self) -> bool:
         """Whether something is to be done at the end of the step in progress. Then it must be whole before."""
         return bool(self._agreed) or (self._replayed is not None and self._next_step in self._replayed)
-
-    _next_step = 0
 
     def expect(self, step: int) -> None:
         """The step in progress will be the job's `step`-th."""
@@ -308,9 +270,7 @@ class Adaptation:
         self._fact("end", at.step, time_s_since_begin=round(seen.time_s, 3))
 
     def close(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
-            self._recorder = None
+        self._facts.close()
 
     def _observe(self, at: Situation, link_rates: Rates | None = None) -> Observation:
         figures = self.monitor.figures() if self.monitor is not None else {}
@@ -376,11 +336,11 @@ class Adaptation:
             return
         # As for every sum of training: a worker that is late is waited for, one that is lost tears the view.
         rates = links.measure(self._engine, decision.num_bytes)
-        self._record_links(rates, at.step)
+        self._fact("links", at.step, **facts.of_links([worker.host for worker in self._engine.view.workers], rates))
         decided = self.policies.ask("after_step", self._observe(at, rates))
-        mine = _to_bytes([each for each in decided if isinstance(each[1], SetTopology)])
-        told = self._engine.all_gather_bytes("decision:probed", mine)[0]
-        for name, each in _from_bytes(told):
+        mine = told.to_bytes([each for each in decided if isinstance(each[1], SetTopology)])
+        heard = self._engine.all_gather_bytes("decision:probed", mine)[0]
+        for name, each in told.from_bytes(heard):
             self._do(name, each, at)
 
     # --- files, and the state for newcomers ---
@@ -392,41 +352,14 @@ class Adaptation:
 
     def note(self, kind: str, step: int, **data: Any) -> None:
         """Put a fact into the record; one worker shall do so."""
-        if not self._settings.record:
-            return
-        if self._recorder is None:
-            self._recorder = record.Recorder(self._settings.record)
-        self._recorder.write(kind, step, **data)
-
-    def _record_links(self, rates: Rates, step: int) -> None:
-        """Between hosts, each told by its first worker: those of one host share its memory."""
-        assert self._engine is not None
-        hosts = [worker.host for worker in self._engine.view.workers]
-        firsts = masters(hosts)
-        between = [[round(rates[one][other]) for other in firsts] for one in firsts]
-        self._fact("links", step, hosts=[hosts[first] for first in firsts], bytes_per_s=between)
+        self._facts.write(kind, step, **data)
 
     def _record_step(self, seen: Observation) -> None:
         if self._told_view != seen.view:
             self._told_view = seen.view
-            names = [each.name for each in seen.workers]
-            self._fact(
-                "workers", seen.step, view=seen.view, workers=names, replicas=seen.replicas, strategy=seen.strategy
-            )
+            self._fact("workers", seen.step, **facts.of_workers(seen))
         values, self.values = self.values, {}
-        measured = {"noise_scale": seen.noise_scale, "variance": seen.variance}
-        self._fact(
-            "step",
-            seen.step,
-            epoch=seen.epoch,
-            workers=seen.num_workers,
-            batch_size=seen.batch_size,
-            learning_rate_factor=seen.learning_rate_factor,
-            step_s=round(seen.step_s, 6),
-            samples_per_s=round(seen.samples_per_s, 3),
-            **{name: value for name, value in measured.items() if value is not None},
-            **({"values": values} if values else {}),
-        )
+        self._fact("step", seen.step, **facts.of_step(seen, values))
 
     def _tell(self, text: str) -> None:
         if self._engine is not None and self._engine.rank == 0:
@@ -480,23 +413,3 @@ def _summary(decision: Decision) -> str:
             return f"topology {decision.strategy}"
         case _:
             return decision.kind
-
-
-def _to_bytes(decided: Sequence[Named]) -> bytes:
-    return json.dumps([[name, decision.to_json()] for name, decision in decided]).encode()
-
-
-def _from_bytes(data: bytes) -> list[Named]:
-    return [(name, from_json(decision)) for name, decision in json.loads(data)]
-
-
-def _unpack(name: str, data: bytes) -> WorkerFigures:
-    _, step_s, compute_s, comm_bytes, comm_s, egress_bytes = _FIGURES.unpack_from(data)
-    return WorkerFigures(
-        name=name,
-        step_s=step_s,
-        compute_s=compute_s,
-        comm_bytes=comm_bytes,
-        comm_s=comm_s,
-        egress_bytes=egress_bytes,
-    )

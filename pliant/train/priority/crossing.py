@@ -1,20 +1,17 @@
 """Updates that are still on their way, while the program already goes on: P3's priority propagation.
 
-With `sync="priority"` the optimizer does not wait for all sums. A parameter whose sum is under way becomes `Pending`:
-its class is changed, and with it what torch does when anything uses it. Whoever does (a layer of the next
-forward, `state_dict`, a print) waits for this one parameter, has the optimizer update it, and goes on with an ordinary
-parameter. So it does not matter who uses a parameter, where and in which order: tied weights, functional use and
-branches are right without knowing of them, and a stale weight is impossible as long as it is used through torch's
-Python face. Compiled or scripted code is not; there the job stays with `fifo`. And if a gradient comes back for
-a parameter that nobody has waited for, the step is refused.
+With `sync="priority"` the optimizer does not wait for all sums. A parameter whose sum is under way becomes `Pending`.
+Whoever uses it waits for this one sum, has the optimizer update this parameter alone, and goes on. If a gradient comes
+back for a parameter that nobody has waited for, the step is refused. The order of these uses is the order in which the
+next step's sums are wanted.
 
-The order of these uses is the order in which the next step's sums are wanted.
+How a use is noticed is in `pending`, how one parameter is updated in `partial_step`, and the way back, should a sum never
+come, in `kept`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,76 +24,20 @@ from torch.nn import Parameter
 from pliant.comm.handle import Handle
 from pliant.errors import CommError
 from pliant.train import trace
+from pliant.train.priority import pending
+from pliant.train.priority.kept import Kept
+from pliant.train.priority.partial_step import (
+    Deferred,
+    Groups,
+    inseparable,
+    members_of,
+    options_of,
+    plain_modes,
+    with_groups,
+)
 
-_Tensor: Any = torch.Tensor
-_optimizers: Any = importlib.import_module("torch.optim.optimizer")  # torch hides it behind a name of its own
-_READ_GRADIENT = _Tensor.grad.__get__
 TOGETHER = 16
 """So many parameters are updated at once, if they may have to be put back."""
-_METADATA = frozenset(
-    getattr(found, "__get__", found) if not callable(found) else found
-    for found in (
-        getattr(_Tensor, name, None)  # some are of some versions of torch only
-        for name in (
-            "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim", "is_cuda", "is_cpu", "is_sparse",
-            "is_meta", "is_quantized", "is_nested", "names", "itemsize", "nbytes", "is_mps", "is_xpu", "grad_fn",
-            "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "output_nr", "size", "dim", "numel",
-            "nelement", "ndimension", "stride", "element_size", "is_contiguous", "storage_offset", "is_floating_point",
-            "is_complex", "is_signed", "get_device", "__len__", "register_hook", "is_pinned", "is_shared",
-            "register_post_accumulate_grad_hook", "__hash__",
-        )
-    )
-    if found is not None
-)  # fmt: skip
-"""What can be asked of a parameter without using its values."""
-
-
-class Pending(Parameter):
-    """A parameter whose next value is on its way. Whatever uses it waits for that."""
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func == _READ_GRADIENT and isinstance(args[0], Pending) and id(args[0]) in _pending:
-            crossing, index = _pending[id(args[0])]
-            crossing.gradient_is_read(index)
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        _complete_all(args)
-        if kwargs:
-            _complete_all(list(kwargs.values()))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-_pending: dict[int, tuple[Crossing, int]] = {}
-"""By id: whose they are, and their number there. (An attribute would be pickled with the parameter.)"""
-
-
-def _complete_all(values: Any) -> None:
-    """Have all pending parameters among these ready."""
-    for value in values:
-        if isinstance(value, Pending):
-            owner = _pending.get(id(value))
-            if owner is None:
-                _make_plain(value)  # a copy of one, whose values are its own
-            else:
-                owner[0].use(owner[1])
-        elif isinstance(value, list | tuple):
-            _complete_all(value)
-        elif isinstance(value, dict):
-            _complete_all(value.values())
-
-
-def _make_plain(parameter: Parameter) -> None:
-    if isinstance(parameter, Pending):
-        parameter.__class__ = Parameter  # type: ignore[assignment]
 
 
 @dataclass(slots=True, eq=False)
@@ -106,26 +47,6 @@ class Awaited:
     handle: Handle
     members: list[tuple[int, torch.Tensor | None]]
     """The number of each parameter, and where its sum will be; None where no replica has used it."""
-
-
-@dataclass(slots=True, eq=False)
-class Deferred:
-    """A call of `optimizer.step()` that has not happened yet for some parameters."""
-
-    optimizer: torch.optim.Optimizer
-    options: list[dict[str, Any]]
-    """Of each group, as they were at the call: a scheduler may have changed them since."""
-    state: Any
-    """The optimizer's, at the call: the program may have put another in its place since, for later steps."""
-
-
-@dataclass(slots=True)
-class Before:
-    """A parameter and its optimizer state before an update that may have to be taken back."""
-
-    parameter: Parameter
-    values: torch.Tensor
-    states: list[tuple[torch.optim.Optimizer, dict[str, Any] | None]]
 
 
 @dataclass(slots=True)
@@ -172,15 +93,15 @@ class Crossing:
     """Gradients that the program has cleared before they were here; the value is `set_to_none`."""
     _open: list[Handle] = field(default_factory=list)
     """The sums that may not be here yet, the last one wanted at the end."""
-    _before: list[Before] = field(default_factory=list)
-    _calls: list[Deferred] = field(default_factory=list)
-    _options: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = field(default_factory=list)
-    """Of all groups, when backward was over."""
+    _kept: Kept = field(init=False)
     _observing: bool = False
     _crossing: bool = False
     _is_updating: bool = False
     _told: set[str] = field(default_factory=set)
     _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        self._kept = Kept(self.optimizers)
 
     # --- the step's end ---
 
@@ -208,31 +129,25 @@ class Crossing:
                 self._awaited[index] = each
                 self._sums[index] = total
                 self._suspend(index)
-        self._before.clear()
-        self._calls.clear()
         self._crossing = True
         if self.can_undo:
-            self._options = [
-                (optimizer, [_options(group) for group in optimizer.param_groups]) for optimizer in self.optimizers
-            ]
+            self._kept.begin()
+        else:
+            self._kept.clear()
 
     def _suspend(self, index: int) -> None:
-        parameter = self.parameters[index]
-        _pending[id(parameter)] = (self, index)
-        parameter.__class__ = Pending
+        pending.suspend(self.parameters[index], self, index)
 
     def _release(self, index: int) -> None:
-        parameter = self.parameters[index]
-        _make_plain(parameter)
-        _pending.pop(id(parameter), None)
+        pending.release(self.parameters[index])
 
     def step(self, optimizer: torch.optim.Optimizer, original: Callable[..., Any], **kwargs: Any) -> Any:
         """`optimizer.step()`: now for the parameters whose sums were waited for, for the others when they are used."""
-        members = _members(optimizer)
+        members = members_of(optimizer)
         if any(id(self.parameters[index]) in members for index in self._deferred):
             self.flush()  # a second step, before the first is done
         waiting = any(id(self.parameters[index]) in members for index in self._awaited)
-        if waiting and (reason := _inseparable(optimizer)):
+        if waiting and (reason := inseparable(optimizer)):
             self.tell(f"sync: {reason}: all sums are waited for before its step, so priority cannot help")
             self.flush()
             return original(**kwargs)
@@ -243,17 +158,17 @@ class Crossing:
                     "needs all sums, so there is a barrier in every step and priority cannot help"
                 )
             return original(**kwargs)
-        call = Deferred(optimizer, [_options(group) for group in optimizer.param_groups], optimizer.state)
-        self._calls.append(call)
+        call = Deferred(optimizer, options_of(optimizer), optimizer.state)
+        self._kept.keep_state(optimizer)
         at_once, later = self._split(optimizer)
         self._deferred |= {index: (call, place) for index, place in later.items()}
         with self._updating():
-            return _with_groups(optimizer, at_once, lambda: original(**kwargs))
+            return with_groups(optimizer, at_once, lambda: original(**kwargs))
 
-    def _split(self, optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[int, int]]:
+    def _split(self, optimizer: torch.optim.Optimizer) -> tuple[Groups, dict[int, int]]:
         """The optimizer's groups without the parameters that are under way, and the group of each of those."""
         number = {id(self.parameters[index]): index for index in self._awaited}
-        at_once: list[dict[str, Any]] = []
+        at_once: Groups = []
         later: dict[int, int] = {}
         for place, group in enumerate(optimizer.param_groups):
             at_once.append({**group, "params": [each for each in group["params"] if id(each) not in number]})
@@ -281,7 +196,7 @@ class Crossing:
             self.flush()  # cleared before the step: the program means it
             at_once, later = self._split(optimizer)
         self._zeroed |= dict.fromkeys(later, set_to_none)
-        _with_groups(optimizer, at_once, lambda: original(set_to_none=set_to_none))
+        with_groups(optimizer, at_once, lambda: original(set_to_none=set_to_none))
 
     # --- uses ---
 
@@ -376,7 +291,7 @@ class Crossing:
         """The sums of these are here: make them the gradients, and do what was put off."""
         began_s = time.monotonic()
         by_call: dict[int, tuple[Deferred, list[list[Parameter]]]] = {}
-        with torch._C.DisableTorchFunctionSubclass(), self._updating(), _plain_modes():
+        with torch._C.DisableTorchFunctionSubclass(), self._updating(), plain_modes():
             for index in indices:
                 parameter = self.parameters[index]
                 self._release(index)
@@ -389,15 +304,10 @@ class Crossing:
                     groups = by_call.setdefault(id(call), (call, [[] for _ in call.options]))[1]
                     groups[place].append(parameter)
                 if self.can_undo and not whole:
-                    self._keep(parameter)
+                    self._kept.keep(parameter)
             try:
                 for call, groups in by_call.values():
-                    given = [{**options, "params": group} for options, group in zip(call.options, groups, strict=True)]
-                    present, call.optimizer.state = call.optimizer.state, call.state
-                    try:
-                        _with_groups(call.optimizer, given, lambda call=call: _bare_step(call.optimizer))  # type: ignore[misc]
-                    finally:
-                        call.optimizer.state = present
+                    call.apply(groups)
             except BaseException:
                 for index in indices:
                     self._suspend(index)  # not updated: whoever uses it next tries again
@@ -417,37 +327,23 @@ class Crossing:
 
     def _close(self) -> None:
         self._open.clear()
-        self._before.clear()
-        self._calls.clear()
+        self._kept.clear()
         self._zeroed.clear()
-        self._options.clear()
         self.on_whole()
 
     # --- a step that does not count ---
-
-    def _keep(self, parameter: Parameter) -> None:
-        """As it is, with whatever optimizers know of it: it may be updated at once, or by the program itself."""
-        states = []
-        for optimizer in self.optimizers:
-            state = optimizer.state.get(parameter)
-            kept = None if state is None else {
-                name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()
-            }  # fmt: skip
-            states.append((optimizer, kept))
-        self._before.append(Before(parameter, parameter.detach().clone(), states))
 
     def _give_up(self) -> None:
         """Sums are missing for good: what the program does until its next batch does not count."""
         for index in list(self._awaited):
             self._release(index)
             parameter = self.parameters[index]
-            with torch._C.DisableTorchFunctionSubclass(), self._updating(), _plain_modes():
+            with torch._C.DisableTorchFunctionSubclass(), self._updating(), plain_modes():
                 if self.can_undo:
-                    self._keep(parameter)  # the program may change it yet
+                    self._kept.keep(parameter)  # the program may change it yet
                 if index in self._zeroed:
-                    self._clear(
-                        parameter, self._zeroed[index]
-                    )  # it has this replica's gradient; the program believes not
+                    # It has this replica's gradient; the program believes not.
+                    self._clear(parameter, self._zeroed[index])
                 elif parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)  # the program's own code may touch it
         self._awaited.clear()
@@ -459,105 +355,12 @@ class Crossing:
     def take_back(self) -> None:
         """The last step is torn: be where it began. Only what was updated too early has to change."""
         self._give_up()
-        for call in self._calls:
-            call.optimizer.state = call.state
-        with torch.no_grad(), self._updating():
-            for before in reversed(self._before):
-                before.parameter.copy_(before.values)
-                for optimizer, state in before.states:
-                    if state is None:
-                        optimizer.state.pop(before.parameter, None)
-                    else:
-                        optimizer.state[before.parameter] = state
-        for optimizer, groups in self._options:
-            for group, options in zip(optimizer.param_groups, groups, strict=True):
-                group.update(options)
+        with self._updating():
+            self._kept.put_back()
         self._open.clear()
-        self._before.clear()
-        self._calls.clear()
-        self._options.clear()
 
     def tell(self, text: str) -> None:
         """Say it, once."""
         if text not in self._told:
             self._told.add(text)
             self.say(text)
-
-
-@contextlib.contextmanager
-def _plain_modes() -> Iterator[None]:
-    """What happens to be the mode of whoever uses a parameter first is none of the optimizer's business."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.no_grad())
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value.clone() if isinstance(value, torch.Tensor) else value
-        for name, value in group.items()
-        if name != "params"
-    }
-
-
-def _members(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _with_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], act: Callable[[], Any]) -> Any:
-    """`act` while the optimizer believes these to be its groups. Its state is by parameter, so it stays right."""
-    own = optimizer.param_groups
-    optimizer.param_groups = groups
-    try:
-        return act()
-    finally:
-        optimizer.param_groups = own
-
-
-def _bare_step(optimizer: torch.optim.Optimizer) -> None:
-    """The update alone, without what torch and schedulers have put around `step`: that has happened at the call."""
-    function: Any = type(optimizer).step
-    if getattr(function, "hooked", False):
-        function = function.__wrapped__
-    # Where a compiled function is the first to use a parameter, torch believes that it compiles, and its optimizers compute
-    # other bits then.
-    compiler: Any = torch.compiler
-    compiling, compiler._is_compiling_flag = compiler._is_compiling_flag, False
-    try:
-        function(optimizer)
-    finally:
-        compiler._is_compiling_flag = compiling
-
-
-def _inseparable(optimizer: torch.optim.Optimizer) -> str:
-    """Why this optimizer cannot update one parameter after the other; empty if it can."""
-    name = type(optimizer).__name__
-    if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:
-        return f"{name} is not one of torch's own optimizers, and may need all gradients at once"
-    hooks = (
-        optimizer._optimizer_step_pre_hooks,
-        optimizer._optimizer_step_post_hooks,
-        _optimizers._global_optimizer_pre_hooks,
-        _optimizers._global_optimizer_post_hooks,
-    )
-    if any(hooks):
-        return f"{name} has step hooks, which expect one step for all parameters"
-    known = list(wrappers(type(optimizer).step))
-    for function in wrappers(optimizer.step):
-        plain = getattr(function, "__func__", function)
-        if plain not in known and not any(hasattr(plain, mark) for mark in ("of_pliant", "_wrapped_by_lr_sched")):
-            return f"{name}.step was replaced by the program"
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return f"{name} is differentiable"
-    return ""
-
-
-def wrappers(function: Any) -> Iterator[Any]:
-    """A patched method and all that it wraps."""
-    while function is not None:
-        yield function
-        function = getattr(function, "__wrapped__", None)

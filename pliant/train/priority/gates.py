@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from pliant.train.priority import Crossing, Pending
+from pliant.train.priority.crossing import Crossing
+from pliant.train.priority.pending import Pending
 
 
 class State(defaultdict[Any, Any]):

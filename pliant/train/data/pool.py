@@ -1,7 +1,7 @@
 """The loader processes of one worker: W of them, whatever the number of replicas that it hosts.
 
 They end with their parent, however it ends, and answer to nobody else: Ctrl-C and the handlers of the
-training program are not for them. What they do is in `loader_process`; which batch is loaded when is decided in `data`.
+training program are not for them. What they do is in `loader_process`; which batch is loaded when is decided in `feeder`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from pliant.errors import TrainError
-from pliant.train import parcel
-from pliant.train.loader_process import Drop, Load, Loaded, Open, Recipe, caught, parent_ends, serve
+from pliant.train.data import parcel
+from pliant.train.data.loader_process import Drop, Load, Loaded, Open, Recipe, caught, parent_ends, serve
 
 _GRACE_S = 2.0
 """How long a loader process may take to end by itself."""

@@ -10,8 +10,6 @@ replica. `pool` starts these processes and talks to them.
 
 from __future__ import annotations
 
-import ctypes
-import os
 import queue
 import random
 import signal
@@ -27,9 +25,9 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker as torch_worker
 
-from pliant.train import parcel, rng
-
-_PR_SET_PDEATHSIG = 1
+from pliant.child import die_with
+from pliant.train import rng
+from pliant.train.data import parcel
 
 parent_ends: set[Connection[Any, Any] | socket.socket] = set()
 """The parent's ends of all pipes to loader processes; a forked one closes its copies, which would keep others' open."""
@@ -129,9 +127,7 @@ def _packed(loaded: Loaded) -> parcel.Parcel:
 def _stand_alone(parent: int, tie: bool) -> None:
     """Undo what a forked process has from the training program, and end with it."""
     if tie:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(0)
+        die_with(parent)
     signal.set_wakeup_fd(-1)  # it would wake the parent
     for signum in signal.valid_signals():
         if callable(signal.getsignal(signum)):

@@ -1,7 +1,7 @@
 """What a loader was asked to do, as a value: read off a `DataLoader`, or said beside a dataset.
 
 Only what can be cut into replicas is let through, which is what a `DistributedSampler` can do. Which samples
-that gives is in `data`.
+that gives is said by `dealing`.
 """
 
 from __future__ import annotations

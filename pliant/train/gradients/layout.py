@@ -73,9 +73,3 @@ def _assign(items: Sequence[Item], order: Sequence[int], limits: Sequence[float]
             closed_of_kind[kind] = closed_of_kind.get(kind, 0) + 1
     closed.extend(tuple(bucket) for bucket in open_buckets.values())
     return Layout(tuple(closed))
-
-
-def blocks(num_replicas: int, num_workers: int) -> tuple[int, ...]:
-    """How many replicas each worker hosts: as even as can be, the first ones one more."""
-    share, more = divmod(num_replicas, num_workers)
-    return tuple(share + (rank < more) for rank in range(num_workers))

@@ -1,16 +1,42 @@
-"""What a job adapts by: what `pliant run` was told, and what the program says beside it."""
+"""What a job may adapt by: what `pliant run` was told, and what the program says beside it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from pliant.cluster import WorkerSpec
 from pliant.errors import ConfigError
-from pliant.policy import Policies, Policy
+from pliant.identity import WorkerSpec
+from pliant.policy import Decision, Policies, Policy
 from pliant.policy.asked import check_monitors, parse_monitors
 from pliant.policy.decisions import maths_decisions
-from pliant.train.adapting import Settings
+
+
+@dataclass(slots=True)
+class Settings:
+    """What a job may adapt by: policies, monitors with their intervals, files."""
+
+    policies: Policies = field(default_factory=lambda: Policies(()))
+    monitors: dict[str, int] = field(default_factory=dict)
+    record: str = ""
+    replayed: Mapping[int, Sequence[Decision]] | None = None
+    """What another run has decided about the maths, by step; then no policy does."""
+    metrics: bool = False
+    tensorboard: str = ""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything travels with the steps."""
+        asked = (self.policies, self.monitors, self.record, self.metrics, self.tensorboard)
+        return any(asked) or self.replayed is not None
+
+    def __str__(self) -> str:
+        """What must be the same on all workers, for people to compare."""
+        if not self.is_active:
+            return "nothing to adapt by"
+        watched = ", ".join(f"{name} every {steps} steps" for name, steps in sorted(self.monitors.items()))
+        return f"{len(self.policies)} policies, {watched or 'no monitors'}"
 
 
 def adaptation_settings(

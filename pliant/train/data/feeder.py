@@ -1,9 +1,8 @@
-"""The batches of N replicas, as N processes with `DistributedSampler` and `DataLoader` would get them.
+"""The batches of the replicas that this worker hosts: loaded ahead of time, by one pool of loader processes.
 
-`batches` says which samples; `Stream` is where one replica stands in its epoch, small enough to travel;
-`Feeder` loads the batches of the replicas that this worker hosts, ahead of time, and in the random state
-that each loader worker of each replica would have had. Only what was taken counts: what was prefetched for
-a replica that moves away is loaded again elsewhere, to the same bits.
+Each batch is made in the random state that this loader worker of this replica would have had. Only what was taken
+counts: what was prefetched for a replica that moves away is loaded again elsewhere, to the same bits. Which samples are
+in a batch is said by `dealing`, where a replica stands by `stream`.
 
 Facts of torch 2.13 behind this. `iter(DataLoader)` draws one int64, the base seed, from the default generator
 (or `generator=`), with loader processes or without; a persistent loader does so in its first epoch only, and
@@ -14,8 +13,6 @@ else is drawn in the training process.
 from __future__ import annotations
 
 import itertools
-import math
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -26,116 +23,14 @@ from torch import Tensor
 from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from pliant.errors import ConfigError, TrainError
-from pliant.train import rng
-from pliant.train.loader_options import LoaderOptions
-from pliant.train.loader_process import Loaded, Recipe, fetch
-from pliant.train.pool import Pool
+from pliant.errors import TrainError
+from pliant.train.data import dealing
+from pliant.train.data.loader_process import Loaded, Recipe, fetch
+from pliant.train.data.options import LoaderOptions
+from pliant.train.data.pool import Pool
+from pliant.train.data.stream import Stream, filled
 
-_HEADER = struct.Struct("<qqq?q")
-_WORKER = struct.Struct(f"<?{rng.SIZE}s")
 _PREFETCH_FACTOR = 2
-
-
-def batches(
-    length: int, num_replicas: int, replica: int, epoch: int, options: LoaderOptions, consumed: int = 0
-) -> list[list[int]]:
-    """The samples of each batch of `replica` in `epoch`, of a dataset of `length`.
-
-    The first `consumed` samples in the order of that epoch are left out, and the rest is dealt to the replicas.
-    """
-    share = _order(length, num_replicas, epoch, options, consumed)[replica::num_replicas]
-    return [_batch(share, number, options) for number in range(num_batches(length, num_replicas, options, consumed))]
-
-
-def num_batches(length: int, num_replicas: int, options: LoaderOptions, consumed: int = 0) -> int:
-    """Batches of every replica in an epoch of which `consumed` samples are used."""
-    share = _padded(length - consumed, num_replicas, options) // num_replicas
-    return share // options.batch_size if options.drop_last else math.ceil(share / options.batch_size)
-
-
-def samples_used(length: int, num_replicas: int, stream: Stream, options: LoaderOptions) -> int:
-    """Samples of the epoch that are used when all replicas stand where `stream` does: where to deal anew."""
-    return min(length, stream.consumed + stream.batch * options.batch_size * num_replicas)
-
-
-def _padded(length: int, num_replicas: int, options: LoaderOptions) -> int:
-    if options.sampler_drop_last:
-        return length // num_replicas * num_replicas
-    return math.ceil(length / num_replicas) * num_replicas
-
-
-def _order(length: int, num_replicas: int, epoch: int, options: LoaderOptions, consumed: int) -> Tensor:
-    """All samples in the order in which they are dealt to the replicas, round and round."""
-    if options.shuffle:
-        order = torch.randperm(length, generator=torch.Generator().manual_seed(options.seed + epoch))
-    else:
-        order = torch.arange(length)
-    order = order[consumed:]
-    size = _padded(len(order), num_replicas, options)
-    return order.repeat(math.ceil(size / max(1, len(order))))[:size]
-
-
-def _batch(share: Tensor, number: int, options: LoaderOptions) -> list[int]:
-    samples: list[int] = share[number * options.batch_size : (number + 1) * options.batch_size].tolist()
-    return samples
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """Where one replica stands in its data."""
-
-    epoch: int = 0
-    batch: int = 0
-    """The next one to take."""
-    consumed: int = 0
-    """Samples of the epoch that were used before it was dealt to this number of replicas."""
-    base_seed: int | None = None
-    """What the loader workers' random states come from; None: not drawn yet."""
-    workers: tuple[bytes | None, ...] = ()
-    """The random state (`RngState.to_bytes`) of each loader worker after its last taken batch; None: as seeded."""
-
-    def next_epoch(self, options: LoaderOptions) -> Stream:
-        """The beginning of the epoch after this one."""
-        if options.persistent_workers:
-            return Stream(self.epoch + 1, base_seed=self.base_seed, workers=self.workers)
-        return Stream(self.epoch + 1)
-
-    @staticmethod
-    def size(num_workers: int) -> int:
-        """Bytes of any stream with so many loader workers."""
-        return _HEADER.size + num_workers * _WORKER.size
-
-    def to_bytes(self, num_workers: int) -> bytes:
-        """This stream in `size(num_workers)` bytes."""
-        drawn = self.base_seed is not None
-        parts = [_HEADER.pack(self.epoch, self.batch, self.consumed, drawn, self.base_seed or 0)]
-        for state in _filled(self.workers, num_workers):
-            parts.append(_WORKER.pack(state is not None, state or b""))
-        return b"".join(parts)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Stream:
-        """What `to_bytes` wrote.
-
-        Raises:
-            ConfigError: `data` has a size that no stream has.
-        """
-        num_workers, rest = divmod(len(data) - _HEADER.size, _WORKER.size)
-        if rest or num_workers < 0:
-            raise ConfigError(f"{len(data)} bytes are no stream: written by another version?")
-        epoch, batch, consumed, drawn, base_seed = _HEADER.unpack_from(data)
-        states = _WORKER.iter_unpack(data[_HEADER.size :])
-        workers = tuple(state if known else None for known, state in states)
-        return cls(epoch, batch, consumed, base_seed if drawn else None, workers)
-
-
-def _filled(workers: Sequence[bytes | None], num_workers: int) -> list[bytes | None]:
-    if len(workers) > num_workers:
-        raise ConfigError(
-            f"a stream of {len(workers)} loader workers, but num_workers={num_workers}: it must not change"
-        )
-    return [*workers, *[None] * (num_workers - len(workers))]
 
 
 @dataclass(slots=True)
@@ -235,7 +130,7 @@ class Feeder:
         number = place.batch
         if self._options.num_workers == 0:
             place.batch += 1
-            data = fetch(self._dataset, self._collate, _batch(place.share, number, self._options))
+            data = fetch(self._dataset, self._collate, dealing.batch(place.share, number, self._options))
             return pin_memory(data) if self._pin else data  # type: ignore[no-untyped-call]
         self._prefetch()
         while number not in place.loaded:
@@ -283,15 +178,15 @@ class Feeder:
             stream=stream,
             turn=turn,
             share=share,
-            num_batches=num_batches(len(self._dataset), self._num_replicas, self._options, stream.consumed),
+            num_batches=dealing.num_batches(len(self._dataset), self._num_replicas, self._options, stream.consumed),
             batch=stream.batch,
             base_seed=stream.base_seed,
-            workers=_filled(stream.workers, self._options.num_workers),
+            workers=filled(stream.workers, self._options.num_workers),
             asked=stream.batch,
         )
 
     def _dealt(self, stream: Stream) -> Tensor:
-        return _order(len(self._dataset), self._num_replicas, stream.epoch, self._options, stream.consumed)
+        return dealing.dealt(len(self._dataset), self._num_replicas, stream.epoch, self._options, stream.consumed)
 
     def _draw(self, epoch: int) -> int:
         """The base seed, as `iter(DataLoader)` draws it."""
@@ -307,7 +202,7 @@ class Feeder:
     def _rewind(self, place: _Place, stream: Stream) -> bool:
         """Bring `place` to where `stream` is, keeping what was prefetched; False if it does not fit."""
         again = range(stream.batch, place.batch)
-        workers = _filled(stream.workers, self._options.num_workers)
+        workers = filled(stream.workers, self._options.num_workers)
         if (stream.epoch, stream.consumed) != (place.stream.epoch, place.stream.consumed):
             return False
         if stream.base_seed != place.base_seed or stream.batch > place.batch or len(again) > self._depth(1):
@@ -359,7 +254,7 @@ class Feeder:
         return track
 
     def _ask(self, place: _Place, track: int, number: int) -> None:
-        self._running().load(track, number, _batch(place.share, number, self._options))
+        self._running().load(track, number, dealing.batch(place.share, number, self._options))
         place.tracks[number] = track
 
     def _receive(self, number: int) -> None:

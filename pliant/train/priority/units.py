@@ -12,9 +12,12 @@ from dataclasses import dataclass
 
 from pliant.comm.slices import Portion
 
+FIRST = -1
+"""The priority of what every worker needs before it can begin its next step: before all units."""
 LEAST_BYTES = 8 << 10
 """No slice need be smaller than this, whatever is urgent: a message has its price."""
 SHARE = 8
+"""What is needed before a unit is so many times a slice of it."""
 MAX_SLICES = 4096
 """Of one unit: a description of more would not be worth its bytes."""
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import all_gather as fetch
 
 from pliant.errors import Unsliceable
-from pliant.train.slicing import check, hetero, nondeterministic, obstacles
+from pliant.train.obstacles import check, hetero, nondeterministic, obstacles
 
 
 class AllReduce(torch.autograd.Function):

@@ -24,7 +24,7 @@ from typing import BinaryIO
 import torch
 
 from pliant.errors import CheckpointError, TrainError
-from pliant.train import tree
+from pliant.train.state import tree
 
 FORMAT = "1"
 FORMAT_KEY = "pliant.checkpoint"

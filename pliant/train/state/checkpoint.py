@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from pliant.errors import CheckpointError, TrainError
-from pliant.train.checkpoint_file import Checkpoint, Image, opened, read, read_header, verify
+from pliant.train.state.checkpoint_file import Checkpoint, Image, opened, read, read_header, verify
 
 __all__ = ["Checkpoint", "Writer", "load", "newest", "write"]
 

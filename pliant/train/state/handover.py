@@ -14,9 +14,11 @@ import torch
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.elastic.member import Alone, Member
-from pliant.train import tree
-from pliant.train.trainer import LENT
-from pliant.train.tree import TensorSpec
+from pliant.train.state import tree
+from pliant.train.state.tree import TensorSpec
+
+LENT = "state:"
+"""What the names of lent memory begin with."""
 
 
 def _prefix(view: int) -> str:

@@ -23,8 +23,8 @@ import torch
 from pliant.comm.engine import Engine
 from pliant.errors import ConfigError
 from pliant.monitor import NoiseScale, Variance
-from pliant.train.dispersion import Dispersion
-from pliant.train.precondition import Denominators
+from pliant.train.gradients.dispersion import Dispersion
+from pliant.train.gradients.precondition import Denominators
 
 CHUNK = 1 << 15
 """Elements whose squares are added in the gradients' own precision: so many that no more than one thread does it."""
@@ -124,6 +124,16 @@ class GradientProbe:
         if self._filling is not None:
             self._dispersion.begin()
         return self._filling is not None
+
+    @property
+    def wants_parts(self) -> bool:
+        """Whether the step in progress is looked at, and not all of it has been shown."""
+        return self._filling is not None
+
+    @property
+    def wants_sums(self) -> bool:
+        """Whether sums of the last step that was looked at may still be shown."""
+        return self._awaiting is not None
 
     @staticmethod
     def _is_due(step: int, interval: int) -> bool:
