@@ -18,25 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from pliant.errors import ConfigError, TrainError, Unsliceable
+from pliant.errors import TrainError
 from pliant.train import rng
 from pliant.train.data import parcel
-from pliant.train.data.dealing import batches, num_batches, samples_used
+from pliant.train.data.dealing import num_batches
 from pliant.train.data.feeder import Feeder
-from pliant.train.data.options import LoaderOptions, describe
+from pliant.train.data.options import LoaderOptions
 from pliant.train.data.stream import Stream
 
 pytestmark = pytest.mark.timeout(60)
@@ -405,41 +395,6 @@ def test_the_dataset_is_seen_as_it_is_at_the_start_of_the_epoch(persistent: bool
     assert stages == ([0, 0, 0, 0] if persistent else [0, 0, 1, 1])
 
 
-@given(
-    length=st.integers(0, 40),
-    num_replicas=st.integers(1, 7),
-    epoch=st.integers(0, 3),
-    shuffle=st.booleans(),
-    drop_last=st.booleans(),
-    sampler_drop_last=st.booleans(),
-    batch_size=st.integers(1, 5),
-)
-def test_batches_are_those_of_torch(
-    length: int, num_replicas: int, epoch: int, shuffle: bool, drop_last: bool, sampler_drop_last: bool, batch_size: int
-) -> None:
-    options = LoaderOptions(
-        batch_size=batch_size, shuffle=shuffle, seed=5, drop_last=drop_last, sampler_drop_last=sampler_drop_last
-    )
-    for replica in range(num_replicas):
-        sampler = DistributedSampler(range(length), num_replicas, replica, shuffle, 5, sampler_drop_last)  # type: ignore[arg-type]
-        sampler.set_epoch(epoch)
-        theirs = list(BatchSampler(sampler, batch_size, drop_last))
-        assert batches(length, num_replicas, replica, epoch, options) == theirs
-        assert num_batches(length, num_replicas, options) == len(theirs)
-
-
-@given(length=st.integers(1, 60), before=st.integers(1, 5), after=st.integers(1, 5), steps=st.integers(0, 30))
-def test_an_epoch_that_is_dealt_anew_uses_every_sample_once(length: int, before: int, after: int, steps: int) -> None:
-    options = LoaderOptions(batch_size=2)
-    steps = min(steps, num_batches(length, before, options))
-    used = samples_used(length, before, Stream(batch=steps), options)
-    first = [batch for v in range(before) for batch in batches(length, before, v, 0, options)[:steps]]
-    rest = [batch for v in range(after) for batch in batches(length, after, v, 0, options, used)]
-    assert set().union(*first, *rest) == set(range(length))
-    repeated = sum(map(len, first + rest)) - length
-    assert repeated < before + after, "only to give every replica as many"
-
-
 def test_tensors_arrive_in_shared_memory_with_what_they_share(no_leaks: None) -> None:
     base = torch.arange(6.0)
     empty = torch.empty(0, 3)
@@ -473,92 +428,8 @@ def test_a_batch_that_cannot_be_sent_is_an_error_of_that_batch() -> None:
         assert feeder.next(0)[0][0] == 2
 
 
-def test_states_travel_as_bytes_of_one_size() -> None:
-    np.random.randn(), random.gauss(0, 1), torch.randn(3)
-    state = rng.capture()
-    drawn = (random.gauss(0, 1), np.random.randn(), torch.randn(3).tolist(), np.random.rand(700).tolist())
-    assert rng.capture() != state
-    rng.restore(rng.RngState.from_bytes(state.to_bytes()))
-    assert drawn == (random.gauss(0, 1), np.random.randn(), torch.randn(3).tolist(), np.random.rand(700).tolist())
-    assert len(state.to_bytes()) == rng.SIZE
-    with pytest.raises(ConfigError, match="no random state"):
-        rng.RngState.from_bytes(b"short")
-    stream = Stream(3, 4, 5, 2**63 - 1, (state.to_bytes(), None))
-    assert Stream.from_bytes(stream.to_bytes(2)) == stream
-    assert len(Stream().to_bytes(2)) == len(stream.to_bytes(2))
-    with pytest.raises(ConfigError, match="no stream"):
-        Stream.from_bytes(b"short")
-
-
-def test_numpy_is_switched_without_its_private_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    np.random.randn()
-    state = rng.capture()
-    drawn = np.random.randn(5).tolist()
-    monkeypatch.setattr(rng._numpy(), "_spare", None)
-    rng.restore(state)
-    assert rng.capture() == state
-    assert np.random.randn(5).tolist() == drawn
-
-
-def test_a_loader_is_described_by_its_own_settings() -> None:
-    data = Augmented()
-    dataset, options = describe(DataLoader(data, 8, shuffle=True, drop_last=True, num_workers=2), seed=4)
-    assert dataset is data
-    assert (options.batch_size, options.shuffle, options.seed, options.drop_last) == (8, True, 4, True)
-    assert (options.num_workers, options.prefetch_factor) == (2, 2)
-    assert not describe(DataLoader(data))[1].shuffle
-    sampler = DistributedSampler(data, 4, 1, shuffle=False, seed=9, drop_last=True)
-    options = describe(DataLoader(data, sampler=sampler))[1]
-    assert (options.shuffle, options.seed, options.sampler_drop_last) == (False, 9, True)
-    assert describe(data, batch_size=3)[1] == LoaderOptions(batch_size=3)
-
-
-class Endless(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
-class OwnSampler(RandomSampler):
-    pass
-
-
-DATA = Augmented()
-
-
-@pytest.mark.parametrize(
-    ("source", "overrides", "error", "says"),
-    [
-        (Endless(), {}, Unsliceable, "map-style"),
-        (DataLoader(Endless()), {}, Unsliceable, "map-style"),
-        (DataLoader(DATA, batch_size=None), {}, Unsliceable, "batch_size=None"),
-        (DataLoader(DATA, sampler=WeightedRandomSampler([1.0] * LENGTH, 3)), {}, Unsliceable, "WeightedRandomSampler"),
-        (DataLoader(DATA, sampler=OwnSampler(DATA)), {}, Unsliceable, "OwnSampler"),
-        (DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True)), {}, Unsliceable, "replacement=True"),
-        (DataLoader(DATA, batch_sampler=[[0, 1]]), {}, Unsliceable, "batch_sampler list"),
-        (DataLoader(DATA, num_workers=1, in_order=False), {}, Unsliceable, "in_order"),
-        (DataLoader(DATA, batch_size=4), {"batch_size": 8}, ConfigError, "batch_size given beside a DataLoader"),
-        (DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0)), {"seed": 1}, ConfigError, "seed given beside"),
-        (DATA, {"sampler": [0]}, Unsliceable, "sampler="),
-        (DATA, {"batchsize": 8}, ConfigError, "unknown loader settings batchsize: known are batch_size"),
-        (DATA, {"batch_size": 0}, ConfigError, "batch_size=0"),
-        (DATA, {"batch_size": True}, ConfigError, "batch_size=True"),
-        (DATA, {"num_workers": -1}, ConfigError, "num_workers=-1"),
-        (DATA, {"prefetch_factor": 2}, ConfigError, "set num_workers"),
-        (DATA, {"persistent_workers": True}, ConfigError, "set num_workers"),
-        (DATA, {"num_workers": 1, "multiprocessing_context": "twin"}, ConfigError, "choose from"),
-        (object(), {}, ConfigError, "map-style"),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict | str) else getattr(value, "__name__", type(value).__name__),
-)
-def test_what_cannot_be_dealt_is_refused(
-    source: Any, overrides: dict[str, Any], error: type[Exception], says: str
-) -> None:
-    with pytest.raises(error, match=says):
-        describe(source, **overrides)
-
-
 def test_replicas_elsewhere_and_in_other_epochs_are_refused() -> None:
-    with Feeder(DATA, LoaderOptions(), 2) as feeder:
+    with Feeder(Augmented(), LoaderOptions(), 2) as feeder:
         feeder.host({1: Stream()})
         with pytest.raises(TrainError, match=r"replica 0 is not hosted here \(hosted: 1\)"):
             feeder.next(0)

@@ -1,0 +1,143 @@
+"""Who hosts which replicas, and how samples are dealt to them, also when their number or their batch changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pliant.errors import ConfigError, TrainError
+from pliant.train import rng
+from pliant.train.context import Context
+from pliant.train.data.dealing import batches
+from pliant.train.data.options import LoaderOptions
+from pliant.train.data.stream import Stream
+from pliant.train.placement import Placement, even_blocks, place
+from pliant.train.replicas import Replicas
+from pliant.train.view_changes import ViewChange, ViewChanges
+
+pytestmark = pytest.mark.timeout(60)
+CPU = torch.device("cpu")
+
+
+# --- placement ---
+
+
+@given(num_replicas=st.integers(1, 40), share=st.integers(1, 40))
+def test_every_replica_has_one_host(num_replicas: int, share: int) -> None:
+    size = min(num_replicas, share)
+    placements = [place(num_replicas, size, rank) for rank in range(size)]
+    hosted = [list(placement.hosted) for placement in placements]
+    assert [replica for each in hosted for replica in each] == list(range(num_replicas))
+    assert max(map(len, hosted)) - min(map(len, hosted)) <= 1
+    for rank, each in enumerate(hosted):
+        assert {placement.owner_of(replica) for placement in placements for replica in each} == {rank}
+
+
+@pytest.mark.parametrize("blocks", [(3,), (2, 1), (4, 0), (1, 2, 1), ()], ids=str)
+def test_blocks_that_do_not_place_every_replica_are_refused(blocks: tuple[int, ...]) -> None:
+    with pytest.raises(TrainError, match="do not place 4 replicas on 2 workers, one or more on each"):
+        place(4, 2, 0, lambda size: blocks)
+
+
+def test_a_program_may_want_other_blocks() -> None:
+    assert place(4, 2, 1, lambda size: [3, 1]) == Placement((3, 1), 1)
+    assert place(4, 2, 1, lambda size: [3, 1]).hosted == range(3, 4)
+    assert even_blocks(5, 3) == (2, 2, 1)
+    assert Placement().hosted == range(0)
+
+
+# --- their data ---
+
+
+def _replicas(
+    count: int, num_samples: int, batch: int, stream: Stream | None = None, *, batch_size: int = 2
+) -> Replicas:
+    """All of them after so many batches."""
+    made = Replicas(count, num_samples, LoaderOptions(batch_size=batch_size))
+    stream = stream or Stream(batch=batch)
+    made.contexts = [Context(rng.seeded(replica, CPU), stream) for replica in range(count)]
+    return made
+
+
+def _rest(replicas: Replicas, epoch: int = 0) -> list[int]:
+    """The samples that are left of the epoch."""
+    stream = replicas.stream_of(0, epoch)
+    return sorted(
+        sample
+        for replica in range(replicas.count)
+        for batch in batches(replicas.num_samples, replicas.count, replica, epoch, replicas.loading, stream.consumed)[
+            stream.batch :
+        ]
+        for sample in batch
+    )
+
+
+def test_batches_are_counted() -> None:
+    replicas = _replicas(3, 24, batch=1)
+    assert replicas.num_batches == 4
+    assert replicas.batches_left(0) == 3
+    assert replicas.batches_left(1) == 4, "of the next epoch"
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_what_is_left_of_an_epoch_is_dealt_to_another_number(count: int) -> None:
+    replicas = _replicas(3, 30, batch=2)
+    left, states = _rest(replicas), [context.random for context in replicas.contexts]
+    replicas.deal_to(count, epoch=0, step=7, device=CPU)
+    assert replicas.count == len(replicas.contexts) == count
+    assert set(_rest(replicas)) == set(left), "no sample is lost, and none comes twice but to fill up"
+    stayed = min(count, 3)
+    assert [context.random for context in replicas.contexts[:stayed]] == states[:stayed]
+    fresh = [context.random.to_bytes() for context in replicas.contexts[3:]]
+    assert len(set(fresh)) == len(fresh)
+
+
+def test_newcomers_draw_alike_on_every_worker_and_differ_from_step_to_step() -> None:
+    def drawn(step: int) -> bytes:
+        replicas = _replicas(1, 30, batch=0)
+        replicas.deal_to(2, epoch=0, step=step, device=CPU)
+        return replicas.contexts[1].random.to_bytes()
+
+    assert drawn(3) == drawn(3) != drawn(4)
+
+
+def test_another_batch_size_deals_the_rest_anew() -> None:
+    replicas = _replicas(2, 40, batch=4)
+    left = _rest(replicas)
+    replicas.set_batch_size(5, epoch=0)
+    assert _rest(replicas) == left
+    assert replicas.loading.batch_size == 5
+    assert {context.stream for context in replicas.contexts} == {Stream(consumed=16)}
+    assert replicas.batches_left(0) == 3
+
+
+def test_a_batch_size_without_one_batch_is_refused_and_changes_nothing() -> None:
+    replicas = Replicas(2, 8, LoaderOptions(batch_size=2, drop_last=True))
+    replicas.contexts = [Context(rng.seeded(0, CPU), Stream(batch=1))] * 2
+    with pytest.raises(ConfigError, match="8 samples give 2 replicas not one batch of 5: decide for less"):
+        replicas.set_batch_size(5, epoch=0)
+    assert replicas.loading.batch_size == 2
+    assert replicas.contexts[0].stream == Stream(batch=1)
+
+
+# --- changes of view ---
+
+
+def test_a_change_ends_with_the_first_batch_and_tells_what_is_done_again() -> None:
+    changes, told = ViewChanges(), list[ViewChange]()
+    assert not changes.is_ending
+    changes.begin(0.0, 4, lost=False, tell=told.append)
+    assert changes.is_ending
+    changes.end(step=7, new_size=2)
+    changes.steps_begun = 9
+    changes.begin(0.0, 2, lost=True, tell=told.append)
+    changes.end(step=7, new_size=1)
+    assert not changes.is_ending
+    assert told == changes.seen
+    assert [(each.step, each.old_size, each.new_size, each.lost, each.repeated) for each in told] == [
+        (7, 4, 2, False, 0),
+        (7, 2, 1, True, 2),
+    ]
+    assert all(each.pause_s > 0 for each in told)

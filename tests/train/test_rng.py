@@ -1,0 +1,50 @@
+"""The random state of a replica is a value: taken, put back, and sent as bytes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from pliant.errors import ConfigError
+from pliant.train import rng
+from pliant.train.data.stream import Stream
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def _own_generators() -> Iterator[None]:
+    before = rng.capture()
+    yield
+    rng.restore(before)
+
+
+def test_states_travel_as_bytes_of_one_size() -> None:
+    np.random.randn(), random.gauss(0, 1), torch.randn(3)
+    state = rng.capture()
+    drawn = (random.gauss(0, 1), np.random.randn(), torch.randn(3).tolist(), np.random.rand(700).tolist())
+    assert rng.capture() != state
+    rng.restore(rng.RngState.from_bytes(state.to_bytes()))
+    assert drawn == (random.gauss(0, 1), np.random.randn(), torch.randn(3).tolist(), np.random.rand(700).tolist())
+    assert len(state.to_bytes()) == rng.SIZE
+    with pytest.raises(ConfigError, match="no random state"):
+        rng.RngState.from_bytes(b"short")
+    stream = Stream(3, 4, 5, 2**63 - 1, (state.to_bytes(), None))
+    assert Stream.from_bytes(stream.to_bytes(2)) == stream
+    assert len(Stream().to_bytes(2)) == len(stream.to_bytes(2))
+    with pytest.raises(ConfigError, match="no stream"):
+        Stream.from_bytes(b"short")
+
+
+def test_numpy_is_switched_without_its_private_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    np.random.randn()
+    state = rng.capture()
+    drawn = np.random.randn(5).tolist()
+    monkeypatch.setattr(rng._numpy(), "_spare", None)
+    rng.restore(state)
+    assert rng.capture() == state
+    assert np.random.randn(5).tolist() == drawn
