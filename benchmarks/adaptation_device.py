@@ -70,7 +70,7 @@ def worker(task: Json) -> None:
                 F.cross_entropy(model(inputs.to(device)), labels.to(device)).backward()
                 optimizer.step()
                 if monitored and job.committing:
-                    probe = job._need_trainer().gradients.probe
+                    probe = job._need_trainer().gradients.sums.probe
                     told.append([probe.noise.ratio, probe.figures().get("variance")])
                 if job.step >= STEPS:
                     break

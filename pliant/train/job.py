@@ -296,8 +296,8 @@ class Job:
             say=self._say_first,
         )
         gradients, crossing = trainer.gradients, trainer.crossing
-        gradients.probe = wrapping.probe_of(self._adapting.monitors, gradients, optimizers, averaging)
-        trainer.adaptation = Adaptation(self._adapting, trainer, options.batch_size, gradients.probe, self._say)
+        probe = gradients.sums.probe = wrapping.probe_of(self._adapting.monitors, gradients, optimizers, averaging)
+        trainer.adaptation = Adaptation(self._adapting, trainer, options.batch_size, probe, self._say)
         trainer.loss_scale = self._loss_scale
         worker = self._spec.worker if self._spec is not None else Worker("127.0.0.1", PortRange().begin)
         show(trainer, self._adapting, worker, self._stack, self._say)

@@ -111,7 +111,7 @@ class Averaging(torch.optim.Optimizer, ABC):
     def attach(self, gradients: Gradients, equalise: Callable[[], None]) -> None:
         """Be the optimizer of a job: its gradients stay where they are made. `equalise` gives all workers the state of
         the first."""
-        gradients.sums = gradients.waits_for_order = False
+        gradients.stay_apart()
 
     def work_in(self, engine: Engine, blocks: Sequence[int]) -> None:
         """Take up a view in which rank r hosts `blocks[r]` replicas. The model is here already."""
@@ -224,7 +224,7 @@ class AdaptiveSGD(SynchronousAveraging):
         return f"AdaptiveSGD(change_step={self.change_step}, alpha={self.alpha:g})"
 
     def attach(self, gradients: Gradients, equalise: Callable[[], None]) -> None:
-        self._gradients, self._could_sum, self._equalise = gradients, gradients.sums, equalise
+        self._gradients, self._could_sum, self._equalise = gradients, gradients.sums.wanted, equalise
         super().attach(gradients, equalise)
 
     def begin(self, step: int) -> None:
@@ -235,14 +235,14 @@ class AdaptiveSGD(SynchronousAveraging):
             # Whenever this step is begun, also once more after a loss: what to do then depends on nothing but the step.
             self._equalise()
         gradients = self._gradients
-        if gradients is not None and gradients.sums != self._could_sum:
-            gradients.sums = self._could_sum
+        if gradients is not None and gradients.sums.wanted != self._could_sum:
+            gradients.sums.wanted = self._could_sum
             gradients.use_layout(None)
 
     def loading(self, step: int) -> None:
         """Who comes later gets the layout of the sums with the state, and must know that there are some."""
         if self._gradients is not None:
-            self._gradients.sums = self._could_sum and step > self.change_step
+            self._gradients.sums.wanted = self._could_sum and step > self.change_step
 
 
 class PairAveraging(Averaging):

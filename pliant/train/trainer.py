@@ -135,7 +135,7 @@ class Trainer:
         self.on_commit: Callable[[], None] = lambda: None
         self.crossing = crossing
         crossing.on_lost, crossing.on_whole = self.tear, self._whole
-        crossing.on_sum = gradients.sum_is_here
+        crossing.on_sum = gradients.sums.sum_is_here
         self.way = Way(gradients, crossing, tuner)
         self.loss_scale: Callable[[], float] = lambda: 1.0
         """What gradient scalers multiply the loss with."""
@@ -178,7 +178,7 @@ class Trainer:
         size = engine.view.size
         if self.follows_view and size != self.replicas.count:
             self.replicas.deal_to(size, self.progress.epoch, self.progress.step, self.parts.device)
-            self.gradients.num_replicas = size
+            self.gradients.sums.num_replicas = size
         placement = place(self.replicas.count, size, engine.rank, self._blocks)
         self.hosted = placement.hosted
         self.exchange.arrange(engine, placement)
@@ -247,7 +247,7 @@ class Trainer:
                     continue
                 self.adaptation.begin(self.situation())
                 self.way.begin_step(self._present())
-                self.gradients.begin_step(self.progress.step)
+                self.gradients.sums.begin_step(self.progress.step)
                 self._measuring.begin_step(self._present(), self.progress.step)
                 return True
             self.finish_sums()
@@ -271,7 +271,7 @@ class Trainer:
         return self.torn is None
 
     def _whole(self) -> None:
-        self.gradients.sums_are_whole()
+        self.gradients.sums.sums_are_whole()
         self._undo = None
         self._tracked_before.clear()
 
@@ -322,7 +322,7 @@ class Trainer:
                 self.changes.end(self.progress.step, self._present().view.size)
             self._measuring.begin_turn(self.crossing.waits.seconds)
             taken += samples
-            self.gradients.took(taken, self.loss_scale)
+            self.gradients.sums.took(taken, self.loss_scale)
             yield batch
         return True
 
@@ -375,18 +375,18 @@ class Trainer:
         """Sum the gradients, and tell everybody what the next step depends on."""
         if self._present().view.size == 1:
             figures = self.adaptation.row()  # of the last step, as among several workers
-            self.gradients.wait()
+            self.gradients.sums.wait()
             self.switch_to = self._agreed([self._member.prepared])
             self.adaptation.read([figures])
             return
-        gradients, contexts = self.gradients, self.replicas.contexts
-        waiting = len(gradients.parameters) if gradients.waits_for_order else 0
+        sums, contexts = self.gradients.sums, self.replicas.contexts
+        waiting = len(self.gradients.parameters) if self.gradients.waits_for_order else 0
         sent = self.exchange.send(self._say(), contexts, waiting)
         began_s = time.monotonic()
-        awaited = gradients.under_way() if gradients.crosses else None
+        awaited = sums.under_way() if sums.crosses else None
         with self.watched(f"the sums of step {self.progress.step}"):
             if awaited is None:
-                gradients.wait()
+                sums.wait()
             if self.averaging is not None:
                 self.averaging.wait()
             said = self.exchange.receive(sent, contexts, self.adaptation.row_bytes)

@@ -42,7 +42,7 @@ class Way:
             self._in_flight_bytes = way.in_flight_bytes
             engine.keep_below(way.in_flight_bytes)
         self._now = way or Choice()
-        self._gradients.travel(self._now, self._crossing.order)
+        self._gradients.sums.travel(self._now, self._crossing.order)
 
     def heed(self, chosen: Choice, measured: Sequence[Measured], rank: int) -> None:
         """The first worker has chosen for all. The others keep up with it, for they may be first in the next view."""

@@ -40,7 +40,7 @@ class Whole:
     def _layout(self) -> list[list[int]] | None:
         """L2, once it is in use; under D0 nothing, for a restarted DDP begins with L1 again."""
         gradients = self._trainer.gradients
-        if gradients.waits_for_order or not gradients.sums or not self._trainer.keeps_layout:
+        if gradients.waits_for_order or not gradients.sums.wanted or not self._trainer.keeps_layout:
             return None
         return gradients.layout.to_json()
 
@@ -65,7 +65,7 @@ class Whole:
         trainer.gradients.use_layout(Layout.from_json(layout) if layout is not None else None)
         replicas = trainer.replicas
         replicas.contexts = [Context.from_bytes(data, replicas.num_loader_workers) for data in state["contexts"]]
-        replicas.count = trainer.gradients.num_replicas = len(replicas.contexts)
+        replicas.count = trainer.gradients.sums.num_replicas = len(replicas.contexts)
         trainer.progress = Progress(*state["progress"])
         if "adaptation" in state:  # checkpoints of before there were decisions have none
             trainer.adaptation.load_state_dict(state["adaptation"])

@@ -138,17 +138,17 @@ class Loop:
         if self.way.mode == "fifo":
             self.crossing.observe()
         self.network.sums = [] if not self.crossing.is_open else self.network.sums
-        self.gradients.travel(self.way, self.crossing.order)
+        self.gradients.sums.travel(self.way, self.crossing.order)
         self.turn.done = False
         self.gradients.begin_turn(0)
 
     def _backward_over(self) -> None:
         self.turn.done = True
-        if self.gradients.crosses:
-            sums = self.gradients.under_way()
+        if self.gradients.sums.crosses:
+            sums = self.gradients.sums.under_way()
             self.crossing.begin(sums, list(range(len(self.gradients.parameters))))
         else:
-            self.gradients.wait()
+            self.gradients.sums.wait()
         self.way = Choice("priority", slice_bytes=1)
 
     @property

@@ -16,7 +16,7 @@ from pliant.comm.operation import Operation
 from pliant.comm.reactor import Errand
 from pliant.train import rng, trainer
 from pliant.train.data.stream import Stream
-from pliant.train.gradients import catching
+from pliant.train.gradients import catching, summing
 from pliant.train.priority import partial_step, tuning
 from pliant.train.priority.crossing import Crossing
 from pliant.train.priority.kept import Kept
@@ -87,7 +87,7 @@ def division() -> Iterator[None]:
         def mul(gradient: torch.Tensor, factor: float, *, out: torch.Tensor) -> None:
             torch.div(gradient, round(1 / factor), out=out)
 
-    with mock.patch.object(catching, "torch", Torch()):
+    with mock.patch.object(summing, "torch", Torch()):
         yield
 
 

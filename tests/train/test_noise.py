@@ -85,28 +85,28 @@ def _worker(
     begin = sum(placed[: engine.rank])
     gradients = Gradients(list(model.named_parameters()), replicas, find_unused=True, on_backward=lambda: None)
     crossing = Crossing(gradients.parameters, gradients.names, can_undo=False, say=print, optimizers=[optimizer])
-    probe = gradients.probe = GradientProbe(gradients.parameters, [optimizer], **kwargs)
+    probe = gradients.sums.probe = GradientProbe(gradients.parameters, [optimizer], **kwargs)
     gradients.arrange(engine, placed)
     told: list[dict[str, float | None]] = []
     for step in range(steps + 1):
-        gradients.travel(Choice(sync, slice_bytes=1024), range(len(gradients.parameters)))
-        gradients.begin_step(step)
+        gradients.sums.travel(Choice(sync, slice_bytes=1024), range(len(gradients.parameters)))
+        gradients.sums.begin_step(step)
         for slot in range(placed[engine.rank]):
             optimizer.zero_grad()
             gradients.begin_turn(slot)
-            gradients.took(BATCH)
+            gradients.sums.took(BATCH)
             _backward(model, step, begin + slot)
         row = engine.all_gather("row", torch.frombuffer(bytearray(probe.row()), dtype=torch.uint8))
-        if gradients.crosses:
-            for awaited in gradients.under_way():
+        if gradients.sums.crosses:
+            for awaited in gradients.sums.under_way():
                 awaited.handle.wait()
                 for index, total in awaited.members:
                     if total is not None:
-                        gradients.sum_is_here(index)
+                        gradients.sums.sum_is_here(index)
                         gradients.parameters[index].grad = total
-            gradients.sums_are_whole()
+            gradients.sums.sums_are_whole()
         else:
-            gradients.wait()
+            gradients.sums.wait()
         optimizer.step()
         rows = row.wait()
         assert rows is not None

@@ -7,7 +7,7 @@ buckets are cut by `priority.units`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
@@ -42,8 +42,6 @@ class Bucket:
     """A bit for each parameter."""
     is_plain: bool
     """Whether all parameters are contiguous."""
-    views: list[list[torch.Tensor]] = field(default_factory=list)
-    """On the CPU: where each parameter's gradient goes, for each replica."""
     sums: Sequence[torch.Tensor] = ()
     """Each parameter's view of the sum."""
     flat: torch.Tensor | None = None
@@ -71,13 +69,13 @@ class Place:
     """Where one parameter's gradient lies."""
 
     bucket: Bucket
-    number: int
-    """Among the parameters of the bucket."""
     bit: int
-    """The same as a bit of `Bucket.seen`."""
+    """Of `Bucket.seen`."""
     begin: int
     end: int
     """Of its elements, in the bucket's flat tensors."""
+    views: list[torch.Tensor]
+    """On the CPU: where it goes, for each replica hosted here."""
 
 
 @dataclass(slots=True, eq=False)
@@ -107,8 +105,8 @@ def allocate(
     generation: int,
     on_device: bool,
 ) -> list[Bucket]:
-    """Buckets for `hosted` replicas, named alike on all workers. Where gradients are `on_device`, they are to be copied here
-    from there; else each parameter gets its views."""
+    """Buckets for `hosted` replicas, named alike on all workers. Where gradients are `on_device`, their memory is made for
+    copies from there."""
     made = []
     for number, indices in enumerate(layout.buckets):
         members = [parameters[index] for index in indices]
@@ -129,7 +127,6 @@ def allocate(
             for memory in (*bucket.parts, bucket.total):
                 engine.pin(memory)
         else:
-            bucket.views = [cut(part, members) for part in bucket.parts]
             bucket.sums = cut(bucket.total, members)
         made.append(bucket)
     return made
@@ -139,9 +136,12 @@ def places_of(buckets: Sequence[Bucket]) -> list[Place]:
     """Of each parameter, by its index."""
     places: dict[int, Place] = {}
     for bucket in buckets:
+        views = zip(*(cut(part, bucket.parameters) for part in bucket.parts), strict=True)
         begins = accumulate(bucket.sizes, initial=0)
-        for number, (index, begin, size) in enumerate(zip(bucket.indices, begins, bucket.sizes, strict=False)):
-            places[index] = Place(bucket, number, 1 << number, begin, begin + size)
+        for number, (index, begin, size, of_replicas) in enumerate(
+            zip(bucket.indices, begins, bucket.sizes, views, strict=False)
+        ):
+            places[index] = Place(bucket, 1 << number, begin, begin + size, list(of_replicas))
     return [places[index] for index in range(len(places))]
 
 

@@ -1,11 +1,8 @@
-"""The gradients of the replicas that a worker hosts: caught as backward makes them, summed as DDP would.
+"""Gradients as backward makes them: caught by a hook on each parameter, and checked to be those that a step counts.
 
-A hook on each parameter scales its gradient by 1/N (by multiplication, as DDP does) into the place it has in
-its replica's bucket. When the last replica hosted here has filled a bucket, the engine sums it over all
-replicas of the job, in the exact order, while backward goes on. The sums become the parameters' `.grad`.
-
-Which place that is follows from `layout` and `buckets`; `device` takes gradients off a GPU. Sums that are taken in one by
-one, with priorities, are waited for by `priority.crossing`.
+A replica has one backward in its turn whose gradients are summed; what the program differentiates otherwise is its own
+affair, and what would lead to a wrong sum is refused. Where gradients go is in `summing`; here is also which of DDP's two
+layouts they go by.
 """
 
 from __future__ import annotations
@@ -16,21 +13,14 @@ from functools import partial
 import torch
 
 from pliant.comm.engine import Engine
-from pliant.comm.handle import Handle
-from pliant.errors import TrainError, Unsliceable
-from pliant.train.gradients import device
-from pliant.train.gradients.buckets import Bucket, Place, Run, allocate, cut_runs, places_of, sum_bucket, sum_run
-from pliant.train.gradients.flat import in_memory_order
+from pliant.errors import TrainError
 from pliant.train.gradients.layout import Item, Layout, first_layout, rebuilt_layout
-from pliant.train.gradients.probing import GradientProbe
-from pliant.train.priority.crossing import Awaited
+from pliant.train.gradients.summing import Sums
 from pliant.train.priority.pending import Pending
-from pliant.train.priority.tuning import Choice
-from pliant.train.priority.units import FIRST
 
 
 class Gradients:
-    """Catches and sums the gradients of `parameters`, for a job of N replicas."""
+    """Catches the gradients of `parameters`, for a job of N replicas, and hands them to `sums`."""
 
     def __init__(
         self,
@@ -45,45 +35,31 @@ class Gradients:
     ) -> None:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
-        self.num_replicas = num_replicas
-        self.sums = num_replicas > 1 or always_sums
-        """Whether there is anything to sum: a single replica's gradients stay where backward puts them."""
-        self.waits_for_order = self.sums and not find_unused
-        """Whether the first layout is still in use, to be replaced when replica 0's order is known."""
         self.no_sync = False
         """While set, gradients only accumulate in `.grad`."""
         self.ready_order: list[int] = []
         """In which order the gradients of the last complete backward came."""
-        self.probe: GradientProbe | None = None
-        """What looks at gradients and sums; set it before the first view."""
         self._on_backward, self._before_backward = on_backward, before_backward
         self._find_unused, self._cap_bytes = find_unused, cap_bytes
         self._items = [Item((p.dtype, p.device), p.numel() * p.element_size()) for p in self.parameters]
-        self._layout = first_layout(self._items, find_unused=find_unused, cap_bytes=cap_bytes)
-        self._buckets: list[Bucket] = []
-        self._places: list[Place] = []
-        """Of each parameter."""
-        self._on_device = self.parameters[0].is_cuda
-        self._engine: Engine | None = None
-        self._blocks: tuple[int, ...] = ()
-        self._slot = 0
-        self._is_last = False
-        self._held: Bucket | None = None
-        self._used: torch.Tensor | None = None
-        self._used_handle: Handle | None = None
+        wanted = num_replicas > 1 or always_sums
+        self.waits_for_order = wanted and not find_unused
+        """Whether the first layout is still in use, to be replaced when replica 0's order is known."""
+        self.layout = first_layout(self._items, find_unused=find_unused, cap_bytes=cap_bytes)
+        self.sums = Sums(
+            self.names,
+            self.parameters,
+            num_replicas,
+            self.layout,
+            self._generation,
+            wanted=wanted,
+            find_unused=find_unused,
+        )
         self._expecting = self._queued = False
         self._halted = False
         """Whether the step does not count any more: its memory may still be read by others, and is left alone."""
         self._resting = True
         """Whether no replica has its turn: what the program differentiates now is its own affair."""
-        self._ferry = device.Ferry()
-        self._buried: list[tuple[Engine, list[Bucket]]] = []
-        self._way = Choice()
-        """How sums travel in this step."""
-        self._runs: list[Run] = []
-        """Where sums do not travel by buckets: what does. Empty else."""
-        self._run_of: list[Run] = []
-        self._cut_for: Choice | None = None
         self._leftover: set[int] = set()
         """Parameters that were not used in the forward before this backward, as far as can be seen."""
         self._hooks = [
@@ -95,114 +71,38 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
 
-    # --- where things lie ---
+    # --- the layout ---
 
     @property
-    def layout(self) -> Layout:
-        return self._layout
+    def _generation(self) -> int:
+        return 1 if self.waits_for_order else 2
 
     def use_layout(self, layout: Layout | None) -> None:
         """Use L2 as another worker, or a checkpoint, has it; None goes back to L1, as a restarted DDP would."""
-        self.waits_for_order = layout is None and self.sums and not self._find_unused
-        self._layout = layout or first_layout(self._items, find_unused=self._find_unused, cap_bytes=self._cap_bytes)
-        self._buckets, self._runs = [], []
+        self.waits_for_order = layout is None and self.sums.wanted and not self._find_unused
+        self.layout = layout or first_layout(self._items, find_unused=self._find_unused, cap_bytes=self._cap_bytes)
+        self.sums.use_layout(self.layout, self._generation)
 
     def rebuild(self, ready_order: Sequence[int]) -> None:
         """Replace L1 by L2, for good."""
         self.use_layout(rebuilt_layout(self._items, ready_order, cap_bytes=self._cap_bytes))
 
+    def stay_apart(self) -> None:
+        """Gradients are not to be summed: they stay where backward puts them."""
+        self.sums.wanted = self.waits_for_order = False
+
+    # --- views and turns ---
+
     def arrange(self, engine: Engine, blocks: Sequence[int]) -> None:
         """Work in this view from now on: rank r hosts `blocks[r]` replicas."""
-        if self._engine is not None and self._engine.may_be_written_to:
-            # A worker that was given up for its silence, and is only stopped, would finish its part of a sum of
-            # the old view when it goes on: into this memory, which must therefore never be used again.
-            self._buried.append((self._engine, self._buckets))
-        self._ferry.wait()  # before the memory that is being copied to is given away
-        self._engine, self._blocks = engine, tuple(blocks)
         self._expecting = self._halted = False
-        self._buckets, self._runs = [], []
-        if self.probe is not None:
-            self.probe.arrange(engine, self._blocks)
-
-    def _allocate(self) -> None:
-        assert self._engine is not None, "arrange() comes first"
-        self._buckets = allocate(
-            self._layout,
-            self.parameters,
-            self._engine,
-            self._blocks[self._engine.rank],
-            generation=1 if self.waits_for_order else 2,
-            on_device=self._on_device,
-        )
-        self._places = places_of(self._buckets)
-        self._runs, self._cut_for = [], None
-
-    def travel(self, way: Choice, order: Sequence[int]) -> None:
-        """How the sums of the step that begins now travel; `order` is that in which they are wanted."""
-        assert self._engine is not None, "arrange() comes first"
-        if not self._buckets and self.sums:
-            self._allocate()
-        self._way = way
-        if way.mode == "fifo" or not self.sums or self._engine.size == 1:
-            self._runs = []
-            return
-        if not self._runs or self._cut_for != way:
-            self._runs = cut_runs(self._buckets, way, self._engine.num_lanes)
-            run_of = {index: run for run in self._runs for index in run.indices}
-            self._run_of = [run_of[index] for index in range(len(self.parameters))]
-        self._cut_for = way
-        wanted = {index: place for place, index in enumerate(order)}
-        for run in self._runs:
-            first = min(wanted.get(index, len(self.parameters)) for index in run.indices)
-            run.priority = first if way.mode == "priority" else 0
-
-    # --- what is looked at ---
-
-    def begin_step(self, step: int) -> None:
-        """A step begins: have it looked at, if it is due."""
-        if self.probe is not None:
-            self.probe.begin(step)
-
-    def took(self, samples: int, scale: Callable[[], float] = lambda: 1.0) -> None:
-        """A replica is about to compute on so many samples in all; `scale` says what its loss will be multiplied with."""
-        if self.probe is not None and self.probe.wants_parts:
-            self.probe.took(samples, scale())
-
-    def _parts_over(self, probe: GradientProbe) -> None:
-        """The last replica hosted here is done."""
-        if not self.sums:
-            for index, parameter in enumerate(self.parameters):
-                if parameter.grad is not None:
-                    probe.part(index, in_memory_order(parameter, parameter.grad.detach()))
-        probe.parts_over()
-
-    def sum_is_here(self, index: int) -> None:
-        """The sum of this parameter's gradients is there, and nobody has touched it yet."""
-        if self.probe is not None and self.probe.wants_sums:
-            place = self._places[index]
-            self.probe.total(index, place.bucket.total[place.begin : place.end])
-
-    def sums_are_whole(self) -> None:
-        """All sums of the step are there."""
-        if self.probe is not None:
-            self.probe.sums_over()
-
-    # --- one replica's turn ---
+        self.sums.arrange(engine, blocks)
 
     def begin_turn(self, slot: int) -> None:
         """The replica in this place among those hosted here computes next."""
-        assert self._engine is not None, "arrange() comes first"
-        if not self._buckets and self.sums:
-            self._allocate()
-        for run in self._runs:
-            run.missing, run.handle = len(run.indices), None
+        self.sums.begin_turn(slot)
         self._leftover = set()
-        self._slot, self._is_last = slot, slot == self._blocks[self._engine.rank] - 1
-        self._expecting, self._queued, self._resting, self._held = True, False, False, None
-        for bucket in self._buckets:
-            bucket.seen, bucket.handle = 0, None
-        if self._find_unused and self.sums and slot == 0:
-            self._used = torch.zeros(len(self.parameters), dtype=torch.uint8)
+        self._expecting, self._queued, self._resting = True, False, False
 
     def halt(self) -> None:
         """The step is torn: catch nothing until there is another view."""
@@ -211,6 +111,14 @@ class Gradients:
     def rest(self) -> None:
         """No replica has its turn."""
         self._resting = True
+
+    def fill_in(self) -> None:
+        """The step is torn, but the program's own code may touch gradients before its next batch."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    # --- backward ---
 
     def _caught(self, index: int, parameter: torch.nn.Parameter) -> None:
         """A gradient is complete. Called for every parameter of every replica, so it does the least it can."""
@@ -223,35 +131,10 @@ class Gradients:
             return
         if not self._queued:
             self._begin_backward(index)
-        if not self.sums:
-            return
-        place = self._places[index]
-        bucket = place.bucket
-        if bucket.seen & place.bit:
-            raise Unsliceable(
-                f"{self.names[index]!r} got its gradient twice in one backward, as with re-entrant checkpointing: "
-                "use torch.utils.checkpoint with use_reentrant=False"
-            )
-        bucket.seen |= place.bit
-        if self.waits_for_order:
-            self.ready_order.append(index)
-        if not self._on_device:
-            gradient = parameter.grad
-            assert gradient is not None, "the hook runs after the gradient was accumulated"
-            if gradient.is_sparse:
-                raise Unsliceable(
-                    f"{self.names[index]!r} has a sparse gradient, which has no fixed place in a bucket: use sparse=False"
-                )
-            torch.mul(gradient, 1.0 / self.num_replicas, out=bucket.views[self._slot][place.number])
-            if self.probe is not None and self.probe.wants_parts:
-                self.probe.part(index, bucket.parts[self._slot][place.begin : place.end])
-        if self._runs:
-            run = self._run_of[index]
-            run.missing -= 1
-            if run.missing == 0:
-                self._run_full(run)
-        elif bucket.seen == bucket.whole:
-            self._bucket_full(bucket)
+        if self.sums.wanted:
+            self.sums.put(index, parameter)
+            if self.waits_for_order:
+                self.ready_order.append(index)
 
     def _begin_backward(self, index: int) -> None:
         if not self._expecting:
@@ -267,161 +150,8 @@ class Gradients:
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
 
     def _backward_done(self) -> None:
-        """Backward is over: every gradient is there, or was not used."""
         with torch.no_grad():
-            if any(bucket.seen != bucket.whole for bucket in self._buckets):
-                self._fill_in_unused()
-            if self._used is not None:
-                self._used |= torch.tensor([self._has_come(index) for index in range(len(self.parameters))])
-                if self._is_last:
-                    assert self._engine is not None
-                    self._used_handle = self._engine.all_reduce(
-                        "grad:used", self._used, op="max", determinism="fast", priority=FIRST
-                    )
-            if self._held is not None:
-                self._send_off(self._held)
-            if self.probe is not None and self.probe.wants_parts and self._is_last:
-                self._parts_over(self.probe)
+            self.sums.end_turn()
         self._expecting = False
         self._queued = False
         self._on_backward()
-
-    def _has_come(self, index: int) -> bool:
-        place = self._places[index]
-        return bool(place.bucket.seen & place.bit)
-
-    def _fill_in_unused(self) -> None:
-        """Parameters that were not used contribute zeros."""
-        unused = [index for index in range(len(self.parameters)) if not self._has_come(index)]
-        if not self._find_unused:
-            names = ", ".join(repr(self.names[index]) for index in unused[:8])
-            raise TrainError(
-                f"{len(unused)} parameters got no gradient in this backward ({names}): freeze them with "
-                "requires_grad_(False), or pass find_unused_parameters=True to job.wrap as you would to DDP"
-            )
-        for bucket in dict.fromkeys(self._places[index].bucket for index in unused):
-            if not self._on_device:
-                for number, view in enumerate(bucket.views[self._slot]):
-                    if not bucket.seen >> number & 1:
-                        view.zero_()
-            if not self._runs:
-                self._bucket_full(bucket)
-        for run in self._runs:
-            if run.missing:
-                self._run_full(run)
-
-    # --- the sums ---
-
-    def _bucket_full(self, bucket: Bucket) -> None:
-        if self._on_device:
-            # One bucket late: backward has then freed more memory than is taken here.
-            late, self._held = self._held, bucket
-            if late is not None:
-                self._send_off(late)
-        elif self._is_last:
-            assert self._engine is not None
-            bucket.handle = sum_bucket(self._engine, self._blocks, bucket)
-
-    def _send_off(self, bucket: Bucket) -> None:
-        """Have a full bucket leave the device; or fold it there, if this worker hosts all replicas."""
-        flat = self._collected(bucket, bucket.gradients(), is_plain=bucket.is_plain)
-        if self._is_last and len(self._blocks) == 1:
-            bucket.copied = self._ferry.fold(flat, bucket.parts, self.num_replicas)
-            bucket.flat = flat
-        else:
-            bucket.copied = self._ferry.carry(flat, bucket.parts[self._slot])
-
-    def _run_full(self, run: Run) -> None:
-        assert self._engine is not None
-        if self._on_device:
-            gradients = [
-                parameter.grad if self._has_come(index) else None
-                for index, parameter in zip(run.indices, run.parameters, strict=True)
-            ]
-            copied = self._ferry.carry(self._collected(run, gradients), run.parts[self._slot])
-            if self._is_last:
-                submit = partial(sum_run, self._engine, self._blocks, self._way, run)
-                run.handle = self._engine.after(copied, submit, run.name)
-        elif self._is_last:
-            run.handle = sum_run(self._engine, self._blocks, self._way, run)
-
-    def _collected(
-        self, what: Bucket | Run, gradients: Sequence[torch.Tensor | None], *, is_plain: bool = False
-    ) -> torch.Tensor:
-        """The gradients of the replica whose turn it is, in one tensor on the device, which has been shown to the probe."""
-        flat = device.collected(what.parameters, gradients, self.num_replicas, is_plain=is_plain)
-        if self.probe is not None and self.probe.wants_parts:
-            sizes = [parameter.numel() for parameter in what.parameters]
-            self.probe.parts(what.indices, flat.split(sizes))  # type: ignore[no-untyped-call]
-        if self._is_last:
-            # The sum takes their place before the program sees them again.
-            for parameter, found in zip(what.parameters, gradients, strict=True):
-                if found is not None:
-                    parameter.grad = None
-        return flat
-
-    @property
-    def crosses(self) -> bool:
-        """Whether sums are taken in one by one, when their parameters are used."""
-        return bool(self._runs)
-
-    def under_way(self) -> list[Awaited]:
-        """What is to be waited for, parameter by parameter. Raises CommError if it is known already that it fails."""
-        used = self._wait_for_used()
-        return [
-            Awaited(
-                run.handle,
-                [
-                    (i, total if used is None or used[i] else None)
-                    for i, total in zip(run.indices, run.sums, strict=True)
-                ],
-            )
-            for run in self._runs
-            if run.handle is not None
-        ]
-
-    def _wait_for_used(self) -> list[int] | None:
-        """Which parameters any replica has used; None where all must be."""
-        handle, self._used_handle = self._used_handle, None
-        found = handle.wait() if handle is not None else None
-        return found.tolist() if found is not None else None
-
-    def fill_in(self) -> None:
-        """The step is torn, but the program's own code may touch gradients before its next batch."""
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    def wait(self) -> None:
-        """Put the sums into `.grad`. Raises CommError if they cannot be had."""
-        if self._on_device and len(self._blocks) > 1:
-            for bucket in self._buckets:
-                assert bucket.copied is not None, "every bucket was handed in"
-                bucket.copied.synchronize()
-                assert self._engine is not None
-                bucket.handle = sum_bucket(self._engine, self._blocks, bucket)
-        for bucket in self._buckets:
-            if bucket.handle is not None:
-                bucket.handle.wait()
-            if self._on_device:
-                self._fetch(bucket)
-            elif self.probe is not None and self.probe.wants_sums:
-                for index in bucket.indices:
-                    self.sum_is_here(index)
-        self.sums_are_whole()
-        used = self._wait_for_used()
-        # What no replica has used keeps whatever gradient it has, as with DDP.
-        unused = {id(parameter) for index, parameter in enumerate(self.parameters) if used and not used[index]}
-        for bucket in self._buckets:
-            for parameter, total in zip(bucket.parameters, bucket.sums, strict=True):
-                if id(parameter) not in unused:
-                    parameter.grad = total
-            if self._on_device:
-                bucket.sums = ()  # the memory is the gradients' now
-
-    def _fetch(self, bucket: Bucket) -> None:
-        """Bring the sum to the device, if it is not there."""
-        flat = device.brought_back(bucket, was_folded=len(self._blocks) == 1)
-        if self.probe is not None and self.probe.wants_sums:
-            self.probe.totals(bucket.indices, flat.split(bucket.sizes))  # type: ignore[no-untyped-call]
-        bucket.sums = device.uncollected(flat, bucket)
