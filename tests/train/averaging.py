@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from gang import Gang, listen, say
-from subject import new_workers, spec_of, view_of
+from stage import new_workers, spec_of, view_of
 from torch import Tensor, nn
 
 import pliant

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from gang import gang, run
 from golden import KEPT, Step
 from programs import build, digest, may_have_children, one_batch, seed_all
-from subject import ALL, Task, compare, new_workers, spec_of, staged, view_of
+from stage import ALL, new_workers, spec_of, staged, view_of
+from subject import Task, compare
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from gang import FULL
 from golden import golden
-from subject import Task, compare, run_fixed
+from stage import run_fixed
+from subject import Task, compare
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

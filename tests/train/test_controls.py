@@ -11,7 +11,8 @@ import pytest
 import torch
 from gang import FULL
 from golden import golden
-from subject import ALL, Task, compare, differing, new_workers, run_fixed, staged
+from stage import ALL, new_workers, run_fixed, staged
+from subject import Task, compare, differing
 from torch import nn
 
 import pliant

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from gang import FULL
 from golden import golden
-from subject import ALL, Fault, Stage, Task, compare, history, new_workers, staged
+from stage import ALL, Stage, new_workers, staged
+from subject import Fault, Task, compare, history
 
 from pliant.train.state import checkpoint
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from gang import FULL
 from golden import golden
-from subject import ALL, Stage, Task, compare, history, new_workers, staged
+from stage import ALL, Stage, new_workers, staged
+from subject import Task, compare, history
 
 from pliant.cluster import Worker
 from pliant.errors import REFUSED_EXIT

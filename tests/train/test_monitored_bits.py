@@ -8,7 +8,8 @@ import pytest
 import torch
 from gang import run
 from golden import golden
-from subject import ALL, Task, compare, new_workers, run_fixed, staged
+from stage import ALL, new_workers, run_fixed, staged
+from subject import Task, compare
 from torch.utils.data import TensorDataset
 
 import pliant

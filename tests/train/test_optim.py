@@ -19,7 +19,7 @@ import pytest
 import torch
 from averaging import ALPHA, MOMENTUM, RATE, Record, Steps, elastic, fixed
 from gang import gang
-from subject import new_workers, spec_of, view_of
+from stage import new_workers, spec_of, view_of
 from torch import nn
 
 import pliant

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 from gang import gang, run
-from subject import new_workers, spec_of, view_of
+from stage import new_workers, spec_of, view_of
 from torch import nn
 
 import pliant

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from gang import FULL, Failed
 from golden import golden
-from subject import History, Task, compare, differing, run_fixed
+from stage import run_fixed
+from subject import History, Task, compare, differing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

@@ -13,22 +13,8 @@ from pathlib import Path
 import pytest
 from gang import FULL, Failed, gang
 from golden import golden
-from subject import (
-    ALL,
-    Actor,
-    Fault,
-    Stage,
-    Task,
-    compare,
-    differing,
-    history,
-    new_workers,
-    run_fixed,
-    spec_of,
-    staged,
-    train,
-    view_of,
-)
+from stage import ALL, Actor, Stage, new_workers, run_fixed, spec_of, staged, view_of
+from subject import Fault, Task, compare, differing, history, train
 from test_crash import KILLS, MORE_KILLS
 
 from pliant.cluster import Worker

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from golden import golden
-from subject import Task, compare, run_fixed
+from stage import run_fixed
+from subject import Task, compare
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 

@@ -8,7 +8,8 @@ from unittest import mock
 
 import pytest
 from golden import golden
-from subject import Fault, Task, compare, new_workers, staged
+from stage import new_workers, staged
+from subject import Fault, Task, compare
 
 from pliant.train import settling
 from pliant.train.state import handover

@@ -13,7 +13,8 @@ import httpx
 import pytest
 from gang import FULL, left_behind
 from golden import golden
-from subject import ALL, Stage, Task, compare, history, new_workers, spec_of, staged, view_of
+from stage import ALL, Stage, new_workers, spec_of, staged, view_of
+from subject import Task, compare, history
 
 from pliant.cluster import Worker
 from pliant.errors import ClusterCleared
