@@ -147,7 +147,7 @@ def differences(mine: Fingerprint, theirs: Fingerprint, level: str) -> list[str]
     """What would change bits if both computed parts of one job; nothing under D0, where only the allocation counts.
 
     Under D2 GPUs of different kinds pass: whether the model's own operations are the same on both is a question
-    about the model, answered by `slicing.hetero`.
+    about the model, answered by `obstacles.hetero`.
     """
     level = level_of(level)
     if level == "D0":

@@ -49,18 +49,9 @@ def spread(engine: Engine, state: object | None) -> object:
     Raises:
         CommError: somebody is gone.
     """
-    contents, tensors = _packed(state) if engine.rank == 0 else (b"", [])
-    table = json.loads(engine.all_gather_bytes("spread", contents)[0])
-    if engine.rank != 0:
-        tensors = [TensorSpec.from_json(entry).empty("cpu") for entry in table["tensors"]]
-    waiting = [
-        engine.broadcast(f"spread:{number}", tensor.view(-1).view(torch.uint8))
-        for number, tensor in enumerate(tensors)
-        if tensor.numel()
-    ]
-    for handle in waiting:
-        handle.wait()
-    return tree.unflatten(table["skeleton"], tensors)
+    contents, tensors = _packed(state) if engine.rank == 0 else (b"", None)
+    contents = engine.all_gather_bytes("spread", contents)[0]
+    return _broadcast(engine, "spread", contents, tensors, 0, None)
 
 
 def relay(engine: Engine, holder: int, lacking: Sequence[int], num_bytes: int, state: object | None) -> object:
@@ -71,16 +62,28 @@ def relay(engine: Engine, holder: int, lacking: Sequence[int], num_bytes: int, s
         CommError: somebody is gone.
     """
     ranks = sorted([holder, *lacking])
-    contents, tensors = torch.empty(num_bytes, dtype=torch.uint8), list[torch.Tensor]()
+    contents, tensors = torch.empty(num_bytes, dtype=torch.uint8), None
     if engine.rank == holder:
         packed, tensors = _packed(state)
         contents = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
     engine.broadcast("relay", contents, holder, ranks=ranks).wait()
-    table = json.loads(bytes(contents.numpy()))
-    if engine.rank != holder:
+    return _broadcast(engine, "relay", bytes(contents.numpy()), tensors, holder, ranks)
+
+
+def _broadcast(
+    engine: Engine,
+    name: str,
+    contents: bytes,
+    tensors: list[torch.Tensor] | None,
+    holder: int,
+    ranks: Sequence[int] | None,
+) -> object:
+    """The holder's state on all these ranks, which have its table of contents; the others give no tensors."""
+    table = json.loads(contents)
+    if tensors is None:
         tensors = [TensorSpec.from_json(entry).empty("cpu") for entry in table["tensors"]]
     waiting = [
-        engine.broadcast(f"relay:{number}", tensor.view(-1).view(torch.uint8), holder, ranks=ranks)
+        engine.broadcast(f"{name}:{number}", tensor.view(-1).view(torch.uint8), holder, ranks=ranks)
         for number, tensor in enumerate(tensors)
         if tensor.numel()
     ]
