@@ -62,7 +62,8 @@ def relay(engine: Engine, holder: int, lacking: Sequence[int], num_bytes: int, s
         CommError: somebody is gone.
     """
     ranks = sorted([holder, *lacking])
-    contents, tensors = torch.empty(num_bytes, dtype=torch.uint8), None
+    contents = torch.empty(num_bytes, dtype=torch.uint8)
+    tensors: list[torch.Tensor] | None = None
     if engine.rank == holder:
         packed, tensors = _packed(state)
         contents = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
