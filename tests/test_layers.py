@@ -66,7 +66,7 @@ INSIDE = {
         {"adapting", "model_copies", "replicas", "rows", "way"},
         {"exchange", "optim"},
         {"trainer"},
-        {"guards", "showing", "whole", "wrapping"},
+        {"guards", "job_state", "showing", "wrapping"},
         {"beginning", "saving", "settling"},
         {"job"},
     ],

@@ -11,15 +11,15 @@ from pliant.errors import CheckpointError
 from pliant.train import determinism, rng
 from pliant.train.context import Context
 from pliant.train.data.stream import Stream
+from pliant.train.job_state import JobState
 from pliant.train.state import checkpoint
 from pliant.train.trainer import Trainer
-from pliant.train.whole import Whole
 
 Say = Callable[[str], None]
 
 
 def begin(
-    trainer: Trainer, whole: Whole, had_state: bool, *, asked: str, directory: str, seed: int | None, say: Say
+    trainer: Trainer, state: JobState, had_state: bool, *, asked: str, directory: str, seed: int | None, say: Say
 ) -> None:
     """Have a state.
 
@@ -37,24 +37,24 @@ def begin(
         asked = "auto"
     found = checkpoint.newest(directory) if asked == "auto" else Path(asked) if asked else None
     if found is not None:
-        _resume(trainer, whole, found, say)
+        _resume(trainer, state, found, say)
         return
     if had_state:
         say("all workers with the job's state were lost, and there is no checkpoint: beginning again at step 0")
     trainer.first_buffers = trainer.buffers.save()
     own = b"" if trainer.parts.sync_buffers else bytes(trainer.buffers.pack(trainer.first_buffers).numpy())
-    states = _first_random(trainer, seed)
-    trainer.replicas.contexts = [Context(state, Stream(), own) for state in states]
+    random = _first_random(trainer, seed)
+    trainer.replicas.contexts = [Context(each, Stream(), own) for each in random]
 
 
-def _resume(trainer: Trainer, whole: Whole, path: Path, say: Say) -> None:
+def _resume(trainer: Trainer, state: JobState, path: Path, say: Say) -> None:
     loaded, count = checkpoint.load(path), trainer.replicas.count
     if loaded.num_replicas != count:
         raise CheckpointError(
             f"{path} is of a job with {loaded.num_replicas} replicas, this one has {count}: "
             f"that is another experiment; use replicas={loaded.num_replicas}"
         )
-    whole.load({**loaded.state, "contexts": loaded.contexts})  # type: ignore[dict-item]
+    state.load({**loaded.state, "contexts": loaded.contexts})  # type: ignore[dict-item]
     say(f"resumed from {path} at step {loaded.step}")
     trainer.adaptation.resumed_at = loaded.step
 

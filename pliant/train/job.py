@@ -33,6 +33,7 @@ from pliant.train.adapting.adaptation import Adaptation
 from pliant.train.adapting.settings import Settings, adaptation_settings
 from pliant.train.data.feeder import Feeder
 from pliant.train.data.options import describe
+from pliant.train.job_state import JobState
 from pliant.train.optim import Averaging, averaging_of
 from pliant.train.placement import Blocks
 from pliant.train.priority import tuning
@@ -43,7 +44,6 @@ from pliant.train.settling import Left, Settling
 from pliant.train.showing import show
 from pliant.train.trainer import Parts, Trainer
 from pliant.train.view_changes import ViewChange
-from pliant.train.whole import Whole
 
 __all__ = ["Job", "Left", "Loader", "ViewChange", "join"]
 
@@ -142,7 +142,7 @@ class Job:
         self._member = self._stack.enter_context(member_of(spec))
         self._tracked: dict[str, Any] = {}
         self._trainer: Trainer | None = None
-        self._whole: Whole | None = None
+        self._state: JobState | None = None
         self._settling: Settling | None = None
         self._saving: Saving | None = None
         self._load_path = spec.resume if spec is not None else ""
@@ -318,14 +318,14 @@ class Job:
 
     def _keep_state(self, trainer: Trainer, program: str, device: torch.device) -> None:
         """Have the job's state come from, and go to, other workers and files."""
-        whole = self._whole = Whole(trainer, self._tracked)
+        state = self._state = JobState(trainer, self._tracked)
         directory = self._spec.checkpoint_dir if self._spec is not None else ""
         every = self._spec.checkpoint_every if self._spec is not None else 0
-        self._saving = Saving(trainer, whole, directory, every, self._level, self._say)
+        self._saving = Saving(trainer, state, directory, every, self._level, self._say)
         self._settling = Settling(
             self._member,
             trainer,
-            whole,
+            state,
             f"{program}, {self._adapting}",
             determinism.fingerprint(device),
             self._level,
@@ -491,10 +491,10 @@ class Job:
 
     def _start_fresh(self, had_state: bool) -> None:
         """The state to begin with: a checkpoint's, or what the program has built."""
-        assert self._whole is not None
+        assert self._state is not None
         beginning.begin(
             self._need_trainer(),
-            self._whole,
+            self._state,
             had_state,
             asked=self._load_path,
             directory=self._spec.checkpoint_dir if self._spec is not None else "",

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import torch
 
+from pliant.train.job_state import JobState
 from pliant.train.state import checkpoint
 from pliant.train.trainer import Trainer
-from pliant.train.whole import Whole
 
 
 class Saving:
     """The checkpoints of one job."""
 
     def __init__(
-        self, trainer: Trainer, whole: Whole, directory: str, every: int, level: str, say: Callable[[str], None]
+        self, trainer: Trainer, state: JobState, directory: str, every: int, level: str, say: Callable[[str], None]
     ) -> None:
-        self._trainer, self._whole, self._level, self._say = trainer, whole, level, say
+        self._trainer, self._state, self._level, self._say = trainer, state, level, say
         self._directory, self._every = directory, every
         """The job's own, empty if it has none; and after how many steps to write there, 0 for never."""
         self._asked: str | None = None
@@ -70,7 +70,7 @@ class Saving:
             if self._writer is not None:
                 self._writer.close()
             self._writer, self._written_to = checkpoint.Writer(directory, say=self._say), directory
-        state = self._whole.state()
+        state = self._state.read()
         contexts = state.pop("contexts")
         self._writer.save(
             checkpoint.Checkpoint(

@@ -23,10 +23,10 @@ from pliant.elastic.member import Alone, Member
 from pliant.elastic.roll import Roll
 from pliant.errors import REFUSED_EXIT, CollectiveTimeout, CommError, Mismatch, NotWanted, Refused, TrainError
 from pliant.train.determinism import Fingerprint, Level, differences
+from pliant.train.job_state import JobState
 from pliant.train.state import handover
 from pliant.train.trainer import Trainer
 from pliant.train.view_changes import ViewChange
-from pliant.train.whole import Whole
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Settling:
         self,
         member: Member | Alone,
         trainer: Trainer,
-        whole: Whole,
+        state: JobState,
         program: str,
         fingerprint: Fingerprint,
         level: Level,
@@ -82,7 +82,7 @@ class Settling:
         before_end: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
-        self._member, self._trainer, self._whole = member, trainer, whole
+        self._member, self._trainer, self._state = member, trainer, state
         self._program, self._fingerprint, self._level = program, fingerprint, level
         self._start_fresh = start_fresh
         """Makes the state to begin with; told whether the job had one before and lost it."""
@@ -160,7 +160,7 @@ class Settling:
         offered = 0
         handover.reclaim(member)
         if self.has_state and view.size > 1 and not (planned and known >= set(view.workers)):
-            offered = handover.lend(member, roll.number, self._whole.state())
+            offered = handover.lend(member, roll.number, self._state.read())
         engine = member.enter(roll)
         reports = self._submit_report(engine, "settle", offered, stays=not planned)
         if planned:
@@ -184,7 +184,7 @@ class Settling:
             if engine.rank == 0:
                 self._start_fresh(roll.number > 1)
                 self.has_state = True
-                offered = handover.lend(self._member, roll.number, self._whole.state())
+                offered = handover.lend(self._member, roll.number, self._state.read())
             reports = self._reports(self._submit_report(engine, "begin", offered), offered)
             holders = _holders(reports)
         self._check(reports, holders[0], engine)
@@ -203,14 +203,14 @@ class Settling:
             )
         relayed = len(lacking) > max(2, len(holders)) and offered > 0 and reports[source].stays
         if relayed and (engine.rank in lacking or engine.rank == source):
-            own = self._whole.state() if engine.rank == source else None
+            own = self._state.read() if engine.rank == source else None
             state = handover.relay(engine, source, lacking, offered, own)
         elif engine.rank in lacking:
             # Where models are averaged every holder has its own: what is fetched must be of one.
             sources = holders if self._trainer.averaging is None else holders[:1]
             state = handover.fetch(engine, sources, offered)
         if engine.rank in lacking:
-            self._whole.load(cast(dict[str, Any], state))
+            self._state.load(cast(dict[str, Any], state))
             self.has_state = True
 
     def _report(self, offered: int, stays: bool = True) -> Report:
@@ -254,9 +254,9 @@ class Settling:
         """Give every worker the state of the first. Raises CommError if somebody is gone."""
         engine = self._trainer.engine
         assert engine is not None, "there is a view"
-        state = handover.spread(engine, self._whole.state() if engine.rank == 0 else None)
+        state = handover.spread(engine, self._state.read() if engine.rank == 0 else None)
         if engine.rank != 0:
-            self._whole.load(cast(dict[str, Any], state))
+            self._state.load(cast(dict[str, Any], state))
 
 
 def _holders(reports: Sequence[Report]) -> list[int]:

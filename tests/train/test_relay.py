@@ -45,7 +45,7 @@ def test_many_who_lack_it_do_not_ask_one() -> None:
         engine = mock.Mock(rank=rank, size=len(reports))
         way = settling.Settling.__new__(settling.Settling)
         way._member, way._trainer, way.has_state = mock.Mock(), mock.Mock(averaging=None), False
-        way._whole = mock.Mock()
+        way._state = mock.Mock()
         asked.clear()
         with (
             mock.patch.object(handover, "relay", lambda *args: asked.append(("relay", args[1]))),

@@ -16,13 +16,13 @@ Stateful = dict[str, Any]
 """Tracked objects by name: anything with state_dict and load_state_dict."""
 
 
-class Whole:
+class JobState:
     """Reads the state off a trainer and what is tracked beside it, and puts it back."""
 
     def __init__(self, trainer: Trainer, tracked: Stateful) -> None:
         self._trainer, self._tracked = trainer, tracked
 
-    def state(self) -> dict[str, Any]:
+    def read(self) -> dict[str, Any]:
         """All that a newcomer must know. References, no copies."""
         trainer = self._trainer
         progress, replicas = trainer.progress, trainer.replicas
