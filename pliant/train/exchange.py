@@ -1,7 +1,7 @@
-"""What a step leaves for the next one, told to everybody with the step's sums: contexts, replica 0's buffers, the order of
-its first gradients, and what each worker says of itself.
+"""What a step leaves for the next one, told to everybody with the step's sums.
 
-Who has all of it has the whole state of the job. What is done with it is the trainer's affair.
+That is: contexts, replica 0's buffers, the order of its first gradients, and what each worker says of itself. Who has all
+of it has the whole state of the job. What is done with it is the trainer's affair.
 """
 
 from __future__ import annotations
