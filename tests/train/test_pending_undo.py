@@ -142,10 +142,10 @@ def test_what_is_whole_is_not_taken_back() -> None:
 def test_nothing_is_kept_where_nothing_can_be_taken_back() -> None:
     loop, _, _, _ = under_way(can_undo=False)
     loop.model.last(X)  # type: ignore[operator]
-    assert not loop.crossing._before
+    assert not loop.crossing._kept._before
     loop, _, _, _ = under_way(can_undo=True)
     loop.model.last(X)  # type: ignore[operator]
-    assert len(loop.crossing._before) == 2
+    assert len(loop.crossing._kept._before) == 2
     loop.deliver()
     loop.model(WORDS)
-    assert not loop.crossing._before
+    assert not loop.crossing._kept._before
