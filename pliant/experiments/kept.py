@@ -82,7 +82,7 @@ class Standing:
 
     @property
     def usual(self) -> tuple[float, str]:
-        """Seconds in default size, and where that is from: here, kept (2 cores), or estimate."""
+        """Seconds in default size, and where that is from: here, or kept (2 cores)."""
         if (
             self.run is not None
             and self.outcome in FINISHED
@@ -91,8 +91,7 @@ class Standing:
             and is_usual(self.run.options)
         ):
             return self.run.took_s, "here"
-        facts = FACTS[self.name]
-        return facts.usual_s, "kept" if facts.measured else "estimate"
+        return FACTS[self.name].usual_s, "kept"
 
 
 def is_usual(args: Json) -> bool:
