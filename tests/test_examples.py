@@ -16,9 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import command
 from gang import FULL, addresses, run, specs, torchrun
 
 from pliant import record
+from pliant.fed import simulate
+from pliant.fed.data.datasets import DEBIAN
+from pliant.fed.jobs.jobfile import read_fed_job
+from pliant.page import Page
+
+sys.path.insert(0, str(Path(__file__).parent / "sched"))
+
+from live_serving import serving
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(420)]
 
@@ -122,11 +131,21 @@ def _decided(path: Path) -> list[dict[str, Any]]:
     return [fact.data["decision"] for fact in record.read(path) if fact.kind == "decision"]
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: str(path.relative_to(EXAMPLES)))
+WRITTEN = sorted(path for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".yml", ".toml"))
+
+
+@pytest.mark.parametrize("path", WRITTEN, ids=lambda path: str(path.relative_to(EXAMPLES)))
 def test_an_example_is_short_and_says_what_it_is(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) < 120
-    assert text.startswith('"""') or (path.name == "__init__.py" and not text)
+    assert text.startswith('"""' if path.suffix == ".py" else "# ")
+
+
+def test_the_page_names_the_test_of_each_example() -> None:
+    page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
+    rows = re.findall(r"^\| \[(.+)\|$", page, re.MULTILINE)
+    assert len(rows) > 10
+    assert not [row for row in rows if not re.search(r"`tests/[\w/]+\.py::\w+`", row)]
 
 
 def test_digits_is_its_ddp_twin_on_any_number_of_workers(told: Told) -> None:
@@ -155,6 +174,33 @@ def test_the_spirals_of_the_cluster_guide(told: Told) -> None:
     assert told.last("spirals", alone=True).startswith("model ")
     assert told.last("spirals", alone=False) == told.last("spirals", alone=True)
     assert told.last("spirals, more", alone=True) != told.last("spirals", alone=True)
+
+
+def test_the_job_file_is_submitted_to_a_cluster(told: Told, tmp_path: Path) -> None:
+    """With fewer epochs; beside its program, as a user has it."""
+    text = (EXAMPLES / "job.yml").read_text()
+    assert "args: [--epochs, 20]" in text
+    (tmp_path / "job.yml").write_text(text.replace("[--epochs, 20]", "[--epochs, 1]"))
+    (tmp_path / "train.py").write_bytes((EXAMPLES / "train.py").read_bytes())
+    with serving(tmp_path / "state", "--devices", "cpu=2") as server:
+        done = command("submit", str(tmp_path / "job.yml"), "--wait", "--state", str(server.state))
+        assert done.exit_code == 0, done.output + server.log
+        assert told.last("spirals", alone=True) in server.output("job-1")
+
+
+def test_the_federated_file_learns_digits() -> None:
+    history = simulate(read_fed_job(Page.read(EXAMPLES / "federated" / "digits.yml")).config)
+    assert history.final is not None
+    assert history.final.round == 20
+    assert history.final.accuracy > 0.8
+
+
+@pytest.mark.skipif(not DEBIAN.is_dir(), reason="no Fashion-MNIST: apt install dataset-fashion-mnist")
+def test_the_federated_file_with_oort_does_a_round() -> None:
+    job = read_fed_job(Page.read(EXAMPLES / "federated" / "fmnist-oort.yml"))
+    history = simulate(job.config.model_copy(update={"rounds": 1, "batching": 0}))
+    assert history.final is not None
+    assert len(history.rounds[0].aggregated) == 20
 
 
 def test_the_engine_alone_with_tensors_and_with_arrays(told: Told) -> None:
