@@ -32,6 +32,7 @@ HERE = (
     "builtin_config_port",
     "start_time",
     "state_file",
+    "dash",
     "program",
 )
 """Flags that the driver carries out itself, or tells the runners otherwise."""
@@ -94,6 +95,7 @@ def on_ray(ctx: typer.Context, options: RunOptions, *, address: str, devices: st
         grace_s=options.grace_s,
         patience_s=options.rendezvous_timeout_s,
         state_file=options.state_file,
+        record=os.path.abspath(os.path.join(directory, ctx.params["record"])) if ctx.params["record"] else "",
         resumes=bool(options.checkpoint_dir),
     )
     try:

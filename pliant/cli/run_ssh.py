@@ -26,9 +26,10 @@ LOCAL = (
     "self_host",
     "nic",
     "secret_file",
+    "dash",
     "program",
 )
-"""Flags that are not passed on as they are: which host is which, and the secret, is told otherwise."""
+"""Flags that are not passed on as they are: which host is which, and the secret, is told otherwise; the page is here."""
 
 
 def forwarded(ctx: typer.Context, left_out: Sequence[str] = LOCAL) -> list[str]:

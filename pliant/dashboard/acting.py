@@ -67,7 +67,7 @@ class Acting:
     ) -> None:
         """The token, and the two ways out."""
         token = ui.input("Token of this page", value=remembered.token, password=True).style("width: 100%").mark("token")
-        said = ui.label("").classes("bad").style("overflow-wrap: anywhere").mark("said")
+        said = ui.label("").classes("bad").style("overflow-wrap: anywhere").props("role=alert").mark("said")
 
         async def go() -> None:
             button.disable()
@@ -91,6 +91,7 @@ class Acting:
             ui.notify(f"{job.name}: {answer}")
             dialog.close()
 
+        token.on("keydown.enter", go)
         with ui.row().style("width: 100%; justify-content: flex-end; gap: 8px"):
             ui.button("Cancel", on_click=dialog.close).props("flat no-caps")
             button = ui.button(f"{verb} it", on_click=go).props("no-caps").mark("confirm")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -76,6 +76,23 @@ def used(found: Iterable[Stay], now_s: float) -> dict[str, list[tuple[float, int
         job: list(zip(moments, accumulate(steps[moment] for moment in moments), strict=True))
         for job, steps in changes.items()
     }
+
+
+def in_use(found: Sequence[Stay], now_s: float, parts: int) -> list[tuple[float, int]]:
+    """How many devices all jobs together had, at so many moments from the first one's beginning until now."""
+    if not found or parts < 1:
+        return []
+    begin_s = found[0].begin_s
+    moments = [begin_s + (now_s - begin_s) * (part + 1) / parts for part in range(parts)]
+    return [
+        (
+            moment,
+            sum(
+                stay.devices for stay in found if stay.begin_s <= moment and (stay.end_s is None or moment < stay.end_s)
+            ),
+        )
+        for moment in moments
+    ]
 
 
 def _stay(job: str, begin_s: float, end_s: float | None, devices: Mapping[str, int]) -> Stay:

@@ -1,4 +1,4 @@
-"""Charts of training jobs and of a cluster, as options of Apache ECharts: plain dictionaries. Pure.
+"""Charts of training jobs by step, as options of Apache ECharts: plain dictionaries. Pure.
 
 Text that others have written (reasons, names) goes into tooltips escaped, and never becomes a key: the page runs keys
 that begin with a colon.
@@ -9,12 +9,11 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from pliant.dashboard.allocation import Stay, used
 from pliant.dashboard.frames import COLOURS, MOST_MEANS, MOST_POINTS, ROUND, TEXT, Options, frame, line, tooltip
 from pliant.dashboard.series import Series
 from pliant.dashboard.story import Event, Story
-from pliant.dashboard.topology import Link, Picture
 
 EVENT_COLOURS = {
     "start": "#8d8d86",
@@ -26,25 +25,60 @@ EVENT_COLOURS = {
     "end": "#8d8d86",
 }
 MOST_MARKS = 120
+BATCH = "global batch"
+NOISE = {"noise scale": "noise_scale", "variance": "variance", BATCH: "batch_size"}
+"""What the noise's chart calls the figures of a story."""
 
 
-def curves(given: Mapping[str, Series], story: Story, *, unit: str = "", least: float | None = None) -> Options:
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The steps that are drawn, and what happened in them."""
+
+    begin: int
+    end: int
+    events: tuple[Event, ...] = ()
+
+    @classmethod
+    def of(
+        cls, story: Story, events: Iterable[Event] | None = None, chosen: tuple[int, int | None] = (0, None)
+    ) -> Window:
+        """All steps, or those that were chosen; to the newest, where there is no end. The events default to the story's."""
+        begin, end = max(0, chosen[0]), max(1, story.step if chosen[1] is None else chosen[1])
+        begin = min(begin, end - 1)
+        known = story.events if events is None else events
+        inside = [event for event in known if event.step is not None and begin <= event.step <= end]
+        return cls(begin, end, tuple(marks(inside)))
+
+
+def curves(given: Mapping[str, Series], window: Window, *, unit: str = "", least: float | None = None) -> Options:
     """Series by step, with what happened as vertical lines; near one of those, the tooltip tells what and why."""
     lines: list[Options] = []
-    for (name, series), colour in zip(given.items(), COLOURS, strict=False):
+    for (name, whole), colour in zip(given.items(), COLOURS, strict=False):
+        series = whole.part(window.begin, window.end)
         if len(series) > MOST_MEANS:  # the outline in pale, so that no spike is lost, and the means over it
             lines.append(line(name, series.thinned(MOST_POINTS), colour, pale=True))
         lines.append(line(name, series.mean(MOST_MEANS), colour))
-    events = marks(story.events)
     if lines:
-        lines[-1]["markLine"] = _mark_lines(events)
+        lines[-1]["markLine"] = _mark_lines(window.events)
     options = frame(len(given) > 1, "step", unit)
-    options["xAxis"]["max"] = max(1, story.step)
+    options["xAxis"] |= {"min": window.begin, "max": window.end}
     if least is not None:
         options["yAxis"]["min"] = least
-    options["tooltip"][":formatter"] = _formatter(events, story.step)
+    options["tooltip"][":formatter"] = _formatter(window)
     options["series"] = lines
     return options
+
+
+def spoken(given: Mapping[str, Series], window: Window) -> str:
+    """The same in words, for who cannot see it."""
+    told = []
+    for name, whole in given.items():
+        points = whole.part(window.begin, window.end).thinned(40)
+        if points:
+            heights = [y for _, y in points]
+            told.append(f"{name} {points[-1][1]:.4g}, between {min(heights):.4g} and {max(heights):.4g}")
+    events = f"; {len(window.events)} events" if window.events else ""
+    return f"steps {window.begin} to {window.end}: {'; '.join(told) or 'nothing yet'}{events}"
 
 
 def marks(events: Iterable[Event], most: int = MOST_MARKS) -> list[Event]:
@@ -57,9 +91,13 @@ def marks(events: Iterable[Event], most: int = MOST_MARKS) -> list[Event]:
     return sorted(grave + rest, key=lambda event: event.time_s)
 
 
-def crew_map(story: Story, most_rows: int = 128) -> tuple[Options, int]:
+def crew_map(story: Story, window: Window, most_rows: int = 128) -> tuple[Options, int]:
     """Who was there from which step to which, and with how many replicas; and the number of rows. Hosts, if workers are many."""
-    stays = _stays(story)
+    stays = [
+        (name, max(begin, window.begin), min(end, window.end), count)
+        for name, begin, end, count in _stays(story)
+        if end > window.begin and begin < window.end
+    ]
     names = list(dict.fromkeys(name for name, *_ in stays))
     if len(names) > most_rows:
         stays = _by_host(stays)
@@ -76,7 +114,7 @@ def crew_map(story: Story, most_rows: int = 128) -> tuple[Options, int]:
     ]
     options = frame(False, "step", "")
     options["grid"]["left"] = 8
-    options["xAxis"]["max"] = max(1, story.step)
+    options["xAxis"] |= {"min": window.begin, "max": window.end}
     options["yAxis"] = {
         "type": "category",
         "data": names,
@@ -112,109 +150,14 @@ def crew_map(story: Story, most_rows: int = 128) -> tuple[Options, int]:
     return options, len(names)
 
 
-def graph(picture: Picture) -> Options:
-    """A topology on a circle: roots in another colour, faster links wider. Both ways of a link are one line."""
-    fastest = max((link.bytes_per_s or 0.0 for link in picture.links), default=0.0)
-    lines: dict[tuple[int, int], list[Link]] = {}
-    for link in picture.links:
-        lines.setdefault((min(link.source, link.target), max(link.source, link.target)), []).append(link)
-    few = len(picture.nodes) <= 24
-    return {
-        "tooltip": {**tooltip("item"), ":formatter": "p => p.data.told || p.name"},
-        "series": [
-            {
-                "type": "graph",
-                "layout": "circular",
-                "roam": False,
-                "animation": False,
-                "edgeSymbolSize": 7 if few else 4,
-                "top": 36,
-                "bottom": 36,
-                "lineStyle": {"color": TEXT, "curveness": 0 if len(lines) <= 60 else 0.2},
-                "label": {"show": few, "color": TEXT, "fontSize": 11, "position": "top", "distance": 6},
-                "emphasis": {"focus": "adjacency"},
-                "data": [
-                    {
-                        "name": node.name,
-                        "symbolSize": 24 if few else 11,
-                        "itemStyle": {"color": COLOURS[1] if node.is_root else COLOURS[0]},
-                        "told": html.escape(node.name)
-                        + (f": {node.workers} workers" if node.workers > 1 else "")
-                        + ("<br>owns sums" if node.is_root else ""),
-                    }
-                    for node in picture.nodes
-                ],
-                "links": [_drawn(picture, links, fastest, len(lines)) for links in lines.values()],
-            }
-        ],
-    }
-
-
-def _drawn(picture: Picture, links: Sequence[Link], fastest: float, count: int) -> Options:
-    """A link, or both its ways."""
-    rates = [link.bytes_per_s for link in links if link.bytes_per_s]
-    return {
-        "source": links[0].source,
-        "target": links[0].target,
-        "symbol": ["arrow" if len(links) > 1 else "none", "arrow"],
-        "lineStyle": {
-            "width": 1 + 4 * min(rates) / fastest if rates else 1.2,
-            "opacity": 0.8 if count <= 60 else 0.25,
-        },
-        "label": {
-            "show": bool(rates) and count <= 20,
-            "formatter": " | ".join(dict.fromkeys(map(rate_text, rates))),
-            "fontSize": 10,
-            "color": TEXT,
-        },
-        "told": "<br>".join(_told(picture, link) for link in links),
-    }
-
-
-def _told(picture: Picture, link: Link) -> str:
-    ends = (html.escape(picture.nodes[place].name) for place in (link.source, link.target))
-    rate = f": {rate_text(link.bytes_per_s)}" if link.bytes_per_s else ""
-    return " → ".join(ends) + rate + (f", {link.lanes} lanes" if link.lanes > 1 else "")
-
-
-def noise(story: Story) -> Options:
+def noise(given: Mapping[str, Series], window: Window) -> Options:
     """The gradients' noise scale beside the batch of all replicas: both in samples."""
-    names = {"noise scale": "noise_scale", "variance": "variance", "global batch": "batch_size"}
-    given = {name: story.figures[figure] for name, figure in names.items() if figure in story.figures}
-    options = curves(given, story, unit="samples")
+    options = curves(given, window, unit="samples")
     for each in options["series"]:
-        if each["name"] == "global batch":  # it changes at once, and a mean of two sizes is none
+        if each["name"] == BATCH:  # it changes at once, and a mean of two sizes is none
             each["step"] = "end"
-            each["data"] = [[*point] for point in story.figures["batch_size"].thinned(MOST_POINTS)]
+            each["data"] = [[*point] for point in given[BATCH].part(window.begin, window.end).thinned(MOST_POINTS)]
     return options
-
-
-def allocation(stays: Sequence[Stay], devices: int, now_s: float) -> Options:
-    """The devices of each job over time, on top of each other."""
-    options = frame(True, "", "devices")
-    options["xAxis"] = {**options["xAxis"], "type": "time", "minInterval": 1000}
-    options["yAxis"] |= {"min": 0, "max": max(1, devices), "minInterval": 1}
-    options["series"] = [
-        {
-            **line(job, [(moment * 1000, count) for moment, count in points], COLOURS[number % len(COLOURS)]),
-            "step": "end",
-            "stack": "devices",
-            "areaStyle": {"opacity": 0.45},
-        }
-        for number, (job, points) in enumerate(used(stays, now_s).items())
-    ]
-    return options
-
-
-def rate_text(bytes_per_s: float | None) -> str:
-    """Such as `94 Mbit/s`."""
-    if bytes_per_s is None:
-        return ""
-    bits = 8 * bytes_per_s
-    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
-        if bits >= size:
-            return f"{bits / size:.3g} {unit}"
-    return f"{bits:.3g} bit/s"
 
 
 def _stays(story: Story) -> list[tuple[str, int, int, int]]:
@@ -265,13 +208,13 @@ def _mark_lines(events: Sequence[Event]) -> Options:
     }
 
 
-def _formatter(events: Sequence[Event], last_step: int) -> str:
+def _formatter(window: Window) -> str:
     """The tooltip of a curve: the values here, and what happened near here."""
     told = [
         [event.step, EVENT_COLOURS.get(event.kind, TEXT), html.escape(event.what), html.escape(event.why)]
-        for event in events
+        for event in window.events
     ]
-    near = max(1, last_step / 80)
+    near = max(1, (window.end - window.begin) / 80)
     return (
         "params => { const fmt = " + ROUND + ", seen = new Set(), x = params[0].axisValue;"
         " const safe = text => String(text).replace(/[&<>\"']/g, sign => `&#${sign.charCodeAt(0)};`);"

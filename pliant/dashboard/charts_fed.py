@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pliant.dashboard.federation import Federation
 from pliant.dashboard.frames import COLOURS, MOST_MEANS, MOST_POINTS, TEXT, Options, axis, frame, line, tooltip
+from pliant.dashboard.series import Series
 
 OUTCOME_COLOURS = {"aggregated": COLOURS[2], "cut": COLOURS[1], "lost": COLOURS[3]}
 
@@ -27,10 +28,27 @@ def accuracy(told: Federation) -> Options:
     return options
 
 
+def loss(told: Federation) -> Options:
+    """The loss in training, of those who were aggregated, and in tests of the model."""
+    shown = {name: series for name, series in losses(told).items() if len(series)}
+    options = frame(True, "round", "")
+    options["series"] = [
+        line(name, series.mean(MOST_MEANS), colour)
+        for (name, series), colour in zip(shown.items(), COLOURS, strict=False)
+    ]
+    return options
+
+
+def losses(told: Federation) -> dict[str, Series]:
+    return {"training": told.loss, "test": told.test_loss}
+
+
 def rounds(told: Federation) -> Options:
     """How many clients were aggregated, cut and lost in each round, and how long it took."""
-    options = frame(True, "round", "")
-    options["yAxis"] = [{**options["yAxis"], "min": 0}, {**axis(""), "min": 0, "splitLine": {"show": False}}]
+    options = frame(True, "round", "clients")
+    right = axis("s")
+    right["nameTextStyle"] = {**right["nameTextStyle"], "align": "right"}
+    options["yAxis"] = [{**options["yAxis"], "min": 0}, {**right, "min": 0, "splitLine": {"show": False}}]
     options["series"] = [
         {
             **line(name, told.outcomes[name].mean(MOST_MEANS), colour),
@@ -88,3 +106,20 @@ def fairness(told: Federation) -> Options:
         }
     ]
     return options
+
+
+def spoken(told: Federation) -> dict[str, str]:
+    """The charts in words, for who cannot see them."""
+    target = "" if told.target is None else f", target {told.target:g} %"
+    newest = told.recent[max(told.recent)] if told.recent else {}
+    counts = ", ".join(f"{len(clients)} {outcome}" for outcome, clients in newest.items())
+    best = "none yet" if told.best is None else f"{told.best:.2f} % at best"
+    last = {name: series.last for name, series in losses(told).items()}
+    said = ", ".join(f"{name} {value:.4g}" for name, value in last.items() if value is not None)
+    return {
+        "accuracy": f"accuracy over the virtual clock: {best} after {told.clock_s / 3600:.2f} hours{target}",
+        "loss": f"loss by round: {said or 'none yet'}",
+        "rounds": f"{told.rounds} rounds; the newest: {counts}",
+        "picked": f"who was picked in the newest rounds; round {told.rounds}: {', '.join(map(str, newest.get('invited', ())))}",
+        "fairness": f"{len(told.picks)} clients were picked, the most frequent {max(told.picks.values(), default=0)} times",
+    }

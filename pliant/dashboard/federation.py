@@ -21,12 +21,12 @@ class Federation:
     rounds: int = 0
     clock_s: float = 0.0
     accuracy: Series = field(default_factory=Series)
-    """In per cent, by hours of the virtual clock, as are the test's loss and top-5 accuracy."""
+    """In per cent, by hours of the virtual clock, as is the top-5 accuracy."""
     top_5: Series = field(default_factory=Series)
-    test_loss: Series = field(default_factory=Series)
     epsilon: Series = field(default_factory=Series)
     loss: Series = field(default_factory=Series)
     """Of training; by round, as the following."""
+    test_loss: Series = field(default_factory=Series)
     duration_s: Series = field(default_factory=Series)
     outcomes: dict[str, Series] = field(default_factory=dict)
     """How many clients were invited, aggregated, cut and lost."""
@@ -44,7 +44,7 @@ class Federation:
         clock_s = _number(fact.data.get("clock_s"))
         self.clock_s = clock_s if clock_s is not None else self.clock_s
         if fact.kind == "test":
-            self._test(fact)
+            self._test(fact, number)
         else:
             self._round(fact, number)
 
@@ -56,16 +56,16 @@ class Federation:
     def best(self) -> float | None:
         return max((reached for _, reached in self.accuracy), default=None)
 
-    def _test(self, fact: Fact) -> None:
+    def _test(self, fact: Fact, number: int) -> None:
         hour = self.clock_s / 3600
-        for name, series, scale in (
-            ("accuracy", self.accuracy, 100.0),
-            ("top_5", self.top_5, 100.0),
-            ("loss", self.test_loss, 1.0),
-            ("epsilon", self.epsilon, 1.0),
+        for name, series, at, scale in (
+            ("accuracy", self.accuracy, hour, 100.0),
+            ("top_5", self.top_5, hour, 100.0),
+            ("epsilon", self.epsilon, hour, 1.0),
+            ("loss", self.test_loss, number, 1.0),
         ):
             if (value := _number(fact.data.get(name))) is not None:
-                series.add(hour, value * scale)
+                series.add(at, value * scale)
 
     def _round(self, fact: Fact, number: int) -> None:
         self.rounds = number

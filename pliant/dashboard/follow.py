@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from pathlib import Path
 
@@ -12,6 +13,8 @@ MOST_BYTES = 2 << 20
 """At one look: a large record is taken in over several, so that a page shows its beginning meanwhile."""
 MOST_LINES = 2000
 """Of a log, the newest."""
+_CONTROLS = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""Colours, titles and movements of a terminal; none of it may reach the reader's."""
 
 
 class Growing:
@@ -99,3 +102,8 @@ def fact_in(line: bytes) -> Fact | None:
         return Fact(value.pop("kind"), int(value.pop("step")), float(value.pop("time_s")), value)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def plain(text: str) -> str:
+    """What others have written, without what a terminal would obey; lines and tabs stay."""
+    return _CONTROLS.sub("", text)

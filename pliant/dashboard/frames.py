@@ -13,7 +13,7 @@ from pliant.dashboard.series import Point
 Options = dict[str, Any]
 
 COLOURS = ("#4c8dff", "#f59e0b", "#22b07d", "#e5484d", "#8e6cf0", "#12a5b8", "#d6409f", "#8d8d86")
-TEXT, LINE = "#8a919c", "rgba(128,136,150,.22)"
+TEXT, LINE = "#79818d", "rgba(128,136,150,.22)"
 MOST_POINTS = 800
 MOST_MEANS = 240
 """A curve: the points of its outline, and those of its means."""

@@ -20,10 +20,13 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 MAX_BODY_BYTES = 4096
 WRONG_S = 0.5
 """After a wrong token: guessing shall be slow."""
-_FORM = """<!doctype html><meta name="viewport" content="width=device-width, initial-scale=1"><title>pliant</title>
-<style>body{font-family:system-ui,sans-serif;display:grid;place-items:center;min-height:90vh;color-scheme:light dark}</style>
-<form method="post" action="/enter"><p>SAID</p><input name="token" type="password" placeholder="Token" autofocus>
-<button>Enter</button></form>"""
+_FORM = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>pliant</title><style>:root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;display:grid;
+place-items:center;min-height:90vh;margin:0 16px}form{max-width:22rem}input,button{font:inherit;padding:.3rem .6rem;
+box-sizing:border-box}input{width:100%;margin:.3rem 0 .7rem}</style>
+<form method="post" action="/enter"><h1>pliant</h1><p role="alert">SAID</p><label for="token">Token of this page</label>
+<input id="token" name="token" type="password" autocomplete="current-password" autofocus required><button>Enter</button></form></html>"""
+_WHERE = "It is PLIANT_TOKEN, or what is in --token-file, or was printed where the page was started."
 
 
 class Gate:
@@ -62,7 +65,7 @@ class Gate:
             return None
         if scope["type"] == "http" and scope["path"] == "/enter" and scope["method"] == "POST":
             return await self._enter(Request(scope, receive))
-        return HTMLResponse(_FORM.replace("SAID", "This page needs its token."), 401)
+        return HTMLResponse(_FORM.replace("SAID", f"This page needs its token. {_WHERE}"), 401)
 
     async def _enter(self, request: Request) -> Response:
         body = b""
@@ -73,9 +76,10 @@ class Gate:
         given = parse_qs(body.decode(errors="replace")).get("token", [""])[0]
         if not hmac.compare_digest(given.encode(), self._token.encode()):
             await asyncio.sleep(WRONG_S)
-            return HTMLResponse(_FORM.replace("SAID", "That is not the token."), 401)
+            return HTMLResponse(_FORM.replace("SAID", f"That is not the token. {_WHERE}"), 401)
         answer = RedirectResponse("/", 303)
-        answer.set_cookie(COOKIE, self._mark, httponly=True, samesite="strict", max_age=30 * 86400)
+        secure = request.url.scheme == "https"
+        answer.set_cookie(COOKIE, self._mark, httponly=True, samesite="strict", max_age=30 * 86400, secure=secure)
         return answer
 
 

@@ -21,6 +21,11 @@ from pliant.sched.live.client import LiveClient, Server
 
 ANSWER_S = 5.0
 MOST_LOGS = 50
+SHOWN_AS = {
+    "failed": "lost", "killed": "lost", "dropped": "lost", "decision": "decision", "fallback": "decision",
+    "put-off": "decision", "finished": "end", "stopped": "end",
+}  # fmt: skip
+"""What a cluster tells of a job, as a kind of event; all else is of its start."""
 
 
 class Log(Protocol):
@@ -103,13 +108,7 @@ class Job:
     def events(self) -> list[Event]:
         """What its record tells, and what its cluster has decided about it, by time."""
         decided = [
-            Event(
-                "lost" if each.what in ("failed", "killed", "dropped") else "decision",
-                None,
-                each.at_s,
-                each.what,
-                each.why,
-            )
+            Event(SHOWN_AS.get(each.what, "start"), self.story.step_at(each.at_s), each.at_s, each.what, each.why)
             for each in self.happenings
         ]
         return sorted([*self.story.events, *decided], key=lambda event: event.time_s)

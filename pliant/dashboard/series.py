@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -42,6 +42,19 @@ class Series:
         if len(self._x) > MOST_KEPT:
             kept = self.thinned(MOST_KEPT // 2)
             self._x, self._y = array("d", (x for x, _ in kept)), array("d", (y for _, y in kept))
+
+    def part(self, begin: float, end: float) -> Series:
+        """The points from `begin` to `end`, and one more on each side, so that a line through them leaves the picture."""
+        first = max(0, bisect_left(self._x, begin) - 1)
+        last = bisect_right(self._x, end) + 1
+        found = Series()
+        found._x, found._y = self._x[first:last], self._y[first:last]
+        return found
+
+    def x_at(self, y: float) -> float | None:
+        """The last x at which the series had not grown over `y`; None: it had at once. For what never falls, such as time."""
+        place = bisect_right(self._y, y)
+        return self._x[place - 1] if place else None
 
     def cut(self, after: float) -> None:
         """Forget what is after this x."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import signal
 import socket
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -16,6 +14,7 @@ import uvicorn
 
 from pliant.dashboard.gate import LOOPBACK, Gate
 from pliant.dashboard.watch import Watch
+from pliant.elastic.serving import loaded, until_signalled
 from pliant.errors import ConfigError
 
 MISSING = "the page needs NiceGUI: pip install 'pliant[dash]'; `pliant top` shows the same in a terminal"
@@ -30,12 +29,17 @@ class DashConfig:
     """0 picks a free one."""
     token: str = field(repr=False)
     """Whoever resizes or stops a job must know it; beyond loopback, whoever looks."""
+    tls_cert: str = ""
+    """Certificate chain, PEM; empty: plain HTTP."""
+    tls_key: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ConfigError(f"--port {self.port}: use a number from 1 to 65535, or 0 for any free port")
         if not self.token:
             raise ConfigError("the token is empty: set PLIANT_TOKEN to something, or leave it out")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ConfigError("TLS needs both a certificate and its key: give --tls-cert and --tls-key")
 
     @property
     def is_loopback(self) -> bool:
@@ -56,19 +60,25 @@ def serve(config: DashConfig, watch: Watch, say: Callable[[str], None]) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pliant-dash-"))
         os.environ.setdefault("NICEGUI_STORAGE_PATH", folder)
         listener = stack.enter_context(_listening(config.host, config.port))
-        app = application(config, watch)
+        server = uvicorn.Server(_settings(config, application(config, watch)))
         stack.enter_context(watch.running())
-        say(_url(config.host, listener.getsockname()[1]))
-        server = uvicorn.Server(
-            uvicorn.Config(app, log_config=None, log_level="error", access_log=False, server_header=False, loop="asyncio",
-                           timeout_graceful_shutdown=1)
-        )  # fmt: skip
-        # In a thread, for uvicorn would send itself the signal once more at its end.
-        thread = threading.Thread(target=server.run, args=([listener],), name="pliant-dash", daemon=True)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: setattr(server, "should_exit", True))
-        thread.start()
-        thread.join()
+        say(_url("https" if config.tls_cert else "http", config.host, listener.getsockname()[1]))
+        until_signalled(server, listener)
+
+
+def _settings(config: DashConfig, app: Gate) -> uvicorn.Config:
+    settings = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        loop="asyncio",
+        timeout_graceful_shutdown=1,
+        ssl_certfile=config.tls_cert or None,
+        ssl_keyfile=config.tls_key or None,
+    )
+    return loaded(settings)
 
 
 def application(config: DashConfig, watch: Watch) -> Gate:
@@ -79,11 +89,21 @@ def application(config: DashConfig, watch: Watch) -> Gate:
     except ImportError:
         raise ConfigError(MISSING) from None
     from pliant.dashboard.acting import Acting
+    from pliant.dashboard.look import ICON
     from pliant.dashboard.page import lay_out
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     lay_out(watch, Acting(config.token))
-    ui.run_with(app, title="pliant", dark=None, tailwind=False, show_welcome_message=False, reconnect_timeout=10)
+    ui.run_with(
+        app,
+        title="pliant",
+        favicon=ICON,
+        dark=None,
+        language="en-US",
+        tailwind=False,
+        show_welcome_message=False,
+        reconnect_timeout=10,
+    )
     open_to = LOOPBACK | {config.host} if config.is_loopback else None
     return Gate(app, config.token, open_to=open_to)
 
@@ -100,6 +120,6 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def _url(host: str, port: int) -> str:
+def _url(scheme: str, host: str, port: int) -> str:
     bare = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
-    return f"http://{f'[{bare}]' if ':' in bare else bare}:{port}/"
+    return f"{scheme}://{f'[{bare}]' if ':' in bare else bare}:{port}/"

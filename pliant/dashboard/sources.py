@@ -130,6 +130,7 @@ def _source(given: str, environ: Mapping[str, str]) -> Source:
 def _at(url: str, environ: Mapping[str, str]) -> Source:
     """A cluster's server, or a job's config server, whichever answers."""
     server = find_server(url, environ=environ)
+    refusal: PliantError | None = None
     if server.url.rstrip("/").count("/") == 2:  # no path: a config server's address has one
         try:
             with LiveClient(server, timeout_s=ANSWER_S) as client:
@@ -137,12 +138,14 @@ def _at(url: str, environ: Mapping[str, str]) -> Source:
             return AtCluster(server, None)
         except ServerUnavailable as error:
             raise ConfigError(f"{error}") from None
-        except PliantError:
-            pass
+        except PliantError as error:
+            refusal = error
     token = environ.get("PLIANT_TOKEN", "")
     with ConfigClient(url, token, timeout_s=ANSWER_S) as client:
         try:
             client.state()
         except ServerUnavailable as error:
             raise ConfigError(f"{error}") from None
+        except PliantError as error:
+            raise refusal or error from None  # who wants a token says it best the first time
     return AtConfigServer(url, token)

@@ -62,6 +62,8 @@ class Story:
     """What the program has reported (the loss, say), by name and step."""
     figures: dict[str, Series] = field(default_factory=dict)
     """samples_per_s, step_s, batch_size (of all replicas together), workers, noise_scale, variance; by step."""
+    times: Series = field(default_factory=Series)
+    """When each step was done."""
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
     crews: list[Crew] = field(default_factory=list)
     links: Links | None = None
@@ -88,6 +90,11 @@ class Story:
         """Of the last step, or of the crew if it is newer."""
         told = self.figures["workers"].last if "workers" in self.figures else None
         return int(told) if told is not None else len(self.crews[-1].workers) if self.crews else 0
+
+    def step_at(self, time_s: float) -> int | None:
+        """The last step that was done by then; None: none was."""
+        step = self.times.x_at(time_s)
+        return None if step is None else int(step)
 
     def is_running(self, now_s: float) -> bool:
         return not self.over and self.num_facts > 0 and now_s - self.last_s < WORKING_S
@@ -124,7 +131,7 @@ class Story:
 
     def _undo(self, after: int) -> None:
         """The steps after this one have not happened."""
-        for series in (*self.values.values(), *self.figures.values()):
+        for series in (*self.values.values(), *self.figures.values(), self.times):
             series.cut(after)
         self.crews = [crew for crew in self.crews if crew.step <= after]
         self.events = deque((event for event in self.events if (event.step or 0) <= after), MOST_EVENTS)
@@ -132,6 +139,7 @@ class Story:
 
     def _step(self, fact: Fact) -> None:
         self.step, data = fact.step, fact.data
+        self.times.add(fact.step, fact.time_s)
         for name in ("samples_per_s", "step_s", "workers", *MEASURED):
             if (value := _number(data.get(name))) is not None and (value > 0 or name in MEASURED):
                 self.figures.setdefault(name, Series()).add(fact.step, value)

@@ -8,8 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,15 +16,6 @@ MAIN = (sys.executable, "-c", "from pliant.cli.main import main; main()")
 TOKEN = "the page's own token"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DEADLINE_S = 60.0
-
-
-def until(reached: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
-    """What `reached` gives, once that is something."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (found := reached()):
-        assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.05)  # pacing a poll with a deadline
-    return found
 
 
 def said(process: subprocess.Popen[str], pattern: str) -> str:
@@ -57,11 +46,16 @@ class Home:
         self.started.append(process)
         return process
 
-    def dash(self, *words: str) -> str:
+    def dash(self, *words: str, port: int = 0) -> str:
         """Start the page; its address."""
         (self.folder / "token").write_text(TOKEN)
-        process = self.start("dash", *words, "--port", "0", "--token-file", str(self.folder / "token"))
+        process = self.start("dash", *words, "--port", str(port), "--token-file", str(self.folder / "token"))
         return said(process, r"the page is at (\S+)")
+
+    def end_last(self) -> None:
+        """What was started last."""
+        self.started[-1].send_signal(signal.SIGTERM)
+        assert self.started[-1].wait(timeout=30) == 0
 
     def close(self) -> None:
         for process in self.started:
@@ -90,7 +84,8 @@ class Browser:
 
     def _complained(self, message: Any) -> None:
         # A page whose server has ended tries to reach it again, and says so.
-        if message.type == "error" and "ERR_CONNECTION" not in message.text:
+        told = ("ERR_CONNECTION", "WebSocket is already in CLOSING or CLOSED state")
+        if message.type == "error" and not any(words in message.text for words in told):
             self.errors.append(message.text)
 
     def _note(self, url: str) -> None:

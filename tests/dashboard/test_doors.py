@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
+import ssl
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
+import httpx
 import pytest
+import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from pliant.dashboard import server
 from pliant.dashboard.acting import Acting
 from pliant.dashboard.gate import LOOPBACK, Gate
 from pliant.dashboard.server import DashConfig
@@ -30,9 +38,11 @@ async def _greet(socket: WebSocket) -> None:
     await socket.close()
 
 
+APP = Starlette(routes=[Route("/", lambda request: PlainTextResponse("the page")), WebSocketRoute("/ws", _greet)])
+
+
 def client(*, loopback: bool) -> TestClient:
-    app = Starlette(routes=[Route("/", lambda request: PlainTextResponse("the page")), WebSocketRoute("/ws", _greet)])
-    return TestClient(Gate(app, TOKEN, open_to=LOOPBACK if loopback else None), base_url="http://127.0.0.1:9300")
+    return TestClient(Gate(APP, TOKEN, open_to=LOOPBACK if loopback else None), base_url="http://127.0.0.1:9300")
 
 
 def test_loopback_is_open_under_its_own_names_only() -> None:
@@ -61,6 +71,44 @@ def test_elsewhere_the_token_is_asked_for_once() -> None:
     assert client(loopback=False).get("/", cookies={"pliant_dash": "0" * 64}).status_code == 401
 
 
+def test_who_is_asked_for_the_token_is_told_where_it_is() -> None:
+    browser = client(loopback=False)
+    asked, wrong = browser.get("/").text, browser.post("/enter", data={"token": "guess"}).text
+    for form in (asked, wrong):
+        assert "PLIANT_TOKEN" in form
+        assert '<label for="token">' in form, "for who hears the page"
+        assert "http" not in form, "nothing is loaded from elsewhere"
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the program openssl, to make a certificate")
+def test_with_a_certificate_all_is_encrypted_and_the_cookie_stays_so(tmp_path: Path) -> None:
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    made = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=127.0.0.1"
+    made += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {cert}"
+    subprocess.run(made.split(), check=True, capture_output=True, timeout=60)
+    config = DashConfig(token=TOKEN, tls_cert=cert, tls_key=key)
+    listener = socket.create_server(("127.0.0.1", 0))
+    served = uvicorn.Server(server._settings(config, Gate(APP, TOKEN, open_to=None)))
+    thread = threading.Thread(target=served.run, args=([listener],), daemon=True)
+    thread.start()
+    try:
+        port = listener.getsockname()[1]
+        trusting = ssl.create_default_context(cafile=cert)
+        with httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=trusting, trust_env=False) as browser:
+            entered = browser.post("/enter", data={"token": TOKEN})
+            assert "; secure" in entered.headers["set-cookie"].lower()
+            assert browser.get("/").text == "the page"
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{port}/", trust_env=False)
+        assert server._url("https", "::1", port) == f"https://[::1]:{port}/"
+    finally:
+        served.should_exit = True
+        thread.join(timeout=20)
+        listener.close()
+    with pytest.raises(ConfigError, match="belong together"):
+        server._settings(DashConfig(token=TOKEN, tls_cert=cert, tls_key=cert), Gate(APP, TOKEN, open_to=None))
+
+
 def test_a_token_is_compared_whole() -> None:
     acting = Acting(TOKEN)
     assert acting.knows(TOKEN)
@@ -75,6 +123,7 @@ def test_a_token_is_compared_whole() -> None:
         (["--port", "x"], "--port 'x' is not a whole number"),
         (["--port", "70000"], "--port 70000"),
         (["--token-file", "no/such/file"], "cannot be read"),
+        (["--tls-cert", "cert.pem"], "give --tls-cert and --tls-key"),
     ],
     ids=lambda value: str(value)[:30],
 )

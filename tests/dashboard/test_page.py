@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 import records
-from pages import Browser, Home, said, until
+from pages import Browser, Home, said
+from patience import until
+from playwright.sync_api import Error as PlaywrightError
 
 from pliant.elastic.client import ConfigClient
 from pliant.launch.registry import running_jobs
@@ -23,6 +26,7 @@ LAST_X = """() => {
     return 0;
 }"""
 """How far the first curve goes."""
+FIRST_X = LAST_X.replace("data.at(-1)[0]", "data[0][0]")
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 
@@ -35,6 +39,13 @@ def fact(page: Any, name: str) -> str:
 def scrolls_sideways(page: Any) -> bool:
     root = "document.documentElement"
     return bool(page.evaluate(f"{root}.scrollWidth > {root}.clientWidth"))
+
+
+def is_drawn_anew(page: Any) -> bool:
+    try:
+        return bool(page.evaluate("window.old !== 1 && document.querySelector('canvas') !== null"))
+    except PlaywrightError:  # in the middle of it
+        return False
 
 
 def background(page: Any) -> str:
@@ -120,6 +131,15 @@ def test_much_is_drawn_soon_in_both_themes_and_on_a_phone(home: Home, browser: B
     assert page.locator(".square").count() == 1000
     assert page.get_by_text("the first 64 of 125 hosts").is_visible()
 
+    # Who cannot see it hears it; a part of it can be chosen, also by keys.
+    assert page.get_by_role("img", name="Loss: steps 0 to 100000: loss 0.").is_visible()
+    page.locator(".q-slider__thumb").first.focus()
+    page.keyboard.press("PageUp")
+    page.get_by_text("steps 5,000 to 100,000").wait_for()
+    until(lambda: page.evaluate(FIRST_X) > 4_900, "the chosen steps")
+    page.get_by_role("button", name="All steps").click()
+    until(lambda: page.evaluate(FIRST_X) < 10, "all steps again")
+
     # As the system says, then as the user does; the choice stays.
     dark = background(page)
     page.get_by_label("Theme").click()
@@ -150,3 +170,10 @@ def test_much_is_drawn_soon_in_both_themes_and_on_a_phone(home: Home, browser: B
         phone.get_by_role("heading", name=headline).wait_for()
         phone.locator("canvas").first.wait_for()
         assert not scrolls_sideways(phone)
+
+    # A page that was open when its server went away shows the job again once that is back.
+    home.end_last()
+    phone.get_by_text("Connection lost").wait_for()
+    phone.evaluate("window.old = 1")
+    assert home.dash(str(runs), port=urlsplit(url).port or 0) == url
+    until(lambda: is_drawn_anew(phone), "the page to come back")

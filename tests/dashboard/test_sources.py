@@ -16,15 +16,17 @@ from pathlib import Path
 import pytest
 import records
 import uvicorn
-from pages import Home, until
+from pages import Home
+from patience import until
 from rich.console import Console
 
+from pliant.cli import keys
 from pliant.cluster import View, Worker
 from pliant.dashboard.clusters import AtCluster
 from pliant.dashboard.jobs import ByCluster, ByConfigServer
 from pliant.dashboard.records import Records
 from pliant.dashboard.sources import Here, sources
-from pliant.dashboard.terminal import screen
+from pliant.dashboard.terminal import neighbour, screen
 from pliant.dashboard.watch import Watch
 from pliant.elastic.client import ConfigClient
 from pliant.elastic.membership import Limits
@@ -95,11 +97,52 @@ def test_a_running_job_is_found_with_its_record_and_resized(tmp_path: Path) -> N
         assert (job.state(0), job.control) == ("ended", None)
 
 
-def _text(watch: Watch) -> str:
-    console = Console(width=100)
+def _text(watch: Watch, wanted: str = "", height: int = 0) -> str:
+    console = Console(width=140)
     with console.capture() as shown:
-        console.print(screen(watch.seen, time.time(), 100))
+        console.print(screen(watch.seen, time.time(), 140, wanted, height))
     return shown.get()
+
+
+def test_a_terminal_shows_what_the_page_does(tmp_path: Path) -> None:
+    records.write(tmp_path / "grows" / "record.jsonl", records.training())
+    records.write(tmp_path / "speech" / "record.jsonl", records.federated(30))
+    (tmp_path / "grows" / "log").write_text("\x1b[31mstep 1200\x1b[0m: loss 0.2\n")
+    watch = Watch([Records(tmp_path)])
+    watch.look()
+    text = _text(watch, "grows")
+    for told in ("loss", "samples/s", "global batch", "512", "noise scale", "8 replicas on 10.0.0.1 ■■", "(AUTO)"):
+        assert told in text, told
+    assert "slowest 92.8 Mbit/s (10.0.0.2 → 10.0.0.3), fastest 960 Mbit/s (10.0.0.1 → 10.0.0.3)" in text
+    assert "a worker was lost: 6 → 5" in text
+    assert "gns: noise scale" in text, "a decision with its reason"
+    assert "step 1200: loss 0.2" in text, "the newest lines of its log, without what a terminal would obey"
+    text = _text(watch, "speech")
+    for told in ("accuracy in %", "round in s", "clients picked so far; round 30: 10 aggregated, "):
+        assert told in text, told
+    assert "no job is called ghost" in _text(watch, "ghost")
+    known = {job.name: job.key for job in watch.seen.jobs.values()}
+    below = neighbour(watch.seen, time.time(), "", 1)
+    assert {below, neighbour(watch.seen, time.time(), below, -1)} == set(known.values())
+    assert neighbour(watch.seen, time.time(), below, 1) == below, "there is an end"
+    for number in range(30):
+        watch.seen.job(f"more {number}", f"more {number}")
+    assert "and 23 more" in _text(watch, "more 29", height=27)
+    assert "more 29" in _text(watch, "more 29", height=27), "what is chosen stays in sight"
+
+
+def test_keys_are_taken_as_they_are_pressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with keys.pressed() as key:
+            os.write(ours, b"\x1b[B")
+            assert key(10, lambda: False) == keys.DOWN
+            assert key(0.01, lambda: False) == ""
+            assert key(10, lambda: True) == "", "a signal has come"
+            os.write(ours, b"q")
+            assert key(10, lambda: False) == "q"
+    os.close(ours)
 
 
 @contextmanager
@@ -154,6 +197,8 @@ def test_a_cluster_tells_who_had_what(tmp_path: Path) -> None:
         watch.look()
         assert job.control is None
         assert sources([server.url], {"PLIANT_TOKEN": "t"}), "an address is asked what it is"
+        with pytest.raises(ConfigError, match="the token we gave is not its own: set PLIANT_TOKEN"):
+            sources([server.url], {"PLIANT_TOKEN": "wrong"})
     watch.look()
     assert "no server answers" in next(iter(watch.seen.problems.values()))
 

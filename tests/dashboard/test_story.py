@@ -12,9 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pliant.dashboard import charts, charts_fed, pieces
-from pliant.dashboard.allocation import Happening, Stay, stays, used
-from pliant.dashboard.follow import LogFile, RecordFile
+from pliant.dashboard import charts, charts_cluster, charts_fed, charts_topology, pieces
+from pliant.dashboard.allocation import Happening, Stay, in_use, stays, used
+from pliant.dashboard.charts import Window
+from pliant.dashboard.follow import LogFile, RecordFile, plain
+from pliant.dashboard.job_page import grouped
+from pliant.dashboard.jobs import Job
+from pliant.dashboard.page import job_list
+from pliant.dashboard.seen import Seen
 from pliant.dashboard.series import Series, thin
 from pliant.dashboard.story import Crew, Story
 from pliant.dashboard.topology import Link, Node, lanes_of, picture
@@ -159,12 +164,19 @@ def test_damaged_and_unknown_facts_are_passed_over(broken: Fact) -> None:
 
 def test_the_map_of_workers_follows_the_views() -> None:
     story = told(crew(1, A, B), step(1), step(4), crew(5, A, B, C), step(5), step(9))
-    options, rows = charts.crew_map(story)
+    options, rows = charts.crew_map(story, Window.of(story))
     assert rows == 3
     found = [each["value"] for each in options["series"][0]["data"]]
     assert options["yAxis"]["data"] == [B, A, C] or options["yAxis"]["data"] == [A, B, C]
     by_name = sorted([options["yAxis"]["data"][row], *rest] for row, *rest in found)
     assert by_name == [[A, 0, 9, 2], [B, 0, 4, 2], [B, 4, 9, 1], [C, 4, 9, 1]]
+
+
+def test_the_map_of_workers_shows_the_chosen_steps_only() -> None:
+    story = told(crew(1, A, B), step(1), step(4), crew(5, A, B, C), step(5), step(9))
+    options, rows = charts.crew_map(story, Window.of(story, chosen=(6, 8)))
+    assert sorted(each["value"][1:] for each in options["series"][0]["data"]) == [[6, 8, 1], [6, 8, 1], [6, 8, 2]]
+    assert (options["xAxis"]["min"], options["xAxis"]["max"], rows) == (6, 8, 3)
 
 
 def test_each_worker_is_a_square_with_its_replicas() -> None:
@@ -183,6 +195,50 @@ def test_records_without_names_have_ranks() -> None:
     assert [each.workers for each in story.crews] == [("rank 0", "rank 1"), ("rank 0", "rank 1", "rank 2")]
 
 
+# --- what is drawn of a curve ---
+
+
+def test_a_part_of_many_steps_is_drawn_with_each_of_them() -> None:
+    story = told(*(step(number, loss=float(number % 7)) for number in range(1, 10_001)))
+    decided = fact("decision", 5050, policy="p", decision={"kind": "set_batch_size", "size": 16, "reason": "r"})
+    story.tell([decided, fact("view", 9000, old=2, new=3, pause_s=0, lost=False)])
+    window = Window.of(story, chosen=(5000, 5100))
+    (line,) = charts.curves(story.values, window)["series"]
+    assert [x for x, _ in line["data"]] == list(range(4999, 5102)), (
+        "one more on each side, so that it leaves the picture"
+    )
+    assert [each["xAxis"] for each in line["markLine"]["data"]] == [5050], "what happened elsewhere is not there"
+    assert "5000 to 5100: loss" in charts.spoken(story.values, window)
+    assert Window.of(story).end == 10_000
+    assert (Window.of(story, chosen=(50_000, None)).begin, Window.of(story, chosen=(0, 0)).end) == (9_999, 1)
+
+
+def test_values_of_other_kinds_do_not_share_a_scale() -> None:
+    def names(*given: str) -> list[list[str]]:
+        return [list(group) for group in grouped({name: Series() for name in given})]
+
+    assert names() == []
+    assert names("accuracy", "train_loss", "test_loss") == [["train_loss", "test_loss"], ["accuracy"]]
+    assert names("reward", "lr") == [["reward"], ["lr"]]
+    assert names("loss", "a", "b", "c", "d", "e") == [["loss"], ["a"], ["b"], ["c"], ["d", "e"]]
+
+
+def test_what_a_cluster_decides_is_on_the_curves_where_it_was_decided() -> None:
+    job = Job("k", "one", "here", story=told(*(step(number) for number in range(1, 11))))
+    job.happenings = [
+        Happening("one", 900.0, "submitted", "", {}),
+        Happening("one", 1004.5, "decision", "shrinks", {"cpu": 1}),
+        Happening("one", 1011.0, "finished", "", {}),
+    ]
+    events = [event for event in job.events if event.what in ("submitted", "decision", "finished")]
+    assert [(event.what, event.step, event.kind) for event in events] == [
+        ("submitted", None, "start"),
+        ("decision", 4, "decision"),
+        ("finished", 10, "end"),
+    ]
+    assert [(event.step, event.why) for event in Window.of(job.story, job.events).events] == [(4, "shrinks")]
+
+
 # --- topology ---
 
 
@@ -194,7 +250,7 @@ def test_a_topology_has_its_links_rates() -> None:
     found = picture(story.crews[-1], story.links)
     assert found.nodes == (Node(A, 1, True), Node(B, 1, False), Node(C, 1, False))
     assert found.links == (Link(1, 0, 1, None), Link(2, 0, 1, 25_000_000.0))
-    drawn = charts.graph(found)["series"][0]["links"]
+    drawn = charts_topology.graph(found)["series"][0]["links"]
     assert [each["label"]["formatter"] for each in drawn] == ["", "200 Mbit/s"]
 
 
@@ -203,7 +259,7 @@ def test_a_thousand_workers_are_drawn_as_hosts() -> None:
     story = told(crew(1, *names), step(1))
     begun_s = time.perf_counter()
     found = picture(story.crews[-1], None)
-    rows = charts.crew_map(story)[1]
+    rows = charts.crew_map(story, Window.of(story))[1]
     assert time.perf_counter() - begun_s < 2
     assert len(found.nodes) == 64
     assert found.nodes[0].workers == 8
@@ -237,6 +293,8 @@ def test_time_to_accuracy_and_who_was_picked() -> None:
     assert federation.accuracy.thinned(9) == [(1, 20), (2, 40), (3, pytest.approx(60))]
     assert (federation.time_to(40), federation.time_to(61)) == (2.0, None)
     assert federation.picks == {1: 1, 2: 2, 3: 2, 4: 1}
+    assert [each["data"][-1] for each in charts_fed.loss(federation)["series"]] == [[3, 0.333333], [3, 2.0]]
+    assert charts_fed.spoken(federation)["picked"].endswith("round 3: 3, 4")
     assert charts_fed.fairness(federation)["series"][0]["data"] == [2, 2]
     assert [each["data"] for each in charts_fed.picked(federation)["series"]] == [
         [[1, 1], [2, 2], [3, 3]],
@@ -272,9 +330,33 @@ def test_devices_over_time() -> None:
         "a": [(2, 2), (4, 2), (5, 1), (8, 0), (10, 0)],
         "b": [(2, 0), (4, 1), (5, 1), (8, 1), (10, 1)],
     }
-    options = charts.allocation(found, 4, 10)
+    options = charts_cluster.allocation(found, 4, 10)
     assert options["yAxis"]["max"] == 4
     assert options["series"][0]["data"][0] == [2000, 2]
+    assert in_use(found, 10, 4) == [(4, 3), (6, 2), (8, 1), (10, 1)]
+    assert charts_cluster.spoken(found, 4) == "4 devices; b has cpu=1"
+
+
+def test_a_cluster_with_many_jobs_is_drawn_with_those_that_had_most() -> None:
+    found = [Stay(f"job {number}", number, number + 5.0, 1 + number % 7, "") for number in range(1000)]
+    begun_s = time.perf_counter()
+    options = charts_cluster.allocation(found, 40, 2000)
+    assert time.perf_counter() - begun_s < 2
+    assert len(options["series"]) == charts_cluster.MOST_JOBS + 1
+    assert charts_cluster.OTHERS in [each["name"] for each in options["series"]]
+    assert all(len(each["data"]) <= charts_cluster.MOST_MOMENTS + 1 for each in options["series"])
+
+
+def test_a_long_list_is_cut_and_the_rest_is_a_click_away() -> None:
+    seen = Seen()
+    for number in range(5):
+        seen.job(f"/runs/{number}", f"job {number}").begun_s = float(number)
+    seen.job("/runs/5", "busy").told_state = "running"
+    shown = job_list(seen, 10.0, most=3)
+    assert re.findall("<b>(.*?)</b>", shown) == ["busy", "job 4", "job 3"]
+    assert 'href="/?all">All 6 jobs' in shown
+    assert "/?all" not in job_list(seen, 10.0)
+    assert "No jobs yet" in job_list(Seen(), 10.0)
 
 
 # --- files ---
@@ -319,7 +401,7 @@ def test_a_hundred_thousand_steps_are_drawn_at_once() -> None:
     random.seed(1)
     story = told(*(step(number, loss=3 / number**0.2 + random.random() / 9) for number in range(1, 100_001)))
     begun_s = time.perf_counter()
-    options = charts.curves(story.values, story)
+    options = charts.curves(story.values, Window.of(story))
     drawn_s = time.perf_counter() - begun_s
     assert story.step == 100_000
     assert len(json.dumps(options)) < 60_000
@@ -329,11 +411,15 @@ def test_a_hundred_thousand_steps_are_drawn_at_once() -> None:
 # --- what others have written ---
 
 
+def test_a_terminal_obeys_nothing_of_it() -> None:
+    assert plain("\x1b[31mred\x1b[0m\ttab\x1b]0;title\x07 \x9b2J\x08bell\x07") == "red\ttab 2Jbell"
+
+
 def test_text_of_others_is_escaped() -> None:
     evil = "<img src=x onerror=alert(1)>"
     decided = fact("decision", 1, policy=evil, decision={"kind": "resize", "workers": 3, "reason": evil})
     story = told(crew(1, evil, B), step(1), decided)
-    shown = charts.curves(story.values, story)["tooltip"][":formatter"]
-    drawn = charts.graph(picture(story.crews[-1], None))["series"][0]
+    shown = charts.curves(story.values, Window.of(story))["tooltip"][":formatter"]
+    drawn = charts_topology.graph(picture(story.crews[-1], None))["series"][0]
     assert "&lt;img" in shown
     assert "<img" not in shown + drawn["data"][0]["told"] + drawn["links"][0]["told"]
