@@ -34,8 +34,9 @@ import torch.distributed as dist
 
 from pliant.bench.models import resnet50
 from pliant.cluster import View, Worker
+from pliant.comm.device.config import DeviceGroupConfig
+from pliant.comm.device.group import DeviceGroup
 from pliant.comm.engine import Engine
-from pliant.comm.nccl import DeviceGroup, DeviceGroupConfig
 from pliant.elastic.session import Session
 from pliant.errors import ConfigError
 from pliant.identity import WorkerSpec

@@ -146,7 +146,8 @@ def device_group_steps(
     args: argparse.Namespace, spec: Any, rank: int, device: torch.device, amount: img_sec.Amount, facts: Any, say: Any
 ) -> Iterator[Iterator[None]]:
     """Each gradient by torch's own group as soon as it is there; the scheduler gives all workers one order."""
-    from pliant.comm.nccl import DeviceGroup, DeviceGroupConfig
+    from pliant.comm.device.config import DeviceGroupConfig
+    from pliant.comm.device.group import DeviceGroup
     from pliant.elastic.session import Session
 
     if spec is None:

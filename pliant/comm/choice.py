@@ -16,6 +16,7 @@ from pliant.comm import graph
 from pliant.comm.graph import Forest, Topology
 from pliant.comm.plan import Strategy
 from pliant.comm.slices import even_partition
+from pliant.errors import ConfigError
 
 Rates = Sequence[Sequence[float]]
 """Bytes per second from rank i to rank j."""
@@ -343,9 +344,14 @@ def is_faster(one: Strategy, other: Strategy, network: Network, num_bytes: float
 
 
 def parse(text: str | Sequence[int]) -> Strategy:
-    """A strategy as it is written: by its name, as fathers, or as fathers with commas between them."""
-    if not isinstance(text, str):
-        return Strategy("FOREST", tuple(int(father) for father in text))
-    if text[:1].isdecimal():
-        return Strategy("FOREST", tuple(int(father) for father in text.split(",")))
-    return Strategy(text.upper())
+    """A strategy as it is written: by its name, as fathers, or as fathers with commas between them.
+
+    Raises:
+        ConfigError: fathers that are no numbers.
+    """
+    if isinstance(text, str) and not text[:1].isdecimal():
+        return Strategy(text.upper())
+    try:
+        return Strategy("FOREST", tuple(map(int, text.split(",") if isinstance(text, str) else text)))
+    except ValueError:
+        raise ConfigError(f"strategy {text!r}: use a name, or the rank of everybody's father, such as 0,0,1") from None

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from pliant.comm.operation import Operation
+from pliant.comm.collective.operation import Operation
 from pliant.comm.shm import SharedMemory
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pliant.cluster import Worker
-from pliant.comm import wire
+from pliant.comm.transport import handshake
 from pliant.errors import CommError, ConfigError, HandshakeRefused
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class Mesh:
                 sock = self._dial(worker, deadline_s)
                 self._underway.add(sock)
                 binding, patience_s = _peer_certificate(sock), min(deadline_s, time.monotonic() + HANDSHAKE_S)
-                wire.greet(sock, self._config.secret, number, self._me, binding, patience_s)
+                handshake.greet(sock, self._config.secret, number, self._me, binding, patience_s)
                 return sock
             except HandshakeRefused as error:
                 sock.close() if sock else None
@@ -194,14 +194,14 @@ class Mesh:
                 sock = self._server_tls.wrap_socket(sock, server_side=True)
                 self._underway.add(sock)
                 binding = _own_certificate(self._config.tls_cert)
-            worker = wire.answer(sock, self._config.secret, binding, deadline_s)
+            worker = handshake.answer(sock, self._config.secret, binding, deadline_s)
             if self._begin(worker, deadline_s):
                 coming = worker
             if coming is None or not self._door.admit(worker):
                 reason = f"{worker} is not expected here, or already connected"
-                wire.turn_away(sock, reason, deadline_s)
+                handshake.turn_away(sock, reason, deadline_s)
                 raise HandshakeRefused(reason)
-            wire.welcome(sock, deadline_s)
+            handshake.welcome(sock, deadline_s)
             self._door.take(worker, sock)
         except (CommError, OSError, ValueError) as error:
             if not self._closing:

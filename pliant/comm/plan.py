@@ -90,8 +90,6 @@ class Step:
 
     begin: int
     end: int
-    num_own: int
-    """How many operands are this rank's own."""
     children: tuple[tuple[int, int], ...]
     """Who sends operands, and how many each."""
     folds: tuple[tuple[int, int, tuple[int, ...]], ...]
@@ -184,7 +182,6 @@ def _reducing(
         steps[index] = Step(
             begin=piece.begin,
             end=piece.end,
-            num_own=len(blocks[me]),
             children=_children(spec, tree, blocks, raw, me, piece),
             folds=folds,
             passed_on=fold.passed_on if tree.reduce_to[me] != me or not folds else (),
@@ -321,7 +318,6 @@ def _telling(spec: Spec, tree: Topology, me: int, begin: int, end: int, origin: 
     return Step(
         begin=begin,
         end=end,
-        num_own=0,
         children=(),
         folds=(),
         passed_on=(),

@@ -20,9 +20,9 @@ import torch
 
 from pliant.cluster import View, Worker
 from pliant.comm.engine import Engine, EngineConfig
-from pliant.comm.link import Link
 from pliant.comm.mesh import Mesh, MeshConfig
 from pliant.comm.reactor import Errand
+from pliant.comm.transport.link import Link
 from pliant.comm.workshop import Workshop
 from pliant.errors import CommError, ConfigError, HandshakeRefused
 
@@ -38,7 +38,8 @@ class Station:
         self._config = config
         self._workshop = Workshop(me, heartbeat_timeout_s=config.heartbeat_timeout_s, linger_s=config.linger_s)
         self._reactor = self._workshop.reactor
-        self._reactor.on_change = self._wake
+        self._connections = self._workshop.connections
+        self._connections.on_change = self._wake
         self._mesh = Mesh(me, mesh, self)
         self._engine: Engine | None = None
         self._changed = threading.Condition()
@@ -82,15 +83,15 @@ class Station:
     @property
     def on_lost(self) -> Callable[[Worker, str], None] | None:
         """Called when a connection broke without a goodbye, or a peer fell silent; on the engine's thread: be quick."""
-        return self._reactor.on_lost
+        return self._connections.on_lost
 
     @on_lost.setter
     def on_lost(self, call: Callable[[Worker, str], None] | None) -> None:
-        self._reactor.on_lost = call
+        self._connections.on_lost = call
 
     def is_connected(self, worker: Worker) -> bool:
         """Whether there is a connection to `worker` that is not known to be dead."""
-        link = self._reactor.links.get(worker)
+        link = self._connections.links.get(worker)
         return link is not None and not link.said_bye
 
     def connect(
@@ -172,7 +173,7 @@ class Station:
             free.append(value)
             done.set()
 
-        self._reactor.post(Errand(lambda: self._reactor.probe(worker, answer), lambda _: answer(False)))
+        self._reactor.post(Errand(lambda: self._connections.claim(worker, answer), lambda _: answer(False)))
         done.wait()
         return free[0]
 
@@ -183,9 +184,10 @@ class Station:
             CommError: the station is closed; so is the connection.
         """
         shared = worker.host == self._me.host
-        link = Link(-1, worker, sock, shared=shared, receiver=self._reactor.lobby, view=-1)
+        lobby, unsent = self._connections.lobby, self._connections.unsent
+        link = Link(-1, worker, sock, shared=shared, receiver=lobby, unsent=unsent, view=-1)
         try:
-            self._call(lambda: self._reactor.add(link))
+            self._call(lambda: self._connections.add(link))
         except CommError:
             link.close()
             raise

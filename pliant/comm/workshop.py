@@ -1,4 +1,4 @@
-"""What the engines of one worker have in common, whatever the view: memory, stored tensors, the thread, the GPU's copies."""
+"""What the engines of one worker have in common in all views: memory, stored tensors, connections, thread, GPU copies."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from collections.abc import Sequence
 import torch
 
 from pliant.cluster import Worker
+from pliant.comm.connections import Connections
 from pliant.comm.cuda import CudaStage
 from pliant.comm.reactor import Reactor
 from pliant.comm.shm import SharedMemory
 from pliant.comm.store import Store
+from pliant.comm.transport.poller import Poller
 
 
 class Workshop:
@@ -21,7 +23,9 @@ class Workshop:
     def __init__(self, me: Worker, *, heartbeat_timeout_s: float, linger_s: float) -> None:
         self.memory = SharedMemory()
         self.store = Store()
-        self.reactor = Reactor(me, heartbeat_timeout_s=heartbeat_timeout_s, linger_s=linger_s)
+        poller = Poller()
+        self.connections = Connections(me, poller, heartbeat_timeout_s=heartbeat_timeout_s)
+        self.reactor = Reactor(self.connections, poller, linger_s=linger_s)
         self._cuda: CudaStage | None = None
         self._making = threading.Lock()
 

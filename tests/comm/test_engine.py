@@ -17,6 +17,7 @@ from gang import FULL
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.graph import STRATEGIES
 from pliant.comm.kernels import dtype_name
+from pliant.comm.latency import latencies, minimum_spanning_tree
 from pliant.comm.loopback import engines, view_of
 from pliant.comm.plan import Spec, Strategy, make_plan
 from pliant.errors import CollectiveTimeout, CommError, ConfigError, EngineClosed, Mismatch, NotStored, WorkerLost
@@ -294,10 +295,10 @@ def test_throughput_latencies_and_the_spanning_tree() -> None:
         assert all(lane.bytes_per_s > 0 for lane in lanes.values())
         assert ranks[0].throughput() == {}
         for row, engine in enumerate(ranks):
-            found = engine.latencies()
+            found = latencies(engine)
             assert found[row] == 0
             assert all(0 < s < 5 for rank, s in enumerate(found) if rank != row)
-        trees = on_all(ranks, lambda engine: engine.minimum_spanning_tree())
+        trees = on_all(ranks, minimum_spanning_tree)
         assert trees[0] == trees[1] == trees[2]
         assert trees[0][0] == 0
 

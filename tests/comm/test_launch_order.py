@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pliant.comm.launch_order import Agreed, LaunchOrder, Release, Settle, Submitted, check_equal
+from pliant.comm.device.launch_order import Agreed, LaunchOrder, Release, Settle, Submitted, check_equal
 from pliant.errors import ConfigError, Mismatch
 
 

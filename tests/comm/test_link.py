@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from pliant.cluster import Worker
-from pliant.comm.link import Link, header
-from pliant.comm.wire import HEADER, Frame, Kind
+from pliant.comm.transport.link import Link
+from pliant.comm.transport.wire import HEADER, Frame, Kind, header
 from pliant.errors import CommError
 
 PEER = Worker("127.0.0.1", 10000)
@@ -38,7 +38,7 @@ class Ear:
 def pair() -> Iterator[tuple[Link, Link, Ear]]:
     ours, theirs = socket.socketpair()
     ear = Ear()
-    sender, receiver = (Link(0, PEER, sock, shared=True, receiver=ear) for sock in (ours, theirs))
+    sender, receiver = (Link(0, PEER, sock, shared=True, receiver=ear, unsent=set()) for sock in (ours, theirs))
     yield sender, receiver, ear
     sender.close()
     receiver.close()
@@ -86,7 +86,7 @@ def test_frames_cut_at_every_byte_arrive_whole(pair: tuple[Link, Link, Ear]) -> 
         + header(Kind.BCAST, 0, seq=4, length=0)
     )  # fmt: skip
     mine, theirs = socket.socketpair()
-    link = Link(0, PEER, theirs, shared=False, receiver=ear)
+    link = Link(0, PEER, theirs, shared=False, receiver=ear, unsent=set())
     for byte in stream:
         mine.send(bytes([byte]))
         link.read(0.0)
@@ -159,7 +159,7 @@ def test_what_was_queued_in_one_view_leaves_before_the_next(pair: tuple[Link, Li
     receiver.view = 2
     exchange(sender, receiver)
     assert [seq for _, seq, _ in ear.heard] == [3, 2, 1, 4, 6, 5]
-    assert not sender.has_output
+    assert not sender.flush(0.0)
 
 
 def test_the_rest_of_an_old_payload_goes_nowhere(pair: tuple[Link, Link, Ear]) -> None:

@@ -25,16 +25,17 @@ import torch
 from gang import SECRET, Gang, addresses, gang, joined, left_behind, listen, say, specs, told
 
 from pliant.cluster import View, Worker
-from pliant.comm import mesh, wire
+from pliant.comm import mesh
 from pliant.comm.engine import Engine
 from pliant.comm.mesh import HANDSHAKE_S, MAX_STRANGERS
+from pliant.comm.transport import handshake
 from pliant.errors import HandshakeRefused
 from pliant.identity import WorkerSpec
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server", "no_leaks")]
 
 HELLO = struct.Struct("<6sHIB")
-"""As documented in comm/wire.py, written down again: a change of the protocol must show."""
+"""As documented in comm/transport/handshake.py, written down again: a change of the protocol must show."""
 
 
 # --- in the workers ---
@@ -172,7 +173,7 @@ both_ways = pytest.mark.parametrize("way", [Job.tcp, Job.unix], ids=["tcp", "uni
 Way = Callable[[Job, str], socket.socket]
 
 
-def greeting(job: Job, *, protocol: int = wire.PROTOCOL, view: int = 5, name: str = "") -> bytes:
+def greeting(job: Job, *, protocol: int = handshake.PROTOCOL, view: int = 5, name: str = "") -> bytes:
     text = (name or str(job.members[2].worker)).encode()
     return HELLO.pack(b"PLIANT", protocol, view, len(text)) + text + os.urandom(16)
 
@@ -232,10 +233,10 @@ def test_our_own_client_says_why_it_was_refused(way: Way) -> None:
         late = time.monotonic() + 20
         # It notices first that the other side has another secret, and hangs up.
         with way(job, "closed") as sock, pytest.raises(HandshakeRefused, match="does not know this job's secret"):
-            wire.greet(sock, b"another", 5, job.members[2].worker, b"", late)
+            handshake.greet(sock, b"another", 5, job.members[2].worker, b"", late)
         for view in (5, 7):  # from whatever view it comes
             with way(job, "already connected") as sock, pytest.raises(HandshakeRefused, match="already connected"):
-                wire.greet(sock, SECRET, view, job.members[2].worker, b"", late)
+                handshake.greet(sock, SECRET, view, job.members[2].worker, b"", late)
 
 
 def test_garbage_and_silence() -> None:

@@ -21,15 +21,17 @@ import torch
 from gang import FULL, addresses, gang, joined, left_behind, specs
 
 from pliant.cluster import Worker
-from pliant.comm import link as link_module
-from pliant.comm.link import Link, header
-from pliant.comm.wire import Frame, Kind
+from pliant.comm.transport import link as link_module
+from pliant.comm.transport.link import Link
+from pliant.comm.transport.wire import Frame, Kind, header
 from pliant.identity import WorkerSpec
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.usefixtures("fork_server", "no_leaks"),
-    pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the program openssl, to make certificates: apt install openssl"),
+    pytest.mark.skipif(
+        shutil.which("openssl") is None, reason="needs the program openssl, to make certificates: apt install openssl"
+    ),
 ]
 
 MARK = 1234.5
@@ -192,7 +194,7 @@ def test_what_tls_has_already_decrypted_is_not_left_lying(
     monkeypatch.setattr(link_module, "READ_BYTES", 4 * record)
     sender, receiver = tls_pair(certificates[0])
     ear = Ear()
-    link = Link(0, Worker("127.0.0.1", 1), receiver, shared=False, receiver=ear)
+    link = Link(0, Worker("127.0.0.1", 1), receiver, shared=False, receiver=ear, unsent=set())
     with sender:
         # A short record first, so that what a link reads in one turn ends within the fifth one: with the
         # payload's last byte. The frame behind it is decrypted along with it.
@@ -213,7 +215,7 @@ def test_a_blocked_write_is_tried_again_in_full_though_less_may_be_written_at_on
     """OpenSSL calls it a bad retry otherwise, and the connection is gone."""
     ends = tls_pair(certificates[0])
     ear = Ear()
-    sender, receiver = (Link(0, Worker("127.0.0.1", 1), end, shared=False, receiver=ear) for end in ends)
+    sender, receiver = (Link(0, Worker("127.0.0.1", 1), end, shared=False, receiver=ear, unsent=set()) for end in ends)
     payload = memoryview(bytes(4 << 20))
     sender.send(0, header(Kind.BCAST, 0, seq=5, length=len(payload)), [payload], None)
     for _ in range(100):  # until nothing fits any more

@@ -10,9 +10,10 @@ from unittest import mock
 
 import torch
 
-from pliant.comm import core, order
+from pliant.comm import order
+from pliant.comm.collective.operation import Operation
+from pliant.comm.collective.steps import Steps
 from pliant.comm.engine import Engine
-from pliant.comm.operation import Operation
 from pliant.comm.reactor import Errand
 from pliant.train import rng, trainer
 from pliant.train.data.stream import Stream
@@ -151,13 +152,13 @@ def nothing_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def withholding(first: int = 3) -> Iterator[None]:
     """From this step of a view on, this worker's part of all sums but the most urgent ones is never done. Over TCP only."""
-    original = core.Core._step
+    original = Steps._take
 
-    def step(self: core.Core, operation: Operation, index: int) -> None:
+    def step(self: Steps, operation: Operation, index: int) -> None:
         if not (_is_gradient(operation) and operation.priority > 0 and operation.seq >= first - 1):
             original(self, operation, index)
 
-    with mock.patch.object(core.Core, "_step", step):
+    with mock.patch.object(Steps, "_take", step):
         yield
 
 
@@ -169,13 +170,13 @@ def withholding_the_last_of_an_epoch() -> contextlib.AbstractContextManager[None
 def slow_rest() -> Iterator[None]:
     """All sums but the most urgent ones are done when the program has updated its first layer, as if the network were
     slow; or when it waits for everything. Over TCP only."""
-    held: list[tuple[core.Core, Operation, int]] = []
+    held: list[tuple[Steps, Operation, int]] = []
     engines: list[Engine] = []
     flowing = False
-    step, work_in = core.Core._step, trainer.Trainer.work_in
+    step, work_in = Steps._take, trainer.Trainer.work_in
     take_in, flush, leftover = Crossing._take_in, Crossing.flush, Crossing.leftover
 
-    def held_step(self: core.Core, operation: Operation, index: int) -> None:
+    def held_step(self: Steps, operation: Operation, index: int) -> None:
         if _is_gradient(operation) and operation.priority > 0 and not flowing:
             held.append((self, operation, index))
         else:
@@ -211,7 +212,7 @@ def slow_rest() -> Iterator[None]:
         return found
 
     with (
-        mock.patch.object(core.Core, "_step", held_step),
+        mock.patch.object(Steps, "_take", held_step),
         mock.patch.object(trainer.Trainer, "work_in", noted_work_in),
         mock.patch.object(Crossing, "_take_in", noted_take_in),
         mock.patch.object(Crossing, "flush", noted_flush),

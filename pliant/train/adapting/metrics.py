@@ -19,6 +19,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric, UnknownMetricFamil
 from prometheus_client.registry import Collector
 
 from pliant.comm.engine import Engine
+from pliant.comm.latency import latencies
 from pliant.errors import CommError, ConfigError
 from pliant.monitor import StallDetector
 from pliant.policy import Observation
@@ -130,7 +131,7 @@ class Metrics(Collector):
 
     def _ping(self, engine: Engine) -> None:
         with contextlib.suppress(CommError):  # a view that is ending; the next one answers again
-            found = engine.latencies(LATENCY_TIMEOUT_S)
+            found = latencies(engine, LATENCY_TIMEOUT_S)
             self._latencies = {
                 str(worker): seconds
                 for rank, (worker, seconds) in enumerate(zip(engine.view.workers, found, strict=True))

@@ -51,7 +51,7 @@ class _Backend(Protocol):
 
 
 class TorchGroup:
-    """Collectives of some ranks of a view by torch. Made by `open_group`; the root is always the first of them."""
+    """Collectives of some ranks of a view by torch. Made by `Rendezvous.group`; the root is always the first of them."""
 
     def __init__(self, backend: c10d.Backend, op: str) -> None:
         self._backend: _Backend | None = cast(_Backend, backend)

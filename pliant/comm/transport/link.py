@@ -1,11 +1,11 @@
 """One connection to one peer: frames out in the order of their priority, frames in as they come.
 
 A stream socket that never blocks. The engine's thread calls `read` and `flush`; no other thread
-touches a link. Control frames overtake data, data goes by priority, and a frame that has begun is
-finished first; so slices must be small, and so must what the kernel holds below us.
+touches a link. What leaves next is `outbox`'s to say. A frame that has begun is finished first; so
+slices must be small, and so must what the kernel holds below us.
 
-A link outlives views. What was queued in one view leaves before anything of the next. A frame of a
-view that this worker has not entered stops the reading until it has; nothing of it is lost.
+A link outlives views. A frame of a view that this worker has not entered stops the reading until it
+has; nothing of it is lost.
 """
 
 from __future__ import annotations
@@ -15,26 +15,22 @@ import contextlib
 import os
 import socket
 import ssl
-import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pliant.cluster import Worker
 from pliant.comm.shm import Arena
-from pliant.comm.slices import PriorityQueue
 from pliant.comm.telemetry import Delivered
-from pliant.comm.wire import ANYTIME, BULK, HEADER, MAX_CONTROL_BYTES, Frame, Kind
+from pliant.comm.transport import tcp
+from pliant.comm.transport.outbox import Outbox
+from pliant.comm.transport.wire import ANYTIME, BULK, HEADER, KIND, LENGTH, MAX_CONTROL_BYTES, VIEW, Frame
 from pliant.errors import CommError
 
 WRITE_BYTES = 128 << 10
 """At most this much is handed to the kernel at once, and at most this much may lie there unsent, if not told otherwise."""
-FRAGMENT = 1
-"""The flag of a frame that carries a part of a payload; `extra` says where it begins, and how long the whole is."""
 LEAST_FRAGMENT_BYTES = 24 << 10
 LEAST_WRITE_BYTES = 8 << 10
-TOGETHER_BYTES = 16 << 10
-"""Frames are put together until they are this large: a system call has its price."""
 READ_BYTES = 1 << 20
 """At most about this much is taken in from one peer before the others have their turn."""
 BUFFER_BYTES = 64 << 10
@@ -42,12 +38,6 @@ BUFFER_BYTES = 64 << 10
 PATIENCE_S = 0.004
 PATIENCE_BYTES = 256 << 10
 _BLOCKED = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-_TCP_INFO_BYTES = 168
-"""As much of Linux' tcp_info as is looked at: tcpi_min_rtt is at 148, tcpi_delivery_rate at 160."""
-_MIN_RTT, _DELIVERY_RATE = struct.Struct("=I"), struct.Struct("=Q")
-_ACKNOWLEDGED_AT, _BUSY_AT, _FULL_AT = 120, 168, 176
-"""Of tcpi_bytes_acked, tcpi_busy_time and tcpi_rwnd_limited."""
-_UNKNOWN = 0xFFFFFFFF
 _FD_BYTES = array.array("i").itemsize
 _NOWHERE = memoryview(bytearray(256 << 10))
 """Where payloads go that nobody wants."""
@@ -70,10 +60,19 @@ class Link:
     """A connected, authenticated socket to `worker`.
 
     `receiver` takes the frames of `view`, and until another one is entered also all that belong to no view.
+    Whenever there is something to write, the link puts itself into `unsent`; whoever flushes it takes it out.
     """
 
     def __init__(
-        self, rank: int, worker: Worker, sock: socket.socket, *, shared: bool, receiver: Receiver, view: int = 0
+        self,
+        rank: int,
+        worker: Worker,
+        sock: socket.socket,
+        *,
+        shared: bool,
+        receiver: Receiver,
+        unsent: set[Link],
+        view: int = 0,
     ) -> None:
         self.rank = rank
         """The peer's rank in this worker's view; negative if it is not in it."""
@@ -99,18 +98,18 @@ class Link:
         self.last_sent_s = 0.0
         self.fds: deque[int] = deque()
         """Descriptors received and not yet claimed."""
+        self.fragment_bytes = 0
+        """Payloads are sent in fragments of about this size, so that others can overtake them; 0: whole."""
         self._lobby = self._receiver = receiver
         self._bulk_receiver = receiver
         self._plain = not isinstance(sock, ssl.SSLSocket)
-        self._control = bytearray()
-        self._with_fds: deque[tuple[bytes, int]] = deque()
-        self._data: PriorityQueue[tuple[list[memoryview], Callable[[], None] | None]] = PriorityQueue()
-        self._elder: deque[tuple[list[memoryview], Callable[[], None] | None]] = deque()
-        """What was queued in earlier views."""
-        self._current: deque[tuple[memoryview, Callable[[], None] | None]] = deque()
-        """What is on its way to the kernel, and what to call when each is there. Nothing can overtake it any more."""
-        self._current_bytes = 0
-        self._current_fds: list[int] = []
+        self._outbox = Outbox()
+        self._unsent = unsent
+        self._write_bytes = WRITE_BYTES
+        self._blocked_bytes = 0
+        """How much TLS was given when it could not write it; 0: it could."""
+        self._kernel_bytes = 0
+        """What the kernel was told to keep at most; 0: nothing."""
         self._buffer = bytearray(BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._begin = self._end = 0
@@ -121,64 +120,14 @@ class Link:
         self._bulk_began_s = 0.0
         self._rate_bytes_per_s = 0.0
         self._low_water = 1
-        self._write_bytes = WRITE_BYTES
-        self._blocked_bytes = 0
-        """How much TLS was given when it could not write it; 0: it could."""
-        self.fragment_bytes = 0
-        """Payloads are sent in fragments of about this size, so that others can overtake them; 0: whole."""
-        self._buffer_bytes = 0
-        """What the kernel was told to keep at most; 0: nothing."""
-        self._patient = self._plain and sock.family in (socket.AF_INET, socket.AF_INET6)
+        self._patient = self._plain and tcp.is_tcp(sock)
         sock.setblocking(False)
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.keep_below(WRITE_BYTES, first=True)
-
-    def keep_below(self, num_bytes: int, *, first: bool = False) -> None:
-        """Hand the kernel at most about this much at a time: what has left the priority queue cannot be overtaken."""
-        self._write_bytes = max(LEAST_WRITE_BYTES, num_bytes)
-        if not first:
-            self.fragment_bytes = max(LEAST_FRAGMENT_BYTES, num_bytes)
-        lowat = getattr(socket, "TCP_NOTSENT_LOWAT", None)
-        if lowat is not None and self.sock.family in (socket.AF_INET, socket.AF_INET6):
-            self.sock.setsockopt(socket.IPPROTO_TCP, lowat, self._write_bytes // 3)
-
-    def delivered(self) -> Delivered | None:
-        """What the other end has acknowledged so far; None where this is no TCP connection, or no more. From any thread."""
-        if self.sock.family not in (socket.AF_INET, socket.AF_INET6):
-            return None
-        try:
-            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _FULL_AT + 8)
-        except OSError:
-            return None
-        if len(info) < _FULL_AT + 8:  # a kernel before 4.10
-            return None
-        places = (_ACKNOWLEDGED_AT, _BUSY_AT, _FULL_AT)
-        acknowledged, busy_us, full_us = (_DELIVERY_RATE.unpack_from(info, at)[0] for at in places)
-        # Not the time for which the other end had no room: then its process is late, and not the network.
-        return Delivered(acknowledged, (busy_us - full_us) / 1e6)
-
-    def fit_buffer(self) -> None:
-        """Let the kernel keep no more unacknowledged than the path needs: the rest would lie in queues on the way, where
-        no priority reaches it. Called now and then, because the path is found out by sending."""
-        info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        if self.shared or len(info) < _TCP_INFO_BYTES:
-            return
-        (min_rtt_us,), (bytes_per_s,) = _MIN_RTT.unpack_from(info, 148), _DELIVERY_RATE.unpack_from(info, 160)
-        # Four times what is on the path at the rate seen: if it was this buffer that held the rate down, it grows.
-        path_bytes = 0 if min_rtt_us == _UNKNOWN else 4 * bytes_per_s * min_rtt_us // 1_000_000
-        wanted = max(self._write_bytes // 2, path_bytes)
-        if not 0.8 < wanted / max(1, self._buffer_bytes) < 1.25:
-            self._buffer_bytes = wanted
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wanted)
+        tcp.send_at_once(sock)
+        tcp.limit_unsent(sock, WRITE_BYTES // 3)
 
     def enter(self, view: int, rank: int, receiver: Receiver) -> None:
         """Go on in another view. Whatever arrives of the old one from now on is no longer the old receiver's."""
-        if self._control:
-            self._elder.append(([memoryview(bytes(self._control))], None))
-            self._control.clear()
-        while len(self._data):
-            self._elder.append(self._data.pop())
+        self._outbox.end_view()
         if self._bulk is not None:
             self.divert()
             self._bulk_receiver = self._lobby
@@ -188,87 +137,44 @@ class Link:
 
     def say(self, header: bytes, payload: bytes = b"", fd: int | None = None) -> None:
         """Queue a control frame: it leaves before all data that has not begun to."""
-        if fd is not None:
-            # Alone, and before all else: the kernel passes only so many descriptors at a time, and
-            # what is said next may speak of this one.
-            self._with_fds.append((header + payload, fd))
-            return
-        self._control += header
-        self._control += payload
+        self._outbox.say(header, payload, fd)
+        self._unsent.add(self)
 
     def send(
         self, priority: int, header: bytes, payload: Sequence[memoryview], on_sent: Callable[[], None] | None
     ) -> None:
         """Queue a data frame; `on_sent` is called when its last byte is with the kernel."""
-        self._data.push(priority, ([memoryview(header), *payload], on_sent))
-
-    @property
-    def has_output(self) -> bool:
-        return bool(self._current or self._with_fds or self._elder or self._control or len(self._data))
+        self._outbox.data.push(priority, ([memoryview(header), *payload], on_sent))
+        self._unsent.add(self)
 
     def flush(self, now_s: float) -> bool:
         """Write what can be written now; True if more waits. Raises OSError when the connection is gone."""
-        while self._fill():
-            asked = min(self._current_bytes, self._write_bytes)
+        outbox, limit = self._outbox, self._write_bytes
+        while outbox.fill():
+            asked = min(outbox.num_bytes, limit)
             try:
-                sent = self._write()
+                if not self._plain:
+                    sent = self._write_tls(outbox.first)
+                elif outbox.fds:
+                    sent = self._write_with_fds(outbox.fds)
+                else:
+                    sent = self.sock.sendmsg(outbox.views(limit))
             except _BLOCKED:
                 return True
             self.last_sent_s = now_s
             self.sent_bytes += sent
-            self._advance(sent)
-            if not self.shared and sent >= self._write_bytes:
-                return self.has_output
+            outbox.advance(sent)
+            if not self.shared and sent >= limit:
+                return bool(outbox)
             if sent < asked and self._plain:
                 return True  # the kernel takes no more
         return False
 
-    def _fill(self) -> bool:
-        """Have something to write, and small frames together."""
-        while self._current_bytes < TOGETHER_BYTES and not self._current_fds:
-            if self._with_fds:
-                if self._current:
-                    break
-                frame, fd = self._with_fds.popleft()
-                self._add(([memoryview(frame)], None))
-                self._current_fds = [fd]
-            elif self._elder:
-                self._add(self._elder.popleft())
-            elif self._control:
-                self._add(([memoryview(bytes(self._control))], None))
-                self._control.clear()
-            elif len(self._data):
-                self._add(self._data.pop())
-            else:
-                break
-        return bool(self._current)
-
-    def _add(self, frame: tuple[list[memoryview], Callable[[], None] | None]) -> None:
-        views, sent = frame
-        for view in views[:-1]:
-            self._current.append((view, None))
-            self._current_bytes += len(view)
-        self._current.append((views[-1], sent))
-        self._current_bytes += len(views[-1])
-
-    def _write(self) -> int:
-        if not self._plain:
-            return self._write_tls(self._current[0][0])
-        if self._current_bytes <= self._write_bytes:
-            ready = [view for view, _ in self._current]
-        else:
-            ready, room = [], self._write_bytes
-            for view, _ in self._current:
-                ready.append(view[:room])
-                room -= len(ready[-1])
-                if room == 0:
-                    break
-        if self._current_fds:
-            fds = array.array("i", self._current_fds)
-            sent = self.sock.sendmsg(ready, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)])
-            self._current_fds = []
-            return sent
-        return self.sock.sendmsg(ready)
+    def _write_with_fds(self, fds: list[int]) -> int:
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+        sent = self.sock.sendmsg(self._outbox.views(self._write_bytes), ancillary)
+        fds.clear()
+        return sent
 
     def _write_tls(self, view: memoryview) -> int:
         # A write that blocked must be tried again with no less: part of it may be encrypted already.
@@ -278,17 +184,29 @@ class Link:
         self._blocked_bytes = 0
         return sent
 
-    def _advance(self, sent: int) -> None:
-        current = self._current
-        self._current_bytes -= sent
-        while current and sent >= len(current[0][0]):
-            view, done = current.popleft()
-            sent -= len(view)
-            if done is not None:
-                done()
-        if sent:
-            view, done = current[0]
-            current[0] = (view[sent:], done)
+    # --- how much lies below us ---
+
+    def keep_below(self, num_bytes: int) -> None:
+        """Hand the kernel at most about this much at a time: what has left the priority queue cannot be overtaken."""
+        self._write_bytes = max(LEAST_WRITE_BYTES, num_bytes)
+        self.fragment_bytes = max(LEAST_FRAGMENT_BYTES, num_bytes)
+        tcp.limit_unsent(self.sock, self._write_bytes // 3)
+
+    def fit_buffer(self) -> None:
+        """Let the kernel keep no more unacknowledged than the path needs: the rest would lie in queues on the way, where
+        no priority reaches it. Called now and then, because the path is found out by sending."""
+        path_bytes = None if self.shared else tcp.path_bytes(self.sock)
+        if path_bytes is None:
+            return
+        # Four times what is on the path at the rate seen: if it was this buffer that held the rate down, it grows.
+        wanted = max(self._write_bytes // 2, 4 * path_bytes)
+        if not 0.8 < wanted / max(1, self._kernel_bytes) < 1.25:
+            self._kernel_bytes = wanted
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wanted)
+
+    def delivered(self) -> Delivered | None:
+        """What the other end has acknowledged so far; None where this is no TCP connection, or no more. From any thread."""
+        return tcp.delivered(self.sock)
 
     # --- in ---
 
@@ -375,14 +293,14 @@ class Link:
     def _parse(self, now_s: float) -> None:
         while self._end - self._begin >= HEADER.size:
             frame: Frame = HEADER.unpack_from(self._buffer, self._begin)
-            length = frame[8]
+            length = frame[LENGTH]
             receiver = self._receiver
-            if frame[3] != self.view:
-                if frame[3] > self.view and frame[0] not in ANYTIME:
+            if frame[VIEW] != self.view:
+                if frame[VIEW] > self.view and frame[KIND] not in ANYTIME:
                     self.paused = True
                     return
                 receiver = self._lobby
-            if frame[0] in BULK:
+            if frame[KIND] in BULK:
                 self._begin += HEADER.size
                 self._start_bulk(frame, now_s, receiver)
                 if self._bulk is not None:
@@ -393,7 +311,7 @@ class Link:
                 receiver.on_frame(self, frame, b"")
                 continue
             if length > MAX_CONTROL_BYTES:
-                raise CommError(f"a frame of kind {frame[0]} claims {length} bytes: the stream is damaged")
+                raise CommError(f"a frame of kind {frame[KIND]} claims {length} bytes: the stream is damaged")
             if self._end - self._begin < HEADER.size + length:
                 return
             begin = self._begin + HEADER.size
@@ -402,10 +320,10 @@ class Link:
 
     def _start_bulk(self, frame: Frame, now_s: float, receiver: Receiver) -> None:
         place = receiver.place_for(self, frame)
-        here = min(self._end - self._begin, frame[8])
+        here = min(self._end - self._begin, frame[LENGTH])
         self._bulk, self._bulk_began_s, self._bulk_receiver = frame, now_s, receiver
         if place is None:
-            self._skip, self._bulk_place = frame[8] - here, memoryview(b"")
+            self._skip, self._bulk_place = frame[LENGTH] - here, memoryview(b"")
         else:
             place[:here] = self._view[self._begin : self._begin + here]
             self._bulk_place = place[here:]
@@ -416,7 +334,7 @@ class Link:
         if len(self._bulk_place) == 0 and self._skip == 0 and self._bulk is not None:
             frame, self._bulk = self._bulk, None
             if now_s > self._bulk_began_s:
-                self._rate_bytes_per_s = frame[8] / (now_s - self._bulk_began_s)
+                self._rate_bytes_per_s = frame[LENGTH] / (now_s - self._bulk_began_s)
             self._bulk_receiver.on_bulk(self, frame)
 
     def divert(self) -> None:
@@ -437,26 +355,9 @@ class Link:
 
     def close(self) -> None:
         self.closed = True
-        self._data.clear()
-        self._elder.clear()
-        self._current.clear()
-        self._current_bytes = 0
+        self._outbox.clear()
         for fd in self.fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
         self.fds.clear()
         self.sock.close()
-
-
-def header(
-    kind: Kind,
-    view: int,
-    *,
-    spec: int = 0,
-    seq: int = 0,
-    piece: int = 0,
-    extra: int = 0,
-    length: int = 0,
-    flags: int = 0,
-) -> bytes:
-    return HEADER.pack(kind, flags, 0, view, spec, seq, piece, extra, length)

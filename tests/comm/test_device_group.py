@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from gang import FULL, gang, listen, say, specs
 
-from pliant.comm.alarm import decode, encode
+from pliant.comm.device.alarm import decode, encode
+from pliant.comm.device.config import DeviceGroupConfig
+from pliant.comm.device.group import DeviceGroup
+from pliant.comm.device.torch_group import TorchGroup, check_gpus, problem_of
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.loopback import engines
-from pliant.comm.nccl import DeviceGroup, DeviceGroupConfig
-from pliant.comm.torch_group import TorchGroup, check_gpus, problem_of
 from pliant.elastic.session import Session
 from pliant.errors import CollectiveTimeout, CommError, ConfigError, EngineClosed, Mismatch, WorkerLost
 from pliant.identity import WorkerSpec

@@ -6,22 +6,22 @@ its memory may be somebody else's by then. Landings are kept from step to step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from pliant.comm.link import FRAGMENT, Link
-from pliant.comm.operation import Landing, LandingKey, Operation
+from pliant.comm.collective.operation import LandingKey, Operation
+from pliant.comm.collective.span import Landing
+from pliant.comm.collective.vocabulary import Vocabulary
 from pliant.comm.shm import SharedMemory
-from pliant.comm.wire import Frame
+from pliant.comm.transport.link import Link
+from pliant.comm.transport.wire import EXTRA, FLAGS, FRAGMENT, KIND, LENGTH, PIECE, SEQ, SPEC, Frame, Kind
 
 LANDING_BYTES = 256 << 20
 """At most this much memory for operands is kept from step to step."""
 
 Target = Operation | Landing
-Find = Callable[[Link, Frame], tuple[Operation, memoryview] | None]
-"""The collective whose result a payload is, and the result's place; None where it is an operand, or comes early."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,8 +39,11 @@ class Gathering:
 class Intake:
     """The payloads of one core, one at a time per link."""
 
-    def __init__(self, memory: SharedMemory, find: Find) -> None:
-        self._memory, self._find = memory, find
+    def __init__(self, memory: SharedMemory, vocabulary: Vocabulary, operations: Mapping[int, Operation]) -> None:
+        self._memory = memory
+        self._vocabulary = vocabulary
+        self._operations = operations
+        """The open ones, by key."""
         self._arriving: dict[Link, Target | Gathering | None] = {}
         """What the payload of each link is for; None: for nothing any more."""
         self._gathering: dict[tuple[int, int, int, int, int], Gathering] = {}
@@ -51,9 +54,9 @@ class Intake:
 
     def place_for(self, link: Link, frame: Frame) -> memoryview | None:
         """Where the payload of this frame goes; None: nowhere."""
-        if frame[1] != FRAGMENT:
+        if frame[FLAGS] != FRAGMENT:
             return self._place(link, frame)
-        total, begin = frame[7] >> 32, frame[7] & 0xFFFFFFFF
+        total, begin = frame[EXTRA] >> 32, frame[EXTRA] & 0xFFFFFFFF
         key = _key(link, frame)
         gathering = self._gathering.get(key)
         if gathering is None:
@@ -62,16 +65,16 @@ class Intake:
             assert not isinstance(target, Gathering), "that is what is made here"
             gathering = self._gathering[key] = Gathering(view, target, total, total)
         self._arriving[link] = gathering
-        return None if gathering.view is None else gathering.view[begin : begin + frame[8]]
+        return None if gathering.view is None else gathering.view[begin : begin + frame[LENGTH]]
 
     def _place(self, link: Link, frame: Frame) -> memoryview:
         """Where a payload belongs as a whole."""
-        found = self._find(link, frame)
+        found = self._result_place(link, frame)
         if found is not None:
             self._arriving[link] = found[0]
             return found[1]
-        length = frame[8]
-        landing = self._landings.pop((link.rank, frame[4], frame[6], length), None)
+        length = frame[LENGTH]
+        landing = self._landings.pop((link.rank, frame[SPEC], frame[PIECE], length), None)
         if landing is None:
             landing = Landing(self._memory.empty(length, torch.uint8))
         else:
@@ -79,13 +82,25 @@ class Intake:
         self._arriving[link] = landing
         return landing.bytes
 
+    def _result_place(self, link: Link, frame: Frame) -> tuple[Operation, memoryview] | None:
+        """The collective whose result a payload is, and the result's place; None where it is an operand, or comes early."""
+        if frame[KIND] != Kind.BCAST:
+            return None
+        known = self._vocabulary.theirs[link.rank].get(frame[SPEC])
+        operation = self._operations.get(known.channel << 32 | frame[SEQ]) if known else None
+        if operation is None or operation.program.known is not known:
+            return None
+        step = operation.program.plan.steps[frame[PIECE]]
+        place = operation.out.bytes(step.begin - operation.base, step.end - operation.base)
+        return (operation, place) if len(place) == frame[LENGTH] else None
+
     def arrived(self, link: Link, frame: Frame) -> tuple[Frame, Target | None] | None:
         """A payload is in its place: the frame it came with, as a whole, and what it is for. None: there are fragments to
         come."""
         target = self._arriving.pop(link)
         if not isinstance(target, Gathering):
             return frame, target
-        target.missing -= frame[8]
+        target.missing -= frame[LENGTH]
         if target.missing:
             return None
         del self._gathering[_key(link, frame)]
@@ -125,4 +140,4 @@ class Intake:
 
 
 def _key(link: Link, frame: Frame) -> tuple[int, int, int, int, int]:
-    return link.rank, frame[0], frame[4], frame[5], frame[6]
+    return link.rank, frame[KIND], frame[SPEC], frame[SEQ], frame[PIECE]

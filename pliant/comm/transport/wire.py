@@ -1,0 +1,112 @@
+"""What travels between two workers: frames, and what small ones say.
+
+A frame is a fixed header and a payload of raw bytes or JSON; nothing is ever unpickled. How two
+workers come to trust each other before the first frame is `handshake`'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from enum import IntEnum
+
+from pliant.comm.plan import KINDS, Channel, Spec
+from pliant.comm.slices import Portion
+from pliant.errors import CommError
+
+MAX_CONTROL_BYTES = 16 << 20
+
+
+class Kind(IntEnum):
+    """What a frame says."""
+
+    DEFINE = 1  # from now on this number stands for this spec
+    OFFER = 2  # my memory for these collectives lies here: read my operands, write my results
+    READY = 3  # operands for this slice lie here (same host)
+    REDUCE = 4  # operands for this slice
+    BCAST = 5  # the result of this slice
+    DONE = 6  # the results of these slices are in your memory
+    ERROR = 7  # this collective has failed
+    LOST = 8  # a worker is gone
+    HEARTBEAT = 9
+    PING = 10
+    PONG = 11
+    ARENA = 12  # a descriptor of shared memory comes with this frame
+    ASK = 13  # send me what you stored
+    TELL = 14  # here it is
+    BYE = 15  # I am leaving in good order
+    MOVED = 17  # I have left this view for another one; this is what I had finished in it
+    PARTS = 16  # like OFFER, for one collective whose operands lie apart from its result
+
+
+HEADER = struct.Struct("<BBHIIIIQQ")
+"""kind, flags, unused, view, spec, seq, piece, extra, length of the payload."""
+
+Frame = tuple[int, int, int, int, int, int, int, int, int]
+"""A header, unpacked: a plain tuple, as one is made for every frame."""
+KIND, FLAGS, _, VIEW, SPEC, SEQ, PIECE, EXTRA, LENGTH = range(9)
+"""What is where in a `Frame`; a piece is the index of a slice."""
+FRAGMENT = 1
+"""The flag of a frame that carries a part of a payload; `extra` says where it begins, and how long the whole is."""
+BULK = frozenset((Kind.REDUCE, Kind.BCAST, Kind.TELL))
+"""Kinds whose payload is received straight into its place; all others are small and arrive whole."""
+ANYTIME = frozenset((Kind.HEARTBEAT, Kind.PING, Kind.PONG, Kind.ARENA, Kind.BYE))
+"""Kinds that concern the connection and not a view: they are taken whatever view they were sent in."""
+
+OFFERED = struct.Struct("<IIIQ")
+"""One collective in an OFFER: spec, seq, arena, offset."""
+FINISHED = struct.Struct("<III")
+"""One slice in a DONE: spec, seq, slice."""
+TAGGED = struct.Struct("<8sQ")
+"""A channel's tag, and a count."""
+_PLACE = struct.Struct("<IIQ")
+
+Place = tuple[int, int, int]
+"""(owner's rank, arena, offset): where something lies in the shared memory of a host."""
+
+
+def header(
+    kind: Kind,
+    view: int,
+    *,
+    spec: int = 0,
+    seq: int = 0,
+    piece: int = 0,
+    extra: int = 0,
+    length: int = 0,
+    flags: int = 0,
+) -> bytes:
+    return HEADER.pack(kind, flags, 0, view, spec, seq, piece, extra, length)
+
+
+def pack_places(places: list[Place]) -> bytes:
+    return b"".join(_PLACE.pack(*place) for place in places)
+
+
+def unpack_places(payload: bytes) -> list[Place]:
+    return [(owner, arena, offset) for owner, arena, offset in _PLACE.iter_unpack(payload)]
+
+
+def pack_spec(spec: Spec) -> bytes:
+    fields = (spec.kind, spec.name, spec.members, spec.dtype, spec.length, spec.op, spec.exact, spec.root, spec.parts)
+    portion = spec.portion and (spec.portion.whole, spec.portion.begin, spec.portion.lanes)
+    return json.dumps((*fields, portion)).encode()
+
+
+def unpack_spec(payload: bytes) -> Spec:
+    """Raises CommError if `payload` is not a spec."""
+    try:
+        kind, name, members, dtype, length, op, exact, root, parts, run = json.loads(payload)
+        portion = Portion(int(run[0]), int(run[1]), tuple(map(int, run[2]))) if run is not None else None
+        spec = Spec(kind, name, tuple(members), dtype, int(length), op, bool(exact), int(root), tuple(parts), portion)
+    except (ValueError, TypeError, IndexError) as error:
+        raise CommError(f"a peer sent a damaged description of a collective: {error}") from None
+    if spec.kind not in KINDS:
+        raise CommError(f"a peer asked for an unknown kind of collective {spec.kind!r}: do all run the same version?")
+    return spec
+
+
+def channel_tag(channel: Channel) -> bytes:
+    """Eight bytes that stand for a channel on every rank."""
+    return hashlib.sha256(repr(channel).encode()).digest()[:8]

@@ -1,0 +1,175 @@
+"""The engine's mind without its thread: submissions, frames and folding in any order come to the same end."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from pliant.cluster import View
+from pliant.comm.binding import finish_in_place
+from pliant.comm.collective.core import Core
+from pliant.comm.collective.operation import Burst, Operation
+from pliant.comm.collective.program import make_program
+from pliant.comm.collective.span import Span
+from pliant.comm.handle import Handle
+from pliant.comm.kernels import reducer
+from pliant.comm.loopback import view_of
+from pliant.comm.plan import Spec, Strategy, make_plan
+from pliant.comm.shm import SharedMemory
+from pliant.comm.store import Store
+from pliant.comm.transport.link import Link
+from pliant.errors import Mismatch, ViewChanged, WorkerLost
+
+LENGTH = 5000
+
+
+class Rank:
+    """A core with its links, and nobody to drive it but the test."""
+
+    timeout_s = 0.0
+
+    def __init__(self, view: View, rank: int) -> None:
+        self.memory = SharedMemory()
+        self.core = Core(view, rank, self.memory, Store())
+        self.unsent: set[Link] = set()
+        self._seqs: dict[int, int] = {}
+
+    def hurry(self) -> None: ...
+
+    def missing(self, handle: Handle) -> tuple[str, ...]:
+        return ()
+
+    def submit(self, name: str, tensor: torch.Tensor, strategy: str = "STAR") -> Handle:
+        """An all-reduce of a tensor from shared memory, as `comm.submission` would make it."""
+        view, rank = self.core.view, self.core.rank
+        members = tuple(range(view.size))
+        known = self.core.know(Spec("all_reduce", name, members, "float32", len(tensor), "sum", True, -1))
+        plan = make_plan(known.spec, rank, view.hosts, Strategy(strategy), 4, 4096)
+        local = [other for other, host in enumerate(view.hosts) if host == view.hosts[rank]]
+        program = known.programs.setdefault(0, make_program(known, plan, local.__contains__, 4))
+        seq = self._seqs.get(known.channel, 0)
+        self._seqs[known.channel] = seq + 1
+        place = self.memory.locate(tensor)
+        assert place is not None
+        out: Span = self.core.reach.span((rank, *place), tensor.dtype, len(tensor))
+        operation = Operation(program, seq, 0, out, [out], reducer("sum", tensor.dtype), tensor, finish_in_place)
+        operation.burst = Burst(1)
+        operation.handle = handle = Handle(name, self, operation)
+        self.core.begin(operation)
+        return handle
+
+    def tensor(self, value: float) -> torch.Tensor:
+        return self.memory.empty(LENGTH, torch.float32).fill_(value)
+
+    def work(self) -> None:
+        self.core.work(0.0)
+        self.core.announce(everything=True)
+
+    def write(self) -> None:
+        for link in list(self.unsent):
+            if not link.flush(0.0):
+                self.unsent.discard(link)
+
+    def read(self) -> None:
+        for link in self.core.peers.links.values():
+            link.read(0.0)
+
+
+@contextmanager
+def ranks_on(hosts: str) -> Iterator[list[Rank]]:
+    view = view_of(hosts)
+    ranks = [Rank(view, rank) for rank in range(view.size)]
+    for one, here in enumerate(ranks):
+        for other, there in enumerate(ranks[:one]):
+            shared = hosts[one] == hosts[other]
+            for near, far, sock in zip((here, there), (other, one), socket.socketpair(), strict=True):
+                link = Link(far, view.workers[far], sock, shared=shared, receiver=near.core, unsent=near.unsent)
+                near.core.peers.links[far] = link
+    yield ranks
+    for rank in ranks:
+        for link in rank.core.peers.links.values():
+            link.close()
+        rank.memory.close()
+
+
+def settle(ranks: list[Rank]) -> None:
+    """Let everybody do everything that there is to do."""
+    for _ in range(50):
+        for rank in ranks:
+            rank.work()
+            rank.write()
+            rank.read()
+
+
+@pytest.mark.parametrize("strategy", ["STAR", "RING", "CLIQUE", "BINARY_TREE"])
+@pytest.mark.parametrize("hosts", ["AB", "AA", "AAB"])
+def test_the_sum_is_the_same_in_whatever_order_things_happen(hosts: str, strategy: str) -> None:
+    for seed in range(6):
+        chance = random.Random(seed)
+        with ranks_on(hosts) as ranks:
+            tensors = [
+                [rank.tensor(0.1 * (number + 1) + step) for step in range(3)] for number, rank in enumerate(ranks)
+            ]
+            sums = [sum((row[step] for row in tensors[1:]), tensors[0][step].clone()) for step in range(3)]
+            handles: list[Handle] = []
+            left = [list(range(3)) for _ in ranks]
+            while any(left):
+                number = chance.randrange(len(ranks))
+                rank, steps = ranks[number], left[number]
+                act = chance.choice(["submit", "work", "write", "read"])
+                if act != "submit":
+                    getattr(rank, act)()
+                elif steps:
+                    step = steps.pop(0)
+                    handles.append(rank.submit(f"tensor {step % 2}", tensors[number][step], strategy))
+            settle(ranks)
+            assert all(handle.succeeded for handle in handles)
+            for row in tensors:
+                for step, total in enumerate(sums):
+                    torch.testing.assert_close(row[step], total)
+                    assert torch.equal(row[step], tensors[0][step])
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("hosts", ["AB", "AA"])
+def test_a_name_that_means_two_things_fails_on_both_ranks(hosts: str, first: int) -> None:
+    with ranks_on(hosts) as ranks:
+        one, other = ranks[first], ranks[1 - first]
+        handles = [one.submit("x", one.tensor(1.0))]
+        settle(ranks)
+        handles.append(other.submit("x", other.tensor(1.0)[:100]))
+        settle(ranks)
+        assert all(isinstance(handle.error, Mismatch) for handle in handles)
+
+
+def test_who_is_reported_lost_is_given_up_by_all() -> None:
+    with ranks_on("ABC") as ranks:
+        handles = [ranks[number].submit("x", ranks[number].tensor(1.0)) for number in (0, 1)]
+        ranks[0].core.lose(2, "it was killed")
+        settle(ranks[:2])
+        assert [link.rank for link in ranks[1].core.given_up] == [2]
+        assert all(isinstance(handle.error, WorkerLost) for handle in handles)
+        late = ranks[1].submit("y", ranks[1].tensor(1.0))
+        assert isinstance(late.error, WorkerLost)
+
+
+def test_what_the_view_owes_a_peer_is_still_said_when_it_is_left() -> None:
+    with ranks_on("AB") as ranks:
+        tensors = [rank.tensor(1.0) for rank in ranks]
+        done = [rank.submit("x", tensor) for rank, tensor in zip(ranks, tensors, strict=True)]
+        settle(ranks)
+        never = ranks[0].submit("y", ranks[0].tensor(1.0))
+        ranks[0].core.retire(ViewChanged("it has moved"))
+        assert isinstance(never.error, ViewChanged)
+        late = ranks[1].submit("y", ranks[1].tensor(1.0))
+        for _ in range(5):
+            ranks[0].write()
+            ranks[1].read()
+            ranks[1].work()
+        assert all(handle.succeeded for handle in done)
+        assert isinstance(late.error, ViewChanged), "rank 0 had not finished it"
