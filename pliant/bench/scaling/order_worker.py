@@ -25,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from pliant.bench.forked import fork_ranks
 from pliant.bench.networks import POOL, Samples, build, loss_of, network, optimizer_of
 from pliant.bench.priority.worker import answers_to, commands_of
-from pliant.comm.nccl import DeviceGroup, DeviceGroupConfig
-from pliant.comm.torch_group import Rendezvous, TorchGroup
+from pliant.comm.device.config import DeviceGroupConfig
+from pliant.comm.device.group import DeviceGroup
+from pliant.comm.device.torch_group import Rendezvous, TorchGroup
 from pliant.elastic.session import Session
 
 TIMEOUT_S = 60.0
