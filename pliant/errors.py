@@ -38,6 +38,13 @@ REFUSED_EXIT = 78
 """The exit code of a worker that the job would not have; starting it again would change nothing."""
 
 
+def reason(error: Exception) -> str:
+    """Why a file could not be read or written, in a user's words."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not text"
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
 class PliantError(Exception):
     """Base of all errors raised on purpose."""
 

@@ -31,7 +31,7 @@ def parse_schedule(text: str) -> tuple[tuple[int, int], ...]:
             raise ConfigError(f"--resize-schedule: {entry!r} is not <step>:<workers>, such as 10:2,20:4,100:0")
         step, size = int(matched[1]), int(matched[2])
         if step in pairs:
-            raise ConfigError(f"--resize-schedule: step {step} is listed twice")
+            raise ConfigError(f"--resize-schedule: step {step} is listed twice; list it once")
         pairs[step] = size
     return tuple(sorted(pairs.items()))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from pliant.errors import ConfigError
+from pliant.errors import ConfigError, reason
 
 MAX_FILE_BYTES = 1 << 20
 PLAIN = "tag:yaml.org,2002:"
@@ -37,8 +37,7 @@ class Page:
                 raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes: no such file was written by hand")
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise ConfigError(f"{path}: {why}; give a YAML file") from None
+            raise ConfigError(f"{path}: {reason(error)}; give a YAML file") from None
         return cls(path, _parsed(path, text))
 
     @property
@@ -81,6 +80,9 @@ def _parsed(path: Path, text: str) -> yaml.MappingNode:
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         why = " ".join(part for part in (error.problem, error.context) if part)
         hint = "; indent with spaces, YAML takes no tabs" if "'\\t'" in why else ""
+        hint = hint or (
+            "; is a bracket or a quote not closed?" if "<stream end>" in why or "end of stream" in why else ""
+        )
         raise ConfigError(f"{where}: not YAML: {why}{hint}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from pliant.errors import ConfigError
+from pliant.errors import ConfigError, reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,7 @@ def read(path: str | Path) -> list[Fact]:
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"record {path}: {why}; give a record.jsonl that a run has written") from None
+        raise ConfigError(f"record {path}: {reason(error)}; give a record.jsonl that a run has written") from None
     facts, broken = [], 0
     for line in filter(str.strip, lines):
         try:

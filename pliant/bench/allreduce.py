@@ -112,7 +112,7 @@ def parse_lab(text: str) -> Lab:
             raise ConfigError(f"--lab: {part!r} not understood; use hosts=4,rate=1gbit,rx_rate=none")
         values[key] = value
     if not values["hosts"].isdecimal():
-        raise ConfigError(f"--lab: hosts={values['hosts']} is not a number")
+        raise ConfigError(f"--lab: hosts={values['hosts']} is not a number; use hosts=4,rate=1gbit")
     return Lab(num_hosts=int(values["hosts"]), rate=values["rate"], rx_rate=values["rx_rate"])
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pliant.errors import ConfigError
+from pliant.errors import ConfigError, reason
 
 
 def _conv(inputs: int, outputs: int, kernel: int) -> int:
@@ -101,7 +101,7 @@ def tensor_sizes(model: str) -> list[int]:
     except (OSError, UnicodeDecodeError) as error:
         names = ", ".join(MODELS)
         raise ConfigError(
-            f"--model {model}: no such model ({names}), and not a file that can be read: {error}"
+            f"--model {model}: no such model ({names}), and not a file that can be read: {reason(error)}"
         ) from None
     return parse_sizes(text, f"--model {model}")
 

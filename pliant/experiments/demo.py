@@ -200,7 +200,7 @@ class Demo:
                 return
             if time.monotonic() > self._deadline_s:
                 raise LaunchError(
-                    f"the demo was not over after {self.options.timeout_s:g} s, at `{self.stage}`; "
+                    f"the demo was not over after {self.options.timeout_s:g} s, at `{self.stage}`: give it longer with --timeout; "
                     f"last words: {self._last_words('pliant' if len(jobs) > 1 else 'ddp')}"
                 )
             time.sleep(POLL_S)

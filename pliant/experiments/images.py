@@ -31,8 +31,7 @@ def from_scikit_learn() -> Images:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError:
         raise ConfigError(
-            "the images come with scikit-learn, which is not installed: "
-            "pip install -c constraints.txt -e '.[experiments]'"
+            "the images come with scikit-learn, which is not installed: pip install 'pliant[experiments]'"
         ) from None
     digits = load_digits()
     return (digits.images / 16).astype(np.float32), digits.target.astype(np.int64)

@@ -119,7 +119,7 @@ def ssh_command(host: Host, user: str, remote: str, environ: Mapping[str, str]) 
         ConfigError: the user's name, or PLIANT_SSH, is not one.
     """
     if user and not _USER.fullmatch(user):
-        raise ConfigError(f"-u {user!r} is not the name of a user")
+        raise ConfigError(f"-u {user!r} is not the name of a user: use one such as ubuntu")
     try:
         base = shlex.split(environ.get("PLIANT_SSH", "")) or ["ssh"]
     except ValueError as error:

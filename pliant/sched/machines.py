@@ -70,7 +70,7 @@ class Cluster:
         for part in text.split(","):
             kind, _, amount = part.strip().partition("=")
             number, by, each = amount.partition("x")
-            if not kind or not number.isdigit() or (by and not each.isdigit()) or kind in counts:
+            if not kind or not number.isdecimal() or (by and not each.isdecimal()) or kind in counts:
                 raise ConfigError(f"--cluster {part!r}: use TYPE=DEVICES or TYPE=NODESxDEVICES, each type once")
             counts[kind] = int(number) * int(each or 1)
             nodes += [Node(kind, int(each))] * int(number) if by else []
@@ -129,7 +129,7 @@ def _from_openb(path: Path) -> Cluster:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
         return Cluster.of_nodes(Node(row["model"].lower(), int(row["gpu"])) for row in rows if int(row["gpu"]) > 0)
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, TypeError, AttributeError, csv.Error) as error:
         raise ConfigError(f"--cluster {path}: {error!r}; give a CSV with the columns sn, gpu and model") from None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -31,7 +32,7 @@ class Charges:
 
     def __post_init__(self) -> None:
         if not (0 <= self.start_s < math.inf and 0 <= self.change_s < math.inf):
-            raise ConfigError(f"{self}: use seconds, 0 or more")
+            raise ConfigError(f"--restart {self.start_s:g}, --pause {self.change_s:g}: use seconds, 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,8 @@ class Simulation:
     ) -> None:
         if not 0 < interval_s < math.inf:
             raise ConfigError(f"--interval {interval_s}: use seconds above 0")
-        if len({job.name for job in jobs}) != len(jobs):
-            raise ConfigError("two jobs have the same name: give each its own")
+        if twice := [name for name, count in Counter(job.name for job in jobs).items() if count > 1]:
+            raise ConfigError(f"{twice[0]!r} is the name of two jobs: give each its own")
         for number, job in enumerate(jobs):
             job.number, job.since_s = number, job.submitted_s
             if all(not cluster.counts.get(kind.name) for kind in job.usable(False)):

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from pliant.errors import ConfigError
+from pliant.errors import ConfigError, reason
 from pliant.sched.workloads import PHILLY_JOBS, PHILLY_WEEKS, Entry, synthetic
 
 PAI_COLUMNS = (
@@ -67,7 +67,7 @@ def _from_file(path: Path, form: str) -> Trace:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--trace {path}: {error}; give a file, or synthetic:JOBS") from None
+        raise ConfigError(f"--trace {path}: {reason(error)}; give a file, or synthetic:JOBS") from None
     rows: Iterable[Row]
     if text.lstrip()[:1] in ("[", "{"):
         form, rows = "philly", _philly_log(path, text)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker, check_host
-from pliant.errors import ConfigError
+from pliant.errors import ConfigError, reason
 from pliant.identity import WorkerSpec
 
 BASE_PORT = 29500
@@ -42,7 +42,7 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hosts {path}: {error}; {_FORM}") from None
+        raise ConfigError(f"--hosts {path}: {reason(error)}; {_FORM}") from None
     return parse_hosts(text, f"--hosts {path}")
 
 

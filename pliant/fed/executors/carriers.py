@@ -52,7 +52,7 @@ class ProcessCarrier:
                     start_new_session=True,  # Ctrl-C is for us alone: we end them in order
                 )
             except OSError as error:
-                raise LaunchError(f"{command[0]}: {error.strerror}") from None
+                raise LaunchError(f"{command[0]}: {error.strerror}; is it installed here?") from None
         assert self._popen.stdin is not None, "made with a pipe"
         with contextlib.suppress(OSError):  # it has ended, which `wait` tells
             self._popen.stdin.write(letter)

@@ -144,7 +144,9 @@ class Pool:
             while self._num_ready < count and self._failure is None:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
-                    raise LaunchError(f"{self._num_ready} of {count} executors are ready after {timeout_s:g} s")
+                    raise LaunchError(
+                        f"{self._num_ready} of {count} executors are ready after {timeout_s:g} s: their logs, beside the job's, say why"
+                    )
                 self._news.wait(left_s)
         if self._failure is not None:
             raise self._failure
