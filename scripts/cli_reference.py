@@ -24,6 +24,10 @@ HEAD = """\
 
 Made from the code by `python scripts/cli_reference.py`; do not edit. `pliant COMMAND -h` shows the same in a terminal.
 Flags that KungFu has may be written as there, with one dash (`-np 4`, `-np=4`). What a command's end means is under [exit codes](exit-codes.md).
+`--json` prints one JSON object on stdout and nothing else there; where it takes a file, `--json FILE` writes it there and prints the table, too.
+
+`pliant --install-completion` teaches your shell (bash, zsh or fish) to complete commands, options and many values, such as the
+names of jobs and experiments; it works in new terminals. `pliant --show-completion bash` prints what it would install.
 
 """
 

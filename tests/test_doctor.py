@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pliant.cli import doctor
+from pliant.cli import doctor_machine, extras
 from pliant.cli.main import main
+from pliant.cluster import PortRange
 from pliant.train import fold_check
 
 MODELS = """
@@ -70,19 +75,91 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 def test_this_machine(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("--json", "found.json", "--replicas", "3")
     assert code == 0, out
-    for line in ("python: yes", "memfd: yes", "abstract sockets: yes", "D1: yes", "D2: yes"):
-        assert line in out
+    rows = {what: (state, found) for state, what, found in (line.split("\t") for line in out.splitlines())}
+    assert list(rows) == [
+        "python", "torch", "CUDA", "NCCL", "D0", "D1", "D2", "cores", "memfd", "shm", "abstract sockets", "ports",
+        "namespaces", "qdiscs", "ssh", "Open MPI", *extras.USES,
+    ]  # fmt: skip
+    for what in ("python", "torch", "D0", "D1", "D2", "memfd", "abstract sockets"):
+        assert rows[what][0] == "ok"
+    for what, (state, told) in rows.items():
+        assert ("->" in told) == (state != "ok"), f"{what}: what is not there has a remedy"
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["ok"] is True
-    assert {each["what"] for each in found["machine"]} >= {"torch", "CUDA", "cores", "lab", "mpirun", *doctor.OPTIONAL}
+    assert {each["what"]: each["state"] for each in found["machine"]} == {what: row[0] for what, row in rows.items()}
+
+
+BARE = """
+import sys
+
+class Nowhere:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Nowhere())
+import os
+os.geteuid = lambda: 1000
+from pliant.cli.main import main
+main()
+"""
+
+
+def test_a_machine_without_anything() -> None:
+    """No torch, no optional package, no program, no root: findings with remedies, and no traceback."""
+    blocked = ["torch", *extras.USES]
+    command = [sys.executable, "-c", BARE.format(blocked=blocked), "doctor", "--json"]
+    environ = {"PATH": "", "HOME": "/nowhere", "LD_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", "")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    assert (done.returncode, done.stderr) == (1, "")
+    report = json.loads(done.stdout)
+    found = {each["what"]: each for each in report["machine"]}
+    assert report["ok"] is False
+    for what in ("torch", "D1"):
+        assert found[what]["state"] == "missing"
+        assert found[what]["remedy"].startswith("pip install 'torch")
+    for what in ("namespaces", "ssh", "Open MPI", *extras.USES):
+        assert found[what]["state"] == "warn", what
+    assert found["flwr"]["remedy"] == "pip install 'flwr[simulation]<1.42,>=1.41'"
+    assert found["namespaces"]["remedy"] == "sudo $(command -v pliant) lab up && apt-get install iproute2"
+    assert {found[what]["state"] for what in ("python", "memfd", "cores")} == {"ok"}
+
+
+def test_ports_and_shared_memory_that_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(doctor_machine, "SERVERS", {"pliant serve": port})
+        (found,) = doctor_machine._ports()
+        assert (found.state, found.found.split(";")[0]) == ("warn", f"in use: {port} of `pliant serve`")
+        monkeypatch.setattr(doctor_machine, "PortRange", lambda: PortRange(port, port))
+        (found,) = doctor_machine._ports()
+        assert found.remedy.startswith("pliant run -port-range")
+    monkeypatch.setattr(doctor_machine, "LITTLE_SHM", 1 << 60)
+    assert [each.state for each in doctor_machine._memory()] == ["ok", "ok", "warn"]
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted", "fits"),
+    [
+        ("1.41.0", "flwr[simulation]<1.42,>=1.41", True),
+        ("1.42.0", "flwr[simulation]<1.42,>=1.41", False),
+        ("2.9.1+cu128", "torch>=2.11", False),
+        ("2.11", "torch>=2.11", True),
+        ("2.11.0a0+git", "torch>=2.11", True),
+        ("", "ray>=2.40", True),
+        ("3", "ray", True),
+    ],
+)
+def test_versions(version: str, wanted: str, fits: bool) -> None:
+    assert extras.Package("any", version, wanted).is_new_enough == fits
 
 
 def test_a_torch_with_another_order(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fold_check.order, "chain", lambda chunk, num_replicas: tuple(range(num_replicas)))
     code, out, _ = run("--replicas", "3")
     assert code == 1
-    assert "D1: NO" in out
-    assert "D0: yes" in out
+    assert "missing\tD1\t" in out
+    assert "ok\tD0\t" in out
     code, out, _ = run("models.py:plain", "--replicas", "3")
     assert code == 0, "it can be time-sliced"
     assert "D1: no" in out
@@ -132,8 +209,8 @@ def test_a_model_that_cannot_be_time_sliced(run: Run, tmp_path: Path) -> None:
         (["models.py:needs"], "missing 1 required positional argument"),
         (["broken.py:build"], "cannot be imported: SyntaxError"),
         (["notes.txt:build"], "must end in .py"),
-        (["models.py:plain", "--json", "absent/x.json"], "cannot be written"),
-        (["--replicas", "0"], "at least 1"),
+        (["models.py:plain", "--json", "absent/x.json"], "can be written"),
+        (["--replicas", "0"], "use 1 or more"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )

@@ -1,8 +1,21 @@
-"""`TYPE=NUMBER,...` on the command line."""
+"""Numbers on the command line: whole ones, and `TYPE=NUMBER,...`.
+
+They are taken as text and read here where click would answer a wrong one in words of its own.
+"""
 
 from __future__ import annotations
 
+import math
+import re
+
 from pliant.errors import ConfigError
+
+
+def whole(text: str, flag: str, example: int = 4) -> int:
+    """A whole number, maybe below 0: what it may be is for whoever takes it to say."""
+    if re.fullmatch(r"-?[0-9]{1,18}", text.strip()) is None:
+        raise ConfigError(f"{flag} {text!r} is not a whole number: write digits, such as {example}")
+    return int(text)
 
 
 def numbers(text: str, flag: str) -> dict[str, float]:
@@ -11,9 +24,12 @@ def numbers(text: str, flag: str) -> dict[str, float]:
     for part in filter(None, (word.strip() for word in text.split(","))):
         name, _, value = part.partition("=")
         try:
-            found[name.strip()] = float(value)
+            number = float(value)
         except ValueError:
-            raise ConfigError(f"{flag} {part!r}: use TYPE=NUMBER, as in v100=3.1,t4=1") from None
+            number = math.nan
+        if not name.strip() or not math.isfinite(number):
+            raise ConfigError(f"{flag} {part!r}: use TYPE=NUMBER, as in v100=3.1,t4=1")
+        found[name.strip()] = number
     return found
 
 

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from pliant.cli import bench_fed, bench_preemption, bench_priority, bench_training
-from pliant.cli.bench_output import check_writable, ended_by_sigterm, milliseconds, ratio, shown_progress
+from pliant.bench.report import Json
+from pliant.cli import bench_fed, bench_preemption, bench_priority, bench_training, completion
+from pliant.cli.bench_output import check_writable, ended_by_sigterm, measured, milliseconds, ratio, wide_console
+from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
+from pliant.cli.progress import shown_waiting
 from pliant.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pliant.comm.graph import Topology
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     bench = typer.Typer(help="Measure ours beside its peers, interleaved, in one run.", no_args_is_help=True)
-    bench.command("allreduce")(allreduce)
-    bench.command("traffic")(traffic)
+    bench.command("allreduce", cls=BareJson)(allreduce)
+    bench.command("traffic", cls=BareJson)(traffic)
     bench_training.register(bench)
     bench_priority.register(bench)
     bench_preemption.register(bench)
@@ -31,11 +36,21 @@ def register(app: typer.Typer) -> None:
 def allreduce(
     np: Annotated[int | None, typer.Option("-np", "--np", help="Workers; 4, or one per host of --lab.")] = None,
     model: Annotated[
-        str, typer.Option("--model", help="resnet50, vgg16, bert, slp, or a file of shapes.")
+        str,
+        typer.Option(
+            "--model",
+            help="resnet50, vgg16, bert, slp, or a file of shapes.",
+            autocompletion=completion.one_of("resnet50", "vgg16", "bert", "slp"),
+        ),
     ] = "resnet50",
     mode: Annotated[str, typer.Option("--mode", help="seq: one tensor after the other; par: all at once.")] = "par",
     fuse: Annotated[bool, typer.Option("--fuse", help="All tensors as one.")] = False,
-    strategy: Annotated[str, typer.Option("-strategy", "--strategy", help="A topology's name, or all.")] = "AUTO",
+    strategy: Annotated[
+        str,
+        typer.Option(
+            "-strategy", "--strategy", help="A topology's name, or all.", autocompletion=completion.strategies
+        ),
+    ] = "AUTO",
     peers: Annotated[str, typer.Option("--peers", help="gloo,openmpi or none.")] = "gloo,openmpi",
     lab: Annotated[str | None, typer.Option("--lab", metavar="hosts=4,rate=1gbit", help="Between hosts.")] = None,
     repeat: Annotated[int, typer.Option("--repeat", help="Rounds; everyone has a turn in each.")] = 10,
@@ -50,7 +65,7 @@ def allreduce(
     timeout: Annotated[
         float, typer.Option("--timeout", help="Seconds a turn may take before it is a failure.")
     ] = 120.0,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything, as one object.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """All-reduce a model's gradients: ours, gloo, Open MPI, and the bound of the hardware, interleaved."""
     from pliant.bench import allreduce as bench
@@ -71,10 +86,7 @@ def allreduce(
         determinism=determinism,
     )
     if dump_graph:
-        for name, number, topology in bench.graphs(options):
-            print(
-                f"{name}[{number}] reduce {_arrows(topology.reduce_edges)}  broadcast {_arrows(topology.bcast_edges)}"
-            )
+        _dump(bench.graphs(options), json_file)
         return
     args: dict[str, object] = {
         "np": num_workers,
@@ -91,14 +103,17 @@ def allreduce(
         "determinism": determinism,
         "check": check,
     }
-    check_writable(json_file)
-    with ended_by_sigterm(), shown_progress() as progress:
-        result = bench.run(options, args, progress)
-    _print_result(result)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
-    if not result["ok"]:
-        raise typer.Exit(1)
+    measured(json_file, lambda progress: bench.run(options, args, progress), _print_result)
+
+
+def _dump(graphs: Iterable[tuple[str, int, Topology]], json_file: Path | None) -> None:
+    """Who sends to whom, in each of a strategy's topologies."""
+    found = [(name, number, graph.reduce_edges, graph.bcast_edges) for name, number, graph in graphs]
+    keys = ("strategy", "number", "reduce", "broadcast")
+    save_json({"graphs": [dict(zip(keys, each, strict=True)) for each in found]}, json_file)
+    if not is_alone(json_file):
+        for name, number, reduce, broadcast in found:
+            print(f"{name}[{number}] reduce {_arrows(reduce)}  broadcast {_arrows(broadcast)}")
 
 
 def _arrows(edges: tuple[tuple[int, int], ...]) -> str:
@@ -108,7 +123,7 @@ def _arrows(edges: tuple[tuple[int, int], ...]) -> str:
 Cell = Mapping[str, object]
 
 
-def _print_result(result: Cell) -> None:
+def _print_result(result: Json) -> None:
     args = cast(Cell, result["args"])
     where = f"lab {args['lab']}" if args["lab"] else "one host"
     num_bytes = cast(int, result["num_bytes"])
@@ -128,12 +143,10 @@ def _print_result(result: Cell) -> None:
         table.add_row(name, *_times(peer), ratio(peer["speedup"], "x"))
     bound = cast(Cell, result["bound"])
     table.add_row("bound", *_times(bound), ratio(bound["fraction"], " of it"))
-    console = Console()
+    console = wide_console()
     console.print(table)
     if "cells" in result:
         console.print(f"ratios are those of the fastest, {result['strategy']}", highlight=False)
-    for remark in cast("list[str]", result["remarks"]):
-        console.print(f"note: {remark}", highlight=False, markup=False)
     if not result["ok"]:
         console.print("not ok: ours failed or summed wrongly", style="red")
 
@@ -154,17 +167,29 @@ def traffic(
     ] = "500mbit",
     seconds: Annotated[float, typer.Option("--seconds", help="Stop after this long.")] = 10.0,
     connections: Annotated[int, typer.Option("--connections", help="To send on; together they send at the rate.")] = 1,
+    json_file: JsonFile = None,
 ) -> None:
     """Background traffic, on loopback or between the hosts of a lab; ends by itself."""
     from pliant.bench import traffic as wire
-    from pliant.lab import parse_rate
+    from pliant.lab.rates import parse_rate
 
     wire.check_seconds(seconds)
     if (to is None) == (listen is None):
         raise ConfigError("bench traffic: give either --to HOST:PORT or --listen PORT")
+    if listen is not None and not 0 <= listen < 65536:
+        raise ConfigError(f"--listen {listen} is not a port: use a number from 1 to 65535, or 0 for any free one")
+    check_writable(json_file)
+    aside = sys.stderr if is_alone(json_file) else None
     if to is not None:
-        count = wire.check_connections(connections)
-        done, verb = wire.send(wire.check_target(to), parse_rate(rate), seconds, count), "sent"
+        target, bits_per_s, count = wire.check_target(to), parse_rate(rate), wire.check_connections(connections)
+        with ended_by_sigterm(), shown_waiting(f"sending to {target} for {seconds:g} s"):
+            done, verb = wire.send(target, bits_per_s, seconds, count), "sent"
     else:
-        done, verb = wire.sink(listen or 0, seconds, lambda where: print(f"listening on {where}", flush=True)), "took"
-    print(f"{verb} {done.num_bytes / 1e6:.1f} MB in {done.seconds:.2f} s, {done.bits_per_s / 1e6:.1f} Mbit/s")
+        with ended_by_sigterm(), shown_waiting(f"taking what comes for {seconds:g} s"):
+            done = wire.sink(listen or 0, seconds, lambda where: print(f"listening on {where}", file=aside, flush=True))
+        verb = "took"
+    if not is_alone(json_file):
+        print(f"{verb} {done.num_bytes / 1e6:.1f} MB in {done.seconds:.2f} s, {done.bits_per_s / 1e6:.1f} Mbit/s")
+    args = {"to": to, "listen": listen, "rate": rate, "seconds": seconds, "connections": connections}
+    numbers = {"num_bytes": done.num_bytes, "seconds": done.seconds, "bits_per_s": done.bits_per_s}
+    save_json({"bench": "traffic", "args": args, verb: numbers, "ok": True}, json_file)

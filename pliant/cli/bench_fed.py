@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from pliant.bench.report import Json
-from pliant.cli.bench_output import check_writable, ended_by_sigterm, milliseconds, ratio, shown_progress
+from pliant.cli import completion
+from pliant.cli.bench_output import measured, milliseconds, ratio, wide_console
+from pliant.cli.json_output import BareJson, JsonFile
 from pliant.errors import ConfigError
 
 
 def register(bench: typer.Typer) -> None:
     """Add the command to `bench`."""
-    bench.command("fed")(fed)
+    bench.command("fed", cls=BareJson)(fed)
 
 
 def fed(
     what: Annotated[
         str,
         typer.Option(
-            "--what", help="select: picking a round's participants. simulate: clients per second, beside Flower."
+            "--what",
+            help="select: picking a round's participants. simulate: clients per second, beside Flower.",
+            autocompletion=completion.one_of("select", "simulate"),
         ),
     ] = "select",
     clients: Annotated[int | None, typer.Option("--clients", help="In all; 1,000,000, or 100 to simulate.")] = None,
@@ -45,7 +47,7 @@ def fed(
     quick: Annotated[
         bool, typer.Option("--quick", help="simulate: one turn of two rounds, to see that it runs.")
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything, as one object.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """How long it takes to pick participants, and how many clients are trained in a second, beside others."""
     if what == "select":
@@ -66,7 +68,7 @@ def _select(given: Mapping[str, object], json_file: Path | None) -> None:
 
     options = selection.SelectOptions(**_told(given))
     args = {"what": "select", **{name: getattr(options, name) for name in given}}
-    _measured(json_file, lambda progress: selection.run(options, args, progress), _print)
+    measured(json_file, lambda progress: selection.run(options, args, progress), _print)
 
 
 def _simulate(given: Mapping[str, object], quick: bool, json_file: Path | None) -> None:
@@ -75,33 +77,12 @@ def _simulate(given: Mapping[str, object], quick: bool, json_file: Path | None) 
     options = simulate.SimulateOptions(**_told(given))
     options = options.quick if quick else options
     args = {"what": "simulate", **{name: getattr(options, name) for name in given}}
-    _measured(json_file, lambda progress: simulate.run(options, args, progress), _print_simulated)
+    measured(json_file, lambda progress: simulate.run(options, args, progress), _print_simulated)
 
 
 def _told(given: Mapping[str, object]) -> dict[str, Any]:
     """What was asked for; the rest has defaults of its own."""
     return {name: value for name, value in given.items() if value is not None}
-
-
-def _measured(
-    json_file: Path | None,
-    measure: Callable[[Callable[[str, float], None]], Json],
-    show: Callable[[Json], None],
-) -> None:
-    check_writable(json_file)
-    with ended_by_sigterm(), shown_progress() as progress:
-        result = measure(progress)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
-    show(result)
-    for remark in cast("list[str]", result["remarks"]):
-        _console().print(f"note: {remark}", highlight=False, markup=False)
-    if not result["ok"]:
-        raise typer.Exit(1)
-
-
-def _console() -> Console:
-    return Console(width=120) if not Console().is_terminal else Console()
 
 
 def _print(result: Json) -> None:
@@ -116,9 +97,9 @@ def _print(result: Json) -> None:
             milliseconds(ours["cpu_s"]), f"{cast(int, ours['peak_bytes']) / 1e6:.0f}",
             milliseconds(loops.get("median_s")), ratio(loops.get("speedup"), "x"),
         )  # fmt: skip
-    _console().print(table)
+    wide_console().print(table)
     verdict = "holds" if result["ok"] else "DOES NOT HOLD"
-    _console().print(f"{verdict}: at most 100 ms for a selection, and less than 500 MB", highlight=False)
+    wide_console().print(f"{verdict}: at most 100 ms for a selection, and less than 500 MB", highlight=False)
 
 
 def _print_simulated(result: Json) -> None:
@@ -136,9 +117,9 @@ def _print_simulated(result: Json) -> None:
             milliseconds(numbers.get("median_s")), milliseconds(numbers.get("iqr_s")),
             ratio(numbers.get("speedup"), "x") if name != "ours" else "",
         )  # fmt: skip
-    _console().print(table)
+    wide_console().print(table)
     if "flower" in sides:
         verdict = "holds" if result["ok"] else "DOES NOT HOLD"
-        _console().print(
+        wide_console().print(
             f"{verdict}: at least twice as many clients per second as Flower's simulation", highlight=False
         )

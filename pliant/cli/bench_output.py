@@ -1,4 +1,4 @@
-"""What all `pliant bench` commands have around their measurement: progress, a clean end, numbers as text."""
+"""What commands that measure have around it: files tried before, a clean end, a wide page for tables, numbers as text."""
 
 from __future__ import annotations
 
@@ -7,20 +7,38 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
+import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from pliant.bench.report import Json
+from pliant.cli.json_output import is_alone, save_json
+from pliant.cli.progress import shown_progress
 from pliant.errors import ConfigError
+
+PIPED_WIDTH = 120
+"""Of a table that no terminal shows: whoever reads a file or a pipe wants whole numbers."""
 
 
 def check_writable(path: Path | None, flag: str = "--json") -> None:
-    """Before minutes of measuring, not after."""
+    """Before minutes of measuring, not after. Leaves no empty file behind."""
+    if path is None or is_alone(path):
+        return
     try:
-        if path is not None:
-            path.touch()
+        existed = path.exists()
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}; give a file that can be written") from None
+
+
+def wide_console() -> Console:
+    """For tables on stdout."""
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPED_WIDTH)
 
 
 @contextlib.contextmanager
@@ -37,14 +55,20 @@ def ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-@contextlib.contextmanager
-def shown_progress() -> Iterator[Callable[[str, float], None]]:
-    """A line that moves on a terminal, and nothing where the output is piped."""
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as shown:
-        task = shown.add_task("starting", total=1.0)
-        yield lambda what, fraction: shown.update(task, description=what, completed=fraction)
+def measured(
+    json_file: Path | None, measure: Callable[[Callable[[str, float], None]], Json], show: Callable[[Json], None]
+) -> None:
+    """Measure, keep the result where `--json` says, show it with its remarks; code 1 where it is not ok."""
+    check_writable(json_file)
+    with ended_by_sigterm(), shown_progress() as progress:
+        result = measure(progress)
+    save_json(result, json_file)
+    if not is_alone(json_file):
+        show(result)
+        for remark in cast("list[str]", result["remarks"]):
+            wide_console().print(f"note: {remark}", highlight=False, markup=False)
+    if not result["ok"]:
+        raise typer.Exit(1)
 
 
 def milliseconds(seconds: object) -> str:

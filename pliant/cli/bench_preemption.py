@@ -2,48 +2,40 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, cast
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from pliant.bench.report import Json
-from pliant.cli.bench_output import check_writable, ended_by_sigterm, milliseconds, shown_progress
+from pliant.cli.bench_output import measured, milliseconds, wide_console
+from pliant.cli.json_output import BareJson, JsonFile
 from pliant.errors import ConfigError
 
 
 def register(bench: typer.Typer) -> None:
     """Add the command to `bench`."""
-    bench.command("preemption")(preemption)
+    bench.command("preemption", cls=BareJson)(preemption)
 
 
 def preemption(
     nodes: Annotated[int, typer.Option("--nodes", help="Workers, each on a host.")] = 2,
     rate: Annotated[str, typer.Option("--rate", help="What each host may send.")] = "100mbit",
     iters: Annotated[int, typer.Option("--iters", help="Steps of each way that count.")] = 20,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything, as one object.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """From the first layer's gradient to its new value, while 10 MB of the last layer are under way."""
     from pliant.bench import preemption as bench
-    from pliant.lab import parse_rate
+    from pliant.lab.rates import parse_rate
 
     bits_per_s = parse_rate(rate)
     if bits_per_s is None:
         raise ConfigError("--rate none: without a limit nothing has to wait; use a rate such as 100mbit")
     if not 2 <= nodes <= 64 or iters < 1:
         raise ConfigError(f"--nodes {nodes} --iters {iters}: use 2 to 64 nodes, and 1 step or more")
-    check_writable(json_file)
-    with ended_by_sigterm(), shown_progress() as progress:
-        result = bench.run(nodes, bits_per_s, iters, {"nodes": nodes, "rate": rate, "iters": iters}, progress)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
-    _print(result)
-    if not result["ok"]:
-        raise typer.Exit(1)
+    args = {"nodes": nodes, "rate": rate, "iters": iters}
+    measured(json_file, lambda progress: bench.run(nodes, bits_per_s, iters, args, progress), _print)
 
 
 def _print(result: Json) -> None:
@@ -64,9 +56,7 @@ def _print(result: Json) -> None:
             milliseconds(one["t0_s"]), queues,
             milliseconds(one["latency_s"]), milliseconds(one["latency_p90_s"]),
         )  # fmt: skip
-    console = Console(width=120) if not Console().is_terminal else Console()
+    console = wide_console()
     console.print(table)
     for verdict in cast("list[Mapping[str, object]]", result["verdicts"]):
         console.print(f"{'holds' if verdict['ok'] else 'DOES NOT HOLD'}: {verdict['text']}", highlight=False)
-    for remark in cast("list[str]", result["remarks"]):
-        console.print(f"note: {remark}", highlight=False, markup=False)

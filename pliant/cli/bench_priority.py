@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, cast
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from pliant.bench.report import Json
-from pliant.cli.bench_output import check_writable, ended_by_sigterm, milliseconds, shown_progress
+from pliant.cli import completion
+from pliant.cli.bench_output import check_writable, measured, milliseconds, wide_console
+from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
 from pliant.errors import ConfigError
 
 Cell = Mapping[str, object]
@@ -24,12 +25,17 @@ _COLUMNS = (
 
 def register(bench: typer.Typer) -> None:
     """Add the command to `bench`."""
-    bench.command("priority")(priority)
+    bench.command("priority", cls=BareJson)(priority)
 
 
 def priority(
     model: Annotated[
-        str, typer.Option("--model", help="resnet50, inception-v3, vgg, sockeye, or module:function (real).")
+        str,
+        typer.Option(
+            "--model",
+            help="resnet50, inception-v3, vgg, sockeye, or module:function (real).",
+            autocompletion=completion.one_of("resnet50", "inception-v3", "vgg", "sockeye"),
+        ),
     ] = "resnet50",
     nodes: Annotated[int | None, typer.Option("--nodes", help="Workers, each on a host; 4, or 2 with real.")] = None,
     rate: Annotated[
@@ -39,7 +45,12 @@ def priority(
         str, typer.Option("--modes", help="Some of baseline,slicing,priority,fifo,auto,ddp.")
     ] = "baseline,slicing,priority,ddp",
     compute: Annotated[
-        str | None, typer.Option("--compute", help="paced: layers sleep as long as a GPU would compute; real.")
+        str | None,
+        typer.Option(
+            "--compute",
+            help="paced: layers sleep as long as a GPU would compute; real.",
+            autocompletion=completion.one_of("paced", "real"),
+        ),
     ] = None,
     slices: Annotated[
         str, typer.Option("--slice", metavar="auto|1k,2k,...", help="Parameters per slice; several: a sweep.")
@@ -57,11 +68,11 @@ def priority(
     validate: Annotated[
         Path | None, typer.Option("--validate", metavar="FILE", help="Measure nothing: judge this result.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything, as one object.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Steps per second of each way to synchronise, beside stock DDP and the bound, at several rates of the links."""
     if validate is not None:
-        _validate(validate)
+        _validate(validate, json_file)
         return
     from pliant.bench.priority import hosts as machines
     from pliant.bench.priority import options as parsing
@@ -94,15 +105,8 @@ def priority(
         "hosts": [host.host for host in machine_list] or None, "utilisation": utilisation,
         "trace": str(trace) if trace else None,
     }  # fmt: skip
-    check_writable(json_file)
     check_writable(trace, "--trace")
-    with ended_by_sigterm(), shown_progress() as progress:
-        result = bench.run(options, args, progress)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
-    _print(result)
-    if not result["ok"]:
-        raise typer.Exit(1)
+    measured(json_file, lambda progress: bench.run(options, args, progress), _print)
 
 
 def _print(result: Json) -> None:
@@ -118,10 +122,8 @@ def _print(result: Json) -> None:
         new = one["rate_mbit"] != before
         before = one["rate_mbit"]
         table.add_row(*_row(one, first=new), style=None if one["mode"] != "priority" else "bold")
-    console = Console(width=120) if not Console().is_terminal else Console()
+    console = wide_console()
     console.print(table)
-    for remark in cast("list[str]", result["remarks"]):
-        console.print(f"note: {remark}", highlight=False, markup=False)
     if not result["ok"]:
         console.print("not ok: a mode failed, or parameters differ", style="red")
 
@@ -150,14 +152,24 @@ def _number(value: object, form: str) -> str:
     return format(value, form) if isinstance(value, float) else ""
 
 
-def _validate(path: Path) -> None:
+def _validate(path: Path, json_file: Path | None) -> None:
     from pliant.bench.priority import verdict
 
-    checks = verdict.judge(verdict.load(path))
-    for check in checks:
-        print(check)
+    check_writable(json_file)
+    result = verdict.load(path)
+    try:
+        checks = verdict.judge(result)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"--validate {path}: a cell of it is damaged ({error!r}); measure again with --json FILE"
+        ) from None
     failed = [check for check in checks if check.ok is False]
     done = [check for check in checks if check.ok]
-    print(f"{len(done)} hold, {len(failed)} do not, {len(checks) - len(done) - len(failed)} not judged")
-    if failed or not done:
+    is_well = bool(done) and not failed
+    save_json({"validated": str(path), "checks": [asdict(check) for check in checks], "ok": is_well}, json_file)
+    if not is_alone(json_file):
+        for check in checks:
+            print(check)
+        print(f"{len(done)} hold, {len(failed)} do not, {len(checks) - len(done) - len(failed)} not judged")
+    if not is_well:
         raise typer.Exit(1)

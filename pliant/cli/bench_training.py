@@ -2,41 +2,48 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated, cast
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from pliant.bench.report import Json
-from pliant.cli.bench_output import check_writable, ended_by_sigterm, milliseconds, ratio, shown_progress
+from pliant.cli import completion
+from pliant.cli.bench_output import measured, milliseconds, ratio, wide_console
+from pliant.cli.json_output import BareJson, JsonFile
 
 Cell = Mapping[str, object]
-Json_ = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything, as one object.")]
 
 
 def register(bench: typer.Typer) -> None:
     """Add the commands to `bench`."""
-    bench.command("train")(train)
-    bench.command("replicas")(replicas)
-    bench.command("resize")(resize)
-    bench.command("recover")(recover)
+    bench.command("train", cls=BareJson)(train)
+    bench.command("replicas", cls=BareJson)(replicas)
+    bench.command("resize", cls=BareJson)(resize)
+    bench.command("recover", cls=BareJson)(recover)
 
 
 def train(
     np: Annotated[str, typer.Option("-np", "--np", metavar="N,...", help="Numbers of workers.")] = "1,2,4",
-    model: Annotated[str, typer.Option("--model", help="resnet18, transformer, resnet50 or small.")] = "resnet18",
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            help="resnet18, transformer, resnet50 or small.",
+            autocompletion=completion.one_of("resnet18", "transformer", "resnet50", "small"),
+        ),
+    ] = "resnet18",
     peers: Annotated[str, typer.Option("--peers", help="ddp_gloo, and ddp_gloo_views.")] = "ddp_gloo",
     batch: Annotated[int, typer.Option("--batch", help="Samples of a replica's step; 0: by model.")] = 0,
     size: Annotated[int, typer.Option("--size", help="Pixels or words of a sample; 0: by model.")] = 0,
     repeat: Annotated[int, typer.Option("--repeat", help="Rounds; everyone has a window in each.")] = 15,
     steps: Annotated[int, typer.Option("--steps", help="Steps in a window.")] = 5,
     warmup: Annotated[int, typer.Option("--warmup", help="Steps before the first round.")] = 3,
-    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
-    json_file: Json_ = None,
+    device: Annotated[
+        str, typer.Option("--device", help="cpu or cuda.", autocompletion=completion.one_of("cpu", "cuda"))
+    ] = "cpu",
+    json_file: JsonFile = None,
 ) -> None:
     """Steps per second: ours beside plain PyTorch (one worker) and DDP on gloo (several), interleaved."""
     from pliant.bench import throughput
@@ -55,19 +62,28 @@ def train(
         "np": list(options.num_workers), "model": model, "peers": list(options.peers), "batch": batch, "size": size,
         "repeat": repeat, "steps": steps, "warmup": warmup, "device": device,
     }  # fmt: skip
-    _run(json_file, lambda progress: throughput.run(options, args, progress), _print_train)
+    measured(json_file, lambda progress: throughput.run(options, args, progress), _print_train)
 
 
 def replicas(
     counts: Annotated[str, typer.Option("--replicas", metavar="N,...", help="Replicas on one worker.")] = "1,2,4,8,16",
-    model: Annotated[str, typer.Option("--model", help="resnet18, transformer, resnet50 or small.")] = "resnet18",
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            help="resnet18, transformer, resnet50 or small.",
+            autocompletion=completion.one_of("resnet18", "transformer", "resnet50", "small"),
+        ),
+    ] = "resnet18",
     batch: Annotated[int, typer.Option("--batch", help="Samples of a replica's step; 0: by model.")] = 0,
     size: Annotated[int, typer.Option("--size", help="Pixels or words of a sample; 0: by model.")] = 0,
     repeat: Annotated[int, typer.Option("--repeat", help="Windows with switching, and as many without.")] = 10,
     steps: Annotated[int, typer.Option("--steps", help="Steps in a window, with 4 replicas.")] = 3,
     warmup: Annotated[int, typer.Option("--warmup", help="Steps before the first window.")] = 2,
-    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
-    json_file: Json_ = None,
+    device: Annotated[
+        str, typer.Option("--device", help="cpu or cuda.", autocompletion=completion.one_of("cpu", "cuda"))
+    ] = "cpu",
+    json_file: JsonFile = None,
 ) -> None:
     """Several replicas on one worker: the share of a step that switching takes, memory, samples per second."""
     from pliant.bench import replicas as bench
@@ -87,18 +103,25 @@ def replicas(
         "replicas": list(options.replicas), "model": model, "batch": batch, "size": size, "repeat": repeat,
         "steps": steps, "warmup": warmup, "device": device,
     }  # fmt: skip
-    _run(json_file, lambda progress: bench.run(options, args, progress), _print_replicas)
+    measured(json_file, lambda progress: bench.run(options, args, progress), _print_replicas)
 
 
 def resize(
     np: Annotated[int, typer.Option("-np", "--np", help="Workers, when there are many.")] = 4,
     to: Annotated[int, typer.Option("--to", help="Workers, when there are few.")] = 2,
     repeat: Annotated[int, typer.Option("--repeat", help="Changes in each direction.")] = 20,
-    model: Annotated[str, typer.Option("--model", help="resnet18, transformer or small.")] = "resnet18",
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            help="resnet18, transformer or small.",
+            autocompletion=completion.one_of("resnet18", "transformer", "small"),
+        ),
+    ] = "resnet18",
     batch: Annotated[int, typer.Option("--batch", help="Samples of a replica's step.")] = 2,
     size: Annotated[int, typer.Option("--size", help="Pixels or words of a sample.")] = 32,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that a change may take.")] = 60.0,
-    json_file: Json_ = None,
+    json_file: JsonFile = None,
 ) -> None:
     """How long a job stands still when it shrinks and when it grows."""
     from pliant.bench import resize as bench
@@ -108,18 +131,25 @@ def resize(
         num_workers=np, small=to, repeat=repeat, model=model, batch=batch, size=size, timeout_s=timeout
     )
     args = {"np": np, "to": to, "repeat": repeat, "model": model, "batch": batch, "size": size}
-    _run(json_file, lambda progress: bench.run(options, args, progress), _print_resize)
+    measured(json_file, lambda progress: bench.run(options, args, progress), _print_resize)
 
 
 def recover(
     np: Annotated[int, typer.Option("-np", "--np", help="Workers.")] = 4,
     repeat: Annotated[int, typer.Option("--repeat", help="Kills.")] = 20,
-    model: Annotated[str, typer.Option("--model", help="resnet18, transformer or small.")] = "resnet18",
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            help="resnet18, transformer or small.",
+            autocompletion=completion.one_of("resnet18", "transformer", "small"),
+        ),
+    ] = "resnet18",
     batch: Annotated[int, typer.Option("--batch", help="Samples of a replica's step.")] = 2,
     size: Annotated[int, typer.Option("--size", help="Pixels or words of a sample.")] = 32,
     seed: Annotated[int, typer.Option("--seed", help="Of whom to kill, and when.")] = 0,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that a recovery may take.")] = 60.0,
-    json_file: Json_ = None,
+    json_file: JsonFile = None,
 ) -> None:
     """kill -9 to the next step of the survivors, again and again."""
     from pliant.bench import recover as bench
@@ -129,23 +159,7 @@ def recover(
         num_workers=np, small=1, repeat=repeat, model=model, batch=batch, size=size, seed=seed, timeout_s=timeout
     )
     args = {"np": np, "repeat": repeat, "model": model, "batch": batch, "size": size, "seed": seed}
-    _run(json_file, lambda progress: bench.run(options, args, progress), _print_recover)
-
-
-def _run(
-    json_file: Path | None, measure: Callable[[Callable[[str, float], None]], Json], show: Callable[[Cell], Table]
-) -> None:
-    check_writable(json_file)
-    with ended_by_sigterm(), shown_progress() as progress:
-        result = measure(progress)
-    console = Console()
-    console.print(show(result))
-    for remark in cast("list[str]", result["remarks"]):
-        console.print(f"note: {remark}", highlight=False, markup=False)
-    if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
-    if not result["ok"]:
-        raise typer.Exit(1)
+    measured(json_file, lambda progress: bench.run(options, args, progress), _print_recover)
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -155,7 +169,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _print_train(result: Cell) -> Table:
+def _print_train(result: Json) -> None:
     args = cast(Cell, result["args"])
     table = _table(f"train {args['model']}, one host", "workers", "side", "median ms", "IQR ms", "speedup")
     for cell in cast("list[Cell]", result["cells"]):
@@ -164,10 +178,10 @@ def _print_train(result: Cell) -> Table:
         for name, peer in cast("dict[str, Cell]", cell["peers"]).items():
             spread = milliseconds(peer["iqr_s"])
             table.add_row("", name, milliseconds(peer["median_s"]), spread, ratio(peer["speedup"], "x"))
-    return table
+    wide_console().print(table)
 
 
-def _print_replicas(result: Cell) -> Table:
+def _print_replicas(result: Json) -> None:
     args = cast(Cell, result["args"])
     columns = ("replicas", "step ms", "samples/s", "switch share", "by clocks", "peak MB")
     table = _table(f"{args['model']}, replicas on one worker, {args['device']}", *columns)
@@ -182,14 +196,14 @@ def _print_replicas(result: Cell) -> Table:
             _percent(cell.get("switch_timer_share")),
             f"{peak / 1e6:.0f}" if isinstance(peak, int) else "-",
         )
-    return table
+    wide_console().print(table)
 
 
 def _percent(value: object) -> str:
     return f"{value:.2%}" if isinstance(value, float) else "-"
 
 
-def _print_resize(result: Cell) -> Table:
+def _print_resize(result: Json) -> None:
     args = cast(Cell, result["args"])
     title = f"resize {args['model']}: {args['np']} -> {args['to']} -> {args['np']} workers, {args['repeat']} times"
     targets = cast(Cell, result["targets_s"])
@@ -200,10 +214,10 @@ def _print_resize(result: Cell) -> Table:
         for key in ("to_next_batch", "first_step", "until_it_began"):
             if key in values:
                 _add(table, f"  {key.replace('_', ' ')}", cast(Cell, values[key]), None)
-    return table
+    wide_console().print(table)
 
 
-def _print_recover(result: Cell) -> Table:
+def _print_recover(result: Json) -> None:
     args = cast(Cell, result["args"])
     title = (
         f"recover {args['model']}: {args['repeat']} kills of {args['np']} workers, {result['steps_lost']} steps lost"
@@ -213,7 +227,7 @@ def _print_recover(result: Cell) -> Table:
     _add(table, "  noticed to ready", cast(Cell, result["noticed_to_ready"]), None)
     _add(table, "  replacement's first step", cast(Cell, result["replacement"]), None)
     _add(table, "  an undisturbed step", cast(Cell, result["step"]), None)
-    return table
+    wide_console().print(table)
 
 
 def _add(table: Table, name: str, values: Cell, target_s: object) -> None:

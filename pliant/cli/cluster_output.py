@@ -14,6 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pliant.cli import completion
+from pliant.cli.progress import shown_waiting
 from pliant.errors import ConfigError, ServerUnavailable, UnknownJob
 from pliant.launch.duration import span_text as span_text
 
@@ -30,7 +32,9 @@ StateFlag = Annotated[
     str,
     typer.Option("--state", metavar="DIR", help="Find the server by its state directory, as `pliant serve` has it."),
 ]
-JobArgument = Annotated[str, typer.Argument(metavar="NAME", show_default=False, help="The job.")]
+JobArgument = Annotated[
+    str, typer.Argument(metavar="NAME", show_default=False, help="The job.", autocompletion=completion.jobs)
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 AWAY_S = 300.0
@@ -46,6 +50,9 @@ COLOURS = {
     "failed": "red",
     "stopped": "dim",
     "finished": "dim",
+    "ok": "green",
+    "warn": "yellow",
+    "missing": "red",
 }
 
 
@@ -148,8 +155,14 @@ class Patient:
 def await_end(
     server: Patient, names: Sequence[str], deadline_s: float, ended: Callable[[JobStatus], None]
 ) -> list[str]:
-    """Until all of `names` have ended, or `deadline_s` has passed: those that have not."""
-    left = list(names)
+    """Until all of `names` have ended, or `deadline_s` has passed: those that have not. A terminal shows how far they are."""
+    with shown_waiting("waiting") as say:
+        return _await_end(server, list(names), deadline_s, ended, say)
+
+
+def _await_end(
+    server: Patient, left: list[str], deadline_s: float, ended: Callable[[JobStatus], None], say: Callable[[str], None]
+) -> list[str]:
     while True:
         now = {job.name: job for job in server.ask(lambda client: client.jobs())}
         if strange := [name for name in left if name not in now]:
@@ -157,6 +170,11 @@ def await_end(
         for name in [name for name in left if now[name].is_over]:
             left.remove(name)
             ended(now[name])
+        say("; ".join(_standing(now[name]) for name in left[:3]) + ("; ..." if len(left) > 3 else ""))
         if not left or time.monotonic() >= deadline_s:
             return left
         time.sleep(0.2)
+
+
+def _standing(job: JobStatus) -> str:
+    return f"{job.name} {job.state}" + ("" if job.step is None else f", step {job.step}")

@@ -13,10 +13,11 @@ from urllib.parse import urlsplit
 
 import typer
 
+from pliant.cli.amounts import whole
 from pliant.cli.tokens import token_given
 from pliant.cluster import PortRange, View, Worker, check_host, parse_hosts
 from pliant.elastic.membership import NO_LIMITS, Limits
-from pliant.errors import ConfigError
+from pliant.errors import ConfigError, reason
 
 if TYPE_CHECKING:
     from pliant.elastic.server import ServerConfig
@@ -59,7 +60,7 @@ def config_server(
 
     config = ServerConfig(
         host=host,
-        port=_whole(port, "-port"),
+        port=whole(port, "-port", 9100),
         endpoint=endpoint,
         initial=_view_from(init) if init else None,
         limits=_limits(hosts, port_range),
@@ -106,12 +107,6 @@ def _everywhere(host: str, url: str) -> str:
     return f"{listening}; other hosts use {reached}" if reached else f"{listening}, of which other hosts can reach none"
 
 
-def _whole(text: str, flag: str) -> int:
-    if not text.isascii() or not text.isdecimal() or len(text) > 9:
-        raise ConfigError(f"{flag} {text!r} is not a whole number")
-    return int(text)
-
-
 def _seconds(text: str, flag: str) -> float:
     try:
         seconds = float(text)
@@ -134,11 +129,11 @@ def _view_from(file: str) -> View:
     try:
         return View.from_json(json.loads(_text_of(file, "-init")), number=0)
     except (ValueError, RecursionError, ConfigError) as error:
-        raise ConfigError(f"-init {file}: {error}") from None
+        raise ConfigError(f"-init {file}: {error}; give the JSON of a cluster, as a config server answers it") from None
 
 
 def _text_of(file: str, flag: str) -> str:
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag} {file}: cannot be read: {error}") from None
+        raise ConfigError(f"{flag} {file} cannot be read: {reason(error)}; give another file") from None

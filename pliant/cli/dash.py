@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from pliant.cli.amounts import whole
 from pliant.cli.tokens import token_given
-from pliant.errors import ConfigError
 
 Given = Annotated[
     list[str] | None,
@@ -40,6 +40,8 @@ def dash(
             help="What resizing and stopping need; default: PLIANT_TOKEN, or a random one, which is printed.",
         ),
     ] = "",
+    tls_cert: Annotated[str, typer.Option("--tls-cert", metavar="FILE", help="Certificate chain, PEM.")] = "",
+    tls_key: Annotated[str, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")] = "",
 ) -> None:
     """Show jobs in the browser: curves with what happened, workers, topology, the cluster, logs. Works offline."""
     from pliant.dashboard.server import DashConfig, serve
@@ -48,18 +50,13 @@ def dash(
 
     known = token_given(token_file)
     token, is_new = known or secrets.token_urlsafe(18), not known
-    config = DashConfig(host=host, port=_port(port), token=token)
+    config = DashConfig(host=host, port=whole(port, "--port", 9300), token=token, tls_cert=tls_cert, tls_key=tls_key)
     watch = Watch(sources(given or []))
 
     def say(url: str) -> None:
         print(f"the page is at {url}", flush=True)
         if is_new:
-            print(f"its token, for resizing and stopping: {token}", flush=True)
+            what = "resizing and stopping" if config.is_loopback else "looking, resizing and stopping"
+            print(f"its token, for {what}: {token}", flush=True)
 
     serve(config, watch, say)
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) < 9):
-        raise ConfigError(f"--port {text!r} is not a whole number")
-    return int(text)

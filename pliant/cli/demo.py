@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import sys
 import tempfile
@@ -20,6 +19,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from pliant.cli.bench_output import check_writable
+from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ FRAMES_PER_S = 4
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("demo")(demo)
+    app.command("demo", cls=BareJson)(demo)
 
 
 def demo(
@@ -43,7 +44,7 @@ def demo(
     png: Annotated[Path, typer.Option("--png", metavar="FILE", help="The picture of both curves.")] = Path(
         "pliant-demo.png"
     ),
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything, as one object.")] = None,
+    json_file: JsonFile = None,
     timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Give up after this long.")] = 300.0,
     nudge: Annotated[int | None, typer.Option("--nudge", hidden=True)] = None,
 ) -> None:
@@ -55,33 +56,21 @@ def demo(
     if png.suffix != ".png":
         raise ConfigError(f"--png {png}: give a name that ends in .png")
     for file, flag in ((png, "--png"), (json_file, "--json")):
-        _check_writable(file, flag)
-    console = Console(highlight=False)
+        check_writable(file, flag)
+    console = Console(highlight=False, stderr=is_alone(json_file))
     begun_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pliant-demo-") as folder, _ended_by_signals():
         shown = Demo(options, Path(folder))
         with _view(console, shown) as watch:
             verdict = shown.run(watch)
-    _print_result(console, shown, verdict)
+    save_json(_as_json(shown, verdict), json_file)
+    if not is_alone(json_file):
+        _print_result(console, shown, verdict)
     picture = _draw(shown, verdict, png)
-    console.print(f"{picture}; took {time.monotonic() - begun_s:.0f} s", soft_wrap=True, markup=False)
-    if json_file is not None:
-        json_file.write_text(json.dumps(_as_json(shown, verdict), indent=1) + "\n")
+    if not is_alone(json_file):
+        console.print(f"{picture}; took {time.monotonic() - begun_s:.0f} s", soft_wrap=True, markup=False)
     if not verdict.identical:
         raise typer.Exit(1)
-
-
-def _check_writable(path: Path | None, flag: str) -> None:
-    """Before a minute of training, not after."""
-    if path is None:
-        return
-    existed = path.exists()
-    try:
-        path.touch()
-    except OSError as error:
-        raise ConfigError(f"{flag} {path}: {error.strerror}; give a file that can be written") from None
-    if not existed:
-        path.unlink()
 
 
 @contextlib.contextmanager
@@ -105,9 +94,9 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _view(console: Console, demo: Demo) -> Iterator[Callable[[], None]]:
-    """What to call while the demo runs: a live view on a terminal, plain lines elsewhere."""
+    """What to call while the demo runs: a live view on a terminal, plain lines elsewhere, unless stdout is for JSON."""
     if not console.is_terminal:
-        yield _Lines(console, demo).show
+        yield _Lines(console, demo).show if not console.stderr else lambda: None
         return
     with Live(console=console, auto_refresh=False, transient=True) as live:
         shown_s = 0.0
@@ -216,12 +205,12 @@ def _losses(demo: Demo, step: int) -> list[str]:
 
 def _draw(demo: Demo, verdict: Verdict, png: Path) -> str:
     """Draw the picture; what to tell about it."""
-    from pliant.experiments import picture
+    from pliant.experiments import demo_plot
 
     try:
-        picture.draw(demo, verdict, png)
+        demo_plot.draw(demo, verdict, png)
     except ImportError:
-        return "no picture: matplotlib is not installed (pip install -c constraints.txt -e '.[experiments]')"
+        return "no picture: matplotlib is not installed (pip install 'pliant[experiments]')"
     return f"picture: {png}"
 
 

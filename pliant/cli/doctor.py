@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
-import os
-import platform
-import shutil
-import socket
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,32 +14,24 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pliant.cli.bench_output import check_writable
+from pliant.cli.cluster_output import print_table
+from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
+from pliant.cli.progress import shown_waiting
 from pliant.errors import ConfigError
-from pliant.lab import machine
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from pliant.train.slicing import Obstacle
+    from pliant.train.obstacles import Obstacle
 
 WIDTH = 160
 """Of a table that no terminal shows."""
 
-OPTIONAL = {
-    "torchvision": "ResNet and its data sets in the benches",
-    "sklearn": "the digits of `pliant demo`",
-    "matplotlib": "figures",
-    "mpi4py": "Open MPI as a peer in `pliant bench allreduce`",
-    "ray": "jobs on a Ray cluster (`pliant run --on ray`)",
-    "flwr": "Flower as a peer",
-    "safetensors": "reading checkpoints in other programs",
-}
-PIP_NAMES = {"sklearn": "scikit-learn"}
-
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("doctor")(doctor)
+    app.command("doctor", cls=BareJson)(doctor)
 
 
 def doctor(
@@ -52,121 +39,52 @@ def doctor(
         str | None, typer.Argument(metavar="[FILE.py:FUNCTION]", help="A function that returns the model to look at.")
     ] = None,
     replicas: Annotated[int, typer.Option("--replicas", help="Check the order of the sum for so many.")] = 4,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything, as one object.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Say what this machine can do, or which modules of a model stand in the way of bitwise equal training.
 
-    Exit code 1: something necessary is missing, or the model cannot be time-sliced.
+    ok: it works; warn: what needs it does not work; missing: nothing does. After -> stands what to type.
+    Exit code 1: something is missing, or the model cannot be time-sliced.
     """
     if replicas < 1:
-        raise ConfigError(f"--replicas {replicas}: at least 1")
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+        raise ConfigError(f"--replicas {replicas}: use 1 or more")
+    check_writable(json_file)
     if target is None:
-        healthy, report = _examine_machine(replicas, console)
+        healthy, report = _examine_machine(replicas, quiet=is_alone(json_file))
     else:
-        healthy, report = _examine_model(target, replicas, console)
-    if json_file is not None:
-        try:
-            json_file.write_text(json.dumps(report, indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(f"--json {json_file} cannot be written: {error.strerror}") from None
-    raise typer.Exit(0 if healthy else 1)
+        healthy, report = _examine_model(target, replicas, quiet=is_alone(json_file))
+    save_json(report, json_file)
+    if not healthy:
+        raise typer.Exit(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Symptom:
-    """One thing that was looked at."""
+def _examine_machine(replicas: int, *, quiet: bool) -> tuple[bool, dict[str, object]]:
+    from pliant.cli.doctor_machine import Finding, examine
 
-    what: str
-    ok: bool
-    found: str
-    remedy: str = ""
-    necessary: bool = True
-
-
-def _examine_machine(replicas: int, console: Console) -> tuple[bool, dict[str, object]]:
-    symptoms = []
-    for symptom in (*_software(), *_kernel(), *_exactness(replicas), *_extras()):
-        symptoms.append(symptom)
-        answer = "yes" if symptom.ok else "NO" if symptom.necessary else "no"
-        remedy = f" -> {symptom.remedy}" if symptom.remedy and not symptom.ok else ""
-        console.print(f"{symptom.what}: {answer}  ({symptom.found}){remedy}", markup=False, soft_wrap=True)
-    healthy = all(symptom.ok or not symptom.necessary for symptom in symptoms)
-    return healthy, {"ok": healthy, "machine": [asdict(symptom) for symptom in symptoms]}
+    found: list[Finding] = []
+    with shown_waiting("looking at this machine") as say:
+        for finding in examine(replicas):
+            say(f"looked at {finding.what}")
+            found.append(finding)
+    healthy = not any(each.state == "missing" for each in found)
+    if not quiet:
+        rows = [(each.state, each.what, each.found + (f"\n-> {each.remedy}" if each.remedy else "")) for each in found]
+        print_table(("state", "what", "found"), rows)
+    return healthy, {"ok": healthy, "machine": [asdict(each) for each in found]}
 
 
-def _software() -> Iterator[Symptom]:
-    import torch
+def _examine_model(target: str, replicas: int, *, quiet: bool) -> tuple[bool, dict[str, object]]:
+    aside = contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext()
+    with shown_waiting(f"looking at {target}"), aside:  # a user's module may print as it likes
+        from pliant.train import determinism, obstacles
 
-    yield Symptom("python", sys.version_info >= (3, 11), platform.python_version(), "install Python 3.11 or newer")
-    yield Symptom("torch", True, str(torch.__version__))
-    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    yield Symptom(
-        "CUDA",
-        bool(devices),
-        ", ".join(devices) or ("no GPU" if torch.version.cuda else "torch was built without it"),
-        "training runs on the CPU; install a CUDA build of torch for GPUs",
-        necessary=False,
-    )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield Symptom("cores", True, f"{len(os.sched_getaffinity(0))}, memory {memory / 2**30:.1f} GiB")
-
-
-def _kernel() -> Iterator[Symptom]:
-    yield _tried("memfd", _try_memfd, "shared memory between workers", "Linux 3.17 or newer is needed")
-    yield _tried("abstract sockets", _try_abstract_socket, "workers of one host meet there", "Linux is needed")
-    problems = machine.check()
-    yield Symptom("lab", not problems, "; ".join(problems) or "root, with network namespaces", necessary=False)
-
-
-def _tried(what: str, attempt: Callable[[], None], use: str, remedy: str) -> Symptom:
-    try:
-        attempt()
-    except (OSError, AttributeError) as error:
-        return Symptom(what, False, str(error), remedy)
-    return Symptom(what, True, use)
-
-
-def _try_memfd() -> None:
-    os.close(os.memfd_create("pliant-doctor", os.MFD_CLOEXEC))
-
-
-def _try_abstract_socket() -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("")  # the kernel chooses an abstract address
-
-
-def _exactness(replicas: int) -> Iterator[Symptom]:
-    from pliant.train import determinism
-
-    folded = determinism.self_check(replicas, thorough=True)
-    yield Symptom("D0", True, "the same machines give the same bits")
-    yield Symptom("D1", folded.ok, folded.detail, "use a torch whose all-reduce is gloo's ring")
-    mine = determinism.fingerprint()
-    machine = f"{mine.cpu_model}, {mine.cpu_isa}; torch uses {mine.cpu_capability}, {mine.num_threads} threads"
-    yield Symptom("D2", folded.ok, f"with pliant run --determinism D2 ({machine})", "needs D1")
-
-
-def _extras() -> Iterator[Symptom]:
-    mpirun = shutil.which("mpirun")
-    yield Symptom("mpirun", mpirun is not None, mpirun or "not found", "apt-get install openmpi-bin", necessary=False)
-    for module, use in OPTIONAL.items():
-        there = importlib.util.find_spec(module) is not None
-        yield Symptom(module, there, use, f"pip install {PIP_NAMES.get(module, module)}", necessary=False)
-
-
-def _examine_model(target: str, replicas: int, console: Console) -> tuple[bool, dict[str, object]]:
-    from pliant.train import determinism, slicing
-
-    model = _built(target)
-    found = {
-        "time-slicing": slicing.obstacles(model),
-        "D1 on GPUs": slicing.nondeterministic(model),
-        "D2 on GPUs of several kinds": slicing.hetero(model),
-    }
-    folded = determinism.self_check(replicas)
-    if any(found.values()):
-        console.print(_table(found))
+        model = _built(target)
+        found = {
+            "time-slicing": obstacles.obstacles(model),
+            "D1 on GPUs": obstacles.nondeterministic(model),
+            "D2 on GPUs of several kinds": obstacles.hetero(model),
+        }
+        folded = determinism.self_check(replicas)
     sliceable, repeatable, portable = (not each for each in found.values())
     exact = sliceable and folded.ok
     verdicts = {
@@ -176,9 +94,8 @@ def _examine_model(target: str, replicas: int, console: Console) -> tuple[bool, 
         "D2": exact,
         "D2 on GPUs of several kinds": exact and repeatable and portable,
     }
-    for what, ok in verdicts.items():
-        reason = "" if ok or not sliceable or folded.ok else f" ({folded.detail})"
-        console.print(f"{what}: {'yes' if ok else 'no'}{reason}", markup=False, soft_wrap=True)
+    if not quiet:
+        _print_model(found, verdicts, "" if folded.ok or not sliceable else f" ({folded.detail})")
     return sliceable, {
         "ok": sliceable,
         "model": target,
@@ -186,6 +103,14 @@ def _examine_model(target: str, replicas: int, console: Console) -> tuple[bool, 
         "self_check": asdict(folded),
         "obstacles": {what: [asdict(each) for each in obstacles] for what, obstacles in found.items()},
     }
+
+
+def _print_model(found: dict[str, list[Obstacle]], verdicts: dict[str, bool], reason: str) -> None:
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    if any(found.values()):
+        console.print(_table(found))
+    for what, ok in verdicts.items():
+        console.print(f"{what}: {'yes' if ok else f'no{reason}'}", markup=False, soft_wrap=True)
 
 
 def _table(found: dict[str, list[Obstacle]]) -> Table:

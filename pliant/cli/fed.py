@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import sys
 import traceback
@@ -15,8 +14,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pliant.cli import fed_jobs
-from pliant.cli.cluster_output import is_read_by_people, print_table
+from pliant.cli import completion, fed_jobs
+from pliant.cli.cluster_output import is_read_by_people, print_json, print_table
+from pliant.cli.progress import shown_waiting
 from pliant.errors import ConfigError, PliantError
 
 if TYPE_CHECKING:
@@ -42,7 +42,13 @@ def run(
         str, typer.Option("--workers", metavar="N|HOST:N,...", help="Executors, whatever the file says; 0: none.")
     ] = "",
     resume: Annotated[
-        str, typer.Option("--resume", metavar="NAME", help="Go on with an interrupted job, from its checkpoint.")
+        str,
+        typer.Option(
+            "--resume",
+            metavar="NAME",
+            help="Go on with an interrupted job, from its checkpoint.",
+            autocompletion=completion.federated,
+        ),
     ] = "",
 ) -> None:
     """Run a federated job in the foreground; SIGTERM ends it after its round, Ctrl-C at once."""
@@ -58,9 +64,10 @@ def run(
     elif file is None:
         raise ConfigError("which job? give its file, as in `pliant fed run conf.yml`")
     else:
-        job = _read(file, name, workers)
-        fed_jobs.tell_remarks(job)
-        folder = jobs.create(job if job.is_named else job.renumbered(jobs.names()))
+        with shown_waiting(f"reading {file}, and what it names"):
+            job = _read(file, name, workers)
+            fed_jobs.tell_remarks(job)
+            folder = jobs.create(job if job.is_named else job.renumbered(jobs.names()))
     raise typer.Exit(_minded(folder))
 
 
@@ -72,7 +79,9 @@ def _read(file: Path, name: str, workers: str) -> FedJob:
 
     page = Page.read(file)
     if not is_federated(page):
-        raise ConfigError(f"{file}: no federated job: one has participants, or the artifact's job_conf")
+        raise ConfigError(
+            f"{file}: no federated job: one says `participants: N`, or has the job_conf of Oort's artifact; `pliant submit` takes others"
+        )
     job = read_fed_job(page, name)
     if not workers:
         return job
@@ -164,7 +173,13 @@ def _shown(folder: JobFolder) -> Iterator[Shown]:
 
 def select(
     trace: Annotated[
-        str, typer.Option("--trace", metavar="TABLE", help="Devices: CSV, .npz, FedScale's pickle, synthetic or equal.")
+        str,
+        typer.Option(
+            "--trace",
+            metavar="TABLE",
+            help="Devices: CSV, .npz, FedScale's pickle, synthetic or equal.",
+            autocompletion=completion.one_of("synthetic", "equal"),
+        ),
     ] = "synthetic",
     replay: Annotated[
         str, typer.Option("--replay", metavar="FILE|N", help="What clients would bring (JSON), or N that are drawn.")
@@ -173,7 +188,12 @@ def select(
     rounds: Annotated[int, typer.Option("--rounds", help="How many.")] = 60,
     selector: Annotated[
         str,
-        typer.Option("--selector", metavar="KIND[:PRESET]", help="Instead of the one in the file, as oort:artifact."),
+        typer.Option(
+            "--selector",
+            metavar="KIND[:PRESET]",
+            help="Instead of the one in the file, as oort:artifact.",
+            autocompletion=completion.selectors,
+        ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="JSON also on a terminal.")] = False,
 ) -> None:
@@ -185,15 +205,16 @@ def select(
         raise ConfigError(f"--rounds {rounds}: use 1 or more")
     if seed < 0:
         raise ConfigError(f"--seed {seed}: use 0 or more")
-    if replay.isdecimal() and not 1 <= int(replay) <= 1_000_000:
+    if replay.isdecimal() and not (len(replay) < 9 and 1 <= int(replay) <= 1_000_000):
         raise ConfigError(f"--replay {replay}: use 1 to 1,000,000 clients, or a file")
     given = drawn_replay(int(replay)) if replay.isdecimal() else read_replay(Path(replay))
     if selector:
         kind, _, preset = selector.partition(":")
         given = given.model_copy(update={"selector": Choice(kind=kind, options={"preset": preset} if preset else {})})
-    found = replayed(given, _devices(trace, len(given.clients)), rounds=rounds, seed=seed)
+    with shown_waiting(f"picking in {rounds} rounds"):
+        found = replayed(given, _devices(trace, len(given.clients)), rounds=rounds, seed=seed)
     if as_json or not is_read_by_people():
-        print(json.dumps(found, indent=1))
+        print_json(found)
     else:
         _show(found)
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from pliant.cli import completion
 from pliant.cli.cluster_output import check_named, is_read_by_people
 from pliant.errors import ConfigError
 
@@ -17,7 +18,13 @@ def register(app: typer.Typer) -> None:
 
 def forget(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", show_default=False, help="Federated jobs that have ended.")
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME",
+            show_default=False,
+            help="Federated jobs that have ended.",
+            autocompletion=completion.federated,
+        ),
     ] = None,
 ) -> None:
     """Take federated jobs that have ended off the list; their files stay. None of them if a name is unknown, or one runs."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
-from pliant.cli import fed_jobs
+from pliant.cli import completion, fed_jobs
 from pliant.cli.cluster_output import (
     JsonFlag,
     ServerFlag,
@@ -36,7 +36,12 @@ def register(app: typer.Typer) -> None:
 
 
 def list_jobs(
-    only: Annotated[str, typer.Option("--only", metavar="STATE,...", help="Jobs in these states only.")] = "",
+    only: Annotated[
+        str,
+        typer.Option(
+            "--only", metavar="STATE,...", help="Jobs in these states only.", autocompletion=completion.states
+        ),
+    ] = "",
     names: Annotated[bool, typer.Option("-q", "--quiet", help="Names only, one per line.")] = False,
     as_json: JsonFlag = False,
     server: ServerFlag = "",
@@ -116,5 +121,5 @@ def _states(only: str) -> set[str]:
     known = list(dict.fromkeys([*get_args(State), *get_args(FedState)]))
     wanted = {word.strip() for word in only.split(",") if word.strip()}
     if strange := wanted - set(known):
-        raise ConfigError(f"--only {', '.join(sorted(strange))}: states are {', '.join(known)}")
+        raise ConfigError(f"--only {', '.join(sorted(strange))}: no such state; use {', '.join(known)}")
     return wanted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
@@ -35,25 +34,19 @@ def logs(
     """What the job has printed. With -f also what it will; a server that restarts meanwhile is waited for."""
     last = _count(lines)
     check_named(name)
-    try:
-        if (federated := fed_jobs.find(name, server, state)) is not None:
-            from pliant.fed.jobs.detached import log_of
+    if (federated := fed_jobs.find(name, server, state)) is not None:
+        from pliant.fed.jobs.detached import log_of
 
-            for text in log_of(federated, last=last, follow=follow):
-                _print(text)
-            return
-        fed_jobs.check_known([name], server, state)
-        with Patient(server, state) as patient:
-            for part in _so_far(patient, name, last):
-                _print(part.text)
-            if follow:
-                for more in _to_come(patient, name, part):
-                    _print(more.text)
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except BrokenPipeError:
-        # The reader has seen enough. Python would complain once more when it flushes stdout at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        for text in log_of(federated, last=last, follow=follow):
+            _print(text)
+        return
+    fed_jobs.check_known([name], server, state)
+    with Patient(server, state) as patient:
+        for part in _so_far(patient, name, last):
+            _print(part.text)
+        if follow:
+            for more in _to_come(patient, name, part):
+                _print(more.text)
 
 
 def _so_far(server: Patient, name: str, last: int | None) -> Iterator[LogPart]:

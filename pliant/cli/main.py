@@ -1,28 +1,38 @@
 """The command line: assembles the commands, each of which lives in a file of its own beside this one.
 
 A command module has `register(app)`. Importing it must stay cheap: torch and the servers are
-imported inside the command that needs them.
+imported inside the command that needs them. What goes wrong ends here, in one line and an exit code.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
+import itertools
+import os
+import signal
 import sys
+from typing import Annotated
 
+import click
 import typer
 
+from pliant.cli.completion import FrontDoor
 from pliant.errors import ConfigError, PliantError
 
 COMMANDS = (
     "run", "remote_install", "resize", "config_server", "lab",
     "dash", "top", "fed", "report", "serve", "submit", "list_jobs", "show", "logs", "stop", "forget", "plan", "sim", "bench", "doctor", "demo", "reproduce",
 )  # fmt: skip
+READER_GONE = 128 + signal.SIGPIPE
 
 
 def build() -> typer.Typer:
     """The `pliant` program with all its commands."""
     app = typer.Typer(
         name="pliant",
+        cls=FrontDoor,
         help="PyTorch training on machines that come and go.",
         no_args_is_help=True,
         add_completion=True,
@@ -35,17 +45,86 @@ def build() -> typer.Typer:
     return app
 
 
-def _front_door() -> None:
+def _front_door(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Say which, and stop.")
+    ] = False,
+) -> None:
     """PyTorch training on machines that come and go."""
+
+
+def _version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        print(f"pliant {version('pliant')}")
+        raise typer.Exit
 
 
 def main() -> None:
     """Run the program; a user's mistake is one line and exit code 2, any other failure of ours exit code 1."""
+    sys.exit(_flushed(_ended()))
+
+
+def _ended() -> int | str | None:
     try:
-        build()()
+        code = build()(prog_name="pliant", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except SystemExit as end:
+        # Where stdout is closed, typer ends the program by itself.
+        return READER_GONE if isinstance(end.__context__, BrokenPipeError) else end.code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except click.ClickException as error:
+        return _told(_usage(error), error.exit_code)
+    except click.Abort:
+        return 1
     except ConfigError as error:
-        print(f"pliant: {error}", file=sys.stderr)
-        sys.exit(2)
+        return _told(str(error), 2)
     except PliantError as error:
-        print(f"pliant: {error}", file=sys.stderr)
-        sys.exit(1)
+        return _told(str(error), 1)
+    except ModuleNotFoundError as error:
+        return _lacking(error)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            return _told(f"{error.filename or 'what was written'}: {error.strerror}; make room, as `df -h` shows", 1)
+        if error.filename is None:  # nothing that a user could mend by this
+            raise
+        return _told(f"{error.filename}: {error.strerror}; is it there, and may you read and write it?", 1)
+
+
+def _told(line: str, code: int) -> int:
+    if line:
+        print(f"pliant: {line}", file=sys.stderr)
+    return code
+
+
+def _usage(error: click.ClickException) -> str:
+    """One line for what click would answer with a page; nothing where it has shown a page of help instead."""
+    said = " ".join(error.format_message().split()).rstrip(".")
+    said = " Did you mean".join(said.split(" Did you mean")[:2])  # click and typer both ask
+    context = getattr(error, "ctx", None)
+    words = itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:])
+    path = context.command_path if context is not None else " ".join(("pliant", *words))
+    return f"{said}; `{path} -h` shows how it is used" if said else ""
+
+
+def _lacking(error: ModuleNotFoundError) -> int:
+    from pliant.cli import extras
+
+    package = extras.absent(error)
+    if package is None:
+        raise error
+    return _told(f"{package.module} is not installed, and this needs it: {package.remedy}", 2)
+
+
+def _flushed(code: int | str | None) -> int | str | None:
+    """The code, after all that was printed has gone out: at Python's own end it would be too late to say so in one line."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except OSError as error:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return READER_GONE if isinstance(error, BrokenPipeError) else code or _told(f"stdout: {error.strerror}", 1)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -12,12 +11,16 @@ from rich.table import Table
 
 from pliant.cli.amounts import counts, numbers
 from pliant.cli.bench_output import check_writable
+from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
 from pliant.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pliant.sched.planner import Plan, Proposal, Types
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("plan")(plan)
+    app.command("plan", cls=BareJson)(plan)
 
 
 def plan(
@@ -38,10 +41,9 @@ def plan(
             "--interference", metavar="TYPE=F,...", help="What several leave of each one's speed; default: 1."
         ),
     ] = "",
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything, as one object.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Where would N replicas go on these devices, how fast would they be, and which devices would help most?"""
-    from pliant.bench.report import machine
     from pliant.sched.planner import DeviceType, best_plan, proposals
 
     speeds, fit, factors = (
@@ -64,7 +66,17 @@ def plan(
     limits = tuple(offered.get(kind.name, 0) if free else replicas for kind in types)
     found = best_plan(replicas, types, given)
     wishes = proposals(replicas, types, given, limits)
+    if json_file is not None:
+        asked: dict[str, object] = {
+            "replicas": replicas, "speed": speeds, "have": held, "free": offered if free else None, "executors": fit,
+            "interference": factors,
+        }  # fmt: skip
+        save_json(_answer(asked, found, types, given, wishes), json_file)
+    if not is_alone(json_file):
+        _print(replicas, found, types, given, wishes)
 
+
+def _print(replicas: int, found: Plan | None, types: Types, given: tuple[int, ...], wishes: Sequence[Proposal]) -> None:
     console = Console(soft_wrap=True)
     if found is None:
         console.print("no devices yet")
@@ -93,40 +105,42 @@ def plan(
         )
     if not wishes:
         console.print("next: nothing; no device would make it faster at a waste of at most 30 %", highlight=False)
-    if json_file is not None:
-        answer = {
-            "bench": "plan",
-            "args": {
-                "replicas": replicas, "speed": speeds, "have": held, "free": offered if free else None, "executors": fit,
-                "interference": factors,
-            },
-            "ours": {"median_s": found.overload if found else None, "iqr_s": None},
-            "peers": {},
-            "bound": None,
-            "replicas_per_device": {kind.name: hosted for kind, hosted, there in zip(types, found.per_device, given, strict=True) if there}
-            if found else {},
-            "assignment": [list(pair) for pair in found.assignment()] if found else [],
-            "executors_per_device": {kind.name: each for kind, each, there in zip(types, found.executors, given, strict=True) if there}
-            if found else {},
-            "idle": found.idle if found else {},
-            "overload": found.overload if found else None,
-            "waste": found.waste if found else None,
-            "perf": found.perf if found else None,
-            "proposals": [
-                {
-                    "type": wish.kind, "more": wish.more, "devices": wish.plan.devices, "speedup": wish.speedup,
-                    "inc_perf": wish.per_device, "waste": wish.plan.waste, "perf": wish.plan.perf,
-                    "replicas_per_device": {
-                        kind.name: hosted for kind, hosted, used in zip(types, wish.plan.per_device, wish.plan.used, strict=True) if used
-                    },
-                }
-                for wish in wishes
-            ],
-            "machine": machine(),
-            "ok": True,
-            "remarks": ["sums of gradients are not counted"],
-        }  # fmt: skip
-        json_file.write_text(json.dumps(answer, indent=1) + "\n")
+
+
+def _answer(
+    asked: dict[str, object], found: Plan | None, types: Types, given: tuple[int, ...], wishes: Sequence[Proposal]
+) -> dict[str, object]:
+    from pliant.bench.report import machine
+
+    return {
+        "bench": "plan",
+        "args": asked,
+        "ours": {"median_s": found.overload if found else None, "iqr_s": None},
+        "peers": {},
+        "bound": None,
+        "replicas_per_device": {kind.name: hosted for kind, hosted, there in zip(types, found.per_device, given, strict=True) if there}
+        if found else {},
+        "assignment": [list(pair) for pair in found.assignment()] if found else [],
+        "executors_per_device": {kind.name: each for kind, each, there in zip(types, found.executors, given, strict=True) if there}
+        if found else {},
+        "idle": found.idle if found else {},
+        "overload": found.overload if found else None,
+        "waste": found.waste if found else None,
+        "perf": found.perf if found else None,
+        "proposals": [
+            {
+                "type": wish.kind, "more": wish.more, "devices": wish.plan.devices, "speedup": wish.speedup,
+                "inc_perf": wish.per_device, "waste": wish.plan.waste, "perf": wish.plan.perf,
+                "replicas_per_device": {
+                    kind.name: hosted for kind, hosted, used in zip(types, wish.plan.per_device, wish.plan.used, strict=True) if used
+                },
+            }
+            for wish in wishes
+        ],
+        "machine": machine(),
+        "ok": True,
+        "remarks": ["sums of gradients are not counted"],
+    }  # fmt: skip
 
 
 def _listed(devices: dict[str, int]) -> str:

@@ -6,6 +6,7 @@ environment where there is none, takes the wheel from its standard input, instal
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import shutil
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,9 @@ from typing import Annotated
 
 import typer
 
-from pliant.cli.run import _hosts, _whole
+from pliant.cli.amounts import whole
+from pliant.cli.progress import shown_progress, shown_waiting
+from pliant.cli.run import _hosts
 from pliant.cluster import Host
 from pliant.errors import ConfigError, LaunchError
 
@@ -56,9 +60,10 @@ def remote_install(
     listed = _hosts(hosts, hostfile)
     if not listed:
         raise ConfigError("remote-install needs to know the hosts: give -hostfile FILE or -H HOST,...")
-    limit_s = _whole(timeout, "--timeout")
+    limit_s = whole(timeout, "--timeout")
     with tempfile.TemporaryDirectory(prefix="pliant-wheel-") as folder:
-        wheel = None if spec else (Path(folder) / _wheel_name() if dry_run else build_wheel(Path(folder)))
+        with shown_waiting("building the wheel"):
+            wheel = None if spec else (Path(folder) / _wheel_name() if dry_run else build_wheel(Path(folder)))
         script = install_script(
             venv, python, spec or (wheel.name if wheel else ""), is_file=not spec, pip_args=pip_args
         )
@@ -67,9 +72,12 @@ def remote_install(
             for command in commands.values():
                 print(shlex.join(command) + (f" < {wheel.name}" if wheel else ""))
             return
-        with ThreadPoolExecutor(MAX_AT_ONCE, "install") as pool:
+        with ThreadPoolExecutor(MAX_AT_ONCE, "install") as pool, shown_progress() as progress:
             content = wheel.read_bytes() if wheel else b""
             futures = [pool.submit(_install, host, command, content, limit_s) for host, command in commands.items()]
+            done = itertools.count(1)
+            for future in futures:
+                future.add_done_callback(lambda _: _show_done(progress, next(done), len(futures)))
             # One line per host, in the order of the list.
             results = [_told(future.result(), venv) for future in futures]
     if not all(results):
@@ -84,7 +92,7 @@ def install_script(venv: str, python: str, what: str, *, is_file: bool, pip_args
     try:
         more = "".join(f" {shlex.quote(word)}" for word in shlex.split(pip_args))
     except ValueError as error:
-        raise ConfigError(f"--pip-args {pip_args!r}: {error}") from None
+        raise ConfigError(f"--pip-args {pip_args!r}: {error}; quote it as for a shell") from None
     steps = [f"[ -x {place}/bin/python ] || {shlex.quote(python)} -m venv {place}"]
     target = shlex.quote(what)
     if is_file:
@@ -126,7 +134,7 @@ def build_wheel(folder: Path) -> Path:
     found = list(folder.glob("pliant-*.whl"))
     if built.returncode != 0 or not found:
         last = next(iter(reversed(built.stderr.strip().splitlines())), "no reason given")
-        raise LaunchError(f"the wheel could not be built: {last}")
+        raise LaunchError(f"the wheel could not be built: {last}; --spec names another thing to install")
     return found[0]
 
 
@@ -164,6 +172,10 @@ def _install(host: Host, command: list[str], content: bytes, limit_s: float) -> 
     except OSError as error:
         why = f"{command[0]}: {error.strerror}"
     return _Result(host.public, version, why, time.monotonic() - begun_s)
+
+
+def _show_done(progress: Callable[[str, float], None], done: int, total: int) -> None:
+    progress(f"{done} of {total} hosts are done", done / total)
 
 
 def _told(result: _Result, venv: str) -> bool:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pliant.cli import completion
 from pliant.cli.bench_output import check_writable
 from pliant.cli.cluster_output import JsonFlag, print_json, print_table
+from pliant.cli.progress import shown_waiting
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ def report(
             metavar="JOB...",
             show_default=False,
             help="Names of jobs, their folders, record.jsonl, or training_perf of the artifact or of FedScale.",
+            autocompletion=completion.federated,
         ),
     ] = None,
     compare: Annotated[
@@ -43,7 +46,12 @@ def report(
             help="The accuracy to reach, 0.8 or 80; default: the best of whichever reached least.",
         ),
     ] = "",
-    metric: Annotated[str, typer.Option("--metric", help="accuracy, top_5 or loss.")] = "accuracy",
+    metric: Annotated[
+        str,
+        typer.Option(
+            "--metric", help="accuracy, top_5 or loss.", autocompletion=completion.one_of("accuracy", "top_5", "loss")
+        ),
+    ] = "accuracy",
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="A picture of the curves.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -59,11 +67,13 @@ def report(
 
         plotting.check()
         check_writable(plot, "--plot")
-    found = compared([read_curve(_path(job)) for job in jobs], target=goal, metric=metric)
-    if plot is not None:
-        from pliant.experiments import accuracy_plot
+    with shown_waiting("reading what the jobs have written") as say:
+        found = compared([read_curve(_path(job)) for job in jobs], target=goal, metric=metric)
+        if plot is not None:
+            from pliant.experiments import accuracy_plot
 
-        accuracy_plot.curves(found, plot)
+            say("drawing")
+            accuracy_plot.curves(found, plot)
     if as_json:
         print_json(found.as_json())
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,35 +15,22 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from typer.core import TyperCommand
 
-from pliant.cli.bench_output import ended_by_sigterm, shown_progress
-from pliant.cli.cluster_output import is_read_by_people, print_json, print_table
+from pliant.cli import completion
+from pliant.cli.bench_output import check_writable, ended_by_sigterm
+from pliant.cli.cluster_output import is_read_by_people, print_table
+from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
+from pliant.cli.progress import moving_line, shown_progress, shown_waiting
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
-    import click
-
     from pliant.bench.report import Json
     from pliant.experiments.figures import Figure, Options, TableRows
     from pliant.experiments.kept import Standing
 
 REPORT = "report"
 COLUMNS = ("experiment", "paper", "time", "last run", "what it shows")
-MARKS = {"here": "", "kept": "~", "estimate": "?"}
-STDOUT = Path("-")
-
-
-class BareJson(TyperCommand):
-    """A command whose `--json` may stand without a file, which is then stdout."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        words = list(args)
-        for place, word in reversed(list(enumerate(args))):
-            after = args[place + 1] if place + 1 < len(args) else "--"
-            if word == "--json" and after.startswith("-") and after != str(STDOUT):
-                words.insert(place + 1, str(STDOUT))
-        return super().parse_args(ctx, words)
+MARKS = {"here": "", "kept": "~"}
 
 
 def register(app: typer.Typer) -> None:
@@ -51,16 +39,17 @@ def register(app: typer.Typer) -> None:
 
 
 def reproduce(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME... | all | report DIR", show_default=False)] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME... | all | report DIR", show_default=False, autocompletion=completion.experiments),
+    ] = None,
     show_list: Annotated[
         bool, typer.Option("--list", help="Which there are, how long they take, how the last run in DIR went.")
     ] = False,
     out: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Where NAME.json, NAME.png, report.html go.")
     ] = Path("reproduced"),
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="[FILE]", help="Everything, as one object; no FILE or -: stdout.")
-    ] = None,
+    json_file: JsonFile = None,
     quick: Annotated[bool, typer.Option("--quick", help="As little as shows that it works; some 20 s each.")] = False,
     full: Annotated[bool, typer.Option("--full", help="As long as the artifacts run it.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Also what is finished in DIR, or in part.")] = False,
@@ -68,9 +57,26 @@ def reproduce(
         float, typer.Option("--limit", metavar="MINUTES", help="With all: for each; 0: three times the usual.")
     ] = 0.0,
     steps: Annotated[int, typer.Option("--steps", help="Steps of each stage or series; 0: the figure's own.")] = 0,
-    models: Annotated[str, typer.Option("--models", metavar="NAME,...", help="Models of the zoo, or of P3.")] = "",
-    scale: Annotated[str, typer.Option("--scale", help="tiny, small or paper; default: by the device.")] = "",
-    device: Annotated[str, typer.Option("--device", help="cpu or cuda; default: what there is.")] = "",
+    models: Annotated[
+        str,
+        typer.Option(
+            "--models", metavar="NAME,...", help="Models of the zoo, or of P3.", autocompletion=completion.zoo
+        ),
+    ] = "",
+    scale: Annotated[
+        str,
+        typer.Option(
+            "--scale",
+            help="tiny, small or paper; default: by the device.",
+            autocompletion=completion.one_of("tiny", "small", "paper"),
+        ),
+    ] = "",
+    device: Annotated[
+        str,
+        typer.Option(
+            "--device", help="cpu or cuda; default: what there is.", autocompletion=completion.one_of("cpu", "cuda")
+        ),
+    ] = "",
     data: Annotated[str, typer.Option("--data", metavar="PATH", help="The published experiment's data set.")] = "",
     plot: Annotated[bool, typer.Option("--plot/--no-plot", help="Draw NAME.png, too.")] = True,
     replot: Annotated[bool, typer.Option("--replot", help="Measure nothing, draw what NAME.json says.")] = False,
@@ -86,13 +92,17 @@ def reproduce(
     from pliant.experiments import figures, gather, kept, plotting
 
     if show_list or not names:
-        _list(out, as_json=json_file is not None)
+        check_writable(json_file)
+        _list(out, json_file)
         return
     if names[0] == REPORT:
         _check_report(names)
+        check_writable(json_file)
         with shown_progress() as progress:
             path = gather.write(Path(names[1]) if len(names) > 1 else out, watch=progress)
-        print(f"wrote {path}")
+        save_json({"report": str(path)}, json_file)
+        if not is_alone(json_file):
+            print(f"wrote {path}")
         return
     chosen = figures.find(names)
     together = "all" in names
@@ -117,7 +127,7 @@ def reproduce(
     _check_out(out, json_file)
     if again:
         kept.forget_parts(out)
-    apart = contextlib.redirect_stdout(sys.stderr) if json_file == STDOUT else contextlib.nullcontext()
+    apart = contextlib.redirect_stdout(sys.stderr) if is_alone(json_file) else contextlib.nullcontext()
     with ended_by_sigterm(), apart:
         if len(chosen) == 1 or replot:
             results = [_one(figure, options, out, plot=plot, replot=replot, verbose=verbose) for figure in chosen]
@@ -126,8 +136,8 @@ def reproduce(
             results, all_well = _many(
                 chosen, options, out, plot=plot, again=again or not together, limit_s=60 * limit, brief=together
             )
-    if json_file is not None and results:
-        _save(results[0] if len(results) == 1 else _together(results), json_file)
+    if json_file is not None:
+        save_json(results[0] if len(results) == 1 else _together(results), json_file)
     if not all_well:
         raise typer.Exit(1)
 
@@ -140,13 +150,13 @@ def _check_report(names: list[str]) -> None:
 # --- the list ---
 
 
-def _list(out: Path, *, as_json: bool) -> None:
+def _list(out: Path, json_file: Path | None) -> None:
     from pliant.experiments import facts, figures, kept
 
     found = [kept.standing(out, name) for name in figures.FIGURES]
-    if as_json:
-        listed = [_listed(figures.FIGURES[each.name], each) for each in found]
-        print_json({"experiments": listed, "usual_s": sum(each.usual[0] for each in found)})
+    listed = [_listed(figures.FIGURES[each.name], each) for each in found]
+    save_json({"experiments": listed, "usual_s": sum(each.usual[0] for each in found)}, json_file)
+    if is_alone(json_file):
         return
     rows = []
     for each in found:
@@ -158,9 +168,7 @@ def _list(out: Path, *, as_json: bool) -> None:
     print_table(COLUMNS, rows, ("time",))
     if is_read_by_people():
         total_s = sum(each.usual[0] for each in found)
-        print(
-            f"all: about {facts.clock(total_s)}; times: ~ of another machine with 2 cores, ? an estimate, else of the last run"
-        )
+        print(f"all: about {facts.clock(total_s)}; times: ~ of another machine with 2 cores, else of the last run")
         print(f"last run: with --out {out}, where the results are, as NAME.json")
 
 
@@ -194,7 +202,8 @@ def _one(figure: Figure, options: Options, out: Path, *, plot: bool, replot: boo
     _print_result(result, figure.module.table(result))
     files = [str(path)]
     if plot or replot:
-        figure.module.plot(result, path.with_suffix(".png"))
+        with shown_waiting(f"drawing {figure.name}"):
+            figure.module.plot(result, path.with_suffix(".png"))
         files.append(str(path.with_suffix(".png")))
     print(f"wrote {' and '.join(files)}\n")
     return result
@@ -246,17 +255,8 @@ def _telling(name: str, usual_s: float, verbose: bool) -> Iterator[Callable[[str
 
 
 def _bar(tail: str) -> Progress:
-    """A moving line on a terminal, and nothing where stderr is piped."""
-    console = Console(stderr=True)
-    columns = (
-        SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20), TimeElapsedColumn(),
-        TextColumn(tail, markup=False),
-    )  # fmt: skip
-    # Lines on stdout would go to stderr with the bar, also where stdout is a file.
-    with_stdout = sys.stdout.isatty()
-    return Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal, redirect_stdout=with_stdout
-    )
+    words = TextColumn("{task.description}", markup=False)
+    return moving_line(SpinnerColumn(), words, BarColumn(20), TimeElapsedColumn(), TextColumn(tail, markup=False))
 
 
 def _cut(text: str, most: int = 60) -> str:
@@ -320,6 +320,8 @@ def _typed(options: Options, out: Path, chosen: list[Figure], *, brief: bool) ->
 
 def _together(results: list[Json]) -> Json:
     """Several figures as one object of the one form."""
+    from pliant.bench.report import machine
+
     return {
         "bench": "reproduce",
         "args": {"names": [result["bench"] for result in results]},
@@ -327,28 +329,20 @@ def _together(results: list[Json]) -> Json:
         "peers": {},
         "bound": None,
         "cells": results,
-        "machine": results[0]["machine"],
+        "machine": machine(),
         "ok": all(result["ok"] for result in results),
         "remarks": [],
     }
 
 
-def _save(result: Json, path: Path) -> None:
-    from pliant.experiments import figures
-
-    if path == STDOUT:
-        print_json(result)
-    else:
-        figures.save(result, path)
-
-
 def _check_out(out: Path, json_file: Path | None) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
-        if json_file is not None and json_file != STDOUT:
-            json_file.touch()
+        with tempfile.TemporaryFile(dir=out):  # a file for a moment, without a name
+            pass
     except OSError as error:
-        raise ConfigError(f"{error.filename}: {error.strerror}; give a place that can be written") from None
+        raise ConfigError(f"--out {out}: {error.strerror}; give a directory that can be written") from None
+    check_writable(json_file)
 
 
 def _print_result(result: Json, found: TableRows) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pliant.cli import completion
+from pliant.cli.progress import shown_waiting
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
 from pliant.launch.duration import format_duration, parse_duration
 from pliant.launch.registry import START_ONE, choose, running_jobs
@@ -38,7 +40,10 @@ def resize(
             help="The job's config server; default: PLIANT_CONFIG_SERVER, or that of your job on this machine.",
         ),
     ] = "",
-    job: Annotated[str, typer.Option("--job", metavar="ID", help="Which of several running jobs.")] = "",
+    job: Annotated[
+        str,
+        typer.Option("--job", metavar="ID", help="Which of several running jobs.", autocompletion=completion.running),
+    ] = "",
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Return only when the job runs on N workers.")] = True,
     timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="How long to wait.")] = "60s",
 ) -> None:
@@ -53,7 +58,10 @@ def resize(
         view = _wish(client, num_workers)
         if not wait:
             return
-        _await(client, view, num_workers, begun_s + timeout_s, timeout)
+        with shown_waiting(
+            f"waiting until the job {f'runs on {_workers(num_workers)}' if num_workers else 'has ended'}"
+        ):
+            _await(client, view, num_workers, begun_s + timeout_s, timeout)
     took = f"{time.monotonic() - begun_s:.2f}s"
     if num_workers == 0:
         print(f"the job has ended after {took}")
@@ -78,7 +86,7 @@ def _wish(client: ConfigClient, num_workers: int) -> View:
     try:
         before = client.state().view
         if before is None:
-            raise ConfigError(f"no job runs at {client.url}: no view is set there; {START_ONE}")
+            raise ConfigError(f"no job runs at {client.url}: no workers were ever wanted there; {START_ONE}")
         view = client.resize(num_workers)
     except ServerUnavailable as error:
         raise ConfigError(str(error)) from None
@@ -106,7 +114,7 @@ def _await(client: ConfigClient, view: View, num_workers: int, deadline_s: float
             continue
         if roll.over:
             if num_workers > 0:
-                raise LaunchError(f"the job ended before it ran on {_workers(num_workers)}")
+                raise LaunchError(f"the job ended before it ran on {_workers(num_workers)}; its own output says why")
             return
         if len(roll.members) == num_workers:
             return

@@ -14,18 +14,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.core import TyperCommand
 
+from pliant.cli import completion
+from pliant.cli.amounts import whole
 from pliant.cli.embedded import page
 from pliant.cli.run_ray import check_place, on_ray
-from pliant.cluster import (
-    DEFAULT_RUNNER_PORT,
-    DEFAULT_STRATEGY,
-    Host,
-    PortRange,
-    parse_hostfile,
-    parse_hosts,
-    parse_schedule,
-)
-from pliant.errors import ConfigError
+from pliant.cluster import DEFAULT_RUNNER_PORT, Host, PortRange, parse_hostfile, parse_hosts
+from pliant.errors import ConfigError, reason
+from pliant.identity import DEFAULT_STRATEGY, parse_schedule
 from pliant.launch.duration import parse_duration
 
 if TYPE_CHECKING:
@@ -101,7 +96,13 @@ def run(
         str, typer.Option("--remote-dir", metavar="DIR", help="With --ssh, where to run there; default: as here.")
     ] = "",
     on: Annotated[
-        str, typer.Option("--on", metavar="local|ray", help="Where: hosts as above, or a Ray cluster.")
+        str,
+        typer.Option(
+            "--on",
+            metavar="local|ray",
+            help="Where: hosts as above, or a Ray cluster.",
+            autocompletion=completion.one_of("local", "ray"),
+        ),
     ] = "local",
     ray_address: Annotated[
         str,
@@ -124,7 +125,14 @@ def run(
         str, typer.Option("-port", "--port", metavar="PORT", help="Where runners of several hosts meet.")
     ] = str(DEFAULT_RUNNER_PORT),
     strategy: Annotated[
-        str, typer.Option("-strategy", "--strategy", metavar="NAME", help="Topology that collectives start with.")
+        str,
+        typer.Option(
+            "-strategy",
+            "--strategy",
+            metavar="NAME",
+            help="Topology that collectives start with.",
+            autocompletion=completion.strategies,
+        ),
     ] = DEFAULT_STRATEGY,
     timeout: Annotated[
         str, typer.Option("-timeout", "--timeout", metavar="TIME", help="End the job after this long; 0: never.")
@@ -166,7 +174,13 @@ def run(
         typer.Option("--copies", metavar="N", help="Other workers that keep a replica's context, at least: all do."),
     ] = "1",
     determinism: Annotated[
-        str, typer.Option("--determinism", metavar="D0|D1|D2", help="How far equal bits go; D2: other machines too.")
+        str,
+        typer.Option(
+            "--determinism",
+            metavar="D0|D1|D2",
+            help="How far equal bits go; D2: other machines too.",
+            autocompletion=completion.one_of("D0", "D1", "D2"),
+        ),
     ] = "",
     checkpoint_dir: Annotated[
         str, typer.Option("--checkpoint-dir", metavar="DIR", help="Where checkpoints go, on all hosts.")
@@ -175,7 +189,13 @@ def run(
         str, typer.Option("--checkpoint-every", metavar="STEPS", help="Steps between checkpoints.")
     ] = "0",
     resume: Annotated[
-        str, typer.Option("--resume", metavar="auto|PATH", help="Begin with the newest checkpoint, or this one.")
+        str,
+        typer.Option(
+            "--resume",
+            metavar="auto|PATH",
+            help="Begin with the newest checkpoint, or this one.",
+            autocompletion=completion.one_of("auto"),
+        ),
     ] = "",
     monitor: Annotated[
         str,
@@ -184,7 +204,10 @@ def run(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            "--policy", metavar="NAME[:K=V,...]", help="Adapt by this policy, or module:Class; may be repeated."
+            "--policy",
+            metavar="NAME[:K=V,...]",
+            help="Adapt by this policy, or module:Class; may be repeated.",
+            autocompletion=completion.policies,
         ),
     ] = None,
     record: Annotated[
@@ -245,22 +268,23 @@ def run(
     from pliant.launch.processes import fill_standard_descriptors
 
     fill_standard_descriptors()
-    if dash and (ssh or on != "local"):
+    far = ssh or on != "local"
+    if dash and far and not record:
         raise ConfigError(
-            "--dash is for jobs whose first runner is this one: start `pliant dash RECORD` beside it instead"
+            "--dash shows a job on other hosts by its record: add --record FILE, in a folder that this machine can read, too"
         )
     kept = ExitStack()
-    if dash and not (record and logdir):  # the page shows both; what nobody asked to keep goes with the job
+    if dash and not far and not (record and logdir):  # the page shows both; what nobody asked to keep goes with the job
         place = Path(kept.enter_context(TemporaryDirectory(prefix="pliant-run-")))
         record, logdir = record or str(place / "record.jsonl"), logdir or str(place / "logs")
     options = RunOptions(
         program=tuple(program or ()),
-        np=_whole(np, "-np"),
+        np=whole(np, "-np"),
         hosts=_hosts(hosts, hostfile),
         self_host=self_host,
         nic=nic,
         port_range=PortRange.parse(port_range),
-        port=_whole(port, "-port"),
+        port=whole(port, "-port"),
         strategy=strategy,
         timeout_s=parse_duration(timeout, "-timeout"),
         grace_s=parse_duration(grace, "--grace"),
@@ -273,33 +297,35 @@ def run(
         watch=watch,
         keep=keep,
         warm=warm,
-        copies=_whole(copies, "--copies"),
+        copies=whole(copies, "--copies"),
         determinism=determinism.upper(),
         checkpoint_dir=_absolute(checkpoint_dir),
-        checkpoint_every=_whole(checkpoint_every, "--checkpoint-every"),
+        checkpoint_every=whole(checkpoint_every, "--checkpoint-every"),
         resume=resume if resume == "auto" else _absolute(resume),
         resize_schedule=parse_schedule(resize_schedule),
         adapting=_adapting(monitor, policy or [], record, replay, metrics, tensorboard),
-        max_restarts=_whole(max_restarts, "--max-restarts"),
+        max_restarts=whole(max_restarts, "--max-restarts"),
         config_server=config_server,
-        builtin_config_port=_whole(builtin_config_port, "-builtin-config-port"),
-        init_version=_whole(init_version, "-init-version"),
+        builtin_config_port=whole(builtin_config_port, "-builtin-config-port"),
+        init_version=whole(init_version, "-init-version"),
         secret_file=secret_file,
         state_file=_absolute(state_file),
         slot_devices=_absolute(slot_devices),
-        debug_port=_whole(debug_port, "-debug-port"),
+        debug_port=whole(debug_port, "-debug-port"),
         delay_s=parse_duration(delay, "-delay"),
         start_time_s=_start_time(start_time),
     )
     _set_up_log(logfile)
-    if check_place(on, ray_address, devices):
-        raise typer.Exit(on_ray(ctx, options, address=ray_address, devices=devices, directory=remote_dir))
-    if ssh:
-        from pliant.cli.run_ssh import over_ssh
+    on_a_cluster = check_place(on, ray_address, devices)
+    with kept, page(dash, os.path.abspath(os.path.join(remote_dir if far else "", record))):
+        if on_a_cluster:
+            code = on_ray(ctx, options, address=ray_address, devices=devices, directory=remote_dir)
+        elif ssh:
+            from pliant.cli.run_ssh import over_ssh
 
-        raise typer.Exit(over_ssh(ctx, options, user=user, python=remote_python, directory=remote_dir))
-    with kept, page(dash, _absolute(record)):
-        code = _launch(options)
+            code = over_ssh(ctx, options, user=user, python=remote_python, directory=remote_dir)
+        else:
+            code = _launch(options)
     raise typer.Exit(code)
 
 
@@ -348,8 +374,8 @@ def _hosts(listed: str, hostfile: str) -> tuple[Host, ...]:
         try:
             text = Path(hostfile).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise ConfigError(f"-hostfile {hostfile}: {why}; give a text file with lines <host> [slots=N]") from None
+            remedy = "give a text file with lines <host> [slots=N]"
+            raise ConfigError(f"-hostfile {hostfile}: {reason(error)}; {remedy}") from None
         return parse_hostfile(text, f"-hostfile {hostfile}")
     return parse_hosts(listed) if listed else ()
 
@@ -367,13 +393,6 @@ def _adapting(
         "tensorboard": _absolute(tensorboard),
     }
     return {name: value for name, value in said.items() if value}
-
-
-def _whole(text: str, flag: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"{flag} {text!r} is not a whole number") from None
 
 
 def _absolute(path: str) -> str:

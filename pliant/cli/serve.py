@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pliant.cli.amounts import counts
+from pliant.cli import completion
+from pliant.cli.amounts import counts, whole
 from pliant.cli.cluster_output import ServerFlag, connected, devices_text
 from pliant.cli.embedded import page
 from pliant.cli.tokens import token_given
@@ -36,7 +38,13 @@ def serve(
         typer.Option("--devices", metavar="TYPE=N,...", help="What there is to give, such as cpu=4 or v100=8,t4=4."),
     ] = "",
     policy: Annotated[
-        str, typer.Option("--policy", metavar="NAME", help=f"Who gets it: {', '.join(LIVE_POLICIES)}.")
+        str,
+        typer.Option(
+            "--policy",
+            metavar="NAME",
+            help=f"Who gets it: {', '.join(LIVE_POLICIES)}.",
+            autocompletion=completion.one_of(*LIVE_POLICIES),
+        ),
     ] = LIVE_POLICIES[0],
     state: Annotated[
         str, typer.Option("--state", metavar="DIR", help="Where jobs and decisions are kept; the same after a restart.")
@@ -55,7 +63,10 @@ def serve(
     dash: Annotated[
         str, typer.Option("--dash", metavar="PORT", help="Show the page of `pliant dash` there, with the same token.")
     ] = "",
-    on: Annotated[str, typer.Option("--on", metavar="local|ray", help="Where jobs run.")] = "local",
+    on: Annotated[
+        str,
+        typer.Option("--on", metavar="local|ray", help="Where jobs run.", autocompletion=completion.one_of(*GROUNDS)),
+    ] = "local",
     ray_address: Annotated[
         str,
         typer.Option("--ray-address", metavar="HOST:PORT", help="With --on ray, which cluster; auto: this machine's."),
@@ -88,7 +99,7 @@ def serve(
     config = LiveConfig(
         state=Path(state).absolute() if state else state_dir(),
         host=host,
-        port=_whole(port, "--port"),
+        port=whole(port, "--port", 9200),
         token=token_given(token_file),
         interval_s=parse_duration(interval, "--interval"),
     )
@@ -96,12 +107,15 @@ def serve(
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # The page's token is the server's: from the file, from PLIANT_TOKEN, or the one that the server keeps.
     shown_token = token_file or ("" if config.token else str(config.state / "token"))
+    # This user's own cluster is shown with all else that runs here, as by `pliant list`; another one alone.
+    is_mine = config.state == state_dir() and not os.environ.get("PLIANT_SERVER")
+    shown = "" if is_mine else str(config.state)
     with ExitStack() as stack:
 
         def say(text: str) -> None:
             print(text, flush=True)
             if text.startswith("pliant serve at"):  # from now on there is something to show
-                stack.enter_context(page(dash, str(config.state), token_file=shown_token))
+                stack.enter_context(page(dash, shown, token_file=shown_token))
 
         run(config, lambda: _ground(on, counts(devices, "--devices"), ray_address), schedulers.make(policy), say)
 
@@ -125,9 +139,3 @@ def _ground(on: str, devices: dict[str, int], ray_address: str) -> Ground:
     if not any(devices.values()):
         raise ConfigError("no devices to give: say how many, as in --devices cpu=4")
     return LocalGround(devices)
-
-
-def _whole(text: str, flag: str) -> int:
-    if not (text.isascii() and text.isdecimal() and len(text) < 9):
-        raise ConfigError(f"{flag} {text!r} is not a whole number")
-    return int(text)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from pliant.cli import completion
 from pliant.cli.amounts import numbers
-from pliant.cli.bench_output import check_writable, ended_by_sigterm, shown_progress
+from pliant.cli.bench_output import check_writable, ended_by_sigterm, wide_console
+from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
+from pliant.cli.progress import shown_progress, shown_waiting
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,11 +30,19 @@ POLLUX = "gpu=16x4"
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("sim")(sim)
+    app.command("sim", cls=BareJson)(sim)
 
 
 def sim(
-    trace: Annotated[str, typer.Option("--trace", metavar="FILE|synthetic[:JOBS[:WEEKS]]", help="The jobs.")],
+    trace: Annotated[
+        str,
+        typer.Option(
+            "--trace",
+            metavar="FILE|synthetic[:JOBS[:WEEKS]]",
+            help="The jobs.",
+            autocompletion=completion.one_of("synthetic"),
+        ),
+    ],
     cluster: Annotated[
         str,
         typer.Option(
@@ -42,11 +51,18 @@ def sim(
             help=f"Devices, nodes (16x4), or a CSV of nodes; default: {MIXED}; for Pollux: {POLLUX}.",
         ),
     ] = "",
-    policy: Annotated[str, typer.Option("--policy", metavar="all|NAME,...", help="Who decides.")] = "all",
+    policy: Annotated[
+        str, typer.Option("--policy", metavar="all|NAME,...", help="Who decides.", autocompletion=completion.schedulers)
+    ] = "all",
     interval: Annotated[float, typer.Option("--interval", help="Seconds between rounds.")] = 60.0,
     profiles: Annotated[str, typer.Option("--profiles", metavar="DIR", help="Pollux' measured step times.")] = "",
     form: Annotated[
-        str, typer.Option("--format", help="philly, helios, pai, openb, pollux, easyscale; default: by its columns.")
+        str,
+        typer.Option(
+            "--format",
+            help="philly, helios, pai, openb, pollux, easyscale; default: by its columns.",
+            autocompletion=completion.one_of("philly", "helios", "pai", "openb", "pollux", "easyscale"),
+        ),
     ] = "",
     seed: Annotated[int, typer.Option("--seed", help="Of what a trace leaves open, and of synthetic ones.")] = 0,
     speed: Annotated[
@@ -71,7 +87,7 @@ def sim(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="A PNG of times and devices in use.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Everything, as one object.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Replay a trace of jobs on a cluster under each policy: completion times, makespan, devices in use."""
     from pliant.bench import simulation
@@ -89,7 +105,8 @@ def sim(
         plotting.check()
     if processes < 0:
         raise ConfigError(f"--processes {processes}: use 1 or more, or 0 for one on each core")
-    found = traces.read(trace, form, seed=seed, limit=limit)
+    with shown_waiting(f"reading {trace}"):
+        found = traces.read(trace, form, seed=seed, limit=limit)
     setting = Setting(
         trace=found,
         cluster=cluster or (POLLUX if found.form == "pollux" else MIXED),
@@ -109,15 +126,15 @@ def sim(
         "reserve": reserve or [],
     }  # fmt: skip
     answer = simulation.result(setting, outcomes, args)
-    _print(answer)
+    save_json(answer, json_file)
+    if not is_alone(json_file):
+        _print(answer)
     if table_file is not None:
         _write_table(outcomes, table_file)
     if plot is not None:
         from pliant.experiments import cluster_plot
 
         cluster_plot.policies(answer, plot)
-    if json_file is not None:
-        json_file.write_text(json.dumps(answer, indent=1) + "\n")
 
 
 def _print(answer: Json) -> None:
@@ -132,9 +149,7 @@ def _print(answer: Json) -> None:
         table.add_row(name, *_cells(numbers_))
         if "live_resize" in numbers_:
             table.add_row("  live resize", *_cells(cast("Json", numbers_["live_resize"])), style="dim")
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120  # whoever reads a file or a pipe wants whole numbers
+    console = wide_console()
     console.print(table)
     for pair, both in cast("dict[str, Mapping[str, float | None]]", answer["factors"]).items():
         jct, makespan = both["jct_mean"], both["makespan"]

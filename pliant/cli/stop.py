@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pliant.cli import fed_jobs
+from pliant.cli import completion, fed_jobs
 from pliant.cli.cluster_output import Patient, ServerFlag, StateFlag, await_end, check_named, is_read_by_people
 from pliant.errors import LaunchError
 from pliant.launch.duration import parse_duration
@@ -23,7 +23,10 @@ def register(app: typer.Typer) -> None:
 
 
 def stop(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", show_default=False, help="Jobs to end.")] = None,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", show_default=False, help="Jobs to end.", autocompletion=completion.jobs),
+    ] = None,
     kill: Annotated[bool, typer.Option("--kill", help="At once, not after the step they are in.")] = False,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Return only when they have ended.")] = True,
     timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="How long to wait.")] = "60s",

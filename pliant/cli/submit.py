@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pliant.cli import fed_jobs
+from pliant.cli import completion, fed_jobs
 from pliant.cli.cluster_output import (
     JsonFlag,
     Patient,
@@ -20,6 +20,7 @@ from pliant.cli.cluster_output import (
     is_read_by_people,
     print_json,
 )
+from pliant.cli.progress import shown_waiting
 from pliant.errors import ConfigError, NameTaken, ServerUnavailable
 
 if TYPE_CHECKING:
@@ -47,7 +48,10 @@ def submit(
     resume: Annotated[
         str,
         typer.Option(
-            "--resume", metavar="NAME", help="A federated job that was interrupted goes on from its checkpoint."
+            "--resume",
+            metavar="NAME",
+            help="A federated job that was interrupted goes on from its checkpoint.",
+            autocompletion=completion.federated,
         ),
     ] = "",
     as_json: JsonFlag = False,
@@ -61,7 +65,8 @@ def submit(
         raise ConfigError("no job file: give one or several, as in `pliant submit job.yml`")
     if name and len(files or ()) > 1:
         raise ConfigError(f"--name {name} for {len(files or ())} files: names are unique, so submit them one by one")
-    jobs, federated = _all_read(files or [], name)
+    with shown_waiting("reading the jobs, and what they name"):
+        jobs, federated = _all_read(files or [], name)
     given: list[JobStatus] = []
     folders = [fed_jobs.resume(resume, is_told=not as_json)] if resume else []
     if jobs:

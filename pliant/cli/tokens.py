@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pliant.errors import ConfigError
+from pliant.errors import ConfigError, reason
 
 
 def token_given(file: str) -> str:
@@ -19,7 +19,9 @@ def token_given(file: str) -> str:
     try:
         token = Path(file).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token-file {file}: cannot be read: {error}") from None
+        raise ConfigError(
+            f"--token-file {file} cannot be read: {reason(error)}; give a file that holds the token"
+        ) from None
     if not token:
         raise ConfigError(f"--token-file {file} is empty: write the token into it")
     return token

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import threading
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pliant.cli import keys
+from pliant.cli.cluster_output import print_json
 from pliant.cli.dash import Given
+from pliant.cli.progress import shown_waiting
 from pliant.errors import ConfigError
 from pliant.launch.duration import parse_duration
+
+if TYPE_CHECKING:
+    from pliant.dashboard.jobs import Job
+    from pliant.dashboard.seen import Seen
 
 
 def register(app: typer.Typer) -> None:
@@ -24,29 +32,73 @@ def top(
     job: Annotated[str, typer.Option("--job", metavar="NAME", help="Which one to show more of.")] = "",
     interval: Annotated[str, typer.Option("--interval", metavar="TIME", help="Look again after this.")] = "1s",
     once: Annotated[bool, typer.Option("--once", help="Look once; so it is when the output is piped.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Look once, and print one JSON object instead.")] = False,
 ) -> None:
-    """Show jobs in the terminal, as `pliant dash` does in the browser; Ctrl-C ends it."""
+    """Show jobs in the terminal, as `pliant dash` does in the browser; the arrow keys choose one, q ends it."""
     from rich.console import Console
     from rich.live import Live
 
     from pliant.dashboard.sources import sources
-    from pliant.dashboard.terminal import screen
+    from pliant.dashboard.terminal import neighbour, screen
     from pliant.dashboard.watch import Watch
 
     interval_s = parse_duration(interval, "--interval")
     if interval_s < 0.1:
         raise ConfigError(f"--interval {interval}: use 100ms or more")
     console = Console()
-    watch = Watch(sources(given or []))
-    watch.look()
+    with shown_waiting("reading the records"):
+        watch = Watch(sources(given or []))
+        watch.look()
+    if once or as_json or not console.is_terminal:
+        _check_known(job, watch.seen)  # elsewhere it may still come
+    if as_json:
+        print_json(_as_json(watch.seen, time.time(), job))
+        return
     if once or not console.is_terminal:
         console.print(screen(watch.seen, time.time(), console.width, job))
         return
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())
-    with Live(console=console, screen=True, auto_refresh=False) as live:
+    with Live(console=console, screen=True, auto_refresh=False) as live, keys.pressed() as key:
         while not over.is_set():
-            live.update(screen(watch.seen, time.time(), console.width, job), refresh=True)
-            over.wait(interval_s)
-            watch.look()
+            live.update(screen(watch.seen, time.time(), console.width, job, console.height), refresh=True)
+            match key(interval_s, over.is_set):
+                case "q":
+                    return
+                case keys.UP | "k":
+                    job = neighbour(watch.seen, time.time(), job, -1)
+                case keys.DOWN | "j":
+                    job = neighbour(watch.seen, time.time(), job, 1)
+                case _:
+                    watch.look()
+
+
+def _check_known(wanted: str, seen: Seen) -> None:
+    known = {name for job in seen.jobs.values() for name in (job.name, job.key)}
+    if wanted and wanted not in known:
+        names = ", ".join(sorted(job.name for job in seen.jobs.values())) or "none"
+        raise ConfigError(f"--job {wanted}: nobody knows such a job; there are: {names}")
+
+
+def _as_json(seen: Seen, now_s: float, wanted: str) -> dict[str, object]:
+    chosen = [job for job in seen.jobs.values() if not wanted or wanted in (job.name, job.key)]
+    clusters = {each.where: each.status for each in seen.clusters.values() if each.status is not None}
+    return {
+        "jobs": [_job(job, now_s) for job in chosen],
+        "clusters": [{"where": where} | status.model_dump(mode="json") for where, status in clusters.items()],
+        "problems": list(seen.problems.values()),
+    }
+
+
+def _job(job: Job, now_s: float) -> dict[str, object]:
+    story = job.story
+    return {
+        "name": job.name, "key": job.key, "where": job.where, "state": job.state(now_s), "why": job.told_why,
+        "unit": story.unit, "step": story.federation.rounds if story.federation is not None else story.step,
+        "workers": job.num_workers, "devices": job.devices, "started_s": job.started_s,
+        "values": {name: series.last for name, series in story.values.items()},
+        "figures": {name: series.last for name, series in story.figures.items()},
+        "accuracy_percent": story.federation.best if story.federation is not None else None,
+        "events": [dataclasses.asdict(event) for event in job.events],
+    }  # fmt: skip

@@ -102,9 +102,11 @@ def command(*argv: str, text: str = "", pass_fds: Sequence[int] = ()) -> str:
             argv, input=text, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, pass_fds=pass_fds
         )
     except FileNotFoundError:
-        raise LabError(f"`{argv[0]}` not found: install iproute2") from None
+        raise LabError(f"`{argv[0]}` not found: apt-get install iproute2") from None
     except subprocess.TimeoutExpired:
-        raise LabError(f"`{' '.join(argv)}` hangs: not done after {COMMAND_TIMEOUT_S:g} s") from None
+        raise LabError(
+            f"`{' '.join(argv)}` hangs: not done after {COMMAND_TIMEOUT_S:g} s; is the machine very busy? try again"
+        ) from None
     if done.returncode != 0:
         detail = f" {text.strip()!r}" if text else ""
         raise LabError(f"`{' '.join(argv)}`{detail} failed: {' '.join(done.stderr.split())}")

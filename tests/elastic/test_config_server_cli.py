@@ -157,7 +157,7 @@ def check_token(url: str, right: str, wrong: str) -> None:
 def test_a_wrong_value_ends_the_process_with_exit_2() -> None:
     done = subprocess.run([*PROGRAM, "-port", "many"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "pliant: -port 'many' is not a whole number\n"
+    assert done.stderr == "pliant: -port 'many' is not a whole number: write digits, such as 9100\n"
 
 
 @pytest.mark.parametrize(

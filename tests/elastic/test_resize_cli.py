@@ -156,7 +156,7 @@ def test_refusals_are_one_line_and_exit_2(client: ConfigClient, resize: Callable
         "no job of yours": resize("2"),
         "is it running": resize("2", "--config-server", "http://127.0.0.1:1/config"),
         "is not a URL": resize("2", "--config-server", "127.0.0.1:9100"),
-        "no view is set there": resize("2", "--config-server", str(client.url)),
+        "no workers were ever wanted there": resize("2", "--config-server", str(client.url)),
         "--timeout 'soon'": resize("2", "--config-server", str(client.url), "--timeout", "soon"),
     }
     with serving(initial=TWO, limits=Limits(hosts=(Host("127.0.0.1", 3),))) as (server, limited):

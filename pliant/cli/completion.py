@@ -1,0 +1,168 @@
+"""Shell completion: the two flags that set it up, and values that can be completed beyond names of commands and options.
+
+It runs at every press of the tab key: nothing here imports torch, waits for long or prints. What goes wrong is no
+completion, and never a message in the middle of somebody's command line.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from typer.core import TyperGroup
+
+from pliant.errors import ConfigError
+
+if TYPE_CHECKING:
+    import click
+
+INSTALL, SHOW = "--install-completion", "--show-completion"
+SHELLS = ("bash", "zsh", "fish")
+ANSWER_S = 1.0
+"""What a cluster's server has to name its jobs."""
+
+Words = Iterable[str | tuple[str, str]]
+"""What there is to choose from, some with a word about it."""
+Completer = Callable[[str], list[str | tuple[str, str]]]
+
+
+class FrontDoor(TyperGroup):
+    """The program itself: its flags for completion take the shell's name, where that cannot be seen."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args and args[0] in (INSTALL, SHOW) and not ctx.resilient_parsing:
+            _set_up(args[0], *args[1:])
+            ctx.exit()
+        return super().parse_args(ctx, args)
+
+
+def _set_up(flag: str, shell: str = "", *more: str) -> None:
+    setup = importlib.import_module("typer.completion")
+    shell = shell or setup._get_shell_name() or ""
+    if shell not in SHELLS or more:
+        raise ConfigError(f"{' '.join((flag, shell, *more))}: name the shell, one of {', '.join(SHELLS)}")
+    if flag == SHOW:
+        print(setup.get_completion_script(prog_name="pliant", complete_var="_PLIANT_COMPLETE", shell=shell))
+    else:
+        _, path = setup.install(shell=shell, prog_name="pliant")
+        print(f"{shell} completion is in {path}; it works in new terminals")
+
+
+def values(words: Callable[[], Words]) -> Completer:
+    """A completer of what `words` gives."""
+
+    def complete(incomplete: str) -> list[str | tuple[str, str]]:
+        try:
+            return list(words())
+        except Exception:  # a completion that cannot be made is none
+            return []
+
+    return complete
+
+
+def listed(words: Callable[[], Words]) -> Completer:
+    """The same for values with commas between them: the last one is completed."""
+
+    def complete(incomplete: str) -> list[str | tuple[str, str]]:
+        before, comma, _ = incomplete.rpartition(",")
+        found = [each if isinstance(each, str) else each[0] for each in values(words)(incomplete)]
+        return [f"{before}{comma}{each}" for each in found if each not in before.split(",")]
+
+    return complete
+
+
+def one_of(*words: str) -> Completer:
+    """A completer of these."""
+    return values(lambda: words)
+
+
+# --- what there is ---
+
+
+def _experiments() -> Words:
+    from pliant.experiments.figures import FIGURES
+
+    return [*((name, figure.about) for name, figure in FIGURES.items()), ("all", "every one"), ("report", "again")]
+
+
+def _strategies() -> Words:
+    from pliant.comm.graph import STRATEGIES
+
+    return STRATEGIES
+
+
+def _policies() -> Words:
+    from pliant.policy.registry import NAMES
+
+    return NAMES
+
+
+def _schedulers() -> Words:
+    from pliant.sched.schedulers.registry import POLICIES
+
+    return [*POLICIES, "all"]
+
+
+def _selectors() -> Words:
+    from pliant.fed.choice.selectors import NAMES
+
+    return NAMES
+
+
+def _states() -> Words:
+    from typing import get_args
+
+    from pliant.fed.jobs.folders import State as FedState
+    from pliant.sched.live.client import State
+
+    return dict.fromkeys((*get_args(State), *get_args(FedState)))
+
+
+def _federated() -> Words:
+    from pliant.fed.jobs.folders import Jobs
+
+    return sorted(Jobs.of_user().names())
+
+
+def _jobs() -> Words:
+    from pliant.errors import PliantError
+    from pliant.sched.live.client import LiveClient, find_server
+
+    names = list(_federated())
+    try:
+        with LiveClient(find_server(), timeout_s=ANSWER_S) as client:
+            return [*(job.name for job in client.jobs()), *names]
+    except PliantError:
+        return names
+
+
+def _running() -> Words:
+    from pliant.launch.registry import running_jobs
+
+    return [(job.id, job.command) for job in running_jobs()]
+
+
+def _labs() -> Words:
+    from pliant.lab.namespaces import labs
+
+    return labs()
+
+
+def _zoo() -> Words:
+    from pliant.experiments.figures import MODELS, PACED
+
+    return [*MODELS, *PACED]
+
+
+experiments = values(_experiments)
+strategies = values(_strategies)
+policies = values(_policies)
+schedulers = listed(_schedulers)
+selectors = values(_selectors)
+states = listed(_states)
+federated = values(_federated)
+jobs = values(_jobs)
+running = values(_running)
+labs = values(_labs)
+zoo = listed(_zoo)

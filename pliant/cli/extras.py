@@ -1,0 +1,106 @@
+"""What pliant can use beside its own code: whether it is installed, whether it is new enough, and how to get it.
+
+By what the package's own metadata asks for, and by looking; nothing is imported, since some of it takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from importlib import metadata
+
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "yaml": "PyYAML"}
+"""Where a package is called otherwise than what it installs."""
+
+USES = {
+    "torchvision": "ResNet and its data sets in the benches",
+    "sklearn": "the digits of `pliant demo`",
+    "matplotlib": "figures",
+    "nicegui": "the page of `pliant dash`",
+    "ray": "jobs on a Ray cluster (`pliant run --on ray`)",
+    "flwr": "Flower: our selection as its strategy, and its simulation as a peer",
+    "mpi4py": "Open MPI as a peer in `pliant bench allreduce`",
+    "scipy": "Pollux in `pliant sim`, and federated testing",
+    "transformers": "BERT and the like in experiments, and Hugging Face's Trainer",
+    "accelerate": "Hugging Face's Trainer on a job of ours",
+    "tensorboard": "`pliant run --tensorboard`",
+    "safetensors": "reading checkpoints in other programs",
+}
+"""What is optional, and what it is for."""
+
+_REQUIREMENT = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*(\[[^]]*\])?\s*\(?([^;)]*)\)?")
+_CLAUSE = re.compile(r"\s*(>=|<=|==|<|>)\s*([0-9.]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """A package as pliant wants it, and as it is here."""
+
+    module: str
+    version: str | None
+    """None: it is not installed, or cannot be found; empty: nobody knows."""
+    wanted: str
+    """For pip, such as `ray>=2.40`."""
+
+    @property
+    def is_new_enough(self) -> bool:
+        return self.version is not None and _fits(self.version, self.wanted)
+
+    @property
+    def remedy(self) -> str:
+        return f"pip install '{self.wanted}'"
+
+
+def package(module: str) -> Package:
+    """Look for one, without importing it."""
+    name = DISTRIBUTIONS.get(module, module)
+    wanted = _wanted().get(name.lower(), name)
+    try:
+        is_there = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # whoever blocks an import blocks it here, too
+        is_there = False
+    if not is_there:
+        return Package(module, None, wanted)
+    try:
+        return Package(module, metadata.version(name), wanted)
+    except metadata.PackageNotFoundError:
+        return Package(module, "", wanted)
+
+
+def absent(error: ModuleNotFoundError) -> Package | None:
+    """The package that an import did not find; None: it is none that pliant knows of, so the mistake may be ours."""
+    module = (error.name or "").partition(".")[0]
+    known = {*USES, "torch", "numpy", "yaml", "pydantic", "starlette", "uvicorn", "httpx"}
+    return package(module) if module in known else None
+
+
+def _wanted() -> dict[str, str]:
+    """What this installation of pliant asks for, by the package's name."""
+    try:
+        lines = metadata.requires("pliant") or []
+    except metadata.PackageNotFoundError:
+        return {}
+    found = {}
+    for line in lines:
+        if (matched := _REQUIREMENT.match(line)) is not None and matched[1].lower() != "pliant":
+            found[matched[1].lower()] = f"{matched[1]}{matched[2] or ''}{matched[3].strip()}"
+    return found
+
+
+def _fits(version: str, wanted: str) -> bool:
+    """Whether a version is within the bounds of `wanted`; one that nobody knows is held for good."""
+    here = _numbers(version)
+    for sign, bound in _CLAUSE.findall(wanted):
+        there = _numbers(bound)
+        length = max(len(here), len(there))
+        left, right = (each + (0,) * (length - len(each)) for each in (here, there))
+        holds = {">=": left >= right, "<=": left <= right, "==": left == right, "<": left < right, ">": left > right}
+        if here and not holds[sign]:
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    matched = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(int(part) for part in matched[0].split(".")) if matched else ()

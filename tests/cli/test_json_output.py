@@ -1,0 +1,108 @@
+"""`--json` alone: one JSON object on stdout, and nothing else there; on every command that prints a table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from pliant.cli.main import build
+
+Said = tuple[int, str, str]
+PLAN = ("plan", "--replicas", "4", "--speed", "v100=3,t4=1", "--have", "t4=2")
+WITHOUT_TABLE = {
+    "run", "remote-install", "resize", "config-server", "dash", "serve", "logs", "stop", "forget", "fed run",
+    "lab up", "lab down", "lab rate", "lab exec",
+}  # fmt: skip
+MODEL = """
+from torch import nn
+print("imported")
+def build():
+    return nn.SyncBatchNorm(2)
+"""
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    inner = getattr(command, "commands", None)
+    if inner is None:
+        yield " ".join(path), command
+    for name, each in (inner or {}).items():
+        yield from commands(each, (*path, name))
+
+
+def test_every_command_with_a_table_has_json() -> None:
+    for name, command in commands(typer.main.get_command(build())):
+        flags = [flag for param in command.params for flag in param.opts]
+        assert ("--json" in flags) != (name in WITHOUT_TABLE), name
+
+
+@pytest.fixture
+def answered(pliant: Callable[..., Said], tmp_path: Path) -> Callable[..., Any]:
+    """The object that a command prints, and its exit code."""
+    (tmp_path / "model.py").write_text(MODEL)
+    cell = {"model": "resnet50", "rate_mbit": 100.0, "mode": "priority", "slice": "auto", "compute": "paced"}
+    (tmp_path / "priority.json").write_text(json.dumps({"bench": "priority", "cells": [cell | {"failure": "it fell"}]}))
+    fact = {"time_s": 1.0, "step": 3, "kind": "step", "values": {"loss": 0.5}, "workers": 2}
+    (tmp_path / "run.jsonl").write_text(json.dumps(fact) + "\n")
+
+    def answered(*words: str) -> tuple[int, Any]:
+        code, out, _ = pliant(*words)
+        found = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        assert isinstance(found, dict)
+        return code, found
+
+    return answered
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "key"),
+    [
+        ((*PLAN, "--json"), 0, "proposals"),
+        ((*PLAN, "--json", "-"), 0, "proposals"),
+        (("sim", "--trace", "synthetic:4", "--policy", "yarn-cs", "--processes", "1", "--json"), 0, "policies"),
+        (("doctor", "--json", "--replicas", "2"), 0, "machine"),
+        (("doctor", "model.py:build", "--json"), 1, "obstacles"),
+        (("doctor", "--json", "model.py:build"), 1, "obstacles"),
+        (("lab", "list", "--json"), 0, "labs"),
+        (("fed", "select", "--replay", "20", "--rounds", "2", "--json"), 0, "rounds"),
+        (("reproduce", "--list", "--json"), 0, "experiments"),
+        (("reproduce", "--json"), 0, "experiments"),
+        (("top", "run.jsonl", "--json"), 0, "jobs"),
+        (("bench", "allreduce", "--dump-graph", "-np", "3", "--json"), 0, "graphs"),
+        (("bench", "traffic", "--listen", "0", "--seconds", "0.1", "--json"), 0, "took"),
+        (("bench", "priority", "--validate", "priority.json", "--json"), 1, "checks"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_alone_on_stdout(answered: Callable[..., Any], words: tuple[str, ...], code: int, key: str) -> None:
+    ended, found = answered(*words)
+    assert key in found
+    assert ended == code
+
+
+@pytest.mark.processes
+def test_a_measurement_alone_on_stdout(answered: Callable[..., Any]) -> None:
+    words = ("bench", "fed", "--clients", "2000", "--pick", "10", "--repeat", "1", "--peers", "none", "--json")
+    code, found = answered(*words)
+    assert (code, found["ok"]) == (0, True)
+
+
+def test_in_a_file_the_table_is_printed_too(pliant: Callable[..., Said], tmp_path: Path) -> None:
+    code, out, _ = pliant(*PLAN, "--json", "plan.json")
+    assert code == 0
+    assert "replicas each" in out
+    assert json.loads((tmp_path / "plan.json").read_text())["bench"] == "plan"
+
+
+@pytest.mark.parametrize("place", ["there/is/none.json", "folder", "plan.txt/x"])
+def test_a_file_that_cannot_be_written_is_told_first(pliant: Callable[..., Said], tmp_path: Path, place: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "plan.txt").touch()
+    code, out, err = pliant(*PLAN, "--json", place)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"pliant: --json {place}: ")
+    assert err.endswith("; give a file that can be written\n")
