@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from patience import until
 
 from pliant.bench import traffic
 from pliant.cli.main import main
@@ -33,13 +34,6 @@ def rooted(test: Callable[..., None]) -> Callable[..., None]:
     for mark in ROOT:
         test = mark(test)
     return test
-
-
-def eventually(holds: Callable[[], bool], what: str, within_s: float = 10.0) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline_s, f"not within {within_s} s: {what}"
-        time.sleep(0.01)
 
 
 def namespaces_of(name: str) -> list[str]:
@@ -294,8 +288,8 @@ def test_nothing_stays_when_the_owner_is_killed(number: signal.Signals) -> None:
         assert alive(int(pid))
         owner.send_signal(number)
         owner.wait(10)
-    eventually(lambda: not namespaces_of(name), "namespaces gone")
-    eventually(lambda: not alive(int(pid)), "the program inside gone")
+    until(lambda: not namespaces_of(name), "namespaces gone")
+    until(lambda: not alive(int(pid)), "the program inside gone")
 
 
 @rooted
@@ -311,8 +305,8 @@ def test_nothing_stays_when_the_owner_is_killed_while_making_it(delay_s: float) 
         owner.kill()
         owner.wait(10)
     guardian = f"pliant.lab.guardian\0{name}\0"
-    eventually(lambda: not running(guardian), "guardian gone")
-    eventually(lambda: not namespaces_of(name), "namespaces gone")
+    until(lambda: not running(guardian), "guardian gone")
+    until(lambda: not namespaces_of(name), "namespaces gone")
 
 
 @rooted
@@ -416,7 +410,7 @@ def test_traffic_keeps_its_rate_and_ends_by_itself() -> None:
     taken: list[traffic.Sent] = []
     sink = threading.Thread(target=lambda: taken.append(traffic.sink(0, 0.8, ready.append)))
     sink.start()
-    eventually(lambda: bool(ready), "the sink listens")
+    until(lambda: bool(ready), "the sink listens")
     sent = traffic.send(Worker.parse(ready[0]), 80_000_000, 0.4)
     sink.join(10)
     assert 0.3 < sent.seconds < 1.5

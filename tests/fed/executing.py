@@ -14,7 +14,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from typing import Any
 
 import gang
 import torch
+from patience import until
 
 from pliant.fed.config import FedConfig
 from pliant.fed.data.task import build
@@ -36,15 +36,6 @@ from pliant.fed.work import Done, Training, Unit, Workers
 
 TOKEN = "a token for tests, long enough"
 DEADLINE_S = 60.0
-
-
-def until(happened: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
-    """What `happened` gives, once that is something."""
-    ends_s = time.monotonic() + deadline_s
-    while not (found := happened()):
-        assert time.monotonic() < ends_s, f"waited {deadline_s} s for {what}"
-        time.sleep(0.01)  # pacing a poll with a deadline
-    return found
 
 
 def small(folder: Path | None = None, **given: object) -> FedConfig:

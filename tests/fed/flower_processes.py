@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from uuid import uuid4
@@ -19,6 +18,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+from patience import until as until_happened
 
 APP = Path(__file__).parent / "flower_app"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower"
@@ -28,10 +28,8 @@ MARK = "PLIANT_FLOWER_TEST"
 
 
 def until(holds: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline_s, f"not within {DEADLINE_S:g} s: {what}"
-        time.sleep(0.05)  # pacing a poll with a deadline
+    """Flower's processes take their time."""
+    until_happened(holds, what, DEADLINE_S)
 
 
 def authority(path: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:

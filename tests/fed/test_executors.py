@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from executing import TOKEN, Disturbed, Nursery, held, outcome, small, until
+from executing import TOKEN, Disturbed, Nursery, held, outcome, small
 from gang import FULL
+from patience import until
 
 from pliant.errors import ConfigError, LaunchError
 from pliant.fed.executors import launch, pool

@@ -9,8 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +17,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from patience import until
 from typer.testing import CliRunner
 
 from pliant.cli import main
@@ -28,7 +28,7 @@ from pliant.fed.jobs.folders import JobFolder, Jobs
 from pliant.fed.jobs.job import FedJob, Ground, rounds_text
 from pliant.fed.jobs.keeper import Restarts
 from pliant.fed.rounds.loop import simulate
-from pliant.train import checkpoint_file
+from pliant.train.state import checkpoint_file
 
 DEADLINE_S = 90.0
 COMMANDS = ("submit", "list_jobs", "logs", "stop", "forget", "show", "fed", "report")
@@ -71,13 +71,6 @@ checkpoint_every: 5
 batching: 0
 workers: 0
 """
-
-
-def until(holds: Callable[[], object], what: str) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline_s, f"not within {DEADLINE_S:g} s: {what}"
-        time.sleep(0.01)  # pacing a poll with a deadline
 
 
 @pytest.fixture

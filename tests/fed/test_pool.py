@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from executing import TOKEN, Disturbed, Nursery, Outcome, held, outcome, proved, say, sha256, small, until
+from executing import TOKEN, Disturbed, Nursery, Outcome, held, outcome, proved, say, sha256, small
 from gang import FULL, free_port
+from patience import until
 
 from pliant.errors import LaunchError, TrainError
 from pliant.fed.config import FedConfig

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from executing import DEADLINE_S, TOKEN, Disturbed, Nursery, frame, outcome, proved, say, sha256, small, until
+from executing import DEADLINE_S, TOKEN, Disturbed, Nursery, frame, outcome, proved, say, sha256, small
+from patience import until
 
 from pliant.errors import ConfigError
 from pliant.fed.data.task import build

@@ -15,8 +15,9 @@ import pytest
 from gang import FULL
 from golden import golden
 from launching import MAIN, Ended, Launcher, Runner
+from patience import open_gate, until
 from subject import compare, history
-from two_nodes import CPUS, HEAD, OTHER, PATIENCE_S, Nodes, open_gate, until
+from two_nodes import CPUS, HEAD, OTHER, PATIENCE_S, Nodes
 
 from pliant.errors import ConfigError
 from pliant.launch.on_ray.cluster import connected

@@ -11,7 +11,8 @@ import pytest
 from gang import FULL
 from golden import golden
 from live_serving import Serving, serving
-from two_nodes import CPUS, HEAD, Nodes, open_gate, until
+from patience import open_gate, until
+from two_nodes import CPUS, HEAD, Nodes
 
 from pliant.launch.state_file import WorkerProcess, read
 

@@ -6,33 +6,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"
 CPUS = 3
 PATIENCE_S = 60.0
 """Ray starts a process for each runner, and on a busy machine that takes its time."""
-
-
-def until(happened: Callable[[], Any], what: str) -> Any:
-    """What `happened` gives, once that is something."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not (found := happened()):
-        assert time.monotonic() < deadline_s, f"waited {PATIENCE_S} s for {what}"
-        time.sleep(0.02)  # pacing a poll with a deadline
-    return found
-
-
-def open_gate(gate: Path, steps: int) -> None:
-    """Let the job do so many steps, counted from its beginning; whoever reads it sees all of the number."""
-    draft = gate.with_suffix(".draft")
-    draft.write_text(str(steps))
-    draft.replace(gate)
 
 
 @dataclass

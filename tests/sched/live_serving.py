@@ -8,11 +8,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from patience import until
 
 from pliant.elastic.client import ConfigClient
 from pliant.launch.state_file import RunnerState, WorkerProcess, read
@@ -21,23 +22,6 @@ from pliant.sched.live.jobfile import JobSpec
 
 MAIN = (sys.executable, "-c", "from pliant.cli.main import main; main()")
 PROGRAM = Path(__file__).with_name("live_program.py")
-DEADLINE_S = 90.0
-
-
-def until(reached: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
-    """What `reached` gives, once that is something."""
-    deadline_s = time.monotonic() + timeout_s
-    while not (found := reached()):
-        assert time.monotonic() < deadline_s, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.02)  # pacing a poll with a deadline
-    return found
-
-
-def open_gate(gate: Path, steps: int) -> None:
-    """Let a program do so many steps; it never sees half of the file."""
-    draft = gate.with_suffix(".draft")
-    draft.write_text(str(steps))
-    draft.replace(gate)
 
 
 class Serving:

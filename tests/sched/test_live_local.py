@@ -6,12 +6,12 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import until
 
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
 from pliant.launch import state_file
@@ -22,7 +22,6 @@ from pliant.sched.live.jobfile import JobSpec
 from pliant.sched.live.local import LocalGround, LocalRunning
 
 SLEEPS = "import time; time.sleep(60)"
-DEADLINE_S = 20.0
 
 
 def a_run(folder: Path, number: int = 1, **said: Any) -> Run:
@@ -30,14 +29,6 @@ def a_run(folder: Path, number: int = 1, **said: Any) -> Run:
     directory = folder / "jobs" / "a"
     directory.mkdir(parents=True, exist_ok=True)
     return Run(spec=JobSpec.from_json(given), number=number, directory=directory)
-
-
-def until(reached: Callable[[], Any]) -> Any:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not (found := reached()):
-        assert time.monotonic() < deadline_s, "it never happened"
-        time.sleep(0.005)  # pacing a poll with a deadline
-    return found
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from paper import PaperGround
+from patience import until
 from starlette.testclient import TestClient
 
 from pliant.errors import ConfigError, NameTaken, UnknownJob
@@ -24,7 +24,6 @@ from pliant.sched.live.throughput import MIN_STEPS, SKIPPED_STEPS, Throughput
 from pliant.sched.live.web import LiveWeb
 from pliant.sched.schedulers import registry as schedulers
 
-DEADLINE_S = 10.0
 TOKEN = {"Authorization": "Bearer t"}
 
 
@@ -34,13 +33,6 @@ def said(name: str, **more: Any) -> dict[str, Any]:
 
 def spec(name: str, **more: Any) -> JobSpec:
     return JobSpec.from_json(said(name, **more))
-
-
-def until(reached: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not reached():
-        assert time.monotonic() < deadline_s, "it never happened"
-        time.sleep(0.005)  # pacing a poll with a deadline
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ class Whole:
     """`solved`, `limit`, or `impossible`."""
 
 
-def whole_problem(holdings: Holdings, wanted: Counts, budget: int, *, limit_s: float) -> Whole:
+def whole_problem(holdings: Holdings, wanted: Counts, budget: int, *, limit_s: float, gap: float = GAP) -> Whole:
     """The least time to test, within the gap; or what was found by the limit."""
     try:
         from scipy import sparse  # type: ignore[import-untyped]
@@ -56,7 +56,7 @@ def whole_problem(holdings: Holdings, wanted: Counts, budget: int, *, limit_s: f
         ],
         bounds=Bounds(0, np.r_[has[client, kind], np.ones(num), np.inf]),
         integrality=np.r_[np.ones(total - 1), 0.0],
-        options={"time_limit": limit_s, "mip_rel_gap": GAP},
+        options={"time_limit": limit_s, "mip_rel_gap": gap},
     )
     why = {0: "solved", 1: "limit", 2: "impossible"}.get(found.status, f"status {found.status}")
     return Whole(None if found.x is None else float(found.fun), why)
