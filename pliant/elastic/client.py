@@ -6,12 +6,12 @@ import ssl
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import TracebackType
 from typing import NoReturn, TypeVar
 
 import httpx
 
 from pliant.cluster import View, Worker
+from pliant.elastic.asking import HttpClient, checked_url, reason_of
 from pliant.elastic.membership import Wanted
 from pliant.elastic.roll import Roll
 from pliant.errors import (
@@ -34,12 +34,11 @@ _ROLL_ERRORS: Mapping[int, type[PliantError]] = {**_ERRORS, 409: NotWanted}
 T = TypeVar("T")
 
 
-class ConfigClient:
+class ConfigClient(HttpClient):
     """Talks to the config server at `url`, such as http://10.0.0.1:9100/config; for any thread.
 
     `expected` in the calls below is compare-and-set: the version that the change was made from,
-    None for whatever there is. `ca_file` replaces the system's certificate authorities. Proxy
-    variables in the environment are ignored: a job's own hosts are not behind one.
+    None for whatever there is. `ca_file` replaces the system's certificate authorities.
 
     Raises (when made):
         ConfigError: `url` is not http://... or https://...
@@ -53,25 +52,7 @@ class ConfigClient:
 
     def __init__(self, url: str, token: str = "", *, ca_file: str = "", timeout_s: float = 10.0) -> None:
         self.url = _checked(url)
-        self._timeout_s = timeout_s
-        self._http = httpx.Client(
-            headers={"Authorization": f"Bearer {token}"} if token else {},
-            verify=_verification(self.url, ca_file),
-            timeout=timeout_s,
-            trust_env=False,
-        )
-
-    def __enter__(self) -> ConfigClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the kept connections."""
-        self._http.close()
+        super().__init__(self.url, token, _verification(self.url, ca_file), timeout_s)
 
     def get(self) -> View | None:
         """The wanted view; None where it is unset."""
@@ -184,23 +165,20 @@ class ConfigClient:
         expected: int | None = None,
         errors: Mapping[int, type[PliantError]] = _ERRORS,
     ) -> httpx.Response:
-        timeout = httpx.Timeout(self._timeout_s, read=self._timeout_s + hold_s)
-        try:
-            answer = self._http.request(method, url, headers=headers, json=body, timeout=timeout)
-        except httpx.TransportError as error:
-            why = str(error) or type(error).__name__
-            raise ServerUnavailable(
-                f"config server {self.url}: {why}; is it running, and is this its address?"
-            ) from None
+        answer = self._request(method, url, headers=headers, body=body, hold_s=hold_s)
         unset = method == "GET" and answer.status_code == 404 and "etag" in answer.headers
         if not (answer.is_success or answer.status_code == 304 or unset):
             self._refuse(answer, expected, errors)
         return answer
 
+    def _unreachable(self, error: httpx.TransportError) -> str:
+        why = str(error) or type(error).__name__
+        return f"config server {self.url}: {why}; is it running, and is this its address?"
+
     def _refuse(
         self, answer: httpx.Response, expected: int | None, errors: Mapping[int, type[PliantError]]
     ) -> NoReturn:
-        reason = _reason(answer)
+        reason = reason_of(answer)
         if answer.is_server_error:
             raise ServerUnavailable(f"config server {self.url}: {reason}")
         if "etag" not in answer.headers:
@@ -219,7 +197,9 @@ class ConfigClient:
         try:
             return decode(answer.json())
         except ValueError:
-            raise ConfigError(f"{self.url} answered without JSON: it is not a config server") from None
+            raise ConfigError(
+                f"{self.url} answered without JSON: it is not a config server; give the address that `pliant config-server` prints"
+            ) from None
 
     def _sibling(self, path: str) -> httpx.URL:
         """Where to change the view: where it is read, unless that is the path for reading that KungFu's commands name."""
@@ -244,12 +224,7 @@ def _notice(worker: Worker, reason: str = "") -> dict[str, object]:
 
 def _checked(url: str) -> httpx.URL:
     """`url` with its scheme, host and path; the path is /config where none is given."""
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"config server {url!r}: {error}; give a URL such as http://10.0.0.1:9100/config") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError(f"config server {url!r} is not a URL such as http://10.0.0.1:9100/config")
+    parsed = checked_url(url, "config server", "http://10.0.0.1:9100/config")
     return parsed.copy_with(path="/config") if parsed.path in ("", "/") else parsed
 
 
@@ -270,11 +245,6 @@ def _etag(answer: httpx.Response) -> int:
     try:
         return int(answer.headers["etag"].strip('"'))
     except (KeyError, ValueError):
-        raise ConfigError(f"{answer.url} answered without a version: it is not a config server") from None
-
-
-def _reason(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["error"])
-    except (ValueError, KeyError, TypeError):
-        return answer.reason_phrase or str(answer.status_code)
+        raise ConfigError(
+            f"{answer.url} answered without a version: it is not a config server; give the address that `pliant config-server` prints"
+        ) from None

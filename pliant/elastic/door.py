@@ -1,4 +1,4 @@
-"""The door of the config server, and the form of its answers: JSON, one line, and the metrics' text."""
+"""The door of our HTTP servers, and the form of their answers: JSON, one line, and the metrics' text."""
 
 from __future__ import annotations
 

@@ -185,13 +185,7 @@ def _prepared(config: ServerConfig, store: Store, stop: Callable[[], None]) -> _
         caterer=config.caterer,
     )
     settings = serving.settings(web.app, tls_cert=config.tls_cert, tls_key=config.tls_key)
-    try:
-        settings.load()
-    except OSError as error:
-        raise ConfigError(
-            f"--tls-cert {config.tls_cert} --tls-key {config.tls_key}: {error}; give PEM files that belong together"
-        ) from None
-    return _Uvicorn(settings, web)
+    return _Uvicorn(serving.loaded(settings), web)
 
 
 @contextmanager

@@ -1,9 +1,15 @@
-"""How our HTTP servers run uvicorn."""
+"""How our HTTP servers run uvicorn: its settings, certificates, and an end by signal."""
 
 from __future__ import annotations
 
+import signal
+import socket
+import threading
+
 import uvicorn
 from starlette.types import ASGIApp
+
+from pliant.errors import ConfigError
 
 _GRACE_S = 3
 # Longer than a client keeps an idle connection, so that the server is never the one who closes it
@@ -28,3 +34,28 @@ def settings(app: ASGIApp, *, tls_cert: str = "", tls_key: str = "") -> uvicorn.
         ssl_certfile=tls_cert or None,
         ssl_keyfile=tls_key or None,
     )
+
+
+def loaded(settings: uvicorn.Config) -> uvicorn.Config:
+    """These settings, with the certificate read.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    try:
+        settings.load()
+    except OSError as error:
+        raise ConfigError(
+            f"--tls-cert {settings.ssl_certfile or ''} --tls-key {settings.ssl_keyfile or ''}: {error}; give PEM files "
+            "that belong together"
+        ) from None
+    return settings
+
+
+def until_signalled(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Serve until SIGTERM or SIGINT. In a thread, for uvicorn would send itself the signal once more at its end."""
+    thread = threading.Thread(target=server.run, args=([listener],), name="pliant-serving", daemon=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    thread.start()
+    thread.join()

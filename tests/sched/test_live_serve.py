@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import stat
 import sys
 import threading
@@ -10,10 +11,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+import uvicorn
 
 from pliant.cli.main import main
+from pliant.elastic import serving
 from pliant.errors import ConfigError
-from pliant.sched.live import server as live_server
 from pliant.sched.live.local import LocalGround
 from pliant.sched.live.server import LiveConfig, serve
 from pliant.sched.schedulers import registry as schedulers
@@ -71,7 +73,7 @@ def test_mistakes_are_told_in_one_line(
 def test_what_it_writes_down_is_for_its_user_only_and_the_token_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_leaks: None
 ) -> None:
-    def look(server: live_server._Uvicorn, listener: object) -> None:
+    def look(server: uvicorn.Server, listener: socket.socket) -> None:
         """In the place of waiting for a signal."""
         thread = threading.Thread(target=server.run, args=([listener],), name="pliant-serve")
         thread.start()
@@ -90,7 +92,7 @@ def test_what_it_writes_down_is_for_its_user_only_and_the_token_stays(
     seen: list[tuple[dict[str, str], int, object]] = []
     seen_modes: set[int] = set()
     said: list[str] = []
-    monkeypatch.setattr(live_server._Uvicorn, "until_signalled", look)
+    monkeypatch.setattr(serving, "until_signalled", look)
     for _ in range(2):
         serve(config, lambda: ground, schedulers.make("easyscale-heter"), said.append)
     (first, health, jobs), (second, _, _) = seen

@@ -11,12 +11,12 @@ import os
 import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Literal, TypeVar
 
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from pliant.elastic.asking import HttpClient, checked_url, reason_of
 from pliant.errors import ConfigError, NameTaken, PliantError, ServerUnavailable, UnknownJob
 from pliant.sched.live.jobfile import JobSpec
 
@@ -152,8 +152,8 @@ def _noted(file: Path) -> Server | None:
         return None
 
 
-class LiveClient:
-    """Talks to the server; for any thread. Proxy variables in the environment are ignored.
+class LiveClient(HttpClient):
+    """Talks to the server; for any thread.
 
     Raises (when made):
         ConfigError: the URL is none.
@@ -165,26 +165,9 @@ class LiveClient:
 
     def __init__(self, server: Server, *, timeout_s: float = 10.0) -> None:
         self.server = server
-        self._url = _checked(server.url)
-        self._timeout_s = timeout_s
-        self._http = httpx.Client(
-            base_url=self._url,
-            headers={"Authorization": f"Bearer {server.token}"} if server.token else {},
-            verify=self._url.scheme == "https",  # loading the authorities takes longer than a request
-            trust_env=False,
-        )
-
-    def __enter__(self) -> LiveClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the kept connections."""
-        self._http.close()
+        self._url = checked_url(server.url, "--server", "http://10.0.0.1:9200")
+        # Loading the authorities takes longer than a request.
+        super().__init__(self._url, server.token, self._url.scheme == "https", timeout_s)
 
     def submit(self, spec: JobSpec) -> JobStatus:
         """Hand over a job. NameTaken: there is, or was, one of that name."""
@@ -247,11 +230,7 @@ class LiveClient:
         job: str = "",
         hold_s: float = 0.0,
     ) -> httpx.Response:
-        timeout = httpx.Timeout(self._timeout_s, read=self._timeout_s + hold_s)
-        try:
-            answer = self._http.request(method, path, params=query, json=body, timeout=timeout)
-        except httpx.TransportError as error:
-            raise ServerUnavailable(self._unreachable(error)) from None
+        answer = self._request(method, path, query=query, body=body, hold_s=hold_s)
         if not answer.is_success:
             raise self._refusal(answer, job)
         return answer
@@ -264,7 +243,7 @@ class LiveClient:
         return f"no server answers at {self._url} ({why}): {START_ONE}"
 
     def _refusal(self, answer: httpx.Response, job: str) -> PliantError:
-        reason = _reason(answer)
+        reason = reason_of(answer)
         if answer.is_server_error:
             return ServerUnavailable(f"{self._url}: {answer.status_code} {reason}")
         if answer.status_code in (401, 403):
@@ -287,20 +266,3 @@ class LiveClient:
 
 def _path(name: str) -> str:
     return f"/jobs/{urllib.parse.quote(name, safe='')}"
-
-
-def _checked(url: str) -> httpx.URL:
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"--server {url!r}: {error}; give a URL such as http://10.0.0.1:9200") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ConfigError(f"--server {url!r} is not a URL such as http://10.0.0.1:9200")
-    return parsed
-
-
-def _reason(answer: httpx.Response) -> str:
-    try:
-        return str(answer.json()["error"])
-    except (ValueError, KeyError, TypeError):
-        return answer.reason_phrase or str(answer.status_code)

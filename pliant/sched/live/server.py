@@ -8,9 +8,7 @@ import json
 import os
 import re
 import secrets
-import signal
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +64,7 @@ def serve(config: LiveConfig, make_ground: Callable[[], Ground], policy: Policy,
         with scheduler.running(), _written_down(config.state, url, token):
             say(f"pliant serve at {url}, state in {config.state}")
             web = LiveWeb(scheduler, token)
-            _Uvicorn(serving.settings(web.app), web).until_signalled(listener)
+            serving.until_signalled(_Uvicorn(serving.settings(web.app), web), listener)
     say("the server has ended; jobs run on, `pliant serve` with the same --state takes them up again")
 
 
@@ -80,14 +78,6 @@ class _Uvicorn(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._web.close()
         await super().shutdown(sockets)
-
-    def until_signalled(self, listener: socket.socket) -> None:
-        """Serve until SIGTERM or SIGINT. In a thread, for uvicorn would send itself the signal once more at its end."""
-        thread = threading.Thread(target=self.run, args=([listener],), name="pliant-serve", daemon=True)
-        thread.start()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: setattr(self, "should_exit", True))
-        thread.join()
 
 
 @contextlib.contextmanager
