@@ -302,8 +302,9 @@ def test_a_failure_of_ours_is_not_ok_but_still_a_result(folder: Path) -> None:
 @pytest.mark.parametrize("accepted", [True, False])
 def test_a_worker_ends_with_its_controller_whatever_it_is_doing(accepted: bool, folder: Path) -> None:
     code = (
-        "import socket, sys, time; from pliant.bench.worker import listen; line = socket.socket(socket.AF_UNIX);"
-        "line.connect(sys.argv[1]); listen(line); print('ready', flush=True); time.sleep(60)"
+        "import socket, sys, time; from pliant.bench.told import Line; line = socket.socket(socket.AF_UNIX);"
+        "line.connect(sys.argv[1]); told = Line(line.makefile('rb'), line.makefile('wb'));"
+        "print('ready', flush=True); time.sleep(60)"
     )
     with socket.socket(socket.AF_UNIX) as controller:
         controller.bind(str(folder / "control"))

@@ -24,7 +24,8 @@ from pliant.bench.priority.cells import Ring, measured_layers, remarks_on, utili
 from pliant.bench.priority.contest import Entry, Record, step_times_s
 from pliant.bench.priority.hosts import Host, identities, parse_hosts, placed, ssh_argv
 from pliant.bench.priority.options import PriorityOptions, batch_from, parse_modes, parse_rates, parse_slices
-from pliant.bench.priority.worker import Task, commands_of, default_iface, running_s, sent_bytes, window
+from pliant.bench.priority.worker import Task, default_iface, running_s, sent_bytes, window
+from pliant.bench.told import Line
 from pliant.errors import ConfigError
 from pliant.identity import worker_spec
 from pliant.lab.hosts import Lab
@@ -167,8 +168,8 @@ def test_the_default_route_names_the_interface() -> None:
 
 
 def test_commands_arrive_in_order() -> None:
-    commands = commands_of(io.BytesIO(b'{"do": "count"}\n{"do": "stop"}\n'))
-    assert [commands.get(timeout=5)["do"] for _ in range(2)] == ["count", "stop"]
+    line = Line(io.BytesIO(b'{"do": "count"}\n{"do": "hash"}\n{"do": "stop"}\n'), io.BytesIO())
+    assert [command["do"] for command in line] == ["count", "hash"]
 
 
 class Counting:

@@ -181,6 +181,25 @@ def processes(
     return Job(name, ground.num_workers, starters, ground.folder / f"{name}.sock")
 
 
+def launcher(argv: Sequence[str], sockets: Sequence[socket.socket] = ()) -> Starter:
+    """One process that starts all ranks itself; it inherits `sockets`, which are closed here."""
+
+    def start(output: IO[bytes]) -> subprocess.Popen[bytes]:
+        child = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=clean_environ(),
+            pass_fds=[each.fileno() for each in sockets],
+        )
+        for each in sockets:
+            each.close()
+        return child
+
+    return start
+
+
 def _listening(ground: Ground, rank: int) -> socket.socket:
     address = ground.address_of(rank)
     if ground.lab is None:

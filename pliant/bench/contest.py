@@ -2,7 +2,7 @@
 
 The controller goes A B C, A B C, ...: what disturbs the machine disturbs all of them alike. A
 contender that dies or hangs is out, with the reason; the others go on. Nothing here knows what
-the contenders do in their turn; that is `bench.worker`.
+the contenders do in their turn; `bench.told` is their end of the line.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import selectors
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,23 @@ def last_words(log: str) -> str:
     lines = [line.strip() for line in log.splitlines()]
     telling = [line for line in lines if re.search("[A-Za-z]", line) and not line.startswith('File "')]
     return " | ".join(telling[-_TAIL_LINES:])
+
+
+def measured_apart(module: str, task: str, *, who: str, timeout_s: float, remedy: str = "") -> dict[str, object]:
+    """What `python -m MODULE TASK` says on its last line, a JSON object: for what must be measured in a process of its own.
+
+    Raises:
+        LaunchError: it failed, or was not done in time.
+    """
+    argv = [sys.executable, "-m", module, task]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"{who}: not done within {timeout_s:g} s{remedy and f'; {remedy}'}") from None
+    if done.returncode != 0:
+        raise LaunchError(f"{who}: exit code {done.returncode}; it said: {last_words(done.stderr)}")
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 class Job:
@@ -194,6 +212,22 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+class ToldJob(Job):
+    """A job whose ranks are told what they are when they have come up."""
+
+    def __init__(
+        self, name: str, num_workers: int, starters: Sequence[Starter], control: Path, setup: Mapping[str, object]
+    ) -> None:
+        super().__init__(name, num_workers, starters, control)
+        self._setup = setup
+        self.told: list[Answer] = []
+        """What the ranks answered to that, by rank; empty before."""
+
+    def ready(self, timeout_s: float) -> None:
+        super().ready(timeout_s)
+        self.told = self.ask({"do": "setup", **self._setup}, timeout_s)
 
 
 @dataclass(frozen=True, slots=True)

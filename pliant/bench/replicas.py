@@ -7,16 +7,13 @@ ends, so they show more than the switch costs.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pliant.bench import report
-from pliant.bench.contest import last_words
+from pliant.bench.contest import measured_apart
 from pliant.bench.models import check_trained
 from pliant.bench.report import Json
 from pliant.bench.stats import Summary, quantile
@@ -110,14 +107,8 @@ def measured(options: ReplicasOptions, replicas: int) -> Json:
     with tempfile.TemporaryDirectory(prefix="pliant-bench-") as folder:
         path = Path(folder) / "task.json"
         SwitchingTask(**settings).write(path)  # type: ignore[arg-type]
-        argv = [sys.executable, "-m", "pliant.bench.switching", str(path)]
-        try:
-            done = subprocess.run(argv, capture_output=True, text=True, timeout=options.timeout_s)
-        except subprocess.TimeoutExpired:
-            raise LaunchError(f"{replicas} replicas: not done within {options.timeout_s:g} s") from None
-    if done.returncode != 0:
-        raise LaunchError(f"{replicas} replicas: exit code {done.returncode}; it said: {last_words(done.stderr)}")
-    found: Json = json.loads(done.stdout.splitlines()[-1])
+        who = f"{replicas} replicas"
+        found = measured_apart("pliant.bench.switching", str(path), who=who, timeout_s=options.timeout_s)
     return {**found, "batch": settings["batch"]}
 
 

@@ -11,25 +11,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
+from pliant.bench import gloo
 from pliant.bench.networks import ReadyBatches, as_it_is, build, loss_of, network, optimizer_of
-from pliant.bench.worker import COLLECTIVE_TIMEOUT_S, listen
+from pliant.bench.told import Line
+from pliant.bench.worker import COLLECTIVE_TIMEOUT_S
 
 EPOCH_STEPS = 1000
 MAX_EPOCHS = 1_000_000
@@ -121,19 +120,10 @@ def _open_plain(task: TrainingTask, rank: int) -> Iterator[Side]:
 def _open_ddp(task: TrainingTask, rank: int) -> Iterator[Side]:
     """Stock DDP in its default settings; `ddp_gloo_views`: with gradients in the buckets, which saves a copy."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{task.store}",
-        rank=rank,
-        world_size=task.num_workers,
-        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-    )
-    try:
+    with gloo.joined(f"file://{task.store}", rank, task.num_workers, COLLECTIVE_TIMEOUT_S):
         inner = build(task.model, task.device)
         model = DistributedDataParallel(inner, gradient_as_bucket_view=task.side == "ddp_gloo_views")
         yield Side(model, optimizer_of(task.optimizer, inner), _loader(task, rank, task.num_workers))
-    finally:
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -163,7 +153,7 @@ def _open_pliant(task: TrainingTask, rank: int) -> Iterator[Side]:
 SIDES = {"pytorch": _open_plain, "ddp_gloo": _open_ddp, "ddp_gloo_views": _open_ddp, "pliant": _open_pliant}
 
 
-def train(side: Side, commands: queue.SimpleQueue[dict[str, object]], answer: Callable[..., None]) -> None:
+def train(side: Side, line: Line) -> None:
     """Train window by window as told; one step before each window is not in it: it brings the ranks together."""
     steps_left, begun_s, cpu_begun_s, asked = 0, 0.0, 0.0, 0
     for number, batch in enumerate(side.batches()):
@@ -175,9 +165,9 @@ def train(side: Side, commands: queue.SimpleQueue[dict[str, object]], answer: Ca
                 if asked:
                     _synchronize(batch)
                     wall_s, cpu_s = time.perf_counter() - begun_s, time.process_time() - cpu_begun_s
-                    answer(wall_s=[wall_s / asked], cpu_s=[cpu_s / asked], **_memory(batch))
-                command = commands.get()
-                if command["do"] == "stop":
+                    line.answer(wall_s=[wall_s / asked], cpu_s=[cpu_s / asked], **_memory(batch))
+                command = line.next()
+                if command is None:
                     return
                 asked = _steps(command)
                 steps_left = asked + 1
@@ -212,17 +202,13 @@ def main() -> None:
     torch.set_num_threads(1)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(task.control)
-    commands = listen(connection)
-
-    def answer(**values: object) -> None:
-        connection.sendall(json.dumps(values).encode() + b"\n")
-
+    line = Line(connection.makefile("rb"), connection.makefile("wb"))
     try:
         with SIDES[task.side](task, rank) as side:
-            answer(rank=rank, pid=os.getpid())
-            train(side, commands, answer)
+            line.answer(rank=rank)
+            train(side, line)
     except Exception as error:
-        answer(error=f"{type(error).__name__}: {error}")
+        line.answer(error=f"{type(error).__name__}: {error}")
         raise
     os._exit(0)  # some libraries take seconds to tidy up, which the contest would have to wait for
 

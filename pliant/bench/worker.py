@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import queue
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -22,6 +19,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from pliant.bench.told import Line
 
 if TYPE_CHECKING:
     import torch
@@ -232,23 +231,13 @@ class Pliant:
 
 @contextlib.contextmanager
 def _open_gloo(task: Task, rank: int) -> Iterator[Side]:
-    import datetime
-
     import torch
-    import torch.distributed as dist
+
+    from pliant.bench import gloo
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{task.store}",
-        rank=rank,
-        world_size=task.num_workers,
-        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
-    )
-    try:
+    with gloo.joined(f"file://{task.store}", rank, task.num_workers, COLLECTIVE_TIMEOUT_S):
         yield Copy(task, rank) if task.side == "copy" else Gloo(task, rank)
-    finally:
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -325,43 +314,21 @@ def obey(side: Side, task: Task, command: Mapping[str, object]) -> dict[str, obj
     return {**measure(side, iterations), "before": before, "after": side.facts()}
 
 
-def listen(connection: socket.socket) -> queue.SimpleQueue[dict[str, object]]:
-    """The controller's commands as they arrive. When it is gone, the process ends at once, whatever it is doing."""
-    commands: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
-
-    def read() -> None:
-        # A controller killed before it accepted us shows as a reset, not as an end.
-        with contextlib.suppress(ConnectionError), connection.makefile("rb") as lines:
-            for line in lines:
-                command = json.loads(line)
-                commands.put(command)
-                if command["do"] == "stop":
-                    return
-        os._exit(3)
-
-    threading.Thread(target=read, daemon=True).start()
-    return commands
-
-
 def main() -> None:
     task = Task.read(Path(sys.argv[1]))
     rank = int(sys.argv[2]) if len(sys.argv) > 2 else -1  # Open MPI's workers ask Open MPI
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(task.control)
-    commands = listen(connection)
-
-    def answer(**values: object) -> None:
-        connection.sendall(json.dumps(values).encode() + b"\n")
-
+    line = Line(connection.makefile("rb"), connection.makefile("wb"))
     try:
         with SIDES[task.side](task, rank) as side:
             clear(side, task)
             side.barrier()
-            answer(rank=side.rank, pid=os.getpid())
-            while (command := commands.get())["do"] != "stop":
-                answer(**obey(side, task, command))
+            line.answer(rank=side.rank)
+            for command in line:
+                line.answer(**obey(side, task, command))
     except Exception as error:
-        answer(error=f"{type(error).__name__}: {error}")
+        line.answer(error=f"{type(error).__name__}: {error}")
         raise
 
 

@@ -11,17 +11,16 @@ import json
 import math
 import random
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import cast
 
-from pliant.bench.contest import last_words
+from pliant.bench.contest import measured_apart
 from pliant.bench.report import Json, machine
 from pliant.bench.stats import Summary, quantile
-from pliant.errors import ConfigError, LaunchError
+from pliant.errors import ConfigError
 
 Progress = Callable[[str, float], None]
 GOAL_S = 0.1
@@ -98,15 +97,8 @@ def _cell(share: float, ours: Json, loops: Json | None) -> Json:
 
 def _measured(options: SelectOptions, share: float, side: str) -> Json:
     task = json.dumps({**asdict(options), "share": share, "side": side})
-    argv = [sys.executable, "-m", "pliant.bench.fed.selection", task]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=options.timeout_s)
-    except subprocess.TimeoutExpired:
-        raise LaunchError(f"{side}: not done within {options.timeout_s:g} s; use fewer --clients") from None
-    if done.returncode != 0:
-        raise LaunchError(f"{side}: exit code {done.returncode}; it said: {last_words(done.stderr)}")
-    found: Json = json.loads(done.stdout.splitlines()[-1])
-    return found
+    module = "pliant.bench.fed.selection"
+    return measured_apart(module, task, who=side, timeout_s=options.timeout_s, remedy="use fewer --clients")
 
 
 def measure_ours(options: SelectOptions, share: float) -> Json:

@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import cast
 
-from pliant.bench.contest import Answer, Job
+from pliant.bench import processors
+from pliant.bench.contest import Answer, Job, ToldJob
 from pliant.bench.priority.options import SLICED, PriorityOptions
-from pliant.bench.priority.stage import SideJob, Stage
+from pliant.bench.priority.stage import Stage
 from pliant.bench.priority.worker import LEAD
 from pliant.bench.stats import quantile
 from pliant.errors import LaunchError
@@ -34,7 +34,7 @@ class Entry:
 
     label: str
     mode: str
-    job: SideJob
+    job: ToldJob
     slice_params: int | None = None
     """None: tuned, or no choice in this mode."""
     bucket_cap_mb: float | None = None
@@ -167,11 +167,11 @@ def take_turn(
 ) -> None:
     """One window of one entry, into its record."""
     sent = _counted(entry.job)
-    busy = _processor_times()
+    busy = processors.times()
     run = {"do": "run", "options": entry.options, "iterations": iterations}
     with sampling(sampled) as samples:
         answers = entry.job.ask(run, _timeout_s(patience_s, iterations))
-    record.busy.append(_busy_share(busy, _processor_times()))
+    record.busy.append(processors.busy_share(busy, processors.times()))
     steps = iterations + LEAD
     record.tx_bytes.append([(now - then) / steps for then, now in zip(sent, _counted(entry.job), strict=True)])
     marks = [cast("list[float]", answer["marks_s"]) for answer in answers]
@@ -200,16 +200,6 @@ def _note_stats(record: Record, answer: Answer, steps: int) -> None:
 
 def _counted(job: Job) -> list[int]:
     return [cast(int, answer["tx_bytes"]) for answer in job.ask({"do": "count"}, _PATIENCE_S)]
-
-
-def _processor_times() -> list[int]:
-    return [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-
-
-def _busy_share(before: Sequence[int], after: Sequence[int]) -> float:
-    spent = [now - then for then, now in zip(before, after, strict=True)]
-    idle = spent[3] + spent[4]
-    return 1 - idle / sum(spent[:8]) if sum(spent[:8]) else 0.0
 
 
 @contextlib.contextmanager

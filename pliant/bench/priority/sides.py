@@ -7,14 +7,13 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pliant.bench import gloo
 from pliant.bench.networks import as_it_is
 from pliant.bench.priority import models
 from pliant.bench.priority.models import Subject
@@ -213,17 +212,8 @@ def _open_plain(task: Task, rank: int) -> Iterator[Side]:
 
 @contextlib.contextmanager
 def _open_ddp(task: Task, rank: int) -> Iterator[Side]:
-    dist.init_process_group(
-        "gloo",
-        init_method=task.meeting,
-        rank=rank,
-        world_size=task.num_workers,
-        timeout=timedelta(seconds=TIMEOUT_S),
-    )
-    try:
+    with gloo.joined(task.meeting, rank, task.num_workers, TIMEOUT_S):
         yield Ddp(task, rank)
-    finally:
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

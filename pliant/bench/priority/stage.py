@@ -8,11 +8,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import IO
 
 from pliant.bench import contenders
 from pliant.bench.contenders import Ground
-from pliant.bench.contest import Job, Starter
+from pliant.bench.contest import Starter, ToldJob
 from pliant.bench.priority import hosts as machines
 from pliant.bench.priority.hosts import Host
 from pliant.bench.priority.options import PriorityOptions
@@ -42,7 +42,7 @@ class Stage:
         number: int,
         slice_bytes: int | None = None,
         in_flight_bytes: int | None = None,
-    ) -> SideJob:
+    ) -> ToldJob:
         """The processes of one side, not started yet, which take their task when they are ready."""
         options = self.options
         environs: Sequence[Mapping[str, str]] = [{}] * options.nodes
@@ -69,29 +69,14 @@ class Stage:
         )
         control = self.folder / f"{name}.sock"
         if self.lab is not None:
-            starters = [self._forked(control, self.lab, sockets)]
+            argv = [sys.executable, "-m", WORKER, str(control), *self.lab.namespaces]
+            starters = [contenders.launcher(argv, sockets)]
         else:
             starters = [self._over_ssh(rank, control) for rank in range(options.nodes)]
-        return SideJob(name, options.nodes, starters, control, task)
+        return ToldJob(name, options.nodes, starters, control, {"task": task.to_json()})
 
     def _ground(self) -> Ground:
         return Ground(num_workers=self.options.nodes, sizes=(), folder=self.folder, lab=self.lab)
-
-    def _forked(self, control: Path, lab: Lab, sockets: Sequence[socket.socket]) -> Starter:
-        def start(output: IO[bytes]) -> subprocess.Popen[bytes]:
-            child = subprocess.Popen(
-                [sys.executable, "-m", WORKER, str(control), *lab.namespaces],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=contenders.clean_environ(),
-                pass_fds=[each.fileno() for each in sockets],
-            )
-            for each in sockets:
-                each.close()
-            return child
-
-        return start
 
     def _over_ssh(self, rank: int, control: Path) -> Starter:
         def start(output: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -107,17 +92,3 @@ class Stage:
                 )
 
         return start
-
-
-class SideJob(Job):
-    """A job whose workers are told what they are when they have come up."""
-
-    def __init__(self, name: str, num_workers: int, starters: Sequence[Starter], control: Path, task: Task) -> None:
-        super().__init__(name, num_workers, starters, control)
-        self._task = task
-        self.num_bytes = 0
-
-    def ready(self, timeout_s: float) -> None:
-        super().ready(timeout_s)
-        answers = self.ask({"do": "setup", "task": self._task.to_json()}, timeout_s)
-        self.num_bytes = cast(int, answers[0]["num_bytes"])

@@ -124,7 +124,7 @@ def _at_rate(
         capacity_from="iperf3, all nodes at once" if lab is not None else "as given",
         layers=stretched(layers, records) if options.compute == "real" else layers,
         layers_from=PROFILED if options.compute == "paced" else MEASURED,
-        num_bytes=next((entry.job.num_bytes for entry in entries if entry.job.num_bytes), 0),
+        num_bytes=next((cast(int, entry.job.told[0]["num_bytes"]) for entry in entries if entry.job.told), 0),
         samples=options.samples,
     )
     return cells_of(ring, shown, records, probed)

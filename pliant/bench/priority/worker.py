@@ -1,25 +1,23 @@
 """One rank of one side of `pliant bench priority`: is told what to do, and answers, one JSON object per line.
 
 On another machine the line is its standard input and output, which ssh carries. In a lab one process loads torch, then
-forks all ranks, which saves minutes where a contest has many; their lines are Unix sockets. `run` trains a window: a few steps that bring the pipeline into its steady state, then the timed ones.
+forks all ranks, which saves minutes where a contest has many; their lines are Unix sockets. `run` trains a window: a few
+steps that bring the pipeline into its steady state, then the timed ones.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import queue
 import sys
-import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
 from pliant.bench.forked import fork_ranks
+from pliant.bench.told import Line, obeyed, take_place
 
 if TYPE_CHECKING:
     from pliant.bench.priority.sides import Side
@@ -62,32 +60,6 @@ class Task:
         known["ifaces"] = tuple(cast("list[str]", known["ifaces"]))
         known["environs"] = tuple(cast("list[Mapping[str, str]]", known["environs"]))
         return cls(**known)  # type: ignore[arg-type]
-
-
-def commands_of(source: IO[bytes]) -> queue.SimpleQueue[dict[str, object]]:
-    """The commands as they arrive. When nobody can send any more, the process ends at once, whatever it is doing."""
-    commands: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
-
-    def read() -> None:
-        with contextlib.suppress(ConnectionError):
-            for line in source:
-                command = json.loads(line)
-                commands.put(command)
-                if command["do"] == "stop":
-                    return
-        os._exit(3)
-
-    threading.Thread(target=read, daemon=True).start()
-    return commands
-
-
-def answers_to(line: IO[bytes]) -> Callable[..., None]:
-    """A function that sends its arguments."""
-
-    def answer(**values: object) -> None:
-        line.write(json.dumps(values).encode() + b"\n")
-
-    return answer
 
 
 def default_iface(routes: str) -> str:
@@ -154,11 +126,7 @@ def obey(side: Side, iface: str, command: Mapping[str, object]) -> dict[str, obj
 
 def prepare(task: Task, rank: int) -> str:
     """Make this process what the task says; its interface."""
-    for other, environ in enumerate(task.environs):
-        if other != rank and "PLIANT_LISTEN_FD" in environ:  # inherited, where one process has started all ranks
-            with contextlib.suppress(OSError):
-                os.close(int(environ["PLIANT_LISTEN_FD"]))
-    os.environ.update(task.environs[rank] if task.environs else {})
+    take_place(rank, task.environs)
     iface = (task.ifaces[rank] if task.ifaces else "") or default_iface(Path("/proc/net/route").read_text())
     os.environ["GLOO_SOCKET_IFNAME"] = iface
     if task.trace:
@@ -171,27 +139,22 @@ def prepare(task: Task, rank: int) -> str:
 
 def serve(rank: int, source: IO[bytes], target: IO[bytes]) -> int:
     """Be rank `rank` of whatever side the first command names, until told to stop; the exit status."""
-    commands = commands_of(source)
-    answer = answers_to(target)
-    try:
-        from pliant.bench.priority import sides  # loads torch, while the other jobs do so, too
+    return obeyed(source, target, partial(_be, rank))
 
-        answer(rank=rank, pid=os.getpid())
-        command = commands.get()
-        if command["do"] == "stop":
-            return 0
-        task = Task.from_json(cast("Mapping[str, object]", command["task"]))
-        iface = prepare(task, rank)
-        with sides.opened(task, rank) as side:
-            answer(ready=True, num_bytes=side.num_bytes)
-            while (command := commands.get())["do"] != "stop":
-                answer(**obey(side, iface, command))
-    except Exception as error:
-        traceback.print_exc()
-        with contextlib.suppress(OSError):
-            answer(error=f"{type(error).__name__}: {error}")
-        return 1
-    return 0
+
+def _be(rank: int, line: Line) -> None:
+    from pliant.bench.priority import sides  # loads torch, while the other jobs do so, too
+
+    line.answer(rank=rank)
+    setup = line.next()
+    if setup is None:
+        return
+    task = Task.from_json(cast("Mapping[str, object]", setup["task"]))
+    iface = prepare(task, rank)
+    with sides.opened(task, rank) as side:
+        line.answer(ready=True, num_bytes=side.num_bytes)
+        for command in line:
+            line.answer(**obey(side, iface, command))
 
 
 def fork_all(control: str, namespaces: list[str]) -> int:

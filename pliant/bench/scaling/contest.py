@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import IO, cast
 
 from pliant.bench import bounds as links
-from pliant.bench import contenders
+from pliant.bench import contenders, processors
 from pliant.bench.contenders import Ground
-from pliant.bench.contest import Job, Starter
+from pliant.bench.contest import Job, Starter, ToldJob
 from pliant.bench.priority.contest import step_times_s
 from pliant.bench.scaling import mpi, published
 from pliant.bench.scaling.worker import LEAD, Task
@@ -271,9 +271,9 @@ def _turn(number: int, repeat: int) -> str:
 
 def take_turn(each: Run, job: Job, lab: Lab, iterations: int) -> None:
     """One window of one side, into its record."""
-    sent, busy = [lab.tx_bytes(host) for host in range(lab.num_hosts)], _processor_times()
+    sent, busy = [lab.tx_bytes(host) for host in range(lab.num_hosts)], processors.times()
     answers = job.ask({"do": "run", "cap_mb": each.cap_mb, "iterations": iterations}, PATIENCE_S)
-    each.busy.append(_busy_share(busy, _processor_times()))
+    each.busy.append(processors.busy_share(busy, processors.times()))
     steps = iterations + LEAD
     each.sent.append(max(lab.tx_bytes(host) - before for host, before in enumerate(sent)) / steps)
     each.rounds.append(step_times_s([cast("list[float]", answer["marks_s"]) for answer in answers], one_clock=True))
@@ -299,16 +299,6 @@ def _probe(job: Job, sweep: Sweep, nodes: int, progress: Progress) -> float | No
     return min(found, key=lambda cap_mb: found[cap_mb]) if found else None
 
 
-def _processor_times() -> list[int]:
-    return [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-
-
-def _busy_share(before: Sequence[int], after: Sequence[int]) -> float:
-    spent = [now - then for then, now in zip(before, after, strict=True)]
-    idle = spent[3] + spent[4]
-    return 1 - idle / sum(spent[:8]) if sum(spent[:8]) else 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class Stage:
     """Where the ranks of all sides run: one on each host of a lab."""
@@ -317,12 +307,16 @@ class Stage:
     lab: Lab
     folder: Path
 
-    def job(self, side: str) -> SideJob:
+    def job(self, side: str) -> ToldJob:
         """The processes of one side, not started yet."""
         task, sockets = self._task(side)
         control = self.folder / f"{side}.sock"
-        starter = self._mpirun(control) if side == "openmpi" else self._forked(control, sockets)
-        return SideJob(side, self.lab.num_hosts, [starter], control, task)
+        argv = [sys.executable, "-m", WORKER, str(control)]
+        if side == "openmpi":
+            starter = self._mpirun(argv)
+        else:
+            starter = contenders.launcher([*argv, *self.lab.namespaces], sockets)
+        return ToldJob(side, self.lab.num_hosts, [starter], control, {"task": task.to_json()})
 
     def _task(self, side: str) -> tuple[Task, Sequence[socket.socket]]:
         environs: Sequence[dict[str, str]] = ()
@@ -342,44 +336,9 @@ class Stage:
         )
         return task, sockets
 
-    def _forked(self, control: Path, sockets: Sequence[socket.socket]) -> Starter:
-        def start(output: IO[bytes]) -> subprocess.Popen[bytes]:
-            argv = [sys.executable, "-m", WORKER, str(control), *self.lab.namespaces]
-            child = _popen(argv, output, [each.fileno() for each in sockets])
-            for each in sockets:
-                each.close()
-            return child
-
-        return start
-
-    def _mpirun(self, control: Path) -> Starter:
+    def _mpirun(self, argv: Sequence[str]) -> Starter:
         def start(output: IO[bytes]) -> subprocess.Popen[bytes]:
             agent = mpi.write_agent(self.lab, self.folder / "enter")
-            program = [sys.executable, "-m", WORKER, str(control)]
-            return _popen(mpi.command(self.lab, agent, program), output)
+            return contenders.launcher(mpi.command(self.lab, agent, argv))(output)
 
         return start
-
-
-def _popen(argv: Sequence[str], output: IO[bytes], passed: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        argv,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        env=contenders.clean_environ(),
-        cwd=os.getcwd(),
-        pass_fds=passed,
-    )
-
-
-class SideJob(Job):
-    """A job whose ranks are told what they are when they have come up."""
-
-    def __init__(self, name: str, num_workers: int, starters: Sequence[Starter], control: Path, task: Task) -> None:
-        super().__init__(name, num_workers, starters, control)
-        self._task = task
-
-    def ready(self, timeout_s: float) -> None:
-        super().ready(timeout_s)
-        self.ask({"do": "setup", "task": self._task.to_json()}, timeout_s)

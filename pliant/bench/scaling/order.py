@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast
+from typing import cast
 
 from pliant.bench import contenders
 from pliant.bench.contenders import Ground
-from pliant.bench.contest import Answer, Job
+from pliant.bench.contest import Answer, Job, ToldJob
 
 WORKER = "pliant.bench.scaling.order_worker"
 PATIENCE_S = 120.0
@@ -60,22 +59,9 @@ def ranks(count: int) -> Iterator[tuple[Job, Path]]:
         environs, sockets = contenders.identities(Ground(num_workers=count, sizes=(), folder=folder), "AUTO")
         control = folder / "order.sock"
 
-        def start(output: IO[bytes]) -> subprocess.Popen[bytes]:
-            child = subprocess.Popen(
-                [sys.executable, "-m", WORKER, str(control), str(count)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=contenders.clean_environ(),
-                pass_fds=[each.fileno() for each in sockets],
-            )
-            for each in sockets:
-                each.close()
-            return child
-
-        with Job("order", count, [start], control) as job:
+        start = contenders.launcher([sys.executable, "-m", WORKER, str(control), str(count)], sockets)
+        with ToldJob("order", count, [start], control, {"environs": environs}) as job:
             job.start().ready(PATIENCE_S)
-            job.ask({"do": "setup", "environs": environs}, PATIENCE_S)
             yield job, folder
 
 

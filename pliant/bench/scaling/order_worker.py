@@ -11,10 +11,10 @@ import os
 import random
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import IO, Any, Literal, cast
 
 import torch
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pliant.bench.forked import fork_ranks
 from pliant.bench.networks import POOL, Samples, build, loss_of, network, optimizer_of
-from pliant.bench.priority.worker import answers_to, commands_of
+from pliant.bench.told import Line, obeyed, take_place
 from pliant.comm.device.config import DeviceGroupConfig
 from pliant.comm.device.group import DeviceGroup
 from pliant.comm.device.torch_group import Rendezvous, TorchGroup
@@ -240,30 +240,20 @@ def obey(session: Session, command: Mapping[str, object]) -> dict[str, object]:
 
 def serve(rank: int, source: IO[bytes], target: IO[bytes]) -> int:
     """Be one rank until told to stop; the exit status."""
-    commands = commands_of(source)
-    answer = answers_to(target)
-    try:
-        torch.set_num_threads(1)
-        answer(rank=rank)
-        command = commands.get()
-        if command["do"] == "stop":
-            return 0
-        environs = cast("list[dict[str, str]]", command["environs"])
-        for other, environ in enumerate(environs):
-            if other != rank:  # inherited: one process has started all ranks
-                with contextlib.suppress(OSError):
-                    os.close(int(environ["PLIANT_LISTEN_FD"]))
-        os.environ.update(environs[rank])
-        with Session.join() as session:
-            answer(ready=True)
-            while (command := commands.get())["do"] != "stop":
-                answer(**obey(session, command))
-    except Exception as error:
-        traceback.print_exc()
-        with contextlib.suppress(OSError):
-            answer(error=f"{type(error).__name__}: {error}")
-        return 1
-    return 0
+    return obeyed(source, target, partial(_be, rank))
+
+
+def _be(rank: int, line: Line) -> None:
+    torch.set_num_threads(1)
+    line.answer(rank=rank)
+    setup = line.next()
+    if setup is None:
+        return
+    take_place(rank, cast("list[dict[str, str]]", setup["environs"]))
+    with Session.join() as session:
+        line.answer(ready=True)
+        for command in line:
+            line.answer(**obey(session, command))
 
 
 def main() -> None:

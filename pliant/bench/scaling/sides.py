@@ -10,15 +10,14 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pliant.bench import gloo
 from pliant.bench.networks import as_it_is
 from pliant.bench.paced import PacedNet
 from pliant.bench.priority import sides as priority_sides
@@ -26,7 +25,7 @@ from pliant.bench.priority.models import EPOCH_STEPS, POOL, Pool, Subject, endle
 from pliant.bench.priority.sides import MAX_EPOCHS, Loop, digest_of, optimizer_of
 from pliant.bench.scaling.published import lab_profile
 from pliant.bench.scaling.worker import Task
-from pliant.train.buckets import Item, rebuilt_layout
+from pliant.train.gradients.layout import Item, rebuilt_layout
 
 TIMEOUT_S = 120.0
 MIB = 1 << 20
@@ -195,12 +194,8 @@ def _open_plain(task: Task, rank: int) -> Iterator[Side]:
 
 @contextlib.contextmanager
 def _open_ddp(task: Task, rank: int) -> Iterator[Side]:
-    patience = timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("gloo", init_method=task.meeting, rank=rank, world_size=task.num_workers, timeout=patience)
-    try:
+    with gloo.joined(task.meeting, rank, task.num_workers, TIMEOUT_S):
         yield Ddp(task, rank)
-    finally:
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

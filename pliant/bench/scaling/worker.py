@@ -6,17 +6,16 @@ would take longer than the experiment. Only Open MPI starts its ranks itself.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
-import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import IO, TYPE_CHECKING, cast
 
 from pliant.bench.forked import fork_ranks, speak
-from pliant.bench.priority.worker import answers_to, commands_of
+from pliant.bench.told import Line, obeyed, take_place
 from pliant.lab.hosts import INTERFACE
 
 if TYPE_CHECKING:
@@ -81,37 +80,28 @@ def obey(side: Side, command: Mapping[str, object]) -> dict[str, object]:
 
 def prepare(task: Task, rank: int) -> None:
     """Make this process what the task says."""
-    for other, environ in enumerate(task.environs):
-        if other != rank and "PLIANT_LISTEN_FD" in environ:  # inherited: one process has started all ranks
-            with contextlib.suppress(OSError):
-                os.close(int(environ["PLIANT_LISTEN_FD"]))
-    os.environ.update(task.environs[rank] if task.environs else {})
+    take_place(rank, task.environs)
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
 
 def serve(rank: int, source: IO[bytes], target: IO[bytes]) -> int:
     """Be rank `rank` of whatever side the first command names, until told to stop; the exit status."""
-    commands = commands_of(source)
-    answer = answers_to(target)
-    try:
-        from pliant.bench.scaling import sides
+    return obeyed(source, target, partial(_be, rank))
 
-        answer(rank=rank)
-        command = commands.get()
-        if command["do"] == "stop":
-            return 0
-        task = Task.from_json(cast("Mapping[str, object]", command["task"]))
-        prepare(task, rank)
-        with sides.opened(task, rank) as side:
-            answer(ready=True)
-            while (command := commands.get())["do"] != "stop":
-                answer(**obey(side, command))
-    except Exception as error:
-        traceback.print_exc()
-        with contextlib.suppress(OSError):
-            answer(error=f"{type(error).__name__}: {error}")
-        return 1
-    return 0
+
+def _be(rank: int, line: Line) -> None:
+    from pliant.bench.scaling import sides
+
+    line.answer(rank=rank)
+    setup = line.next()
+    if setup is None:
+        return
+    task = Task.from_json(cast("Mapping[str, object]", setup["task"]))
+    prepare(task, rank)
+    with sides.opened(task, rank) as side:
+        line.answer(ready=True)
+        for command in line:
+            line.answer(**obey(side, command))
 
 
 def fork_all(control: str, namespaces: list[str]) -> int:
