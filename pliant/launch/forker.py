@@ -109,21 +109,13 @@ class WarmProcess:
             OSError: the machine has no room for a process, or no descriptors.
         """
         changes = {name: value for name, value in environ.items() if self._environ.get(name) != value}
-        (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
-        descriptors = [out_write, err_write, *([] if listener is None else [listener.fileno()])]
-        try:
+        with processes.output_pipes() as (stdout, stderr, *written):
+            descriptors = [*written, *([] if listener is None else [listener.fileno()])]
             answer = self._ask({"argv": list(command[1:]), "environ": changes}, descriptors)
             if "pid" not in answer:
                 raise OSError(f"fork: {answer.get('error')}")
             pid = int(str(answer["pid"]))
-            return processes.Process(pid, os.pidfd_open(pid), out_read, err_read, lambda: self._reap(pid))
-        except BaseException:
-            os.close(out_read)
-            os.close(err_read)
-            raise
-        finally:
-            os.close(out_write)
-            os.close(err_write)
+            return processes.Process(pid, os.pidfd_open(pid), stdout, stderr, lambda: self._reap(pid))
 
     def _reap(self, pid: int) -> int:
         try:

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -69,8 +69,7 @@ def start(command: Sequence[str], environ: Mapping[str, str], listener: socket.s
 
     Must be called from the main thread: the kernel's tie is to the thread that forks. Raises OSError.
     """
-    (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
-    try:
+    with output_pipes() as (stdout, stderr, out_write, err_write):
         popen = subprocess.Popen(
             [*script(child.__file__), str(os.getpid()), *command],
             env=dict(environ),
@@ -80,8 +79,17 @@ def start(command: Sequence[str], environ: Mapping[str, str], listener: socket.s
             pass_fds=() if listener is None else (listener.fileno(),),
             start_new_session=True,
         )
-        return Process(popen.pid, _pidfd(popen), out_read, err_read, popen.wait)
-    except OSError:
+        return Process(popen.pid, _pidfd(popen), stdout, stderr, popen.wait)
+
+
+@contextlib.contextmanager
+def output_pipes() -> Iterator[tuple[int, int, int, int]]:
+    """For a new worker's output: the reading ends of stdout and stderr, and the writing ends, which are closed with the
+    block; where that fails, so are the others."""
+    (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
+    try:
+        yield out_read, err_read, out_write, err_write
+    except BaseException:
         os.close(out_read)
         os.close(err_read)
         raise

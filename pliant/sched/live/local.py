@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,22 +54,29 @@ class LocalGround:
         return dict(self._devices)
 
     def start(self, run: Run, devices: Counts) -> LocalRunning:
-        running = self._running[run.number] = LocalRunning(run, self)
+        running = self._running[run.number] = self._made(run)
         try:
             run.place.mkdir(mode=0o700, parents=True)
             running.assign(devices)
-            running.begin(_command(run, sum(devices.values())), self._environ)
+            running.begin(*self._order(run, devices))
         except OSError as error:
             self.forget(run)
             raise LaunchError(f"{run.place}: {error.strerror or error}; make room, or give another --state") from None
         return running
 
     def adopt(self, run: Run) -> LocalRunning | None:
-        running = LocalRunning(run, self)
+        running = self._made(run)
         if not running.was_started():
             return None
         self._running[run.number] = running
         return running
+
+    def _made(self, run: Run) -> LocalRunning:
+        return LocalRunning(run, self)
+
+    def _order(self, run: Run, devices: Counts) -> tuple[list[str], Mapping[str, str]]:
+        """The command of a run, and the environment that it is given."""
+        return _command(run, sum(devices.values())), self._environ
 
     def close(self) -> None:
         """Nothing is held here."""
@@ -294,22 +301,30 @@ class LocalRunning:
 
 
 def _command(run: Run, workers: int) -> list[str]:
-    spec = run.spec
     begin = FIRST_PORT + NUM_PORTS * (run.number % NUM_RANGES)
     flags = {
         "-np": workers,
-        "-H": f"{HOST}:{spec.max}",
+        "-H": f"{HOST}:{run.spec.max}",
         "-port-range": f"{begin}-{begin + NUM_PORTS - 1}",
+        "--slot-devices": run.place / "devices.json",
+    }
+    return run_command(run, ["-w"], flags)
+
+
+def run_command(run: Run, switches: Sequence[str], flags: Mapping[str, object]) -> list[str]:
+    """`pliant run` with these flags and with those of every run: what it keeps, and what it goes on from."""
+    spec = run.spec
+    flags = {
+        **flags,
         "--record": run.record,
         "--checkpoint-dir": run.checkpoints,
         "--checkpoint-every": spec.checkpoint_every,
         "--resume": "auto",
         "--state-file": run.place / "state.json",
-        "--slot-devices": run.place / "devices.json",
         **({"--determinism": spec.determinism} if spec.determinism else {}),
     }
     told = [str(word) for flag in flags.items() for word in flag]
-    return [*PLIANT, "run", "-q", "-w", *told, spec.program, *spec.args]
+    return [*PLIANT, "run", "-q", *switches, *told, spec.program, *spec.args]
 
 
 def _ids(devices: Counts, visible: tuple[str, ...]) -> dict[str, list[str]]:

@@ -13,12 +13,12 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 
-from pliant.errors import ConfigError, LaunchError, ServerUnavailable
+from pliant.errors import ConfigError, ServerUnavailable
 from pliant.launch.on_ray import cluster as ray_cluster
 from pliant.launch.on_ray.run import JOB_FILE
 from pliant.launch.ssh import NAMED
 from pliant.sched.live.ground import Counts, Ended, Run
-from pliant.sched.live.local import PLIANT, LocalGround, LocalRunning
+from pliant.sched.live.local import LocalGround, LocalRunning, run_command
 
 
 class RayGround(LocalGround):
@@ -51,25 +51,12 @@ class RayGround(LocalGround):
         wanted = self._most or {kind: there.get(kind, 0) for kind in named}
         return {kind: min(most, there.get(kind, 0)) for kind, most in wanted.items()}
 
-    def start(self, run: Run, devices: Counts) -> RayRunning:
-        running = RayRunning(run, self)
-        self._running[run.number] = running
-        try:
-            run.place.mkdir(mode=0o700, parents=True)
-            running.assign(devices)
-            named = {NAMED: ",".join(run.spec.env)}
-            running.begin(_command(run, devices, self._address), {**self._environ, **named})
-        except OSError as error:
-            self.forget(run)
-            raise LaunchError(f"{run.place}: {error.strerror or error}; make room, or give another --state") from None
-        return running
+    def _made(self, run: Run) -> RayRunning:
+        return RayRunning(run, self)
 
-    def adopt(self, run: Run) -> RayRunning | None:
-        running = RayRunning(run, self)
-        if not running.was_started():
-            return None
-        self._running[run.number] = running
-        return running
+    def _order(self, run: Run, devices: Counts) -> tuple[list[str], Mapping[str, str]]:
+        named = {NAMED: ",".join(run.spec.env)}
+        return _command(run, devices, self._address), {**self._environ, **named}
 
     def close(self) -> None:
         self._stack.close()
@@ -118,17 +105,5 @@ class RayRunning(LocalRunning):
 
 
 def _command(run: Run, devices: Counts, address: str) -> list[str]:
-    spec = run.spec
-    flags = {
-        "--on": "ray",
-        "--ray-address": address,
-        "--devices": ",".join(f"{kind}={count}" for kind, count in devices.items() if count),
-        "--record": run.record,
-        "--checkpoint-dir": run.checkpoints,
-        "--checkpoint-every": spec.checkpoint_every,
-        "--resume": "auto",
-        "--state-file": run.place / "state.json",
-        **({"--determinism": spec.determinism} if spec.determinism else {}),
-    }
-    told = [str(word) for flag in flags.items() for word in flag]
-    return [*PLIANT, "run", "-q", *told, spec.program, *spec.args]
+    wanted = ",".join(f"{kind}={count}" for kind, count in devices.items() if count)
+    return run_command(run, [], {"--on": "ray", "--ray-address": address, "--devices": wanted})
