@@ -89,7 +89,7 @@ def test_operators_that_a_torch_has_are_left_alone(tmp_path: Path, monkeypatch: 
 
 
 def test_resnet56_has_the_published_size_and_learns() -> None:
-    model = vision.resnet56()
+    model = vision.CifarResNet()
     assert sum(each.numel() for each in model.parameters()) == 853_018
     torch.manual_seed(0)
     small = vision.CifarResNet(8, width=4)

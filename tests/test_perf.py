@@ -190,9 +190,6 @@ def test_measurements_are_shares_of_the_bounds() -> None:
     assert limits.r == pytest.approx(1.0)
     assert limits.fraction_of_bound(limits.p_star_s) == 1.0
     assert limits.fraction_of_bound(2 * limits.p_star_s) == 0.5
-    assert limits.gain_share(limits.p_star_s, limits.p_fifo_s) == pytest.approx(1.0)
-    assert limits.gain_share(limits.p_fifo_s, limits.p_fifo_s) == 0.0
-    assert math.isnan(bounds(EQUAL, 1, 1.0).gain_share(1.0, 2.0))
 
 
 def test_tictac_efficiency() -> None:

@@ -67,7 +67,7 @@ Ended = Callable[[Standing, bool], None]
 """Told of each figure, and whether it was kept from an earlier run."""
 
 
-def run(plan: Plan, watch: Watch = lambda now: None, ended: Ended = lambda found, kept_: None) -> list[Standing]:
+def run(plan: Plan, watch: Watch = lambda now: None, ended: Ended = lambda found, already: None) -> list[Standing]:
     """Run what is not finished; every figure's standing in the end. Ends what it has started, however it is left."""
     (plan.out / "logs").mkdir(parents=True, exist_ok=True)
     problems = machine.check() if any(FACTS[figure.name].lab for figure in plan.figures) else []

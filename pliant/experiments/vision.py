@@ -127,8 +127,3 @@ class CifarResNet(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         hidden = self.blocks(F.relu(self.norm(self.conv(images))))
         return cast(Tensor, self.head(hidden.mean((2, 3))))
-
-
-def resnet56(classes: int = 10) -> nn.Module:
-    """0.85 million parameters, as published."""
-    return CifarResNet(56, classes)

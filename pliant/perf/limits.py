@@ -54,14 +54,6 @@ class Bounds:
         """P* as a share of a measured step: 1 is perfect."""
         return self.p_star_s / _positive("measured_s", measured_s)
 
-    def gain_share(self, measured_s: float, barrier_s: float) -> float:
-        """How much of `gain_cap` was had by a step of `measured_s` against one of `barrier_s`.
-
-        Not a number where there is nothing to gain.
-        """
-        gain = _positive("barrier_s", barrier_s) / _positive("measured_s", measured_s) - 1
-        return gain / self.gain_cap if self.gain_cap > 0 else math.nan
-
 
 def bounds(layers: Sequence[Layer], num_nodes: int, bytes_per_s: float) -> Bounds:
     """The limits of `layers` on `num_nodes` nodes that can each send `bytes_per_s`.

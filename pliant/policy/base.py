@@ -10,7 +10,6 @@ from pliant.policy.decisions import Decision
 from pliant.policy.observation import Observation
 
 Answer = Decision | Iterable[Decision] | None
-HOOKS = ("before_train", "before_epoch", "before_step", "after_step", "after_epoch", "after_train")
 
 
 class Policy:

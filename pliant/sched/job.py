@@ -17,7 +17,6 @@ from pliant.sched.planner import Counts, DeviceType, Plan, Proposal, Types, best
 
 Placement = tuple[tuple[int, int], ...]
 """(node, devices on it), in the order in which they were given; empty where the cluster has no nodes to tell apart."""
-NO_DEVICES: dict[str, int] = {}
 
 
 class Work(Protocol):

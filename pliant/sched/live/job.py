@@ -13,7 +13,6 @@ from pliant.sched.live.throughput import Devices, Throughput, key
 
 WAITING, STARTING, RUNNING, PUT_OFF = "waiting", "starting", "running", "put-off"
 FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
-STATES = (WAITING, STARTING, RUNNING, PUT_OFF, FINISHED, FAILED, STOPPED)
 _SAVED = (
     "number", "submitted_s", "state", "target", "asked", "told", "run", "ending", "started_s", "ended_s", "exit_code", "why",
     "losses", "step", "record_from",
