@@ -212,7 +212,7 @@ def _complaint(line: str) -> str:
     while words and (*path, words[0]) in COMMANDS:
         path = (*path, words.pop(0))
     given = COMMANDS[path]
-    if hasattr(given, "commands") and words and not words[0].isupper():  # COMMAND stands for any
+    if hasattr(given, "commands") and words and not words[0].startswith("-") and not words[0].isupper():  # COMMAND: any
         return f"{line}: there is no such command"
     options = {name: each for each in given.params for name in (*each.opts, *each.secondary_opts) if name[0] == "-"}
     while words:
@@ -264,6 +264,8 @@ def test_commands_of_examples_can_be_typed() -> None:
         ("pliant run -np 4 -strategy=RING train.py --own", ""),
         ("pliant run --npp 4 train.py", "--npp is no option"),
         ("pliant bench alreduce", "no such command"),
+        ("pliant --install-completion", ""),
+        ("pliant --install", "--install is no option"),
         ("pliant submit a.yml --wait", ""),
         ("pliant submit a.yml --wayt", "--wayt is no option"),
     ],
