@@ -70,12 +70,6 @@ class Partition:
             )
         return _joined([self.names[i] for i in kept], [self.of(int(i)) for i in kept], self.num_samples)
 
-    def label_counts(self, labels: ArrayLike, num_classes: int) -> Ints:
-        """How many samples of each label each client has: clients x classes."""
-        owner = np.repeat(np.arange(len(self)), self.sizes)
-        flat = owner * num_classes + np.asarray(labels, dtype=np.int64)[self.order]
-        return np.bincount(flat, minlength=len(self) * num_classes).reshape(len(self), num_classes).astype(np.int64)
-
 
 def _joined(names: Sequence[str], parts: Sequence[Ints], num_samples: int) -> Partition:
     starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)

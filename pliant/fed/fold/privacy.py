@@ -192,31 +192,3 @@ class Accountant:
         if not orders or not total or len(orders) != len(total):
             raise ConfigError("the accountant's state is damaged: its orders and its totals do not match")
         self.orders, self.total = tuple(orders), np.array(total, dtype=np.float64)
-
-
-def noise_for(epsilon: float, delta: float, *, rate: float, rounds: int) -> float:
-    """The least noise multiplier (to 0.1 %) that keeps `rounds` within this budget.
-
-    Raises:
-        ConfigError: no noise below 10,000 does.
-    """
-    if not epsilon > 0:
-        raise ConfigError(f"epsilon={epsilon}: use a budget above 0")
-
-    def spent(noise_multiplier: float) -> float:
-        accountant = Accountant()
-        accountant.add(rate=rate, noise_multiplier=noise_multiplier, rounds=rounds)
-        return accountant.epsilon(delta)
-
-    high = 1.0
-    while spent(high) > epsilon:
-        high *= 2
-        if high > 1e4:
-            raise ConfigError(
-                f"epsilon={epsilon} over {rounds} rounds needs noise above {high / 2:g}: allow more, or fewer rounds"
-            )
-    low = high / 2 if high > 1 else 0.05
-    while high / low > 1.001:
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if spent(middle) <= epsilon else (middle, high)
-    return high
