@@ -99,7 +99,11 @@ def test_every_flag_is_passed_on_but_those_that_are_told_otherwise(monkeypatch: 
 
 @pytest.mark.parametrize(
     ("words", "why"),
-    [("--ssh p.py", "-hostfile FILE or -H"), ("--ssh -H 10.0.0.1:1 -np 2 p.py", "not enough capacity")],
+    [
+        ("--ssh p.py", "-hostfile FILE or -H"),
+        ("--ssh -H 10.0.0.1:1 -np 2 p.py", "not enough capacity"),
+        ("--ssh -H 10.0.0.1:1 --dash 0 p.py", "add --record FILE"),
+    ],
 )
 def test_what_cannot_work_is_refused_before_ssh_is_called(words: str, why: str) -> None:
     answer = CliRunner().invoke(build(), ["run", *words.split()])
@@ -117,7 +121,7 @@ def test_a_job_of_two_hosts_runs_in_this_directory_with_our_variables(remote: Re
         "spec.py",
         """
         import os
-        from pliant.cluster import worker_spec  # the Python that has pliant, whatever PATH sshd gives
+        from pliant.identity import worker_spec  # the Python that has pliant, whatever PATH sshd gives
         spec = worker_spec()
         print(spec.view.rank_of(spec.worker), spec.view.size, os.getcwd(), os.environ["PLIANT_FOO"], flush=True)
         print("a line of", spec.worker.host, flush=True)
@@ -139,7 +143,7 @@ def test_the_first_failure_ends_all_and_its_exit_code_is_ours(remote: Remote, la
         "fails.py",
         """
         import sys, time
-        from pliant.cluster import worker_spec
+        from pliant.identity import worker_spec
         spec = worker_spec()
         sys.exit(7) if spec.view.rank_of(spec.worker) else time.sleep(600)
         """,
@@ -151,7 +155,7 @@ def test_the_first_failure_ends_all_and_its_exit_code_is_ours(remote: Remote, la
 
 SLEEPER = """
 import os, pathlib, time
-from pliant.cluster import worker_spec
+from pliant.identity import worker_spec
 spec = worker_spec()
 pathlib.Path(f"pid-{spec.view.rank_of(spec.worker)}").write_text(str(os.getpid()))
 print("up", flush=True)
