@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from pliant.dashboard.frames import COLOURS, MOST_MEANS, MOST_POINTS, ROUND, TEXT, Options, frame, line, tooltip
 from pliant.dashboard.series import Series
-from pliant.dashboard.story import Event, Story
+from pliant.dashboard.story import LR, Event, Story
 
 EVENT_COLOURS = {
     "start": "#8d8d86",
@@ -25,7 +25,10 @@ EVENT_COLOURS = {
     "end": "#8d8d86",
 }
 MOST_MARKS = 120
+MOST_APART, FEW_APART = 50, 10
+"""Lines of one kind across a chart; of learning rates."""
 BATCH = "global batch"
+FAR_ABOVE = 20
 NOISE = {"noise scale": "noise_scale", "variance": "variance", BATCH: "batch_size"}
 """What the noise's chart calls the figures of a story."""
 
@@ -59,7 +62,7 @@ def curves(given: Mapping[str, Series], window: Window, *, unit: str = "", least
             lines.append(line(name, series.thinned(MOST_POINTS), colour, pale=True))
         lines.append(line(name, series.mean(MOST_MEANS), colour))
     if lines:
-        lines[-1]["markLine"] = _mark_lines(window.events)
+        lines[-1]["markLine"] = _mark_lines(apart(window))
     options = frame(len(given) > 1, "step", unit)
     options["xAxis"] |= {"min": window.begin, "max": window.end}
     if least is not None:
@@ -91,6 +94,19 @@ def marks(events: Iterable[Event], most: int = MOST_MARKS) -> list[Event]:
     return sorted(grave + rest, key=lambda event: event.time_s)
 
 
+def apart(window: Window) -> list[Event]:
+    """Those that get a line: of a kind, none nearer to another than can be told apart. Learning rates, which may follow the batch
+    in every step, give way to what else was decided; a lost worker to nothing."""
+    span = window.end - window.begin
+    drawn: list[Event] = []
+    for event in sorted(window.events, key=lambda event: (event.kind != "lost", event.what.startswith(LR))):
+        gap = span / (FEW_APART if event.what.startswith(LR) else MOST_APART)
+        near = (each for each in drawn if each.kind == event.kind and abs((each.step or 0) - (event.step or 0)) < gap)
+        if event.kind == "lost" or next(near, None) is None:
+            drawn.append(event)
+    return drawn[::-1]  # what is grave is drawn over the rest
+
+
 def crew_map(story: Story, window: Window, most_rows: int = 128) -> tuple[Options, int]:
     """Who was there from which step to which, and with how many replicas; and the number of rows. Hosts, if workers are many."""
     stays = [
@@ -98,10 +114,11 @@ def crew_map(story: Story, window: Window, most_rows: int = 128) -> tuple[Option
         for name, begin, end, count in _stays(story)
         if end > window.begin and begin < window.end
     ]
-    names = list(dict.fromkeys(name for name, *_ in stays))
+    there = {name for name, *_ in stays}
+    names = [name for name in dict.fromkeys(name for crew in story.crews for name in crew.workers) if name in there]
     if len(names) > most_rows:
         stays = _by_host(stays)
-        names = list(dict.fromkeys(name for name, *_ in stays))[:most_rows]
+        names = list(dict.fromkeys(_host(name) for name in names))[:most_rows]
     row = {name: number for number, name in enumerate(names)}
     most = max((count for *_, count in stays), default=1)
     data = [
@@ -153,6 +170,12 @@ def crew_map(story: Story, window: Window, most_rows: int = 128) -> tuple[Option
 def noise(given: Mapping[str, Series], window: Window) -> Options:
     """The gradients' noise scale beside the batch of all replicas: both in samples."""
     options = curves(given, window, unit="samples")
+    highest = {name: max((y for _, y in series.thinned(MOST_POINTS)), default=0) for name, series in given.items()}
+    if BATCH in highest and max(highest.values()) > FAR_ABOVE * highest[BATCH] > 0:
+        # Estimates scatter over powers of ten, and would hide the batch below them.
+        options["yAxis"] |= {"type": "log", "name": "samples, log"}
+        for each in options["series"]:
+            each["data"] = [point for point in each["data"] if point[1] > 0]
     for each in options["series"]:
         if each["name"] == BATCH:  # it changes at once, and a mean of two sizes is none
             each["step"] = "end"
@@ -182,9 +205,13 @@ def _by_host(stays: Sequence[tuple[str, int, int, int]]) -> list[tuple[str, int,
     """The stays of each host's workers, with their replicas added up where they begin and end together."""
     sums: dict[tuple[str, int, int], int] = {}
     for name, begin, end, count in stays:
-        key = (name.rpartition(":")[0] or name, begin, end)
+        key = (_host(name), begin, end)
         sums[key] = sums.get(key, 0) + count
     return [(*key, count) for key, count in sums.items()]
+
+
+def _host(worker: str) -> str:
+    return worker.rpartition(":")[0] or worker
 
 
 def _mark_lines(events: Sequence[Event]) -> Options:
@@ -221,7 +248,7 @@ def _formatter(window: Window) -> str:
         " let out = `step ${fmt(x)}`;"
         " for (const p of [...params].reverse()) { if (seen.has(p.seriesName)) continue; seen.add(p.seriesName);"
         " out += `<br>${p.marker}${safe(p.seriesName)}: <b>${fmt(p.value[1])}</b>`; }"
-        f" for (const [step, colour, what, why] of {json.dumps(told)}) if (Math.abs(step - x) <= {near:g})"
+        f" for (const [step, colour, what, why] of {json.dumps(told)}.filter(one => Math.abs(one[0] - x) <= {near:g}).slice(-4))"
         " out += `<div class='event-tip' style='border-color:${colour}'><b>${what}</b> at step ${step}<br>${why}</div>`;"
         " return out; }"
     )

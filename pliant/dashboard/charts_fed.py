@@ -5,6 +5,7 @@ from __future__ import annotations
 from pliant.dashboard.federation import Federation
 from pliant.dashboard.frames import COLOURS, MOST_MEANS, MOST_POINTS, TEXT, Options, axis, frame, line, tooltip
 from pliant.dashboard.series import Series
+from pliant.launch.duration import span_text
 
 OUTCOME_COLOURS = {"aggregated": COLOURS[2], "cut": COLOURS[1], "lost": COLOURS[3]}
 
@@ -13,16 +14,17 @@ def accuracy(told: Federation) -> Options:
     """The test's accuracy over the virtual clock."""
     given = {"accuracy": told.accuracy, "top-5": told.top_5}
     shown = {name: series for name, series in given.items() if len(series)}
-    options = frame(len(shown) > 1, "hours (virtual)", "%")
+    unit, scale = ("hours", 1) if told.clock_s >= 7200 else ("minutes", 60)
+    options = frame(len(shown) > 1, f"{unit} of the virtual clock", "%")
     options["series"] = [
-        {**line(name, series.thinned(MOST_POINTS), colour), "showSymbol": len(series) < 40}
+        {**line(name, [(x * scale, y) for x, y in series.thinned(MOST_POINTS)], colour), "showSymbol": len(series) < 40}
         for (name, series), colour in zip(shown.items(), COLOURS, strict=False)
     ]
     if told.target is not None and options["series"]:
         options["series"][0]["markLine"] = {
             "symbol": "none",
             "silent": True,
-            "label": {"formatter": "target", "position": "insideStartTop", "color": TEXT},
+            "label": {"formatter": "target", "position": "insideStartBottom", "color": TEXT},
             "data": [{"yAxis": told.target, "lineStyle": {"color": COLOURS[2], "type": "dashed"}}],
         }
     return options
@@ -45,10 +47,8 @@ def losses(told: Federation) -> dict[str, Series]:
 
 def rounds(told: Federation) -> Options:
     """How many clients were aggregated, cut and lost in each round, and how long it took."""
-    options = frame(True, "round", "clients")
-    right = axis("s")
-    right["nameTextStyle"] = {**right["nameTextStyle"], "align": "right"}
-    options["yAxis"] = [{**options["yAxis"], "min": 0}, {**right, "min": 0, "splitLine": {"show": False}}]
+    options = frame(True, "round", "")
+    options["yAxis"] = [{**options["yAxis"], "min": 0}, {**axis(""), "min": 0, "splitLine": {"show": False}}]
     options["series"] = [
         {
             **line(name, told.outcomes[name].mean(MOST_MEANS), colour),
@@ -117,7 +117,7 @@ def spoken(told: Federation) -> dict[str, str]:
     last = {name: series.last for name, series in losses(told).items()}
     said = ", ".join(f"{name} {value:.4g}" for name, value in last.items() if value is not None)
     return {
-        "accuracy": f"accuracy over the virtual clock: {best} after {told.clock_s / 3600:.2f} hours{target}",
+        "accuracy": f"accuracy over the virtual clock: {best} after {span_text(told.clock_s)}{target}",
         "loss": f"loss by round: {said or 'none yet'}",
         "rounds": f"{told.rounds} rounds; the newest: {counts}",
         "picked": f"who was picked in the newest rounds; round {told.rounds}: {', '.join(map(str, newest.get('invited', ())))}",

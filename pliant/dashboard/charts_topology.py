@@ -10,6 +10,7 @@ from pliant.dashboard.frames import COLOURS, TEXT, Options, tooltip
 from pliant.dashboard.topology import Link, Picture
 
 MOST_NAMED = 24
+SIDES = (-200, 200)
 SLOW = 0.25
 """A link with less than this share of the fastest one's rate stands out."""
 
@@ -30,8 +31,6 @@ def graph(picture: Picture) -> Options:
                 "roam": False,
                 "animation": False,
                 "edgeSymbolSize": 7 if few else 4,
-                # Names stand outside the circle: there must be room for them.
-                **({"top": 34, "bottom": 34, "left": 108, "right": 108} if few else {"top": 12, "bottom": 12}),
                 "lineStyle": {"color": TEXT, "curveness": 0 if len(lines) <= 60 else 0.2},
                 "label": {
                     "show": few,
@@ -53,6 +52,12 @@ def graph(picture: Picture) -> Options:
                         + ("<br>owns sums" if node.is_root else ""),
                     }
                     for number, node in enumerate(picture.nodes)
+                ]
+                # Names stand outside the circle: what nobody sees makes room for them on both sides.
+                + [
+                    {"name": f"side {x}", "x": x, "y": 0, "symbolSize": 0, "label": {"show": False}}
+                    for x in SIDES
+                    if few
                 ],
                 "links": [_drawn(picture, links, fastest, len(lines)) for links in lines.values()],
             }

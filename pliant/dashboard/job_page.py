@@ -224,7 +224,7 @@ def _federated_facts(told: Federation) -> Sequence[tuple[str, str]]:
         given.append(("best accuracy", f"{told.best:.2f} %"))
     if told.target is not None:
         hours = told.time_to(told.target)
-        given.append((f"time to {told.target:g} %", "not yet" if hours is None else f"{hours:.2f} h"))
+        given.append((f"time to {told.target:g} %", "not yet" if hours is None else span_text(3600 * hours)))
     if told.epsilon.last is not None:
         given.append(("epsilon", f"{told.epsilon.last:.3g}"))
     return given

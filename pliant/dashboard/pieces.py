@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from nicegui import ui
 
@@ -13,7 +14,7 @@ from pliant.dashboard.charts import EVENT_COLOURS
 from pliant.dashboard.follow import plain
 from pliant.dashboard.frames import Options
 from pliant.dashboard.jobs import SHOWN_AS, Job
-from pliant.dashboard.story import Crew, Event
+from pliant.dashboard.story import LR, Crew, Event
 from pliant.launch.duration import span_text
 
 STATE_COLOURS = {
@@ -105,12 +106,12 @@ def job_row(job: Job, now_s: float) -> str:
         best = story.federation.best
         cells = [
             ("round", str(story.federation.rounds)),
-            ("best accuracy", "-" if best is None else f"{best:.1f} %"),
+            ("best", "-" if best is None else f"{best:.1f} %"),
             ("virtual clock", span_text(story.federation.clock_s)),
         ]
     else:
         cells = [
-            ("step", str(story.step)),
+            ("step", f"{story.step:,}"),
             ("workers", job.devices or str(job.num_workers or "-")),
             ("samples/s", "-" if speed is None else number(speed)),
         ]
@@ -164,7 +165,7 @@ def _replicas(found: Sequence[tuple[str, str]]) -> str:
 
 
 def event_list(events: Iterable[Event], unit: str, most: int = 200) -> str:
-    newest = list(events)[-most:][::-1]
+    newest = _joined(list(events))[-most:][::-1]
     rows = "".join(
         f'<li class="event {EVENT_SHADES.get(event.kind, "calm")}"><span>{html.escape(event.what)}</span>'
         f"<small>{clock(event.time_s)}{'' if event.step is None else f', {unit} {event.step}'}"
@@ -172,6 +173,20 @@ def event_list(events: Iterable[Event], unit: str, most: int = 200) -> str:
         for event in newest
     )
     return f'<ul class="events" tabindex="0" aria-label="Events, the newest first">{rows}</ul>' if rows else ""
+
+
+def _joined(events: Sequence[Event]) -> list[Event]:
+    """Learning rates that follow the batch step by step are one entry, the last of them: they would push all else away."""
+    found: list[Event] = []
+    first: Event | None = None
+    for event in events:
+        follows = first is not None and found[-1].what.startswith(LR) and event.what.startswith(LR)
+        if follows and first is not None:
+            found[-1] = replace(event, why=f"{event.why} (again and again since step {first.step})")
+        else:
+            first = event
+            found.append(event)
+    return found
 
 
 def decision_list(happenings: Iterable[Happening], most: int = 100) -> str:

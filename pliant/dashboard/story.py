@@ -17,6 +17,8 @@ from pliant.record import Fact
 
 MOST_EVENTS = 5000
 MEASURED = ("noise_scale", "variance")
+LR = "learning rate"
+"""How decisions on it begin."""
 WORKING_S = 30.0
 """A job whose record has grown within this time is held for running, where nobody knows better."""
 
@@ -241,7 +243,7 @@ def summary(decision: Mapping[str, Any]) -> str:
             return f"batch size {decision.get('size')} per replica"
         case "set_learning_rate":
             factor = _number(decision.get("factor"))
-            return f"learning rate × {factor:.4g}" if factor is not None else "learning rate"
+            return f"{LR} × {factor:.4g}" if factor is not None else LR
         case "resize":
             return f"asks for {_count(_whole(decision, 'workers'), 'worker')}"
         case "set_topology":

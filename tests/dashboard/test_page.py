@@ -123,7 +123,7 @@ def test_much_is_drawn_soon_in_both_themes_and_on_a_phone(home: Home, browser: B
     page = browser.page("dark")
     page.goto(url)
     row = page.locator(".job", has_text="large")
-    row.filter(has_text="100000").wait_for()  # it is read to its end
+    row.filter(has_text="100,000").wait_for()  # it is read to its end
     begun_s = time.monotonic()
     row.click()
     until(lambda: page.evaluate(LAST_X) > 99_000, "100,000 steps of 1,000 workers")

@@ -167,7 +167,7 @@ def test_the_map_of_workers_follows_the_views() -> None:
     options, rows = charts.crew_map(story, Window.of(story))
     assert rows == 3
     found = [each["value"] for each in options["series"][0]["data"]]
-    assert options["yAxis"]["data"] == [B, A, C] or options["yAxis"]["data"] == [A, B, C]
+    assert options["yAxis"]["data"] == [A, B, C]
     by_name = sorted([options["yAxis"]["data"][row], *rest] for row, *rest in found)
     assert by_name == [[A, 0, 9, 2], [B, 0, 4, 2], [B, 4, 9, 1], [C, 4, 9, 1]]
 
@@ -211,6 +211,33 @@ def test_a_part_of_many_steps_is_drawn_with_each_of_them() -> None:
     assert "5000 to 5100: loss" in charts.spoken(story.values, window)
     assert Window.of(story).end == 10_000
     assert (Window.of(story, chosen=(50_000, None)).begin, Window.of(story, chosen=(0, 0)).end) == (9_999, 1)
+
+
+def test_learning_rates_that_follow_the_batch_hide_nothing() -> None:
+    def decided(number: int, kind: str, **more: Any) -> Fact:
+        return fact("decision", number, policy="p", decision={"kind": kind, "reason": "r", **more})
+
+    rates = [decided(number, "set_learning_rate", factor=number / 100) for number in range(100, 200)]
+    lost = fact("view", 150, old=3, new=2, pause_s=0.1, lost=True)
+    facts = [*rates[:50], decided(149, "set_batch_size", size=64), lost, *(rates[50:])]
+    story = told(*facts, step(1000))
+    window = Window.of(story)
+    drawn = charts.apart(window)
+    assert len(drawn) < 10 < len(window.events)
+    assert {(event.kind, event.step) for event in drawn} >= {("lost", 150), ("decision", 149)}
+    listed = re.findall("<span>(.*?)</span><small>(.*?)</small>", pieces.event_list(story.events, "step"))
+    assert [what for what, _ in listed[:2]] == ["learning rate × 1.99", "a worker was lost: 3 → 2"]
+    assert listed[0][1].endswith("p: r (again and again since step 150)")
+    assert len(listed) == 5
+
+
+def test_a_noise_that_scatters_does_not_hide_the_batch() -> None:
+    noises = [40.0, -3.0, 90_000.0, 60.0]
+    story = told(*(step(number, noise_scale=noise) for number, noise in enumerate(noises, 1)))
+    given = {name: story.figures[figure] for name, figure in charts.NOISE.items() if figure in story.figures}
+    options = charts.noise(given, Window.of(story))
+    assert options["yAxis"]["type"] == "log"
+    assert [y for _, y in options["series"][0]["data"]] == [40.0, 90_000.0, 60.0], "a logarithm has nothing below 0"
 
 
 def test_values_of_other_kinds_do_not_share_a_scale() -> None:
