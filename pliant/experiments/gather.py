@@ -127,7 +127,8 @@ def _about(found: Sequence[Standing], command: str) -> About:
     here = kept.sources()
     others = [each.name for each in ran if each.run is not None and each.run.sources != here]
     if others:
-        notes.append(f"measured with other sources than those that are here now: {', '.join(others)}")
+        named = "all of them" if len(others) == len(ran) > 1 else ", ".join(others)
+        notes.append(f"measured with other sources than those that are here now: {named}")
     return About(made=time.strftime("%Y-%m-%d %H:%M"), command=command, machine=last, notes=notes)
 
 

@@ -1,4 +1,4 @@
-"""Drawing: the only place that knows matplotlib. A picture is panels side by side with a caption below."""
+"""Drawing of figures: a picture is panels side by side with a caption below. Matplotlib is loaded when one is drawn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ PAPER = "0.6"
 def check() -> None:
     """Raises ConfigError where nothing can be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("plots need matplotlib: pip install 'pliant[experiments]', or leave them out with --no-plot")
+        raise ConfigError(
+            "plots need matplotlib: pip install 'pliant[experiments]', or ask for none (without --plot, or with --no-plot)"
+        )
 
 
 @contextlib.contextmanager
@@ -48,6 +50,7 @@ def bars(
         heights = [float("nan") if value is None else value for value in values]
         axes.bar(places, heights, width, label=name, color=colours.get(name))
     axes.set_xticks(range(len(labels)), labels, rotation=25 if len(labels) > 3 else 0)
+    axes.margins(y=0.05 + 0.07 * len(series))  # so that the names above do not cover what they name
     axes.legend(fontsize=8)
 
 
@@ -57,3 +60,13 @@ def log_axes(axes: Axes) -> None:
     axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
+
+
+def log_heights(axes: Axes) -> None:
+    """A logarithmic height, written as plain numbers, also between the powers of ten."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())

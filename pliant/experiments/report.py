@@ -93,6 +93,8 @@ def page(entries: Sequence[Entry], about: About) -> str:
         '<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
+        # The browser, too, is told that the page needs nothing but itself.
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">"
         f"<title>pliant reproduce: {_text(summary)}</title><style>{STYLE}</style></head><body>\n"
         + "\n".join(parts)
         + "\n</body></html>\n"
@@ -118,12 +120,20 @@ def _grid(columns: Sequence[str], rows: Iterable[Sequence[str]], name: str = "")
 def _overview(entries: Sequence[Entry]) -> str:
     rows = [
         (
-            f'<a href="#{_text(entry.name)}">{_text(entry.name)}</a>', _text(entry.paper), _text(entry.about),
+            f'<a href="#{_text(entry.name)}">{_text(entry.name)}</a>', _text(entry.about), *_first(entry),
             _badge(entry.outcome), _text(clock(entry.took_s)) if entry.took_s else "-",
         )
         for entry in entries
     ]  # fmt: skip
-    return "<h2>All</h2>" + _grid(("experiment", "paper", "what it shows", "claim", "time"), rows, "overview")
+    columns = ("experiment", "what it shows", "its first number", "published", "measured here", "claim", "time")
+    return "<h2>All</h2>" + _grid(columns, rows, "overview")
+
+
+def _first(entry: Entry) -> tuple[str, str, str]:
+    if not entry.headlines:
+        return "", "-", "-"
+    first = entry.headlines[0]
+    return _text(first.what), _text(first.published), _text(first.measured)
 
 
 def _badge(outcome: str) -> str:
@@ -138,12 +148,14 @@ def _section(entry: Entry) -> str:
         f'<p class="verdict {CLASSES[entry.outcome]}">{_text(verdict)}</p>',
     ]
     if entry.picture:
-        parts.append(f'<figure><img alt="{_text(entry.name)}" src="{_text(entry.picture)}"></figure>')
+        # Who cannot see it has its numbers in the tables below.
+        alt = f"Figure of {entry.name}: {entry.about}"
+        parts.append(f'<figure><img alt="{_text(alt)}" src="{_text(entry.picture)}"></figure>')
     elif entry.no_picture:
         parts.append(f"<p class=note>No picture: {_text(entry.no_picture)}</p>")
     if entry.headlines:
         rows = [(_text(each.what), _text(each.published), _text(each.measured)) for each in entry.headlines]
-        parts.append(_grid(("", "published", "measured here"), rows, "beside"))
+        parts.append(_grid(("number", "published", "measured here"), rows, "beside"))
     if entry.table is not None:
         grid = _grid(entry.table.columns, [[_text(cell) for cell in row] for row in entry.table.rows])
         parts.append(f"<details open><summary>{_text(entry.table.title)}</summary>{grid}</details>")
@@ -166,7 +178,9 @@ def _machine(machine: Json) -> str:
         **({"memory_bytes": f"{memory / (1 << 30):.1f} GiB"} if isinstance(memory, int) else {}),
     }
     rows = [(_text("memory" if key == "memory_bytes" else key), _text(value)) for key, value in shown.items()]
-    return '<section id="machine"><h2>Machine and versions</h2>' + _grid(("", ""), rows, "machine") + "</section>"
+    return (
+        '<section id="machine"><h2>Machine and versions</h2>' + _grid(("what", "here"), rows, "machine") + "</section>"
+    )
 
 
 STYLE = """
@@ -176,22 +190,22 @@ STYLE = """
   figure img { filter: invert(.92) hue-rotate(180deg) }
 }
 * { box-sizing: border-box }
-body { margin: 0 auto; padding: 1rem; max-width: 60rem; background: var(--paper); color: var(--ink);
+body { margin: 0 auto; padding: 1rem; max-width: 68rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif }
 h1 { margin: .5rem 0 0 } h2 { margin-top: 2.5rem; border-bottom: 1px solid var(--line) } h4 { margin: 1rem 0 .2rem }
 a { color: inherit } .lead { font-size: 1.15rem } .note, summary { color: var(--soft); font-size: .9rem }
 section { margin: 2rem 0; overflow-wrap: anywhere } ul { margin: .2rem 0; padding-left: 1.2rem; font-size: .92rem }
-figure { margin: 1rem 0 } figure img { width: 100%; height: auto; border-radius: .3rem; background: #fff }
+figure { margin: 1rem 0 } figure img { max-width: 100%; height: auto; border-radius: .3rem; background: #fff }
 .wide { overflow-x: auto; overflow-wrap: normal } table { border-collapse: collapse; font-size: .9rem; margin: .5rem 0 }
 th, td { padding: .25rem .7rem .25rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line) }
 th { color: var(--soft); font-weight: 600 } td { font-variant-numeric: tabular-nums }
-.beside { width: 100% } .beside td:nth-child(3) { font-weight: 600 }
+.overview td:first-child { white-space: nowrap } .beside { width: 100% } .beside td:nth-child(3), .overview td:nth-child(5) { font-weight: 600 }
 code { background: var(--back); padding: .15rem .35rem; border-radius: .25rem; font-size: .88rem; overflow-wrap: anywhere }
 .badge { display: inline-block; font-size: .8rem; font-weight: 600; padding: 0 .5rem; border: 1px solid; border-radius: 1rem;
   white-space: nowrap }
 .verdict { font-weight: 600 } .good { color: var(--good) } .bad { color: var(--bad) } .none { color: var(--soft) }
 @media (max-width: 40rem) {
-  .overview :is(th, td):nth-child(2) { display: none }
+  .overview :is(th, td):is(:nth-child(2), :nth-child(3)) { display: none }
   figure { overflow-x: auto } figure img { width: auto; min-width: 34rem; max-width: none }
 }
 @media print {

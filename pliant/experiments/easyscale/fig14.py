@@ -111,4 +111,5 @@ def plot(result: Json, path: Path) -> None:
             plotting.bars(
                 axes, labels, series, {"ours": cluster_plot.COLOURS["easyscale-heter"], "paper": plotting.PAPER}
             )
-            axes.set(yscale="log", ylabel=label)
+            plotting.log_heights(axes)
+            axes.set(ylabel=label)

@@ -296,9 +296,15 @@ def plot(result: Json, path: Path) -> None:
                 one["times_s"], one["accuracies"], color=COLOURS[mode], label=label, alpha=1 if is_first else 0.35
             )
             steps, sizes = zip(*one["changes"], strict=True)
-            right.step([*steps, steps[-1] + 1], [*sizes, sizes[-1]], where="post", color=COLOURS[mode], label=label)
+            if len(steps) == 1:  # it stays so, however many steps there are
+                right.axhline(sizes[0], color=COLOURS[mode], label=label)
+            else:
+                last = steps[-1] + max(1, steps[-1] // 30)
+                right.step([*steps, last], [*sizes, sizes[-1]], where="post", color=COLOURS[mode], label=label)
         left.axhline(cast(float, result["target_accuracy"]), color=plotting.PAPER, linestyle=":")
         left.set(xlabel="s of training", ylabel="accuracy")
-        right.set(xlabel="step", ylabel="batch of a replica", yscale="log")
+        right.set(xlabel="step", ylabel="batch of a replica")
+        right.set_yscale("log", base=2)
+        right.yaxis.set_major_formatter("{x:g}")
         for axes in (left, right):
             axes.legend(fontsize=8)

@@ -216,4 +216,5 @@ def plot(result: Json, path: Path) -> None:
     )
     with plotting.picture(path, "Resize latency", caption) as [axes]:
         plotting.bars(axes, labels, series, {"paper": plotting.PAPER})
-        axes.set(yscale="log", ylabel="ms")
+        plotting.log_heights(axes)
+        axes.set(ylabel="ms")

@@ -264,11 +264,13 @@ def plot(result: Json, path: Path) -> None:
         right,
     ]:
         plotting.bars(left, labels, series, colours)
-        left.set(yscale="log", ylabel="s to the end")
+        left.set(ylabel="s to the end")
         right.bar(range(len(cells)), [ratio(cell) for cell in cells], color="tab:blue")
         right.axhline(4.7, color=plotting.PAPER, linestyle=":", label="paper, on average")
         right.set_xticks(range(len(cells)), labels)
-        right.set(yscale="log", ylabel="whole problem over ours")
+        right.set(ylabel="whole problem over ours")
+        right.margins(y=0.15)
         right.legend(fontsize=8)
         for axes in (left, right):
+            plotting.log_heights(axes)
             axes.tick_params(axis="x", rotation=60, labelsize=7)
