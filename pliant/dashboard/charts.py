@@ -173,7 +173,7 @@ def noise(given: Mapping[str, Series], window: Window) -> Options:
     highest = {name: max((y for _, y in series.thinned(MOST_POINTS)), default=0) for name, series in given.items()}
     if BATCH in highest and max(highest.values()) > FAR_ABOVE * highest[BATCH] > 0:
         # Estimates scatter over powers of ten, and would hide the batch below them.
-        options["yAxis"] |= {"type": "log", "name": "samples, log"}
+        options["yAxis"]["type"] = "log"
         for each in options["series"]:
             each["data"] = [point for point in each["data"] if point[1] > 0]
     for each in options["series"]:
