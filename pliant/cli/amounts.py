@@ -18,7 +18,7 @@ def whole(text: str, flag: str, example: int = 4) -> int:
     return int(text)
 
 
-def numbers(text: str, flag: str) -> dict[str, float]:
+def numbers(text: str, flag: str, example: str = "v100=3.1,t4=1") -> dict[str, float]:
     """From `v100=3.1,t4=1`; nothing from nothing."""
     found: dict[str, float] = {}
     for part in filter(None, (word.strip() for word in text.split(","))):
@@ -28,14 +28,14 @@ def numbers(text: str, flag: str) -> dict[str, float]:
         except ValueError:
             number = math.nan
         if not name.strip() or not math.isfinite(number):
-            raise ConfigError(f"{flag} {part!r}: use TYPE=NUMBER, as in v100=3.1,t4=1")
+            raise ConfigError(f"{flag} {part!r}: use TYPE=NUMBER, as in {example}")
         found[name.strip()] = number
     return found
 
 
 def counts(text: str, flag: str) -> dict[str, int]:
     """From `v100=2,t4=1`."""
-    found = numbers(text, flag)
+    found = numbers(text, flag, "cpu=4")
     for name, value in found.items():
         if value < 0 or value != int(value):
             raise ConfigError(f"{flag} {name}={value:g}: use a whole number of devices")

@@ -209,8 +209,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
             listener.listen(1024)
         except OSError as error:
             raise ConfigError(
-                f"-host {host} -port {port}: {error.strerror}; give a free port (-port 0 finds one) and an address "
-                "of this machine"
+                f"{host}, port {port}: {error.strerror}; give a free port (0 finds one) and an address of this machine"
             ) from None
         yield listener
 

@@ -100,7 +100,8 @@ class Lab:
         It is not removed when this object ends.
 
         Raises:
-            LabError: there is none, or no name was given and there are several.
+            ConfigError: none has that name.
+            LabError: no name was given, and there is none, or several.
         """
         found = labs()
         listed = ", ".join(found) or "none"
@@ -110,7 +111,9 @@ class Lab:
             )
         chosen = next(iter(found)) if name is None else _check_name(name)
         if not found.get(chosen):
-            raise LabError(f"no lab named {chosen!r}, there is: {listed}; make it with `pliant lab up --name {chosen}`")
+            raise ConfigError(
+                f"no lab is named {chosen!r} (there are: {listed}); make it with `pliant lab up --name {chosen}`"
+            )
         return cls(num_hosts=found[chosen], name=chosen)
 
     def up(self) -> Self:

@@ -11,6 +11,7 @@ from pliant.cluster import DEFAULT_RUNNER_PORT, Host, PortRange, check_port
 from pliant.errors import ConfigError
 from pliant.identity import DEFAULT_STRATEGY
 from pliant.policy.asked import parse_monitors
+from pliant.policy.decisions import maths_decisions
 from pliant.policy.registry import check as check_policy
 
 LEVELS = ("D0", "D1", "D2")
@@ -146,6 +147,8 @@ class RunOptions:
         replay = self.adapting.get("replay", "")
         if replay and not Path(replay).is_file():
             raise ConfigError(f"--replay {replay}: there is no such file; give a record that `--record` has written")
+        if replay:
+            maths_decisions(replay)
         if not self.checkpoint_dir:
             needs = "needs a directory for checkpoints: add --checkpoint-dir DIR"
             if self.resume:

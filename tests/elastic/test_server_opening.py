@@ -138,7 +138,7 @@ def test_one_server_can_run_again() -> None:
 
 def test_a_taken_port_is_said_clearly(shared: ConfigServer) -> None:
     again = ConfigServer(ServerConfig(port=shared.port))
-    with pytest.raises(ConfigError, match=f"-port {shared.port}: .*in use; give a free port"), again.running():
+    with pytest.raises(ConfigError, match=f"port {shared.port}: .*in use; give a free port"), again.running():
         pass
 
 

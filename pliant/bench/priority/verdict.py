@@ -58,7 +58,8 @@ def load(path: Path) -> Json:
     try:
         result = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--validate {path}: {error}; give what `pliant bench priority --json FILE` wrote") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--validate {path}: {why}; give what `pliant bench priority --json FILE` wrote") from None
     if not isinstance(result, dict) or result.get("bench") != "priority" or not result.get("cells"):
         raise ConfigError(f"--validate {path}: no result of `pliant bench priority --json FILE`")
     return cast(Json, result)
