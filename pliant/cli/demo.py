@@ -51,6 +51,8 @@ def demo(
     """Train on real images with stock DDP, and with pliant while workers come, go and are killed: the same bits."""
     from pliant.experiments.demo import Demo, DemoOptions
 
+    if not 0 <= pace <= 60:
+        raise ConfigError(f"--pace {pace:g}: use 0 to 60 seconds")
     words = tuple(word.strip() for word in path.split(",") if word.strip())
     options = DemoOptions(epochs=epochs, path=words, pace_s=pace, timeout_s=timeout, nudge=nudge)
     if png.suffix != ".png":

@@ -25,7 +25,7 @@ def page(port: str, shown: str, *, token_file: str = "") -> Iterator[None]:
     if not port:
         yield
         return
-    if not port.isdecimal():
+    if not port.isdecimal() or len(port) > 5 or int(port) > 65535:
         raise ConfigError(f"--dash {port!r} is not a port: use a number from 1 to 65535, or 0 for any free one")
     if shown and not os.path.exists(shown):
         record.Recorder(shown).close()  # a run will write it; the page may look before

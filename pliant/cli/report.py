@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pliant.cli import completion
-from pliant.cli.bench_output import check_writable
+from pliant.cli.bench_output import check_picture
 from pliant.cli.cluster_output import JsonFlag, print_json, print_table
 from pliant.cli.progress import shown_waiting
 from pliant.errors import ConfigError
@@ -62,11 +62,7 @@ def report(
     if not jobs:
         raise ConfigError("which jobs? give names, folders or files, as in `pliant report --compare logs/a logs/b`")
     goal = _number(target)
-    if plot is not None:
-        from pliant.experiments import plotting
-
-        plotting.check()
-        check_writable(plot, "--plot")
+    check_picture(plot)
     with shown_waiting("reading what the jobs have written") as say:
         found = compared([read_curve(_path(job)) for job in jobs], target=goal, metric=metric)
         if plot is not None:

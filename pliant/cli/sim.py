@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from rich import box
 from rich.table import Table
 
 from pliant.cli import completion
 from pliant.cli.amounts import numbers
-from pliant.cli.bench_output import check_writable, ended_by_sigterm, wide_console
+from pliant.cli.bench_output import check_picture, check_writable, ended_by_sigterm, wide_console
 from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
 from pliant.cli.progress import shown_progress, shown_waiting
 from pliant.errors import ConfigError
@@ -26,6 +27,9 @@ MIXED = "v100=32,p100=16,t4=16"
 """The cluster of EasyScale's figures."""
 POLLUX = "gpu=16x4"
 """The cluster of Pollux'."""
+
+WHOLE = 1e5
+"""From here on, digits after the point say nothing, and a table of 80 columns has no room for them."""
 
 
 def register(app: typer.Typer) -> None:
@@ -97,12 +101,9 @@ def sim(
     from pliant.sched.schedulers import registry as schedulers
 
     chosen = schedulers.parse(policy)
-    for path, flag in ((table_file, "--table"), (plot, "--plot"), (json_file, "--json")):
+    for path, flag in ((table_file, "--table"), (json_file, "--json")):
         check_writable(path, flag)
-    if plot is not None:
-        from pliant.experiments import plotting
-
-        plotting.check()
+    check_picture(plot)
     if processes < 0:
         raise ConfigError(f"--processes {processes}: use 1 or more, or 0 for one on each core")
     with shown_waiting(f"reading {trace}"):
@@ -141,10 +142,20 @@ def _print(answer: Json) -> None:
     policies = cast("dict[str, Json]", answer["policies"])
     args = cast("Mapping[str, object]", answer["args"])
     jobs = next(iter(policies.values()))["jobs"]
-    table = Table(title=f"{jobs} jobs of {args['trace']} on {args['cluster']}", title_justify="left")
-    columns = ("policy", "JCT mean, s", "median", "p99", "makespan, s", "GPU-hours", "GPUs in use", "changes")
+    title = f"{jobs} jobs of {args['trace']} on {args['cluster']}"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    columns = (
+        "policy",
+        "JCT\nmean, s",
+        "\nmedian",
+        "\np99",
+        "makespan,\ns",
+        "GPU-\nhours",
+        "GPUs\nin use",
+        "\nchanges",
+    )
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
     for name, numbers_ in policies.items():
         table.add_row(name, *_cells(numbers_))
         if "live_resize" in numbers_:
@@ -162,7 +173,8 @@ def _print(answer: Json) -> None:
 def _cells(values: Mapping[str, object]) -> list[str]:
     keys = ("jct_mean_s", "jct_median_s", "jct_p99_s", "makespan_s", "gpu_hours", "mean_allocated", "changes")
     digits = (2, 1, 0, 0, 0, 2, 0)
-    return [f"{cast('float', values[key]):.{places}f}" for key, places in zip(keys, digits, strict=True)]
+    numbers = [cast("float", values[key]) for key in keys]
+    return [f"{number:.{places if number < WHOLE else 0}f}" for number, places in zip(numbers, digits, strict=True)]
 
 
 def _write_table(outcomes: Mapping[Run, Outcome], path: Path) -> None:

@@ -189,12 +189,10 @@ FIGURES = {
 
 def find(names: Sequence[str]) -> list[Figure]:
     """The figures with these names; `all` is every one of them."""
-    if "all" in names:
-        return list(FIGURES.values())
-    unknown = [name for name in names if name not in FIGURES]
+    unknown = [name for name in names if name not in FIGURES and name != "all"]
     if unknown:
         raise ConfigError(f"reproduce {' '.join(unknown)}: unknown; there are {', '.join(FIGURES)}, and all")
-    return [FIGURES[name] for name in dict.fromkeys(names)]
+    return list(FIGURES.values()) if "all" in names else [FIGURES[name] for name in dict.fromkeys(names)]
 
 
 def form(

@@ -161,7 +161,11 @@ def _philly_log(path: Path, text: str) -> Iterator[Row]:
         listed = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"--trace {path}: {error}; give Philly's cluster_job_log") from None
-    for job in listed if isinstance(listed, list) else []:
+    except RecursionError:
+        raise ConfigError(f"--trace {path}: nested too deeply; give Philly's cluster_job_log") from None
+    if not isinstance(listed, list) or not all(isinstance(job, dict) for job in listed):
+        raise ConfigError(f"--trace {path}: no list of jobs; give Philly's cluster_job_log")
+    for job in listed:
         total_s, gpus = 0.0, 0
         for attempt in job.get("attempts") or []:
             start, end = attempt.get("start_time"), attempt.get("end_time")

@@ -40,6 +40,9 @@ MISTAKES = [
     ("sim --trace synthetic:2 --processes 1 --cluster v100", "v100", "TYPE=DEVICES"),
     ("sim --trace synthetic:2 --processes 1 --reserve v100", "v100", "TYPE=N@BEGIN-END"),
     ("demo --epochs 0", "--epochs 0", "1 or more"),
+    ("demo --pace nan", "--pace nan", "0 to 60"),
+    ("reproduce all report", "reproduce report", "there are "),
+    ("fed run fed.yml --workers 99999999999", "'99999999999'", "1 to "),
     ("demo --path 9", "'9'", "number of workers"),
     ("demo --png picture.gif", "picture.gif", ".png"),
     ("doctor --replicas 0", "--replicas 0", "1 or more"),
@@ -96,6 +99,10 @@ MISTAKES = [
     ("sim --trace binary", "binary", "give a file"),
     ("sim --trace empty", "empty", "--format"),
     ("sim --trace synthetic:2 --plot absent/x.png", "--plot absent/x.png", "can be written"),
+    ("sim --trace synthetic:2 --plot x.gifx", "--plot x.gifx", ".png"),
+    ("run --dash 99999 train.py", "--dash '99999'", "1 to 65535"),
+    ("sim --trace deep.json", "deep.json", "nested"),
+    ("sim --trace hollow.json", "hollow.json", "list of jobs"),
     ("sim --trace synthetic:2 --table folder", "--table folder", "can be written"),
     ("submit absent.yml", "absent.yml", "give a YAML file"),
     ("submit folder", "folder", "give a YAML file"),
@@ -145,8 +152,10 @@ def littered(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     (tmp_path / "empty").touch()
     (tmp_path / "train.py").touch()
+    (tmp_path / "fed.yml").write_text("participants: 2\ndata: {kind: digits}\n")
     (tmp_path / "broken.yml").write_text("a: [1,\n")
     (tmp_path / "job.yml").write_text("program: train.py\nreplicas: 1\n")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "hollow.json").write_text('{"bench": "priority", "cells": [{}]}')
     (tmp_path / "run.jsonl").write_text('{"kind": "step", "step": 3, "time_s": 1.0}\n')
     return tmp_path

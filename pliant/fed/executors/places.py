@@ -9,6 +9,8 @@ from pliant.cluster import Host
 from pliant.errors import ConfigError
 
 HERE = ("localhost", "127.0.0.1", "::1")
+MOST = 4096
+"""Executors in one place: more is a slip of the keyboard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,6 @@ def _place(given: str | int) -> Place:
             why = str(error).removeprefix("-H: ")
             raise ConfigError(f"workers: {why}; give a number, host:n, or ray:n") from None
         place = Place("local" if host.address in HERE else "ssh", host.address, host.slots)
-    if place.count < 1:
-        raise ConfigError(f"workers: {text!r} is no number of executors: give 1 or more, host:n, or ray:n")
+    if not 1 <= place.count <= MOST:
+        raise ConfigError(f"workers: {text!r} is no number of executors: give 1 to {MOST}, host:n, or ray:n")
     return place
