@@ -18,6 +18,12 @@ def whole(text: str, flag: str, example: int = 4) -> int:
     return int(text)
 
 
+def check_time(seconds: float, flag: str) -> None:
+    """Refuse what no clock can wait for."""
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"{flag} {seconds:g}: use seconds above 0, such as 60")
+
+
 def numbers(text: str, flag: str, example: str = "v100=3.1,t4=1") -> dict[str, float]:
     """From `v100=3.1,t4=1`; nothing from nothing."""
     found: dict[str, float] = {}

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from pliant.bench.report import Json
 from pliant.cli import bench_fed, bench_preemption, bench_priority, bench_training, completion
+from pliant.cli.amounts import check_time
 from pliant.cli.bench_output import check_writable, ended_by_sigterm, measured, milliseconds, ratio, wide_console
 from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
 from pliant.cli.progress import shown_waiting
@@ -71,6 +72,7 @@ def allreduce(
     from pliant.bench import allreduce as bench
     from pliant.bench.contest import Rules
 
+    check_time(timeout, "--timeout")
     place = bench.parse_lab(lab) if lab is not None else None
     num_workers = np if np is not None else place.num_hosts if place is not None else 4
     options = bench.AllreduceOptions(

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from pliant.bench.report import Json
 from pliant.cli import completion
+from pliant.cli.amounts import check_time
 from pliant.cli.bench_output import measured, milliseconds, ratio, wide_console
 from pliant.cli.json_output import BareJson, JsonFile
 
@@ -127,6 +128,7 @@ def resize(
     from pliant.bench import resize as bench
     from pliant.bench.elastic import ElasticOptions
 
+    check_time(timeout, "--timeout")
     options = ElasticOptions(
         num_workers=np, small=to, repeat=repeat, model=model, batch=batch, size=size, timeout_s=timeout
     )
@@ -155,6 +157,7 @@ def recover(
     from pliant.bench import recover as bench
     from pliant.bench.elastic import ElasticOptions
 
+    check_time(timeout, "--timeout")
     options = ElasticOptions(
         num_workers=np, small=1, repeat=repeat, model=model, batch=batch, size=size, seed=seed, timeout_s=timeout
     )

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from pliant.cli.amounts import check_time
 from pliant.cli.bench_output import check_writable
 from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
 from pliant.errors import ConfigError
@@ -53,6 +54,7 @@ def demo(
 
     if not 0 <= pace <= 60:
         raise ConfigError(f"--pace {pace:g}: use 0 to 60 seconds")
+    check_time(timeout, "--timeout")
     words = tuple(word.strip() for word in path.split(",") if word.strip())
     options = DemoOptions(epochs=epochs, path=words, pace_s=pace, timeout_s=timeout, nudge=nudge)
     if png.suffix != ".png":
