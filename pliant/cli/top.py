@@ -94,8 +94,8 @@ def _as_json(seen: Seen, now_s: float, wanted: str) -> dict[str, object]:
 def _job(job: Job, now_s: float) -> dict[str, object]:
     story = job.story
     return {
-        "name": job.name, "key": job.key, "where": job.where, "state": job.state(now_s), "why": job.told_why,
-        "unit": story.unit, "step": story.federation.rounds if story.federation is not None else story.step,
+        "name": job.name, "key": job.key, "where": job.where, "state": job.state(now_s), "why": job.why,
+        "unit": story.unit, "step": job.step,
         "workers": job.num_workers, "devices": job.devices, "started_s": job.started_s,
         "values": {name: series.last for name, series in story.values.items()},
         "figures": {name: series.last for name, series in story.figures.items()},

@@ -27,8 +27,6 @@ DRAW_S = 1.0
 LOG_LINES = 400
 MOST_OTHERS = 4
 """Charts for what a program reports beside its loss; what is more comes together in the last one."""
-NO_RECORD = "it writes no record that is known here: start it with --record FILE to see its curves"
-NO_VALUES = "its program reports no loss: job.report(loss=...) makes a curve of it"
 
 
 class JobPage:
@@ -199,23 +197,13 @@ def grouped(values: Mapping[str, Series]) -> list[dict[str, Series]]:
 def headline(job: Job, state: str) -> str:
     """Name, state and figures, as HTML."""
     given = _federated_facts(job.story.federation) if job.story.federation is not None else _training_facts(job)
-    why = f'<div class="note">{html.escape(told)}</div>' if (told := _why(job)) else ""
+    why = f'<div class="note">{html.escape(told)}</div>' if (told := job.why) else ""
     where = html.escape(job.command or job.where)
     return (
         f'<h2 style="display:flex; gap:10px; align-items:center; min-width:0"><span class="crumb" style="color:inherit">'
         f'{html.escape(job.name)}</span>{pieces.chip(state)}</h2><div class="note crumb">{where}</div>{why}'
         f"{pieces.facts(given)}"
     )
-
-
-def _why(job: Job) -> str:
-    """What is to be said about it: by whoever runs it, or about what cannot be shown."""
-    if job.told_why:
-        return job.told_why
-    if job.record is None:
-        return "" if job.of_cluster else NO_RECORD
-    is_silent = job.story.federation is None and job.story.step > 0 and not job.story.values
-    return NO_VALUES if is_silent else ""
 
 
 def _federated_facts(told: Federation) -> Sequence[tuple[str, str]]:
@@ -233,8 +221,8 @@ def _federated_facts(told: Federation) -> Sequence[tuple[str, str]]:
 def _training_facts(job: Job) -> Sequence[tuple[str, str]]:
     story = job.story
     given: list[tuple[str, str]] = []
-    if story.num_facts:
-        given += [("step", f"{story.step:,}"), ("replicas", str(story.replicas))]
+    if job.step is not None:
+        given += [("step", f"{job.step:,}"), ("replicas", str(story.replicas))]
     given.append(("workers", f"{job.num_workers}" + (f" ({job.devices})" if job.devices else "")))
     for name, series in list(story.values.items())[:3]:
         if series.last is not None:

@@ -26,6 +26,8 @@ SHOWN_AS = {
     "put-off": "decision", "finished": "end", "stopped": "end",
 }  # fmt: skip
 """What a cluster tells of a job, as a kind of event; all else is of its start."""
+NO_RECORD = "it writes no record that is known here: start it with --record FILE to see its curves"
+NO_VALUES = "its program reports no loss: job.report(loss=...) makes a curve of it"
 
 
 class Log(Protocol):
@@ -99,6 +101,22 @@ class Job:
         if self.story.over:
             return "finished"
         return "running" if self.story.is_running(now_s) else "silent" if self.story.num_facts else "waiting"
+
+    @property
+    def why(self) -> str:
+        """What is to be said about it: by whoever runs it, or about what cannot be shown."""
+        if self.told_why:
+            return self.told_why
+        if self.record is None:
+            return "" if self.of_cluster else NO_RECORD
+        is_silent = self.story.federation is None and self.story.step > 0 and not self.story.values
+        return NO_VALUES if is_silent else ""
+
+    @property
+    def step(self) -> int | None:
+        """Or round; None: nothing tells."""
+        story = self.story
+        return story.federation.rounds if story.federation is not None else story.step if story.num_facts else None
 
     @property
     def started_s(self) -> float | None:

@@ -25,6 +25,7 @@ h1.crumb { font-size: 1rem; font-weight: 400; margin: 0; line-height: 1.6; }
         gap: 2px; display: flex; flex-direction: column; }
 .card h2 { font-size: .95rem; font-weight: 600; margin: 0; line-height: 1.5; }
 .card .note { color: var(--soft); font-size: .8rem; }
+.away { position: absolute; left: 0; top: 0; width: 320px; visibility: hidden; pointer-events: none; }
 .chart { width: 100%; height: auto; min-height: 260px; flex: 1 1 auto; }
 .key { display: flex; flex-wrap: wrap; gap: 2px 16px; }
 .key i { display: inline-block; height: .8em; border-left: 2px solid; margin-right: 6px; }

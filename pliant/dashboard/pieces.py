@@ -35,6 +35,8 @@ EVENT_WORDS = {
     "resumed": "went on from a checkpoint",
 }
 MOST_SQUARES = 1024
+AWAY = "away"
+"""Of a chart that is not shown. It keeps a size: in one without, ECharts fails to lay out a graph."""
 
 
 class ChartCard:
@@ -47,7 +49,7 @@ class ChartCard:
             # A picture to who hears the page, with what it shows in words.
             self._chart = ui.echart({"series": []}).classes("chart").props("role=img")
             self._note = ui.html("", sanitize=False).classes("note")
-        self._card.set_visibility(False)
+        self._card.classes(AWAY)
         self._note.set_visibility(False)
 
     def show(
@@ -61,9 +63,10 @@ class ChartCard:
         height_px: int | None = None,
     ) -> None:
         """`spoken` says what is drawn; `key` is HTML of ours."""
-        self._card.set_visibility(options is not None)
         if options is None:
+            self._card.classes(AWAY)
             return
+        self._card.classes(remove=AWAY)
         if title and title != self._words:
             self._words = title
             self._title.set_content(_heading(title))
@@ -111,7 +114,7 @@ def job_row(job: Job, now_s: float) -> str:
         ]
     else:
         cells = [
-            ("step", f"{story.step:,}"),
+            ("step", "-" if job.step is None else f"{job.step:,}"),
             ("workers", job.devices or str(job.num_workers or "-")),
             ("samples/s", "-" if speed is None else number(speed)),
         ]

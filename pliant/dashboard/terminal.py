@@ -117,7 +117,8 @@ def _figures(job: Job) -> tuple[str, str, str, str]:
     speed = story.figures["samples_per_s"].last if "samples_per_s" in story.figures else None
     name, series = next(iter(story.values.items()), ("", Series()))
     value = "-" if series.last is None else plain(f"{name} {series.last:.4g}")
-    return str(story.step), job.devices or str(job.num_workers or "-"), _speed(speed), value
+    step = "-" if job.step is None else str(job.step)
+    return step, job.devices or str(job.num_workers or "-"), _speed(speed), value
 
 
 def _speed(samples_per_s: float | None) -> str:
@@ -139,6 +140,8 @@ def _one(job: Job, now_s: float, width: int, logged: int) -> Panel:
         if series.last is not None:
             lines.add_row(Text(plain(name)), Text(bars(series, room), style), f"{series.last:,.4g}")
     parts: list[RenderableType] = [lines]
+    if job.why:
+        parts.append(Text(plain(job.why), "dim"))
     if story.crews:
         parts.append(_crew(job, width))
     if story.links is not None:
