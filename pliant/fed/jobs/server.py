@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -49,6 +50,7 @@ def serve(folder: JobFolder) -> int:
     told: list[int] = []
     with _alone(folder), signals.handed_to(told.append), _pool(folder, job) as pool:
         history = _rounds(folder, job, pool, lambda: bool(told), say)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its work is done: whoever stops it now gets to know how it ended
     final = f"; accuracy {history.final.accuracy:.2%}" if history.final else ""
     say(f"{job.config.name} ended: {rounds_text(len(history.rounds), history.why, job.config)}{final}")
     return STOPPED if history.why == "stopped" else 0
