@@ -322,7 +322,7 @@ def test_a_job_with_the_artifacts_keys_survives_its_server_and_is_listed_told_an
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 def test_a_job_whose_keeper_was_killed_is_resumed_to_the_same_bits_and_can_be_stopped(home: Path) -> None:
-    rounds = 160  # some seconds: it must still run when it is told to stop
+    rounds = 110  # some seconds: it must still run when it is told to stop
     (home / "small.yml").write_text(OURS.replace("rounds: 80", f"rounds: {rounds}"))
     said("submit", "small.yml")
     folder = Jobs.of_user().find("small")
@@ -335,9 +335,9 @@ def test_a_job_whose_keeper_was_killed_is_resumed_to_the_same_bits_and_can_be_st
     assert "pliant submit --resume small" in listed("small")["why"]
     done = folder.progress()[0]
     assert said("submit", "--resume", "small").stdout == "small\n"
-    until(lambda: folder.progress()[0] > done, "it goes on")
     with pytest.raises(NameTaken, match="small is running"):
         said("submit", "--resume", "small")
+    until(lambda: folder.progress()[0] > done, "it goes on")
     said("stop", "small")
     job = listed("small")
     assert (job["state"], job["why"]) == ("stopped", "after its round")
