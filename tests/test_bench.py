@@ -16,6 +16,7 @@ from typing import IO
 import numpy as np
 import pytest
 from command import command
+from gang import FULL
 
 from pliant.bench import allreduce, bounds, contenders, report
 from pliant.bench.allreduce import AllreduceOptions, graphs, parse_lab, parse_peers
@@ -359,6 +360,7 @@ def test_openmpi_says_why_it_is_missing(folder: Path, monkeypatch: pytest.Monkey
     assert "launcher" in contenders.why_no_openmpi(between_hosts)
 
 
+@pytest.mark.skipif(not FULL, reason="tens of seconds beside what smaller tests show: PLIANT_FULL=1")
 @pytest.mark.root
 @pytest.mark.processes
 @pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING) or "a lab is possible")

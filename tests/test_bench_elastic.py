@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import command
+from gang import FULL
 
 from pliant.bench import recover, replicas, resize, throughput
 from pliant.bench.contest import Rules, Series
@@ -290,6 +291,7 @@ def test_a_real_job_is_resized_and_loses_a_worker() -> None:
     json.dumps([resized, recovered])
 
 
+@pytest.mark.skipif(not FULL, reason="tens of seconds beside what smaller tests show: PLIANT_FULL=1")
 @pytest.mark.processes
 def test_a_real_contest_of_trainings() -> None:
     options = TrainOptions(num_workers=(2,), model="small", rules=Rules(rounds=2, iterations=2, warmup=1))

@@ -504,6 +504,7 @@ def cells_by_mode(path: Path) -> dict[str, Any]:
     return {one["mode"]: one for one in json.loads(path.read_text())["cells"]}
 
 
+@pytest.mark.skipif(not FULL, reason="tens of seconds beside what smaller tests show: PLIANT_FULL=1")
 @pytest.mark.root
 @pytest.mark.processes
 @in_a_lab

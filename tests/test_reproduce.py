@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from command import command
+from gang import FULL
 
 from pliant.errors import ConfigError, LaunchError
 from pliant.experiments import figures, plotting, trials
@@ -298,6 +299,7 @@ def test_a_damaged_result_is_not_drawn(tmp_path: Path) -> None:
 # End to end
 
 
+@pytest.mark.skipif(not FULL, reason="tens of seconds beside what smaller tests show: PLIANT_FULL=1")
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_fig9_with_real_processes() -> None:

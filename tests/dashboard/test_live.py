@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gang import FULL
 from pages import Browser, Home, said
 from patience import until
 
@@ -57,6 +58,7 @@ def stop(page: Any, token: str) -> None:
     dialog.get_by_label("Token").press("Enter")
 
 
+@pytest.mark.skipif(not FULL, reason="tens of seconds beside what smaller tests show: PLIANT_FULL=1")
 @pytest.mark.usefixtures("clean")
 def test_a_cluster_and_a_federated_job_are_watched_and_stopped(home: Home, browser: Browser, tmp_path: Path) -> None:
     (tmp_path / "digits.yml").write_text(FEDERATED)
