@@ -364,8 +364,8 @@ FOLLOW = """
         roll = client.ready(me)
         while me not in roll.members and not roll.over:
             roll = client.wait_roll(roll.number, 30)
+        print(f"trains {'torch' in sys.modules}", flush=True)  # before it is up: it is killed right after
         pathlib.Path(f"up-{me.port}-{os.getpid()}").touch()
-        print(f"trains {'torch' in sys.modules}")  # one write: it is killed right after
         while me in roll.members:
             roll = client.wait_roll(roll.number, 30)
 """
