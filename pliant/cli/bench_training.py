@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.table import Table
@@ -17,6 +17,15 @@ from pliant.cli.json_output import BareJson, JsonFile
 Cell = Mapping[str, object]
 
 
+def _models(*names: str) -> Any:
+    told = f"{', '.join(names[:-1])} or {names[-1]}."
+    return typer.Option("--model", help=told, autocompletion=completion.one_of(*names))
+
+
+AnyModel = Annotated[str, _models("resnet18", "transformer", "resnet50", "small")]
+QuickModel = Annotated[str, _models("resnet18", "transformer", "small")]
+
+
 def register(bench: typer.Typer) -> None:
     """Add the commands to `bench`."""
     bench.command("train", cls=BareJson)(train)
@@ -27,14 +36,7 @@ def register(bench: typer.Typer) -> None:
 
 def train(
     np: Annotated[str, typer.Option("-np", "--np", metavar="N,...", help="Numbers of workers.")] = "1,2,4",
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            help="resnet18, transformer, resnet50 or small.",
-            autocompletion=completion.one_of("resnet18", "transformer", "resnet50", "small"),
-        ),
-    ] = "resnet18",
+    model: AnyModel = "resnet18",
     peers: Annotated[str, typer.Option("--peers", help="ddp_gloo, and ddp_gloo_views.")] = "ddp_gloo",
     batch: Annotated[int, typer.Option("--batch", help="Samples of a replica's step; 0: by model.")] = 0,
     size: Annotated[int, typer.Option("--size", help="Pixels or words of a sample; 0: by model.")] = 0,
@@ -68,14 +70,7 @@ def train(
 
 def replicas(
     counts: Annotated[str, typer.Option("--replicas", metavar="N,...", help="Replicas on one worker.")] = "1,2,4,8,16",
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            help="resnet18, transformer, resnet50 or small.",
-            autocompletion=completion.one_of("resnet18", "transformer", "resnet50", "small"),
-        ),
-    ] = "resnet18",
+    model: AnyModel = "resnet18",
     batch: Annotated[int, typer.Option("--batch", help="Samples of a replica's step; 0: by model.")] = 0,
     size: Annotated[int, typer.Option("--size", help="Pixels or words of a sample; 0: by model.")] = 0,
     repeat: Annotated[int, typer.Option("--repeat", help="Windows with switching, and as many without.")] = 10,
@@ -111,14 +106,7 @@ def resize(
     np: Annotated[int, typer.Option("-np", "--np", help="Workers, when there are many.")] = 4,
     to: Annotated[int, typer.Option("--to", help="Workers, when there are few.")] = 2,
     repeat: Annotated[int, typer.Option("--repeat", help="Changes in each direction.")] = 20,
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            help="resnet18, transformer or small.",
-            autocompletion=completion.one_of("resnet18", "transformer", "small"),
-        ),
-    ] = "resnet18",
+    model: QuickModel = "resnet18",
     batch: Annotated[int, typer.Option("--batch", help="Samples of a replica's step.")] = 2,
     size: Annotated[int, typer.Option("--size", help="Pixels or words of a sample.")] = 32,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds that a change may take.")] = 60.0,
@@ -139,14 +127,7 @@ def resize(
 def recover(
     np: Annotated[int, typer.Option("-np", "--np", help="Workers.")] = 4,
     repeat: Annotated[int, typer.Option("--repeat", help="Kills.")] = 20,
-    model: Annotated[
-        str,
-        typer.Option(
-            "--model",
-            help="resnet18, transformer or small.",
-            autocompletion=completion.one_of("resnet18", "transformer", "small"),
-        ),
-    ] = "resnet18",
+    model: QuickModel = "resnet18",
     batch: Annotated[int, typer.Option("--batch", help="Samples of a replica's step.")] = 2,
     size: Annotated[int, typer.Option("--size", help="Pixels or words of a sample.")] = 32,
     seed: Annotated[int, typer.Option("--seed", help="Of whom to kill, and when.")] = 0,

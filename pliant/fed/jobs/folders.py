@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pliant.errors import ConfigError, NameTaken, PliantError, UnknownJob
 from pliant.fed.jobs.job import FedJob
-from pliant.launch.registry import start_ticks
+from pliant.launch.registry import is_held, start_ticks
 
 State = Literal["running", "finished", "failed", "stopped", "interrupted"]
 TAIL_BYTES = 1 << 18
@@ -152,17 +152,7 @@ class JobFolder:
             yield lock
 
     def is_minded(self) -> bool:
-        try:
-            lock = os.open(self.path / "lock", os.O_RDWR)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(lock)
-        return False
+        return is_held(self.path / "lock")
 
     def keeper(self) -> int | None:
         """The process that minds the job, if it lives."""

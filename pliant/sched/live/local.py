@@ -24,7 +24,7 @@ from pliant.elastic.client import ConfigClient
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
 from pliant.launch.devices import device_files, visible_devices
 from pliant.launch.guardian import MARK, kill_group
-from pliant.launch.registry import start_ticks
+from pliant.launch.registry import is_held, start_ticks
 from pliant.launch.state_file import RunnerState, WorkerProcess, read
 from pliant.sched.live import keeper
 from pliant.sched.live.ground import Counts, Ended, Run
@@ -266,17 +266,7 @@ class LocalRunning:
 
     def _is_kept(self) -> bool:
         """Whether the keeper lives."""
-        try:
-            lock = os.open(self._place / "lock", os.O_RDWR)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(lock)
-        return False
+        return is_held(self._place / "lock")
 
     def _runner(self) -> int | None:
         """The runner's process, if it lives."""
