@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 INSTALLING = ("make ", "source ")  # what has made the environment that this runs in
 
 RETRY = """
-for _ in $(seq 100); do {command} && break; sleep 0.3; done || exit 1
+for turn in $(seq 100); do {command} && break; [ $turn -lt 100 ]; sleep 0.3; done
 """
 
 
