@@ -13,9 +13,10 @@ from rich.table import Table
 from pliant.bench.report import Json
 from pliant.cli import bench_fed, bench_preemption, bench_priority, bench_training, completion
 from pliant.cli.amounts import check_time
-from pliant.cli.bench_output import check_writable, ended_by_sigterm, measured, milliseconds, ratio, wide_console
+from pliant.cli.bench_output import ended_by_sigterm, measured, milliseconds, ratio, wide_console
 from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
 from pliant.cli.progress import shown_waiting
+from pliant.cli.writable import check_writable
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What commands that measure have around it: files tried before, a clean end, a wide page for tables, numbers as text."""
+"""What commands that measure have around it: a clean end, a wide page for tables, numbers as text."""
 
 from __future__ import annotations
 
@@ -15,39 +15,10 @@ from rich.console import Console
 from pliant.bench.report import Json
 from pliant.cli.json_output import is_alone, save_json
 from pliant.cli.progress import shown_progress
-from pliant.errors import ConfigError
+from pliant.cli.writable import check_writable
 
 PIPED_WIDTH = 120
 """Of a table that no terminal shows: whoever reads a file or a pipe wants whole numbers."""
-
-
-PICTURES = (".png", ".svg", ".pdf")
-
-
-def check_writable(path: Path | None, flag: str = "--json") -> None:
-    """Before minutes of measuring, not after. Leaves no empty file behind."""
-    if path is None or is_alone(path):
-        return
-    try:
-        existed = path.exists()
-        with path.open("ab"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(f"{flag} {path}: {error.strerror}; give a file that can be written") from None
-
-
-def check_picture(path: Path | None) -> None:
-    """That `--plot` names a file which can be written, and a kind of picture; and that there is something to draw with."""
-    if path is None:
-        return
-    from pliant.experiments import plotting
-
-    plotting.check()
-    if path.suffix not in PICTURES:
-        raise ConfigError(f"--plot {path}: give a name that ends in {', '.join(PICTURES)}")
-    check_writable(path, "--plot")
 
 
 def wide_console() -> Console:

@@ -13,8 +13,9 @@ from rich.table import Table
 
 from pliant.bench.report import Json
 from pliant.cli import completion
-from pliant.cli.bench_output import check_writable, measured, milliseconds, wide_console
+from pliant.cli.bench_output import measured, milliseconds, wide_console
 from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
+from pliant.cli.writable import check_writable
 from pliant.errors import ConfigError
 
 Cell = Mapping[str, object]

@@ -20,8 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pliant.cli.amounts import check_time
-from pliant.cli.bench_output import check_writable
 from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
+from pliant.cli.writable import check_writable
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 
 from pliant.cli import completion
-from pliant.cli.bench_output import check_writable
 from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
 from pliant.cli.progress import shown_waiting
+from pliant.cli.writable import check_writable
 from pliant.errors import ConfigError
 from pliant.lab.hosts import Lab, host_index
 from pliant.lab.namespaces import labs, remove

@@ -13,9 +13,8 @@ import itertools
 import os
 import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
-import click
 import typer
 
 from pliant.cli.completion import FrontDoor
@@ -26,6 +25,8 @@ COMMANDS = (
     "dash", "top", "fed", "report", "serve", "submit", "list_jobs", "show", "logs", "stop", "forget", "plan", "sim", "bench", "doctor", "demo", "reproduce",
 )  # fmt: skip
 READER_GONE = 128 + signal.SIGPIPE
+Misuse: type[Exception] = typer.BadParameter.__mro__[2]
+"""What a wrong command line raises: click's exception, or that of a newer typer, which has a click of its own within."""
 
 
 def build() -> typer.Typer:
@@ -75,9 +76,9 @@ def _ended() -> int | str | None:
         return READER_GONE if isinstance(end.__context__, BrokenPipeError) else end.code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except click.ClickException as error:
-        return _told(_usage(error), error.exit_code)
-    except click.Abort:
+    except Misuse as error:
+        return _misused(error)
+    except typer.Abort:
         return 1
     except ConfigError as error:
         return _told(str(error), 2)
@@ -99,14 +100,14 @@ def _told(line: str, code: int) -> int:
     return code
 
 
-def _usage(error: click.ClickException) -> str:
+def _misused(error: Any) -> int:
     """One line for what click would answer with a page; nothing where it has shown a page of help instead."""
     said = " ".join(error.format_message().split()).rstrip(".")
     said = " Did you mean".join(said.split(" Did you mean")[:2])  # click and typer both ask
     context = getattr(error, "ctx", None)
     words = itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:])
     path = context.command_path if context is not None else " ".join(("pliant", *words))
-    return f"{said}; `{path} -h` shows how it is used" if said else ""
+    return _told(f"{said}; `{path} -h` shows how it is used" if said else "", error.exit_code)
 
 
 def _lacking(error: ModuleNotFoundError) -> int:

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pliant.cli.amounts import counts, numbers
-from pliant.cli.bench_output import check_writable
 from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
+from pliant.cli.writable import check_writable
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pliant.cli import completion
-from pliant.cli.bench_output import check_picture
 from pliant.cli.cluster_output import JsonFlag, print_json, print_table
 from pliant.cli.progress import shown_waiting
+from pliant.cli.writable import check_picture
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:

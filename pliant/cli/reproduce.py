@@ -17,10 +17,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from pliant.cli import completion
-from pliant.cli.bench_output import check_writable, ended_by_sigterm
+from pliant.cli.bench_output import ended_by_sigterm
 from pliant.cli.cluster_output import is_read_by_people, print_table
 from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
 from pliant.cli.progress import moving_line, shown_progress, shown_waiting
+from pliant.cli.writable import check_writable
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from pliant.cli import completion
 from pliant.cli.amounts import whole
 from pliant.cli.embedded import page
 from pliant.cli.run_ray import check_place, on_ray
+from pliant.cli.writable import check_future_file, check_future_folder
 from pliant.cluster import DEFAULT_RUNNER_PORT, Host, PortRange, parse_hostfile, parse_hosts
 from pliant.errors import ConfigError, reason
 from pliant.identity import DEFAULT_STRATEGY, parse_schedule
@@ -334,6 +335,9 @@ def _launch(options: RunOptions) -> int:
     from pliant.launch.plan import Machine, describe, make_plan
     from pliant.launch.runner import launch
 
+    check_future_file(options.adapting.get("record", ""), "--record")
+    check_future_folder(options.adapting.get("tensorboard", ""), "--tensorboard")
+    check_future_folder(options.checkpoint_dir, "--checkpoint-dir")
     machine = Machine.this()
     plan = make_plan(options, machine)
     if not options.quiet:

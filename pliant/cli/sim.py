@@ -13,9 +13,10 @@ from rich.table import Table
 
 from pliant.cli import completion
 from pliant.cli.amounts import numbers
-from pliant.cli.bench_output import check_picture, check_writable, ended_by_sigterm, wide_console
+from pliant.cli.bench_output import ended_by_sigterm, wide_console
 from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
 from pliant.cli.progress import shown_progress, shown_waiting
+from pliant.cli.writable import check_picture, check_writable
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:

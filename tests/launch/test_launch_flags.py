@@ -30,9 +30,12 @@ def _keep_logging() -> Iterator[None]:
     ours.propagate = propagate
 
 
+build = pliant.cli.main.build  # before a test has put another in its place
+
+
 @functools.cache
 def app() -> typer.Typer:
-    return pliant.cli.main.build()
+    return build()
 
 
 def parsed(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> RunOptions:
