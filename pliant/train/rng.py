@@ -4,14 +4,15 @@ A worker hosts several replicas in turn and gives each the generators that it wo
 of its own, so `capture` and `restore` run at every switch and must cost microseconds. Whoever wants
 another way to draw numbers (a `Generator` object of the user's) must carry it himself.
 
-numpy's own `get_state` and `set_state` take 40 us each, because they walk through the state word by word.
-The words are therefore copied through the address that the bit generator publishes. The spare normal
-deviate lies beside them, in the `RandomState`, which publishes nothing: its place is looked for once, with
-values that we put there, and if it is not found numpy's own functions are used.
+The own functions of python and numpy walk through the state word by word, which took most of a switch. The words
+are therefore copied where they lie: numpy's bit generator publishes its address; in python's `Random`, and for the
+spare normal deviate in numpy's `RandomState`, the place is looked for once, with values that we put there. Where it is
+not found, their own functions are used.
 """
 
 from __future__ import annotations
 
+import _random
 import ctypes
 import functools
 import random
@@ -25,13 +26,16 @@ from torch import Tensor
 
 from pliant.errors import ConfigError, TrainError
 
-_PYTHON_WORDS = 625
-_PYTHON_VERSION = 3
-_NUMPY_BYTES = 624 * 4 + 4
+_PYTHON = struct.Struct("<625I")
 """The 624 words of a Mersenne twister and the position in them."""
+_PYTHON_VERSION = 3
+_POSITION = 4
+"""Bytes of the position, which python keeps before the words."""
+_NUMPY_BYTES = 624 * 4 + 4
+"""As many words, and the position."""
 _TORCH_BYTES = 5056
 _CUDA_BYTES = 16
-_RECORD = struct.Struct(f"<{_PYTHON_WORDS}I?d{_NUMPY_BYTES}s?d{_TORCH_BYTES}s?{_CUDA_BYTES}s")
+_RECORD = struct.Struct(f"<{_PYTHON.size}s?d{_NUMPY_BYTES}s?d{_TORCH_BYTES}s?{_CUDA_BYTES}s")
 _SPARE = struct.Struct("ixxxxd")
 """Whether numpy has a normal deviate to spare, and which: its `Box-Muller` makes two at a time."""
 
@@ -40,8 +44,8 @@ _SPARE = struct.Struct("ixxxxd")
 class RngState:
     """All that the next random numbers of a process depend on."""
 
-    python: tuple[Any, ...]
-    """As `random.getstate` gives it."""
+    python: tuple[bytes, float | None]
+    """The twister's words and position, and the spare normal deviate, if there is one."""
     numpy: tuple[bytes, bool, float]
     """The twister's words and position, whether a normal deviate is spare, and which."""
     torch: Tensor
@@ -51,18 +55,15 @@ class RngState:
 
     def to_bytes(self) -> bytes:
         """These states in `SIZE` bytes."""
-        version, words, gauss = self.python
-        if version != _PYTHON_VERSION or self.torch.numel() != _TORCH_BYTES:
-            raise TrainError(
-                f"random states of an unknown form (python's version {version}, torch's {self.torch.numel()} bytes): "
-                "this version of python or torch is not supported"
-            )
+        words, gauss = self.python
+        if self.torch.numel() != _TORCH_BYTES:
+            raise TrainError(f"a random state of {self.torch.numel()} bytes: this version of torch is not supported")
         words_np, spare, deviate = self.numpy
         cuda = b"" if self.cuda is None else _tensor_bytes(self.cuda)
         if len(cuda) not in (0, _CUDA_BYTES):
             raise TrainError(f"a CUDA random state of {len(cuda)} bytes: this version of torch is not supported")
         return _RECORD.pack(
-            *words,
+            words,
             gauss is not None,
             gauss or 0.0,
             words_np,
@@ -82,10 +83,9 @@ class RngState:
         """
         if len(data) != SIZE:
             raise ConfigError(f"{len(data)} bytes are no random state, which has {SIZE}: written by another version?")
-        values = _RECORD.unpack(data)
-        has_gauss, gauss, words_np, spare, deviate, torch_state, has_cuda, cuda = values[_PYTHON_WORDS:]
+        words, has_gauss, gauss, words_np, spare, deviate, torch_state, has_cuda, cuda = _RECORD.unpack(data)
         return cls(
-            python=(_PYTHON_VERSION, values[:_PYTHON_WORDS], gauss if has_gauss else None),
+            python=(words, gauss if has_gauss else None),
             numpy=(words_np, spare, deviate),
             torch=_bytes_tensor(torch_state),
             cuda=_bytes_tensor(cuda) if has_cuda else None,
@@ -104,15 +104,13 @@ SIZE = _RECORD.size
 
 def capture(device: torch.device | None = None) -> RngState:
     """The state of this process's generators, with that of the CUDA `device` if one is given."""
-    cuda = None
-    if device is not None and device.type == "cuda":
-        cuda = torch.cuda.get_rng_state(device)
-    return RngState(random.getstate(), _numpy().get(), torch.default_generator.get_state(), cuda)
+    cuda = torch.cuda.get_rng_state(device) if device is not None and _is_cuda(device) else None
+    return RngState(_python().get(), _numpy().get(), torch.default_generator.get_state(), cuda)
 
 
 def restore(state: RngState, device: torch.device | None = None) -> None:
     """Give this process's generators that state; a CUDA state goes to `device`, or else to the current one."""
-    random.setstate(state.python)
+    _python().set(state.python)
     _numpy().set(state.numpy)
     torch.default_generator.set_state(state.torch)
     if state.cuda is not None:
@@ -130,12 +128,66 @@ def seeded(seed: int, device: torch.device | None = None) -> RngState:
     return state
 
 
+@functools.cache  # torch writes a device's type to a stream at every call, which is seen in a switch
+def _is_cuda(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def _tensor_bytes(state: Tensor) -> bytes:
     return state.numpy().tobytes()
 
 
 def _bytes_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+class _PythonGlobal:
+    """python's global generator, read and written in place."""
+
+    def __init__(self) -> None:
+        # The functions of `random` are bound methods of the one global Random.
+        self._random: Any = random.getstate.__self__  # type: ignore[attr-defined]
+        version = random.getstate()[0]
+        if version != _PYTHON_VERSION:
+            raise TrainError(f"python's random state has form {version}: this version of python is not supported")
+        place = self._find_words()
+        self._memory: Any = None if place is None else (ctypes.c_char * _PYTHON.size).from_address(place)
+
+    def get(self) -> tuple[bytes, float | None]:
+        if self._memory is None:
+            _, words, gauss = random.getstate()
+            return _PYTHON.pack(*words), gauss
+        raw = self._memory.raw
+        return raw[_POSITION:] + raw[:_POSITION], self._random.gauss_next
+
+    def set(self, state: tuple[bytes, float | None]) -> None:
+        words, gauss = state
+        if self._memory is None:
+            random.setstate((_PYTHON_VERSION, _PYTHON.unpack(words), gauss))
+            return
+        self._memory.raw = words[-_POSITION:] + words[:-_POSITION]
+        self._random.gauss_next = gauss
+
+    def _find_words(self) -> int | None:
+        """The address of position and words in the Random, or None if this python keeps them otherwise."""
+        before = random.getstate()
+        memory = (ctypes.c_char * _random.Random.__basicsize__).from_address(id(self._random))
+        places = set(range(0, len(memory) - _PYTHON.size + 1, 4))
+        try:
+            for seed in (1, 2):
+                random.seed(seed)
+                random.random()  # another position
+                words = _PYTHON.pack(*random.getstate()[1])
+                there, raw = words[-_POSITION:] + words[:-_POSITION], memory.raw
+                places = {at for at in places if raw[at : at + _PYTHON.size] == there}
+        finally:
+            random.setstate(before)
+        return id(self._random) + places.pop() if len(places) == 1 else None
+
+
+@functools.cache
+def _python() -> _PythonGlobal:
+    return _PythonGlobal()
 
 
 class _NumpyGlobal:

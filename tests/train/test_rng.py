@@ -40,6 +40,23 @@ def test_states_travel_as_bytes_of_one_size() -> None:
         Stream.from_bytes(b"short")
 
 
+def test_python_is_switched_in_place_and_by_its_own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    python = rng._python()
+    assert python._memory is not None
+    random.seed(5)
+    random.gauss(0, 1)
+    state, told = rng.capture(), random.getstate()
+    drawn = [random.gauss(0, 1), *(random.random() for _ in range(700))]
+    rng.restore(state)
+    assert random.getstate() == told
+    monkeypatch.setattr(python, "_memory", None)
+    assert rng.capture() == state
+    random.seed(6)
+    rng.restore(state)
+    assert random.getstate() == told
+    assert [random.gauss(0, 1), *(random.random() for _ in range(700))] == drawn
+
+
 def test_numpy_is_switched_without_its_private_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
     np.random.randn()
     state = rng.capture()
