@@ -19,8 +19,12 @@ from pliant import torchvision_import
 from pliant.errors import ConfigError
 from pliant.experiments import cifar, squad, text, vision
 
-needs_torchvision = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision: the extra `experiments`")
-needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers: the extra `experiments`")
+needs_torchvision = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="needs torchvision: the extra `experiments`"
+)
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers: the extra `experiments`"
+)
 
 
 @pytest.fixture(autouse=True)
