@@ -13,15 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from typing import IO, Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pliant.bench import gloo
 from pliant.bench.forked import fork_ranks
 from pliant.bench.networks import POOL, Samples, build, loss_of, network, optimizer_of
 from pliant.bench.told import Line, obeyed, take_place
@@ -35,9 +34,6 @@ SUBMITTERS = 4
 """Threads that submit at the same time."""
 
 Backend = Literal["nccl", "gloo"]
-_KEPT: list[object] = []
-"""Process groups of DDP, until the process ends. Its reducer, where it is the last to hold one, joins gloo's threads with
-Python's lock in hand, and one of them may wait for that lock: a deadlock, once in some hundred runs."""
 
 
 @contextlib.contextmanager
@@ -173,15 +169,8 @@ def synchronised(
     """The model to call, and what waits for its gradients."""
     engine = session.engine
     if side == "ddp":
-        patience = timedelta(seconds=TIMEOUT_S)
-        dist.init_process_group(
-            backend, init_method=f"file://{meeting}", rank=engine.rank, world_size=engine.size, timeout=patience
-        )
-        _KEPT.append(dist.group.WORLD)
-        try:
+        with gloo.joined(f"file://{meeting}", engine.rank, engine.size, TIMEOUT_S, backend):
             yield DistributedDataParallel(model, broadcast_buffers=False), lambda: None
-        finally:
-            dist.destroy_process_group()
     elif side == "scheduled":
         config = DeviceGroupConfig(backend=backend, timeout_s=TIMEOUT_S, name="training")
         with DeviceGroup(engine, dict(model.named_parameters()), config).open() as group:
