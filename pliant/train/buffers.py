@@ -36,7 +36,7 @@ class Buffers:
         self._copy(self._current(), saved)
 
     def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        if not self._groups:  # entering `no_grad` would be most of a small model's switch
+        if not self._groups:  # entering `no_grad` would be a sixth of a small model's switch
             return
         with torch.no_grad():
             for group in self._groups:  # of one type: a few launches for all of them

@@ -4,7 +4,7 @@ A worker hosts several replicas in turn and gives each the generators that it wo
 of its own, so `capture` and `restore` run at every switch and must cost microseconds. Whoever wants
 another way to draw numbers (a `Generator` object of the user's) must carry it himself.
 
-The own functions of python and numpy walk through the state word by word, which took most of a switch. The words
+The own functions of python and numpy walk through the state word by word, which would be half of a switch. The words
 are therefore copied where they lie: numpy's bit generator publishes its address; in python's `Random`, and for the
 spare normal deviate in numpy's `RandomState`, the place is looked for once, with values that we put there. Where it is
 not found, their own functions are used.
@@ -26,12 +26,13 @@ from torch import Tensor
 
 from pliant.errors import ConfigError, TrainError
 
-_PYTHON = struct.Struct("<625I")
-"""The 624 words of a Mersenne twister and the position in them."""
+_TWISTER_WORDS = 624
+_PYTHON = struct.Struct(f"<{_TWISTER_WORDS + 1}I")
+"""The words of a Mersenne twister and the position in them."""
 _PYTHON_VERSION = 3
 _POSITION = 4
-"""Bytes of the position, which python keeps before the words."""
-_NUMPY_BYTES = 624 * 4 + 4
+"""Bytes of the position, which python keeps before its words, and numpy behind them."""
+_NUMPY_BYTES = (_TWISTER_WORDS + 1) * 4
 """As many words, and the position."""
 _TORCH_BYTES = 5056
 _CUDA_BYTES = 16
@@ -79,11 +80,15 @@ class RngState:
         """What `to_bytes` wrote.
 
         Raises:
-            ConfigError: `data` has another size.
+            ConfigError: `data` has another size, or is damaged.
         """
         if len(data) != SIZE:
             raise ConfigError(f"{len(data)} bytes are no random state, which has {SIZE}: written by another version?")
         words, has_gauss, gauss, words_np, spare, deviate, torch_state, has_cuda, cuda = _RECORD.unpack(data)
+        for twister in (words, words_np):
+            # The generators take it as it is, and would read beyond their memory.
+            if not 0 <= (position := int.from_bytes(twister[-_POSITION:], "little", signed=True)) <= _TWISTER_WORDS:
+                raise ConfigError(f"a random state at word {position} of {_TWISTER_WORDS}: its bytes are damaged")
         return cls(
             python=(words, gauss if has_gauss else None),
             numpy=(words_np, spare, deviate),
@@ -213,8 +218,10 @@ class _NumpyGlobal:
         words, spare, deviate = state
         self._attach()
         if self._spare is None:
-            keys = np.frombuffer(words, dtype=np.uint32, count=624)
-            self._state.set_state(("MT19937", keys, struct.unpack_from("i", words, 624 * 4)[0], int(spare), deviate))
+            keys = np.frombuffer(words, dtype=np.uint32, count=_TWISTER_WORDS)
+            self._state.set_state(
+                ("MT19937", keys, struct.unpack_from("i", words, _TWISTER_WORDS * 4)[0], int(spare), deviate)
+            )
             return
         self._words.raw = words
         self._spare.raw = _SPARE.pack(spare, deviate)

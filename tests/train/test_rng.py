@@ -40,6 +40,15 @@ def test_states_travel_as_bytes_of_one_size() -> None:
         Stream.from_bytes(b"short")
 
 
+@pytest.mark.parametrize("place", [625 * 4, 625 * 4 + 1 + 8 + 625 * 4], ids=["python's", "numpy's"])
+@pytest.mark.parametrize("position", [625, -1])
+def test_a_position_beyond_the_words_is_refused(place: int, position: int) -> None:
+    data = bytearray(rng.capture().to_bytes())
+    data[place - 4 : place] = position.to_bytes(4, "little", signed=True)
+    with pytest.raises(ConfigError, match=f"at word {position} of 624"):
+        rng.RngState.from_bytes(bytes(data))
+
+
 def test_python_is_switched_in_place_and_by_its_own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     python = rng._python()
     assert python._memory is not None
