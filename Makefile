@@ -23,9 +23,9 @@ bench: $(VENV)/.installed
 	scripts/system-packages
 	$(BIN)/pliant bench allreduce -np 4 --model resnet50 --peers gloo,openmpi
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml repro/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]' -e ./repro
 	@touch $@
 
 clean:

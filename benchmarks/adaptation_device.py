@@ -140,19 +140,19 @@ def cuda(device: str) -> Json:
 
 
 def fig8(rounds: int, size: int) -> Json:
-    from pliant.experiments.figures import Options
-    from pliant.experiments.kungfu import fig8 as kungfu_fig8
-    from pliant.experiments.kungfu.monitoring import Task
+    from pliant_repro.experiments.figures import Options
+    from pliant_repro.experiments.kungfu import fig8 as kungfu_fig8
+    from pliant_repro.experiments.kungfu.monitoring import Task
 
     task = Task("ResNet50", 8, size, rounds)
     return kungfu_fig8.result_of(kungfu_fig8.workers_of(task), rounds, task.batch, Options(device="cpu"))
 
 
 def fig9(nodes: tuple[int, ...], sides: tuple[str, ...], repeat: int, iters: int) -> Json:
-    from pliant.bench.scaling import contest as scaling
-    from pliant.bench.scaling.contest import ScalingOptions
-    from pliant.experiments.figures import Options
-    from pliant.experiments.kungfu import fig9 as kungfu_fig9
+    from pliant_repro.bench.scaling import contest as scaling
+    from pliant_repro.bench.scaling.contest import ScalingOptions
+    from pliant_repro.experiments.figures import Options
+    from pliant_repro.experiments.kungfu import fig9 as kungfu_fig9
 
     asked = ScalingOptions(nodes=nodes, sides=sides, repeat=repeat, iters=iters, warmup=5, everywhere=True)
     began_s = time.monotonic()

@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pliant_repro.bench.models import resnet50
 
-from pliant.bench.models import resnet50
 from pliant.cluster import View, Worker
 from pliant.comm.device.config import DeviceGroupConfig
 from pliant.comm.device.group import DeviceGroup

@@ -92,7 +92,7 @@ class Gang:
     """The processes of one side."""
 
     def __init__(self, side: str, size: int, device: str, variant: str, sync: str) -> None:
-        from pliant.bench.contenders import Ground, identities
+        from pliant_repro.bench.contenders import Ground, identities
 
         self.size, self.sync, self.failure = size, sync, ""
         self._temporary = tempfile.TemporaryDirectory()
@@ -133,7 +133,8 @@ class Gang:
 
 def bits_rank(task: Json, rank: int) -> list[str]:
     """Train a small network with convolutions, BatchNorm and dropout; a digest after every step."""
-    from pliant.bench.networks import Samples, build, optimizer_of
+    from pliant_repro.bench.networks import Samples, build, optimizer_of
+
     from pliant.train import determinism
 
     torch.set_num_threads(1)
@@ -201,7 +202,7 @@ def _ours(task: Json, rank: int, model: Any, optimizer: Any, dataset: Any, scale
 
 
 def _turn(model: Any, optimizer: Any, batch: Any, scaler: Any) -> None:
-    from pliant.bench.networks import loss_of
+    from pliant_repro.bench.networks import loss_of
 
     optimizer.zero_grad()
     if scaler is None:
@@ -234,9 +235,9 @@ def digest(model: Any, optimizer: Any, buffers: Iterable[torch.Tensor], scaler: 
 
 def throughput(tiny: bool) -> Json:
     """4 replicas in one worker beside 4 packed DDP processes, and beside a bare loop of four batches as the bound."""
-    from pliant.bench import report
-    from pliant.bench.contest import Rules
-    from pliant.bench.throughput import TrainOptions, contest, per_step
+    from pliant_repro.bench import report
+    from pliant_repro.bench.contest import Rules
+    from pliant_repro.bench.throughput import TrainOptions, contest, per_step
 
     rules = Rules(rounds=3 if tiny else 7, iterations=2 if tiny else 6, warmup=2 if tiny else 6, timeout_s=90.0)
     options = TrainOptions(
@@ -274,7 +275,7 @@ def _say(what: str, fraction: float) -> None:
 def memory(tiny: bool) -> Json:
     """Peak memory on the device for 1 to 16 replicas in one worker."""
     found = _replicas(tiny, (1, 2, 4, 8, 16), with_pairs=False, windows=2, steps=2, warmup=2, timeout_s=60.0)
-    from pliant.bench.replicas import flatness
+    from pliant_repro.bench.replicas import flatness
 
     key = "host_peak_bytes" if tiny else "device_peak_bytes"
     return {
@@ -309,7 +310,7 @@ def profile(tiny: bool) -> Json:
 
 
 def _replicas(tiny: bool, counts: Sequence[int], **settings: Any) -> Json:
-    from pliant.bench.replicas import ReplicasOptions, run
+    from pliant_repro.bench.replicas import ReplicasOptions, run
 
     chosen = {"model": "small", "batch": 4} if tiny else {"model": "resnet50", "batch": 32, "device": "cuda"}
     return run(ReplicasOptions(replicas=tuple(counts), **chosen, **settings), {}, _say)
@@ -413,7 +414,7 @@ def main() -> int:
     names = args.parts.split(",") if args.parts else [name for name in PARTS if name != "profile"]
     if os.environ.get("PROFILE") == "1":
         names.append("profile")
-    from pliant.bench.report import machine
+    from pliant.machine import machine
 
     with tempfile.TemporaryDirectory() as folder:
         parts = run_parts(names, args.tiny, Path(folder))

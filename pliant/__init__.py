@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pliant.policy import (
+    from pliant.adapt import (
         Decision,
         Observation,
         Policy,
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pliant.train.job import Job, Left, join
     from pliant.train.optim import AdaptiveSGD, PairAveraging, SynchronousAveraging
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = [
     "AdaptiveSGD",
     "Decision",
@@ -38,7 +38,7 @@ __all__ = [
 _OWNERS = {
     "pliant.train.job": ("Job", "Left", "join"),
     "pliant.train.optim": ("AdaptiveSGD", "PairAveraging", "SynchronousAveraging"),
-    "pliant.policy": (
+    "pliant.adapt": (
         "Decision",
         "Observation",
         "Policy",

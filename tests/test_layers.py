@@ -12,15 +12,15 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "pliant"
 LAYERS = [
-    {"child", "errors"},
+    {"child", "errors", "machine"},
     {"cluster"},
-    {"identity", "mistakes", "page", "perf", "record", "torchvision_import"},
-    {"comm", "monitor"},
-    {"elastic", "policy"},
-    {"train", "launch", "lab"},
+    {"identity", "mistakes", "page", "record", "torchvision_import"},
+    {"adapt"},
+    {"comm"},
+    {"elastic"},
+    {"train", "launch"},
     {"fed", "integrations", "sched"},
-    {"bench"},
-    {"experiments", "dashboard"},
+    {"ui"},
     {"cli"},
 ]
 INSIDE = {
@@ -73,7 +73,6 @@ INSIDE = {
         {"web"},
         {"server"},
     ],
-    "lab": [{"namespaces", "rates"}, {"guardian", "machine"}, {"hosts"}],
     "launch": [
         {"addresses", "company", "debug", "devices", "duration", "events", "guardian", "options"},
         {"output", "ports", "registry", "replacement", "secret", "signals", "warm"},
@@ -89,6 +88,7 @@ INSIDE = {
         {"schedulers", "workloads"},
         {"live", "simulate", "traces"},
         {"compare", "outcome"},
+        {"result"},
     ],
     "train": [
         {"buffers", "calls", "fold_check", "notice", "placement", "rng", "state", "trace", "view_changes"},
@@ -109,11 +109,11 @@ TORCH_FREE = [
     "pliant.comm.graph",
     "pliant.comm.order",
     "pliant.comm.slices",
-    "pliant.dashboard.page",
-    "pliant.dashboard.sources",
+    "pliant.ui.page",
+    "pliant.ui.sources",
     "pliant.elastic.membership",
     "pliant.elastic.server",
-    "pliant.experiments.demo",
+    "pliant_repro.experiments.demo",
     "pliant.fed",
     "pliant.fed.choice.selectors",
     "pliant.fed.choice.testing",
@@ -126,7 +126,7 @@ TORCH_FREE = [
     "pliant.fed.rounds.plan",
     "pliant.launch.on_ray.run",
     "pliant.launch.runner",
-    "pliant.lab.hosts",
+    "pliant_repro.lab.hosts",
     "pliant.sched.compare",
     "pliant.sched.live.jobfile",
     "pliant.sched.live.client",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pliant.adapt import ProbeLinks, Resize, SetBatchSize, SetLearningRate, SetTopology
+from pliant.adapt.decisions import KINDS, Decision, from_json
 from pliant.errors import ConfigError
-from pliant.policy import ProbeLinks, Resize, SetBatchSize, SetLearningRate, SetTopology
-from pliant.policy.decisions import KINDS, Decision, from_json
 from pliant.record import Recorder, read
 
 DECISIONS: list[Decision] = [

@@ -16,11 +16,11 @@ import time
 
 import torch
 import torch.nn.functional as F
+from pliant_repro.experiments.vision import image_size, model_name, num_classes, vision_model
 from torch.utils.data import TensorDataset
 
 import pliant
 from pliant.errors import ConfigError
-from pliant.experiments.vision import image_size, model_name, num_classes, vision_model
 
 MONITORS = {"sync-sgd": "", "noise-scale": "noise_scale", "variance": "variance"}
 

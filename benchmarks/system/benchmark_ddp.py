@@ -20,11 +20,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pliant_repro.experiments import vision
+from pliant_repro.experiments.kungfu import img_sec
 from torch.nn.parallel import DistributedDataParallel
 
 from pliant.errors import ConfigError
-from pliant.experiments import vision
-from pliant.experiments.kungfu import img_sec
 from pliant.identity import worker_spec
 
 LIMIT = timedelta(minutes=10)

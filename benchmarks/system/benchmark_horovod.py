@@ -13,10 +13,10 @@ import time
 
 import torch
 import torch.nn.functional as F
+from pliant_repro.experiments import vision
+from pliant_repro.experiments.kungfu import img_sec
 
 from pliant.errors import ConfigError
-from pliant.experiments import vision
-from pliant.experiments.kungfu import img_sec
 
 
 def main() -> None:

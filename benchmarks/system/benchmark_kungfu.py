@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from pliant_repro.experiments import vision
+from pliant_repro.experiments.kungfu import img_sec
 
 import pliant
 from pliant.errors import ConfigError, NotLaunched
-from pliant.experiments import vision
-from pliant.experiments.kungfu import img_sec
 from pliant.identity import WorkerSpec, worker_spec
 
 WHAT = {

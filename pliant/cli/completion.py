@@ -80,12 +80,6 @@ def one_of(*words: str) -> Completer:
 # --- what there is ---
 
 
-def _experiments() -> Words:
-    from pliant.experiments.figures import FIGURES
-
-    return [*((name, figure.about) for name, figure in FIGURES.items()), ("all", "every one"), ("report", "again")]
-
-
 def _strategies() -> Words:
     from pliant.comm.graph import STRATEGIES
 
@@ -93,7 +87,7 @@ def _strategies() -> Words:
 
 
 def _policies() -> Words:
-    from pliant.policy.registry import NAMES
+    from pliant.adapt.registry import NAMES
 
     return NAMES
 
@@ -143,19 +137,6 @@ def _running() -> Words:
     return [(job.id, job.command) for job in running_jobs()]
 
 
-def _labs() -> Words:
-    from pliant.lab.namespaces import labs
-
-    return labs()
-
-
-def _zoo() -> Words:
-    from pliant.experiments.figures import MODELS, PACED
-
-    return [*MODELS, *PACED]
-
-
-experiments = values(_experiments)
 strategies = values(_strategies)
 policies = values(_policies)
 schedulers = listed(_schedulers)
@@ -164,5 +145,3 @@ states = listed(_states)
 federated = values(_federated)
 jobs = values(_jobs)
 running = values(_running)
-labs = values(_labs)
-zoo = listed(_zoo)

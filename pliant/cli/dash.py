@@ -44,9 +44,9 @@ def dash(
     tls_key: Annotated[str, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")] = "",
 ) -> None:
     """Show jobs in the browser: curves with what happened, workers, topology, the cluster, logs. Works offline."""
-    from pliant.dashboard.server import DashConfig, serve
-    from pliant.dashboard.sources import sources
-    from pliant.dashboard.watch import Watch
+    from pliant.ui.server import DashConfig, serve
+    from pliant.ui.sources import sources
+    from pliant.ui.watch import Watch
 
     known = token_given(token_file)
     token, is_new = known or secrets.token_urlsafe(18), not known

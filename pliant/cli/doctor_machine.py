@@ -34,7 +34,6 @@ SERVERS = {
     "pliant dash": 9300,
 }
 """Where these listen if they are not told a port."""
-LAB_NEEDS = {"namespaces": "hosts on one machine (`pliant lab`)", "qdiscs": "rates of their links"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,6 @@ def examine(replicas: int) -> Iterator[Finding]:
         ("memory", _memory),
         ("sockets", _sockets),
         ("ports", _ports),
-        ("lab", _lab),
         ("programs", _programs),
         ("packages", _packages),
     ]
@@ -246,15 +244,3 @@ def _is_free(port: int) -> bool:
                 raise
             return False
     return True
-
-
-def _lab() -> Iterator[Finding]:
-    from pliant.lab.machine import lacks
-
-    found = lacks()
-    for what, use in LAB_NEEDS.items():
-        # Without rights, tools or namespaces nobody can say anything of qdiscs.
-        mine = [each for each in found if each.what == what] or [each for each in found if each.what == "all"]
-        why = "; ".join(each.why for each in mine)
-        remedy = " && ".join(dict.fromkeys(each.remedy for each in mine))
-        yield Finding(what, "warn" if mine else "ok", f"{use}: {why}" if mine else use, remedy)

@@ -13,6 +13,8 @@ import itertools
 import os
 import signal
 import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
@@ -21,9 +23,13 @@ from pliant.cli.completion import FrontDoor
 from pliant.errors import ConfigError, PliantError
 
 COMMANDS = (
-    "run", "remote_install", "resize", "config_server", "lab",
-    "dash", "top", "fed", "report", "serve", "submit", "list_jobs", "show", "logs", "stop", "forget", "plan", "sim", "bench", "doctor", "demo", "reproduce",
+    "run", "remote_install", "resize", "config_server",
+    "dash", "top", "fed", "report", "serve", "submit", "list_jobs", "show", "logs", "stop", "forget", "plan", "sim", "doctor",
 )  # fmt: skip
+PLUGIN_GROUP = "pliant.commands"
+"""Entry points in this group add commands: each is a function that takes the Typer application."""
+REPRO_COMMANDS = ("bench", "demo", "lab", "reproduce")
+"""Commands that the package `pliant-repro` adds."""
 READER_GONE = 128 + signal.SIGPIPE
 Misuse: type[Exception] = typer.BadParameter.__mro__[2]
 """What a wrong command line raises: click's exception, or that of a newer typer, which has a click of its own within."""
@@ -43,7 +49,21 @@ def build() -> typer.Typer:
     app.callback()(_front_door)
     for command in COMMANDS:
         importlib.import_module(f"pliant.cli.{command}").register(app)
+    plugins = entry_points(group=PLUGIN_GROUP)
+    for plugin in plugins:
+        plugin.load()(app)
+    for name in set(REPRO_COMMANDS) - plugins.names:
+        app.command(name, hidden=True, context_settings={"ignore_unknown_options": True})(_missing_command(name))
     return app
+
+
+def _missing_command(name: str) -> Callable[..., None]:
+    """Return a command that says how to install the package that has the real one."""
+
+    def missing(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:
+        raise ConfigError(f"`pliant {name}` is part of pliant-repro, which is not installed: pip install ./repro")
+
+    return missing
 
 
 def _front_door(

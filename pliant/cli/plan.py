@@ -110,7 +110,7 @@ def _print(replicas: int, found: Plan | None, types: Types, given: tuple[int, ..
 def _answer(
     asked: dict[str, object], found: Plan | None, types: Types, given: tuple[int, ...], wishes: Sequence[Proposal]
 ) -> dict[str, object]:
-    from pliant.bench.report import machine
+    from pliant.machine import machine
 
     return {
         "bench": "plan",

@@ -66,7 +66,7 @@ def report(
     with shown_waiting("reading what the jobs have written") as say:
         found = compared([read_curve(_path(job)) for job in jobs], target=goal, metric=metric)
         if plot is not None:
-            from pliant.experiments import accuracy_plot
+            from pliant.cli import accuracy_plot
 
             say("drawing")
             accuracy_plot.curves(found, plot)

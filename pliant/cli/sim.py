@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from pliant_repro.cli.bench_output import ended_by_sigterm, wide_console
 from rich import box
 from rich.table import Table
 
 from pliant.cli import completion
 from pliant.cli.amounts import numbers
-from pliant.cli.bench_output import ended_by_sigterm, wide_console
 from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
 from pliant.cli.progress import shown_progress, shown_waiting
 from pliant.cli.writable import check_picture, check_writable
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pliant.bench.report import Json
+    from pliant.machine import Json
     from pliant.sched.compare import Run
     from pliant.sched.simulate import Outcome
 
@@ -95,7 +95,7 @@ def sim(
     json_file: JsonFile = None,
 ) -> None:
     """Replay a trace of jobs on a cluster under each policy: completion times, makespan, devices in use."""
-    from pliant.bench import simulation
+    from pliant.sched import result as simulation
     from pliant.sched import traces
     from pliant.sched.compare import Setting, compare
     from pliant.sched.machines import Reservation
@@ -134,7 +134,7 @@ def sim(
     if table_file is not None:
         _write_table(outcomes, table_file)
     if plot is not None:
-        from pliant.experiments import cluster_plot
+        from pliant.cli import cluster_plot
 
         cluster_plot.policies(answer, plot)
 

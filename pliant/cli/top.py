@@ -18,8 +18,8 @@ from pliant.errors import ConfigError
 from pliant.launch.duration import parse_duration
 
 if TYPE_CHECKING:
-    from pliant.dashboard.jobs import Job
-    from pliant.dashboard.seen import Seen
+    from pliant.ui.jobs import Job
+    from pliant.ui.seen import Seen
 
 
 def register(app: typer.Typer) -> None:
@@ -38,9 +38,9 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
-    from pliant.dashboard.sources import sources
-    from pliant.dashboard.terminal import neighbour, screen
-    from pliant.dashboard.watch import Watch
+    from pliant.ui.sources import sources
+    from pliant.ui.terminal import neighbour, screen
+    from pliant.ui.watch import Watch
 
     interval_s = parse_duration(interval, "--interval")
     if interval_s < 0.1:

@@ -29,7 +29,7 @@ def check_picture(path: Path | None) -> None:
     """That `--plot` names a file which can be written, and a kind of picture; and that there is something to draw with."""
     if path is None:
         return
-    from pliant.experiments import plotting
+    from pliant.cli import plotting
 
     plotting.check()
     if path.suffix not in PICTURES:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from pliant.adapt.asked import parse_monitors
+from pliant.adapt.decisions import maths_decisions
+from pliant.adapt.registry import check as check_policy
 from pliant.cluster import DEFAULT_RUNNER_PORT, Host, PortRange, check_port
 from pliant.errors import ConfigError
 from pliant.identity import DEFAULT_STRATEGY
-from pliant.policy.asked import parse_monitors
-from pliant.policy.decisions import maths_decisions
-from pliant.policy.registry import check as check_policy
 
 LEVELS = ("D0", "D1", "D2")
 """Equal bits for an equal number of workers; for any number of them; and on machines of other kinds, too."""

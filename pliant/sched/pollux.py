@@ -17,8 +17,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from pliant.adapt.goodput_model import gain
 from pliant.errors import ConfigError
-from pliant.perf.goodput import gain
 from pliant.sched.job import Job
 from pliant.sched.planner import DeviceType
 

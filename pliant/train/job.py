@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
+from pliant.adapt import Observation, Policy
 from pliant.cluster import PortRange, Worker
 from pliant.elastic.member import Member, member_of
 from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, TrainError
 from pliant.identity import WorkerSpec, worker_spec
-from pliant.policy import Observation, Policy
 from pliant.train import beginning, determinism, guards, notice, obstacles, trace, wrapping
 from pliant.train.adapting.adaptation import Adaptation
 from pliant.train.adapting.settings import Settings, adaptation_settings

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+from pliant.adapt import stall
 from pliant.cluster import Worker
-from pliant.monitor import stall
 from pliant.train.adapting.settings import Settings
 from pliant.train.trainer import Trainer
 

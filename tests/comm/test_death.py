@@ -19,15 +19,15 @@ from pathlib import Path
 import pytest
 import torch
 from gang import FULL, Gang, addresses, gang, joined, left_behind, listen, say, specs
+from pliant_repro.lab import machine
+from pliant_repro.lab.hosts import Lab
+from pliant_repro.lab.namespaces import labs
 
 from pliant.cluster import View, Worker
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.errors import CommError, WorkerLost
 from pliant.identity import WorkerSpec
-from pliant.lab import machine
-from pliant.lab.hosts import Lab
-from pliant.lab.namespaces import labs
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server", "no_leaks")]
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from pliant_repro.lab.hosts import Lab
+from pliant_repro.lab.machine import check
 
 from pliant.comm import probe
 from pliant.comm.choice import Network
@@ -20,8 +22,6 @@ from pliant.comm.loopback import engines, view_of
 from pliant.comm.mesh import MeshConfig
 from pliant.comm.station import Station
 from pliant.errors import CommError, ConfigError
-from pliant.lab.hosts import Lab
-from pliant.lab.machine import check
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 

@@ -13,8 +13,8 @@ from statistics import median
 from typing import Any
 
 import pytest
+from pliant_repro.experiments.oort.federated import Course, Job
 
-from pliant.experiments.oort.federated import Course, Job
 from pliant.fed.config import Choice, DataConfig, FedConfig, LocalConfig
 from pliant.fed.rounds.loop import simulate
 

@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader
 
 import pliant
 from pliant import record
-from pliant.errors import ConfigError
-from pliant.policy import (
+from pliant.adapt import (
     Decision,
     Observation,
     Policy,
@@ -32,7 +31,8 @@ from pliant.policy import (
     SetLearningRate,
     SetTopology,
 )
-from pliant.policy.decisions import maths_decisions
+from pliant.adapt.decisions import maths_decisions
+from pliant.errors import ConfigError
 
 pytestmark = pytest.mark.processes
 REPLICAS, EPOCHS = 3, 3

@@ -13,10 +13,10 @@ import pytest
 import torch
 from gang import free_port
 
+from pliant.adapt import Observation, WorkerFigures
+from pliant.adapt.stall import StallDetector
 from pliant.comm.loopback import engines
 from pliant.errors import ConfigError
-from pliant.monitor import StallDetector
-from pliant.policy import Observation, WorkerFigures
 from pliant.train.adapting import metrics as metrics_module
 from pliant.train.adapting.metrics import PORT_OFFSET, Metrics, period_s
 from pliant.train.adapting.tensorboard import Scalars, scalars

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pliant import record
-from pliant.policy import Observation, Resize, SetBatchSize, WorkerFigures
+from pliant.adapt import Observation, Resize, SetBatchSize, WorkerFigures
 from pliant.train.adapting import facts, told
 
 pytestmark = pytest.mark.timeout(30)

@@ -17,10 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pliant.comm import probe as links
-from pliant.comm.engine import Engine
-from pliant.errors import ConfigError
-from pliant.policy import (
+from pliant.adapt import (
     Decision,
     Observation,
     ProbeLinks,
@@ -30,8 +27,11 @@ from pliant.policy import (
     SetTopology,
     WorkerFigures,
 )
-from pliant.policy.decisions import from_json
-from pliant.policy.observation import Rates
+from pliant.adapt.decisions import from_json
+from pliant.adapt.observation import Rates
+from pliant.comm import probe as links
+from pliant.comm.engine import Engine
+from pliant.errors import ConfigError
 from pliant.train.adapting import facts, told
 from pliant.train.adapting.settings import Settings
 from pliant.train.adapting.told import Named

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pliant import record
+from pliant.adapt import Observation
+from pliant.adapt.observation import Rates
 from pliant.comm.graph import masters
-from pliant.policy import Observation
-from pliant.policy.observation import Rates
 
 
 class Facts:

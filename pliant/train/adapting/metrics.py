@@ -18,11 +18,11 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric, UnknownMetricFamily
 from prometheus_client.registry import Collector
 
+from pliant.adapt import Observation
+from pliant.adapt.stall import StallDetector
 from pliant.comm.engine import Engine
 from pliant.comm.latency import latencies
 from pliant.errors import CommError, ConfigError
-from pliant.monitor import StallDetector
-from pliant.policy import Observation
 
 log = logging.getLogger(__name__)
 

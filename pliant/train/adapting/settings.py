@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pliant.adapt import Decision, Policies, Policy
+from pliant.adapt.asked import check_monitors, parse_monitors
+from pliant.adapt.decisions import maths_decisions
 from pliant.errors import ConfigError
 from pliant.identity import WorkerSpec
-from pliant.policy import Decision, Policies, Policy
-from pliant.policy.asked import check_monitors, parse_monitors
-from pliant.policy.decisions import maths_decisions
 
 
 @dataclass(slots=True)
@@ -67,6 +67,6 @@ def adaptation_settings(
 
 def _told_policies(text: str) -> list[Policy]:
     """One on each line."""
-    from pliant.policy import registry  # the user's own are imported by it
+    from pliant.adapt import registry  # the user's own are imported by it
 
     return [registry.parse(line) for line in text.splitlines()]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pliant.adapt import Observation
 from pliant.errors import ConfigError
-from pliant.policy import Observation
 
 
 class Scalars:

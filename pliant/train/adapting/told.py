@@ -11,8 +11,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pliant.policy import Decision, WorkerFigures
-from pliant.policy.decisions import from_json
+from pliant.adapt import Decision, WorkerFigures
+from pliant.adapt.decisions import from_json
 
 _HEAD = struct.Struct("<Idddddd")
 """The length, the clock, then what `WorkerFigures` has."""

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from pliant.adapt.noise import NoiseScale, Variance
 from pliant.comm.engine import Engine
 from pliant.errors import ConfigError
-from pliant.monitor import NoiseScale, Variance
 from pliant.train.gradients.dispersion import Dispersion
 from pliant.train.gradients.precondition import Denominators
 

@@ -1,0 +1,125 @@
+"""Policies by name, as the command line has them: NAME, NAME:key=value,... or module:Class[:key=value,...]."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pliant.adapt.base import Policy
+from pliant.errors import ConfigError
+
+NAMES: Mapping[str, str] = {
+    "grow-batch-size": "pliant.adapt.batch_size:GrowBatchSize",
+    "kungfu-batch-size": "pliant.adapt.batch_size:KungFuBatchSize",
+    "scheduled-batch-size": "pliant.adapt.batch_size:ScheduledBatchSize",
+    "scheduled-size": "pliant.adapt.size:ScheduledSize",
+    "provision": "pliant.adapt.size:Provision",
+    "interference": "pliant.adapt.interference:Interference",
+    "goodput": "pliant.adapt.goodput_policy:Goodput",
+}
+TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def parse(text: str) -> Policy:
+    """The policy that a text names, made with the options it gives.
+
+    Schedules are written as `scheduled-size:10=2,20=4`: STEP=SIZE where others have key=value.
+
+    Raises:
+        ConfigError: there is no such policy, or it has no such option; says which there are.
+    """
+    place, options = _split(text.strip())
+    made = _load(place, text)
+    signature = inspect.signature(made)
+    hints = _hints(made)
+    schedule: dict[int, int] = {}
+    given: dict[str, Any] = {}
+    for option in filter(None, (each.strip() for each in options.split(","))):
+        key, equals, value = (word.strip() for word in option.partition("="))
+        if "schedule" in signature.parameters and key.isdecimal() and value.isdecimal():
+            schedule[int(key)] = int(value)
+        elif not equals or key not in signature.parameters or key == "schedule":
+            raise ConfigError(f"--policy {text}: {option!r} is no option of it: there are {_known(signature)}")
+        else:
+            given[key] = _value(text, key, value, hints.get(key))
+    if "schedule" in signature.parameters:
+        given["schedule"] = schedule
+    try:
+        policy = made(**given)
+    except Exception as error:  # the user's own code
+        raise ConfigError(f"--policy {text}: {type(error).__name__}: {error}") from error
+    if not isinstance(policy, Policy):
+        raise ConfigError(f"--policy {text}: {place} is no policy: derive it from pliant.Policy")
+    return policy
+
+
+def check(text: str) -> None:
+    """Refuse what cannot be, before a job is started. A user's own class is imported by the workers only.
+
+    Raises:
+        ConfigError: as of `parse`.
+    """
+    if _split(text.strip())[0] in NAMES.values():
+        parse(text)
+
+
+def _split(text: str) -> tuple[str, str]:
+    """module:Class, and the options."""
+    name, _, rest = text.partition(":")
+    if name in NAMES:
+        return NAMES[name], rest
+    kind, _, options = rest.partition(":")
+    if not kind or "=" in kind or not name.replace(".", "_").isidentifier() or not kind.isidentifier():
+        raise ConfigError(f"--policy {text}: there is no {name!r}; use {', '.join(NAMES)}, or module:Class")
+    return f"{name}:{kind}", options
+
+
+def _load(place: str, text: str) -> Callable[..., object]:
+    module_name, _, name = place.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"--policy {text}: cannot import {module_name}: {error}") from None
+    found = getattr(module, name, None)
+    if not (isinstance(found, type) and issubclass(found, Policy)):
+        raise ConfigError(f"--policy {text}: {module_name} has no policy {name!r}: derive it from pliant.Policy")
+    return found
+
+
+def _hints(made: Callable[..., object]) -> dict[str, Any]:
+    """The constructor's annotations, as far as they can be read: some names may be for type checkers only."""
+    try:
+        return typing.get_type_hints(made.__init__)
+    except NameError:
+        return {}
+
+
+def _known(signature: inspect.Signature) -> str:
+    names = ["STEP=SIZE" if name == "schedule" else name for name in signature.parameters]
+    return ", ".join(names) or "none"
+
+
+def _value(text: str, key: str, value: str, hint: Any) -> Any:
+    """As the constructor's annotation has it; what has none, or another, is tried as a number."""
+    kinds = typing.get_args(hint) or (hint,)
+    try:
+        if bool in kinds:
+            return TRUTHS[value.lower()]
+        if int in kinds and float not in kinds:
+            return int(value)
+        if float in kinds:
+            return float(value)
+    except (KeyError, ValueError):
+        kind = next(each.__name__ for each in (bool, int, float) if each in kinds)
+        raise ConfigError(f"--policy {text}: {key}={value}: use a value of type {kind}") from None
+    if str in kinds:
+        return value
+    for convert in (int, float):
+        try:
+            return convert(value)
+        except ValueError:
+            pass
+    return value

@@ -1,0 +1,28 @@
+"""What a shell may complete in the commands of this package."""
+
+from __future__ import annotations
+
+from pliant.cli.completion import Words, listed, values
+
+
+def _experiments() -> Words:
+    from pliant_repro.experiments.figures import FIGURES
+
+    return [*((name, figure.about) for name, figure in FIGURES.items()), ("all", "every one"), ("report", "again")]
+
+
+def _labs() -> Words:
+    from pliant_repro.lab.namespaces import labs
+
+    return labs()
+
+
+def _zoo() -> Words:
+    from pliant_repro.experiments.figures import MODELS, PACED
+
+    return [*MODELS, *PACED]
+
+
+experiments = values(_experiments)
+labs = values(_labs)
+zoo = listed(_zoo)

@@ -1,0 +1,246 @@
+"""The `pliant demo` command: shows what `experiments.demo` does, and what it came to."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from pliant.cli.amounts import check_time
+from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
+from pliant.cli.writable import check_writable
+from pliant.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pliant_repro.experiments.demo import Demo, Row
+    from pliant_repro.experiments.ledger import Ledger, Verdict
+
+FRAMES_PER_S = 4
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command("demo", cls=BareJson)(demo)
+
+
+def demo(
+    epochs: Annotated[int, typer.Option("--epochs", help="Of 12 steps each.")] = 30,
+    path: Annotated[
+        str, typer.Option("--path", metavar="N|kill,...", help="What happens to the 4 workers, spread over the run.")
+    ] = "2,kill,3,1",
+    pace: Annotated[float, typer.Option("--pace", metavar="SECONDS", help="No step of pliant is shorter.")] = 0.03,
+    png: Annotated[Path, typer.Option("--png", metavar="FILE", help="The picture of both curves.")] = Path(
+        "pliant-demo.png"
+    ),
+    json_file: JsonFile = None,
+    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Give up after this long.")] = 300.0,
+    nudge: Annotated[int | None, typer.Option("--nudge", hidden=True)] = None,
+) -> None:
+    """Train on real images with stock DDP, and with pliant while workers come, go and are killed: the same bits."""
+    from pliant_repro.experiments.demo import Demo, DemoOptions
+
+    if not 0 <= pace <= 60:
+        raise ConfigError(f"--pace {pace:g}: use 0 to 60 seconds")
+    check_time(timeout, "--timeout")
+    words = tuple(word.strip() for word in path.split(",") if word.strip())
+    options = DemoOptions(epochs=epochs, path=words, pace_s=pace, timeout_s=timeout, nudge=nudge)
+    if png.suffix != ".png":
+        raise ConfigError(f"--png {png}: give a name that ends in .png")
+    for file, flag in ((png, "--png"), (json_file, "--json")):
+        check_writable(file, flag)
+    console = Console(highlight=False, stderr=is_alone(json_file))
+    begun_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="pliant-demo-") as folder, _ended_by_signals():
+        shown = Demo(options, Path(folder))
+        with _view(console, shown) as watch:
+            verdict = shown.run(watch)
+    save_json(_as_json(shown, verdict), json_file)
+    if not is_alone(json_file):
+        _print_result(console, shown, verdict)
+    picture = _draw(shown, verdict, png)
+    if not is_alone(json_file):
+        console.print(f"{picture}; took {time.monotonic() - begun_s:.0f} s", soft_wrap=True, markup=False)
+    if not verdict.identical:
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let Ctrl-C, SIGTERM and SIGHUP unwind alike, so that everything started is ended."""
+
+    def leave(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_IGN)  # an impatient second one must not interrupt the ending
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# --- while it runs ---
+
+
+@contextlib.contextmanager
+def _view(console: Console, demo: Demo) -> Iterator[Callable[[], None]]:
+    """What to call while the demo runs: a live view on a terminal, plain lines elsewhere, unless stdout is for JSON."""
+    if not console.is_terminal:
+        yield _Lines(console, demo).show if not console.stderr else lambda: None
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        shown_s = 0.0
+
+        def show() -> None:
+            nonlocal shown_s
+            if time.monotonic() - shown_s >= 1 / FRAMES_PER_S:
+                shown_s = time.monotonic()
+                live.update(_frame(demo), refresh=True)
+
+        yield show
+
+
+def _frame(demo: Demo) -> Group:
+    total = demo.options.num_steps
+    bars = Progress(
+        TextColumn("{task.description:<26}"),
+        BarColumn(40),
+        TextColumn("step {task.completed:>3.0f} of {task.total:.0f}"),
+        TextColumn("{task.fields[loss]}"),
+    )
+    workers = _workers(demo.elastic)
+    marks = "■" * workers + "□" * (4 - workers)
+    for title, ledger in (
+        ("stock DDP, 4 processes", demo.oracle),
+        (f"pliant, {marks} {workers} workers", demo.elastic),
+    ):
+        bars.add_task(title, total=total, completed=ledger.last_step + 1, loss=_latest_loss(ledger))
+    rows = demo.rows()
+    last = f"{rows[-1].event} at step {rows[-1].step}{_pause(rows[-1], ', pause ')}" if rows else demo.stage
+    return Group(bars, Text(f"{demo.stage}   last event: {last}" if rows else last, style="dim"))
+
+
+class _Lines:
+    """A line for everything new."""
+
+    def __init__(self, console: Console, demo: Demo) -> None:
+        self._console, self._demo = console, demo
+        self._stage, self._num_rows = "", 0
+
+    def show(self) -> None:
+        if self._demo.stage != self._stage:
+            self._stage = self._demo.stage
+            self._console.print(self._stage, soft_wrap=True)
+        rows = self._demo.rows()
+        for row in rows[self._num_rows :]:
+            self._console.print(
+                f"step {row.step}: {row.workers} workers, {row.event}{_pause(row, ', pause ')}", soft_wrap=True
+            )
+        self._num_rows = len(rows)
+
+
+def _workers(ledger: Ledger) -> int:
+    return ledger.steps[max(ledger.steps)].workers if ledger.steps else 0
+
+
+def _latest_loss(ledger: Ledger) -> str:
+    return f"loss {ledger.steps[ledger.last_step].loss:.6f}" if ledger.last_step >= 0 else ""
+
+
+def _pause(row: Row, before: str = "") -> str:
+    if row.pause_s is None:
+        return ""
+    return f"{before}{row.pause_s * 1e3:.{0 if row.pause_s >= 0.01 else 1}f} ms"
+
+
+# --- at the end ---
+
+
+def _print_result(console: Console, demo: Demo, verdict: Verdict) -> None:
+    table = Table(
+        title="4 replicas on scikit-learn's digits: stock DDP on 4 processes, and pliant",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("step", "workers", "event", "pause", "loss DDP", "loss pliant"):
+        table.add_column(name, justify="left" if name in ("workers", "event") else "right", no_wrap=True)
+    for row in demo.rows():
+        table.add_row(str(row.step), row.workers, row.event, _pause(row), *_losses(demo, row.step))
+    end = verdict.num_steps - 1
+    table.add_row(str(end), str(_workers(demo.elastic)), "the last step", "", *_losses(demo, end))
+    console.print(table)
+    for name, ledger in (("DDP", demo.oracle), ("pliant", demo.elastic)):
+        digests = " and ".join(sorted(ledger.steps[end].digests)) if end in ledger.steps else "missing"
+        right = "" if ledger.accuracy is None else f", {ledger.accuracy:.1%} of the held-out images right"
+        console.print(f"{name:>6}: SHA-256 {digests}{right}", soft_wrap=True)
+    console.print(
+        f"compared: parameters, buffers and optimizer after each of {verdict.num_steps} steps "
+        f"({verdict.num_digests} digests), {verdict.num_losses} losses",
+        soft_wrap=True,
+    )
+    if verdict.identical:
+        console.print("bit-identical: [bold green]yes[/]")
+    else:
+        console.print(
+            f"bit-identical: [bold red]NO[/], first at step {verdict.first_difference}: {verdict.what}", soft_wrap=True
+        )
+
+
+def _losses(demo: Demo, step: int) -> list[str]:
+    return [
+        f"{ledger.steps[step].loss:.7f}" if step in ledger.steps and ledger.steps[step].losses else "missing"
+        for ledger in (demo.oracle, demo.elastic)
+    ]
+
+
+def _draw(demo: Demo, verdict: Verdict, png: Path) -> str:
+    """Draw the picture; what to tell about it."""
+    from pliant_repro.experiments import demo_plot
+
+    try:
+        demo_plot.draw(demo, verdict, png)
+    except ImportError:
+        return "no picture: matplotlib is not installed (pip install 'pliant[experiments]')"
+    return f"picture: {png}"
+
+
+def _as_json(demo: Demo, verdict: Verdict) -> dict[str, Any]:
+    def steps_of(ledger: Ledger) -> list[dict[str, Any]]:
+        return [
+            {
+                "step": number,
+                "workers": step.workers,
+                "sha256": sorted(step.digests),
+                "losses": [sorted(step.losses[replica]) for replica in sorted(step.losses)],
+            }
+            for number, step in sorted(ledger.steps.items())
+        ]
+
+    return {
+        "bit_identical": verdict.identical,
+        "first_difference": verdict.first_difference,
+        "what": verdict.what,
+        "steps": verdict.num_steps,
+        "digests_compared": verdict.num_digests,
+        "losses_compared": verdict.num_losses,
+        "events": [
+            {"step": row.step, "workers": row.workers, "event": row.event, "pause_s": row.pause_s}
+            for row in demo.rows()
+        ],
+        "ddp": {"accuracy": demo.oracle.accuracy, "steps": steps_of(demo.oracle)},
+        "pliant": {"accuracy": demo.elastic.accuracy, "steps": steps_of(demo.elastic)},
+    }

@@ -1,0 +1,143 @@
+"""The `pliant lab` commands: hosts as network namespaces, to try everything on one machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import ExitStack
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
+from pliant.cli.progress import shown_waiting
+from pliant.cli.writable import check_writable
+from pliant.errors import ConfigError
+from pliant_repro.cli import completion as repro_completion
+from pliant_repro.lab.hosts import Lab, host_index
+from pliant_repro.lab.namespaces import labs, remove
+from pliant_repro.lab.rates import format_rate, parse_rate
+
+Name = Annotated[
+    str | None,
+    typer.Option("--name", help="Which lab; may be left out where there is only one.", autocompletion=repro_completion.labs),
+]
+HostName = Annotated[str, typer.Argument(metavar="HOST", help="h0, 0 or 10.77.0.1")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    lab = typer.Typer(help="Hosts as network namespaces with rate limits (needs root).", no_args_is_help=True)
+    lab.command("up")(up)
+    lab.command("down")(down)
+    lab.command("list", cls=BareJson)(show)
+    lab.command("rate")(rate)
+    # Options after HOST belong to the program, with or without `--`.
+    lab.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(execute)
+    app.add_typer(lab, name="lab")
+
+
+def up(
+    hosts: Annotated[int, typer.Option("--hosts", help="How many hosts.")] = 4,
+    rate: Annotated[str, typer.Option("--rate", help="What each may send: 1gbit, 100mbit, 2.5gbit, none.")] = "1gbit",
+    rx_rate: Annotated[str, typer.Option("--rx-rate", help="What each may receive.")] = "none",
+    name: Annotated[str | None, typer.Option("--name", help="The lab's name; random if not given.")] = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Return; the lab lives until `lab down`.")] = False,
+) -> None:
+    """Make a lab, and keep it until Ctrl-C (or, with --detach, until `pliant lab down`)."""
+    lab = Lab(num_hosts=hosts, rate=rate, rx_rate=rx_rate, name=name)
+    ended = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ended)  # from here on they wait for sigtimedwait
+    with ExitStack() as up:
+        with shown_waiting(f"making {hosts} hosts"):
+            up.enter_context(lab.up())
+        print(f"lab {lab.name}: {hosts} hosts, {lab.addresses[0]} to {lab.addresses[-1]}, rate {rate}")
+        print(f"try: pliant lab exec --name {lab.name} h0 -- ping -c1 {lab.addresses[-1]}", flush=True)
+        if detach:
+            print(f"end: pliant lab down {lab.name}")
+            lab.detach()
+            return
+        print("end: Ctrl-C", flush=True)
+        # Wakes up now and then to see whether `pliant lab down` has ended it from elsewhere.
+        while lab.name in labs() and signal.sigtimedwait(ended, 1.0) is None:
+            pass
+
+
+def down(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Which lab; may be left out where there is only one.", autocompletion=repro_completion.labs),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every lab on this machine, also those in use.")] = False,
+) -> None:
+    """Remove a lab and kill what runs in it."""
+    if everything and name is not None:
+        raise ConfigError(f"lab down {name} --all: give a name or --all, not both")
+    found = labs()
+    if not everything and name is not None and name not in found:
+        raise ConfigError(
+            f"no lab named {name!r}, there is: {', '.join(found) or 'none'}; `pliant lab up --name NAME` makes one"
+        )
+    if not everything and name is None and len(found) != 1:
+        raise ConfigError(f"there are {len(found)} labs ({', '.join(found) or 'none'}): give a name or --all")
+    for each in found if everything or name is None else [name]:
+        with shown_waiting(f"removing {each}"):
+            remove(each)
+        print(f"lab {each} removed")
+
+
+def show(json_file: JsonFile = None) -> None:
+    """List the labs of this machine."""
+    check_writable(json_file)
+    found = labs()
+    hosts = {name: _hosts(name) if num_hosts else [] for name, num_hosts in found.items()}
+    keys = ("host", "address", "rate")
+    listed = [{"name": name, "hosts": [dict(zip(keys, each, strict=True)) for each in hosts[name]]} for name in hosts]
+    save_json({"labs": listed}, json_file)
+    if is_alone(json_file):
+        return
+    if not found:
+        print("no lab; make one with `pliant lab up`")
+    for name in hosts:
+        if not hosts[name]:
+            print(f"{name}: being made, or left by a machine crash; `pliant lab down {name}` removes it")
+            continue
+        print(f"{name}: {len(hosts[name])} hosts")
+        for host, address, rate in hosts[name]:
+            print(f"  {host}  {address}  {rate}")
+
+
+def _hosts(name: str) -> list[tuple[str, str, str]]:
+    """Name, address and rate of each."""
+    lab = Lab.attach(name)
+    return [(f"h{host}", address, format_rate(lab.rate(host))) for host, address in enumerate(lab.addresses)]
+
+
+def rate(
+    host: HostName,
+    rate: Annotated[str, typer.Argument(metavar="RATE", help="1gbit, 100mbit, 2.5gbit, none")],
+    name: Name = None,
+    rx: Annotated[bool, typer.Option("--rx", help="What it receives, instead of what it sends.")] = False,
+) -> None:
+    """Change a host's rate while everything runs."""
+    parse_rate(rate)
+    lab = Lab.attach(name)
+    index = host_index(host, lab.num_hosts)
+    if rx:
+        lab.set_rx_rate(index, rate)
+    else:
+        lab.set_rate(index, rate)
+    Console(stderr=True).print(f"{lab.name} h{index}: {'receives' if rx else 'sends'} at {rate}", highlight=False)
+
+
+def execute(
+    host: HostName,
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="The program and its arguments.")],
+    name: Name = None,
+) -> None:
+    """Run a program on a host of a lab, in place of this one."""
+    lab = Lab.attach(name)
+    program = command[1:] if command[0] == "--" else command
+    argv = lab.exec_argv(host_index(host, lab.num_hosts), program)
+    os.execvp(argv[0], argv)

@@ -1,0 +1,319 @@
+"""A lab: hosts as network namespaces on one bridge, with rates, made and removed by one `with`.
+
+The bridge lives in a namespace of its own, so the machine's own network is never touched and the addresses (10.77.0.0/24)
+exist only inside. A guardian process claims the name before anything else is made, and removes the lab when its owner ends,
+even by `kill -9`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self, TypeVar
+
+from pliant.errors import ConfigError, LabError
+from pliant_repro.lab import guardian
+from pliant_repro.lab.machine import check
+from pliant_repro.lab.namespaces import REMOVE_TIMEOUT_S, command, in_namespace, labs, remove
+from pliant_repro.lab.rates import parse_rate, shaper
+
+NETWORK = "10.77.0.0/24"
+INTERFACE = "e0"
+"""The name of every host's interface, as GLOO_SOCKET_IFNAME wants it."""
+MAX_HOSTS = 200
+
+_TCP_SETTINGS = Path("/proc/sys/net/ipv4")
+_LAB_NAME = re.compile(r"[A-Za-z0-9_]{1,24}")
+
+T = TypeVar("T")
+_Stream = int | IO[bytes] | None
+
+
+def host_index(text: str, num_hosts: int) -> int:
+    """The host that `2`, `h2` or `10.77.0.3` names.
+
+    Raises:
+        ConfigError: none of these, or beyond the lab's hosts.
+    """
+    matched = re.fullmatch(r"h?(\d+)", text) or re.fullmatch(r"10\.77\.0\.(\d+)", text)
+    if matched is None:
+        raise ConfigError(
+            f"host {text!r} not understood: use h0 to h{num_hosts - 1}, 0 to {num_hosts - 1}, or an address"
+        )
+    index = int(matched[1]) - text.startswith("10.77.")
+    if not 0 <= index < num_hosts:
+        raise ConfigError(f"host {text!r} is not in this lab of {num_hosts}: use h0 to h{num_hosts - 1}")
+    return index
+
+
+class Lab:
+    """Hosts in network namespaces; `up` makes them, the end of the `with` removes them.
+
+    `rate` limits what each host sends, `rx_rate` what it receives; None or "none" is no limit. `mtu` is the size of a
+    packet: headers take 4.6 % of a link at 1500 bytes, and 0.8 % at 9000.
+    Two labs share nothing but the look of their addresses.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_hosts: int = 4,
+        rate: str | None = None,
+        rx_rate: str | None = None,
+        name: str | None = None,
+        mtu: int = 1500,
+    ) -> None:
+        if not 576 <= mtu <= 65535:
+            raise ConfigError(f"packets of {mtu} bytes: use 576 to 65535, such as 1500 or 9000")
+        self._mtu = mtu
+        if not 1 <= num_hosts <= MAX_HOSTS:
+            raise ConfigError(f"a lab of {num_hosts} hosts: use 1 to {MAX_HOSTS}")
+        self.name = _check_name(name if name is not None else secrets.token_hex(3))
+        self.num_hosts = num_hosts
+        self.addresses = tuple(f"10.77.0.{host + 1}" for host in range(num_hosts))
+        self.namespaces = tuple(f"pliant-{self.name}-h{host}" for host in range(num_hosts))
+        self._bridge = f"pliant-{self.name}-br"
+        self._rate = None if rate is None else parse_rate(rate)
+        self._rx_rate = None if rx_rate is None else parse_rate(rx_rate)
+        self._guardian: subprocess.Popen[bytes] | None = None
+        self._owner_pid = 0
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._counters: dict[int, int] = {}
+
+    @property
+    def nominal_rate(self) -> int | None:
+        """Bits per second that each host may send when the lab comes up; None: no limit."""
+        return self._rate
+
+    @classmethod
+    def attach(cls, name: str | None = None) -> Lab:
+        """The lab `name` that somebody made with `pliant lab up`, or the only one there is.
+
+        It is not removed when this object ends.
+
+        Raises:
+            ConfigError: none has that name.
+            LabError: no name was given, and there is none, or several.
+        """
+        found = labs()
+        listed = ", ".join(found) or "none"
+        if name is None and len(found) != 1:
+            raise LabError(
+                f"which lab? there are {len(found)} ({listed}): give --name, or make one with `pliant lab up`"
+            )
+        chosen = next(iter(found)) if name is None else _check_name(name)
+        if not found.get(chosen):
+            raise ConfigError(
+                f"no lab is named {chosen!r} (there are: {listed}); make it with `pliant lab up --name {chosen}`"
+            )
+        return cls(num_hosts=found[chosen], name=chosen)
+
+    def up(self) -> Self:
+        """Make the namespaces, links and queues.
+
+        Raises:
+            LabError: what is missing and how to get it, or that the name is taken; nothing is left behind.
+        """
+        problems = check()
+        if problems:
+            raise LabError(f"no lab on this machine: {'; '.join(problems)}")
+        self._owner_pid = os.getpid()
+        self._guardian = guardian.start(self.name)
+        try:
+            self._build()
+        except BaseException:
+            self.down()
+            raise
+        return self
+
+    def _build(self) -> None:
+        self._batch("ip", *(f"netns add {namespace}" for namespace in self.namespaces))
+        self._batch("ip", "link set lo up", "link add b0 type bridge", "link set b0 up", inside=self._bridge)
+        for host, (namespace, address) in enumerate(zip(self.namespaces, self.addresses, strict=True)):
+            veth = f"link add v{host} mtu {self._mtu} type veth peer name {INTERFACE} mtu {self._mtu} netns {namespace}"
+            self._batch("ip", veth, f"link set v{host} master b0 up", inside=self._bridge)
+            up = f"link set {INTERFACE} up"
+            self._batch("ip", "link set lo up", f"addr add {address}/24 dev {INTERFACE}", up, inside=namespace)
+            in_namespace(namespace, lambda: _set_tcp(throttled=self._rate is not None))
+            if self._rate is not None:
+                self._shape(namespace, INTERFACE, self._rate)
+            if self._rx_rate is not None:
+                self._shape(self._bridge, f"v{host}", self._rx_rate)
+
+    def down(self) -> None:
+        """Remove everything, and kill what still runs inside; again is harmless."""
+        if self._guardian is None or os.getpid() != self._owner_pid:  # a forked child must not end its parent's lab
+            return
+        try:
+            self._close_counters()
+            remove(self.name)
+        finally:
+            self._release(b"")
+            for child in self._children:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(REMOVE_TIMEOUT_S)
+            self._children.clear()
+
+    def detach(self) -> None:
+        """Let the lab live on without this process, until `pliant lab down`."""
+        self._close_counters()
+        self._release(b"detach")
+
+    def _release(self, word: bytes) -> None:
+        process, self._guardian = self._guardian, None
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(word, timeout=2 * REMOVE_TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        if self._guardian is None:
+            raise LabError("the lab is not up: write `with Lab(...).up() as lab:`")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.down()
+
+    def set_rate(self, host: int, rate: str | None) -> None:
+        """Limit what `host` sends from now on; None or "none" lifts the limit. Nothing that flows is interrupted."""
+        self._shape(self.namespaces[host], INTERFACE, None if rate is None else parse_rate(rate))
+
+    def set_rx_rate(self, host: int, rate: str | None) -> None:
+        """Limit what `host` receives from now on; None or "none" lifts the limit."""
+        self._shape(self._bridge, f"v{host}", None if rate is None else parse_rate(rate))
+
+    def rate(self, host: int) -> int | None:
+        """What the kernel holds `host` to when it sends, in bits per second; None: no limit."""
+        shown = command("tc", "-n", self.namespaces[host], "-j", "qdisc", "show", "dev", INTERFACE)
+        rates = [queue["options"]["rate"] for queue in json.loads(shown) if queue["kind"] == "tbf"]
+        return int(rates[0]) * 8 if rates else None
+
+    def cut(self, host: int) -> None:
+        """Pull the cable: nothing arrives or leaves, and nobody is told."""
+        self._batch("ip", f"link set v{host} down", inside=self._bridge)
+
+    def mend(self, host: int) -> None:
+        """Plug the cable in again."""
+        self._batch("ip", f"link set v{host} up", inside=self._bridge)
+
+    def popen(
+        self,
+        host: int,
+        argv: Sequence[str],
+        *,
+        stdin: _Stream = None,
+        stdout: _Stream = None,
+        stderr: _Stream = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> subprocess.Popen[bytes]:
+        """Start a program on `host`; its pid is the program's own. It is killed at the latest when the lab ends.
+
+        Raises:
+            LabError: there is no such program.
+        """
+        child = subprocess.Popen(
+            self.exec_argv(host, argv), stdin=stdin, stdout=stdout, stderr=stderr, env=env, cwd=cwd, pass_fds=pass_fds
+        )
+        self._children = [other for other in self._children if other.poll() is None]
+        self._children.append(child)
+        return child
+
+    def run(
+        self, host: int, argv: Sequence[str], *, timeout_s: float = 60.0, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program on `host` to its end and return what it said; its exit status is the caller's to judge.
+
+        Raises:
+            LabError: there is no such program, or it was still running after `timeout_s`.
+        """
+        try:
+            return subprocess.run(
+                self.exec_argv(host, argv),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=timeout_s,
+                env=env,
+            )
+        except subprocess.TimeoutExpired:
+            raise LabError(f"h{host}: {' '.join(argv)!r} not done after {timeout_s:g} s; raise timeout_s") from None
+
+    def call(self, host: int, work: Callable[[], T]) -> T:
+        """What `work` returns when called on `host`, on a thread of its own in this process.
+
+        A socket made there belongs to `host` for good, and may be used from any thread.
+        """
+        return in_namespace(self.namespaces[host], work)
+
+    def exec_argv(self, host: int, argv: Sequence[str]) -> list[str]:
+        """The command line that runs `argv` on `host`, replacing itself with it."""
+        if not argv or shutil.which(argv[0]) is None:
+            raise LabError(f"h{host}: program {argv[0] if argv else ''!r} not found; give its path")
+        return ["ip", "netns", "exec", self.namespaces[host], *argv]
+
+    def congestion_control(self, host: int) -> str:
+        """The algorithm that TCP uses on `host`."""
+        return self.call(host, lambda: (_TCP_SETTINGS / "tcp_congestion_control").read_text().strip())
+
+    def tx_bytes(self, host: int) -> int:
+        """Bytes that `host` has sent since the lab came up, headers included."""
+        return self._counted(host)[8]
+
+    def rx_bytes(self, host: int) -> int:
+        """Bytes that `host` has received since the lab came up, headers included."""
+        return self._counted(host)[0]
+
+    def _counted(self, host: int) -> list[int]:
+        # The file belongs to the namespace it was opened in, so one open serves every later sample.
+        if host not in self._counters:
+            self._counters[host] = self.call(host, lambda: os.open("/proc/thread-self/net/dev", os.O_RDONLY))
+        text = os.pread(self._counters[host], 1 << 16, 0).decode()
+        line = next(line for line in text.splitlines() if line.strip().startswith(f"{INTERFACE}:"))
+        return [int(word) for word in line.split(":", 1)[1].split()]
+
+    def _close_counters(self) -> None:
+        while self._counters:
+            os.close(self._counters.popitem()[1])
+
+    def _shape(self, namespace: str, device: str, bits_per_s: int | None) -> None:
+        if bits_per_s is not None:
+            self._batch("tc", f"qdisc replace dev {device} root {' '.join(shaper(bits_per_s))}", inside=namespace)
+        else:
+            with contextlib.suppress(LabError):  # there was no limit to lift
+                self._batch("tc", f"qdisc del dev {device} root", inside=namespace)
+
+    def _batch(self, tool: str, *lines: str, inside: str | None = None) -> None:
+        # The guardian's pipe stays open until the tool ends: an owner killed now does not leave behind what
+        # the tool is still making.
+        stdin = self._guardian.stdin if self._guardian is not None else None
+        held = (stdin.fileno(),) if stdin is not None else ()
+        within = ("-n", inside) if inside is not None else ()
+        command(tool, *within, "-batch", "-", text="\n".join(lines), pass_fds=held)
+
+
+def _check_name(name: str) -> str:
+    if not _LAB_NAME.fullmatch(name):
+        raise ConfigError(f"lab name {name!r}: use 1 to 24 letters, digits or _")
+    return name
+
+
+def _set_tcp(*, throttled: bool) -> None:
+    """Settings of the calling thread's namespace, equal for ours and for every peer.
+
+    The machine's default may be bbr, whose probing dips would show up as noise. Cubic, or reno where
+    the machine does not let namespaces choose cubic (net.ipv4.tcp_allowed_congestion_control). A send
+    buffer of 256 KB fills a 1 Gbit/s link of this lab and keeps little below an engine's own queue.
+    """
+    allowed = (_TCP_SETTINGS / "tcp_allowed_congestion_control").read_text().split()
+    (_TCP_SETTINGS / "tcp_congestion_control").write_text("cubic" if "cubic" in allowed else "reno")
+    if throttled:
+        (_TCP_SETTINGS / "tcp_wmem").write_text("4096 65536 262144")

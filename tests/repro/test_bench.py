@@ -1,0 +1,381 @@
+"""`pliant bench allreduce`: its arithmetic, its contest, and one real one at small size."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pytest
+from command import command
+from gang import FULL
+from pliant_repro.bench import allreduce, bounds, contenders, report
+from pliant_repro.bench.allreduce import AllreduceOptions, graphs, parse_lab, parse_peers
+from pliant_repro.bench.contenders import Ground
+from pliant_repro.bench.contest import Entry, Job, Rules, Series, Starter, hold, last_words
+from pliant_repro.bench.models import MODELS, parse_sizes, tensor_sizes
+from pliant_repro.bench.stats import Summary, paired_ratios, quantile
+from pliant_repro.bench.worker import Task, contribution, pattern
+from pliant_repro.lab.machine import check
+
+from pliant.errors import ConfigError, LaunchError
+
+# Models
+
+
+@pytest.mark.parametrize(
+    ("model", "num_tensors", "num_parameters"),
+    [("resnet50", 161, 25_557_032), ("vgg16", 32, 138_357_544), ("bert", 199, 109_482_240), ("slp", 2, 7850)],
+)
+def test_models_have_their_published_sizes(model: str, num_tensors: int, num_parameters: int) -> None:
+    sizes = tensor_sizes(model)
+    assert (len(sizes), sum(sizes)) == (num_tensors, num_parameters)
+
+
+@pytest.mark.parametrize("text", ["[[64, 3, 7, 7], 64]", "9408\n64\n", "# layers\n9408  # conv\n\n64"])
+def test_a_model_can_be_a_file(text: str, tmp_path: Path) -> None:
+    (tmp_path / "model").write_text(text)
+    assert tensor_sizes(str(tmp_path / "model")) == [9408, 64]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[", '["x"]', "[0]", "[[2, -1]]", "[true]", "many", "-3", "[{}]", "[1.5]"])
+def test_a_damaged_model_file_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="model.txt"):
+        parse_sizes(text, "model.txt")
+
+
+def test_an_unknown_model_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=", ".join(MODELS)):
+        tensor_sizes("resnet51")
+
+
+# Statistics and the one form
+
+
+def test_quantiles_interpolate() -> None:
+    samples = [4.0, 1.0, 3.0, 2.0, 5.0]
+    assert [quantile(samples, q) for q in (0.0, 0.5, 0.875, 1.0)] == [1.0, 3.0, 4.5, 5.0]
+    assert quantile([7.0], 0.9) == 7.0
+    summary = Summary.of(samples)
+    assert (summary.median, summary.iqr, summary.num_samples) == (3.0, 2.0, 5)
+    assert summary.p10 < summary.median < summary.p90
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    assert paired_ratios([[2.0], [40.0]], [[1.0], [20.0]]) == [2.0, 2.0]
+    assert paired_ratios([[2.0], []], [[1.0], [20.0]]) == [2.0]
+
+
+def series(*rounds: list[float], failure: str = "", wrong: int | None = None) -> Series:
+    return Series(rounds=list(rounds), cpu_s=[0.1 for _ in rounds], failure=failure, wrong=wrong)
+
+
+def test_speedup_is_the_peers_time_over_ours() -> None:
+    peer = report.beside(series([0.4], [0.4]), series([0.1], [0.1]), 1000)
+    assert peer["speedup"] == pytest.approx(4.0)
+    assert peer["median_s"] == 0.4
+    assert report.bound("b", 0.05, series([0.1]), {})["fraction"] == pytest.approx(0.5)
+
+
+def test_a_failed_contender_has_no_numbers_and_a_remark() -> None:
+    dead = series([0.4], failure="gloo: died")
+    ours = series([0.1])
+    assert report.measured(dead, 10)["median_s"] is None
+    assert report.beside(dead, ours, 10)["speedup"] is None
+    assert report.beside(ours, dead, 10)["speedup"] is None
+    assert report.bound("b", 0.1, dead, {})["fraction"] is None
+    assert report.failures({"gloo": dead, "a": ours, "b": series([1.0], wrong=3)}) == [
+        "gloo: died",
+        "b: 3 wrong elements",
+    ]
+    assert not report.is_ok(dead)
+    assert not report.is_ok(series([1.0], wrong=3))
+    assert report.is_ok(series([1.0], wrong=0))
+    assert report.fastest(["x", "y", "z"], {"x": series([3.0]), "y": series([2.0]), "z": dead}) == "y"
+
+
+def test_the_bound_between_hosts() -> None:
+    assert bounds.ring_bound_s(4, 100_000_000, 8e8) == pytest.approx(1.5)
+    assert bounds.ring_bound_s(2, 100_000_000, 8e8) == pytest.approx(1.0)
+
+
+def test_the_machine_is_described_without_loading_torch() -> None:
+    code = (
+        "import sys, pliant_repro.bench.allreduce, pliant_repro.cli.bench; from pliant_repro.bench.report import machine;"
+        "m = machine(); assert m['cores'] and m['torch'] and m['cpu'], m; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.int32])
+def test_the_check_pattern_sums_exactly_in_every_type(dtype: type[np.generic]) -> None:
+    ranks = range(16)
+    total = sum((pattern(1, 100, contribution(rank)).astype(dtype) for rank in ranks), np.zeros(100, dtype))
+    assert np.array_equal(total.astype(np.float32), pattern(1, 100, sum(contribution(rank) for rank in ranks)))
+    assert not np.array_equal(pattern(0, 100, 1), pattern(1, 100, 1))
+
+
+# Arguments
+
+
+def test_lab_and_peers_are_read() -> None:
+    lab = parse_lab("hosts=3,rate=100mbit")
+    assert (lab.num_hosts, lab.nominal_rate) == (3, 100_000_000)
+    assert parse_lab("rate=none").nominal_rate is None
+    assert parse_peers("gloo, openmpi,gloo") == ("gloo", "openmpi")
+    assert parse_peers("none") == parse_peers("") == ()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--mode", "both"],
+        ["--dtype", "complex64"],
+        ["--determinism", "perhaps"],
+        ["--strategy", "SPIRAL"],
+        ["--peers", "gloo,horovod"],
+        ["-np", "0"],
+        ["--repeat", "0"],
+        ["--warmup", "-1"],
+        ["--model", "nosuchmodel"],
+        ["--lab", "hosts=four"],
+        ["--lab", "4"],
+        ["--lab", "hosts=4,rate=fast"],
+        ["--lab", "hosts=4", "-np", "3"],
+        ["--json", "/nosuchfolder/result.json"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_arguments_are_config_errors(args: list[str]) -> None:
+    result = command("bench", "allreduce", *args)
+    assert isinstance(result.exception, ConfigError), (result.output, result.exception)
+
+
+def test_a_wrong_argument_is_one_line_and_exit_2() -> None:
+    code = "from pliant.cli.main import main; main()"
+    argv = [sys.executable, "-c", code, "bench", "allreduce", "--mode", "both"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "pliant: --mode 'both': use one of seq, par\n"
+
+
+def test_graphs_can_be_dumped() -> None:
+    result = command("bench", "allreduce", "-np", "4", "-strategy", "ring", "--dump-graph")
+    assert result.exit_code == 0, result.output
+    assert "RING[0] reduce" in result.output
+    lab = parse_lab("hosts=2,rate=none")
+    trees = {name: topology for name, _, topology in graphs(AllreduceOptions(strategy="all", lab=lab))}
+    assert trees["TREE"].bcast_edges == ((0, 1), (0, 2), (2, 3))
+
+
+def test_a_model_beyond_the_memory_is_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match="GB are free"):
+        allreduce._check_memory(AllreduceOptions(), 10**15)
+
+
+def test_fusing_makes_one_tensor() -> None:
+    assert AllreduceOptions(model="slp", fuse=True).sizes() == (7850,)
+    assert AllreduceOptions(model="slp").sizes() == (7840, 10)
+
+
+def test_a_task_survives_its_file(tmp_path: Path) -> None:
+    task = Task(side="gloo", sizes=(3, 4), num_workers=2, control="c", parallel=True)
+    task.write(tmp_path / "task.json")
+    assert Task.read(tmp_path / "task.json") == task
+
+
+def test_last_words_skip_rulers_and_source_lines() -> None:
+    log = 'Traceback:\n  File "x.py", line 1\n    import y\n    ^^^^\nImportError: no y\n-----\n'
+    assert last_words(log) == "import y | ImportError: no y"
+
+
+# The contest, with small stand-ins for workers
+
+STAND_IN = """
+import json, socket, sys, time
+control, rank, kind, notes = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+line = socket.socket(socket.AF_UNIX); line.connect(control)
+def answer(**values): line.sendall(json.dumps(values).encode() + b"\\n")
+if kind == "stillborn": sys.exit("no such device")
+answer(rank=rank)
+turn = 0
+for text in line.makefile():
+    command = json.loads(text)
+    if command["do"] == "stop": break
+    turn += 1
+    if rank == 0: open(notes, "a").write(kind[0])
+    if kind == "dies" and turn == 3 and rank == 1: sys.exit(1)
+    if kind == "hangs" and turn == 3 and rank == 1: time.sleep(60)
+    if kind == "errs" and turn == 3 and rank == 1: answer(error="ValueError: no"); continue
+    n = command["iterations"]
+    egress = {"egress_bytes": turn * 300}
+    answer(wall_s=[0.1 * (rank + 1)] * n, cpu_s=[0.01] * n, wrong=rank, before={"egress_bytes": 0}, after=egress)
+"""
+
+
+def stand_in(kind: str, folder: Path, num_workers: int = 2) -> Job:
+    control = folder / f"{kind}.sock"
+
+    def starter(rank: int) -> Starter:
+        def start(output: IO[bytes]) -> subprocess.Popen[bytes]:
+            argv = [sys.executable, "-c", STAND_IN, str(control), str(rank), kind, str(folder / "notes")]
+            return subprocess.Popen(argv, stdout=output, stderr=output)
+
+        return start
+
+    return Job(kind, num_workers, [starter(rank) for rank in range(num_workers)], control)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A short path: those of Unix sockets may not be long."""
+    with tempfile.TemporaryDirectory(prefix="pliant-test-") as name:
+        yield Path(name)
+
+
+def compete(*jobs: Job, rules: Rules) -> dict[str, Series]:
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        with contextlib.suppress(LaunchError):  # kept, and given at its first turn
+            job.ready(20.0)
+    try:
+        return hold([Entry(job.name, job) for job in jobs], rules)
+    finally:
+        for job in jobs:
+            job.close()
+
+
+def test_contenders_take_turns_and_the_slowest_rank_counts(folder: Path) -> None:
+    rules = Rules(rounds=3, iterations=2, warmup=1, check=True)
+    results = compete(stand_in("a", folder), stand_in("b", folder), rules=rules)
+    assert (folder / "notes").read_text() == "aabb" + "ab" * 3  # check and warm-up first
+    assert results["a"].rounds == [[0.2, 0.2]] * 3
+    assert results["a"].cpu_s == [0.02] * 6
+    assert results["a"].wrong == 1
+    assert results["a"].egress_bytes[0] == 2 * 3 * 300 / 2
+    assert not results["a"].failure
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("dies", "rank 1 ended early"),
+        ("hangs", "1 of 2 workers did not answer within 1 s"),
+        ("errs", "rank 1: ValueError: no"),
+    ],
+)
+def test_a_contender_that_fails_is_out_and_the_others_go_on(kind: str, reason: str, folder: Path) -> None:
+    bad, good = stand_in(kind, folder), stand_in("good", folder)
+    results = compete(
+        bad, good, rules=Rules(rounds=4, iterations=1, warmup=1, timeout_s=1.0 if kind == "hangs" else 20.0)
+    )
+    assert results[kind].failure == f"{kind}: {reason}"
+    assert len(results["good"].rounds) == 4
+    assert not results["good"].failure
+
+
+def test_a_contender_that_cannot_start_says_why(folder: Path) -> None:
+    results = compete(stand_in("stillborn", folder), stand_in("good", folder), rules=Rules(rounds=1))
+    assert "it said: no such device" in results["stillborn"].failure
+    assert len(results["good"].rounds) == 1
+
+
+def test_a_failure_of_ours_is_not_ok_but_still_a_result(folder: Path) -> None:
+    options = AllreduceOptions(model="slp", peers=("gloo",), strategy="all")
+    results = {f"pliant {strategy}": series(failure="pliant: died") for strategy in options.strategies}
+    results |= {"gloo": series([0.2]), "copy": series([0.1])}
+    rates = allreduce._LineRates(None, [], lambda what, fraction: None)
+    result = allreduce._result(options, {"np": 4}, 31400, results, rates, ["why"])
+    assert result["ok"] is False
+    assert result["peers"]["gloo"]["median_s"] == 0.2  # type: ignore[index]
+    json.dumps(result)
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_a_worker_ends_with_its_controller_whatever_it_is_doing(accepted: bool, folder: Path) -> None:
+    code = (
+        "import socket, sys, time; from pliant_repro.bench.told import Line; line = socket.socket(socket.AF_UNIX);"
+        "line.connect(sys.argv[1]); told = Line(line.makefile('rb'), line.makefile('wb'));"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    with socket.socket(socket.AF_UNIX) as controller:
+        controller.bind(str(folder / "control"))
+        controller.listen()
+        argv = [sys.executable, "-c", code, str(folder / "control")]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE) as worker:
+            assert worker.stdout is not None
+            assert worker.stdout.readline() == b"ready\n"
+            if accepted:
+                controller.accept()[0].close()
+            controller.close()
+            assert worker.wait(20) == 3
+
+
+# The real ones
+
+MISSING = [*check(), *filter(None, [bounds.why_no_iperf()])]
+
+
+@pytest.mark.processes
+def test_a_real_contest_at_small_size(folder: Path) -> None:
+    ground = Ground(num_workers=2, sizes=(7840, 10), folder=folder, parallel=True)
+    jobs = [contenders.pliant(ground, "AUTO"), contenders.memory(ground)]
+    if MISSING:  # else it has its contest below, between hosts
+        jobs.append(contenders.gloo(ground))
+    why_no_openmpi = contenders.why_no_openmpi(ground)
+    if not why_no_openmpi:
+        jobs.append(contenders.openmpi(ground, yielding=True))
+    entries = [Entry(job.name, job.start(), sums=job.name != "copy") for job in jobs]
+    entries.append(Entry("pliant RING", jobs[0], {"strategy": "RING"}))
+    try:
+        for job in jobs:
+            job.ready(60.0)
+        results = hold(entries, Rules(rounds=3, iterations=2, warmup=1, check=True, timeout_s=30.0))
+    finally:
+        for job in jobs:
+            job.close()
+    for label, measured in results.items():
+        assert measured.failure == ""
+        assert [len(each) for each in measured.rounds] == [2, 2, 2]
+        assert min(measured.seconds) > 0
+        assert measured.wrong == (None if label == "copy" else 0)
+
+
+def test_openmpi_says_why_it_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ground = Ground(num_workers=2, sizes=(10,), folder=folder, dtype="bfloat16")
+    if shutil.which("mpirun"):
+        assert "bfloat16" in contenders.why_no_openmpi(ground)
+    monkeypatch.setenv("PATH", "")
+    assert "openmpi-bin" in contenders.why_no_openmpi(ground)
+    between_hosts = Ground(num_workers=2, sizes=(10,), folder=folder, lab=parse_lab("hosts=2,rate=none"))
+    assert "launcher" in contenders.why_no_openmpi(between_hosts)
+
+
+@pytest.mark.skipif(not FULL, reason="tens of seconds beside what smaller tests show: PLIANT_FULL=1")
+@pytest.mark.root
+@pytest.mark.processes
+@pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING) or "a lab is possible")
+def test_gloo_between_hosts_and_iperf_beside_it(folder: Path) -> None:
+    with parse_lab("hosts=2,rate=200mbit").up() as lab:
+        ground = Ground(num_workers=2, sizes=(250_000,), folder=folder, lab=lab)
+        with contenders.gloo(ground).start() as job:
+            job.ready(60.0)  # before the links are measured: its imports take all of a small machine
+            bits_per_s = bounds.measure(lab, [(0, 1), (1, 0)], seconds=1)
+            tx = lambda: sum(lab.tx_bytes(host) for host in range(2))  # noqa: E731
+            rules = Rules(rounds=2, iterations=2, check=True, timeout_s=30.0)
+            results = hold([Entry("gloo", job)], rules, count_link_bytes=tx)
+    assert all(0.8 < rate / 200e6 < 1.05 for rate in bits_per_s)
+    assert results["gloo"].failure == ""
+    assert results["gloo"].wrong == 0
+    # 2(N-1)/N*S = 1 MB per host, and two hosts; headers and barriers come on top.
+    assert all(2e6 < sent < 2.6e6 for sent in results["gloo"].link_bytes)
+    assert quantile(results["gloo"].seconds, 0.5) > 0.5 * bounds.ring_bound_s(2, 1_000_000, min(bits_per_s))

@@ -1,0 +1,311 @@
+"""The benches of training: their networks, their arithmetic, and each of them once for real at small size."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from command import command
+from gang import FULL
+from pliant_repro.bench import recover, replicas, resize, throughput
+from pliant_repro.bench.contest import Rules, Series
+from pliant_repro.bench.elastic import ElasticJob, ElasticOptions, members, step_times, steps_in_view
+from pliant_repro.bench.elastic_worker import Beginning, ElasticTask
+from pliant_repro.bench.models import TRAINED, tensor_sizes
+from pliant_repro.bench.networks import NETWORKS, OPTIMIZERS, Samples, build, loss_of, network, optimizer_of
+from pliant_repro.bench.replicas import ReplicasOptions
+from pliant_repro.bench.throughput import TrainOptions
+
+from pliant.errors import ConfigError, LaunchError
+
+# Networks
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_tensors", "num_parameters"), [("resnet18", 62, 11_689_512), ("resnet50", 161, 25_557_032)]
+)
+def test_networks_have_their_published_sizes(name: str, num_tensors: int, num_parameters: int) -> None:
+    sizes = [parameter.numel() for parameter in build(name).parameters()]
+    assert (len(sizes), sum(sizes)) == (num_tensors, num_parameters)
+    if name == "resnet50":
+        assert sizes == tensor_sizes(name)
+
+
+def test_most_of_the_transformer_is_its_embedding_and_its_head() -> None:
+    model = build("transformer")
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert total < 1.25 * 2 * 32_000 * 256
+
+
+def batch_for(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen = network(name)
+    samples = Samples(chosen.kind, chosen.size, 100)
+    return torch.stack([samples[0][0], samples[65][0]]), torch.stack([samples[0][1], samples[65][1]])
+
+
+@pytest.mark.parametrize("name", ["resnet18", "transformer", "small"])
+def test_networks_begin_alike_everywhere(name: str) -> None:
+    with torch.no_grad():
+        first, second = (loss_of(build(name).eval(), *batch_for(name)) for _ in range(2))
+    assert torch.equal(first, second)
+    assert first.isfinite()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_network_learns(kind: str) -> None:
+    model, batch = build("small").eval(), batch_for("small")  # without chance
+    optimizer = optimizer_of(kind, model)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[1] < losses[0]
+
+
+def test_an_unknown_network_lists_the_known_ones() -> None:
+    assert set(NETWORKS) == set(TRAINED)
+    with pytest.raises(ConfigError, match=", ".join(TRAINED)):
+        network("resnet19")
+
+
+# What the workers of an elastic job tell
+
+
+def begin(pid: int, step: int, *, size: int = 2, at_s: float, own: int = 9, **more: object) -> Beginning:
+    values = {"rank": pid, "worker": f"h:{pid}", "ended_s": at_s - 0.001, **more}
+    return Beginning(pid=pid, size=size, step=step, own=own, at_s=at_s, **values)  # type: ignore[arg-type]
+
+
+def test_a_beginning_survives_its_line() -> None:
+    for each in (begin(1, 2, at_s=3.0), begin(1, 2, at_s=3.0, change=(4, 2, 0.01, False))):
+        assert Beginning.from_line(each.to_line()) == each
+
+
+def test_a_task_survives_its_file(tmp_path: Path) -> None:
+    task = ElasticTask(control="c", replicas=4, batch=3)
+    task.write(tmp_path / "task.json")
+    assert ElasticTask.read(tmp_path / "task.json") == task
+
+
+def test_steps_are_counted_from_the_last_change_on() -> None:
+    told = [begin(0, 1, at_s=1), begin(1, 1, at_s=1), begin(0, 2, at_s=2, size=1, change=(2, 1, 0.01, False))]
+    assert steps_in_view(told, 2) == {"h:1": 1}
+    assert steps_in_view(told, 1) == {"h:0": 1}
+    told += [begin(0, 3, at_s=3, change=(1, 2, 0.01, False)), begin(0, 4, at_s=4), begin(2, 3, at_s=3, own=0)]
+    assert steps_in_view(told, 2) == {"h:0": 2, "h:1": 1, "h:2": 1}
+
+
+def test_members_are_those_who_kept_up() -> None:
+    told = [begin(0, 4, at_s=1), begin(1, 4, at_s=1), begin(0, 9, at_s=2), begin(7, 8, at_s=2, rank=1)]
+    assert {rank: each.pid for rank, each in members(told).items()} == {0: 0, 1: 7}
+
+
+def test_disturbed_steps_are_not_among_the_step_times() -> None:
+    told = [begin(0, step, at_s=step / 10) for step in range(3)]
+    told += [begin(0, 3, at_s=0.9, change=(3, 2, 0.6, False)), begin(0, 4, at_s=1.5), begin(0, 5, at_s=1.6)]
+    assert step_times(told, 2) == pytest.approx([0.1, 0.1, 0.1])
+    assert step_times(told, 3) == []
+
+
+def test_the_survivor_who_waited_longest_counts() -> None:
+    changes = resize.Changes()
+    told = [
+        begin(0, 5, at_s=10.0, ended_s=9.97, change=(4, 2, 0.02, False)),
+        begin(1, 5, at_s=10.1, ended_s=9.99, change=(4, 2, 0.01, False)),
+        begin(0, 6, at_s=10.4),
+        begin(1, 6, at_s=10.4),
+    ]
+    changes.add(told, 2, asked_s=9.0)
+    assert changes.pause_s == [0.02]
+    assert changes.to_next_batch_s == pytest.approx([0.11])
+    assert changes.first_step_s == pytest.approx([0.4])
+    assert changes.request_to_switch_s == pytest.approx([1.1])
+    with pytest.raises(LaunchError, match="nobody stayed"):
+        changes.add(told, 3, asked_s=9.0)
+
+
+def test_newcomers_count_when_the_last_of_them_has_committed() -> None:
+    seen = resize.Seen()
+    told = [begin(pid, 5, at_s=10.0 + pid, own=0, ended_s=0.0) for pid in (2, 3)]
+    told += [begin(pid, 6, at_s=20.0 + pid, own=1) for pid in (2, 3)]
+    seen.add_newcomers(told, asked_s=9.0)
+    assert (seen.newcomer_began_s, seen.newcomer_committed_s) == ([4.0], [14.0])
+
+
+@pytest.mark.parametrize(("again", "lost", "of_the_dead"), [(7, 0, 0), (6, 1, 1), (8, 0, 0)])
+def test_a_committed_step_that_is_done_again_is_a_lost_one(again: int, lost: int, of_the_dead: int) -> None:
+    seen = recover.Recoveries()
+    before = {0: begin(0, 6, at_s=1.0), 1: begin(1, 6, at_s=1.0)}
+    told = [
+        begin(1, 7, at_s=1.5),  # the victim
+        begin(0, 7, at_s=1.5),  # had committed 7 steps
+        begin(0, again, at_s=2.5, size=1, ended_s=1.4, change=(2, 1, 0.3, True)),
+    ]
+    seen.add(before, 1, 2.0, told)
+    assert seen.recover_s == [0.5]
+    assert (seen.steps_lost, seen.steps_of_the_dead) == (lost, of_the_dead)
+
+
+def test_a_step_of_which_the_optimizer_is_done_is_committed() -> None:
+    seen = recover.Recoveries()
+    before = {0: begin(0, 6, at_s=1.0), 1: begin(1, 6, at_s=1.0)}
+    seen.add(before, 1, 2.0, [begin(0, 6, at_s=2.5, size=1, ended_s=1.9, change=(2, 1, 0.3, True))])
+    assert seen.steps_lost == 1
+
+
+def test_every_rank_is_killed_before_any_is_killed_again() -> None:
+    ranks = list(itertools.islice(recover.victims(4, random.Random(1)), 12))
+    assert [sorted(ranks[begin : begin + 4]) for begin in (0, 4, 8)] == [[0, 1, 2, 3]] * 3
+
+
+# Verdicts
+
+
+def series(*seconds: float, failure: str = "") -> Series:
+    return Series(rounds=[[second] for second in seconds], cpu_s=list(seconds), failure=failure)
+
+
+@pytest.mark.parametrize(
+    ("model", "num_workers", "theirs", "ok"),
+    [
+        ("resnet18", 1, 0.99, True),
+        ("resnet18", 1, 0.97, False),
+        ("resnet18", 4, 0.99, False),
+        ("transformer", 2, 1.02, False),
+        ("transformer", 2, 1.06, True),
+        ("small", 2, 0.5, True),
+    ],
+)
+def test_each_model_has_its_target(model: str, num_workers: int, theirs: float, ok: bool) -> None:
+    side = "pytorch" if num_workers == 1 else "ddp_gloo"
+    results = {"pliant": series(1.0, 1.0), side: series(theirs, theirs)}
+    cell = throughput.cell_of(TrainOptions(model=model), num_workers, [side], results)
+    assert cell["ok"] is ok
+    assert cell["peers"][side]["speedup"] == pytest.approx(theirs)  # type: ignore[index]
+    assert bool(cell["remarks"]) is not ok
+
+
+def test_a_peer_that_failed_proves_nothing() -> None:
+    results = {"pliant": series(1.0), "ddp_gloo": series(failure="ddp_gloo: died")}
+    cell = throughput.cell_of(TrainOptions(), 2, ["ddp_gloo"], results)
+    assert cell["ok"] is False
+    json.dumps(cell)
+
+
+def found(replicas_: int, step_s: float, without_s: float, peak: int) -> dict[str, object]:
+    steps = {"step_s": [step_s] * 3, "step_without_s": [without_s] * 3, "switch_s": step_s - without_s}
+    return {"replicas": replicas_, "batch": 2, **steps, "device_peak_bytes": peak}
+
+
+def test_switching_and_memory_have_their_limits() -> None:
+    options = ReplicasOptions(replicas=(2, 4), device="cuda")
+    cells = [
+        replicas.cell_of(options, found(2, 1.0, 0.995, 1000)),
+        replicas.cell_of(options, found(4, 2.0, 1.99, 1005)),
+    ]
+    result = replicas._result(options, {}, cells, [])
+    assert result["ok"] is True
+    assert (result["switch_share"], result["replicas"]) == (pytest.approx(0.005), 4)
+    assert result["memory_by_replicas"] == {"2": 1000, "4": 1005}
+    assert replicas.cell_of(options, found(2, 1.0, 0.9, 1000))["ok"] is False
+    cells[1] = replicas.cell_of(options, found(4, 2.0, 1.99, 1020))
+    uneven = replicas._result(options, {}, cells, [])
+    assert uneven["ok"] is False
+    assert "2.0%" in str(uneven["remarks"])
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["train", "--model", "resnet19"],
+        ["train", "-np", "two"],
+        ["train", "-np", "0"],
+        ["train", "--peers", "horovod"],
+        ["train", "--steps", "0"],
+        ["train", "--device", "tpu"],
+        ["train", "--json", "/nosuchfolder/result.json"],
+        ["replicas", "--replicas", "0"],
+        ["replicas", "--device", "tpu"],
+        ["replicas", "--repeat", "0"],
+        ["replicas", "--model", "resnet19"],
+        ["resize", "-np", "1"],
+        ["resize", "--to", "4"],
+        ["resize", "--repeat", "0"],
+        ["resize", "--model", "resnet19"],
+        ["recover", "-np", "1"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_arguments_are_config_errors(args: list[str]) -> None:
+    result = command("bench", *args)
+    assert isinstance(result.exception, ConfigError), (result.output, result.exception)
+
+
+def test_the_commands_are_there_without_torch() -> None:
+    code = (
+        "import sys, pliant_repro.bench.resize, pliant_repro.bench.recover, pliant_repro.bench.replicas, pliant_repro.bench.throughput;"
+        "import pliant_repro.cli.bench; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+
+
+# The real ones
+
+
+@pytest.mark.processes
+def test_a_real_job_is_resized_and_loses_a_worker() -> None:
+    options = ElasticOptions(num_workers=2, small=1, repeat=1, model="small", batch=2, size=16)
+    changes, losses = resize.Seen(), recover.Recoveries()
+    with ElasticJob(options) as job:
+        resize._resize_often(job, changes, lambda what, fraction: None)
+        recover._kill_often(job, losses, lambda what, fraction: None)
+        told = list(job.told)
+    resized = resize._result(options, {}, changes, told)
+    assert [len(each.pause_s) for each in (changes.shrink, changes.grow)] == [1, 1]
+    assert 0 < changes.shrink.pause_s[0] <= changes.shrink.to_next_batch_s[0] < changes.shrink.request_to_switch_s[0]
+    assert 0 < changes.newcomer_began_s[0] < changes.newcomer_committed_s[0]
+    recovered = recover._result(options, {}, losses, told)
+    assert losses.steps_lost == 0
+    assert losses.pause_s[0] < losses.recover_s[0] < 5
+    json.dumps([resized, recovered])
+
+
+@pytest.mark.skipif(not FULL, reason="tens of seconds beside what smaller tests show: PLIANT_FULL=1")
+@pytest.mark.processes
+def test_a_real_contest_of_trainings() -> None:
+    options = TrainOptions(num_workers=(2,), model="small", rules=Rules(rounds=2, iterations=2, warmup=1))
+    result = throughput.run(options, {"np": [2]}, lambda what, fraction: None)
+    assert result["remarks"] == []
+    [cell] = result["cells"]  # type: ignore[misc]
+    assert cell["ours"]["num_samples"] == cell["peers"]["ddp_gloo"]["num_samples"] == 2
+    assert cell["peers"]["ddp_gloo"]["speedup"] > 0
+
+
+@pytest.mark.processes
+def test_real_replicas_take_turns() -> None:
+    options = ReplicasOptions(replicas=(2,), model="small", windows=2, steps=1, warmup=1)
+    result = replicas.run(options, {}, lambda what, fraction: None)
+    [cell] = result["cells"]  # type: ignore[misc]
+    assert 0 < cell["switch_timer_share"] < 1
+    assert cell["host_peak_bytes"] > 50e6

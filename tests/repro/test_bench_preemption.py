@@ -1,0 +1,110 @@
+"""`pliant bench preemption`: what its figures mean, without measuring any."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pliant_repro.bench import preemption
+from pliant_repro.bench.preemption import LATENCY, QUEUED, WAYS, Found, Wire
+from typer.testing import CliRunner
+
+from pliant.cli.main import build
+from pliant.errors import ConfigError
+
+MBIT = 125_000.0
+WIRE = Wire(2, 100 * MBIT)
+
+
+def event(category: str, begin_s: float, end_s: float, name: str = "first") -> dict[str, Any]:
+    return {"ph": "X", "cat": category, "name": name, "ts": begin_s * 1e6, "dur": (end_s - begin_s) * 1e6}
+
+
+def cells(narrow_s: float, fifo_s: float, wide_s: float, wide_queued: float = 1_250_000) -> list[dict[str, Any]]:
+    found = (
+        Found([narrow_s] * 3, 125_000, 62_500), Found([fifo_s] * 3, 125_000, 0), Found([wide_s] * 3, 4 << 20, wide_queued)
+    )  # fmt: skip
+    return [preemption.cell(way, WIRE, each) for way, each in zip(WAYS, found, strict=True)]
+
+
+def test_the_yardsticks() -> None:
+    assert WIRE.first_s == pytest.approx(4000 / 12.5e6)
+    assert WIRE.all_s == pytest.approx(0.80032)
+    assert WIRE.queues_s(125_000) == pytest.approx(0.020)
+
+
+def test_a_latency_is_from_the_last_gradient_to_the_last_parameter() -> None:
+    ranks = [
+        [event(LATENCY, 1.0, 1.3), event("step", 0.0, 9.0), event(LATENCY, 2.0, 2.1)],
+        [event(LATENCY, 1.1, 1.2), event(LATENCY, 2.0, 2.4)],
+    ]
+    assert preemption.latencies_s(ranks) == pytest.approx([0.2, 0.4])
+
+
+def test_queues_are_those_of_the_last_steps() -> None:
+    ranks = [
+        [event(QUEUED, 1, 1, "900"), event(QUEUED, 2, 2, "100")],
+        [event(QUEUED, 1, 1, "0"), event(QUEUED, 2, 2, "300")],
+    ]
+    assert preemption.queued_bytes(ranks, 1) == 200
+
+
+@pytest.mark.parametrize(
+    ("figures", "holds"),
+    [
+        ((0.030, 0.73, 0.220), [True, True, True]),
+        ((0.031, 0.73, 0.221), [False, True, True]),
+        ((0.030, 0.71, 0.220), [True, False, True]),
+        (
+            (0.030, 0.73, 0.040),
+            [True, True, False],
+        ),  # no worse with ten times the queues: it is not they that one waits for
+        ((0.030, 0.73, 0.600), [True, True, False]),
+    ],
+)
+def test_verdicts(figures: tuple[float, float, float], holds: list[bool]) -> None:
+    made = cells(*figures)
+    assert [ok for _, ok in preemption.judge(made)] == holds
+    result = preemption.result_of(WIRE, made, {}, [])
+    assert result["ok"] is all(holds)
+    assert {"bench", "args", "ours", "peers", "bound", "cells", "machine", "ok", "remarks"} <= set(result)
+    json.dumps(result)
+
+
+def test_the_model_notes_latency_and_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pliant_repro.bench import preemption_model as subject
+
+    noted: list[tuple[str, str]] = []
+    monkeypatch.setattr(subject.trace, "enabled", lambda: True)
+    monkeypatch.setattr(subject.trace, "event", lambda category, name, *_: noted.append((category, name)))
+    model, inputs = subject.build()
+    for _ in range(2):
+        model(inputs).square().mean().backward()
+    assert [category for category, _ in noted] == [QUEUED, LATENCY, QUEUED]
+    assert noted[0][1].isdecimal()
+
+
+def test_unread_bytes_are_queued() -> None:
+    from pliant_repro.bench.preemption_model import queued_bytes
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+        with sender, receiver:
+            sender.setblocking(False)
+            before = queued_bytes()
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    sender.send(b"\0" * 65536)
+            assert queued_bytes() > before + 65536
+
+
+@pytest.mark.parametrize("words", [["--rate", "none"], ["--nodes", "1"], ["--iters", "0"], ["--rate", "fast"]])
+def test_wrong_arguments_are_refused(words: list[str], tmp_path: Path) -> None:
+    answer = CliRunner().invoke(build(), ["bench", "preemption", *words, "--json", str(tmp_path / "r.json")])
+    assert isinstance(answer.exception, ConfigError)
+    assert not (tmp_path / "r.json").exists()

@@ -1,0 +1,365 @@
+"""The models and data of the experiments: torchvision's and transformers' where they are, CIFAR-10 and SQuAD from files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pickle
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from pliant_repro.experiments import cifar, squad, text, vision
+
+from pliant import torchvision_import
+from pliant.errors import ConfigError
+
+needs_torchvision = pytest.mark.skipif(
+    importlib.util.find_spec("torchvision") is None, reason="needs torchvision: the extra `experiments`"
+)
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers: the extra `experiments`"
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """On a busy machine, several only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# Image models
+
+
+@pytest.mark.parametrize(
+    ("asked", "known"),
+    [("ResNet50", "ResNet50"), ("resnet50", "ResNet50"), ("MOBILENETV2", "MobileNetV2"), ("mobilenet_v2", "MobileNetV2"),
+     ("vgg-16", "VGG16"), ("inception_v3", "InceptionV3"), ("ShuffleNetV2", "ShuffleNetV2"), ("resnet56", "ResNet56")],
+)  # fmt: skip
+def test_models_are_found_in_any_spelling(asked: str, known: str) -> None:
+    assert vision.model_name(asked) == known
+
+
+@pytest.mark.parametrize("asked", ["", "ResNet51", "resnet"])
+def test_an_unknown_model_is_answered_with_those_there_are(asked: str) -> None:
+    with pytest.raises(ConfigError, match="ResNet50.*VGG16.*MobileNetV2") as caught:
+        vision.vision_model(asked)
+    assert repr(asked) in str(caught.value)
+
+
+def test_names_and_sizes_are_known_without_torchvision_and_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert vision.image_size("InceptionV3") == 299
+    assert vision.num_classes("resnet56") == 10
+    with pytest.raises(ConfigError, match=r"pliant\[experiments\]"):
+        vision.vision_model("ResNet50")
+    with pytest.raises(ConfigError, match=r"pliant\[experiments\]"):
+        text.bert()
+
+
+@needs_torchvision
+@pytest.mark.parametrize(("name", "parameters"), [("ResNet50", 25_557_032), ("MobileNetV2", 3_504_872)])
+def test_torchvisions_models_have_their_published_number_of_parameters(name: str, parameters: int) -> None:
+    assert sum(each.numel() for each in vision.vision_model(name).parameters()) == parameters
+
+
+@needs_torchvision
+def test_inception_answers_with_its_logits_alone_also_in_training() -> None:
+    model = vision.vision_model("InceptionV3", classes=7).train()
+    assert model(torch.zeros(2, 3, 75, 75)).shape == (2, 7)
+
+
+@needs_torchvision
+def test_torchvision_may_be_imported_again() -> None:
+    assert torchvision_import.import_torchvision() is torchvision_import.import_torchvision()
+
+
+def test_operators_that_a_torch_has_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a torch for CUDA, whose torchvision brings them: declaring one twice would be an error."""
+    library = torch.library.Library("pliant_test_ops", "DEF")
+    library.define("nms" + torchvision_import.MISSING[0][1])
+    monkeypatch.setattr(torch.ops, "torchvision", torch.ops.pliant_test_ops, raising=False)
+    monkeypatch.setattr(torchvision_import, "MISSING", torchvision_import.MISSING[:1])
+    monkeypatch.setattr(torch.library, "define", lambda *_: pytest.fail("declared what is there"))
+    torchvision_import._declare_missing(tmp_path)
+
+
+def test_resnet56_has_the_published_size_and_learns() -> None:
+    model = vision.CifarResNet()
+    assert sum(each.numel() for each in model.parameters()) == 853_018
+    torch.manual_seed(0)
+    small = vision.CifarResNet(8, width=4)
+    images, labels = torch.randn(16, 3, 16, 16), torch.arange(16) % 10
+    optimizer = torch.optim.SGD(small.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(25):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(small(images), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    with pytest.raises(ConfigError, match="6n"):
+        vision.CifarResNet(57)
+
+
+# CIFAR-10
+
+
+def images_and_labels(count: int = 4, seed: int = 0) -> tuple[np.ndarray[Any, Any], list[int]]:
+    random = np.random.default_rng(seed)
+    return random.integers(0, 256, (count, cifar.PIXELS), dtype=np.uint8), [
+        int(x) for x in random.integers(0, 10, count)
+    ]
+
+
+def python2_pickle(images: np.ndarray[Any, Any], labels: list[int]) -> bytes:
+    """As the published files are: written by Python 2, whose strings are bytes."""
+
+    def word(value: bytes) -> bytes:
+        return b"T" + struct.pack("<i", len(value)) + value
+
+    array = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\0\x85" + word(b"b") + b"tR"
+    kind = (
+        b"cnumpy\ndtype\n(" + word(b"u1") + b"K\0K\1tR(K\3" + word(b"|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb"
+    )
+    shape = b"(" + b"".join(b"J" + struct.pack("<i", each) for each in images.shape) + b"t"
+    state = b"(K\1" + shape + kind + b"I00\n" + word(images.tobytes()) + b"tb"
+    numbers = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
+    return b"\x80\x02}(" + word(b"data") + array + state + word(b"labels") + numbers + b"u."
+
+
+def write_all(folder: Path, names: tuple[str, ...], write: Any) -> list[int]:
+    folder.mkdir(parents=True, exist_ok=True)
+    labels = []
+    for seed, name in enumerate(names):
+        pixels, some = images_and_labels(seed=seed)
+        write(folder, name, pixels, some)
+        labels += some
+    return labels
+
+
+def write_python2(folder: Path, name: str, pixels: np.ndarray[Any, Any], labels: list[int]) -> None:
+    (folder / name).write_bytes(python2_pickle(pixels, labels))
+
+
+def write_python3(folder: Path, name: str, pixels: np.ndarray[Any, Any], labels: list[int]) -> None:
+    (folder / name).write_bytes(pickle.dumps({b"data": pixels, b"labels": labels}, protocol=2))
+
+
+def write_binary(folder: Path, name: str, pixels: np.ndarray[Any, Any], labels: list[int]) -> None:
+    records = np.concatenate((np.array(labels, np.uint8)[:, None], pixels), 1)
+    (folder / f"{name}.bin").write_bytes(records.tobytes())
+
+
+@pytest.mark.parametrize("write", [write_python2, write_python3, write_binary], ids=["python2", "python3", "binary"])
+def test_cifar_is_read_in_each_of_its_forms(tmp_path: Path, write: Any) -> None:
+    labels = write_all(tmp_path / "cifar-10-batches-py", cifar.TRAINING, write)
+    write_all(tmp_path / "cifar-10-batches-py", cifar.TEST, write)
+    data = cifar.cifar10(tmp_path)
+    assert len(data) == len(labels) == 20
+    assert [int(data[number][1]) for number in range(20)] == labels
+    expected = images_and_labels(seed=1)[0][2].reshape(3, 32, 32) / 255.0
+    image = data[6][0] * torch.tensor(cifar.DEVIATION)[:, None, None] + torch.tensor(cifar.MEAN)[:, None, None]
+    assert torch.allclose(image, torch.from_numpy(expected).float(), atol=1e-6)
+    assert len(cifar.cifar10(tmp_path / "cifar-10-batches-py", train=False)) == 4
+
+
+def test_augmented_images_are_moved_and_mirrored_by_torchs_generator(tmp_path: Path) -> None:
+    write_all(tmp_path, cifar.TRAINING, write_binary)
+    data = cifar.cifar10(tmp_path, augment=True)
+    torch.manual_seed(1)
+    first = [data[0][0] for _ in range(4)]
+    torch.manual_seed(1)
+    assert all(torch.equal(data[0][0], image) for image in first)
+    assert not torch.equal(first[0], first[1])
+
+
+class Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, ("__import__('pathlib').Path('evil-was-here').touch()",)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (pickle.dumps(Evil()), "wants to call builtins.eval"),
+        (pickle.dumps({b"data": Evil(), b"labels": [1]}, protocol=2), "wants to call"),
+        (b"cnumpy\ndtype\n(cos\nsystem\ntR.", "wants to call os.system"),
+        (b"\x80\x02}.", "lacks `data`"),
+        (pickle.dumps([1, 2]), "lacks `data`"),
+        (pickle.dumps({b"data": np.zeros(5, np.uint8), b"labels": [1]}, protocol=2), "has 1 labels, but 5 bytes"),
+        (pickle.dumps({b"data": np.zeros((1, 3072), np.uint8), b"labels": [10]}, protocol=2), "has the label 10"),
+        (b"not a pickle", "is no pickle"),
+        (b"", "is no pickle"),
+    ],
+)
+def test_a_file_that_is_not_cifar_is_refused_and_runs_nothing(
+    content: bytes, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data_batch_1").write_bytes(content)
+    with pytest.raises(ConfigError, match=why) as caught:
+        cifar.cifar10(tmp_path)
+    assert "data_batch_1" in str(caught.value)
+    assert not (tmp_path / "evil-was-here").exists()
+
+
+def test_missing_and_cut_files_of_cifar_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no data_batch_1"):
+        cifar.cifar10(tmp_path)
+    (tmp_path / "data_batch_1.bin").write_bytes(b"\0" * 3000)
+    with pytest.raises(ConfigError, match="3000 bytes"):
+        cifar.cifar10(tmp_path)
+    write_binary(tmp_path, "data_batch_1", *images_and_labels())
+    with pytest.raises(ConfigError, match=r"data_batch_2\.bin"):
+        cifar.cifar10(tmp_path)
+
+
+# Questions
+
+CONTEXT = (
+    "Beyonce Giselle Knowles-Carter (born September 4, 1981) is a singer. She performed in competitions as a child."
+)
+
+
+def write_squad(path: Path, context: str = CONTEXT) -> Path:
+    answer = "September 4, 1981"
+    asked = [
+        {"question": "When was she born?", "is_impossible": False,
+         "answers": [{"text": answer, "answer_start": context.index(answer)}]},
+        {"question": "Where does she live?", "is_impossible": True, "answers": [],
+         "plausible_answers": [{"text": "singer", "answer_start": context.index("singer")}]},
+    ]  # fmt: skip
+    path.write_text(
+        json.dumps({"version": "v2.0", "data": [{"title": "x", "paragraphs": [{"context": context, "qas": asked}]}]})
+    )
+    return path
+
+
+def test_squads_answers_are_found_in_the_input_and_impossible_ones_point_to_its_beginning(tmp_path: Path) -> None:
+    data = text.questions(write_squad(tmp_path / "train-v2.0.json"), max_seq_length=96)
+    assert len(data) == 2
+    assert "2 questions" in data.about
+    inputs, targets = data[0]
+    words = squad.HashTokenizer().cut
+    begin, end = targets.tolist()
+    assert inputs[0, begin : end + 1].tolist() == words("September 4, 1981")[0]
+    asked = words("When was she born?")[0]
+    assert inputs[0, : len(asked) + 2].tolist() == [squad.BEGIN, *asked, squad.SEPARATOR]
+    used = int(inputs[2].sum())
+    assert used == len(asked) + 3 + len(words(CONTEXT)[0])
+    assert inputs[1].tolist() == [0] * (len(asked) + 2) + [1] * (used - len(asked) - 2) + [0] * (96 - used)
+    assert data[1][1].tolist() == [0, 0]
+    assert len(text.questions(tmp_path, max_seq_length=96, limit=1)) == 1
+
+
+def test_long_passages_come_in_parts_and_the_answer_counts_where_it_is(tmp_path: Path) -> None:
+    file = write_squad(tmp_path / "long.json", "word " * 50 + CONTEXT + " and more" * 50)
+    data = squad.squad(file, max_seq_length=40, doc_stride=10, max_query_length=8)
+    assert len(data) > 10
+    found = [data[number] for number in range(len(data)) if data[number][1].tolist() != [0, 0]]
+    assert found, "no part has the answer"
+    for inputs, (begin, end) in found:
+        assert inputs[0, begin : end + 1].tolist() == squad.HashTokenizer().cut("September 4, 1981")[0]
+    assert all(data[number][0].shape == (3, 40) for number in range(len(data)))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"data": 3}', '{"data": [{"paragraphs": [{"context": "x"}]}]}', '{"data": []}']
+)
+def test_what_is_not_squad_is_refused(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "train-v2.0.json"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=r"train-v2\.0\.json"):
+        squad.squad(file)
+
+
+def test_a_missing_squad_says_where_it_is_had(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="SQuAD-explorer"):
+        squad.squad(tmp_path)
+    with pytest.raises(ConfigError, match="must fit"):
+        squad.squad(tmp_path, max_seq_length=10)
+
+
+def test_synthetic_questions_say_so_and_are_the_same_everywhere() -> None:
+    data = text.questions(length=9, max_seq_length=32)
+    assert "synthetic" in data.about
+    assert len(data) == 9
+    again = squad.SyntheticQuestions(9, 32)
+    for number in range(9):
+        inputs, targets = data[number]
+        assert torch.equal(inputs, again[number][0])
+        begin, end = targets.tolist()
+        if number % 3 == 2:
+            assert (begin, end) == (0, 0)
+        else:
+            assert torch.equal(inputs[0, begin - 2 : begin], inputs[0, 1:3]), "the question stands before the answer"
+            assert begin <= end < 31
+    with pytest.raises(IndexError):
+        data[9]
+
+
+@needs_transformers
+def test_a_small_bert_learns_where_answers_are(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = text.bert(places=64)
+    assert "random weights" in model.about
+    samples = [squad.SyntheticQuestions(8, 32)[number] for number in range(8)]
+    inputs, targets = torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+    assert model(inputs).shape == (8, 32, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs), targets)
+        loss.backward()
+        assert all(each.grad is not None for each in model.parameters()), "a parameter has no use"
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    model.bert.save_pretrained(tmp_path)
+    loaded = text.bert(tmp_path).eval()
+    assert torch.equal(loaded(inputs), model.eval()(inputs))
+
+
+@needs_transformers
+def test_bert_of_a_path_without_weights_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        text.bert(tmp_path)
+    (tmp_path / "bert_config.json").write_text(
+        json.dumps(
+            {
+                "vocab_size": 99,
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "intermediate_size": 32,
+            }
+        )
+    )
+    (tmp_path / "bert_model.ckpt.index").touch()
+    model = text.bert(tmp_path)
+    assert "TensorFlow's weights are not read" in model.about
+    with pytest.raises(ConfigError, match="small or base"):
+        text.bert(size="large")
+
+
+@needs_transformers
+def test_berts_own_vocabulary_cuts_words_into_pieces_and_knows_their_places(tmp_path: Path) -> None:
+    pieces = "[PAD] [UNK] [CLS] [SEP] [MASK] september 4 , 1981 when was she ##s born ? singer ##er sing"
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces.split()) + "\n")
+    data = squad.squad(write_squad(tmp_path / "train-v2.0.json"), vocabulary=tmp_path, max_seq_length=96)
+    inputs, (begin, end) = data[0]
+    assert inputs[0, begin : end + 1].tolist() == [5, 6, 7, 8]
+    assert inputs[0, 0] == 2
+    with pytest.raises(ConfigError, match="vocabulary"):
+        squad.squad(tmp_path, vocabulary=tmp_path / "none")

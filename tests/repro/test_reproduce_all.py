@@ -1,0 +1,375 @@
+"""`pliant reproduce all`: the list, runs that are kept and resumed, failures that stop nobody else, and the page about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import command
+from patience import until
+from pliant_repro.experiments import batch, gather, headlines, kept, report
+from pliant_repro.experiments.facts import FACTS, clock, paper_of
+from pliant_repro.experiments.figures import FIGURES, Options, TableRows
+from pliant_repro.experiments.headlines import Headline
+from pliant_repro.experiments.kept import Run
+from pliant_repro.experiments.report import About, Entry
+from pliant_repro.lab import machine
+
+from pliant.errors import ConfigError
+
+QUICK = Options(quick=True, device="cpu")
+FAST = ("easyscale-fig14", "easyscale-fig15")
+MAIN = "from pliant.cli.main import main; main()"
+draws = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra `experiments`")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder where the two fastest figures have been run, each in a process of its own."""
+    out = tmp_path_factory.mktemp("reproduced")
+    found = batch.run(plan(out, *FAST))
+    assert [each.outcome for each in found] == [kept.HOLDS] * 2, [each.why for each in found]
+    return out
+
+
+def plan(out: Path, *names: str, **more: Any) -> batch.Plan:
+    options = more.pop("options", QUICK)
+    return batch.Plan(figures=[FIGURES[name] for name in names], options=options, out=out, plot=False, **more)
+
+
+def copied(finished: Path, to: Path) -> Path:
+    for path in finished.glob("*.json"):
+        (to / path.name).write_bytes(path.read_bytes())
+    return to
+
+
+# What is known in advance
+
+
+def test_every_figure_has_a_paper_a_time_and_headlines() -> None:
+    assert set(FACTS) == set(FIGURES) == set(headlines.BY_NAME)
+    assert paper_of("kungfu-fig9") == "KungFu, OSDI'20"
+    assert all(facts.usual_s > 0 and facts.remarks for facts in FACTS.values())
+
+
+def test_all_of_it_fits_in_an_hour() -> None:
+    assert sum(facts.usual_s for facts in FACTS.values()) < 3600
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(5.4, "0:05"), (319, "5:19"), (3723, "1:02:03")])
+def test_times_are_written_as_on_a_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+# The list
+
+
+def test_the_list_says_how_the_last_run_went(finished: Path, tmp_path: Path) -> None:
+    out = copied(finished, tmp_path)
+    usual = Run.of(Options(device="cpu"), kept.HOLDS, took_s=3.0)
+    kept.write(out, FAST[0], usual)
+    (out / "kungfu-fig6.json").write_text('{"bench": "kungfu-fig6", "ok": tr')
+    kept.write(out, "kungfu-fig4", Run.of(QUICK, kept.FAILED, why="it broke"))
+    answer = command("reproduce", "--list", "--out", str(out))
+    lines = {line.split("\t")[0]: line.split("\t")[1:] for line in answer.stdout.splitlines()}
+    assert list(lines) == list(FIGURES)
+    assert lines[FAST[0]][:4] == ["EasyScale, SC'23", "0:03", "holds, quick", str(out / f"{FAST[0]}.json")]
+    assert lines["kungfu-fig4"][1:4] == [f"~{clock(FACTS['kungfu-fig4'].usual_s)}", "failed", "-"]
+    assert lines["kungfu-fig7"][1:4] == [f"~{clock(FACTS['kungfu-fig7'].usual_s)}", "never", "-"]
+    assert lines["kungfu-fig6"][2] == "failed"
+
+
+@pytest.mark.parametrize("words", [("--list", "--json"), ("--json", "--list"), ("--list", "--json", "-")], ids=" ".join)
+def test_the_list_as_json(words: tuple[str, ...], finished: Path) -> None:
+    listed = json.loads(command("reproduce", *words, "--out", str(finished)).stdout)
+    assert [one["name"] for one in listed["experiments"]] == list(FIGURES)
+    by_name = {one["name"]: one for one in listed["experiments"]}
+    assert by_name[FAST[0]]["status"] == "holds"
+    assert by_name[FAST[0]]["took_s"] > 0
+    assert by_name[FAST[0]]["usual_from"] == "kept"  # a quick run says nothing about the default size
+    assert by_name["p3-fig7"]["needs_root"]
+    assert by_name["p3-fig7"]["result"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("all", "--data", "x"), "--models and --data"),
+        (("all", "--models", "vgg"), "--models and --data"),
+        (("all", "--limit", "-1"), "--limit -1"),
+        (("report", "/nowhere"), "/nowhere is no folder"),
+        (("report", "a", "b"), "give one folder"),
+    ],
+)
+def test_wrong_wishes_have_one_clear_line(words: tuple[str, ...], part: str) -> None:
+    answer = command("reproduce", *words)
+    assert isinstance(answer.exception, ConfigError)
+    assert part in str(answer.exception)
+
+
+# What is kept
+
+
+def test_only_a_finished_run_of_the_same_options_and_version_counts(finished: Path, tmp_path: Path) -> None:
+    out, name = copied(finished, tmp_path), FAST[0]
+    assert kept.is_done(out, name, QUICK)
+    assert not kept.is_done(out, name, Options(device="cpu"))
+    assert not kept.is_done(out, name, Options(quick=True, steps=3, device="cpu"))
+    run = kept.read(out, name)
+    assert run is not None
+    kept.write(out, name, dataclasses.replace(run, version="0.0.1"))
+    assert not kept.is_done(out, name, QUICK)
+    kept.write(out, name, run)
+    assert kept.is_done(out, name, QUICK)
+    kept.begin(out, name)  # as a run does that is then interrupted
+    assert not kept.is_done(out, name, QUICK)
+
+
+def test_the_time_of_a_run_that_went_on_from_parts_is_not_its_usual_time(finished: Path, tmp_path: Path) -> None:
+    out, name = copied(finished, tmp_path), "oort-ablation"
+    assert not kept.has_parts(out, name)
+    (out / kept.PARTS).mkdir()
+    (out / kept.PARTS / "1.json").touch()
+    assert kept.has_parts(out, name)
+    assert not kept.has_parts(out, FAST[0]), "it leaves none"
+    for whole, source in ((False, "kept"), (True, "here")):
+        kept.write(out, FAST[0], Run.of(Options(device="cpu"), kept.HOLDS, took_s=3.0, whole=whole))
+        assert kept.standing(out, FAST[0]).usual[1] == source
+    kept.forget_parts(out)
+    assert not kept.has_parts(out, name)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"outcome": "holds"}', "\0"])
+def test_a_damaged_word_about_a_run_counts_as_none(text: str, finished: Path, tmp_path: Path) -> None:
+    out = copied(finished, tmp_path)
+    kept.run_path(out, FAST[0]).write_text(text)
+    assert kept.read(out, FAST[0]) is None
+    assert not kept.is_done(out, FAST[0], QUICK)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"bench": "easyscale-fig14"}', '{"bench": "kungfu-fig7", "ok": true}']
+)
+def test_a_damaged_result_is_a_failure_that_names_the_file(text: str, finished: Path, tmp_path: Path) -> None:
+    out = copied(finished, tmp_path)
+    path = kept.result_path(out, FAST[0])
+    path.write_text(text)
+    found = kept.standing(out, FAST[0])
+    assert found.outcome == kept.FAILED
+    assert str(path) in found.why
+    assert not kept.is_done(out, FAST[0], QUICK)
+
+
+# Batches of real processes
+
+
+def test_what_is_finished_is_not_run_again_unless_asked_for(finished: Path) -> None:
+    paths = [kept.run_path(finished, name) for name in FAST]
+    before = [path.stat().st_mtime_ns for path in paths]
+    was_kept = []
+    batch.run(plan(finished, *FAST), ended=lambda found, kept_: was_kept.append(kept_))
+    assert was_kept == [True, True]
+    assert [path.stat().st_mtime_ns for path in paths] == before
+    kept.begin(finished, FAST[1])
+    batch.run(plan(finished, *FAST), ended=lambda found, kept_: was_kept.append(kept_))
+    assert was_kept[2:] == [True, False]
+    batch.run(plan(finished, FAST[0], again=True), ended=lambda found, kept_: was_kept.append(kept_))
+    assert was_kept[4:] == [False]
+    assert paths[0].stat().st_mtime_ns > before[0]
+
+
+def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
+    options = Options(quick=True, models=("vgg",), device="cpu")  # a model that one has, and the other does not ask for
+    failed, well = batch.run(plan(tmp_path, "easyscale-fig12", FAST[1], options=options))
+    assert failed.outcome == kept.FAILED
+    assert "--models vgg: this figure has shufflenetv2" in failed.why
+    assert well.outcome == kept.HOLDS
+    page = gather.write(tmp_path, [FIGURES["easyscale-fig12"], FIGURES[FAST[1]]]).read_text()
+    assert "--models vgg: this figure has shufflenetv2" in page
+
+
+def test_what_takes_too_long_is_ended_with_all_its_processes(tmp_path: Path) -> None:
+    [found] = batch.run(plan(tmp_path, "easyscale-fig12", limit_s=1.0))
+    assert found.outcome == kept.FAILED
+    assert "--limit" in found.why
+    assert not running(tmp_path)
+
+
+def test_without_namespaces_figures_that_need_them_are_skipped_and_say_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "check", lambda: ["not root: network namespaces need it; run with sudo"])
+    [found] = batch.run(plan(tmp_path, "p3-fig12"))
+    assert (found.outcome, found.result) == (kept.SKIPPED, None)
+    page = gather.write(tmp_path, [FIGURES["p3-fig12"]]).read_text()
+    assert "not root" in page
+
+
+def running(out: Path) -> list[str]:
+    """Processes that were started for this folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(out) in words:
+            found.append(words)
+    return found
+
+
+@pytest.mark.processes
+def test_an_interrupted_batch_leaves_no_process_and_no_word(tmp_path: Path) -> None:
+    words = ["reproduce", "easyscale-fig12", FAST[0], "--quick", "--no-plot", "--out", str(tmp_path)]
+    log = tmp_path / "logs" / "easyscale-fig12.log"
+    with subprocess.Popen([sys.executable, "-c", MAIN, *words], stderr=subprocess.PIPE, text=True) as process:
+        until(lambda: log.exists() and "baseline" in log.read_text())
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "the same command goes on" in said
+    assert not running(tmp_path)
+    assert kept.standing(tmp_path, "easyscale-fig12").outcome == kept.NEVER
+
+
+@draws
+def test_several_names_print_their_tables_and_write_a_report(tmp_path: Path) -> None:
+    words = ["reproduce", *FAST, "--quick", "--out", str(tmp_path), "--json"]
+    answer = subprocess.run([sys.executable, "-c", MAIN, *words], capture_output=True, text=True, timeout=110)
+    assert answer.returncode == 0, answer.stderr
+    assert [one["bench"] for one in json.loads(answer.stdout)["cells"]] == list(FAST)
+    assert "GPUs in use, of 64" in answer.stderr  # stdout is the object alone
+    page = parsed((tmp_path / "report.html").read_text())
+    assert set(FAST) <= set(page.ids)
+    assert len(page.pictures) == 2
+
+
+# The page
+
+
+class Page(HTMLParser):
+    """What a document has, and whether what was opened is closed."""
+
+    EMPTY = frozenset({"meta", "img", "br"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.loads: list[str] = []
+        self.pictures: list[str] = []
+        self.tags: set[str] = set()
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+        for name, value in attrs:
+            assert not name.startswith("on"), f"{tag} has a handler"
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "srcset", "data", "action"):
+                self.loads.append(value or "")
+                if tag == "img":
+                    self.pictures.append(value or "")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def parsed(text: str) -> Page:
+    page = Page()
+    page.feed(text)
+    page.close()
+    assert not page.open, "all that was opened is closed"
+    assert not page.tags & {"script", "link", "iframe", "object", "embed", "base"}
+    assert all(each.startswith(("#", "data:image/")) for each in page.loads), "nothing is loaded from elsewhere"
+    assert "url(" not in text
+    assert "@import" not in text
+    return page
+
+
+NASTY = """<script>alert("1")</script> & 'two' <img src=http://example.org/x>"""
+
+
+def test_the_page_escapes_whatever_it_is_given() -> None:
+    entry = Entry(
+        name="p3-fig7", about=NASTY, paper=NASTY, outcome=kept.DOES_NOT_HOLD, why=NASTY, took_s=61, ended=NASTY, size=NASTY,
+        command=NASTY, no_picture=NASTY, headlines=[Headline(NASTY, NASTY, NASTY)],
+        table=TableRows(NASTY, (NASTY,), ((NASTY,),)), remarks=[NASTY], standing=[NASTY],
+    )  # fmt: skip
+    text = report.page([entry], About(made=NASTY, command=NASTY, machine={"cpu": NASTY}, notes=[NASTY]))
+    page = parsed(text)
+    assert "<script" not in text
+    assert page.text.count("alert") >= 15
+    assert "1 do not hold. 1:01 in all." in page.text
+
+
+@pytest.mark.parametrize("outcome", kept.OUTCOMES)
+def test_the_page_says_every_outcome(outcome: str) -> None:
+    entry = Entry(
+        name="p3-fig7", about="a", paper="P3", outcome=outcome, why="because", picture="data:image/png;base64,AA=="
+    )
+    text = report.page([entry], About(made="today", command="pliant", machine={"memory_bytes": 1 << 33}))
+    page = parsed(text)
+    assert f"{report.VERDICTS[outcome]}: because" in page.text
+    assert "8.0 GiB" in page.text
+    assert "prefers-color-scheme: dark" in text
+    assert "@media print" in text
+
+
+@draws
+def test_the_report_has_every_figure_with_and_without_a_result(finished: Path, tmp_path: Path) -> None:
+    out = copied(finished, tmp_path)
+    result = json.loads(kept.result_path(out, FAST[1]).read_text())
+    result["cells"] = [{"policy": "unknown"}]
+    kept.result_path(out, FAST[1]).write_text(json.dumps(result))
+    answer = command("reproduce", "report", str(out))
+    assert answer.stdout == f"wrote {out / 'report.html'}\n"
+    page = parsed((out / "report.html").read_text())
+    assert page.ids == [*FIGURES, "machine"]
+    assert [each[:26] for each in page.pictures] == ["data:image/svg+xml;base64,"]
+    assert "yarn-cs: mean completion time" in page.text
+    assert "8905 s" in page.text
+    assert "has not the form of this figure" in page.text
+    assert "pliant reproduce easyscale-fig14 --quick" in page.text
+    assert "20 not run yet" in page.text
+
+
+def test_without_matplotlib_the_report_says_so(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = copied(finished, tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    page = parsed(gather.write(out, [FIGURES[FAST[0]]]).read_text())
+    assert not page.pictures
+    assert "pip install 'pliant[experiments]'" in page.text
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere: run it as another user")
+def test_a_folder_that_cannot_be_written_is_named(finished: Path, tmp_path: Path) -> None:
+    out = copied(finished, tmp_path)
+    out.chmod(0o500)
+    with pytest.raises(ConfigError, match=r"report\.html"):
+        gather.write(out)
+
+
+KEPT = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*_fig*.json"))
+
+
+@pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])
+def test_kept_results_have_headlines(path: Path) -> None:
+    found = headlines.of(json.loads(path.read_text()))
+    assert found
+    assert all(each.what and each.published and each.measured for each in found)

@@ -1,0 +1,235 @@
+"""Where jobs are found: folders, running jobs with a real config server, a real cluster server over runs on paper."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import records
+import uvicorn
+from pages import Home
+from patience import until
+from rich.console import Console
+
+from pliant.cli import keys
+from pliant.cluster import View, Worker
+from pliant.elastic.client import ConfigClient
+from pliant.elastic.membership import Limits
+from pliant.elastic.server import ConfigServer, ServerConfig
+from pliant.elastic.serving import settings
+from pliant.errors import ConfigError
+from pliant.launch.registry import registered
+from pliant.record import Recorder
+from pliant.sched.live.book import Book
+from pliant.sched.live.client import LiveClient, Server
+from pliant.sched.live.jobfile import JobSpec
+from pliant.sched.live.scheduler import Scheduler
+from pliant.sched.live.web import LiveWeb
+from pliant.sched.schedulers import registry as schedulers
+from pliant.ui.clusters import AtCluster
+from pliant.ui.jobs import ByCluster, ByConfigServer
+from pliant.ui.records import Records
+from pliant.ui.sources import Here, sources
+from pliant.ui.terminal import neighbour, screen
+from pliant.ui.watch import Watch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "sched"))
+
+from paper import PaperGround
+
+WORKERS = tuple(Worker("127.0.0.1", 10000 + number) for number in range(2))
+
+
+def test_a_folder_of_records(tmp_path: Path) -> None:
+    records.write(tmp_path / "a" / "record.jsonl", records.training(20))
+    records.write(tmp_path / "b" / "aggregator" / "record.jsonl", records.federated(10))
+    (tmp_path / "a" / "log").write_text("hello\n")
+    (tmp_path / "b" / "worker").mkdir()
+    (tmp_path / "b" / "worker" / "log_1").write_text("hello\n")
+    watch = Watch([Records(tmp_path)])
+    watch.look()
+    named = {job.name: job for job in watch.seen.jobs.values()}
+    assert sorted(named) == ["a", "b/aggregator"]
+    assert (named["a"].story.step, named["b/aggregator"].story.step) == (20, 10)
+    assert [list(job.logs) for job in named.values()] == [["log"], ["log_1"]]
+    assert named["a"].state(time.time()) == "silent"
+    assert named["b/aggregator"].state(time.time()) == "finished"
+
+
+def test_a_running_job_is_found_with_its_record_and_resized(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    record = tmp_path / "run.jsonl"
+    config = ServerConfig(port=0, limits=Limits(), token="t")
+    with ConfigServer(config).running() as server, closing(ConfigClient(server.url, "t")) as client:
+        client.put(View(0, WORKERS, (Worker("127.0.0.1", 9999),)))
+        for worker in WORKERS:
+            client.ready(worker)
+        with registered(
+            server.url, ["train.py"], host="127.0.0.1", token="t", record=str(record), environ=environ
+        ) as listed:
+            watch = Watch([Here(environ)])
+            with Recorder(record) as recorder:
+                recorder.write("step", 7, workers=2)
+            watch.look()
+            jobs = [job for job in watch.seen.jobs.values() if job.name == listed.id]
+            (job,) = jobs
+            assert (job.state(0), job.num_workers, job.story.step) == ("running", 2, 7)
+            assert isinstance(job.control, ByConfigServer)
+            assert "1 worker " in job.control.resize(1)
+            view = client.get()
+            assert view is not None
+            assert view.size == 1
+            with pytest.raises(ConfigError, match="use 1 or more"):
+                job.control.resize(0)
+            with pytest.raises(ConfigError, match="token"):
+                ByConfigServer(server.url, "wrong").resize(2)
+        watch.look()
+        assert (job.state(0), job.control) == ("ended", None)
+
+
+def _text(watch: Watch, wanted: str = "", height: int = 0) -> str:
+    console = Console(width=140)
+    with console.capture() as shown:
+        console.print(screen(watch.seen, time.time(), 140, wanted, height))
+    return shown.get()
+
+
+def test_a_terminal_shows_what_the_page_does(tmp_path: Path) -> None:
+    records.write(tmp_path / "grows" / "record.jsonl", records.training())
+    records.write(tmp_path / "speech" / "record.jsonl", records.federated(30))
+    (tmp_path / "grows" / "log").write_text("\x1b[31mstep 1200\x1b[0m: loss 0.2\n")
+    watch = Watch([Records(tmp_path)])
+    watch.look()
+    text = _text(watch, "grows")
+    for told in ("loss", "samples/s", "global batch", "512", "noise scale", "8 replicas on 10.0.0.1 ■■", "(AUTO)"):
+        assert told in text, told
+    assert "slowest 92.8 Mbit/s (10.0.0.2 → 10.0.0.3), fastest 960 Mbit/s (10.0.0.1 → 10.0.0.3)" in text
+    assert "a worker was lost: 6 → 5" in text
+    assert "gns: noise scale" in text, "a decision with its reason"
+    assert "step 1200: loss 0.2" in text, "the newest lines of its log, without what a terminal would obey"
+    text = _text(watch, "speech")
+    for told in ("accuracy in %", "round in s", "clients picked so far; round 30: 10 aggregated, "):
+        assert told in text, told
+    assert "no job is called ghost" in _text(watch, "ghost")
+    known = {job.name: job.key for job in watch.seen.jobs.values()}
+    below = neighbour(watch.seen, time.time(), "", 1)
+    assert {below, neighbour(watch.seen, time.time(), below, -1)} == set(known.values())
+    assert neighbour(watch.seen, time.time(), below, 1) == below, "there is an end"
+    for number in range(30):
+        watch.seen.job(f"more {number}", f"more {number}")
+    assert "and 23 more" in _text(watch, "more 29", height=27)
+    assert "more 29" in _text(watch, "more 29", height=27), "what is chosen stays in sight"
+
+
+def test_keys_are_taken_as_they_are_pressed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with keys.pressed() as key:
+            os.write(ours, b"\x1b[B")
+            assert key(10, lambda: False) == keys.DOWN
+            assert key(0.01, lambda: False) == ""
+            assert key(10, lambda: True) == "", "a signal has come"
+            os.write(ours, b"q")
+            assert key(10, lambda: False) == "q"
+    os.close(ours)
+
+
+@contextmanager
+def cluster(folder: Path, ground: PaperGround) -> Iterator[Server]:
+    """A server of a cluster in this process."""
+    with Book(folder) as book:
+        scheduler = Scheduler(ground, schedulers.make("easyscale-heter"), book, folder, interval_s=0.05)
+        with scheduler.running():
+            web = LiveWeb(scheduler, "t")
+            server = uvicorn.Server(settings(web.app))
+            config = server.config
+            config.host, config.port = "127.0.0.1", 0
+            thread = threading.Thread(target=server.run, name="pliant-test-serve", daemon=True)
+            thread.start()
+            until(lambda: server.started, "the server")
+            port = server.servers[0].sockets[0].getsockname()[1]
+            yield Server(url=f"http://127.0.0.1:{port}", token="t")
+            web.close()
+            server.should_exit = True
+            thread.join()
+
+
+def test_a_cluster_tells_who_had_what(tmp_path: Path) -> None:
+    ground = PaperGround(cpu=4)
+    with cluster(tmp_path, ground) as server, LiveClient(server) as client:
+        client.submit(JobSpec.from_json({"name": "one", "program": "/train.py", "directory": "/", "replicas": 2}))
+        until(lambda: "one" in ground.runs, "its start")
+        ground.runs["one"].step(1, 3)
+        until(lambda: client.job("one").state == "running", "its first step")
+        watch = Watch([AtCluster(server, None)])
+        watch.look()
+        (job,) = watch.seen.jobs.values()
+        assert (job.name, job.state(0)) == ("one", "running")
+        assert job.devices.startswith("cpu=")
+        assert {"submitted", "decision", "starting", "running"} <= {each.what for each in job.happenings}
+        assert any(each.devices.get("cpu") for each in job.happenings)
+        (found,) = watch.seen.clusters.values()
+        assert found.status is not None
+        assert found.status.devices == {"cpu": 4}
+        text = _text(watch)
+        assert "one" in text
+        assert "of 4 free" in text
+        assert isinstance(job.control, ByCluster)
+        watch.seen.problems.clear()
+        AtCluster(server.model_copy(update={"token": "wrong"}), None).look(watch.seen)
+        assert "token" in next(iter(watch.seen.problems.values()))
+        assert (job.control, watch.seen.clusters) == (None, {}), "who cannot ask does not know, and cannot act"
+        watch.look()
+        assert isinstance(job.control, ByCluster)
+        job.control.stop()
+        until(lambda: client.job("one").is_over, "its end")
+        watch.look()
+        assert job.control is None
+        assert sources([server.url], {"PLIANT_TOKEN": "t"}), "an address is asked what it is"
+        with pytest.raises(ConfigError, match="the token we gave is not its own: set PLIANT_TOKEN"):
+            sources([server.url], {"PLIANT_TOKEN": "wrong"})
+    watch.look()
+    assert "no server answers" in next(iter(watch.seen.problems.values()))
+
+
+@pytest.mark.processes
+def test_top_follows_a_record_in_a_terminal(home: Home, tmp_path: Path) -> None:
+    path = tmp_path / "record.jsonl"
+    with Recorder(path) as recorder:
+        recorder.write("start", 0, replicas=2, workers=2, batch_size=8)
+        recorder.write("step", 41, workers=2, samples_per_s=123.0, values={"loss": 0.5})
+        ours, theirs = pty.openpty()
+        process = home.start("top", str(path), "--interval", "100ms", stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        shown = ""
+
+        def sees(what: str) -> bool:
+            nonlocal shown
+            if select.select([ours], [], [], 0.05)[0]:
+                shown += os.read(ours, 65536).decode(errors="replace")
+            return what in shown
+
+        until(lambda: sees("0.5"), "the first picture")
+        assert "41" in shown
+        recorder.write("step", 4242, workers=2, samples_per_s=123.0, values={"loss": 0.25})
+        until(lambda: sees("4242"), "the next step")
+        process.send_signal(signal.SIGINT)
+        until(lambda: sees("\x1b[?1049l"), "the terminal as it was")
+        assert process.wait(timeout=20) == 0
+        os.close(ours)
+    piped = home.start("top", str(path))
+    said, _ = piped.communicate(timeout=30)
+    assert piped.returncode == 0
+    assert "4242" in said
+    assert "\x1b" not in said
