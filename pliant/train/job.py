@@ -17,7 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +33,21 @@ from pliant.train.adapting.adaptation import Adaptation
 from pliant.train.adapting.settings import Settings, adaptation_settings
 from pliant.train.data.feeder import Feeder
 from pliant.train.data.options import describe
+from pliant.train.events import StepCommitted
+from pliant.train.gradients.probing import GradientProbe
 from pliant.train.job_state import JobState
 from pliant.train.optim import Averaging, averaging_of
 from pliant.train.placement import Blocks
 from pliant.train.priority import tuning
 from pliant.train.priority.gates import gate_evaluation, gate_state
-from pliant.train.replicas import Replicas
+from pliant.train.replicas import Replicas, ReplicaSwitch
 from pliant.train.saving import Saving
 from pliant.train.settling import Left, Settling
 from pliant.train.showing import show
 from pliant.train.trainer import Parts, Trainer
 from pliant.train.view_changes import ViewChange
 
-__all__ = ["Job", "Left", "Loader", "ViewChange", "join"]
+__all__ = ["Job", "Left", "Loader", "StepCommitted", "ViewChange", "join"]
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -149,6 +151,8 @@ class Job:
         self._schedule = dict(spec.resize_schedule) if spec is not None else {}
         self._inside_epochs = False
         self._notified = False
+        self._commit_listeners: list[Callable[[StepCommitted], None]] = []
+        self._view_listeners: list[Callable[[ViewChange], None]] = []
         self.pinned = determinism.pin(level, torch.device("cpu"))
         """What this level of determinism has set in this process."""
         atexit.register(self.close)
@@ -241,6 +245,43 @@ class Job:
         """The changes of view that this worker has seen, with their pauses."""
         return list(self._trainer.changes.seen) if self._trainer is not None else []
 
+    # --- listeners, for records, checkpoints and measurements ---
+
+    def on_commit(self, listener: Callable[[StepCommitted], None]) -> None:
+        """Call `listener` on this worker after each committed step, before the next one begins."""
+        self._commit_listeners.append(listener)
+
+    def on_view_change(self, listener: Callable[[ViewChange], None]) -> None:
+        """Call `listener` on this worker after each change of the workers that it stayed through.
+
+        The call comes when the first batch of the new view is in hand, so `pause_s` is the whole pause.
+        """
+        self._view_listeners.append(listener)
+
+    @property
+    def committed_buffers(self) -> list[torch.Tensor]:
+        """Copies of replica 0's buffers at the last committed step: those that DDP would keep."""
+        return self._need_trainer().first_buffers
+
+    @property
+    def prepared_view(self) -> int:
+        """The newest view that this worker is connected for, and enters at a step's boundary once all others are, too."""
+        return self._member.prepared
+
+    @property
+    def gradient_probe(self) -> GradientProbe | None:
+        """The monitor of noise scale and variance; None if neither was asked for."""
+        return self._need_trainer().gradients.sums.probe
+
+    @property
+    def replica_switch(self) -> ReplicaSwitch:
+        """The object that swaps replicas between turns. A benchmark may replace it with a wrapper that measures it."""
+        return self._need_trainer().replica_switch
+
+    @replica_switch.setter
+    def replica_switch(self, switch: ReplicaSwitch) -> None:
+        self._need_trainer().replica_switch = switch
+
     # --- wrapping ---
 
     def wrap(
@@ -309,6 +350,7 @@ class Job:
             averaging.attach(gradients, self._settling.equalise)
             trainer.averaging = averaging
         trainer.on_commit = self._committed
+        trainer.changes.listeners = self._view_listeners
         for each in optimizers:
             guards.patch_optimizer(each, self._running, lambda: self._trainer)
             gate_state(each, crossing)
@@ -467,6 +509,20 @@ class Job:
             if size is not None and isinstance(self._member, Member):
                 trainer.ask_for(size)
         self._saving.committed()
+        if self._commit_listeners:
+            progress, (duration_s, compute_s) = trainer.progress, trainer.step_times
+            event = StepCommitted(
+                progress.step,
+                progress.epoch,
+                progress.epoch_step,
+                self.size,
+                self.rank,
+                duration_s,
+                compute_s,
+                trainer.adaptation.last_values,
+            )
+            for listener in self._commit_listeners:
+                listener(event)
 
     # --- checkpoints ---
 

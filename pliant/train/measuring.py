@@ -17,7 +17,8 @@ class Measuring:
 
     compute_s: float = 0.0
     last: Measured = field(default_factory=Measured)
-    _began_s: float = 0.0
+    began_s: float = 0.0
+    """When the step in progress began, by time.monotonic()."""
     _turn_began_s: float = 0.0
     _waited_s: float = 0.0
     """At gates, when the turn began."""
@@ -34,8 +35,8 @@ class Measuring:
         now_s, sent, pressure = time.monotonic(), engine.wire_bytes, engine.pressure()
         self.last = Measured(self.compute_s, sent - self._sent_bytes, pressure.rate_since(self._pressure))
         if trace.enabled():
-            trace.event("step", f"step {step - 1}", self._began_s or now_s, now_s)
-        self._began_s, self.compute_s = now_s, 0.0
+            trace.event("step", f"step {step - 1}", self.began_s or now_s, now_s)
+        self.began_s, self.compute_s = now_s, 0.0
         self._sent_bytes, self._pressure = sent, pressure
 
     def begin_turn(self, waited_s: float) -> None:

@@ -12,10 +12,12 @@ import torch
 
 from pliant.errors import ConfigError
 from pliant.train import rng
+from pliant.train.buffers import Buffers, Tensors
 from pliant.train.context import Context
 from pliant.train.data.dealing import num_batches, samples_used
 from pliant.train.data.options import LoaderOptions
 from pliant.train.data.stream import Stream
+from pliant.train.rng import RngState
 
 
 class Replicas:
@@ -86,3 +88,31 @@ class Replicas:
     def use_batch_size(self, size: int) -> None:
         """As `set_batch_size`, where the replicas' places in their data say so already."""
         self.loading = replace(self.loading, batch_size=size)
+
+
+class ReplicaSwitch:
+    """Swaps the state of one hosted replica for that of another: random generators and buffers.
+
+    The trainer calls `restore` when a replica's turn begins, and the two captures when it ends. A benchmark may put a
+    wrapper in its place (`job.replica_switch = ...`) to measure what the swap costs.
+    """
+
+    def __init__(self, buffers: Buffers, device: torch.device, sync_buffers: bool) -> None:
+        self._buffers, self._device, self._sync_buffers = buffers, device, sync_buffers
+
+    def restore(self, context: Context, first_buffers: Tensors) -> None:
+        """Begin a turn: load the replica's random state, and the buffers of replica 0 or its own."""
+        rng.restore(context.random, self._device)
+        if self._sync_buffers or not context.buffers:
+            self._buffers.load(first_buffers)
+        else:
+            flat = torch.frombuffer(bytearray(context.buffers), dtype=torch.uint8)
+            self._buffers.load(self._buffers.unpack(flat))
+
+    def capture_random(self) -> RngState:
+        """Return the state of all random generators after a turn."""
+        return rng.capture(self._device)
+
+    def capture_buffers(self) -> Tensors:
+        """Return copies of the model's buffers after a turn."""
+        return self._buffers.save()

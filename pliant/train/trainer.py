@@ -38,7 +38,7 @@ from pliant.train.optim import Averaging
 from pliant.train.placement import Blocks, place
 from pliant.train.priority.crossing import Crossing
 from pliant.train.priority.tuning import Tuner
-from pliant.train.replicas import Replicas
+from pliant.train.replicas import Replicas, ReplicaSwitch
 from pliant.train.rows import Said
 from pliant.train.state import handover
 from pliant.train.view_changes import ViewChanges
@@ -115,6 +115,7 @@ class Trainer:
         self.buffers = Buffers(parts.model)
         self.first_buffers: Tensors = self.buffers.save()
         """Replica 0's, at the boundary where the last step was committed: what DDP would broadcast."""
+        self.replica_switch = ReplicaSwitch(self.buffers, parts.device, parts.sync_buffers)
         self.turn: Turn | None = None
         self.torn: CommError | None = None
         self.catching_up = False
@@ -306,8 +307,7 @@ class Trainer:
         """Give out the replica's batches until it hands in its gradients; False if the epoch ended before."""
         context = self.replicas.contexts[replica]
         turn = self.turn = Turn(replica, slot, slot == len(self.hosted) - 1)
-        rng.restore(context.random, self.parts.device)
-        self._load_buffers(context)
+        self.replica_switch.restore(context, self.first_buffers)
         self.gradients.begin_turn(slot)
         taken = 0
         while not turn.done and self.torn is None:
@@ -326,13 +326,6 @@ class Trainer:
             yield batch
         return True
 
-    def _load_buffers(self, context: Context) -> None:
-        if self.parts.sync_buffers or not context.buffers:
-            self.buffers.load(self.first_buffers)
-        else:
-            flat = torch.frombuffer(bytearray(context.buffers), dtype=torch.uint8)
-            self.buffers.load(self.buffers.unpack(flat))
-
     @property
     def may_commit(self) -> bool:
         """Whether what the program does once per step (optimizer, scheduler, ...) shall be done now."""
@@ -347,11 +340,13 @@ class Trainer:
             raise TrainError("a summed backward outside of the loader's loop: call it on a batch that the loader gave")
         turn.done = True
         self._measuring.end_turn(self.crossing.waits.seconds)
-        own = b"" if self.parts.sync_buffers else bytes(self.buffers.pack(self.buffers.save()).numpy())
-        context = Context(rng.capture(self.parts.device), self.parts.feeder.stream(turn.replica), own)
+        own = (
+            b"" if self.parts.sync_buffers else bytes(self.buffers.pack(self.replica_switch.capture_buffers()).numpy())
+        )
+        context = Context(self.replica_switch.capture_random(), self.parts.feeder.stream(turn.replica), own)
         self.exchange.new_contexts[turn.replica] = context
         if turn.replica == 0:
-            self.exchange.new_buffers = self.buffers.save()
+            self.exchange.new_buffers = self.replica_switch.capture_buffers()
             if self.gradients.waits_for_order:
                 self.exchange.new_order = list(self.gradients.ready_order)
         if turn.is_last:
@@ -445,6 +440,11 @@ class Trainer:
             handover.reclaim(self._member)  # a step with all of them: everybody has what it needs
         self._adapt()
         self.on_commit()
+
+    @property
+    def step_times(self) -> tuple[float, float]:
+        """Seconds since the step in progress began, and how many of them this worker's replicas computed."""
+        return time.monotonic() - self._measuring.began_s, self._measuring.compute_s
 
     # --- what policies decide ---
 

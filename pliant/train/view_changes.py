@@ -29,7 +29,9 @@ class ViewChanges:
     def __init__(self) -> None:
         self.seen: list[ViewChange] = []
         self.steps_begun = 0
-        """When the last loss was noticed."""
+        """How many steps this worker had begun when a step was last torn, the torn one included."""
+        self.listeners: list[Callable[[ViewChange], None]] = []
+        """Called with each change when it has ended."""
         self._ending: tuple[float, int, bool, Callable[[ViewChange], None]] | None = None
 
     def begin(self, since_s: float, old_size: int, lost: bool, tell: Callable[[ViewChange], None]) -> None:
@@ -49,3 +51,5 @@ class ViewChanges:
         change = ViewChange(step, old_size, new_size, time.monotonic() - since_s, lost, repeated)
         self.seen.append(change)
         tell(change)
+        for listener in self.listeners:
+            listener(change)

@@ -24,6 +24,7 @@ from programs import build, digest, may_have_children, one_batch
 
 import pliant
 from pliant.train import trace
+from pliant.train.job import ViewChange
 from pliant.train.priority.crossing import Awaited, Crossing
 
 GATE_S = 60.0
@@ -134,6 +135,8 @@ def _train(task: Task, journal: Journal) -> None:
             job.track("scaler", program.scaler)
         if task.load:
             job.load(task.load)
+        changes: list[ViewChange] = []
+        job.on_view_change(changes.append)
         _observe(job, program, journal, task)
         for _epoch in job.epochs(task.epochs):
             for batch in loader:
@@ -143,7 +146,7 @@ def _train(task: Task, journal: Journal) -> None:
                     job.save(task.save)
                 note = functools.partial(_note, journal, job)
                 one_batch(program, model, batch, job.no_sync, note)
-        journal.write("looped", repeated=[change.repeated for change in job.changes])
+        journal.write("looped", repeated=[change.repeated for change in changes])
         if task.trace:
             trace.write(job.rank)  # what a program of its own would do at its exit
 
@@ -154,8 +157,8 @@ def _pass_gate(task: Task, job: Any, journal: Journal) -> None:
     if task.gate and int(Path(task.gate).read_text()) <= job.step:
         job._trainer.finish_sums()  # the test wants to see this step's end
     while task.gate and int(Path(task.gate).read_text()) <= job.step:
-        if job._member.prepared > said:
-            said = job._member.prepared
+        if job.prepared_view > said:
+            said = job.prepared_view
             journal.write("prepared", roll=said)
         assert time.monotonic() < deadline_s, f"the gate stayed closed at step {job.step}"
         time.sleep(0.002)

@@ -16,11 +16,14 @@ from pliant.comm.collective.steps import Steps
 from pliant.comm.engine import Engine
 from pliant.comm.reactor import Errand
 from pliant.train import rng, trainer
+from pliant.train.buffers import Tensors
+from pliant.train.context import Context
 from pliant.train.data.stream import Stream
 from pliant.train.gradients import catching, summing
 from pliant.train.priority import partial_step, tuning
 from pliant.train.priority.crossing import Crossing
 from pliant.train.priority.kept import Kept
+from pliant.train.replicas import ReplicaSwitch
 
 
 @contextlib.contextmanager
@@ -33,7 +36,11 @@ def no_random_state() -> Iterator[None]:
 @contextlib.contextmanager
 def no_buffers() -> Iterator[None]:
     """Replicas share the worker's buffers."""
-    with mock.patch.object(trainer.Trainer, "_load_buffers"):
+
+    def restore(self: ReplicaSwitch, context: Context, first_buffers: Tensors) -> None:
+        rng.restore(context.random, self._device)
+
+    with mock.patch.object(ReplicaSwitch, "restore", restore):
         yield
 
 

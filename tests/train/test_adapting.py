@@ -33,6 +33,7 @@ from pliant.adapt import (
 )
 from pliant.adapt.decisions import maths_decisions
 from pliant.errors import ConfigError
+from pliant.train.events import StepCommitted
 
 pytestmark = pytest.mark.processes
 REPLICAS, EPOCHS = 3, 3
@@ -157,14 +158,12 @@ def _ours(
             job.track("scheduler", program.scheduler)
         assert job._trainer is not None
         trainer = job._trainer
-        on_commit = trainer.on_commit
 
-        def committed() -> None:
+        def committed(event: StepCommitted) -> None:
             trainer.finish_sums()
-            found[job.step] = digest(program, trainer.first_buffers)
-            on_commit()
+            found[event.step] = digest(program, job.committed_buffers)
 
-        trainer.on_commit = committed
+        job.on_commit(committed)
         for _ in job.epochs(EPOCHS):
             for batch in loader:
                 one_batch(program, model, batch, job.no_sync, lambda loss, samples: None)

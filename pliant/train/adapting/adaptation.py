@@ -92,6 +92,8 @@ class Adaptation:
         """The step of the checkpoint that this process has begun with."""
         self.values: dict[str, float] = {}
         """What the program has reported in the step in progress."""
+        self.last_values: dict[str, float] = {}
+        """What it has reported in the last committed step."""
         self._subject, self._say = subject, say
         self._replayed = settings.replayed
         self._facts = facts.Facts(settings.record)
@@ -205,6 +207,7 @@ class Adaptation:
         Raises:
             CommError: a worker was lost while something was done by all together.
         """
+        self.last_values, self.values = self.values, {}
         if not self.is_active:
             return
         agreed, self._agreed = self._agreed, []
@@ -358,8 +361,7 @@ class Adaptation:
         if self._told_view != seen.view:
             self._told_view = seen.view
             self._fact("workers", seen.step, **facts.of_workers(seen))
-        values, self.values = self.values, {}
-        self._fact("step", seen.step, **facts.of_step(seen, values))
+        self._fact("step", seen.step, **facts.of_step(seen, self.last_values))
 
     def _tell(self, text: str) -> None:
         if self._engine is not None and self._engine.rank == 0:

@@ -16,15 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 import pliant
 from pliant.machine import Json
-from pliant.train import rng
-from pliant.train import trainer as trainer_module
 from pliant.train.job import Job
 from pliant_repro.bench.networks import Samples, build, loss_of, network, optimizer_of
 
@@ -67,31 +64,26 @@ class Switch:
     """The switch between replicas of a running job: on, off, or on with a clock around it."""
 
     def __init__(self, job: Job, device: torch.device) -> None:
-        trainer = job._trainer
-        assert trainer is not None, "job.wrap comes first"
-        self._trainer, self._device = trainer, device
-        self._restore, self._capture = rng.restore, rng.capture
-        self._load, self._save = trainer._load_buffers, trainer.buffers.save
+        self._switch, self._device = job.replica_switch, device
+        self._restore = self._switch.restore
+        self._capture_random, self._capture_buffers = self._switch.capture_random, self._switch.capture_buffers
         self.spent_s = 0.0
 
     def on(self) -> None:
-        self._put(self._restore, self._capture, self._load, self._save)
+        self._put(self._restore, self._capture_random, self._capture_buffers)
 
     def off(self) -> None:
         """Nothing is restored or captured: every turn goes on with what the turn before left."""
-        state, buffers = self._capture(self._device), self._save()
-        self._put(lambda *_: None, lambda *_: state, lambda *_: None, lambda: buffers)
+        state, buffers = self._capture_random(), self._capture_buffers()
+        self._put(lambda *_: None, lambda: state, lambda: buffers)
 
     def timed(self) -> None:
         timed = self._timed
-        self._put(timed(self._restore), timed(self._capture), timed(self._load), timed(self._save))
+        self._put(timed(self._restore), timed(self._capture_random), timed(self._capture_buffers))
 
-    def _put(self, restore: Any, capture: Any, load: Any, save: Any) -> None:
-        trainer: Any = self._trainer
-        changed = {**vars(rng), "restore": restore, "capture": capture}
-        setattr(trainer_module, "rng", SimpleNamespace(**changed))  # noqa: B010 - mypy sees an import there
-        trainer._load_buffers = load
-        trainer.buffers.save = save
+    def _put(self, restore: Any, capture_random: Any, capture_buffers: Any) -> None:
+        switch: Any = self._switch
+        switch.restore, switch.capture_random, switch.capture_buffers = restore, capture_random, capture_buffers
 
     def _timed(self, act: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(act)

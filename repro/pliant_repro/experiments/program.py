@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from pliant.train.job import Job
+    from pliant.train.job import Job, StepCommitted
     from pliant_repro.experiments.zoo import Workload
 
 UNLIKE = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
@@ -121,39 +121,32 @@ def _loop(args: argparse.Namespace, job: Job, work: Workload, wrapped: tuple[Any
 
 def _note_commits(job: Job, work: Workload, note: Any) -> None:
     """After each committed step: what parameters, optimizer and replica 0's buffers, those that DDP keeps, hash to."""
-    trainer = job._trainer
-    assert trainer is not None, "wrap comes first"
-    on_commit = trainer.on_commit
 
-    def committed() -> None:
-        if job.rank == 0:
+    def committed(event: StepCommitted) -> None:
+        if event.rank == 0:
             note(
                 {
                     "kind": "commit",
-                    "step": job.step - 1,
-                    "size": job.size,
-                    "digest": digest(work, trainer.first_buffers),
+                    "step": event.step - 1,
+                    "size": event.num_workers,
+                    "digest": digest(work, job.committed_buffers),
                 }
             )
-        on_commit()
 
-    trainer.on_commit = committed
+    job.on_commit(committed)
 
 
 class _Switch:
     """Lets the switch of contexts be left out, for the time that it takes. The result is then worth nothing."""
 
     def __init__(self, job: Job) -> None:
-        from pliant.train import rng
-
-        trainer = job._trainer
-        assert trainer is not None, "wrap comes first"
         self.on = True
         self.spent_s = 0.0
         """On what is left out in every second step."""
         self._kept: dict[str, Any] = {}
-        for owner, name in ((rng, "restore"), (rng, "capture"), (trainer, "_load_buffers"), (trainer.buffers, "save")):
-            setattr(owner, name, self._gated(name, getattr(owner, name)))
+        switch = job.replica_switch
+        for name in ("restore", "capture_random", "capture_buffers"):
+            setattr(switch, name, self._gated(name, getattr(switch, name)))
 
     def _gated(self, name: str, original: Any) -> Any:
         def gated(*args: Any) -> Any:
@@ -176,7 +169,7 @@ def _hold(job: Job, num_workers: int) -> None:
         roll = client.roll()
         while len(roll.members) != num_workers and not (roll.over or time.monotonic() > deadline_s):
             roll = client.wait_roll(roll.number, 5.0)
-    while job._member.prepared < roll.number and not (roll.over or time.monotonic() > deadline_s):
+    while job.prepared_view < roll.number and not (roll.over or time.monotonic() > deadline_s):
         time.sleep(0.002)  # its threads are connecting to the newcomers
 
 

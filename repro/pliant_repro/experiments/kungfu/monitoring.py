@@ -121,7 +121,7 @@ def main(path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     numbers = TensorDataset(torch.arange(len(modes) * task.batch * job.replicas))
     model, optimizer, loader = job.wrap(model, optimizer, numbers, batch_size=task.batch)
-    probe = job._need_trainer().gradients.sums.probe
+    probe = job.gradient_probe
     assert probe is not None, "monitors were asked for"
     _switch(probe, modes[0])
     clocks = Clocks()
