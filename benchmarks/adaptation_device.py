@@ -140,9 +140,9 @@ def cuda(device: str) -> Json:
 
 
 def fig8(rounds: int, size: int) -> Json:
-    from pliant_repro.experiments.figures import Options
-    from pliant_repro.experiments.kungfu import fig8 as kungfu_fig8
-    from pliant_repro.experiments.kungfu.monitoring import Task
+    from pliant_repro.figures.figures import Options
+    from pliant_repro.figures.kungfu import fig8 as kungfu_fig8
+    from pliant_repro.figures.kungfu.monitoring import Task
 
     task = Task("ResNet50", 8, size, rounds)
     return kungfu_fig8.result_of(kungfu_fig8.workers_of(task), rounds, task.batch, Options(device="cpu"))
@@ -151,8 +151,8 @@ def fig8(rounds: int, size: int) -> Json:
 def fig9(nodes: tuple[int, ...], sides: tuple[str, ...], repeat: int, iters: int) -> Json:
     from pliant_repro.bench.scaling import contest as scaling
     from pliant_repro.bench.scaling.contest import ScalingOptions
-    from pliant_repro.experiments.figures import Options
-    from pliant_repro.experiments.kungfu import fig9 as kungfu_fig9
+    from pliant_repro.figures.figures import Options
+    from pliant_repro.figures.kungfu import fig9 as kungfu_fig9
 
     asked = ScalingOptions(nodes=nodes, sides=sides, repeat=repeat, iters=iters, warmup=5, everywhere=True)
     began_s = time.monotonic()

@@ -92,7 +92,7 @@ TORCH_FREE = [
     "pliant.ui.sources",
     "pliant.elastic.membership",
     "pliant.elastic.server",
-    "pliant_repro.experiments.demo",
+    "pliant_repro.figures.demo",
     "pliant.fed",
     "pliant.fed.choice.selectors",
     "pliant.fed.choice.testing",

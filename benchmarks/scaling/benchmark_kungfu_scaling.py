@@ -11,8 +11,8 @@ worker trains on a batch of its own, so the batch of all grows and shrinks with 
 
 from __future__ import annotations
 
-from pliant_repro.experiments.kungfu.img_sec import run_program
-from pliant_repro.experiments.kungfu.scaling import main
+from pliant_repro.figures.kungfu.img_sec import run_program
+from pliant_repro.figures.kungfu.scaling import main
 
 if __name__ == "__main__":
     run_program(main)

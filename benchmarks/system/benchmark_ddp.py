@@ -20,8 +20,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pliant_repro.experiments import vision
-from pliant_repro.experiments.kungfu import img_sec
+from pliant_repro.figures import vision
+from pliant_repro.figures.kungfu import img_sec
 from torch.nn.parallel import DistributedDataParallel
 
 from pliant.errors import ConfigError

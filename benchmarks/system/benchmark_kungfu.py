@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pliant_repro.experiments import vision
-from pliant_repro.experiments.kungfu import img_sec
+from pliant_repro.figures import vision
+from pliant_repro.figures.kungfu import img_sec
 
 import pliant
 from pliant.errors import ConfigError, NotLaunched

@@ -5,8 +5,8 @@
 On every host, or once with --ssh. See `pliant/experiments/kungfu/adapt_strategy.py` for what it does, and --help for its flags.
 """
 
-from pliant_repro.experiments.kungfu import img_sec
-from pliant_repro.experiments.kungfu.adapt_strategy import main
+from pliant_repro.figures.kungfu import img_sec
+from pliant_repro.figures.kungfu.adapt_strategy import main
 
 if __name__ == "__main__":
     img_sec.run_program(main)

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from pliant_repro.experiments.oort.federated import Course, Job
+from pliant_repro.figures.oort.federated import Course, Job
 
 from pliant.fed.config import Choice, DataConfig, FedConfig, LocalConfig
 from pliant.fed.rounds.loop import simulate

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pliant_repro.experiments.oort.milp import whole_problem
+from pliant_repro.figures.oort.milp import whole_problem
 
 from pliant.errors import CapacityError, ConfigError
 from pliant.fed.choice.testing import Holdings, by_category, by_deviation, clients_for_deviation, greedy

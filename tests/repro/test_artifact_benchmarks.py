@@ -17,8 +17,8 @@ from types import ModuleType
 import gang
 import pytest
 import torch
-from pliant_repro.experiments.kungfu import img_sec
-from pliant_repro.experiments.kungfu.scaling import Schedule
+from pliant_repro.figures.kungfu import img_sec
+from pliant_repro.figures.kungfu.scaling import Schedule
 
 from pliant.cluster import View, Worker
 from pliant.errors import ConfigError

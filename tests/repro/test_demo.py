@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from gang import run
-from pliant_repro.experiments import images
-from pliant_repro.experiments.demo import REPLICAS, Demo, DemoOptions
-from pliant_repro.experiments.ledger import Ledger, Verdict, compare
+from pliant_repro.figures import images
+from pliant_repro.figures.demo import REPLICAS, Demo, DemoOptions
+from pliant_repro.figures.ledger import Ledger, Verdict, compare
 from typer.testing import CliRunner
 
 from pliant.cli.main import build
@@ -97,7 +97,7 @@ def test_one_unit_in_the_last_place_of_one_weight_is_found(
     result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real demo's own steps, and those of a DDP that is spoiled: forked here, which saves ten seconds of imports."""
-    from pliant_repro.experiments.digits import Task, train_ddp
+    from pliant_repro.figures.digits import Task, train_ddp
 
     def conduct(demo: Demo, watch: object) -> Verdict:
         journal, data = tmp_path / "spoiled", tmp_path / "digits.npz"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from pliant_repro.experiments.easyscale import fig14, fig15
-from pliant_repro.experiments.figures import FIGURES, Options, save
+from pliant_repro.figures.easyscale import fig14, fig15
+from pliant_repro.figures.figures import FIGURES, Options, save
 from typer.testing import CliRunner
 
 from pliant.cli.main import build

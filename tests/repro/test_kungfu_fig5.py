@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from pliant_repro.bench import traffic
-from pliant_repro.experiments.figures import FIGURES, Options
-from pliant_repro.experiments.kungfu import fig5 as figure
-from pliant_repro.experiments.kungfu import fig5_trial as trials
-from pliant_repro.experiments.kungfu.fig5_trial import Setting, Trial
+from pliant_repro.figures.figures import FIGURES, Options
+from pliant_repro.figures.kungfu import fig5 as figure
+from pliant_repro.figures.kungfu import fig5_trial as trials
+from pliant_repro.figures.kungfu.fig5_trial import Setting, Trial
 from pliant_repro.lab.hosts import Lab
 from pliant_repro.lab.machine import check
 

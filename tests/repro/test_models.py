@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from pliant_repro.experiments import cifar, squad, text, vision
+from pliant_repro.figures import cifar, squad, text, vision
 
 from pliant import torchvision_import
 from pliant.errors import ConfigError

@@ -10,11 +10,11 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from pliant_repro.experiments import kept
-from pliant_repro.experiments.figures import FIGURES, Options
-from pliant_repro.experiments.oort import ablation, federated, rounds_of_1300, testing, time_to_accuracy
-from pliant_repro.experiments.oort.federated import Course
-from pliant_repro.experiments.oort.milp import whole_problem
+from pliant_repro.figures import kept
+from pliant_repro.figures.figures import FIGURES, Options
+from pliant_repro.figures.oort import ablation, federated, rounds_of_1300, testing, time_to_accuracy
+from pliant_repro.figures.oort.federated import Course
+from pliant_repro.figures.oort.milp import whole_problem
 
 from pliant.fed.choice.testing import Holdings
 from pliant.fed.data.datasets import DEBIAN

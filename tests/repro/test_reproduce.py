@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from command import command
 from gang import FULL
-from pliant_repro.experiments import figures, trials
-from pliant_repro.experiments.easyscale import fig9 as easyscale_fig9
-from pliant_repro.experiments.easyscale import fig10 as easyscale_fig10
-from pliant_repro.experiments.easyscale import fig11 as easyscale_fig11
-from pliant_repro.experiments.easyscale import fig12 as easyscale_fig12
-from pliant_repro.experiments.easyscale import fig13 as easyscale_fig13
-from pliant_repro.experiments.figures import FIGURES, Options
-from pliant_repro.experiments.kungfu import fig7 as kungfu_fig7
-from pliant_repro.experiments.trials import Commit, Task, Trial, Turn
+from pliant_repro.figures import figures, trials
+from pliant_repro.figures.easyscale import fig9 as easyscale_fig9
+from pliant_repro.figures.easyscale import fig10 as easyscale_fig10
+from pliant_repro.figures.easyscale import fig11 as easyscale_fig11
+from pliant_repro.figures.easyscale import fig12 as easyscale_fig12
+from pliant_repro.figures.easyscale import fig13 as easyscale_fig13
+from pliant_repro.figures.figures import FIGURES, Options
+from pliant_repro.figures.kungfu import fig7 as kungfu_fig7
+from pliant_repro.figures.trials import Commit, Task, Trial, Turn
 
 from pliant.cli import plotting
 from pliant.errors import ConfigError, LaunchError
@@ -79,14 +79,14 @@ def test_all_is_every_figure_and_a_name_twice_is_one() -> None:
 
 
 def test_the_zoo_has_what_the_command_line_knows() -> None:
-    from pliant_repro.experiments import zoo
+    from pliant_repro.figures import zoo
 
     assert tuple(zoo.WORKLOADS) == figures.MODELS
 
 
 def test_resnet50_has_its_published_size() -> None:
     import torch
-    from pliant_repro.experiments import zoo
+    from pliant_repro.figures import zoo
 
     with torch.device("meta"):
         assert sum(parameter.numel() for parameter in zoo.resnet50(64, 1000).parameters()) == 25_557_032

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pliant_repro.experiments import images
-from pliant_repro.experiments.figures import Options
-from pliant_repro.experiments.kungfu import fig4 as kungfu_fig4
-from pliant_repro.experiments.kungfu import fig6 as kungfu_fig6
-from pliant_repro.experiments.kungfu.fig4 import Course as Training
-from pliant_repro.experiments.kungfu.fig6 import Course as Provisioning
+from pliant_repro.figures import images
+from pliant_repro.figures.figures import Options
+from pliant_repro.figures.kungfu import fig4 as kungfu_fig4
+from pliant_repro.figures.kungfu import fig6 as kungfu_fig6
+from pliant_repro.figures.kungfu.fig4 import Course as Training
+from pliant_repro.figures.kungfu.fig6 import Course as Provisioning
 
 QUICK = Options(quick=True, device="cpu")
 draws = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra `experiments`")

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 from command import command
 from patience import until
-from pliant_repro.experiments import batch, gather, headlines, kept, report
-from pliant_repro.experiments.facts import FACTS, clock, paper_of
-from pliant_repro.experiments.figures import FIGURES, Options, TableRows
-from pliant_repro.experiments.headlines import Headline
-from pliant_repro.experiments.kept import Run
-from pliant_repro.experiments.report import About, Entry
+from pliant_repro.figures import batch, gather, headlines, kept, report
+from pliant_repro.figures.facts import FACTS, clock, paper_of
+from pliant_repro.figures.figures import FIGURES, Options, TableRows
+from pliant_repro.figures.headlines import Headline
+from pliant_repro.figures.kept import Run
+from pliant_repro.figures.report import About, Entry
 from pliant_repro.lab import machine
 
 from pliant.errors import ConfigError

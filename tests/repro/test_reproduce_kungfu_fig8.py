@@ -12,9 +12,9 @@ from typing import Any
 
 import gang
 import pytest
-from pliant_repro.experiments.figures import FIGURES, Options
-from pliant_repro.experiments.kungfu import fig8, monitoring
-from pliant_repro.experiments.kungfu.monitoring import MODES, Task, schedule
+from pliant_repro.figures.figures import FIGURES, Options
+from pliant_repro.figures.kungfu import fig8, monitoring
+from pliant_repro.figures.kungfu.monitoring import MODES, Task, schedule
 
 USUAL = Options(device="cpu")
 COSTS = {"full": 0.0, "none": 0.0, "noise_scale": 0.004, "variance": 0.02, "variance_every_8": 0.02}

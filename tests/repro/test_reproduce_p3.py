@@ -11,13 +11,13 @@ import pytest
 from command import command
 from pliant_repro.bench.priority.options import PriorityOptions
 from pliant_repro.bench.priority.paper import FIG7, FIG10
-from pliant_repro.experiments import figures
-from pliant_repro.experiments.figures import Options
-from pliant_repro.experiments.p3 import contest as p3_contest
-from pliant_repro.experiments.p3 import fig7 as p3_fig7
-from pliant_repro.experiments.p3 import fig9 as p3_fig9
-from pliant_repro.experiments.p3 import fig10 as p3_fig10
-from pliant_repro.experiments.p3 import fig12 as p3_fig12
+from pliant_repro.figures import figures
+from pliant_repro.figures.figures import Options
+from pliant_repro.figures.p3 import contest as p3_contest
+from pliant_repro.figures.p3 import fig7 as p3_fig7
+from pliant_repro.figures.p3 import fig9 as p3_fig9
+from pliant_repro.figures.p3 import fig10 as p3_fig10
+from pliant_repro.figures.p3 import fig12 as p3_fig12
 
 from pliant.adapt.limits import bounds
 from pliant.errors import ConfigError

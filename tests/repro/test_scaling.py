@@ -15,8 +15,8 @@ from pliant_repro.bench.scaling import contest as scaling
 from pliant_repro.bench.scaling import mpi, order, published
 from pliant_repro.bench.scaling.contest import Run, ScalingOptions, Sweep
 from pliant_repro.bench.scaling.order import OrderCheck, Trained
-from pliant_repro.experiments.figures import Options
-from pliant_repro.experiments.kungfu import fig9, fig9_model, fig10
+from pliant_repro.figures.figures import Options
+from pliant_repro.figures.kungfu import fig9, fig9_model, fig10
 from pliant_repro.lab.hosts import Lab
 
 from pliant.adapt import scaling_model as model

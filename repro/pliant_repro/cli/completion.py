@@ -6,7 +6,7 @@ from pliant.cli.completion import Words, listed, values
 
 
 def _experiments() -> Words:
-    from pliant_repro.experiments.figures import FIGURES
+    from pliant_repro.figures.figures import FIGURES
 
     return [*((name, figure.about) for name, figure in FIGURES.items()), ("all", "every one"), ("report", "again")]
 
@@ -18,7 +18,7 @@ def _labs() -> Words:
 
 
 def _zoo() -> Words:
-    from pliant_repro.experiments.figures import MODELS, PACED
+    from pliant_repro.figures.figures import MODELS, PACED
 
     return [*MODELS, *PACED]
 

@@ -25,8 +25,8 @@ from pliant.cli.writable import check_writable
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pliant_repro.experiments.demo import Demo, Row
-    from pliant_repro.experiments.ledger import Ledger, Verdict
+    from pliant_repro.figures.demo import Demo, Row
+    from pliant_repro.figures.ledger import Ledger, Verdict
 
 FRAMES_PER_S = 4
 
@@ -50,7 +50,7 @@ def demo(
     nudge: Annotated[int | None, typer.Option("--nudge", hidden=True)] = None,
 ) -> None:
     """Train on real images with stock DDP, and with pliant while workers come, go and are killed: the same bits."""
-    from pliant_repro.experiments.demo import Demo, DemoOptions
+    from pliant_repro.figures.demo import Demo, DemoOptions
 
     if not 0 <= pace <= 60:
         raise ConfigError(f"--pace {pace:g}: use 0 to 60 seconds")
@@ -209,7 +209,7 @@ def _losses(demo: Demo, step: int) -> list[str]:
 
 def _draw(demo: Demo, verdict: Verdict, png: Path) -> str:
     """Draw the picture; what to tell about it."""
-    from pliant_repro.experiments import demo_plot
+    from pliant_repro.figures import demo_plot
 
     try:
         demo_plot.draw(demo, verdict, png)

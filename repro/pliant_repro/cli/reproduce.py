@@ -27,8 +27,8 @@ from pliant_repro.cli.bench_output import ended_by_sigterm
 
 if TYPE_CHECKING:
     from pliant.machine import Json
-    from pliant_repro.experiments.figures import Figure, Options, TableRows
-    from pliant_repro.experiments.kept import Standing
+    from pliant_repro.figures.figures import Figure, Options, TableRows
+    from pliant_repro.figures.kept import Standing
 
 REPORT = "report"
 COLUMNS = ("experiment", "paper", "time", "last run", "what it shows")
@@ -92,7 +92,7 @@ def reproduce(
     `report DIR` writes the report again.
     """
     from pliant.cli import plotting
-    from pliant_repro.experiments import figures, gather, kept
+    from pliant_repro.figures import figures, gather, kept
 
     if show_list or not names:
         check_writable(json_file)
@@ -154,7 +154,7 @@ def _check_report(names: list[str]) -> None:
 
 
 def _list(out: Path, json_file: Path | None) -> None:
-    from pliant_repro.experiments import facts, figures, kept
+    from pliant_repro.figures import facts, figures, kept
 
     found = [kept.standing(out, name) for name in figures.FIGURES]
     listed = [_listed(figures.FIGURES[each.name], each) for each in found]
@@ -183,7 +183,7 @@ def _status(found: Standing) -> str:
 
 
 def _listed(figure: Figure, found: Standing) -> Json:
-    from pliant_repro.experiments import facts
+    from pliant_repro.figures import facts
 
     usual_s, source = found.usual
     return {
@@ -198,7 +198,7 @@ def _listed(figure: Figure, found: Standing) -> Json:
 
 
 def _one(figure: Figure, options: Options, out: Path, *, plot: bool, replot: bool, verbose: bool = False) -> Json:
-    from pliant_repro.experiments import figures, kept
+    from pliant_repro.figures import figures, kept
 
     path = kept.result_path(out, figure.name)
     result = figures.load(path, figure.name) if replot else _measured(figure, options, out, verbose=verbose)
@@ -216,7 +216,7 @@ def _measured(figure: Figure, options: Options, out: Path, *, verbose: bool) -> 
     """The result, kept in `out`, with a word about how it went; an interrupted run leaves no such word."""
     import dataclasses
 
-    from pliant_repro.experiments import batch, figures, kept
+    from pliant_repro.figures import batch, figures, kept
 
     command = batch.shown_command(figure.name, options)
     usual_s, _ = kept.standing(out, figure.name).usual
@@ -242,7 +242,7 @@ def _measured(figure: Figure, options: Options, out: Path, *, verbose: bool) -> 
 @contextlib.contextmanager
 def _telling(name: str, usual_s: float, verbose: bool) -> Iterator[Callable[[str], None]]:
     """What a figure may say while it runs: lines above a bar on a terminal; nothing where stderr is piped, unless asked for."""
-    from pliant_repro.experiments import facts
+    from pliant_repro.figures import facts
 
     with _bar(f"of about {facts.clock(usual_s)}" if usual_s else "") as shown:
         task = shown.add_task(name, total=None)
@@ -274,7 +274,7 @@ def _many(
 ) -> tuple[list[Json], bool]:
     """The results that there are, and whether nothing failed and every claim holds; what was skipped does not count."""
     from pliant.cli import plotting
-    from pliant_repro.experiments import batch, facts, gather, kept
+    from pliant_repro.figures import batch, facts, gather, kept
 
     try:
         plotting.check()
@@ -316,7 +316,7 @@ def _many(
 
 
 def _typed(options: Options, out: Path, chosen: list[Figure], *, brief: bool) -> str:
-    from pliant_repro.experiments import batch
+    from pliant_repro.figures import batch
 
     what = "all" if brief else " ".join(figure.name for figure in chosen)
     return f"{batch.shown_command('NAME', options).replace('NAME', what)} --out {shlex.quote(out.name)}"
@@ -350,7 +350,7 @@ def _check_out(out: Path, json_file: Path | None) -> None:
 
 
 def _print_result(result: Json, found: TableRows) -> None:
-    from pliant_repro.experiments import kept, report
+    from pliant_repro.figures import kept, report
 
     table = Table(title=f"{result['bench']}: {found.title}", title_justify="left")
     for number, name in enumerate(found.columns):
