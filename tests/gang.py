@@ -220,8 +220,8 @@ def joined(spec: WorkerSpec, *, determinism: Any = "exact", **mesh: Any) -> Iter
     """In a worker: the engine of `spec`, connected; `mesh` are further fields of MeshConfig."""
     from pliant.comm.engine import EngineConfig
     from pliant.comm.mesh import MeshConfig
-    from pliant.comm.plan import Strategy
-    from pliant.comm.station import connected
+    from pliant.comm.topology import Strategy
+    from pliant.comm.transport import connected
 
     config = EngineConfig(
         strategy=Strategy(spec.strategy),

@@ -22,7 +22,7 @@ from command import command
 
 import pliant
 from pliant.cli.main import build
-from pliant.comm.graph import STRATEGIES
+from pliant.comm.topology import STRATEGIES
 from pliant.errors import REFUSED_EXIT
 from pliant.launch.supervisor import TIMEOUT_EXIT
 

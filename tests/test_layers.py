@@ -85,9 +85,9 @@ REPEATED_CLASSES_ALLOWED = {
 TORCH_FREE = [
     "pliant.cli.main",
     "pliant.cluster",
-    "pliant.comm.graph",
+    "pliant.comm.plan",
     "pliant.comm.order",
-    "pliant.comm.slices",
+    "pliant.comm.topology",
     "pliant.ui.page",
     "pliant.ui.sources",
     "pliant.elastic.membership",

@@ -13,8 +13,9 @@ from statistics import median
 from pliant.adapt.base import Policy
 from pliant.adapt.decisions import ProbeLinks, SetTopology
 from pliant.adapt.observation import Observation
-from pliant.comm import choice
-from pliant.comm.choice import Network
+from pliant.comm import strategy_selection
+from pliant.comm.strategy_selection import Network
+from pliant.comm.topology import parse_strategy
 from pliant.errors import ConfigError
 
 LEARNED = 5
@@ -212,7 +213,7 @@ class Interference(Policy):
         hosts = tuple(worker.host for worker in seen.workers)
         network = Network(hosts, seen.link_rates, seen.replicas)
         num_bytes = max((worker.comm_bytes for worker in seen.workers), default=0.0) or 1e6
-        present, launch = choice.parse(seen.strategy), choice.parse(self._launch)
+        present, launch = parse_strategy(seen.strategy), parse_strategy(self._launch)
         match asked:
             case "quiet":
                 self._remember(network)
@@ -220,7 +221,7 @@ class Interference(Policy):
             case "recheck":
                 self._recheck_every = min(MOST_RECHECK, 2 * self._recheck_every)
                 self._next_recheck = seen.step + self._recheck_every
-                if not choice.is_faster(launch, present, network, num_bytes, self.margin):
+                if not strategy_selection.is_faster(launch, present, network, num_bytes, self.margin):
                     return None
                 return self._change(seen, self._launch, f"{self._launch} is better again than {seen.strategy}")
             case "alarm" | "second":
@@ -238,7 +239,7 @@ class Interference(Policy):
                     self._asked, self._rates = "first", [[*row] for row in seen.link_rates]
                     return None
                 self._why += f"; {seen.strategy} takes {slower:.2g} x as long on these links"
-        found = choice.choose(network, num_bytes, present, preferred=(launch,), margin=self.margin)
+        found = strategy_selection.choose(network, num_bytes, present, preferred=(launch,), margin=self.margin)
         if found.strategy == present:
             self._deafen(seen)
             return None
@@ -270,9 +271,9 @@ class Interference(Policy):
             host: [able * min(1.0, share / usual) for able, share in zip(quiet[host], kept[host], strict=True)]
             for host in now
         }
-        present = choice.parse(seen.strategy)
+        present = parse_strategy(seen.strategy)
         times = [
-            choice.predict_s(present, Network(network.hosts, _links(network.hosts, able), seen.replicas), num_bytes)
+            strategy_selection.predict_s(present, Network(network.hosts, _links(network.hosts, able), seen.replicas), num_bytes)
             for able in (left, quiet)
         ]
         return times[0] / times[1]
@@ -301,5 +302,5 @@ def _links(hosts: Sequence[str], able: dict[str, list[float]]) -> list[list[floa
 
 def _written(strategy: str) -> str | tuple[int, ...]:
     """As a decision has it: a name, or fathers."""
-    parsed = choice.parse(strategy)
+    parsed = parse_strategy(strategy)
     return parsed.forest or parsed.name

@@ -81,7 +81,7 @@ def one_of(*words: str) -> Completer:
 
 
 def _strategies() -> Words:
-    from pliant.comm.graph import STRATEGIES
+    from pliant.comm.topology import STRATEGIES
 
     return STRATEGIES
 

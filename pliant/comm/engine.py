@@ -11,34 +11,29 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from pliant.cluster import View
-from pliant.comm import graph
-from pliant.comm.binding import Array, Binding, as_tensor, finish_in_place, without_result
-from pliant.comm.collective.core import Core
-from pliant.comm.collective.operation import Operation
-from pliant.comm.collective.pings import Answered
-from pliant.comm.collective.program import Known
-from pliant.comm.collective.span import Span
+from pliant.comm.collective import Core
 from pliant.comm.handle import Handle
 from pliant.comm.kernels import Reducer, reducer
-from pliant.comm.plan import Strategy, local_ranks
+from pliant.comm.operations import Known, Operation
+from pliant.comm.plan import INTERNAL, Portion, Strategies, checked, furthest, local_ranks, pack_counts
 from pliant.comm.reactor import Errand
-from pliant.comm.slices import Portion
-from pliant.comm.strategies import Strategies, checked, furthest, pack_counts
-from pliant.comm.submission import Submission
+from pliant.comm.submission import Array, Binding, Submission, as_tensor, finish_in_place, without_result
 from pliant.comm.telemetry import Counters, Delivered, LaneThroughput, Pressure, Watcher
-from pliant.comm.workshop import Workshop
+from pliant.comm.topology import Strategy, masters
 from pliant.errors import ConfigError, Mismatch
 
-Determinism = Literal["exact", "fast"]
+if TYPE_CHECKING:
+    from pliant.cluster import View
+    from pliant.comm.memory import Span
+    from pliant.comm.peers import Answered
+    from pliant.comm.transport import Workshop
 
+Determinism = Literal["exact", "fast"]
 AUTO = Strategy("AUTO")
-INTERNAL = "pliant:"
-"""Names that begin so are the engine's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +72,7 @@ class Engine:
         self.config = config
         self.local_ranks = local_ranks(view.hosts, rank)
         """The ranks on this host: pass them as `ranks` for a collective within the host."""
-        self.cross_ranks = graph.masters(view.hosts)
+        self.cross_ranks = masters(view.hosts)
         """The first rank of every host: pass them as `ranks` for a collective between hosts."""
         self.timeout_s = config.collective_timeout_s
         self._workshop = workshop

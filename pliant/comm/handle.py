@@ -1,4 +1,5 @@
-"""What a submitted collective gives back at once: something to wait for."""
+"""What a submitted collective gives back at once: something to wait for.
+"""
 
 from __future__ import annotations
 

@@ -14,14 +14,11 @@ import torch
 from pliant.errors import ConfigError
 
 OPS = ("sum", "min", "max", "prod")
-
 Operand = torch.Tensor | np.ndarray
 Reducer = Callable[..., object]
 """out = a (op) b, written as reducer(a, b, out=out)."""
-
 BLOCK_BYTES = 1 << 20
 """Folded at once. Operands and results of a block stay in the cache while it is worked on."""
-
 _TORCH: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "min": torch.minimum,

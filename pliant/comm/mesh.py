@@ -16,14 +16,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from pliant.cluster import Worker
-from pliant.comm.transport import handshake
+from pliant.comm import handshake
 from pliant.errors import CommError, ConfigError, HandshakeRefused
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from pliant.cluster import Worker
 
+log = logging.getLogger(__name__)
 HANDSHAKE_S = 5.0
 """A stranger may keep a connection for this long."""
 MAX_STRANGERS = 256

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
-from pliant.comm.graph import Topology
+if TYPE_CHECKING:
+    from pliant.comm.topology import Topology
 
 GLOO_SEGMENT_BYTES = 1 << 20
-
 Term = tuple[int, ...]
 """The replicas whose values are folded into one operand, in the order in which they were folded."""
 
@@ -125,3 +126,14 @@ def fold_order(operands: Sequence[Term], chunk: int, num_replicas: int) -> tuple
     """For single-replica operands: their indices in the order of the chunk's chain."""
     where = {term[0]: index for index, term in enumerate(operands)}
     return tuple(where[replica] for replica in chain(chunk, num_replicas))
+
+
+def even_partition(num_elements: int, parts: int) -> list[tuple[int, int]]:
+    """`parts` ranges that cover all elements; the first ones are longer by one where it does not divide."""
+    size, longer = divmod(num_elements, parts)
+    ranges, begin = [], 0
+    for part in range(parts):
+        end = begin + size + (part < longer)
+        ranges.append((begin, end))
+        begin = end
+    return ranges

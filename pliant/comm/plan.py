@@ -1,34 +1,140 @@
-"""What one rank does for one collective: for each slice, whom it hears, what it folds, whom it tells.
+"""Slices: pieces of a tensor that travel alone, and the queue that decides which goes next.
+
+Pure: element ranges and priorities, no tensors and no sockets.
+
+What one rank does for one collective: for each slice, whom it hears, what it folds, whom it tells.
 
 Pure. A `Spec` is what all ranks must agree on; `make_plan` turns it, together with a strategy and
 the hosts, into this rank's steps. Every rank derives the same slices and topologies from the same
 spec, so no rank ever has to ask another what comes next.
+
+Which strategy a collective takes: the same on every rank, though strategies change while collectives are in flight.
+
+Pure. After a change, what any rank had submitted before it still takes the old strategy everywhere; so a
+rank that lagged behind goes on with the old one until it has caught up, channel by channel. That the
+ranks ask for the same, and how far each has come, is brought here by `comm.engine`.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pliant.comm import graph, order
-from pliant.comm.graph import Forest, Topology
-from pliant.comm.order import Fold, Term
-from pliant.comm.slices import (
-    WHOLE_BYTES,
-    WHOLE_SHARED_BYTES,
-    Portion,
-    Slice,
-    cut,
-    cut_exact,
-    cut_portion,
-    even_partition,
-)
+from pliant.comm import order
+from pliant.comm.frames import TAGGED, channel_tag
+from pliant.comm.order import Fold, Term, chunk_length, chunks_between, even_partition
+from pliant.comm.topology import Strategy, Topology, parse_strategy, rerooted
+from pliant.errors import CommError, ConfigError
+
+WHOLE_BYTES = 64 << 10
+"""A tensor up to this size is not cut: a message costs more than its bytes."""
+WHOLE_SHARED_BYTES = 512 << 10
+"""The same, where all ranks share memory and the bytes cost still less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements [begin, end) of a tensor, travelling on topology number `lane`."""
+
+    begin: int
+    end: int
+    lane: int
+    chunk: int | None
+    """The chunk of the exact order it lies in; None where it spans several, or where the order is free."""
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+
+def name_hash(name: str) -> int:
+    """The sum of the squared code points (KungFu's hash of names)."""
+    return sum(ord(letter) ** 2 for letter in name)
+
+
+def spread(name: str) -> int:
+    """Spreads names over topologies, equally on every rank.
+
+    Squares are 0 or 1 modulo 4, so KungFu's hash alone would give two of four owners nearly everything.
+    """
+    return name_hash(name) * 2654435761 >> 15
+
+
+def cut(
+    name: str, num_elements: int, item_bytes: int, lanes: int, slice_bytes: int, whole_bytes: int = WHOLE_BYTES
+) -> list[Slice]:
+    """Slices of about equal size, dealt out to the lanes in turn. Their order of summation is free."""
+    if num_elements == 0:
+        return []
+    parts = max(1, -(-num_elements * item_bytes // slice_bytes))
+    if parts < lanes and num_elements * item_bytes > whole_bytes:
+        parts = min(lanes, num_elements)
+    first = spread(name)
+    return [
+        Slice(begin, end, (first + index) % lanes, None)
+        for index, (begin, end) in enumerate(even_partition(num_elements, parts))
+    ]
+
+
+def cut_exact(
+    name: str,
+    num_elements: int,
+    item_bytes: int,
+    lanes: int,
+    slice_bytes: int,
+    num_replicas: int,
+    whole_bytes: int = WHOLE_BYTES,
+) -> list[Slice]:
+    """Slices that each lie in one chunk of the exact order; the chunks are spread over the lanes.
+
+    A small tensor stays whole and spans all its chunks: whoever folds it folds each part in its order.
+    """
+    if num_elements == 0:
+        return []
+    if num_elements * item_bytes <= whole_bytes:
+        return [Slice(0, num_elements, spread(name) % lanes, 0 if num_replicas == 1 else None)]
+    slices = []
+    for begin, end, chunk in chunks_between(0, num_elements, chunk_length(num_elements, item_bytes, num_replicas)):
+        parts = max(1, -(-(end - begin) * item_bytes // slice_bytes))
+        lane = chunk * lanes // num_replicas
+        slices += [Slice(begin + low, begin + high, lane, chunk) for low, high in even_partition(end - begin, parts)]
+    return slices
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """A run of a larger tensor that travels by itself, in slices and with owners of its own.
+
+    Its exact order is that of the larger tensor: however the larger one is cut, the bits of the sum are the same.
+    """
+
+    whole: int
+    """Elements of the larger tensor."""
+    begin: int
+    """Where the run begins in it."""
+    lanes: tuple[int, ...]
+    """The lane of each slice; the run is cut evenly into as many."""
+
+
+def cut_portion(
+    portion: Portion, num_elements: int, item_bytes: int, lanes: int, num_replicas: int | None
+) -> list[Slice]:
+    """The slices of a run of `num_elements`; `num_replicas` is None where the order of summation is free."""
+    length = chunk_length(portion.whole, item_bytes, num_replicas) if num_replicas else 0
+    slices = []
+    ranges = even_partition(num_elements, max(1, min(len(portion.lanes), num_elements)))
+    for (begin, end), lane in zip(ranges, portion.lanes, strict=False):
+        first, last = portion.begin + begin, portion.begin + end - 1
+        in_one_chunk = length and first // length == last // length
+        slices.append(Slice(begin, end, lane % lanes, first // length if in_one_chunk else None))
+    return slices if num_elements else []
+
 
 Channel = tuple[str, str, tuple[int, ...]]
 """Kind, name and members: what successive collectives under one name have in common."""
-
 KINDS = ("all_reduce", "reduce", "broadcast", "gather", "all_gather")
 
 
@@ -58,30 +164,28 @@ class Spec:
         """What successive collectives under one name have in common, whatever their shapes."""
         return self.kind, self.name, self.members
 
+    def pack(self) -> bytes:
+        """Return the spec as it travels in a DEFINE frame."""
+        portion = self.portion and (self.portion.whole, self.portion.begin, self.portion.lanes)
+        fields = (self.kind, self.name, self.members, self.dtype, self.length, self.op, self.exact, self.root, self.parts)
+        return json.dumps((*fields, portion)).encode()
 
-@dataclass(frozen=True, slots=True)
-class Strategy:
-    """A strategy by name, or a user's own tree."""
+    @classmethod
+    def unpack(cls, payload: bytes) -> Spec:
+        """Return the spec that `pack` wrote.
 
-    name: str = "AUTO"
-    forest: Forest = ()
-
-    @property
-    def names_ranks(self) -> bool:
-        """Whether it is made for the workers of one view, and means nothing to some of them."""
-        return bool(self.forest) or "@" in self.name
-
-    def topologies(self, hosts: Sequence[str], exact: bool) -> tuple[Topology, ...]:
-        """The topologies over ranks on `hosts`; a subset of the ranks falls back from a user's tree to AUTO."""
-        if self.forest:
-            if len(self.forest) == len(hosts):
-                return (graph.tree(self.forest),)
-            return graph.topologies("AUTO", hosts)
-        if exact and self.name.upper() == "RING":
-            # gloo's chain descends through the ranks. A ring that descends as well may fold at
-            # every hop; one that ascends would have to carry every operand to its end.
-            return tuple(graph.ring(len(hosts), root, step=-1) for root in range(len(hosts)))
-        return graph.topologies(self.name, hosts)
+        Raises:
+            CommError: `payload` is not a spec.
+        """
+        try:
+            kind, name, members, dtype, length, op, exact, root, parts, run = json.loads(payload)
+            portion = Portion(int(run[0]), int(run[1]), tuple(map(int, run[2]))) if run is not None else None
+            spec = cls(kind, name, tuple(members), dtype, int(length), op, bool(exact), int(root), tuple(parts), portion)
+        except (ValueError, TypeError, IndexError) as error:
+            raise CommError(f"a peer sent a damaged description of a collective: {error}") from None
+        if spec.kind not in KINDS:
+            raise CommError(f"a peer asked for an unknown kind of collective {spec.kind!r}: do all run the same version?")
+        return spec
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +303,7 @@ def _reducing(
 def _rooted(trees: Sequence[Topology], root: int) -> Topology:
     """The topology that has this root, or else the first one hung up there."""
     tree = next((tree for tree in trees if tree.bcast_from[root] == root), trees[0])
-    fathers = graph.rerooted(tree.bcast_from, root)
+    fathers = rerooted(tree.bcast_from, root)
     return Topology(fathers, fathers)
 
 
@@ -277,7 +381,7 @@ def _broadcasting(
     if _crowded(direct, root, hosts) and len(trees) > 1 and spec.length * item_bytes > WHOLE_BYTES:
         # The root's link would carry the tensor once for each host. Instead everybody passes on a share of it: each
         # link carries it about twice, however many there are.
-        relays = [graph.rerooted(tree.bcast_from, root) for tree in trees]
+        relays = [rerooted(tree.bcast_from, root) for tree in trees]
         hung = [Topology(fathers, fathers) for fathers in relays]
     else:
         hung = [direct]
@@ -332,3 +436,74 @@ def _telling(spec: Spec, tree: Topology, me: int, begin: int, end: int, origin: 
 def local_ranks(hosts: tuple[str, ...], rank: int) -> tuple[int, ...]:
     """The ranks on the host of `rank`."""
     return tuple(other for other, host in enumerate(hosts) if host == hosts[rank])
+
+
+Counts = Mapping[bytes, int]
+"""For each channel, by its tag: how many collectives were submitted."""
+
+
+class Strategies:
+    """The strategies of one rank, one after the other; their numbers are the same on every rank."""
+
+    def __init__(self, first: Strategy) -> None:
+        self._all = [first]
+        self._late: dict[bytes, list[tuple[int, int]]] = {}
+        """Channels on which this rank lagged behind at a change: (collectives before, number of the strategy)."""
+
+    def __getitem__(self, number: int) -> Strategy:
+        return self._all[number]
+
+    @property
+    def latest(self) -> int:
+        """The number of the strategy that collectives submitted from now on use, where this rank does not lag behind."""
+        return len(self._all) - 1
+
+    def number_for(self, spec: Spec, seq: int) -> int:
+        """The number of the strategy that this collective takes, on every rank."""
+        if self._late:
+            tag = channel_tag(spec.channel)
+            for before, number in self._late.get(tag, ()):
+                if seq < before:
+                    return number
+            self._late.pop(tag, None)
+        return len(self._all) - 1
+
+    def change(self, wanted: Strategy, mine: Counts, furthest: Counts) -> None:
+        """Take `wanted` from now on; this rank has submitted `mine`, the furthest one `furthest`."""
+        for tag, count in furthest.items():
+            if count > mine.get(tag, 0):
+                self._late.setdefault(tag, []).append((count, self.latest))
+        self._all.append(wanted)
+
+
+def checked(strategy: str | Sequence[int] | Strategy, hosts: Sequence[str]) -> Strategy:
+    """What was asked for, a name or everybody's father, as a strategy that these hosts can have.
+
+    Raises:
+        ConfigError: no such strategy, or no tree over these hosts.
+    """
+    wanted = strategy if isinstance(strategy, Strategy) else parse_strategy(strategy)
+    # One that was made before may be of another view; it falls back where it does not fit.
+    if wanted is not strategy and wanted.name == "FOREST" and len(wanted.forest) != len(hosts):
+        raise ConfigError(
+            f"forest {list(wanted.forest)} has {len(wanted.forest)} entries, but there are {len(hosts)} ranks"
+        )
+    wanted.topologies(hosts, exact=False)
+    return wanted
+
+
+def pack_counts(counts: Counts) -> bytes:
+    return b"".join(TAGGED.pack(tag, count) for tag, count in counts.items())
+
+
+def furthest(packed: Iterable[bytes]) -> dict[bytes, int]:
+    """For each channel, what the furthest rank has submitted."""
+    most: dict[bytes, int] = {}
+    for counts in packed:
+        for tag, count in TAGGED.iter_unpack(counts):
+            most[tag] = max(most.get(tag, 0), count)
+    return most
+
+
+INTERNAL = "pliant:"
+"""Names that begin so are the engine's own."""

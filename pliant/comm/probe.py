@@ -1,4 +1,6 @@
-"""How fast the links between the workers are now: a small tournament in which every two hosts exchange some bytes.
+"""How long a word takes to each worker and back, and the tree that follows from it.
+
+How fast the links between the workers are now: a small tournament in which every two hosts exchange some bytes.
 
 In each round every host sends to one other and receives from one other, so no link is measured while its ends are busy
 with another. Who meets whom follows from the ranks alone. All ranks call `measure` at the same point of their program,
@@ -11,19 +13,53 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from pliant.comm.engine import INTERNAL, Engine
-from pliant.comm.graph import masters
-from pliant.comm.handle import Handle
-from pliant.errors import ConfigError
+from pliant.comm.plan import INTERNAL
+from pliant.comm.topology import Forest, forest_of_edges, masters, minimum_spanning_tree
+from pliant.errors import CollectiveTimeout, ConfigError
+
+if TYPE_CHECKING:
+    from pliant.comm.engine import Engine
+    from pliant.comm.handle import Handle
+
+
+def latencies(engine: Engine, timeout_s: float = 10.0) -> list[float]:
+    """Round-trip seconds to every rank; 0 to itself, infinite to the lost. One rank may call this alone.
+
+    Raises:
+        CollectiveTimeout: somebody did not answer in time; says who.
+    """
+    found = [0.0] * engine.size
+    done = threading.Semaphore(0)
+
+    def answered(rank: int, seconds: float) -> None:
+        found[rank] = seconds
+        done.release()
+
+    engine.ping(answered)
+    deadline_s = time.monotonic() + timeout_s
+    for _ in range(engine.size - 1):
+        if not done.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
+            raise CollectiveTimeout("latencies", timeout_s, engine.unanswered())
+    return found
+
+
+def latency_tree(engine: Engine, timeout_s: float = 30.0) -> Forest:
+    """The lightest tree over the measured latencies, as a forest array; the same on every rank, which all call."""
+    row = torch.tensor(latencies(engine, timeout_s), dtype=torch.float64)
+    rows = engine.all_gather(f"{INTERNAL}latencies", row).wait(timeout_s)
+    assert rows is not None, "an all_gather has a result on every rank"
+    return forest_of_edges(minimum_spanning_tree(rows.tolist()), engine.size)
+
 
 Rates = tuple[tuple[float, ...], ...]
 """Bytes per second from rank i to rank j; 0 on the diagonal."""
-
 SAME_HOST_RATE = 1e10
 """Between workers of one host, through its memory: more than any link, so not worth measuring."""
 PIECES = 16
@@ -37,7 +73,6 @@ MOST_ROUNDS = 32
 LEAST_S = 1e-6
 CREDIT = 2.0
 """The kernel counts its time in ticks of some milliseconds, and all that passes a shaper on credit: it may say twice too much."""
-
 Pair = tuple[int, int]
 
 

@@ -1,4 +1,5 @@
-"""What the engine counts: bytes per peer, and throughput per topology."""
+"""What the engine counts: bytes per peer, and throughput per topology.
+"""
 
 from __future__ import annotations
 

@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from functools import partial
 
 from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker
-from pliant.comm import loopback
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.mesh import MeshConfig
-from pliant.comm.plan import Strategy
-from pliant.comm.station import Station
+from pliant.comm.topology import Strategy
+from pliant.comm.transport import Station, loopback_engines
 from pliant.elastic.client import ConfigClient
 from pliant.elastic.roll import Roll
 from pliant.errors import CommError, ConfigError, EngineClosed, PliantError, ServerUnavailable, ViewChanged
@@ -353,7 +352,7 @@ def member_of(spec: WorkerSpec | None) -> Iterator[Member | Alone]:
     """This process as a member of the job that `spec` describes; alone where there is none."""
     config = EngineConfig(collective_timeout_s=COLLECTIVE_S)
     if spec is None:
-        with loopback.engines(["127.0.0.1"], config) as engines:
+        with loopback_engines(["127.0.0.1"], config) as engines:
             yield Alone(engines[0])
         return
     mesh = MeshConfig(secret=spec.secret, listen_fd=spec.listen_fd, tls_cert=spec.tls_cert, tls_key=spec.tls_key)

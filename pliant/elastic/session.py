@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pliant.cluster import View
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.mesh import MeshConfig
-from pliant.comm.plan import Strategy
-from pliant.comm.station import connected
+from pliant.comm.topology import Strategy
+from pliant.comm.transport import connected
 from pliant.identity import WorkerSpec, worker_spec
 
 

@@ -20,7 +20,7 @@ LEVELS = ("D0", "D1", "D2")
 
 def check_strategy(name: str) -> str:
     """`name` in the spelling of `comm.graph`; raises ConfigError with the names there are."""
-    from pliant.comm.graph import STRATEGIES
+    from pliant.comm.topology import STRATEGIES
 
     if name.upper() not in STRATEGIES:
         raise ConfigError(f"-strategy {name!r} is not known: use one of {', '.join(STRATEGIES)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from pliant.comm.graph import Topology, topologies, tree
+from pliant.comm.topology import Topology, topologies, tree
 from pliant.errors import ConfigError
 from pliant.ui.story import Crew, Links
 

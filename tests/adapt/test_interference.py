@@ -13,8 +13,9 @@ import pytest
 from pliant.adapt import Observation, ProbeLinks, SetTopology, WorkerFigures
 from pliant.adapt.interference import Interference
 from pliant.adapt.observation import Rates
-from pliant.comm import choice
-from pliant.comm.choice import Network
+from pliant.comm import strategy_selection
+from pliant.comm.strategy_selection import Network
+from pliant.comm.topology import parse_strategy
 from pliant.errors import ConfigError
 
 RATE = 12.5e6
@@ -92,7 +93,7 @@ class Cluster:
         key = (self.strategy, *self.hosts, *self.egress.items())
         if key not in self.known_s:
             network = Network(tuple(self.hosts), self.rates())
-            self.known_s[key] = choice.predict_s(choice.parse(self.strategy), network, NUM_BYTES) or 0.01
+            self.known_s[key] = strategy_selection.predict_s(parse_strategy(self.strategy), network, NUM_BYTES) or 0.01
         return self.known_s[key]
 
     def observe(self, figures: Sequence[float], rates: Rates | None = None) -> Observation:
@@ -155,7 +156,7 @@ def test_the_vote_the_change_and_the_recovery(size: int) -> None:
     assert changed - slow <= 4
     assert cluster.probes == [12, 34, 35]
     assert "h0" not in {
-        cluster.hosts[tree.root] for tree in choice.parse(cluster.strategy).topologies(letters(size), True)
+        cluster.hosts[tree.root] for tree in parse_strategy(cluster.strategy).topologies(letters(size), True)
     }
     assert cluster.throughput[-1] >= 0.9 * usual
     assert f"{size} of {size} workers below 0.8" in decision.reason
@@ -235,7 +236,7 @@ def test_the_choice_survives_a_resize() -> None:
     assert cluster.strategy == "STAR"
     cluster.run(3)
     assert len(cluster.changes) == 2
-    roots = {tree.root for tree in choice.parse(cluster.strategy).topologies(cluster.hosts, True)}
+    roots = {tree.root for tree in parse_strategy(cluster.strategy).topologies(cluster.hosts, True)}
     assert 0 not in roots
     for size in (5, 4, 6):  # one change after the other, too fast for a measurement
         cluster.resize(letters(size))
@@ -261,7 +262,7 @@ def test_workers_may_change_at_any_moment(wait: int) -> None:
     assert cluster.policy._asked == ""
     cluster.egress = {"h0": 0.15}
     cluster.run(12)
-    roots = {tree.root for tree in choice.parse(cluster.strategy).topologies(cluster.hosts, True)}
+    roots = {tree.root for tree in parse_strategy(cluster.strategy).topologies(cluster.hosts, True)}
     assert 0 not in roots
 
 

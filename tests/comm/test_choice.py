@@ -8,11 +8,11 @@ from collections import Counter
 
 import pytest
 
-from pliant.comm import choice, graph
-from pliant.comm.choice import Network, choose, predict_s
-from pliant.comm.graph import STRATEGIES
-from pliant.comm.plan import Spec, Strategy, make_plan
-from pliant.comm.slices import even_partition
+from pliant.comm import strategy_selection, topology
+from pliant.comm.order import even_partition
+from pliant.comm.plan import Spec, make_plan
+from pliant.comm.strategy_selection import Network, choose, predict_s
+from pliant.comm.topology import STRATEGIES, Strategy
 from pliant.errors import ConfigError
 
 RATE = 12.5e6
@@ -35,7 +35,7 @@ def all_trees(size: int) -> list[tuple[int, ...]]:
     for fathers in itertools.product(range(size), repeat=size):
         if sum(rank == father for rank, father in enumerate(fathers)) == 1:
             try:
-                found.append(graph.check_forest(fathers))
+                found.append(topology.check_forest(fathers))
             except ConfigError:
                 continue
     return found
@@ -46,7 +46,7 @@ def all_trees(size: int) -> list[tuple[int, ...]]:
 def test_the_bytes_are_those_of_the_plan(hosts: str, exact: bool) -> None:
     size, item = len(hosts), 4
     names = [*STRATEGIES, "MULTI_STAR@0", f"MULTI_STAR@0,{size - 1}"]
-    strategies = [choice.parse(name) for name in names]
+    strategies = [topology.parse_strategy(name) for name in names]
     strategies.append(Strategy("FOREST", tuple(max(0, rank - 1) for rank in range(size))))
     for replicas, strategy in itertools.product((size, 2 * size + 1) if exact else (size,), strategies):
         network = Network(tuple(hosts), uniform(size), replicas, exact)
@@ -59,7 +59,7 @@ def test_the_bytes_are_those_of_the_plan(hosts: str, exact: bool) -> None:
             plan = make_plan(spec, rank, tuple(hosts), strategy, item, length * item // (1 if exact else 12 * size))
             for peer, sent in plan.egress(item).items():
                 planned[rank, peer] += sent
-        predicted = choice.traffic(choice.lanes(strategy, network))
+        predicted = strategy_selection.traffic(strategy_selection.lanes(strategy, network))
         for (rank, peer), sent in planned.items():
             if hosts[rank] != hosts[peer]:
                 assert predicted[rank, peer] == pytest.approx(sent / (length * item), rel=0.02), (strategy, replicas)
@@ -94,12 +94,12 @@ def test_several_workers_of_a_host_are_one_on_the_wire() -> None:
         rates[i][j] = RATE / 10
     network = Network(tuple("AABBCC"), rates)
     found = choose(network, 50 * MB, Strategy("STAR"))
-    sent = choice.traffic(choice.lanes(found.strategy, network))
+    sent = strategy_selection.traffic(strategy_selection.lanes(found.strategy, network))
     # As a leaf, host A would have to carry both its operands in most chunks, for the sake of the exact order; as the
     # root of a chain it sends the sum, once.
     assert sum(share for (source, target), share in sent.items() if source < 2 <= target) == 1
     fast = Network(tuple("AABBCC"), rates, exact=False)
-    sent = choice.traffic(choice.lanes(choose(fast, 50 * MB, Strategy("STAR")).strategy, fast))
+    sent = strategy_selection.traffic(strategy_selection.lanes(choose(fast, 50 * MB, Strategy("STAR")).strategy, fast))
     assert sum(share for (source, target), share in sent.items() if source < 2 <= target) == 1
 
 
@@ -134,14 +134,14 @@ def test_no_tree_at_all_is_better(size: int, kind: str) -> None:
         network = Network(tuple("ABCDE"[:size]), rates)
         found = choose(network, 40 * MB, Strategy("STAR"), margin=0)
         least_s = min(predict_s(tree, network, 40 * MB) for tree in trees)
-        assert found.predicted_s <= least_s * choice.SAME
+        assert found.predicted_s <= least_s * strategy_selection.SAME
 
 
 def test_a_dead_link_is_avoided_and_costs_no_division_by_zero() -> None:
     rates = uniform(4)
     rates[0][1] = rates[1][0] = 0.0
     found = choose(Network(tuple("ABCD"), rates), 10 * MB, Strategy("CLIQUE"))
-    used = choice.traffic(choice.lanes(found.strategy, Network(tuple("ABCD"), rates)))
+    used = strategy_selection.traffic(strategy_selection.lanes(found.strategy, Network(tuple("ABCD"), rates)))
     assert (0, 1) not in used
     assert (1, 0) not in used
 
@@ -156,9 +156,9 @@ def test_one_host_and_many_hosts() -> None:
 
 
 def test_how_strategies_are_written() -> None:
-    assert choice.parse("star") == Strategy("STAR")
-    assert choice.parse("1,1,1") == choice.parse((1, 1, 1)) == Strategy("FOREST", (1, 1, 1))
-    assert choice.parse("MULTI_STAR@1,2") == Strategy("MULTI_STAR@1,2")
+    assert topology.parse_strategy("star") == Strategy("STAR")
+    assert topology.parse_strategy("1,1,1") == topology.parse_strategy((1, 1, 1)) == Strategy("FOREST", (1, 1, 1))
+    assert topology.parse_strategy("MULTI_STAR@1,2") == Strategy("MULTI_STAR@1,2")
     for wrong in ("MULTI_STAR@", "MULTI_STAR@9", "MULTI_STAR@a", "MULTI_STAR@-1"):
         with pytest.raises(ConfigError, match="list ranks below 4"):
-            graph.topologies(wrong, "ABCD")
+            topology.topologies(wrong, "ABCD")

@@ -11,18 +11,16 @@ import pytest
 import torch
 
 from pliant.cluster import View
-from pliant.comm.binding import finish_in_place
-from pliant.comm.collective.core import Core
-from pliant.comm.collective.operation import Burst, Operation
-from pliant.comm.collective.program import make_program
-from pliant.comm.collective.span import Span
+from pliant.comm.collective import Core
+from pliant.comm.connection import Link
 from pliant.comm.handle import Handle
 from pliant.comm.kernels import reducer
-from pliant.comm.loopback import view_of
-from pliant.comm.plan import Spec, Strategy, make_plan
-from pliant.comm.shm import SharedMemory
-from pliant.comm.store import Store
-from pliant.comm.transport.link import Link
+from pliant.comm.memory import SharedMemory, Span, Store
+from pliant.comm.operations import Burst, Operation, make_program
+from pliant.comm.plan import Spec, make_plan
+from pliant.comm.submission import finish_in_place
+from pliant.comm.topology import Strategy
+from pliant.comm.transport import view_of
 from pliant.errors import Mismatch, ViewChanged, WorkerLost
 
 LENGTH = 5000

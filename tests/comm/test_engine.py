@@ -15,11 +15,11 @@ import torch
 from gang import FULL
 
 from pliant.comm.engine import Engine, EngineConfig
-from pliant.comm.graph import STRATEGIES
 from pliant.comm.kernels import dtype_name
-from pliant.comm.latency import latencies, minimum_spanning_tree
-from pliant.comm.loopback import engines, view_of
-from pliant.comm.plan import Spec, Strategy, make_plan
+from pliant.comm.plan import Spec, make_plan
+from pliant.comm.probe import latencies, latency_tree
+from pliant.comm.topology import STRATEGIES, Strategy
+from pliant.comm.transport import loopback_engines, view_of
 from pliant.errors import CollectiveTimeout, CommError, ConfigError, EngineClosed, Mismatch, NotStored, WorkerLost
 from pliant.identity import WorkerSpec
 
@@ -38,7 +38,7 @@ def on_all(ranks: list[Engine], act: Callable[[Engine], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("hosts", ["A", "AA", "AAB", "AABB", "ABCDE"])
 def test_all_collectives(hosts: str) -> None:
-    with engines(hosts, QUICK) as ranks:
+    with loopback_engines(hosts, QUICK) as ranks:
         size = len(ranks)
         total = size * (size + 1) / 2
 
@@ -65,7 +65,7 @@ def test_all_collectives(hosts: str) -> None:
 
 
 def test_a_product_and_numpy_arrays_and_strides() -> None:
-    with engines("AB", QUICK) as ranks:
+    with loopback_engines("AB", QUICK) as ranks:
 
         def work(engine: Engine) -> None:
             array = np.full(5, 3.0)
@@ -82,7 +82,7 @@ def test_a_product_and_numpy_arrays_and_strides() -> None:
 
 
 def test_subsets() -> None:
-    with engines("AABB", QUICK) as ranks:
+    with loopback_engines("AABB", QUICK) as ranks:
 
         def work(engine: Engine) -> None:
             local = torch.tensor([float(engine.rank)])
@@ -110,7 +110,7 @@ def test_subsets() -> None:
 def test_egress_is_exactly_the_graphs(strategy: str, exact: bool, hosts: str) -> None:
     length = 1_000_003
     config = EngineConfig(strategy=Strategy(strategy), determinism="exact" if exact else "fast")
-    with engines(hosts, config) as ranks:
+    with loopback_engines(hosts, config) as ranks:
         on_all(ranks, lambda engine: engine.all_reduce("g", torch.ones(length)).wait(20))
         for engine in ranks:
             spec = Spec("all_reduce", "g", (0, 1, 2, 3), "float32", length, "sum", exact, -1)
@@ -124,7 +124,7 @@ def test_egress_is_exactly_the_graphs(strategy: str, exact: bool, hosts: str) ->
 
 def test_a_stars_egress_by_hand() -> None:
     config = EngineConfig(strategy=Strategy("STAR"))
-    with engines("AABB", config) as ranks:
+    with loopback_engines("AABB", config) as ranks:
         on_all(ranks, lambda engine: engine.all_reduce("g", torch.ones(1000)).wait(20))
         sent = [sum(engine.counters().egress_bytes.values()) for engine in ranks]
     assert sent == [3 * 4000, 4000, 4000, 4000]
@@ -148,13 +148,13 @@ def test_any_order_from_any_thread(hosts: str) -> None:
             list(pool.map(submit, range(4)))
         assert all(torch.equal(t, torch.full_like(t, 6.0)) for t in tensors.values())
 
-    with engines(hosts, QUICK) as ranks:
+    with loopback_engines(hosts, QUICK) as ranks:
         for _ in range(3):
             on_all(ranks, work)
 
 
 def test_one_name_again_and_again_without_waiting() -> None:
-    with engines("AB", QUICK) as ranks:
+    with loopback_engines("AB", QUICK) as ranks:
 
         def work(engine: Engine) -> None:
             tensors = [torch.full((100,), float(i)) for i in range(50)]
@@ -171,7 +171,7 @@ def test_replicas_brought_by_fewer_ranks_give_the_same_bits() -> None:
     results = []
     for hosts, parts in [("AAAAAA", (1,) * 6), ("AB", (4, 2)), ("AAB", (2, 3, 1)), ("A", (6,)), ("ABC", (1, 1, 4))]:
         firsts = [0, *itertools.accumulate(parts)]
-        with engines(hosts, QUICK) as ranks:
+        with loopback_engines(hosts, QUICK) as ranks:
 
             def work(engine: Engine, parts: tuple[int, ...] = parts, firsts: list[int] = firsts) -> torch.Tensor:
                 mine = [value.clone() for value in values[firsts[engine.rank] : firsts[engine.rank + 1]]]
@@ -205,12 +205,12 @@ def test_switching_topology_under_load_loses_nothing(hosts: str) -> None:
                 engine.set_strategy(choice, timeout_s=20)
             loading.result(60)
 
-    with engines(hosts, QUICK) as ranks:
+    with loopback_engines(hosts, QUICK) as ranks:
         on_all(ranks, work)
 
 
 def test_ranks_that_want_different_topologies_keep_the_old_one() -> None:
-    with engines("AB", QUICK) as ranks:
+    with loopback_engines("AB", QUICK) as ranks:
 
         def work(engine: Engine) -> None:
             with pytest.raises(Mismatch, match="different strategies"):
@@ -225,7 +225,7 @@ def test_ranks_that_want_different_topologies_keep_the_old_one() -> None:
 
 
 def test_disagreement_is_an_error_on_every_rank() -> None:
-    with engines("AAB", QUICK) as ranks:
+    with loopback_engines("AAB", QUICK) as ranks:
 
         def work(engine: Engine) -> None:
             with pytest.raises(Mismatch, match="one name must mean the same"):
@@ -238,7 +238,7 @@ def test_disagreement_is_an_error_on_every_rank() -> None:
 
 
 def test_a_timeout_names_who_is_missing() -> None:
-    with engines("AAB", QUICK) as ranks:
+    with loopback_engines("AAB", QUICK) as ranks:
         handles = [engine.all_reduce("g", torch.ones(10)) for engine in ranks[:2]]
         with pytest.raises(CollectiveTimeout, match=r"waiting for B:10002 \(rank 2\)"):
             handles[0].wait(0.2)
@@ -248,7 +248,7 @@ def test_a_timeout_names_who_is_missing() -> None:
 
 
 def test_a_rank_that_leaves_fails_only_what_waits_for_it() -> None:
-    with engines("AAB", QUICK) as ranks:
+    with loopback_engines("AAB", QUICK) as ranks:
         on_all(ranks, lambda engine: engine.barrier())
         ranks[2].close()
         for engine in ranks[:2]:
@@ -258,7 +258,7 @@ def test_a_rank_that_leaves_fails_only_what_waits_for_it() -> None:
 
 
 def test_a_closed_engine_says_so() -> None:
-    with engines("AB", QUICK) as ranks:
+    with loopback_engines("AB", QUICK) as ranks:
         waiting = ranks[0].all_reduce("never", torch.ones(1))
         ranks[0].close()
         with pytest.raises(EngineClosed):
@@ -268,7 +268,7 @@ def test_a_closed_engine_says_so() -> None:
 
 
 def test_the_store() -> None:
-    with engines("AAB", QUICK) as ranks:
+    with loopback_engines("AAB", QUICK) as ranks:
         for engine in ranks:
             for version in range(5):
                 engine.save("model", torch.full((4,), 10.0 * engine.rank + version), version)
@@ -288,7 +288,7 @@ def test_the_store() -> None:
 
 
 def test_throughput_latencies_and_the_spanning_tree() -> None:
-    with engines("AAB", QUICK) as ranks:
+    with loopback_engines("AAB", QUICK) as ranks:
         on_all(ranks, lambda engine: engine.all_reduce("g", torch.ones(1_000_000)).wait())
         lanes = ranks[0].throughput()
         assert sum(lane.num_bytes for lane in lanes.values()) == 4_000_000
@@ -298,7 +298,7 @@ def test_throughput_latencies_and_the_spanning_tree() -> None:
             found = latencies(engine)
             assert found[row] == 0
             assert all(0 < s < 5 for rank, s in enumerate(found) if rank != row)
-        trees = on_all(ranks, minimum_spanning_tree)
+        trees = on_all(ranks, latency_tree)
         assert trees[0] == trees[1] == trees[2]
         assert trees[0][0] == 0
 
@@ -321,12 +321,12 @@ def test_throughput_latencies_and_the_spanning_tree() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_wrong_calls_are_refused_at_once(call: Callable[[Engine], object], reason: str) -> None:
-    with engines("AB", QUICK) as ranks, pytest.raises(ConfigError, match=reason):
+    with loopback_engines("AB", QUICK) as ranks, pytest.raises(ConfigError, match=reason):
         call(ranks[0])
 
 
 def test_shared_memory_is_used_again_when_its_tensors_are_gone() -> None:
-    with engines("A", QUICK) as (engine,):
+    with loopback_engines("A", QUICK) as (engine,):
         first = engine.empty((1000, 100))
         address = first.data_ptr()
         view = first[5:7]
@@ -339,7 +339,7 @@ def test_shared_memory_is_used_again_when_its_tensors_are_gone() -> None:
 
 
 def test_contributions_that_alternate_between_two_buffers_are_all_read() -> None:
-    with engines("AA", QUICK) as ranks:
+    with loopback_engines("AA", QUICK) as ranks:
 
         def work(engine: Engine) -> None:
             out = engine.empty(1000)
@@ -353,7 +353,7 @@ def test_contributions_that_alternate_between_two_buffers_are_all_read() -> None
 
 
 def test_contributions_live_as_long_as_they_are_needed() -> None:
-    with engines("AA", QUICK) as ranks:
+    with loopback_engines("AA", QUICK) as ranks:
         out = ranks[0].empty(1000)
         mine = ranks[0].empty(1000).fill_(1)
         handle = ranks[0].all_reduce("g", out, contributions=[mine])
@@ -377,13 +377,13 @@ def test_contributions_live_as_long_as_they_are_needed() -> None:
 def test_wrong_contributions_are_refused(
     contributions: list[torch.Tensor], parts: list[int] | None, reason: str
 ) -> None:
-    with engines("AB", QUICK) as ranks, pytest.raises(ConfigError, match=reason):
+    with loopback_engines("AB", QUICK) as ranks, pytest.raises(ConfigError, match=reason):
         ranks[0].all_reduce("g", torch.empty(4), contributions=contributions, parts=parts)
 
 
 def test_closing_right_after_submitting_ends_every_handle_on_both_sides() -> None:
     for _ in range(10):
-        with engines("AB", QUICK) as ranks:
+        with loopback_engines("AB", QUICK) as ranks:
             mine = [ranks[0].all_reduce(f"t{i}", torch.ones(10)) for i in range(100)]
             theirs = [ranks[1].all_reduce(f"t{i}", torch.ones(10)) for i in range(100)]
             ranks[0].close()
@@ -393,7 +393,7 @@ def test_closing_right_after_submitting_ends_every_handle_on_both_sides() -> Non
 
 
 def test_a_broadcast_reaches_who_submits_after_the_root_has_left() -> None:
-    with engines("AB", QUICK) as ranks:
+    with loopback_engines("AB", QUICK) as ranks:
         ranks[0].broadcast("model", torch.full((10,), 7.0)).wait()
         ranks[0].close()
         received = torch.empty(10)
@@ -402,7 +402,7 @@ def test_a_broadcast_reaches_who_submits_after_the_root_has_left() -> None:
 
 
 def test_one_bad_tensor_does_not_end_the_engine() -> None:
-    with engines("AA", QUICK) as ranks:
+    with loopback_engines("AA", QUICK) as ranks:
 
         def work(engine: Engine) -> None:
             with pytest.raises(CommError, match="failed here"):
@@ -415,7 +415,7 @@ def test_one_bad_tensor_does_not_end_the_engine() -> None:
 
 
 def test_hundreds_of_arenas() -> None:
-    with engines("AA", QUICK) as ranks:
+    with loopback_engines("AA", QUICK) as ranks:
         kept = [engine.empty(64 << 20, torch.uint8) for engine in ranks for _ in range(80)]
 
         def work(engine: Engine) -> None:
@@ -428,7 +428,7 @@ def test_hundreds_of_arenas() -> None:
 
 
 def test_a_barrier_on_both_sides_of_a_change_of_topology() -> None:
-    with engines("ABCD", QUICK) as ranks:
+    with loopback_engines("ABCD", QUICK) as ranks:
 
         def work(engine: Engine) -> None:
             early = ThreadPoolExecutor(1)
@@ -454,7 +454,7 @@ def test_a_large_broadcast_does_not_crowd_the_roots_link(hosts: str, root: int) 
     """Everybody passes a share on: no host sends more than twice the tensor to others, where a star's root sends it to
     each."""
     length = 300_000
-    with engines(hosts, QUICK) as ranks:
+    with loopback_engines(hosts, QUICK) as ranks:
 
         def work(engine: Engine) -> None:
             received = torch.arange(length, dtype=torch.float32) if engine.rank == root else torch.zeros(length)
@@ -477,6 +477,6 @@ def test_a_large_broadcast_does_not_crowd_the_roots_link(hosts: str, root: int) 
 
 
 def test_a_small_broadcast_takes_one_hop() -> None:
-    with engines("ABCDEF", QUICK) as ranks:
+    with loopback_engines("ABCDEF", QUICK) as ranks:
         on_all(ranks, lambda engine: engine.broadcast("word", torch.ones(100), root=2).wait(20))
         assert [sum(engine.counters().egress_bytes.values()) for engine in ranks] == [0, 0, 5 * 400, 0, 0, 0]

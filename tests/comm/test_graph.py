@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pliant.comm import graph
+from pliant.comm import topology
 from pliant.errors import ConfigError
 
 AABB = ("A", "A", "B", "B")
@@ -12,7 +12,7 @@ ABCD = ("A", "B", "C", "D")
 
 
 def bcast(strategy: str, hosts: tuple[str, ...]) -> list[set[tuple[int, int]]]:
-    return [set(tree.bcast_edges) for tree in graph.topologies(strategy, hosts)]
+    return [set(tree.bcast_edges) for tree in topology.topologies(strategy, hosts)]
 
 
 def test_golden_vectors_on_two_hosts() -> None:
@@ -33,23 +33,23 @@ def test_golden_vectors_on_four_hosts() -> None:
         {(2, 3), (2, 0), (3, 1)},
         {(3, 0), (3, 1), (0, 2)},
     ]
-    ring = graph.topologies("RING", ABCD)[0]
+    ring = topology.topologies("RING", ABCD)[0]
     assert set(ring.reduce_edges) == {(1, 2), (2, 3), (3, 0)}
     assert set(ring.bcast_edges) == {(0, 1), (1, 2), (2, 3)}
 
 
 def test_auto_makes_every_rank_of_a_host_and_every_host_an_owner() -> None:
-    assert graph.topologies("auto", ("A",) * 3) == graph.topologies("CLIQUE", ("A",) * 3)
-    assert graph.topologies("AUTO", AABB) == graph.topologies("MULTI_STAR", AABB)
+    assert topology.topologies("auto", ("A",) * 3) == topology.topologies("CLIQUE", ("A",) * 3)
+    assert topology.topologies("AUTO", AABB) == topology.topologies("MULTI_STAR", AABB)
 
 
 @pytest.mark.parametrize("hosts", ["A", "AA", "AB", "AAB", "ABA", "AABBB", "ABCABCAB"])
-@pytest.mark.parametrize("strategy", graph.STRATEGIES)
+@pytest.mark.parametrize("strategy", topology.STRATEGIES)
 def test_every_topology_is_a_tree_in_both_directions(strategy: str, hosts: str) -> None:
-    for topology in graph.topologies(strategy, tuple(hosts)):
-        for forest in (topology.reduce_to, topology.bcast_from):
-            assert graph.check_forest(forest) == forest
-            assert [rank for rank, father in enumerate(forest) if rank == father] == [topology.root]
+    for found in topology.topologies(strategy, tuple(hosts)):
+        for forest in (found.reduce_to, found.bcast_from):
+            assert topology.check_forest(forest) == forest
+            assert [rank for rank, father in enumerate(forest) if rank == father] == [found.root]
 
 
 @pytest.mark.parametrize(
@@ -65,19 +65,19 @@ def test_every_topology_is_a_tree_in_both_directions(strategy: str, hosts: str) 
 )
 def test_bad_forests_are_refused(forest: list[int], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        graph.tree(forest)
+        topology.tree(forest)
 
 
 def test_an_unknown_strategy_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"-strategy 'HYPERCUBE' is unknown: use one of STAR, MULTI_STAR"):
-        graph.topologies("HYPERCUBE", AABB)
+        topology.topologies("HYPERCUBE", AABB)
 
 
 @pytest.mark.parametrize("root", range(5))
 def test_rerooting_keeps_the_edges(root: int) -> None:
     forest = (0, 0, 1, 1, 3)
-    turned = graph.rerooted(forest, root)
-    assert graph.tree(turned).root == root
+    turned = topology.rerooted(forest, root)
+    assert topology.tree(turned).root == root
     assert {frozenset((i, f)) for i, f in enumerate(turned) if i != f} == {
         frozenset((i, f)) for i, f in enumerate(forest) if i != f
     }
@@ -85,7 +85,7 @@ def test_rerooting_keeps_the_edges(root: int) -> None:
 
 def test_minimum_spanning_tree() -> None:
     weights = [[0, 4, 1, 9], [4, 0, 2, 9], [1, 2, 0, 3.5], [9, 9, 3.5, 0]]
-    edges = graph.minimum_spanning_tree(weights)
+    edges = topology.minimum_spanning_tree(weights)
     assert edges == ((0, 2), (2, 1), (2, 3))
-    assert graph.forest_of_edges(edges, 4) == (0, 2, 0, 2)
-    assert graph.forest_of_edges(edges, 4, root=3) == (2, 2, 3, 3)
+    assert topology.forest_of_edges(edges, 4) == (0, 2, 0, 2)
+    assert topology.forest_of_edges(edges, 4, root=3) == (2, 2, 3, 3)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from pliant.cluster import Worker
-from pliant.comm.transport.link import Link
-from pliant.comm.transport.wire import HEADER, Frame, Kind, header
+from pliant.comm.connection import Link
+from pliant.comm.frames import HEADER, Frame, Kind, header
 from pliant.errors import CommError
 
 PEER = Worker("127.0.0.1", 10000)

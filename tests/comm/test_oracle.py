@@ -22,8 +22,8 @@ import torch.distributed as dist
 from gang import FULL, addresses, gang, joined, run, specs
 
 from pliant.comm.engine import Determinism
-from pliant.comm.graph import STRATEGIES
 from pliant.comm.kernels import dtype_of
+from pliant.comm.topology import STRATEGIES
 from pliant.identity import WorkerSpec
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server", "no_leaks"), pytest.mark.timeout(1800)]

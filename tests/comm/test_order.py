@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from pliant.comm import order
-from pliant.comm.graph import STRATEGIES
-from pliant.comm.plan import Plan, Spec, Strategy, make_plan
-from pliant.comm.slices import Portion, PriorityQueue, cut, cut_exact, even_partition, name_hash
+from pliant.comm.operations import PriorityQueue
+from pliant.comm.order import even_partition
+from pliant.comm.plan import Plan, Portion, Spec, cut, cut_exact, make_plan, name_hash
+from pliant.comm.topology import STRATEGIES, Strategy
 
 Expr = object
 """A replica's number, or a pair (a, b) for a + b."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pliant.comm.transport.outbox import Outbox
+from pliant.comm.connection import Outbox
 
 
 def push(outbox: Outbox, priority: int, payload: bytes, sent: list[bytes] | None = None) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from pliant.comm.collective.peers import Peers
-from pliant.comm.loopback import view_of
+from pliant.comm.connection import Link
+from pliant.comm.frames import TAGGED, Kind, channel_tag
+from pliant.comm.peers import Peers
 from pliant.comm.plan import Spec
-from pliant.comm.transport.link import Link
-from pliant.comm.transport.wire import TAGGED, Kind, channel_tag
+from pliant.comm.transport import view_of
 from pliant.errors import ViewChanged, WorkerLost
 
 SPEC = Spec("all_reduce", "x", (0, 1, 2), "float32", 10, "sum", True, -1)

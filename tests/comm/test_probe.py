@@ -16,11 +16,10 @@ from pliant_repro.lab.hosts import Lab
 from pliant_repro.lab.machine import check
 
 from pliant.comm import probe
-from pliant.comm.choice import Network
 from pliant.comm.engine import Engine, EngineConfig
-from pliant.comm.loopback import engines, view_of
 from pliant.comm.mesh import MeshConfig
-from pliant.comm.station import Station
+from pliant.comm.strategy_selection import Network
+from pliant.comm.transport import Station, loopback_engines, view_of
 from pliant.errors import CommError, ConfigError
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -71,7 +70,7 @@ def test_pieces_that_are_noticed_together_are_not_fast() -> None:
 
 @pytest.mark.parametrize("hosts", ["A", "AA", "AB", "ABC", "AABBC"])
 def test_all_ranks_have_the_same_rates(hosts: str) -> None:
-    with engines(hosts, QUICK) as ranks:
+    with loopback_engines(hosts, QUICK) as ranks:
         found = on_all(ranks, lambda engine: probe.measure(engine, 1 << 16, 10))
         assert all(rates == found[0] for rates in found)
         for i, row in enumerate(found[0]):
@@ -86,7 +85,7 @@ def test_all_ranks_have_the_same_rates(hosts: str) -> None:
 
 
 def test_it_can_be_done_again_and_between_collectives() -> None:
-    with engines("ABC", QUICK) as ranks:
+    with loopback_engines("ABC", QUICK) as ranks:
 
         def work(engine: Engine) -> float:
             for _ in range(3):
@@ -98,7 +97,7 @@ def test_it_can_be_done_again_and_between_collectives() -> None:
 
 
 def test_a_peer_that_does_not_come_is_an_error_in_time() -> None:
-    with engines("AB", QUICK) as ranks:
+    with loopback_engines("AB", QUICK) as ranks:
         begun_s = time.monotonic()
         with pytest.raises(CommError):
             probe.measure(ranks[0], 1 << 14, 0.2)
@@ -108,7 +107,7 @@ def test_a_peer_that_does_not_come_is_an_error_in_time() -> None:
 
 
 def test_shares_on_some_hosts_only() -> None:
-    with engines("AABC", QUICK) as ranks:
+    with loopback_engines("AABC", QUICK) as ranks:
 
         def work(engine: Engine) -> None:
             engine.set_strategy("MULTI_STAR@2,3")

@@ -25,10 +25,9 @@ import torch
 from gang import SECRET, Gang, addresses, gang, joined, left_behind, listen, say, specs, told
 
 from pliant.cluster import View, Worker
-from pliant.comm import mesh
+from pliant.comm import handshake, mesh
 from pliant.comm.engine import Engine
 from pliant.comm.mesh import HANDSHAKE_S, MAX_STRANGERS
-from pliant.comm.transport import handshake
 from pliant.errors import HandshakeRefused
 from pliant.identity import WorkerSpec
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from pliant.comm.plan import Spec, Strategy
-from pliant.comm.strategies import Strategies, checked, furthest, pack_counts
-from pliant.comm.transport.wire import channel_tag
+from pliant.comm.frames import channel_tag
+from pliant.comm.plan import Spec, Strategies, checked, furthest, pack_counts
+from pliant.comm.topology import Strategy
 from pliant.errors import ConfigError
 
 SPECS = [Spec("all_reduce", name, (0, 1, 2), "float32", 10, "sum", True, -1) for name in ("a", "b", "c")]

@@ -21,9 +21,9 @@ import torch
 from gang import FULL, addresses, gang, joined, left_behind, specs
 
 from pliant.cluster import Worker
-from pliant.comm.transport import link as link_module
-from pliant.comm.transport.link import Link
-from pliant.comm.transport.wire import Frame, Kind, header
+from pliant.comm import connection as link_module
+from pliant.comm.connection import Link
+from pliant.comm.frames import Frame, Kind, header
 from pliant.identity import WorkerSpec
 
 pytestmark = [

@@ -12,7 +12,7 @@ import torch
 from pliant.cluster import View, Worker
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.mesh import MeshConfig
-from pliant.comm.station import Station
+from pliant.comm.transport import Station
 from pliant.identity import WorkerSpec
 
 QUICK = EngineConfig(collective_timeout_s=20, slice_bytes=64 << 10)

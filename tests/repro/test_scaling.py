@@ -21,7 +21,8 @@ from pliant_repro.lab.hosts import Lab
 
 from pliant.adapt import scaling_model as model
 from pliant.adapt.limits import bounds
-from pliant.comm.plan import Spec, Strategy, make_plan
+from pliant.comm.plan import Spec, make_plan
+from pliant.comm.topology import Strategy
 from pliant.errors import ConfigError
 
 QUICK = Options(quick=True, device="cpu")

@@ -11,9 +11,9 @@ from unittest import mock
 import torch
 
 from pliant.comm import order
-from pliant.comm.collective.operation import Operation
-from pliant.comm.collective.steps import Steps
 from pliant.comm.engine import Engine
+from pliant.comm.execution import Steps
+from pliant.comm.operations import Operation
 from pliant.comm.reactor import Errand
 from pliant.train import rng, trainer
 from pliant.train.buffers import Tensors

@@ -15,7 +15,7 @@ from gang import free_port
 
 from pliant.adapt import Observation, WorkerFigures
 from pliant.adapt.stall import StallDetector
-from pliant.comm.loopback import engines
+from pliant.comm.transport import loopback_engines
 from pliant.errors import ConfigError
 from pliant.train.adapting import metrics as metrics_module
 from pliant.train.adapting.metrics import PORT_OFFSET, Metrics, period_s
@@ -49,7 +49,7 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         assert metrics.address == f"http://{HOST}:{port + PORT_OFFSET}/metrics"
         assert _page(metrics)["pliant_stalls"] == 0
-        with engines(["a", "b"]) as [first, second]:
+        with loopback_engines(["a", "b"]) as [first, second]:
             metrics.work_in(first)
             metrics.publish(SEEN, 0)
             tensors = [torch.ones(1000), torch.ones(1000)]

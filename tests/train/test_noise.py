@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from pliant.comm.engine import Engine
-from pliant.comm.loopback import engines
+from pliant.comm.transport import loopback_engines
 from pliant.errors import ConfigError
 from pliant.train.gradients import dispersion, probing
 from pliant.train.gradients.catching import Gradients
@@ -122,7 +122,7 @@ def _run(
     replicas: int, workers: int, steps: int = 3, sync: str = "fifo", optimizer: Any = None, **kwargs: Any
 ) -> list[dict[str, Any]]:
     make = optimizer or partial(torch.optim.SGD, lr=0.05)
-    with engines(["host"] * workers) as made, ThreadPoolExecutor(workers) as pool:
+    with loopback_engines(["host"] * workers) as made, ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(_worker, engine, replicas, steps, sync, make, kwargs) for engine in made]
         return [future.result(timeout=30) for future in futures]
 
@@ -256,7 +256,7 @@ def test_what_overflows_is_left_out_and_the_state_goes_on() -> None:
     other.load_state_dict(probe.state_dict())
     assert other.figures() == before
     assert not any(isinstance(value, float) and math.isnan(value) for value in before.values())
-    with engines(["host"]) as [engine]:
+    with loopback_engines(["host"]) as [engine]:
         probe.arrange(engine, (2,))
         probe.learn([probe.row()])
         for value in (math.inf, math.nan, 1e30):
@@ -274,7 +274,7 @@ def test_rows_that_speak_of_different_steps_say_nothing() -> None:
     [found] = _run(2, 1, 2, noise_scale=1)
     probe: GradientProbe = found["probe"]
     before = probe.figures()
-    with engines(["host"]) as [engine]:
+    with loopback_engines(["host"]) as [engine]:
         probe.arrange(engine, (2,))
         nothing = probe.row()
         probe.begin(7)
@@ -303,7 +303,7 @@ def test_several_at_once_are_the_same_as_one_by_one() -> None:
     found = []
     for at_once in (False, True):
         probe = GradientProbe(parameters, noise_scale=1, variance=1)
-        with engines(["host"]) as [engine]:
+        with loopback_engines(["host"]) as [engine]:
             probe.arrange(engine, (2,))
             probe.begin(0)
             probe.took(BATCH)

@@ -24,7 +24,7 @@ from torch import nn
 
 import pliant
 from pliant.comm.engine import Engine
-from pliant.comm.loopback import engines
+from pliant.comm.transport import loopback_engines
 from pliant.errors import ConfigError, TrainError, Unsliceable
 from pliant.train.optim import Averaging, peer_of
 
@@ -63,7 +63,7 @@ def _step(optimizers: Sequence[Averaging], step: int, gradient: Callable[[int, A
 def test_the_vector_of_synchronous_averaging(no_leaks: None) -> None:
     """f = x^2 at 1 and 3: after a step 0.9 and 2.3."""
     optimizers = [pliant.SynchronousAveraging(_sgd(x, dtype=torch.float32), alpha=0.1) for x in (1.0, 3.0)]
-    with engines(HOSTS[:2]) as ranks:
+    with loopback_engines(HOSTS[:2]) as ranks:
         _joined(optimizers, ranks)
         _step(optimizers, 0, lambda _, x: 2 * x)
     assert [float(_value(optimizer)[0]) for optimizer in optimizers] == pytest.approx([0.9, 2.3], rel=1e-6)
@@ -74,7 +74,7 @@ def test_three_workers_with_momentum_for_five_steps(no_leaks: None) -> None:
     pull = np.array([[0.0, 1.0], [2.0, -1.0], [5.0, 3.0]])
     optimizers = [pliant.SynchronousAveraging(_sgd(*row, momentum=MOMENTUM), alpha=0.3) for row in begin]
     x, m = begin.copy(), np.zeros_like(begin)
-    with engines(HOSTS) as ranks:
+    with loopback_engines(HOSTS) as ranks:
         _joined(optimizers, ranks)
         for step in range(5):
             _step(optimizers, step, lambda rank, value: value - pull[rank])
@@ -95,7 +95,7 @@ def test_parameters_of_all_kinds_are_averaged(no_leaks: None) -> None:
     held = [parameters() for _ in range(3)]
     before = [[parameter.detach().clone() for parameter in each] for each in held]
     optimizers = [pliant.SynchronousAveraging(torch.optim.SGD(each, 0.1), alpha=1.0) for each in held]
-    with engines(HOSTS) as ranks:
+    with loopback_engines(HOSTS) as ranks:
         _joined(optimizers, ranks)
         for optimizer in optimizers:
             optimizer.begin(0)
@@ -113,7 +113,7 @@ def test_parameters_of_all_kinds_are_averaged(no_leaks: None) -> None:
 def test_a_step_that_was_begun_and_dropped_leaves_nothing(no_leaks: None) -> None:
     """As at the end of an epoch in the middle of an accumulation."""
     optimizers = [pliant.SynchronousAveraging(_sgd(x), alpha=0.1) for x in (1.0, 3.0)]
-    with engines(HOSTS[:2]) as ranks:
+    with loopback_engines(HOSTS[:2]) as ranks:
         _joined(optimizers, ranks)
         for optimizer in optimizers:
             optimizer.begin(0)
@@ -130,7 +130,7 @@ def test_average_apply_save_in_this_order(no_leaks: None) -> None:
     """With two workers the other one is the peer: its model after its last step, not in the middle of this one."""
     optimizers = [pliant.PairAveraging(_sgd(x)) for x in (1.0, 3.0)]
     x = np.array([1.0, 3.0])
-    with engines(HOSTS[:2]) as ranks:
+    with loopback_engines(HOSTS[:2]) as ranks:
         _joined(optimizers, ranks)
         saved = torch.empty(8, dtype=torch.uint8)
         for step in range(4):
@@ -151,7 +151,7 @@ def test_average_apply_save_in_this_order(no_leaks: None) -> None:
 
 def test_peers_that_lag_behind_give_what_they_saved_last(no_leaks: None) -> None:
     fast, slow = (pliant.PairAveraging(_sgd(x)) for x in (1.0, 5.0))
-    with engines(HOSTS[:2]) as ranks:
+    with loopback_engines(HOSTS[:2]) as ranks:
         _joined([fast, slow], ranks)
         value = 1.0
         for step in range(3):
@@ -164,7 +164,7 @@ def test_peers_that_lag_behind_give_what_they_saved_last(no_leaks: None) -> None
 
 def test_a_peer_that_cannot_be_had_is_done_without(no_leaks: None) -> None:
     optimizer = pliant.PairAveraging(_sgd(1.0))
-    with engines(HOSTS[:2]) as ranks:
+    with loopback_engines(HOSTS[:2]) as ranks:
         _joined([optimizer], ranks[:1])
         optimizer.work_in(ranks[0], [1, 1])
         _step([optimizer], 0, lambda _, x: 2 * x)
@@ -213,7 +213,7 @@ def test_choices_leave_the_programs_random_numbers_alone(no_leaks: None) -> None
     optimizer = pliant.PairAveraging(_sgd(1.0))
     torch.manual_seed(1)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
-    with engines(HOSTS) as ranks:
+    with loopback_engines(HOSTS) as ranks:
         optimizer.work_in(ranks[0], [1, 1, 1])
         for step in range(5):
             optimizer.begin(step)

@@ -11,7 +11,7 @@ import pytest
 from pliant_repro.bench import models
 from pliant_repro.bench.profiles import profile
 
-from pliant.comm.slices import cut_portion
+from pliant.comm.plan import cut_portion
 from pliant.train.gradients.layout import Item, rebuilt_layout
 from pliant.train.priority.units import LEAST_BYTES, MAX_SLICES, Unit, cut_units, layer_units
 

@@ -11,7 +11,7 @@ from typing import Any
 from pliant import record
 from pliant.adapt import Observation
 from pliant.adapt.observation import Rates
-from pliant.comm.graph import masters
+from pliant.comm.topology import masters
 
 
 class Facts:

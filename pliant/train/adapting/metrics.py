@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from pliant.adapt import Observation
 from pliant.adapt.stall import StallDetector
 from pliant.comm.engine import Engine
-from pliant.comm.latency import latencies
+from pliant.comm.probe import latencies
 from pliant.errors import CommError, ConfigError
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import torch
 
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
-from pliant.comm.slices import Portion
+from pliant.comm.plan import Portion
 from pliant.errors import TrainError
 from pliant.train.gradients.flat import cut
 from pliant.train.gradients.layout import Layout

@@ -14,7 +14,8 @@ import torch
 
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
-from pliant.comm.slices import Portion, even_partition
+from pliant.comm.order import even_partition
+from pliant.comm.plan import Portion
 from pliant.errors import CommError
 
 

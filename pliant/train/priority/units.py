@@ -10,7 +10,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pliant.comm.slices import Portion
+from pliant.comm.plan import Portion
 
 FIRST = -1
 """The priority of what every worker needs before it can begin its next step: before all units."""

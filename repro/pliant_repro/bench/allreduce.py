@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pliant.comm.graph import STRATEGIES, Topology, topologies
+from pliant.comm.topology import STRATEGIES, Topology, topologies
 from pliant.errors import ConfigError, LabError, LaunchError
 from pliant.machine import Json, machine
 from pliant_repro.bench import bounds, contenders, report

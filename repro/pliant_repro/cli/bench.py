@@ -21,7 +21,7 @@ from pliant_repro.cli import bench_fed, bench_preemption, bench_priority, bench_
 from pliant_repro.cli.bench_output import ended_by_sigterm, measured, milliseconds, ratio, wide_console
 
 if TYPE_CHECKING:
-    from pliant.comm.graph import Topology
+    from pliant.comm.topology import Topology
 
 
 def register(app: typer.Typer) -> None:

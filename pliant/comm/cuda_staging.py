@@ -10,11 +10,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from pliant.comm.collective.operation import Operation
-from pliant.comm.shm import SharedMemory
+if TYPE_CHECKING:
+    from pliant.comm.memory import SharedMemory
+    from pliant.comm.operations import Operation
 
 
 class CudaStage:

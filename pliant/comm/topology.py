@@ -24,7 +24,6 @@ STRATEGIES = (
     "MULTI_BINARY_TREE_STAR",
     "AUTO",
 )
-
 Edge = tuple[int, int]
 Forest = tuple[int, ...]
 
@@ -230,3 +229,42 @@ def forest_of_edges(edges: Sequence[Edge], size: int, root: int = 0) -> Forest:
                 fathers[other] = rank
                 todo.append(other)
     return tuple(fathers)
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A strategy by name, or a user's own tree."""
+
+    name: str = "AUTO"
+    forest: Forest = ()
+
+    @property
+    def names_ranks(self) -> bool:
+        """Whether it is made for the workers of one view, and means nothing to some of them."""
+        return bool(self.forest) or "@" in self.name
+
+    def topologies(self, hosts: Sequence[str], exact: bool) -> tuple[Topology, ...]:
+        """The topologies over ranks on `hosts`; a subset of the ranks falls back from a user's tree to AUTO."""
+        if self.forest:
+            if len(self.forest) == len(hosts):
+                return (tree(self.forest),)
+            return topologies("AUTO", hosts)
+        if exact and self.name.upper() == "RING":
+            # gloo's chain descends through the ranks. A ring that descends as well may fold at
+            # every hop; one that ascends would have to carry every operand to its end.
+            return tuple(ring(len(hosts), root, step=-1) for root in range(len(hosts)))
+        return topologies(self.name, hosts)
+
+
+def parse_strategy(text: str | Sequence[int]) -> Strategy:
+    """A strategy as it is written: by its name, as fathers, or as fathers with commas between them.
+
+    Raises:
+        ConfigError: fathers that are no numbers.
+    """
+    if isinstance(text, str) and not text[:1].isdecimal():
+        return Strategy(text.upper())
+    try:
+        return Strategy("FOREST", tuple(map(int, text.split(",") if isinstance(text, str) else text)))
+    except ValueError:
+        raise ConfigError(f"strategy {text!r}: use a name, or the rank of everybody's father, such as 0,0,1") from None

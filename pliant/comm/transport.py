@@ -1,14 +1,22 @@
-"""One worker's place in the job's traffic, through all views: where it listens, whom it is connected to.
+"""What the engines of one worker have in common in all views: memory, stored tensors, connections, thread, GPU copies.
+
+One worker's place in the job's traffic, through all views: where it listens, whom it is connected to.
 
 A station outlives views. `connect` sees to it that there is a connection to everybody of the next view,
 while the present one goes on; `enter` moves to it, on connections that live on. Of each pair the
 greater worker (by host, then port) calls and the lesser waits, so it does not matter who is in which
 view, or has which rank. A connection to a worker outside the view stays open until that one leaves.
+
+All ranks in one process: for tests, and for reading how a collective runs.
+
+The stations are the real ones, each with its thread; only the sockets are pairs made here instead
+of connections between processes. Ranks on one host share memory as they would elsewhere.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import threading
@@ -19,12 +27,48 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from pliant.cluster import View, Worker
+from pliant.comm.connection import Link, Poller
+from pliant.comm.cuda_staging import CudaStage
 from pliant.comm.engine import Engine, EngineConfig
+from pliant.comm.memory import SharedMemory, Store
 from pliant.comm.mesh import Mesh, MeshConfig
-from pliant.comm.reactor import Errand
-from pliant.comm.transport.link import Link
-from pliant.comm.workshop import Workshop
+from pliant.comm.reactor import Connections, Errand, Reactor
 from pliant.errors import CommError, ConfigError, HandshakeRefused
+
+
+class Workshop:
+    """Made once per worker, used by one engine after the other."""
+
+    def __init__(self, me: Worker, *, heartbeat_timeout_s: float, linger_s: float) -> None:
+        self.memory = SharedMemory()
+        self.store = Store()
+        poller = Poller()
+        self.connections = Connections(me, poller, heartbeat_timeout_s=heartbeat_timeout_s)
+        self.reactor = Reactor(self.connections, poller, linger_s=linger_s)
+        self._cuda: CudaStage | None = None
+        self._making = threading.Lock()
+
+    def stage(self) -> CudaStage:
+        """What copies CUDA tensors; the memory that it has pinned stays so over views."""
+        with self._making:
+            if self._cuda is None:
+                self._cuda = CudaStage(self.memory)
+            return self._cuda
+
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor in memory that the workers of this host share."""
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        return self.memory.empty(math.prod(sizes), dtype).view(sizes)
+
+    def close(self) -> None:
+        """Send what is still queued, say goodbye and end. Handles that still wait fail with EngineClosed."""
+        self.reactor.close()
+        with self._making:
+            if self._cuda is not None:
+                self._cuda.close()
+            self._cuda = None
+        self.memory.close()
+
 
 CANCEL_S = 0.02
 """How often a waiting `connect` looks whether it shall go on."""
@@ -301,3 +345,34 @@ def _abandon_all() -> None:
 
 
 os.register_at_fork(after_in_child=_abandon_all)
+
+
+def view_of(hosts: Sequence[str], number: int = 0) -> View:
+    """A view with one worker for each entry of `hosts` (names or addresses)."""
+    workers = tuple(Worker(host, 10000 + rank) for rank, host in enumerate(hosts))
+    runners = tuple(Worker(host, 38080) for host in dict.fromkeys(hosts))
+    return View(number, workers, runners)
+
+
+@contextlib.contextmanager
+def loopback_stations(workers: Sequence[Worker], config: EngineConfig | None = None) -> Iterator[list[Station]]:
+    """One station for each worker, connected to one another, in no view yet."""
+    made = [Station(worker, MeshConfig(secret=b"loopback"), config or EngineConfig()) for worker in workers]
+    with contextlib.ExitStack() as stack:
+        for station in made:
+            station.start()
+            stack.callback(station.close)
+        for index, station in enumerate(made):
+            for other in range(index):
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+                station.take(workers[other], ours)
+                made[other].take(workers[index], theirs)
+        yield made
+
+
+@contextlib.contextmanager
+def loopback_engines(hosts: Sequence[str], config: EngineConfig | None = None) -> Iterator[list[Engine]]:
+    """One engine for each rank, connected to one another."""
+    view = view_of(hosts)
+    with loopback_stations(view.workers, config) as made:
+        yield [station.enter(view) for station in made]

@@ -7,13 +7,12 @@ workers come to trust each other before the first frame is `handshake`'s.
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
-from pliant.comm.plan import KINDS, Channel, Spec
-from pliant.comm.slices import Portion
-from pliant.errors import CommError
+if TYPE_CHECKING:
+    from pliant.comm.plan import Channel
 
 MAX_CONTROL_BYTES = 16 << 20
 
@@ -42,7 +41,6 @@ class Kind(IntEnum):
 
 HEADER = struct.Struct("<BBHIIIIQQ")
 """kind, flags, unused, view, spec, seq, piece, extra, length of the payload."""
-
 Frame = tuple[int, int, int, int, int, int, int, int, int]
 """A header, unpacked: a plain tuple, as one is made for every frame."""
 KIND, FLAGS, _, VIEW, SPEC, SEQ, PIECE, EXTRA, LENGTH = range(9)
@@ -53,7 +51,6 @@ BULK = frozenset((Kind.REDUCE, Kind.BCAST, Kind.TELL))
 """Kinds whose payload is received straight into its place; all others are small and arrive whole."""
 ANYTIME = frozenset((Kind.HEARTBEAT, Kind.PING, Kind.PONG, Kind.ARENA, Kind.BYE))
 """Kinds that concern the connection and not a view: they are taken whatever view they were sent in."""
-
 OFFERED = struct.Struct("<IIIQ")
 """One collective in an OFFER: spec, seq, arena, offset."""
 FINISHED = struct.Struct("<III")
@@ -61,7 +58,6 @@ FINISHED = struct.Struct("<III")
 TAGGED = struct.Struct("<8sQ")
 """A channel's tag, and a count."""
 _PLACE = struct.Struct("<IIQ")
-
 Place = tuple[int, int, int]
 """(owner's rank, arena, offset): where something lies in the shared memory of a host."""
 
@@ -86,25 +82,6 @@ def pack_places(places: list[Place]) -> bytes:
 
 def unpack_places(payload: bytes) -> list[Place]:
     return [(owner, arena, offset) for owner, arena, offset in _PLACE.iter_unpack(payload)]
-
-
-def pack_spec(spec: Spec) -> bytes:
-    fields = (spec.kind, spec.name, spec.members, spec.dtype, spec.length, spec.op, spec.exact, spec.root, spec.parts)
-    portion = spec.portion and (spec.portion.whole, spec.portion.begin, spec.portion.lanes)
-    return json.dumps((*fields, portion)).encode()
-
-
-def unpack_spec(payload: bytes) -> Spec:
-    """Raises CommError if `payload` is not a spec."""
-    try:
-        kind, name, members, dtype, length, op, exact, root, parts, run = json.loads(payload)
-        portion = Portion(int(run[0]), int(run[1]), tuple(map(int, run[2]))) if run is not None else None
-        spec = Spec(kind, name, tuple(members), dtype, int(length), op, bool(exact), int(root), tuple(parts), portion)
-    except (ValueError, TypeError, IndexError) as error:
-        raise CommError(f"a peer sent a damaged description of a collective: {error}") from None
-    if spec.kind not in KINDS:
-        raise CommError(f"a peer asked for an unknown kind of collective {spec.kind!r}: do all run the same version?")
-    return spec
 
 
 def channel_tag(channel: Channel) -> bytes:

@@ -12,15 +12,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pliant.comm import graph
-from pliant.comm.graph import Forest, Topology
-from pliant.comm.plan import Strategy
-from pliant.comm.slices import even_partition
-from pliant.errors import ConfigError
+from pliant.comm.order import even_partition
+from pliant.comm.topology import (
+    Forest,
+    Strategy,
+    Topology,
+    forest_of_edges,
+    masters,
+    minimum_spanning_tree,
+    rerooted,
+)
 
 Rates = Sequence[Sequence[float]]
 """Bytes per second from rank i to rank j."""
-
 NAMES = ("MULTI_STAR", "RING", "TREE", "BINARY_TREE_STAR", "MULTI_BINARY_TREE_STAR", "STAR", "CLIQUE", "BINARY_TREE")
 SLICE_BYTES = 1 << 20
 SAME = 1.02
@@ -47,7 +51,7 @@ class Network:
     @cached_property
     def heads(self) -> tuple[int, ...]:
         """The first rank of each host."""
-        return graph.masters(self.hosts)
+        return masters(self.hosts)
 
     @cached_property
     def place(self) -> tuple[int, ...]:
@@ -233,8 +237,6 @@ def _cost(network: Network, source: int, target: int) -> float:
 
 
 # --- candidates ---
-
-
 def candidates(network: Network) -> Iterator[Strategy]:
     """What is worth a look: the named strategies, stars and shared stars on the best hosts, and trees along the best links."""
     yield from map(Strategy, NAMES)
@@ -252,11 +254,11 @@ def candidates(network: Network) -> Iterator[Strategy]:
     for position, host in enumerate(best):
         heap[host] = best[max(0, (position - 1) // 2)]
     yield _over_hosts(tuple(heap), network)
-    edges = graph.minimum_spanning_tree(
+    edges = minimum_spanning_tree(
         [[-min(network.links[i][j], network.links[j][i]) for j in range(size)] for i in range(size)]
     )
     for root in best[:MOST_ROOTS]:
-        yield _over_hosts(graph.forest_of_edges(edges, size, root), network)
+        yield _over_hosts(forest_of_edges(edges, size, root), network)
 
 
 def _over_hosts(fathers: Forest, network: Network) -> Strategy:
@@ -273,7 +275,7 @@ def climb(start: Strategy, network: Network, num_bytes: float) -> Strategy:
     fathers = tuple(network.place[start.forest[head]] for head in heads)
     found_s = predict_s(start, network, num_bytes)
     while True:
-        near = {graph.rerooted(fathers, root) for root in range(size)}
+        near = {rerooted(fathers, root) for root in range(size)}
         for host in range(size):
             if fathers[host] != host:
                 below = _below(fathers, host)
@@ -341,17 +343,3 @@ def choose(
 def is_faster(one: Strategy, other: Strategy, network: Network, num_bytes: float, margin: float) -> bool:
     """Whether `one` is predicted to be faster than `other` by more than `margin`."""
     return predict_s(one, network, num_bytes) * (1 + margin) < predict_s(other, network, num_bytes)
-
-
-def parse(text: str | Sequence[int]) -> Strategy:
-    """A strategy as it is written: by its name, as fathers, or as fathers with commas between them.
-
-    Raises:
-        ConfigError: fathers that are no numbers.
-    """
-    if isinstance(text, str) and not text[:1].isdecimal():
-        return Strategy(text.upper())
-    try:
-        return Strategy("FOREST", tuple(map(int, text.split(",") if isinstance(text, str) else text)))
-    except ValueError:
-        raise ConfigError(f"strategy {text!r}: use a name, or the rank of everybody's father, such as 0,0,1") from None
