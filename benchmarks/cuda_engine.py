@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pliant_repro.bench.models import resnet50
+from pliant_repro.profiles import resnet50
 
 from pliant.cluster import View, Worker
 from pliant.comm.device.config import DeviceGroupConfig

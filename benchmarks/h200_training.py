@@ -133,7 +133,7 @@ class Gang:
 
 def bits_rank(task: Json, rank: int) -> list[str]:
     """Train a small network with convolutions, BatchNorm and dropout; a digest after every step."""
-    from pliant_repro.bench.networks import Samples, build, optimizer_of
+    from pliant_repro.zoo import Samples, build, make_optimizer
 
     from pliant.train import determinism
 
@@ -141,7 +141,7 @@ def bits_rank(task: Json, rank: int) -> list[str]:
     device = torch.device(task["device"])
     determinism.pin("D1", device)
     model = build("small", device)
-    optimizer = optimizer_of("adam", model)
+    optimizer = make_optimizer("adam", model)
     dataset: Any = Samples("images", 16, STEPS * REPLICAS * 8, device)
     scaler = torch.amp.GradScaler(device.type) if task["variant"] == "autocast" else None
     train = _ddp if task["side"] == "ddp" else _ours
@@ -202,15 +202,15 @@ def _ours(task: Json, rank: int, model: Any, optimizer: Any, dataset: Any, scale
 
 
 def _turn(model: Any, optimizer: Any, batch: Any, scaler: Any) -> None:
-    from pliant_repro.bench.networks import loss_of
+    from pliant_repro.zoo import compute_loss
 
     optimizer.zero_grad()
     if scaler is None:
-        loss_of(model, *batch).backward()
+        compute_loss(model, *batch).backward()
         optimizer.step()
         return
     with torch.autocast(batch[0].device.type, torch.bfloat16):
-        loss = loss_of(model, *batch)
+        loss = compute_loss(model, *batch)
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()

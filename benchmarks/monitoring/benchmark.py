@@ -16,7 +16,7 @@ import time
 
 import torch
 import torch.nn.functional as F
-from pliant_repro.figures.vision import image_size, model_name, num_classes, vision_model
+from pliant_repro.zoo import image_size, model_name, num_classes, vision_model
 from torch.utils.data import TensorDataset
 
 import pliant

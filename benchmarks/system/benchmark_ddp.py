@@ -20,7 +20,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pliant_repro.figures import vision
+from pliant_repro import zoo
 from pliant_repro.figures.kungfu import img_sec
 from torch.nn.parallel import DistributedDataParallel
 
@@ -126,7 +126,7 @@ def main() -> None:
     )
     parser.add_argument("--bucket-cap-mb", type=float, default=25.0, help="DDP's")
     args = parser.parse_args()
-    args.model = vision.model_name(args.model)
+    args.model = zoo.model_name(args.model)
     if args.backend not in ("", "gloo", "nccl"):
         raise ConfigError(f"--backend {args.backend!r} is not known: use gloo or nccl")
     place, device = find_place(os.environ), img_sec.device_of(args)

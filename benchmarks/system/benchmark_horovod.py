@@ -13,7 +13,7 @@ import time
 
 import torch
 import torch.nn.functional as F
-from pliant_repro.figures import vision
+from pliant_repro import zoo
 from pliant_repro.figures.kungfu import img_sec
 
 from pliant.errors import ConfigError
@@ -22,7 +22,7 @@ from pliant.errors import ConfigError
 def main() -> None:
     parser = img_sec.parser(__doc__.splitlines()[0])
     args = parser.parse_args()
-    args.model = vision.model_name(args.model)
+    args.model = zoo.model_name(args.model)
     try:
         import horovod
         import horovod.torch as hvd

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from pliant_repro.figures import vision
+from pliant_repro import zoo
 from pliant_repro.figures.kungfu import img_sec
 
 import pliant
@@ -46,7 +46,7 @@ def main() -> None:
     args.kf_optimizer = ALSO.get(args.kf_optimizer, args.kf_optimizer)
     if args.kf_optimizer not in WHAT:
         raise ConfigError(f"--kf-optimizer {args.kf_optimizer!r} is not known: use one of {', '.join(WHAT)}")
-    args.model = vision.model_name(args.model)
+    args.model = zoo.model_name(args.model)
     spec = spec_of()
     rank = spec.view.rank_of(spec.worker) if spec else 0
     say = img_sec.say_line if rank == 0 else lambda text: None

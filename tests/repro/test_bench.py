@@ -21,10 +21,10 @@ from pliant_repro.bench import allreduce, bounds, contenders, report
 from pliant_repro.bench.allreduce import AllreduceOptions, graphs, parse_lab, parse_peers
 from pliant_repro.bench.contenders import Ground
 from pliant_repro.bench.contest import Entry, Job, Rules, Series, Starter, hold, last_words
-from pliant_repro.bench.models import MODELS, parse_sizes, tensor_sizes
 from pliant_repro.bench.stats import Summary, paired_ratios, quantile
 from pliant_repro.bench.worker import Task, contribution, pattern
 from pliant_repro.lab.machine import check
+from pliant_repro.profiles import MODELS, parse_sizes, tensor_sizes
 
 from pliant.errors import ConfigError, LaunchError
 

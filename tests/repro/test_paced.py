@@ -6,16 +6,16 @@ import time
 
 import pytest
 import torch
-from pliant_repro.bench.paced import WIDTH, Device, PacedNet
-from pliant_repro.bench.profiles import LayerShape, Profile, layers_of, profile, scaled
+from pliant_repro.paced import WIDTH, Device, PacedNet
+from pliant_repro.profiles import LayerShape, Profile, layers_of, profile, scaled
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pliant.errors import ConfigError
 from pliant.train import trace
 
-SHAPES = (LayerShape("first", 7, 1), LayerShape("heavy", 5 * WIDTH + 3, 4), LayerShape("free", 300, 0))
-TINY = Profile("tiny", (*SHAPES, LayerShape("last", WIDTH, 3)), compute_s=0.24, batch=32, scale=1.0)
+SHAPES = (LayerShape("first", (7,), 1), LayerShape("heavy", (5 * WIDTH + 3,), 4), LayerShape("free", (300,), 0))
+TINY = Profile("tiny", (*SHAPES, LayerShape("last", (WIDTH,), 3)), compute_s=0.24, batch=32, scale=1.0)
 
 
 class Clock:
@@ -31,6 +31,12 @@ class Clock:
     def pass_by(self, seconds: float) -> None:
         assert seconds > 0
         self.now_s += seconds
+
+
+def run(device: Device, seconds: float) -> tuple[float, float]:
+    begin_and_end = device.launch(seconds)
+    device.synchronize()
+    return begin_and_end
 
 
 def samples(replica: int) -> Tensor:
@@ -51,9 +57,9 @@ def gradients(net: nn.Module, data: Tensor) -> list[Tensor]:
 def test_time_between_layers_costs_nothing() -> None:
     clock = Clock()
     device = clock.device()
-    assert device.run(1.0) == (100.0, 101.0)
+    assert run(device, 1.0) == (100.0, 101.0)
     clock.now_s += 0.03
-    assert device.run(1.0) == (101.0, 102.0)
+    assert run(device, 1.0) == (101.0, 102.0)
     assert clock.now_s == 102.0
     assert device.behind_s == pytest.approx(0.03)
 
@@ -61,22 +67,22 @@ def test_time_between_layers_costs_nothing() -> None:
 def test_a_late_program_catches_up() -> None:
     clock = Clock()
     device = clock.device()
-    device.run(1.0)
+    run(device, 1.0)
     clock.now_s += 0.04
-    device.run(0.01)
+    run(device, 0.01)
     assert clock.now_s == pytest.approx(101.04)  # had nothing to sleep for
-    device.run(0.1)
+    run(device, 0.1)
     assert clock.now_s == pytest.approx(101.11)
 
 
 def test_what_is_launched_after_a_stall_begins_now() -> None:
     clock = Clock()
     device = clock.device()
-    device.run(1.0)
+    run(device, 1.0)
     clock.now_s += 0.02
     device.stalled()
     clock.now_s += 0.01  # the overhead of the layer itself
-    assert device.run(1.0) == (pytest.approx(101.02), pytest.approx(102.02))
+    assert run(device, 1.0) == (pytest.approx(101.02), pytest.approx(102.02))
 
 
 def test_a_stall_that_the_device_did_not_notice_costs_nothing() -> None:
@@ -85,30 +91,30 @@ def test_a_stall_that_the_device_did_not_notice_costs_nothing() -> None:
     device.launch(1.0)
     clock.now_s += 0.5
     device.stalled()  # waited while the device was computing
-    assert device.run(1.0) == (101.0, 102.0)
+    assert run(device, 1.0) == (101.0, 102.0)
 
 
 def test_the_clock_goes_on_from_the_end_of_a_wait() -> None:
     clock, waited = Clock(), [3.0]
     device = clock.device(waited)
-    device.run(1.0)
+    run(device, 1.0)
     clock.now_s += 0.02
-    device.run(1.0)
+    run(device, 1.0)
     assert clock.now_s == pytest.approx(102.0)
     waited[0] = clock.now_s = clock.now_s + 0.02
     clock.now_s += 0.01  # an update, say: it is paced already
-    device.run(1.0)
+    run(device, 1.0)
     assert clock.now_s == pytest.approx(103.02)
-    device.run(1.0)
+    run(device, 1.0)
     assert clock.now_s == pytest.approx(104.02)
 
 
 def test_a_pause_gives_no_time_away() -> None:
     clock = Clock()
     device = clock.device()
-    device.run(1.0)
+    run(device, 1.0)
     clock.now_s += 60.0
-    assert device.run(1.0) == (161.0, 162.0)
+    assert run(device, 1.0) == (161.0, 162.0)
     assert device.behind_s == 0.0
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from gang import FULL
-from pliant_repro.bench.profiles import layers_of
 from pliant_repro.bench.scaling import contest as scaling
 from pliant_repro.bench.scaling import mpi, order, published
 from pliant_repro.bench.scaling.contest import Run, ScalingOptions, Sweep
@@ -18,6 +17,7 @@ from pliant_repro.bench.scaling.order import OrderCheck, Trained
 from pliant_repro.figures.figures import Options
 from pliant_repro.figures.kungfu import fig9, fig9_model, fig10
 from pliant_repro.lab.hosts import Lab
+from pliant_repro.profiles import layers_of
 
 from pliant.adapt import scaling_model as model
 from pliant.adapt.limits import bounds

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from pliant_repro.bench import models
-from pliant_repro.bench.profiles import profile
+from pliant_repro.profiles import profile, tensor_sizes
 
 from pliant.comm.plan import cut_portion
 from pliant.train.gradients.layout import Item, rebuilt_layout
@@ -19,7 +18,7 @@ KIB = 1 << 10
 
 
 def _resnet50() -> list[int]:
-    return list(models.resnet50())
+    return tensor_sizes("resnet50")
 
 
 def _vgg19() -> list[int]:

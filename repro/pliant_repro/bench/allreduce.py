@@ -16,10 +16,10 @@ from pliant.machine import Json, machine
 from pliant_repro.bench import bounds, contenders, report
 from pliant_repro.bench.contenders import Ground
 from pliant_repro.bench.contest import Entry, Job, Rules, Series, hold
-from pliant_repro.bench.models import tensor_sizes
 from pliant_repro.bench.stats import Summary, quantile
 from pliant_repro.bench.worker import DTYPES
 from pliant_repro.lab.hosts import Lab
+from pliant_repro.profiles import tensor_sizes
 
 _ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2}
 _BUSY = 0.85

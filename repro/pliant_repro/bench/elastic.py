@@ -25,8 +25,8 @@ from pliant.errors import ConfigError, LaunchError
 from pliant.machine import Json
 from pliant_repro.bench.contest import last_words
 from pliant_repro.bench.elastic_worker import Beginning, ElasticTask
-from pliant_repro.bench.models import check_trained
 from pliant_repro.bench.stats import Summary
+from pliant_repro.profiles import check_trained
 
 MAIN = "from pliant.cli.main import main; main()"
 END_S = 20.0

@@ -84,7 +84,7 @@ def main() -> None:
 
     import pliant
     from pliant.identity import worker_spec
-    from pliant_repro.bench.networks import Samples, build, loss_of, network, optimizer_of
+    from pliant_repro.zoo import Samples, build, compute_loss, make_optimizer, network
 
     task = ElasticTask.read(Path(sys.argv[1]))
     torch.set_num_threads(1)
@@ -96,13 +96,13 @@ def main() -> None:
     inner = build(task.model)
     dataset = Samples(chosen.kind, task.size, EPOCH_STEPS * task.batch * task.replicas)
     model, optimizer, loader = job.wrap(
-        inner, optimizer_of(chosen.optimizer, inner), dataset, batch_size=task.batch, shuffle=False
+        inner, make_optimizer(chosen.optimizer, inner), dataset, batch_size=task.batch, shuffle=False
     )
     for _epoch in job.epochs(MAX_EPOCHS):
         for inputs, targets in loader:
             _tell(control, job, seen)
             optimizer.zero_grad()
-            loss_of(model, inputs, targets).backward()  # type: ignore[no-untyped-call]
+            compute_loss(model, inputs, targets).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             if job.committing:
                 seen.ended_s = time.monotonic()

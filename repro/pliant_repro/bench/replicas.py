@@ -15,8 +15,8 @@ from pathlib import Path
 from pliant.errors import ConfigError, LaunchError
 from pliant.machine import Json, machine
 from pliant_repro.bench.contest import measured_apart
-from pliant_repro.bench.models import check_trained
 from pliant_repro.bench.stats import Summary, quantile
+from pliant_repro.profiles import check_trained
 
 Progress = Callable[[str, float], None]
 
@@ -87,8 +87,8 @@ def measured(options: ReplicasOptions, replicas: int) -> Json:
     Raises:
         LaunchError: it failed, with its last words.
     """
-    from pliant_repro.bench.networks import network
     from pliant_repro.bench.switching import SwitchingTask
+    from pliant_repro.zoo import network
 
     chosen = network(options.model)
     settings: dict[str, object] = {

@@ -23,7 +23,7 @@ import torch
 import pliant
 from pliant.machine import Json
 from pliant.train.job import Job
-from pliant_repro.bench.networks import Samples, build, loss_of, network, optimizer_of
+from pliant_repro.zoo import Samples, build, compute_loss, make_optimizer, network
 
 EPOCH_STEPS = 1000
 MAX_EPOCHS = 1_000_000
@@ -111,7 +111,7 @@ class Loop:
         inner = build(task.model, task.device)
         dataset = Samples(chosen.kind, task.size, EPOCH_STEPS * task.batch * task.replicas, task.device)
         self._model, self._optimizer, self._loader = job.wrap(
-            inner, optimizer_of(chosen.optimizer, inner), dataset, batch_size=task.batch, shuffle=False
+            inner, make_optimizer(chosen.optimizer, inner), dataset, batch_size=task.batch, shuffle=False
         )
         self._batches = self._endless()
         self._batch = None
@@ -126,7 +126,7 @@ class Loop:
         begun_s = self._now_s()
         for _ in range(steps * self._task.replicas):
             self._optimizer.zero_grad()
-            loss_of(self._model, *batch).backward()  # type: ignore[no-untyped-call]
+            compute_loss(self._model, *batch).backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
             batch = next(self._batches)
         self._batch = batch

@@ -16,7 +16,7 @@ from pliant.machine import Json, machine
 from pliant_repro.bench import contenders, report
 from pliant_repro.bench.contenders import Ground
 from pliant_repro.bench.contest import Entry, Job, Rules, Series, hold
-from pliant_repro.bench.models import check_trained
+from pliant_repro.profiles import check_trained
 
 Progress = Callable[[str, float], None]
 
@@ -113,8 +113,8 @@ def contest(
 
 
 def _job(options: TrainOptions, side: str, num_workers: int, replicas: int, folder: Path) -> Job:
-    from pliant_repro.bench.networks import network  # loads torch
     from pliant_repro.bench.training import TrainingTask
+    from pliant_repro.zoo import network  # loads torch
 
     chosen = network(options.model)
     path = folder / f"{side}.json"

@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from pliant_repro.bench import gloo
-from pliant_repro.bench.networks import ReadyBatches, as_it_is, build, loss_of, network, optimizer_of
 from pliant_repro.bench.told import Line
 from pliant_repro.bench.worker import COLLECTIVE_TIMEOUT_S
+from pliant_repro.zoo import ReadyBatches, as_is, build, compute_loss, make_optimizer, network
 
 EPOCH_STEPS = 1000
 MAX_EPOCHS = 1_000_000
@@ -88,7 +88,7 @@ class Side:
     def turn(self, batch: Batch) -> None:
         """The body of a plain training loop."""
         self._num_turns += 1
-        loss = loss_of(self.model, *batch)
+        loss = compute_loss(self.model, *batch)
         (loss / self._accumulate if self._accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
         if self._num_turns % self._accumulate == 0:
             self.optimizer.step()
@@ -98,7 +98,7 @@ class Side:
 def _loader(task: TrainingTask, rank: int, num_ranks: int) -> Callable[[], Iterator[Batch]]:
     dataset: Any = task.dataset()
     sampler: DistributedSampler[int] = DistributedSampler(dataset, num_ranks, rank, shuffle=False)
-    loader: DataLoader[Batch] = DataLoader(dataset, batch_size=task.batch, sampler=sampler, collate_fn=as_it_is)
+    loader: DataLoader[Batch] = DataLoader(dataset, batch_size=task.batch, sampler=sampler, collate_fn=as_is)
 
     def batches() -> Iterator[Batch]:
         while True:
@@ -111,7 +111,7 @@ def _loader(task: TrainingTask, rank: int, num_ranks: int) -> Callable[[], Itera
 def _open_plain(task: TrainingTask, rank: int) -> Iterator[Side]:
     """One process; where there are several replicas, their batches one after the other and one step."""
     model = build(task.model, task.device)
-    optimizer = optimizer_of(task.optimizer, model)
+    optimizer = make_optimizer(task.optimizer, model)
     turns = task.replicas
     yield Side(model, optimizer, _loader(task, 0, 1), accumulate=turns, turns_per_step=turns)
 
@@ -123,7 +123,7 @@ def _open_ddp(task: TrainingTask, rank: int) -> Iterator[Side]:
     with gloo.joined(f"file://{task.store}", rank, task.num_workers, COLLECTIVE_TIMEOUT_S):
         inner = build(task.model, task.device)
         model = DistributedDataParallel(inner, gradient_as_bucket_view=task.side == "ddp_gloo_views")
-        yield Side(model, optimizer_of(task.optimizer, inner), _loader(task, rank, task.num_workers))
+        yield Side(model, make_optimizer(task.optimizer, inner), _loader(task, rank, task.num_workers))
 
 
 @contextlib.contextmanager
@@ -135,11 +135,11 @@ def _open_pliant(task: TrainingTask, rank: int) -> Iterator[Side]:
         dataset = task.dataset()
         model, optimizer, loader = job.wrap(
             inner,
-            optimizer_of(task.optimizer, inner),
+            make_optimizer(task.optimizer, inner),
             dataset,
             batch_size=task.batch,
             shuffle=False,
-            collate_fn=as_it_is,
+            collate_fn=as_is,
         )
 
         def batches() -> Iterator[Batch]:

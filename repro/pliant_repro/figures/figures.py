@@ -17,8 +17,8 @@ from typing import Protocol, cast
 
 from pliant.errors import ConfigError
 from pliant.machine import Json, machine
-from pliant_repro.bench.profiles import PROFILES
 from pliant_repro.bench.stats import Summary
+from pliant_repro.profiles import PROFILES
 
 Say = Callable[[str], None]
 MODELS = ("shufflenetv2", "resnet50", "vgg19", "neumf", "bert", "electra", "swin")

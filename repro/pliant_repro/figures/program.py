@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from pliant.train.job import Job, StepCommitted
-    from pliant_repro.figures.zoo import Workload
+    from pliant_repro.zoo import Workload
 
 UNLIKE = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 """What stands for a machine of another kind: kernels for another set of vector instructions."""
@@ -74,10 +74,10 @@ def _train_pliant(args: argparse.Namespace) -> None:
     import torch
 
     import pliant
-    from pliant_repro.figures import zoo
+    from pliant_repro import zoo
 
     device = torch.device(args.device)
-    work = zoo.build(args.model, args.scale, args.steps * args.replicas, device, args.batch)
+    work = zoo.workload(args.model, args.scale, args.steps * args.replicas, device, args.batch)
     with (
         pliant.join(replicas=args.replicas, determinism=args.determinism, seed=zoo.SEED) as job,
         _journal(args) as note,
@@ -227,10 +227,10 @@ def _train_plain(args: argparse.Namespace, rank: int, num_ranks: int | None) -> 
     from torch.utils.data import DataLoader
     from torch.utils.data.distributed import DistributedSampler
 
-    from pliant_repro.figures import zoo
+    from pliant_repro import zoo
 
     device = torch.device(args.device)
-    work = zoo.build(args.model, args.scale, args.steps * (num_ranks or 1), device, args.batch)
+    work = zoo.workload(args.model, args.scale, args.steps * (num_ranks or 1), device, args.batch)
     model = work.model
     sampler: DistributedSampler[Any] | None = None
     if num_ranks is not None:

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from pliant.errors import ConfigError
-from pliant_repro.bench.networks import ReadyBatches, as_it_is, build, loss_of, network
-from pliant_repro.bench.paced import PacedNet
 from pliant_repro.bench.priority.options import chosen_profile
 from pliant_repro.bench.priority.worker import Task
+from pliant_repro.paced import PacedNet
+from pliant_repro.zoo import ReadyBatches, as_is, build, compute_loss, network
 
 EPOCH_STEPS = 20_000
 POOL = 61
@@ -83,7 +83,7 @@ def make(task: Task, waited_until: Callable[[], float] | None = None) -> Subject
     batch = task.batch or min(chosen.batch, 16)
     size = task.size or (64 if chosen.kind == "images" else chosen.size)
     dataset = ReadyBatches(chosen.kind, size, length * batch)
-    return Subject(build(task.model), lambda model, pair: loss_of(model, *pair), dataset, batch)
+    return Subject(build(task.model), lambda model, pair: compute_loss(model, *pair), dataset, batch)
 
 
 def _from_function(name: str, batch: int) -> tuple[nn.Module, Any]:
@@ -117,7 +117,7 @@ def endless(subject: Subject, rank: int, num_ranks: int) -> Iterator[Any]:
     """The batches of one rank as a plain DDP script loads them."""
     sampler: DistributedSampler[Any] = DistributedSampler(subject.dataset, num_ranks, rank, shuffle=False)
     loader: DataLoader[Any] = DataLoader(
-        subject.dataset, batch_size=subject.batch, sampler=sampler, collate_fn=as_it_is
+        subject.dataset, batch_size=subject.batch, sampler=sampler, collate_fn=as_is
     )
     while True:
         yield from loader

@@ -5,7 +5,7 @@ Samples per second of one worker at batch 32; bandwidths in Gbit/s of 4 machines
 
 from __future__ import annotations
 
-from pliant_repro.bench.profiles import SCALES
+from pliant_repro.profiles import SCALES
 
 FIG7: dict[str, dict[float, tuple[float, float, float]]] = {
     "resnet50": {

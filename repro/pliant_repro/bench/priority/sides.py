@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pliant.train import trace
 from pliant_repro.bench import gloo
-from pliant_repro.bench.networks import as_it_is
 from pliant_repro.bench.priority import models
 from pliant_repro.bench.priority.models import Subject
 from pliant_repro.bench.priority.worker import Task
+from pliant_repro.zoo import as_is
 
 TIMEOUT_S = 120.0
 MAX_EPOCHS = 1_000_000
@@ -51,7 +51,7 @@ class Side(Protocol):
     def measured_layers(self) -> list[list[float]]: ...
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4)
 
 
@@ -59,7 +59,7 @@ def load() -> None:
     """Import what a side will need: torch loads much of itself only when the first optimizer is made. No thread starts."""
     import pliant
 
-    optimizer_of(nn.Linear(1, 1))
+    make_optimizer(nn.Linear(1, 1))
     assert pliant.join is not None, "loads what is behind it"
 
 
@@ -162,7 +162,7 @@ class Ddp:
                 **sized,
             )
             batches = models.endless(subject, self._rank, self._task.num_workers)
-            self._loops[key] = Loop(subject, model, optimizer_of(subject.model), batches, stalls=True, tells=True)
+            self._loops[key] = Loop(subject, model, make_optimizer(subject.model), batches, stalls=True, tells=True)
         self._key, self._loop = key, self._loops[key]
 
     @property
@@ -207,7 +207,7 @@ def opened(task: Task, rank: int) -> Iterator[Side]:
 def _open_plain(task: Task, rank: int) -> Iterator[Side]:
     subject = models.make(task)
     batches = models.endless(subject, rank, task.num_workers)
-    yield Loop(subject, subject.model, optimizer_of(subject.model), batches)
+    yield Loop(subject, subject.model, make_optimizer(subject.model), batches)
 
 
 @contextlib.contextmanager
@@ -229,11 +229,11 @@ def _open_pliant(task: Task, rank: int) -> Iterator[Side]:
         subject = models.make(task, lambda: job.sync_stats().waited_until_s)
         model, optimizer, loader = job.wrap(
             subject.model,
-            optimizer_of(subject.model),
+            make_optimizer(subject.model),
             subject.dataset,
             batch_size=subject.batch,
             shuffle=False,
-            collate_fn=as_it_is,
+            collate_fn=as_is,
             sync_buffers=False,  # as DDP's broadcast_buffers=False
         )
 

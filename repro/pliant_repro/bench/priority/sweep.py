@@ -25,10 +25,10 @@ from pliant_repro.bench.priority.cells import DDP, DDP_DEFAULT, PLAIN, Ring
 from pliant_repro.bench.priority.contest import Entry, Progress, Record
 from pliant_repro.bench.priority.options import PriorityOptions
 from pliant_repro.bench.priority.stage import Stage
-from pliant_repro.bench.profiles import SCALES
 from pliant_repro.bench.stats import quantile
 from pliant_repro.lab.hosts import Lab
 from pliant_repro.lab.rates import format_rate
+from pliant_repro.profiles import SCALES
 
 BUCKETS_MB = (25.0, 5.0, 1.0)
 """DDP's bucket sizes for a model of full size, beside its default."""

@@ -26,8 +26,8 @@ from pliant.comm.device.torch_group import Rendezvous, TorchGroup
 from pliant.elastic.session import Session
 from pliant_repro.bench import gloo
 from pliant_repro.bench.forked import fork_ranks
-from pliant_repro.bench.networks import POOL, Samples, build, loss_of, network, optimizer_of
 from pliant_repro.bench.told import Line, obeyed, take_place
+from pliant_repro.zoo import POOL, Samples, build, compute_loss, make_optimizer, network
 
 TIMEOUT_S = 60.0
 SUBMITTERS = 4
@@ -197,13 +197,13 @@ def train(session: Session, side: str, backend: Backend, command: Mapping[str, o
     picked = [pool[number % POOL] for number in range(batch)]
     inputs, targets = (torch.stack(each) for each in zip(*picked, strict=True))
     model = build(name, device)
-    optimizer = optimizer_of(chosen.optimizer, model)
+    optimizer = make_optimizer(chosen.optimizer, model)
     seconds = []
     with synchronised(session, side, backend, model, str(command["meeting"])) as (wrapped, wait):
         for _ in range(cast(int, command["iterations"]) + cast(int, command["warmup"])):
             began_s = time.monotonic()
             optimizer.zero_grad()
-            loss_of(wrapped, inputs, targets).backward()  # type: ignore[no-untyped-call]
+            compute_loss(wrapped, inputs, targets).backward()  # type: ignore[no-untyped-call]
             wait()
             optimizer.step()
             if device.type == "cuda":
@@ -248,7 +248,7 @@ def _be(rank: int, line: Line) -> None:
 def main() -> None:
     """`SOCKET NUM`: that many ranks, as children of this process."""
     os.environ["OMP_NUM_THREADS"] = "1"
-    optimizer_of("sgd", nn.Linear(1, 1))  # loads much of torch, here and not in each rank
+    make_optimizer("sgd", nn.Linear(1, 1))  # loads much of torch, here and not in each rank
     os._exit(fork_ranks(sys.argv[1], [""] * int(sys.argv[2]), serve))
 
 

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 
 from pliant.adapt.limits import Layer, bounds
 from pliant.errors import ConfigError
-from pliant_repro.bench import profiles
-from pliant_repro.bench.profiles import LayerShape, Profile
+from pliant_repro import profiles
+from pliant_repro.profiles import LayerShape, Profile
 
 BATCH = 32
 PUBLISHED_NODES = 32
@@ -65,8 +65,8 @@ def blocks_of(layers: Sequence[LayerShape]) -> tuple[LayerShape, ...]:
     found: dict[str, LayerShape] = {}
     for layer in layers:
         name = layer.name.partition(".")[0]
-        so_far = found.get(name, LayerShape(name, 0, 0))
-        found[name] = LayerShape(name, so_far.num_parameters + layer.num_parameters, so_far.macs + layer.macs)
+        so_far = found.get(name, LayerShape(name, (), 0))
+        found[name] = LayerShape(name, so_far.tensors + layer.tensors, so_far.macs + layer.macs)
     return tuple(found.values())
 
 

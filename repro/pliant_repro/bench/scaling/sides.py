@@ -19,13 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pliant.train.gradients.layout import Item, rebuilt_layout
 from pliant_repro.bench import gloo
-from pliant_repro.bench.networks import as_it_is
-from pliant_repro.bench.paced import PacedNet
 from pliant_repro.bench.priority import sides as priority_sides
 from pliant_repro.bench.priority.models import EPOCH_STEPS, POOL, Pool, Subject, endless
-from pliant_repro.bench.priority.sides import MAX_EPOCHS, Loop, digest_of, optimizer_of
+from pliant_repro.bench.priority.sides import MAX_EPOCHS, Loop, digest_of, make_optimizer
 from pliant_repro.bench.scaling.published import lab_profile
 from pliant_repro.bench.scaling.worker import Task
+from pliant_repro.paced import PacedNet
+from pliant_repro.zoo import as_is
 
 TIMEOUT_S = 120.0
 MIB = 1 << 20
@@ -98,7 +98,7 @@ class Ddp(Steps):
                 subject.model, broadcast_buffers=False, gradient_as_bucket_view=True, **sized
             )
             batches = endless(subject, self._rank, self._task.num_workers)
-            self._made[cap_mb] = subject, Loop(subject, model, optimizer_of(subject.model), batches, stalls=True)
+            self._made[cap_mb] = subject, Loop(subject, model, make_optimizer(subject.model), batches, stalls=True)
         self._subject, self._loop = self._made[cap_mb]
 
 
@@ -189,7 +189,7 @@ def opened(task: Task, rank: int) -> Iterator[Side]:
 def _open_plain(task: Task, rank: int) -> Iterator[Side]:
     subject = make(task)
     batches = endless(subject, rank, task.num_workers)
-    yield Steps(subject, Loop(subject, subject.model, optimizer_of(subject.model), batches))
+    yield Steps(subject, Loop(subject, subject.model, make_optimizer(subject.model), batches))
 
 
 @contextlib.contextmanager
@@ -204,7 +204,7 @@ def _open_mpi(task: Task, rank: int) -> Iterator[Side]:
     subject = make(task)
     sums = MpiSums(subject.model, int(task.cap_mb * MIB))
     assert subject.paced is not None, "all nets are paced here"
-    optimizer = _Waiting(optimizer_of(subject.model), sums, subject.paced)
+    optimizer = _Waiting(make_optimizer(subject.model), sums, subject.paced)
     batches = endless(subject, rank, task.num_workers)
     try:
         yield Steps(subject, Loop(subject, subject.model, optimizer, batches))
@@ -220,11 +220,11 @@ def _open_pliant(task: Task, rank: int) -> Iterator[Side]:
         subject = make(task, lambda: job.sync_stats().waited_until_s)
         model, optimizer, loader = job.wrap(
             subject.model,
-            optimizer_of(subject.model),
+            make_optimizer(subject.model),
             subject.dataset,
             batch_size=subject.batch,
             shuffle=False,
-            collate_fn=as_it_is,
+            collate_fn=as_is,
             bucket_cap_mb=task.cap_mb,
             sync_buffers=False,  # as DDP's broadcast_buffers=False
         )

@@ -24,11 +24,10 @@ import pliant
 from pliant.adapt.interference import Interference
 from pliant.errors import ConfigError, NotLaunched
 from pliant.identity import worker_spec
-from pliant_repro.bench import profiles
-from pliant_repro.bench.paced import PacedNet
-from pliant_repro.bench.profiles import Profile
-from pliant_repro.figures import vision
+from pliant_repro import profiles, zoo
 from pliant_repro.figures.kungfu import img_sec
+from pliant_repro.paced import PacedNet
+from pliant_repro.profiles import Profile
 
 OPTIMIZERS = ("sync-sgd", "sync-sgd-monitor")
 K80_PER_S = 50.0
@@ -74,7 +73,7 @@ def subject(
         net = PacedNet(paced_profile(asked.batch_size, asked.paced), lambda: job.sync_stats().waited_until_s)
         samples = torch.randn(asked.batch_size, net.num_inputs, generator=torch.Generator().manual_seed(rank))
         return net, lambda model: model(samples)
-    asked.model = vision.model_name(asked.model)
+    asked.model = zoo.model_name(asked.model)
     images, labels = img_sec.batch_of(asked, device, rank)
     return img_sec.build(asked, device), lambda model: F.cross_entropy(model(images), labels)
 

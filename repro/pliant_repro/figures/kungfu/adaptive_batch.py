@@ -91,11 +91,11 @@ def build(args: argparse.Namespace) -> tuple[nn.Module, Any, Tensor, Tensor, dic
     if not args.cifar:
         data, *held_out = digits(args.digits)
         return small_net(), data, held_out[0], held_out[1], {"collate_fn": as_it_is}
-    from pliant_repro.figures import cifar, vision
+    from pliant_repro import zoo
 
-    train, test = cifar.cifar10(args.cifar, augment=True), cifar.cifar10(args.cifar, train=False)
+    train, test = zoo.cifar10(args.cifar, augment=True), zoo.cifar10(args.cifar, train=False)
     images, labels = (torch.stack(each) for each in zip(*(test[index] for index in range(len(test))), strict=True))
-    return vision.vision_model("ResNet56"), train, images, labels, {"num_workers": args.loaders}
+    return zoo.vision_model("ResNet56"), train, images, labels, {"num_workers": args.loaders}
 
 
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor, device: str) -> float:

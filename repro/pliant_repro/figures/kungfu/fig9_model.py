@@ -10,7 +10,7 @@ from pliant.adapt import scaling_model as scaling
 from pliant.adapt.limits import Bounds, Layer, bounds
 from pliant.adapt.scaling_model import Fit, Load, Measurement
 from pliant.machine import Json
-from pliant_repro.bench import profiles
+from pliant_repro import profiles
 from pliant_repro.bench.scaling import published
 from pliant_repro.bench.scaling.contest import Run, Sweep
 from pliant_repro.bench.stats import quantile

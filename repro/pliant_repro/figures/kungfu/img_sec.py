@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pliant.errors import ConfigError
-from pliant_repro.figures import vision
+from pliant_repro import zoo
 
 CLASSES = 1000
 SEED = 1234
@@ -58,7 +58,7 @@ class Amount:
 def parser(about: str) -> argparse.ArgumentParser:
     """With the flags that all of these programs have."""
     made = argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    made.add_argument("--model", default="ResNet50", help=", ".join(vision.MODELS))
+    made.add_argument("--model", default="ResNet50", help=", ".join(zoo.VISION_MODELS))
     made.add_argument("--batch-size", type=int, default=32, help="of each worker")
     made.add_argument("--image-size", type=int, default=0, help="side of the images; 0: the model's own")
     made.add_argument("--num-warmup-batches", type=int, default=10)
@@ -104,12 +104,12 @@ def share_cores(num_local: int) -> None:
 def build(args: argparse.Namespace, device: torch.device) -> nn.Module:
     """The model, alike on all workers."""
     torch.manual_seed(SEED)
-    return vision.vision_model(args.model, CLASSES).to(device)
+    return zoo.vision_model(args.model, CLASSES).to(device)
 
 
 def batch_of(args: argparse.Namespace, device: torch.device, rank: int) -> tuple[Tensor, Tensor]:
     """The one batch that a worker computes on again and again."""
-    side = args.image_size or vision.image_size(args.model)
+    side = args.image_size or zoo.image_size(args.model)
     random = torch.Generator().manual_seed(SEED + 1 + rank)
     images = torch.rand(args.batch_size, 3, side, side, generator=random)
     labels = torch.randint(0, CLASSES, (args.batch_size,), generator=random)

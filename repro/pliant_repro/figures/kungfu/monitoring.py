@@ -23,7 +23,7 @@ import pliant
 from pliant.errors import NotLaunched
 from pliant.identity import worker_spec
 from pliant.train.gradients.probing import GradientProbe
-from pliant_repro.figures.vision import num_classes, vision_model
+from pliant_repro.zoo import num_classes, vision_model
 
 MODES = {"full": (0, 0), "none": (0, 0), "noise_scale": (1, 0), "variance": (0, 1), "variance_every_8": (0, 8)}
 """Every how many steps the noise scale is estimated, and the variance."""

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 import pliant
 from pliant.errors import ConfigError, NotLaunched
 from pliant.identity import parse_schedule, worker_spec
-from pliant_repro.figures import vision
+from pliant_repro import zoo
 from pliant_repro.figures.kungfu import img_sec
 
 UNUSED = {"--tf-method": "auto", "--kf-optimizer": "sync-sgd"}
@@ -96,7 +96,7 @@ def say_unused(args: argparse.Namespace) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="How long changes of the number of workers take.")
-    parser.add_argument("--model", default="ResNet50", help=", ".join(vision.MODELS))
+    parser.add_argument("--model", default="ResNet50", help=", ".join(zoo.VISION_MODELS))
     parser.add_argument("--batch-size", type=int, default=32, help="of each worker")
     parser.add_argument("--image-size", type=int, default=0, help="side of the images; 0: the model's own")
     parser.add_argument("--no-cuda", action="store_true")
@@ -110,7 +110,7 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(flag, default=default, help="accepted, without effect")
     args = parser.parse_args()
     args.given = [flag for flag, default in UNUSED.items() if getattr(args, flag[2:].replace("-", "_")) != default]
-    args.model = vision.model_name(args.model)
+    args.model = zoo.model_name(args.model)
     for flag, value in (("--batch-size", args.batch_size), ("--epoch-size", args.epoch_size)):
         if value < 1:
             raise ConfigError(f"{flag} {value}: use 1 or more")

@@ -12,8 +12,8 @@ from typing import cast
 from pliant.machine import Json
 from pliant_repro.bench.priority import sweep as priority
 from pliant_repro.bench.priority.options import PriorityOptions
-from pliant_repro.bench.profiles import SCALES
 from pliant_repro.figures.figures import Options
+from pliant_repro.profiles import SCALES
 
 CAPTION = (
     "Ours: 4 nodes as network namespaces of one machine; sizes and rates divided by the same factor, compute paced. "

@@ -13,10 +13,10 @@ from typing import cast
 from pliant.cli import plotting
 from pliant.machine import Json
 from pliant_repro.bench.priority.paper import FIG10
-from pliant_repro.bench.profiles import profile
 from pliant_repro.figures.figures import Options, TableRows, form
 from pliant_repro.figures.p3 import contest
 from pliant_repro.figures.p3.contest import cells_of, number, pick, shown
+from pliant_repro.profiles import profile
 
 NAME = "p3-fig10"
 GBPS = 10.0

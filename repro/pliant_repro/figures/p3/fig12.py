@@ -13,10 +13,10 @@ from typing import cast
 from pliant.cli import plotting
 from pliant.machine import Json
 from pliant_repro.bench.priority.paper import FIG12
-from pliant_repro.bench.profiles import SCALES
 from pliant_repro.figures.figures import Options, TableRows, form
 from pliant_repro.figures.p3 import contest
 from pliant_repro.figures.p3.contest import cells_of, number, shown
+from pliant_repro.profiles import SCALES
 
 NAME = "p3-fig12"
 GBPS = {"resnet50": 4.0, "vgg": 15.0, "sockeye": 10.0}

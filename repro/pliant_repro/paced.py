@@ -1,12 +1,12 @@
-"""A net that trains real parameters but only waits where a model would compute.
+"""A network that trains real parameters but only waits where a model would compute.
 
-On a machine with two cores, four nodes cannot compute a ResNet and send its gradients at the rates of the paper. A
-paced net leaves the cores to the network: each layer of a profile is one real parameter, and its forward and backward
-last as long as the profile says, asleep. Everything else is real: autograd calls its hooks layer by layer, gradients are
-dense and depend on the data and on the weights, so that one wrong bit anywhere is seen in the parameters.
+On a machine with two cores, four nodes cannot compute a ResNet and send its gradients at the rates of the paper. A paced net
+leaves the cores to the network: each layer of a profile is one real parameter, and its forward and backward pass sleep for as
+long as the profile says. Everything else is real: autograd calls its hooks layer by layer, and gradients are dense and depend
+on data and weights, so that one wrong bit anywhere shows in the parameters.
 
-What is slept through is a `Device`, with a clock of its own, as a GPU has: Python between two layers costs nothing, as
-kernels would have been launched ahead, unless the program had to wait for the network, when the device runs dry.
+Sleeping happens on a `Device` with its own clock, like a GPU: Python code between two layers costs nothing, because kernels
+would have been launched ahead, unless the program had to wait for the network and the device ran idle.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from torch import Tensor, nn
 from pliant.adapt.limits import Layer
 from pliant.errors import ConfigError
 from pliant.train import trace
-from pliant_repro.bench.profiles import LayerShape, Profile, layers_of
+from pliant_repro.profiles import LayerShape, Profile, layers_of
 
 WIDTH = 256
-"""Numbers in a sample."""
+"""Length of a sample."""
 # Powers of two, so that the products are exact and no processor can round otherwise.
 _GAIN = 2.0**-14
-"""How much a weight changes what goes through its layer: little, as it happens up to a hundred times."""
+"""How much a weight changes the activations of its layer: little, because there are up to a hundred layers."""
 _MIX = 2.0**-10
-"""How much of a weight is in its gradient."""
+"""Share of a weight in its gradient."""
 
 
 class Device:
-    """Computes one thing after the other, each for a given time, by its own clock.
+    """Simulated device that computes one thing after the other, each for a given time, by its own clock.
 
-    The clock moves by what is computed and by nothing else, so errors of sleeping do not add up. It jumps to the present
-    when the device has run dry: `stalled` was called, or the program is more than `slack_s` behind, as after a pause.
-    `waited_until` tells when the program last stopped waiting for the network: the clock goes on from there. What the
-    program does after that, such as updating parameters, is part of what is paced already.
+    The clock advances by computed time only, so errors of sleeping do not add up. It jumps to the present when the device has
+    run idle: after `stalled`, or when the program is more than `slack_s` behind, as after a pause. `waited_until` returns when
+    the program last stopped waiting for the network; the clock goes on from there. What the program does after that, such as
+    updating parameters, is part of the paced time already.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class Device:
         self._slack_s = slack_s
         self._now_s = now_s
         self._sleep = sleep
-        self._clock_s: float | None = None  # None: has never run, or has run dry
+        self._clock_s: float | None = None  # None: the device has never run
         self.behind_s = 0.0
-        """The most that the program was behind the device so far, pauses aside: time that the clock has hidden."""
+        """Largest delay of the program behind the device so far, without pauses: the time that the clock has hidden."""
 
     def stalled(self) -> None:
-        """The program has just waited for something else: what is launched next cannot have begun before now."""
+        """Note that the program has just waited: what is launched next cannot begin before now."""
         now_s = self._now_s()
         self._clock_s = now_s if self._clock_s is None else max(self._clock_s, now_s)
 
     def launch(self, seconds: float) -> tuple[float, float]:
-        """Begin to compute for `seconds` after all that was launched before; returns when it begins and ends."""
+        """Start to compute for `seconds` after everything launched before; return when that begins and ends."""
         if self._clock_s is None:
             self.stalled()
         elif self._waited_until is not None:
@@ -79,46 +79,37 @@ class Device:
         return begin_s, self._clock_s
 
     def synchronize(self) -> None:
-        """Sleep until everything launched is done. Other threads go on."""
+        """Sleep until everything launched is done; other threads keep running."""
         if self._clock_s is not None:
             left_s = self._clock_s - self._now_s()
             if left_s > 0:
                 self._sleep(left_s)
 
-    def run(self, seconds: float) -> tuple[float, float]:
-        """Compute for `seconds`, to the end; returns when that began and ended."""
-        ran = self.launch(seconds)
-        self.synchronize()
-        return ran
-
 
 class PacedLayer(nn.Module):
-    """One parameter, used for as long as the layer takes."""
+    """One parameter, in use for as long as the layer computes."""
 
     def __init__(
         self, shape: LayerShape, costs: Layer, device: Device, generator: torch.Generator, *, number: int = 0
     ) -> None:
         super().__init__()
         self.name, self.costs, self.device = shape.name, costs, device
-        self.pushed_by = number % WIDTH  # the number in each sample that this layer learns from
+        self.pushed_by = number % WIDTH  # index in each sample of the number that this layer learns from
         self.weight = nn.Parameter(torch.randn(shape.num_parameters, generator=generator))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        # This touches the parameter, so whoever updates parameters at their first use waits here, before the device is
-        # asked to run. Function.apply by itself is no torch function and would be seen by nobody.
+        # Priority synchronisation waits for a parameter at its first use in a torch function. Function.apply is none, so
+        # this line makes the program wait here, before the device starts to run.
         values = self.weight.detach()
         found: Tensor = _Pace.apply(hidden, self.weight, values, self)  # type: ignore[no-untyped-call]
         return found
 
 
 class PacedNet(nn.Module):
-    """The profile's layers one after the other; takes samples of `num_inputs` numbers and gives their loss.
+    """The layers of a profile one after the other; takes samples of `num_inputs` numbers and returns their loss.
 
-    All nets of one profile and seed start from the same bits, whatever torch's own generator has done.
-
-    Args:
-        waited_until: when the program last stopped waiting for the network; None: it calls `device.stalled()` itself.
-        device: another one than a new one with `waited_until`.
+    All nets of one profile and seed start from the same bits, whatever torch's own generator has done. `waited_until` is
+    passed to the device; without it, the program calls `device.stalled()` itself.
     """
 
     num_inputs = WIDTH
@@ -144,10 +135,10 @@ class PacedNet(nn.Module):
         )
 
     def forward(self, samples: Tensor) -> Tensor:
-        """The mean square of what the layers make of the mean of `samples`, whose last dimension is `num_inputs`.
+        """Return the mean square of the last activations, computed from the mean of `samples`.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: the last dimension of `samples` is not `num_inputs`.
         """
         if samples.shape[-1:] != (WIDTH,):
             raise ConfigError(f"samples of shape {list(samples.shape)}: a paced net takes [..., {WIDTH}]")
@@ -158,12 +149,11 @@ class PacedNet(nn.Module):
 
 
 class _Pace(torch.autograd.Function):
-    """Scales the hidden values a little by the weight's first elements, and takes its time.
+    """Scale the activations a little by the weight's first elements, and take the layer's time.
 
-    The weight's gradient is not the derivative of that, which would be zero nearly everywhere: it is the one of a loss
-    that pushes the whole weight along the data and pulls it to zero, so that training stays finite for ever. It costs
-    one pass over the weight and few calls, because after each sleep a core finds its caches cold; and it is computed
-    while the device runs, as it would be.
+    The weight's gradient is not the derivative of that, which would be zero nearly everywhere. It is that of a loss that
+    pushes the whole weight along the data and pulls it to zero, so that training stays finite. It costs one pass over the
+    weight and few calls, because a core's caches are cold after each sleep; and it is computed while the device runs.
     """
 
     @staticmethod
@@ -185,7 +175,7 @@ class _Pace(torch.autograd.Function):
         (of_hidden,) = gradients
         push = (hidden[layer.pushed_by] + of_hidden[layer.pushed_by]).tanh_()
         of_weight = torch.add(push, values, alpha=_MIX)
-        # Only now may the gradient leave: autograd hands it to its hooks as soon as this returns.
+        # The gradient may leave only now: autograd passes it to its hooks as soon as this returns.
         layer.device.synchronize()
         trace.event("backward", layer.name, begin_s, end_s)
         return of_hidden, of_weight, None, None
