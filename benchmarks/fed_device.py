@@ -23,12 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 
 from pliant.fed.config import FedConfig
-from pliant.fed.data.datasets import InMemory
-from pliant.fed.data.task import build
-from pliant.fed.training.batched import Together
-from pliant.fed.training.local import Trainer
-from pliant.fed.updates import Weights
-from pliant.fed.work import Trained, Training
+from pliant.fed.data.build import build_task
+from pliant.fed.data.task import InMemory
+from pliant.fed.local_steps import BatchedTrainer
+from pliant.fed.trainer import ClientTrainer
+from pliant.fed.work import Trained, Training, Weights
 
 CLIENTS = 512
 STEPS = 10
@@ -71,12 +70,12 @@ def closeness(one: tuple[Trained, ...], other: tuple[Trained, ...]) -> dict[str,
 def main(device: str) -> None:
     torch.set_num_threads(1)
     config = {"data": {"kind": "fed_device:pictures", "clients": CLIENTS}, "model": "cnn", "local": {"steps": STEPS}}
-    task = build(FedConfig.model_validate(config))
-    trainer, by_layers = Trainer(task, device=device), Trainer(task, device=device).together
+    task = build_task(FedConfig.model_validate(config))
+    trainer, by_layers = ClientTrainer(task, device=device), ClientTrainer(task, device=device).together
     start = Weights.of(task.model())
-    by_functions = Together(task, trainer.module, None)
+    by_functions = BatchedTrainer(task, trainer.module, None)
 
-    def run(clients: int, way: Together | None = None) -> tuple[Trained, ...]:
+    def run(clients: int, way: BatchedTrainer | None = None) -> tuple[Trained, ...]:
         if way is not None:
             trainer.__dict__["together"] = way
         done = trainer.run(start, Training(1, tuple(range(clients)), (STEPS,) * clients, 0.05))

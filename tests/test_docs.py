@@ -306,8 +306,8 @@ def _is_there(place: Path, words: list[str]) -> bool:
 
 
 def test_kinds_of_a_federation_are_named_as_they_are() -> None:
-    from pliant.fed.choice.selectors import NAMES
-    from pliant.fed.fold.aggregators import AGGREGATORS
+    from pliant.fed.aggregation import AGGREGATORS
+    from pliant.fed.selection.selectors import NAMES
 
     text = (DOCS / "coming-from.md").read_text()
     for kind, known in (("aggregator", AGGREGATORS), ("selector", NAMES)):

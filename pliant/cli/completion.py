@@ -99,7 +99,7 @@ def _schedulers() -> Words:
 
 
 def _selectors() -> Words:
-    from pliant.fed.choice.selectors import NAMES
+    from pliant.fed.selection.selectors import NAMES
 
     return NAMES
 

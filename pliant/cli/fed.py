@@ -198,8 +198,8 @@ def select(
     as_json: Annotated[bool, typer.Option("--json", help="JSON also on a terminal.")] = False,
 ) -> None:
     """Whom a selector picks, round after round, when the clients' losses are known. Piped: one JSON object."""
-    from pliant.fed.config import Choice
-    from pliant.fed.rounds.replay import drawn_replay, read_replay, replayed
+    from pliant.fed.config import NamedOptions
+    from pliant.fed.rounds.replay import draw_replay, read_replay, replay_selection
 
     if rounds < 1:
         raise ConfigError(f"--rounds {rounds}: use 1 or more")
@@ -207,12 +207,14 @@ def select(
         raise ConfigError(f"--seed {seed}: use 0 or more")
     if replay.isdecimal() and not (len(replay) < 9 and 1 <= int(replay) <= 1_000_000):
         raise ConfigError(f"--replay {replay}: use 1 to 1,000,000 clients, or a file")
-    given = drawn_replay(int(replay)) if replay.isdecimal() else read_replay(Path(replay))
+    given = draw_replay(int(replay)) if replay.isdecimal() else read_replay(Path(replay))
     if selector:
         kind, _, preset = selector.partition(":")
-        given = given.model_copy(update={"selector": Choice(kind=kind, options={"preset": preset} if preset else {})})
+        given = given.model_copy(
+            update={"selector": NamedOptions(kind=kind, options={"preset": preset} if preset else {})}
+        )
     with shown_waiting(f"picking in {rounds} rounds"):
-        found = replayed(given, _devices(trace, len(given.clients)), rounds=rounds, seed=seed)
+        found = replay_selection(given, _devices(trace, len(given.clients)), rounds=rounds, seed=seed)
     if as_json or not is_read_by_people():
         print_json(found)
     else:
@@ -220,10 +222,10 @@ def select(
 
 
 def _devices(trace: str, num_clients: int) -> Any:
-    from pliant.fed.clients.world import World
+    from pliant.fed.clients import SimulatedClients
     from pliant.fed.config import FedConfig
 
-    return World.of(FedConfig(devices=trace), num_clients, 1).devices
+    return SimulatedClients.of(FedConfig(devices=trace), num_clients, 1).devices
 
 
 def _show(found: dict[str, Any]) -> None:

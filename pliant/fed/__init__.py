@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pliant.fed.config import FedConfig
-    from pliant.fed.data.datasets import InMemory
+    from pliant.fed.data.task import InMemory
     from pliant.fed.rounds.loop import simulate
 
 __all__ = ["FedConfig", "InMemory", "simulate"]
-_OWNER_OF = {"FedConfig": "config", "InMemory": "data.datasets", "simulate": "rounds.loop"}
+_OWNER_OF = {"FedConfig": "config", "InMemory": "data.task", "simulate": "rounds.loop"}
 
 
 def __getattr__(name: str) -> object:

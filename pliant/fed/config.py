@@ -27,7 +27,7 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Choice(_Section):
+class NamedOptions(_Section):
     """One of several kinds by its name, and its options."""
 
     kind: str
@@ -110,8 +110,8 @@ class FedConfig(_Section):
     """The accuracy with which the job ends early; 0: it does not."""
     concurrency: Natural = 0
     """Of asynchronous jobs: clients that train at a time; 0: K times `overcommit`."""
-    selector: Choice = Choice(kind="oort")
-    aggregator: Choice = Choice(kind="fed-avg")
+    selector: NamedOptions = NamedOptions(kind="oort")
+    aggregator: NamedOptions = NamedOptions(kind="fed-avg")
     privacy: PrivacyConfig | None = None
     malicious: Share = 0.0
     """The share of clients whose labels are permuted; for experiments."""

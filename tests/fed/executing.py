@@ -25,14 +25,13 @@ import torch
 from patience import until
 
 from pliant.fed.config import FedConfig
-from pliant.fed.data.task import build
+from pliant.fed.data.build import build_task
 from pliant.fed.executors import greeting, wire
 from pliant.fed.executors.pool import Pool
-from pliant.fed.rounds.journal import Journal
-from pliant.fed.rounds.loop import Loop
-from pliant.fed.training.local import InProcess
-from pliant.fed.updates import Weights
-from pliant.fed.work import Done, Training, Unit, Workers
+from pliant.fed.rounds.loop import FederatedLoop
+from pliant.fed.rounds.storage import JobRecorder
+from pliant.fed.trainer import InProcess
+from pliant.fed.work import Training, Unit, UnitResult, Weights, Workers
 
 TOKEN = "a token for tests, long enough"
 DEADLINE_S = 60.0
@@ -54,7 +53,7 @@ def small(folder: Path | None = None, **given: object) -> FedConfig:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BatchOutcome:
     """What must not depend on who did the work."""
 
     sha256: str
@@ -69,12 +68,12 @@ def sha256(model: Weights) -> str:
     return digest.hexdigest()
 
 
-def outcome(config: FedConfig, workers: Workers | None = None, folder: Path | None = None) -> Outcome:
+def outcome(config: FedConfig, workers: Workers | None = None, folder: Path | None = None) -> BatchOutcome:
     """Of the whole job; in this process where nobody else works."""
-    task = build(config)
-    loop = Loop(config, task, workers or InProcess(task), Journal(folder))
+    task = build_task(config)
+    loop = FederatedLoop(config, task, workers or InProcess(task), JobRecorder(folder))
     history = loop.run()
-    return Outcome(
+    return BatchOutcome(
         sha256(loop.federation.model),
         tuple(each.invited for each in history.rounds),
         tuple(each.accuracy for each in history.points),
@@ -227,7 +226,7 @@ class Shutting:
     gate: Path
     held_round: int
 
-    def run(self, model: Weights, units: Sequence[Unit]) -> Iterator[Done]:
+    def run(self, model: Weights, units: Sequence[Unit]) -> Iterator[UnitResult]:
         if isinstance(units[0], Training) and units[0].round_number == self.held_round:
             self.gate.touch()
         yield from self.workers.run(model, units)
@@ -240,7 +239,7 @@ class Disturbed(Shutting):
     disturb: Callable[[], None] = field(default=lambda: None)
     errors: list[BaseException] = field(default_factory=list)
 
-    def run(self, model: Weights, units: Sequence[Unit]) -> Iterator[Done]:
+    def run(self, model: Weights, units: Sequence[Unit]) -> Iterator[UnitResult]:
         if not (isinstance(units[0], Training) and units[0].round_number == self.held_round):
             yield from self.workers.run(model, units)
             return

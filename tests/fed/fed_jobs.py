@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from pliant.fed.config import FedConfig
-from pliant.fed.data import task
+from pliant.fed.data.build import build_task
 from pliant.fed.data.task import Task
-from pliant.fed.rounds.journal import RECORD, Journal
-from pliant.fed.rounds.loop import Loop
-from pliant.fed.training.local import InProcess
-from pliant.fed.updates import Weights
-from pliant.fed.work import Done, Trained, Unit
+from pliant.fed.rounds.loop import FederatedLoop
+from pliant.fed.rounds.storage import RECORD, JobRecorder
+from pliant.fed.trainer import InProcess
+from pliant.fed.work import Trained, Unit, UnitResult, Weights
 from pliant.train.state import tree
 
 DAY_S = 86_400
@@ -64,9 +63,9 @@ def task_of(config: FedConfig) -> Task:
         ]
     )
     if key not in _tasks:
-        _tasks[key] = task.build(config)
+        _tasks[key] = build_task(config)
     found = _tasks[key]
-    return Task(config, found.train, found.test, found.partition, found.malicious, found.shuffle)
+    return Task(config, found.train, found.test, found.partition, found.malicious, found.shuffle, found.make_model)
 
 
 class Crash(Exception):
@@ -79,7 +78,7 @@ class Crashing:
     def __init__(self, inner: InProcess, crash_at: int) -> None:
         self._inner, self._left = inner, crash_at
 
-    def run(self, model: Weights, units: Sequence[Unit]) -> Iterator[Done]:
+    def run(self, model: Weights, units: Sequence[Unit]) -> Iterator[UnitResult]:
         self._left -= 1
         for unit in units:
             yield from self._inner.run(model, [unit])
@@ -89,10 +88,12 @@ class Crashing:
             raise Crash
 
 
-def loop_of(config: FedConfig, folder: Path | None = None, *, crash_at: int = 0, **more: Any) -> Loop:
+def loop_of(config: FedConfig, folder: Path | None = None, *, crash_at: int = 0, **more: Any) -> FederatedLoop:
     made = task_of(config)
     workers = InProcess(made)
-    return Loop(config, made, Crashing(workers, crash_at) if crash_at else workers, Journal(folder), **more)
+    return FederatedLoop(
+        config, made, Crashing(workers, crash_at) if crash_at else workers, JobRecorder(folder), **more
+    )
 
 
 def digest(value: object) -> str:
@@ -104,7 +105,7 @@ def digest(value: object) -> str:
     return found.hexdigest()
 
 
-def state_of(loop: Loop) -> dict[str, str]:
+def state_of(loop: FederatedLoop) -> dict[str, str]:
     """Of each part that later rounds depend on, its bits."""
     federation, way = loop._parts
     return {name: digest(part) for name, part in (federation.state_dict() | {"way": way.state_dict()}).items()}
@@ -184,7 +185,7 @@ class Watched:
         self.units: list[Unit] = []
         self.brought: list[Trained] = []
 
-    def run(self, model: Weights, units: Sequence[Unit]) -> Iterator[Done]:
+    def run(self, model: Weights, units: Sequence[Unit]) -> Iterator[UnitResult]:
         self.units += units
         for done in self._inner.run(model, units):
             if isinstance(done, tuple):
@@ -200,7 +201,7 @@ class Watched:
         return replace(trained, update=replace(trained.update, change=change))
 
 
-def watched(config: FedConfig, poisoned: frozenset[int] = frozenset()) -> tuple[Loop, Watched]:
+def watched(config: FedConfig, poisoned: frozenset[int] = frozenset()) -> tuple[FederatedLoop, Watched]:
     made = task_of(config)
     workers = Watched(InProcess(made), poisoned)
-    return Loop(config, made, workers, Journal()), workers
+    return FederatedLoop(config, made, workers, JobRecorder()), workers

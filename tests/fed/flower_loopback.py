@@ -19,9 +19,9 @@ from flwr.supercore.task_identity import TaskIdentity
 from squares.client_app import trained
 from squares.server_app import BUFFERS, initial
 
-from pliant.fed.flower.arrays import Layout
-from pliant.fed.fold.aggregators import make
-from pliant.fed.updates import Update
+from pliant.fed.aggregation import make_aggregator
+from pliant.fed.flower.strategy import ArrayLayout
+from pliant.fed.work import Update
 
 NEVER = 1 << 30
 
@@ -123,8 +123,8 @@ def same(ours: ArrayRecord, theirs: ArrayRecord) -> bool:
 
 def by_hand(rounds: list[dict[str, Any]], kind: str = "fed-avg") -> ArrayRecord:
     """The model that these rounds make, by a client's arithmetic and an aggregator alone."""
-    arrays, folds = initial(), make(kind, {})
-    layout = Layout.of(arrays, BUFFERS)
+    arrays, folds = initial(), make_aggregator(kind, {})
+    layout = ArrayLayout.of(arrays, BUFFERS)
     for each in rounds:
         model = layout.weights(arrays)
         updates = []

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pliant.fed.data.datasets import InMemory
+from pliant.fed.data.task import InMemory
 
 CLASSES = ("a", "b", "c", "d")
 _gate: Path | None = None

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pliant.errors import ConfigError, TrainError
-from pliant.fed.fold.aggregators import (
+from pliant.fed.aggregation import (
     AGGREGATORS,
     Aggregator,
     FedAdagrad,
@@ -30,10 +30,10 @@ from pliant.fed.fold.aggregators import (
     TrimmedMean,
     Update,
     Weights,
-    make,
+    make_aggregator,
     proximal_,
+    squared_distances,
 )
-from pliant.fed.fold.robust import squared_distances
 
 SHAPES = [(7, 5), (11,), (1,)]
 TYPES = [torch.float64, torch.float32, torch.float32]
@@ -131,11 +131,11 @@ def test_half_precision_is_folded_wide() -> None:
 @pytest.mark.parametrize("name", sorted(AGGREGATORS))
 def test_the_order_of_arrival_does_not_change_a_bit(name: str) -> None:
     options = {"krum": {"malicious": 1, "keep": 3}}.get(name, {})
-    first = make(name, options)
+    first = make_aggregator(name, options)
     expected = [bits(first.aggregate(model(), updates(9)))]
     expected.append(bits(first.aggregate(model(1), updates(7))))
     for seed in range(5):
-        chance, again = random.Random(seed), make(name, options)
+        chance, again = random.Random(seed), make_aggregator(name, options)
         found = [bits(again.aggregate(model(), chance.sample(updates(9), 9)))]
         found.append(bits(again.aggregate(model(1), chance.sample(updates(7), 7))))
         assert found == expected
@@ -158,7 +158,10 @@ def test_the_number_of_threads_does_not_change_a_bit() -> None:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             found.append(
-                [bits(make(name).aggregate(start, sent)) for name in ("fed-avg", "fed-yogi", "q-fedavg", "median")]
+                [
+                    bits(make_aggregator(name).aggregate(start, sent))
+                    for name in ("fed-avg", "fed-yogi", "q-fedavg", "median")
+                ]
             )
     finally:
         torch.set_num_threads(before)
@@ -299,7 +302,7 @@ def test_half_precision_has_a_median() -> None:
 
 def test_large_tensors_are_sorted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = [bits(each.aggregate(model(), updates(7))) for each in (Median(), TrimmedMean(), Krum(malicious=1))]
-    monkeypatch.setattr("pliant.fed.fold.robust.STACK_ELEMENTS", 40)
+    monkeypatch.setattr("pliant.fed.aggregation.STACK_ELEMENTS", 40)
     assert [bits(each.aggregate(model(), updates(7))) for each in (Median(), TrimmedMean(), Krum(malicious=1))] == whole
 
 
@@ -374,13 +377,13 @@ def test_fedbuff_moves_when_full_and_discounts_the_late() -> None:
 
 @pytest.mark.parametrize("name", sorted(AGGREGATORS))
 def test_a_restarted_server_goes_on_with_the_same_bits(name: str) -> None:
-    undisturbed, before = make(name), make(name)
+    undisturbed, before = make_aggregator(name), make_aggregator(name)
     first = undisturbed.aggregate(model(), updates(5))
     assert bits(before.aggregate(model(), updates(5))) == bits(first)
     file = io.BytesIO()
     torch.save(before.state_dict(), file)
     file.seek(0)
-    after = make(name)
+    after = make_aggregator(name)
     after.load_state_dict(torch.load(file, weights_only=True))
     later = [Update(each.client, each.change, each.samples, each.loss, version=1) for each in updates(4)]
     assert bits(after.aggregate(first, later)) == bits(undisturbed.aggregate(first, later))
@@ -415,12 +418,12 @@ def test_what_is_no_number_is_left_out_and_named(name: str) -> None:
     endless = update(101, 51, loss=1.0)
     endless.change.buffers[0][0] = math.inf
     options = {"krum": {"malicious": 1}}.get(name, {})
-    aggregator = make(name, options)
+    aggregator = make_aggregator(name, options)
     found = aggregator.aggregate(model(), [*updates(6), bad, endless, update(102, 52, samples=0, loss=1.0)])
     assert sorted(aggregator.left_out) == [100, 101, 102]
     assert "not finite" in aggregator.left_out[100]
-    assert bits(found) == bits(make(name, options).aggregate(model(), updates(6)))
-    alone = make(name).aggregate(model(), [bad])
+    assert bits(found) == bits(make_aggregator(name, options).aggregate(model(), updates(6)))
+    alone = make_aggregator(name).aggregate(model(), [bad])
     assert bits(alone) == bits(model()), "nothing usable: the model stays"
 
 
@@ -456,7 +459,7 @@ def test_mistakes_are_named() -> None:
         ("fed-avg", {"lr": 0.0}, "lr=0.0"),
     ):
         with pytest.raises(ConfigError, match=words):
-            make(name, options)
+            make_aggregator(name, options)
     server = FedAvg()
     with pytest.raises(TrainError, match="begin"):
         server.add(update(1, 1))

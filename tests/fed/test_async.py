@@ -11,12 +11,11 @@ from fed_jobs import DAY_S, Table, config_of, loop_of, made_up, watched
 from gang import FULL
 
 from pliant.errors import NoClient
+from pliant.fed.aggregation import FedBuff
 from pliant.fed.config import FedConfig
-from pliant.fed.fold.aggregators import FedBuff
 from pliant.fed.history import Round
-from pliant.fed.rounds.loop import Loop, simulate
-from pliant.fed.updates import Weights
-from pliant.fed.work import Training
+from pliant.fed.rounds.loop import FederatedLoop, simulate
+from pliant.fed.work import Training, Weights
 
 SLOW = pytest.mark.skipif(not FULL, reason="seconds, for less than its sibling shows: PLIANT_FULL=1")
 SIZE, AT_ONCE, OLDEST = 4, 9, 2
@@ -109,9 +108,9 @@ def test_updates_of_models_that_are_too_old_do_not_count(tmp_path: Path) -> None
     assert max(max(each.staleness) for each in history.rounds) <= OLDEST
 
 
-def folded(loop: Loop, rounds: list[Round]) -> Weights:
+def folded(loop: FederatedLoop, rounds: list[Round]) -> Weights:
     """Every model by hand: each client trains alone, from the model that it was given."""
-    from pliant.fed.training.local import InProcess
+    from pliant.fed.trainer import InProcess
 
     models = [Weights.of(loop.task.model())]
     buffer = FedBuff(size=SIZE, max_staleness=OLDEST)

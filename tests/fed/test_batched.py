@@ -12,14 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pliant.fed import layered
 from pliant.fed.config import FedConfig
-from pliant.fed.data.datasets import InMemory, Numbers
-from pliant.fed.data.task import Task, build, digits
-from pliant.fed.training import layered, layers
-from pliant.fed.training.batched import as_layers, by_layers, by_vmap, together
-from pliant.fed.training.local import Trainer
-from pliant.fed.updates import Weights
-from pliant.fed.work import Evaluation, Trained, Training
+from pliant.fed.data.build import build_task, digits
+from pliant.fed.data.task import InMemory, Numbers, Task
+from pliant.fed.local_steps import batched_trainer_for, by_layers, by_vmap, traced_layers
+from pliant.fed.trainer import ClientTrainer
+from pliant.fed.work import Evaluation, Trained, Training, Weights
 
 CLOSE = 2e-6
 """Sums are taken in another order; changes in these tests are some hundredths."""
@@ -27,10 +26,10 @@ CLOSE = 2e-6
 
 def task_of(**given: object) -> Task:
     config = {"data": {"kind": "digits", "clients": 20}, "model": "cnn", "malicious": 0.2, **given}
-    return build(FedConfig.model_validate(config))
+    return build_task(FedConfig.model_validate(config))
 
 
-def run(trainer: Trainer, clients: tuple[int, ...], steps: tuple[int, ...]) -> tuple[Trained, ...]:
+def run(trainer: ClientTrainer, clients: tuple[int, ...], steps: tuple[int, ...]) -> tuple[Trained, ...]:
     done = trainer.run(Weights.of(trainer.task.model()), Training(4, clients, steps, 0.05))
     assert isinstance(done, tuple)
     return done
@@ -54,7 +53,7 @@ CASES = [
 @pytest.mark.parametrize(("model", "local"), CASES)
 def test_several_at_once_are_close_to_each_by_itself(model: str, local: dict[str, object]) -> None:
     """Clients of different numbers of steps, one of them a liar; buffers (BatchNorm's) are part of the change."""
-    trainer = Trainer(task_of(model=model, local=local, aggregator={"kind": "fed-prox", "mu": 0.5}))
+    trainer = ClientTrainer(task_of(model=model, local=local, aggregator={"kind": "fed-prox", "mu": 0.5}))
     liar = int(trainer.task.malicious.argmax())
     clients = tuple(sorted({liar, 2, 7, 11}))
     steps = tuple(range(3, 3 + len(clients)))
@@ -74,8 +73,8 @@ def test_several_at_once_are_close_to_each_by_itself(model: str, local: dict[str
 def test_a_unit_has_the_same_bits_whatever_ran_before() -> None:
     task = task_of(model="cnn-bn")
     clients, steps = (1, 4, 9), (3, 5, 2)
-    expected = run(Trainer(task), clients, steps)
-    busy = Trainer(task)
+    expected = run(ClientTrainer(task), clients, steps)
+    busy = ClientTrainer(task)
     run(busy, (3,), (4,))
     torch.manual_seed(99)
     busy.run(Weights.of(task.model()), Evaluation(0, 50))
@@ -99,7 +98,7 @@ class Watching(nn.Module):
 
 
 def test_everything_is_computed_with_one_thread() -> None:
-    trainer = Trainer(task_of(model=f"{__name__}:Watching"))
+    trainer = ClientTrainer(task_of(model=f"{__name__}:Watching"))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -114,7 +113,7 @@ def test_everything_is_computed_with_one_thread() -> None:
 
 
 def test_a_client_with_fewer_steps_has_what_it_has_in_its_own_group() -> None:
-    trainer = Trainer(task_of())
+    trainer = ClientTrainer(task_of())
     mixed = run(trainer, (1, 2, 3), (6, 2, 4))
     even = run(trainer, (1, 2, 3), (2, 2, 2))
     assert apart(mixed[1], even[1]) < CLOSE < apart(mixed[0], even[0])
@@ -154,7 +153,7 @@ class Scaled(nn.Module):
 
 
 def test_what_models_draw_follows_from_the_unit() -> None:
-    trainer = Trainer(task_of(model=f"{__name__}:Dropping"))
+    trainer = ClientTrainer(task_of(model=f"{__name__}:Dropping"))
     before = torch.get_rng_state()
     first, second = (run(trainer, (1, 2), (3, 3)) for _ in range(2))
     assert all(apart(a, b) == 0 for a, b in zip(first, second, strict=True))
@@ -165,18 +164,18 @@ def test_what_models_draw_follows_from_the_unit() -> None:
 
 def test_a_model_that_looks_at_values_is_trained_in_turn() -> None:
     task = task_of(model=f"{__name__}:Plain")
-    assert as_layers(task, task.model()) is None
-    assert together(task, task.model(), None) is None
-    trainer = Trainer(task)
+    assert traced_layers(task, task.model()) is None
+    assert batched_trainer_for(task, task.model(), None) is None
+    trainer = ClientTrainer(task)
     both = run(trainer, (1, 2), (3, 2))
     assert apart(both[1], run(trainer, (2,), (2,))[0]) == 0
 
 
 def test_a_model_with_something_unknown_goes_by_vmap() -> None:
     task = task_of(model=f"{__name__}:Scaled")
-    assert as_layers(task, task.model()) is None
-    assert together(task, task.model(), None) is not None
-    trainer = Trainer(task)
+    assert traced_layers(task, task.model()) is None
+    assert batched_trainer_for(task, task.model(), None) is not None
+    trainer = ClientTrainer(task)
     assert apart(run(trainer, (1, 2), (3, 3))[0], run(trainer, (1,), (3,))[0]) < CLOSE
 
 
@@ -200,7 +199,7 @@ def test_layers_of_many_models_are_each_models_layers(make: Callable[[], nn.Modu
     body = make()
     width = body(images[0]).flatten(1).shape[1]
     model = nn.Sequential(body, nn.Flatten(), nn.Linear(width, 3)).train()
-    known = layered.of(model)
+    known = layered.trace_layers(model)
     assert known is not None
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     stacked = [{n: e.detach().unsqueeze(0).repeat(3, *[1] * e.dim()) for n, e in tensors.items()} for _ in range(2)]
@@ -218,7 +217,7 @@ def test_layers_of_many_models_are_each_models_layers(make: Callable[[], nn.Modu
 
 def test_of_equal_pixels_the_first_learns() -> None:
     image = torch.ones(1, 1, 2, 2, 1, requires_grad=True)
-    (gradient,) = torch.autograd.grad(layers.max_pool2d(image, (2, 2)).sum(), image)
+    (gradient,) = torch.autograd.grad(layered.max_pool2d(image, (2, 2)).sum(), image)
     assert gradient.flatten().tolist() == [1, 0, 0, 0]
     other = torch.ones(1, 1, 2, 2, requires_grad=True)
     assert torch.equal(torch.autograd.grad(F.max_pool2d(other, 2).sum(), other)[0].flatten(), gradient.flatten())
@@ -244,7 +243,7 @@ def filed_digits() -> tuple[Filed, Filed]:
 def test_samples_that_are_read_when_needed_give_the_same_bits() -> None:
     memory, files = task_of(), task_of(data={"kind": f"{__name__}:filed_digits", "clients": 20})
     for clients, steps in (((3,), (9,)), ((1, 2, 3), (9, 4, 7))):
-        pair = [run(Trainer(task), clients, steps) for task in (memory, files)]
+        pair = [run(ClientTrainer(task), clients, steps) for task in (memory, files)]
         assert all(apart(a, b) == 0 for a, b in zip(*pair, strict=True))
     model = Weights.of(memory.model())
-    assert Trainer(memory).run(model, Evaluation(10, 60)) == Trainer(files).run(model, Evaluation(10, 60))
+    assert ClientTrainer(memory).run(model, Evaluation(10, 60)) == ClientTrainer(files).run(model, Evaluation(10, 60))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from pliant.fed import trainer as batching
 from pliant.fed.config import FedConfig
-from pliant.fed.data.task import build
-from pliant.fed.training import batching
+from pliant.fed.data.build import build_task
 from pliant.fed.work import training_units
 
 
@@ -45,8 +45,8 @@ class Looking(nn.Module):
 
 def test_a_measurement_answers_with_a_candidate() -> None:
     given = {"data": {"kind": "digits", "clients": 10}, "participants": 20, "model": "logistic"}
-    assert batching.choose(build(FedConfig.model_validate(given)), limit_s=0.5) in range(1, 11)
-    looking = build(FedConfig.model_validate({**given, "model": f"{__name__}:Looking"}))
-    assert batching.choose(looking) == 1
-    few = build(FedConfig.model_validate({**given, "participants": 2}))
-    assert batching.choose(few) == 1
+    assert batching.choose_batching(build_task(FedConfig.model_validate(given)), limit_s=0.5) in range(1, 11)
+    looking = build_task(FedConfig.model_validate({**given, "model": f"{__name__}:Looking"}))
+    assert batching.choose_batching(looking) == 1
+    few = build_task(FedConfig.model_validate({**given, "participants": 2}))
+    assert batching.choose_batching(few) == 1

@@ -15,9 +15,19 @@ import pytest
 import torch
 
 from pliant.errors import ConfigError
-from pliant.fed.data.datasets import DEBIAN, fashion_mnist, image_folder, read_idx, text_by_author, text_by_role
+from pliant.fed.data.datasets import (
+    DEBIAN,
+    fashion_mnist,
+    image_folder,
+    mel_filters,
+    read_idx,
+    read_wave,
+    spectrogram,
+    speech_commands,
+    text_by_author,
+    text_by_role,
+)
 from pliant.fed.data.partition import natural
-from pliant.fed.data.speech import mel_filters, read_wave, spectrogram, speech_commands
 from pliant.fed.tables import ClientMap
 
 

@@ -16,8 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.errors import ConfigError
-from pliant.fed.clients.availability import DAY_S, HOUR_S, Availability, read_availability, synthetic
-from pliant.fed.clients.devices import Devices, read_devices, synthetic_devices
+from pliant.fed.clients import (
+    DAY_S,
+    HOUR_S,
+    Availability,
+    Devices,
+    read_availability,
+    read_devices,
+    synthetic_availability,
+    synthetic_devices,
+)
 from pliant.fed.tables import read_client_map, read_sizes
 
 
@@ -180,7 +188,7 @@ def test_fedscales_trace_is_read_and_written(tmp_path: Path) -> None:
     availability = read_availability(tmp_path / "trace")
     assert [availability.intervals(i) for i in range(3)] == [[], [(10, 20), (60, 80)], [(5, 15), (90, 95)]]
     assert availability.at(65).there.tolist() == [False, True, False]
-    copied = synthetic(40, seed=2)
+    copied = synthetic_availability(40, seed=2)
     copied.save(tmp_path / "ours")
     again = read_availability(tmp_path / "ours")
     assert [again.intervals(i) for i in range(40)] == [copied.intervals(i) for i in range(40)]
@@ -190,7 +198,7 @@ def test_fedscales_trace_is_read_and_written(tmp_path: Path) -> None:
 
 
 def test_the_synthetic_trace_says_so_and_has_nights() -> None:
-    availability = synthetic(2_000, spread_h=0, seed=1)
+    availability = synthetic_availability(2_000, spread_h=0, seed=1)
     assert availability.note.startswith("synthetic")
     share = [[availability.at(day * DAY_S + hour * HOUR_S).there.mean() for hour in range(24)] for day in range(7)]
     by_hour = np.mean(share, axis=0)
@@ -198,22 +206,22 @@ def test_the_synthetic_trace_says_so_and_has_nights() -> None:
     assert by_hour[15] < 0.15
     assert np.ptp([row[2] for row in share]) < 0.1, "each night is like the others, also the one over the end"
     assert availability.at(3 * HOUR_S).there.tolist() == availability.at(7 * DAY_S + 3 * HOUR_S).there.tolist()
-    spread = synthetic(2_000, spread_h=24, seed=1)
+    spread = synthetic_availability(2_000, spread_h=24, seed=1)
     shares = [spread.at(hour * HOUR_S).there.mean() for hour in range(24)]
     assert max(shares) - min(shares) < 0.1, "over all time zones there is no night"
-    assert availability.intervals(3) == synthetic(2_000, spread_h=0, seed=1).intervals(3)
-    assert availability.intervals(3) != synthetic(2_000, spread_h=0, seed=2).intervals(3)
+    assert availability.intervals(3) == synthetic_availability(2_000, spread_h=0, seed=1).intervals(3)
+    assert availability.intervals(3) != synthetic_availability(2_000, spread_h=0, seed=2).intervals(3)
 
 
 def test_rows_are_followed_in_turn() -> None:
-    few = synthetic(5)
+    few = synthetic_availability(5)
     many = few.for_clients(12)
     assert [many.intervals(i) for i in range(12)] == [few.intervals(i % 5) for i in range(12)]
     assert len(few.for_clients(2)) == 2
 
 
 def test_the_next_minute_of_many_clients_takes_no_time() -> None:
-    availability = synthetic(3_000, seed=3).for_clients(200_000)
+    availability = synthetic_availability(3_000, seed=3).for_clients(200_000)
     availability.at(0)
     started = time.process_time()
     for step in range(20):
@@ -260,8 +268,8 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         (lambda: table((1, 1, math.nan)), "up_kbps of row 0 is nan"),
         (lambda: Devices(np.ones(2), np.ones(3), np.ones(2)), "down_kbps has shape"),
         (lambda: synthetic_devices(0), "0 synthetic devices"),
-        (lambda: synthetic(0), "0 clients"),
-        (lambda: synthetic(5, spread_h=30), "spread_h=30"),
+        (lambda: synthetic_availability(0), "0 clients"),
+        (lambda: synthetic_availability(5, spread_h=30), "spread_h=30"),
         (lambda: Availability([0], [0], [1], [0.0]), "period above 0"),
         (lambda: Availability([0], [0], [math.nan], [5.0]), "finite"),
     ]

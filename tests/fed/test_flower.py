@@ -17,9 +17,9 @@ from squares.client_app import app, trained
 from squares.server_app import BUFFERS, config_of, initial
 
 from pliant.errors import CheckpointError, ConfigError, NoClient
-from pliant.fed.choice.selection import statistical_utility
 from pliant.fed.flower import Guided, introduction, metrics
-from pliant.fed.flower.arrays import Layout
+from pliant.fed.flower.strategy import ArrayLayout
+from pliant.fed.selection.base import statistical_utility
 
 ONCE = {"kind": "oort", "blacklist_rounds": 1, "blacklist_max_len": 1.0}
 """Never twice the same client."""
@@ -215,9 +215,9 @@ def test_jobs_that_cannot_be_done_are_refused(more: dict[str, Any], says: str) -
 
 def test_wrong_arrays_and_nodes_are_named() -> None:
     with pytest.raises(ConfigError, match="buffer 'var' is not among the arrays"):
-        Layout.of(initial(), ("var",))
+        ArrayLayout.of(initial(), ("var",))
     with pytest.raises(ConfigError, match="holds no arrays"):
-        Layout.of(ArrayRecord())
+        ArrayLayout.of(ArrayRecord())
     with pytest.raises(ConfigError, match="partition-id is None: start the SuperNode with"):
         introduction(Context(0, 0, {}, RecordDict(), {}), samples=1)
 

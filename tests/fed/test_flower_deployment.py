@@ -14,8 +14,8 @@ from flower_processes import APP, EXAMPLE, Deployment, command_line, descendants
 from gang import FULL
 from squares.server_app import BUFFERS
 
-from pliant.fed.flower.arrays import Layout
-from pliant.fed.rounds.checkpoints import NAME
+from pliant.fed.flower.strategy import ArrayLayout
+from pliant.fed.rounds.federation import CHECKPOINT_FILE
 from pliant.train.state import checkpoint_file
 
 pytestmark = pytest.mark.processes
@@ -52,11 +52,11 @@ def test_a_node_is_killed_in_a_round_and_comes_back(flower: Deployment, tmp_path
     first, second = rounds_in(out)
     assert first["invited"] == second["invited"] == [0, 1, 2]
     assert (first["aggregated"], second["aggregated"]) == ([0, 1], [1, 2])
-    until(lambda: checkpoint_file.read(out / NAME).step == 2, "the state is kept")
-    saved = checkpoint_file.read(out / NAME).state
+    until(lambda: checkpoint_file.read(out / CHECKPOINT_FILE).step == 2, "the state is kept")
+    saved = checkpoint_file.read(out / CHECKPOINT_FILE).state
     assert isinstance(saved, dict)
     expected = by_hand([first, second])
-    weights = Layout.of(expected, BUFFERS).weights(expected)
+    weights = ArrayLayout.of(expected, BUFFERS).weights(expected)
     assert all(map(torch.equal, saved["model"]["parameters"], weights.parameters))
     assert all(map(torch.equal, saved["model"]["buffers"], weights.buffers))
 
@@ -79,11 +79,11 @@ def test_the_example_is_deployed_and_goes_on_after_its_server_was_killed(flower:
         flower.supernode(f"node{client}", client, keys[client])
     settings = {"participants": 2, "overcommit": 1.0, "least": 2, "clients": 2, "folder": str(out)}
     flower.run(EXAMPLE, {"rounds": 50, **settings})
-    until(lambda: (out / NAME).exists(), "a round is done, and kept")
+    until(lambda: (out / CHECKPOINT_FILE).exists(), "a round is done, and kept")
     for pid in descendants(flower.processes[0].pid):
         if "flwr-serverapp" in command_line(pid):
             os.kill(pid, signal.SIGKILL)
-    done = checkpoint_file.read(out / NAME).step
+    done = checkpoint_file.read(out / CHECKPOINT_FILE).step
     flower.run(EXAMPLE, {"rounds": done + 1, **settings})
     until(lambda: '"end"' in (out / "record.jsonl").read_text(), "the rest is done")
     rounds = rounds_in(out)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pliant.errors import ConfigError
-from pliant.fed.config import Choice
+from pliant.fed.config import NamedOptions
 from pliant.fed.executors.places import Place, Places
 from pliant.fed.jobs.job import FedJob
 from pliant.fed.jobs.jobfile import is_federated, parsed, read_fed_job
@@ -61,10 +61,10 @@ def test_every_section_arrives_with_absolute_paths_and_survives_json(tmp_path: P
     assert config.data.map == str(tmp_path / "map.csv")
     assert (config.devices, config.availability) == (str(tmp_path / "devices.csv"), "synthetic")
     assert (config.local.lr, config.local.optimizer) == (0.01, "adamw")
-    assert config.selector == Choice(
+    assert config.selector == NamedOptions(
         kind="oort", options={"preset": "artifact", "pacer_step": 5, "exploration_min": 0.1}
     )
-    assert config.aggregator == Choice(kind="fed-yogi", options={"lr": 0.001})
+    assert config.aggregator == NamedOptions(kind="fed-yogi", options={"lr": 0.001})
     assert config.privacy is not None
     assert config.privacy.clip == 1.5
     assert job.ground.places == Places(

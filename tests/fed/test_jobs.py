@@ -249,7 +249,7 @@ def test_a_run_that_raises_has_failed_and_was_not_interrupted(
     (home / "raising.py").write_text("def data(): return 1\n")
     (home / "bad.yml").write_text("participants: 2\nname: bad\ndata: {kind: 'raising:data'}\nworkers: 0\n")
     # whatever is not foreseen; what a user's function raises is told by `fed.data.task`
-    monkeypatch.setattr("pliant.fed.jobs.server.build", mock.Mock(side_effect=raised))
+    monkeypatch.setattr("pliant.fed.jobs.server.build_task", mock.Mock(side_effect=raised))
     with contextlib.suppress(MemoryError):
         said("fed", "run", "bad.yml", code=1)
     folder = Jobs.of_user().find("bad")

@@ -13,9 +13,9 @@ from fed_jobs import Crash, config_of, lines_of, loop_of
 
 from pliant.errors import CheckpointError, ConfigError
 from pliant.fed.history import History, Point, Round
-from pliant.fed.pickles import read_pickle
-from pliant.fed.rounds.journal import BOARD, PERF, RECORD, Journal, training_perf
 from pliant.fed.rounds.loop import simulate
+from pliant.fed.rounds.storage import BOARD, PERF, RECORD, JobRecorder, training_perf
+from pliant.fed.tables import read_pickle
 
 POINTS = [Point(5, 60.0, 0.5, 0.9, 1.5), Point(10, 90.0, 0.8, 0.95, 0.7), Point(15, 200.0, 0.8, 1.0, None, 3.0)]
 
@@ -119,7 +119,7 @@ def test_training_perf_is_the_artifacts(tmp_path: Path) -> None:
 
 
 def test_a_broken_loss_is_null_in_the_record_and_nan_in_the_pickle(tmp_path: Path) -> None:
-    journal = Journal(tmp_path)
+    journal = JobRecorder(tmp_path)
     config = config_of()
     journal.begin(config, None, {"note": math.inf})
     journal.round(a_round(1, loss=math.nan))
@@ -168,7 +168,7 @@ def test_a_journal_tells_and_keeps_what_it_is_told(tmp_path: Path) -> None:
     history = simulate(config_of(rounds=2), say=said.append)
     assert said == [f"round     2    0 h 00 min {int(history.points[0].clock_s):02} s  accuracy {history.points[0].accuracy:6.2%}  "
                     f"loss {history.points[0].loss:.4f}"]  # fmt: skip
-    journal = Journal(None, watch=lambda kind, data: seen.append((kind, data.get("round", 0))))
+    journal = JobRecorder(None, watch=lambda kind, data: seen.append((kind, data.get("round", 0))))
     journal.begin(config_of(), None, {})
     journal.round(a_round(1))
     journal.test(POINTS[0])

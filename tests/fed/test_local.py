@@ -9,25 +9,25 @@ import torch.nn.functional as F
 from torch import nn
 
 from pliant.errors import ConfigError, TrainError
-from pliant.fed.choice.selection import statistical_utility
 from pliant.fed.config import FedConfig
-from pliant.fed.data.task import Task, build
-from pliant.fed.training.feed import stream
-from pliant.fed.training.local import InProcess, Trainer, device_of
-from pliant.fed.updates import Weights
-from pliant.fed.work import Evaluation, Trained, Training, evaluation_units
+from pliant.fed.data.build import build_task
+from pliant.fed.data.task import Task
+from pliant.fed.local_steps import stream
+from pliant.fed.selection.base import statistical_utility
+from pliant.fed.trainer import ClientTrainer, InProcess, resolve_device
+from pliant.fed.work import Evaluation, Trained, Training, Weights, evaluation_units
 
 
 def task_of(**given: object) -> Task:
-    return build(FedConfig.model_validate({"data": {"kind": "digits", "clients": 20}, "model": "mlp", **given}))
+    return build_task(FedConfig.model_validate({"data": {"kind": "digits", "clients": 20}, "model": "mlp", **given}))
 
 
-def weights_of(task: Task) -> Weights:
+def load_weights(task: Task) -> Weights:
     return Weights.of(task.model())
 
 
 def trained(task: Task, client: int = 3, steps: int = 10, lr: float = 0.05, round_number: int = 1) -> Trained:
-    done = Trainer(task).run(weights_of(task), Training(round_number, (client,), (steps,), lr))
+    done = ClientTrainer(task).run(load_weights(task), Training(round_number, (client,), (steps,), lr))
     assert isinstance(done, tuple)
     return done[0]
 
@@ -71,7 +71,7 @@ SETTINGS = [
 @pytest.mark.parametrize(("local", "model"), SETTINGS)
 def test_a_client_trains_as_a_plain_loop_does_to_the_bit(local: dict[str, object], model: str) -> None:
     task = task_of(local=local, model=model)
-    start, (oracle, losses) = weights_of(task), plain(task, 3, 10, 0.05)
+    start, (oracle, losses) = load_weights(task), plain(task, 3, 10, 0.05)
     result = trained(task)
     for ours, theirs in zip(result.update.change.all, start.change_to(Weights.of(oracle)).all, strict=True):
         assert torch.equal(ours, theirs)
@@ -88,15 +88,15 @@ def test_fed_prox_is_in_every_step_and_pulls_towards_the_servers_model() -> None
         task = task_of(aggregator={"kind": "fed-prox", "mu": mu})
         change = trained(task).update.change
         oracle, _ = plain(task, 3, 10, 0.05, mu)
-        for ours, theirs in zip(change.all, weights_of(task).change_to(Weights.of(oracle)).all, strict=True):
+        for ours, theirs in zip(change.all, load_weights(task).change_to(Weights.of(oracle)).all, strict=True):
             assert torch.equal(ours, theirs)
         distances.append(sum(float(each.square().sum()) for each in change.parameters))
     assert distances[0] > distances[1] > distances[2]
 
 
 def test_fed_prox_has_its_own_mu_where_none_is_given() -> None:
-    assert Trainer(task_of(aggregator="fed-prox")).mu == 0.1
-    assert Trainer(task_of(aggregator="fed-avg")).mu == 0.0
+    assert ClientTrainer(task_of(aggregator="fed-prox")).mu == 0.1
+    assert ClientTrainer(task_of(aggregator="fed-avg")).mu == 0.0
 
 
 def test_malicious_clients_train_on_permuted_labels() -> None:
@@ -111,7 +111,7 @@ def test_malicious_clients_train_on_permuted_labels() -> None:
     assert torch.equal(task.labels(honest, samples), true)
     oracle, _ = plain(task, int(liars[0]), 3, 0.05)
     change = trained(task, client=int(liars[0]), steps=3).update.change
-    assert torch.equal(change.parameters[0], weights_of(task).change_to(Weights.of(oracle)).parameters[0])
+    assert torch.equal(change.parameters[0], load_weights(task).change_to(Weights.of(oracle)).parameters[0])
 
 
 def test_a_stream_is_passes_over_the_clients_samples() -> None:
@@ -123,7 +123,7 @@ def test_a_stream_is_passes_over_the_clients_samples() -> None:
     assert len(set(long[2 * len(own) :])) == len(own) - 4
     assert np.array_equal(long[:30], stream(task, 5, 2, 30))
     assert not np.array_equal(long[:30], stream(task, 5, 3, 30))
-    other = build(task.config.model_copy(update={"seed": 1, "data": task.config.data}))
+    other = build_task(task.config.model_copy(update={"seed": 1, "data": task.config.data}))
     assert not np.array_equal(long[:30], stream(other, 5, 2, 30))
 
 
@@ -137,7 +137,7 @@ def test_only_what_was_seen_in_the_first_pass_counts() -> None:
 
 def test_the_test_set_in_parts_adds_up() -> None:
     task = task_of()
-    trainer, model = Trainer(task), weights_of(task)
+    trainer, model = ClientTrainer(task), load_weights(task)
     whole = trainer.run(model, Evaluation(0, task.num_test))
     parts = [trainer.run(model, unit) for unit in evaluation_units(task.num_test, size=100)]
     assert not isinstance(whole, tuple)
@@ -155,10 +155,10 @@ def test_the_test_set_in_parts_adds_up() -> None:
 
 def test_in_process_answers_in_the_units_order_and_leaves_the_callers_torch_as_it_was() -> None:
     task = task_of()
-    model = weights_of(task)
+    model = load_weights(task)
     units = [Training(1, (c,), (2,), 0.05) for c in (2, 0, 7)] + evaluation_units(task.num_test, size=200)
     before, threads = torch.get_rng_state(), torch.get_num_threads()
-    done = list(InProcess(task.config).run(model, units))
+    done = list(InProcess(build_task(task.config)).run(model, units))
     assert [each[0].update.client for each in done[:3] if isinstance(each, tuple)] == [2, 0, 7]
     assert len(done) == len(units)
     assert torch.equal(before, torch.get_rng_state())
@@ -171,8 +171,8 @@ def test_in_process_answers_in_the_units_order_and_leaves_the_callers_torch_as_i
 
 
 def test_units_and_devices_that_cannot_be_are_named() -> None:
-    trainer = Trainer(task_of())
-    model = weights_of(trainer.task)
+    trainer = ClientTrainer(task_of())
+    model = load_weights(trainer.task)
     with pytest.raises(TrainError, match="client 20 of 20"):
         trainer.run(model, Training(1, (20,), (2,), 0.05))
     with pytest.raises(TrainError, match="steps"):
@@ -183,8 +183,8 @@ def test_units_and_devices_that_cannot_be_are_named() -> None:
         trainer.run(Weights(model.parameters[:1], []), Training(1, (1,), (2,), 0.05))
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="use cpu"):
-            device_of("cuda")
-    assert device_of("cpu").type == "cpu"
+            resolve_device("cuda")
+    assert resolve_device("cpu").type == "cpu"
 
 
 class Changing(nn.Module):
@@ -215,7 +215,7 @@ def test_parameters_that_do_not_learn_or_are_not_used_stay() -> None:
     task = task_of(model=f"{__name__}:Frozen", local={"momentum": 0.5, "weight_decay": 0.1})
     oracle, _ = plain(task, 3, 10, 0.05)
     for ours, theirs in zip(
-        trained(task).update.change.all, weights_of(task).change_to(Weights.of(oracle)).all, strict=True
+        trained(task).update.change.all, load_weights(task).change_to(Weights.of(oracle)).all, strict=True
     ):
         assert torch.equal(ours, theirs)
     with pytest.raises(TrainError, match="other parameters in each step"):

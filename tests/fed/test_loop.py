@@ -12,13 +12,12 @@ import torch
 from fed_jobs import DAY_S, Table, config_of, loop_of, made_up, state_of, task_of, watched
 
 from pliant.errors import ConfigError, NoClient
+from pliant.fed.aggregation import make_aggregator
 from pliant.fed.config import FedConfig
-from pliant.fed.fold import aggregators
-from pliant.fed.fold.privacy import Accountant
+from pliant.fed.privacy import Accountant
 from pliant.fed.rounds.loop import simulate
-from pliant.fed.training.local import InProcess
-from pliant.fed.updates import Weights
-from pliant.fed.work import Training, training_units
+from pliant.fed.trainer import InProcess
+from pliant.fed.work import Training, Weights, training_units
 
 
 @pytest.mark.parametrize("selector", ["oort", "random"])
@@ -93,7 +92,7 @@ def test_a_round_is_the_aggregators_answer_to_what_its_clients_brought(kind: str
     alone = InProcess(loop.task)
     units = training_units(clients, [2] * len(clients), round_number=1, lr=0.1, batching=1)
     updates = [each.update for part in alone.run(start, units) if isinstance(part, tuple) for each in part]
-    by_hand = aggregators.make(kind, options).aggregate(start, reversed(updates))
+    by_hand = make_aggregator(kind, options).aggregate(start, reversed(updates))
     assert all(torch.equal(a, b) for a, b in zip(loop.federation.model.all, by_hand.all, strict=True))
     assert done.loss == pytest.approx(np.mean([each.loss for each in updates]))
     told = loop.federation.selector.clients
@@ -108,7 +107,7 @@ def test_q_fedavg_reckons_with_the_rate_of_the_round_unless_the_user_has_set_it(
     loop.step()
     updates = [each.update for each in workers.brought[seen:]]
     for rate, alike in ((0.05, True), (0.1, False)):
-        by_hand = aggregators.make("q-fedavg", {"client_lr": rate}).aggregate(second, updates)
+        by_hand = make_aggregator("q-fedavg", {"client_lr": rate}).aggregate(second, updates)
         assert torch.equal(by_hand.parameters[0], loop.federation.model.parameters[0]) is alike
     asked, _ = watched(config_of(aggregator={"kind": "q-fedavg", "client_lr": 0.3}, local=local))
     asked.step()
@@ -131,7 +130,7 @@ def test_an_update_of_what_is_no_number_is_left_out_and_its_client_has_not_taken
     assert all(bool(torch.isfinite(each).all()) for each in loop.federation.model.all)
     assert loop.federation.selector.clients.rounds[first] == 0
     rest = [each.update for each in workers.brought if each.update.client != first]
-    by_hand = aggregators.make("fed-avg").aggregate(Weights.of(loop.task.model()), rest)
+    by_hand = make_aggregator("fed-avg").aggregate(Weights.of(loop.task.model()), rest)
     assert torch.equal(loop.federation.model.parameters[0], by_hand.parameters[0])
 
 

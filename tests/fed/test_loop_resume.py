@@ -13,9 +13,9 @@ from fed_jobs import Crash, config_of, lines_of, loop_of, state_of
 from gang import FULL
 
 from pliant.errors import CheckpointError
-from pliant.fed.rounds import checkpoints
-from pliant.fed.rounds.journal import PERF, RECORD
-from pliant.fed.training import batching
+from pliant.fed import trainer
+from pliant.fed.rounds.federation import CHECKPOINT_FILE
+from pliant.fed.rounds.storage import PERF, RECORD
 from pliant.train.state import checkpoint_file
 
 JOBS: dict[str, dict[str, Any]] = {
@@ -98,12 +98,12 @@ def test_how_many_train_at_once_is_measured_once_and_kept(tmp_path: Path, monkey
     with pytest.raises(Crash):
         first.run()
     shares = len(os.sched_getaffinity(0))
-    assert first.batching in (1, *batching.candidates(20, 12, "cpu", min(max(shares, 2), 8)))
+    assert first.batching in (1, *trainer.candidates(20, 12, "cpu", min(max(shares, 2), 8)))
 
     def again(*_: object) -> int:
         raise AssertionError("it was measured before")
 
-    monkeypatch.setattr(batching, "choose", again)
+    monkeypatch.setattr("pliant.fed.rounds.loop.choose_batching", again)
     second = loop_of(config, tmp_path)
     second.run()
     assert second.batching == first.batching == lines_of(tmp_path)[0]["batching"]
@@ -124,7 +124,7 @@ def test_what_was_written_before_the_first_checkpoint_is_written_again(tmp_path:
     config = config_of()
     with pytest.raises(Crash):
         loop_of(config, tmp_path, crash_at=2).run()
-    (tmp_path / checkpoints.NAME).unlink()
+    (tmp_path / CHECKPOINT_FILE).unlink()
     loop_of(config, tmp_path).run()
     loop_of(config, tmp_path / "whole").run()
     assert lines_of(tmp_path) == lines_of(tmp_path / "whole")
@@ -139,9 +139,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def copied(folder: Path, to: Path) -> Path:
-    for name in (checkpoints.NAME, RECORD):
+    for name in (CHECKPOINT_FILE, RECORD):
         (to / name).write_bytes((folder / name).read_bytes())
-    return to / checkpoints.NAME
+    return to / CHECKPOINT_FILE
 
 
 @pytest.mark.parametrize("place", [0, 5, 100, 0.5, 0.9, -1])
@@ -165,10 +165,10 @@ def test_a_checkpoint_that_was_cut_short_is_refused(folder: Path, tmp_path: Path
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     stranger = checkpoint_file.Checkpoint(7, 0, 4, state={"weight": torch.zeros(3)})
-    checkpoint_file.Image(stranger, None).write(tmp_path / checkpoints.NAME)
+    checkpoint_file.Image(stranger, None).write(tmp_path / CHECKPOINT_FILE)
     with pytest.raises(CheckpointError, match="no checkpoint of a federated job"):
         loop_of(config_of(), tmp_path).run()
-    (tmp_path / checkpoints.NAME).write_bytes(pickle.dumps({"round": 3}) * 20)
+    (tmp_path / CHECKPOINT_FILE).write_bytes(pickle.dumps({"round": 3}) * 20)
     with pytest.raises(CheckpointError, match="no checkpoint"):
         loop_of(config_of(), tmp_path).run()
 
@@ -202,8 +202,8 @@ def test_a_record_that_is_not_the_checkpoints_is_refused(folder: Path, tmp_path:
     (tmp_path / RECORD).unlink()
     with pytest.raises(CheckpointError, match="put it back, or use another folder"):
         loop_of(config, tmp_path).run()
-    (tmp_path / checkpoints.NAME).unlink()
+    (tmp_path / CHECKPOINT_FILE).unlink()
     loop_of(config_of(name="mine"), tmp_path).run()
-    (tmp_path / checkpoints.NAME).unlink()
+    (tmp_path / CHECKPOINT_FILE).unlink()
     with pytest.raises(CheckpointError, match="name='mine'"):
         loop_of(config_of(name="yours"), tmp_path).run()

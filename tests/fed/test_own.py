@@ -12,10 +12,11 @@ import torch
 
 from pliant.errors import ConfigError
 from pliant.fed.config import FedConfig
-from pliant.fed.data.task import Task, build
+from pliant.fed.data.build import build_task
+from pliant.fed.data.task import Task
 from pliant.fed.jobs.jobfile import read_fed_job
-from pliant.fed.rounds.journal import too_few
 from pliant.fed.rounds.loop import simulate
+from pliant.fed.rounds.storage import warn_too_few_clients
 from pliant.page import Page
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def task_of(data: str, model: str = "users_own:net", path: str = "") -> Task:
     found = {"kind": data if ":" in data else f"users_own:{data}", "path": path, "clients": 3}
-    return build(FedConfig.model_validate({"data": found, "model": model}))
+    return build_task(FedConfig.model_validate({"data": found, "model": model}))
 
 
 def test_pairs_of_arrays_and_tensors_are_samples(own: Path) -> None:
@@ -157,5 +158,8 @@ def test_more_participants_than_clients_are_told_at_the_start(own: Path) -> None
     assert told(4) == [f"warning: participants is 4, {all_of}lower participants, or raise data.clients"]
     over = FedConfig(participants=3, overcommit=2)
     asked = "warning: participants 3 x overcommit 2 is 6, "
-    assert too_few(over, 3) == f"{asked}{all_of}lower participants, or raise data.clients, or lower overcommit"
-    assert too_few(over, 6) == ""
+    assert (
+        warn_too_few_clients(over, 3)
+        == f"{asked}{all_of}lower participants, or raise data.clients, or lower overcommit"
+    )
+    assert warn_too_few_clients(over, 6) == ""

@@ -26,8 +26,7 @@ from pliant.fed.data.partition import (
     natural,
     shards,
 )
-from pliant.fed.pickles import read_pickle
-from pliant.fed.tables import ClientMap, read_client_map, read_label_counts, read_sizes
+from pliant.fed.tables import ClientMap, read_client_map, read_label_counts, read_pickle, read_sizes
 
 LABELS = np.repeat(np.arange(10), 600)
 

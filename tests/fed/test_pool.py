@@ -12,21 +12,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from executing import TOKEN, Disturbed, Nursery, Outcome, held, outcome, proved, say, sha256, small
+from executing import TOKEN, BatchOutcome, Disturbed, Nursery, held, outcome, proved, say, sha256, small
 from gang import FULL, free_port
 from patience import until
 
 from pliant.errors import LaunchError, TrainError
+from pliant.fed.aggregation import FedAvg
 from pliant.fed.config import FedConfig
-from pliant.fed.data.task import build
+from pliant.fed.data.build import build_task
 from pliant.fed.executors import wire
 from pliant.fed.executors.executor import fingerprint
 from pliant.fed.executors.mail import Address, Mail
 from pliant.fed.executors.pool import Pool
-from pliant.fed.fold.aggregation import FedAvg
-from pliant.fed.training.local import InProcess
-from pliant.fed.updates import Update, Weights
-from pliant.fed.work import Done, Training, Unit, Workers, training_units
+from pliant.fed.trainer import InProcess
+from pliant.fed.work import Training, Unit, UnitResult, Update, Weights, Workers, training_units
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120), pytest.mark.usefixtures("nothing_left")]
 
@@ -63,9 +62,9 @@ class InOrderOfArrival:
     """Results as they might come, not in their order."""
 
     def __init__(self, config: FedConfig) -> None:
-        self._workers = InProcess(config)
+        self._workers = InProcess(build_task(config))
 
-    def run(self, model: Weights, units: Sequence[Unit]) -> Iterator[Done]:
+    def run(self, model: Weights, units: Sequence[Unit]) -> Iterator[UnitResult]:
         done = list(self._workers.run(model, units))
         if isinstance(units[0], Training):
             random.Random(3).shuffle(done)
@@ -83,7 +82,7 @@ class Careless(FedAvg):
 def test_folded_in_the_order_of_arrival_the_bits_would_differ() -> None:
     """The negative control: the hashes of the tests above would show it, and the parts in between would refuse it."""
     config = small()
-    task = build(config)
+    task = build_task(config)
     model = Weights.of(task.model())
     units = training_units(range(6), [3] * 6, round_number=1, lr=0.1, batching=1)
 
@@ -200,7 +199,7 @@ def test_a_unit_that_fails_everywhere_says_why(ward: Nursery, tmp_path: Path, no
 
 def test_units_that_nobody_waits_for_are_dropped(ward: Nursery, tmp_path: Path, no_leaks: None) -> None:
     config = small()
-    task = build(config)
+    task = build_task(config)
     model = Weights.of(task.model())
     units = training_units(range(12), [3] * 12, round_number=1, lr=0.1, batching=1)
     with Pool(config, token=TOKEN) as pool:
@@ -233,7 +232,7 @@ def test_the_server_is_killed_and_goes_on_from_its_checkpoint(ward: Nursery, tmp
     until(lambda: "listening" in again.said(), "the new server")
     (tmp_path / "gate").unlink()
     assert again.wait() == 0, again.said()
-    found: Outcome = eval(again.said().splitlines()[-1])
+    found: BatchOutcome = eval(again.said().splitlines()[-1])
     assert found == expected
     assert [child.wait() for child in executors] == [0, 0]
     assert all("lost the server" in child.said() for child in executors)
@@ -265,7 +264,7 @@ def test_what_one_server_has_taken_back_the_next_one_is_done(ward: Nursery, tmp_
         def disturb() -> None:
             until(held(tmp_path, pool), "a unit in somebody's hands")
             with proved(pool.address) as thief:
-                say(thief, wire.Kind.READY, {"task": fingerprint(build(config))})
+                say(thief, wire.Kind.READY, {"task": fingerprint(build_task(config))})
                 until(lambda: [e for e in pool.executors() if e.name == "fake" and e.holding], "a unit of the thief's")
                 pool.fail("enough")
 
@@ -280,7 +279,7 @@ def test_what_one_server_has_taken_back_the_next_one_is_done(ward: Nursery, tmp_
 def test_who_waits_hears_of_the_end_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Just before its units are given out; and when the pool's own thread fails."""
     config = small()
-    model = Weights.of(build(config).model())
+    model = Weights.of(build_task(config).model())
     units = training_units([1, 2], [1, 1], round_number=1, lr=0.1, batching=1)
     with Pool(config, token=TOKEN) as pool:
         encode = pool._encode

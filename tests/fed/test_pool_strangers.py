@@ -19,14 +19,14 @@ from executing import DEADLINE_S, TOKEN, Disturbed, Nursery, frame, outcome, pro
 from patience import until
 
 from pliant.errors import ConfigError
-from pliant.fed.data.task import build
+from pliant.fed.data.build import build_task
 from pliant.fed.executors import wire
 from pliant.fed.executors.executor import fingerprint
 from pliant.fed.executors.pool import Pool, server_tls
-from pliant.fed.rounds import checkpoints
-from pliant.fed.rounds.journal import Journal
-from pliant.fed.rounds.loop import Loop
-from pliant.fed.training.local import kind_of
+from pliant.fed.rounds.federation import load_checkpoint
+from pliant.fed.rounds.loop import FederatedLoop
+from pliant.fed.rounds.storage import JobRecorder
+from pliant.fed.trainer import describe_device
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120), pytest.mark.usefixtures("nothing_left")]
 
@@ -109,7 +109,7 @@ def test_who_sends_garbage_is_cut_off_and_harms_nobody(
             assert is_closed(stranger)
         ward.started(tmp_path, pool, 1)
         with proved(pool.address) as fake:
-            say(fake, wire.Kind.READY, {"task": fingerprint(build(config))})
+            say(fake, wire.Kind.READY, {"task": fingerprint(build_task(config))})
             pool.wait_for(2, 10)
 
             def disturb() -> None:
@@ -168,7 +168,7 @@ def test_other_data_are_refused(ward: Nursery, tmp_path: Path, caplog: pytest.Lo
             say(fake, wire.Kind.READY, {"task": "another"})
             assert "not those of this job" in str(frame(fake))
         with proved(pool.address) as fake:
-            say(fake, wire.Kind.READY, {"task": fingerprint(build(config)), "kind": "another processor"})
+            say(fake, wire.Kind.READY, {"task": fingerprint(build_task(config)), "kind": "another processor"})
             assert "it computes on another processor, and this job on cpu with torch" in str(frame(fake))
         assert outcome(config, pool) == outcome(config)
 
@@ -181,14 +181,14 @@ def test_a_job_goes_on_with_the_kind_of_executors_that_it_was_begun_with(
     with Pool(config, token=TOKEN) as pool:
         ward.started(tmp_path, pool, 1)
         outcome(config, pool, folder)
-    saved = checkpoints.load(folder, config)
+    saved = load_checkpoint(folder, config)
     assert saved is not None
-    assert saved.kind == kind_of(torch.device("cpu"))
+    assert saved.kind == describe_device(torch.device("cpu"))
     longer = small(checkpoint_every=1, rounds=6)
     with Pool(longer, token=TOKEN) as pool, proved(pool.address) as fake:
-        say(fake, wire.Kind.READY, {"task": fingerprint(build(config)), "kind": "another processor"})
+        say(fake, wire.Kind.READY, {"task": fingerprint(build_task(config)), "kind": "another processor"})
         pool.wait_for(1, DEADLINE_S)
-        job = Loop(longer, build(longer), pool, Journal(folder))
+        job = FederatedLoop(longer, build_task(longer), pool, JobRecorder(folder))
         job.start()
         why = until(lambda: frame(fake).get("why"), "the reason")
         assert why.startswith(f"it computes on another processor, and this job on {saved.kind}")
@@ -202,7 +202,7 @@ def test_the_servers_own_data_decide_and_not_who_comes_first(ward: Nursery, tmp_
     with Pool(config, token=TOKEN) as pool, proved(pool.address) as fake:
         say(fake, wire.Kind.READY, {"task": "another"})
         pool.wait_for(1, DEADLINE_S)
-        pool.expect(fingerprint(build(config)))
+        pool.expect(fingerprint(build_task(config)))
         assert "not those of this job" in until(lambda: frame(fake).get("why"), "the reason")
         until(lambda: not pool.executors(), "its end")
         ward.started(tmp_path, pool, 1)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.errors import ConfigError
-from pliant.fed.fold.aggregators import AGGREGATORS, FedAvg, Update, Weights, make
-from pliant.fed.fold.privacy import Accountant, Privacy, clipped, generator, sampled_gaussian_rdp
+from pliant.fed.aggregation import AGGREGATORS, FedAvg, Update, Weights, make_aggregator
+from pliant.fed.privacy import Accountant, Privacy, clipped, generator, sampled_gaussian_rdp
 
 
 def length(change: Weights) -> float:
@@ -97,15 +97,15 @@ def test_clipping_alone_is_allowed_and_promises_nothing() -> None:
 
 
 def test_only_even_means_are_covered_by_the_servers_noise() -> None:
-    covered = {name for name in AGGREGATORS if make(name).averages}
+    covered = {name for name in AGGREGATORS if make_aggregator(name).averages}
     assert covered == {"fed-avg", "fed-prox", "fed-yogi", "fed-adam", "fed-adagrad"}
     for name in AGGREGATORS:
-        Privacy(where="client").check(make(name))
+        Privacy(where="client").check(make_aggregator(name))
         if name in covered:
-            Privacy().check(make(name))
+            Privacy().check(make_aggregator(name))
         else:
             with pytest.raises(ConfigError, match=f"{name} is no mean"):
-                Privacy().check(make(name))
+                Privacy().check(make_aggregator(name))
 
 
 @pytest.mark.parametrize(

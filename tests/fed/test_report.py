@@ -17,14 +17,14 @@ from pliant.fed.config import FedConfig
 from pliant.fed.history import Point
 from pliant.fed.jobs.perf_files import read_curve
 from pliant.fed.jobs.report import compare
-from pliant.fed.rounds.journal import Journal
+from pliant.fed.rounds.storage import JobRecorder
 
 REPLAY = Path(__file__).parents[2] / "examples" / "federated" / "replay.json"
 
 
 def journal(folder: Path, *tests: tuple[int, float, float], kind: str = "oort") -> Path:
     """A job's folder with these tests: round, seconds, accuracy."""
-    made = Journal(folder / "aggregator")
+    made = JobRecorder(folder / "aggregator")
     made.begin(FedConfig(name="a", selector={"kind": kind}), None, {})  # type: ignore[arg-type]
     for number, clock_s, accuracy in tests:
         made.test(Point(number, clock_s, accuracy, 1.0, 2 - accuracy))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from pliant_repro.figures.oort.federated import Course, Job
 
-from pliant.fed.config import Choice, DataConfig, FedConfig, LocalConfig
+from pliant.fed.config import DataConfig, FedConfig, LocalConfig, NamedOptions
 from pliant.fed.rounds.loop import simulate
 
 pytestmark = pytest.mark.timeout(120)
@@ -35,7 +35,7 @@ def config(seed: int = 0, *, kind: str = "oort", options: dict[str, Any] | None 
         "evaluate_every": 2,
         "batching": 20,
     }
-    return FedConfig(seed=seed, selector=Choice(kind=kind, options=chosen), **{**usual, **more})
+    return FedConfig(seed=seed, selector=NamedOptions(kind=kind, options=chosen), **{**usual, **more})
 
 
 def course(*args: Any, **more: Any) -> Course:

@@ -11,18 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.errors import CheckpointError, ConfigError, NoClient
-from pliant.fed.choice import selection
-from pliant.fed.choice.oort import PRESETS, Oort
-from pliant.fed.choice.population import greatest, sample
-from pliant.fed.choice.selection import PopulationSelector
-from pliant.fed.choice.selectors import NAMES, local_steps, make
+from pliant.fed.selection import base as selection
+from pliant.fed.selection.base import PopulationSelector, greatest, sample
+from pliant.fed.selection.selectors import NAMES, PRESETS, Oort, local_steps, make_selector
 
 ALL = [*[name for name in NAMES if name != "oort"], *[f"oort:{name}" for name in PRESETS]]
 
 
 def selector(name: str, seed: int = 7, **options: Any) -> PopulationSelector:
     kind, _, preset = name.partition(":")
-    return make(kind, seed=seed, **({"preset": preset} if preset else {}), **options)
+    return make_selector(kind, seed=seed, **({"preset": preset} if preset else {}), **options)
 
 
 def registered(name: str, num: int, seed: int = 7, **options: Any) -> PopulationSelector:
@@ -199,13 +197,13 @@ def test_nobody_there_is_one_clear_line_and_changes_nothing(name: str) -> None:
         (lambda made: made.register([3], size=[0]), "size=0 of client 3"),
         (lambda made: made.register([0.5]), "clients of type float64"),
         (lambda made: made.register(np.array([2**63], np.uint64)), "use ids below 2\\^63"),
-        (lambda made: make("best"), "selector 'best' is unknown: use one of random, fastest"),
-        (lambda made: make("oort", preset="kuiper"), "preset 'kuiper' is unknown: use one of paper, artifact, fedscale"),
-        (lambda made: make("oort", epsilon=1), "selector oort: 'epsilon' is unknown; it has"),
-        (lambda made: make("random", epsilon=1), "selector random: 'epsilon' is unknown; it has no options"),
-        (lambda made: make("refl", accuracy=2), "accuracy=2: use a probability"),
-        (lambda made: make("refl", rest_rounds=-1), "rest_rounds=-1"),
-        (lambda made: make("power-of-choice", factor=0.5), "factor=0.5"),
+        (lambda made: make_selector("best"), "selector 'best' is unknown: use one of random, fastest"),
+        (lambda made: make_selector("oort", preset="kuiper"), "preset 'kuiper' is unknown: use one of paper, artifact, fedscale"),
+        (lambda made: make_selector("oort", epsilon=1), "selector oort: 'epsilon' is unknown; it has"),
+        (lambda made: make_selector("random", epsilon=1), "selector random: 'epsilon' is unknown; it has no options"),
+        (lambda made: make_selector("refl", accuracy=2), "accuracy=2: use a probability"),
+        (lambda made: make_selector("refl", rest_rounds=-1), "rest_rounds=-1"),
+        (lambda made: make_selector("power-of-choice", factor=0.5), "factor=0.5"),
         (lambda made: local_steps(0, [], []), "steps=0"),
         (lambda made: local_steps(5, [1.0], [2.0]), "duration_s and compute_s"),
     ],
@@ -216,7 +214,7 @@ def test_mistakes_are_named(call: Any, says: str) -> None:
 
 
 def test_registering_again_says_something_new_and_forgets_nothing() -> None:
-    made = make("fastest")
+    made = make_selector("fastest")
     made.register([5, 3], duration_s=[10.0, 20.0])
     made.feedback([3], utility=[4.0], duration_s=[30.0])
     made.register([3, 9], duration_s=[2.0, 1.0])
@@ -227,7 +225,7 @@ def test_registering_again_says_something_new_and_forgets_nothing() -> None:
 
 
 def test_who_was_cut_has_not_taken_part_and_took_at_least_so_long() -> None:
-    made = make("random")
+    made = make_selector("random")
     made.register([0, 1, 2, 3], duration_s=[10.0, 10.0, 10.0, np.nan])
     made.select(4)
     made.feedback(
@@ -239,7 +237,7 @@ def test_who_was_cut_has_not_taken_part_and_took_at_least_so_long() -> None:
 
 
 def test_what_broken_clients_say_is_not_believed() -> None:
-    made = make("random")
+    made = make_selector("random")
     made.register([0, 1, 2, 3], duration_s=[10.0] * 4)
     made.select(4)
     wrong = [np.nan, np.inf, -1.0, -np.inf]
@@ -307,7 +305,7 @@ def test_random_picks_everybody_equally_often() -> None:
 
 
 def test_fastest_takes_the_fastest_and_the_unknown_last() -> None:
-    made = make("fastest")
+    made = make_selector("fastest")
     made.register([0, 1, 2, 3], duration_s=[9.0, np.nan, 1.0, 5.0])
     assert made.select(2).tolist() == [2, 3]
     assert made.select(3, [0, 1, 2]).tolist() == [0, 1, 2]
@@ -315,20 +313,20 @@ def test_fastest_takes_the_fastest_and_the_unknown_last() -> None:
 
 
 def test_power_of_choice_takes_the_greatest_loss_of_its_candidates() -> None:
-    made = make("power-of-choice", factor=100)  # everybody is a candidate
+    made = make_selector("power-of-choice", factor=100)  # everybody is a candidate
     made.register(range(6), size=[1.0, 10.0, 10.0, 10.0, 10.0, 10.0])
     made.feedback([0, 1, 2, 3], loss=[0.9, 0.1, 0.5, 0.7])
     assert made.select(2).tolist() == [4, 5]  # never heard
     made.feedback([4, 5], loss=[0.2, np.nan], utility=[0.0, 8.0])  # 8 of 10 samples: 0.8 each
     assert made.select(2).tolist() == [0, 5]
-    few = make("power-of-choice", factor=1)  # as many candidates as picks: by size alone
+    few = make_selector("power-of-choice", factor=1)  # as many candidates as picks: by size alone
     few.register([0, 1], size=[1.0, 9.0])
     times = np.bincount([int(few.select(1)[0]) for _ in range(800)])
     assert abs(times[1] / 800 - 0.9) < 0.04
 
 
 def test_refl_takes_those_who_leave_soonest_and_can_finish_and_have_rested() -> None:
-    made = make("refl", rest_rounds=2)
+    made = make_selector("refl", rest_rounds=2)
     made.register(range(5), duration_s=[10.0] * 5)
     stays_s = [100.0, 20.0, 5.0, 50.0, 80.0]
     rounds = []
@@ -338,13 +336,13 @@ def test_refl_takes_those_who_leave_soonest_and_can_finish_and_have_rested() -> 
         rounds.append(int(picked[0]))
     assert rounds == [1, 3, 4, 1, 3]  # 2 would be gone before it is done; 1 is back after two rounds of rest
     assert made.select(5, remaining_s=stays_s).tolist() == [0, 1, 2, 3, 4]
-    blind = make("refl", rest_rounds=0, accuracy=0.0)
+    blind = make_selector("refl", rest_rounds=0, accuracy=0.0)
     blind.register(range(5), duration_s=[10.0] * 5)
     assert len({int(blind.select(1, remaining_s=stays_s)[0]) for _ in range(50)}) > 3
 
 
 def test_refl_without_predictions_is_random_among_the_rested() -> None:
-    made = make("refl", rest_rounds=1)
+    made = make_selector("refl", rest_rounds=1)
     made.register(range(4))
     first = made.select(2)
     made.feedback(first, utility=[1.0, 1.0])

@@ -11,14 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.errors import ConfigError, NoClient
-from pliant.fed.choice.oort import ARTIFACT, FEDSCALE, PAPER, PRESETS, Oort, OortConfig, clipped, penalty, staleness
-from pliant.fed.choice.selectors import make
+from pliant.fed.selection.selectors import (
+    ARTIFACT,
+    FEDSCALE,
+    PAPER,
+    PRESETS,
+    Oort,
+    OortConfig,
+    clipped,
+    make_selector,
+    penalty,
+    staleness,
+)
 
 INF = float("inf")
 
 
 def oort(num: int = 0, *, preset: str = "paper", seed: int = 7, durations: Any = None, **options: Any) -> Oort:
-    made = make("oort", seed=seed, preset=preset, **options)
+    made = make_selector("oort", seed=seed, preset=preset, **options)
     assert isinstance(made, Oort)
     if num:
         made.register(

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pliant.fed.choice.selection import PopulationSelector
-from pliant.fed.choice.selectors import make
+from pliant.fed.selection.base import PopulationSelector
+from pliant.fed.selection.selectors import make_selector
 
 CLIENTS, WAITED_FOR, INVITED, ROUNDS = 500, 20, 26, 60
 
@@ -54,7 +54,7 @@ def seen(told: list[dict[str, Any]]) -> int:
 
 
 def test_a_replay_is_the_same_to_the_byte_and_another_seed_is_not(devices: np.ndarray) -> None:
-    first, again, other = (json.dumps(rounds(make("oort", seed=seed), devices)) for seed in (7, 7, 8))
+    first, again, other = (json.dumps(rounds(make_selector("oort", seed=seed), devices)) for seed in (7, 7, 8))
     assert first == again
     assert first != other
     told = json.loads(first)
@@ -65,13 +65,15 @@ def test_a_replay_is_the_same_to_the_byte_and_another_seed_is_not(devices: np.nd
 
 
 def test_oort_is_faster_than_random_and_each_part_of_it_does_its_own(devices: np.ndarray) -> None:
-    random, oort = rounds(make("random", seed=7), devices), rounds(make("oort", seed=7), devices)
+    random, oort = rounds(make_selector("random", seed=7), devices), rounds(make_selector("oort", seed=7), devices)
     assert mean(oort, "took_s") < 0.6 * mean(random, "took_s")
-    blind = rounds(make("oort", seed=7, round_penalty=0.0, sample_window=1e9), devices)  # "Oort without Sys"
+    blind = rounds(make_selector("oort", seed=7, round_penalty=0.0, sample_window=1e9), devices)  # "Oort without Sys"
     assert mean(blind, "took_s") > 1.3 * mean(oort, "took_s")
-    stuck = rounds(make("oort", seed=7, exploration_factor=0.1, exploration_min=0.0, blacklist_rounds=-1), devices)
+    stuck = rounds(
+        make_selector("oort", seed=7, exploration_factor=0.1, exploration_min=0.0, blacklist_rounds=-1), devices
+    )
     assert seen(stuck) < 0.8 * seen(oort)
-    hasty = rounds(make("oort", seed=7, pacer_delta=0.0), devices)
+    hasty = rounds(make_selector("oort", seed=7, pacer_delta=0.0), devices)
     assert hasty[-1]["round_s"] < oort[-1]["round_s"]
 
 
@@ -79,6 +81,6 @@ def test_oort_is_faster_than_random_and_each_part_of_it_does_its_own(devices: np
 def test_guided_picks_teach_earlier_than_random_ones(seed: int) -> None:
     """On equal devices only what clients teach can make a difference; and since they have only so much to teach, it is one of when."""
     equal = np.full(CLIENTS, 30.0)
-    random, oort = rounds(make("random", seed=seed), equal), rounds(make("oort", seed=seed), equal)
+    random, oort = rounds(make_selector("random", seed=seed), equal), rounds(make_selector("oort", seed=seed), equal)
     assert mean(oort, "took_s") == mean(random, "took_s")
     assert mean(oort[:30], "taught") > 1.1 * mean(random[:30], "taught")

@@ -13,13 +13,13 @@ import torch
 
 from pliant.errors import ConfigError
 from pliant.fed.config import FedConfig
-from pliant.fed.data.datasets import InMemory
-from pliant.fed.data.task import Task, build
+from pliant.fed.data.build import build_task
+from pliant.fed.data.task import InMemory, Task
 
 
 def task_of(data: dict[str, object] | None = None, **given: object) -> Task:
     full = {"kind": "digits", "clients": 10, **(data or {})}
-    return build(FedConfig.model_validate({"data": full, "model": "logistic", **given}))
+    return build_task(FedConfig.model_validate({"data": full, "model": "logistic", **given}))
 
 
 def digest(task: Task) -> str:
@@ -35,7 +35,7 @@ def test_two_builds_are_alike_to_the_bit_also_in_another_process() -> None:
     config = FedConfig.model_validate({"data": data, "malicious": 0.3, "seed": 5})
     torch.manual_seed(77)
     before = torch.get_rng_state()
-    here = digest(build(config))
+    here = digest(build_task(config))
     assert torch.equal(before, torch.get_rng_state())
     code = "import sys, test_task; print(test_task.digest(test_task.build(test_task.FedConfig.model_validate_json(sys.argv[1]))))"
     there = subprocess.run(
@@ -43,7 +43,7 @@ def test_two_builds_are_alike_to_the_bit_also_in_another_process() -> None:
         cwd=Path(__file__).parent, capture_output=True, text=True, timeout=100, check=True,
     )  # fmt: skip
     assert there.stdout.strip() == here
-    assert digest(build(config.model_copy(update={"seed": 6}))) != here
+    assert digest(build_task(config.model_copy(update={"seed": 6}))) != here
 
 
 def test_facts_of_the_digits() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pliant_repro.figures.oort.milp import whole_problem
 
 from pliant.errors import CapacityError, ConfigError
-from pliant.fed.choice.testing import Holdings, by_category, by_deviation, clients_for_deviation, greedy
+from pliant.fed.selection.testing import Holdings, by_category, by_deviation, clients_for_deviation, greedy
 
 EXACT = 1e-4
 """How near to the optimum HiGHS goes by itself."""

@@ -17,8 +17,7 @@ from pliant.errors import CommError, TrainError
 from pliant.fed.executors import greeting, parcels, wire
 from pliant.fed.executors.handout import Give, Handout, Take
 from pliant.fed.executors.wire import Decoder, Frame, Kind, encoded
-from pliant.fed.updates import Update, Weights
-from pliant.fed.work import Evaluation, Score, Trained, Training
+from pliant.fed.work import Evaluation, Score, Trained, Training, Update, Weights
 
 ON_THE_WIRE = sorted(Path(wire.__file__).parent.glob("*.py"))
 
@@ -146,7 +145,7 @@ def alike(a: Weights, b: Weights) -> bool:
 def test_a_model_arrives_to_the_bit_and_equal_models_are_equal_bytes() -> None:
     layout, payload = parcels.packed(MODEL)
     frame = over_the_wire({"layout": layout.to_json()}, payload)
-    found = parcels.unpacked(parcels.Layout.from_json(frame.body["layout"]), frame.payload)
+    found = parcels.unpacked(parcels.TensorLayout.from_json(frame.body["layout"]), frame.payload)
     assert alike(found, MODEL)
     assert len(found.parameters) == len(MODEL.parameters)
     assert all(each.data_ptr() % parcels.ALIGNMENT == 0 for each in found.all if each.numel())
@@ -157,7 +156,7 @@ def test_a_model_arrives_to_the_bit_and_equal_models_are_equal_bytes() -> None:
 
 
 def test_units_and_results_arrive_as_they_are() -> None:
-    layout = parcels.Layout.of(MODEL)
+    layout = parcels.TensorLayout.of(MODEL)
     end = Weights(
         [each + 1 for each in MODEL.parameters],
         [torch.tensor(42), MODEL.buffers[1].logical_not(), MODEL.buffers[2] * 3],
@@ -197,7 +196,7 @@ def test_units_and_results_arrive_as_they_are() -> None:
     ],
 )
 def test_a_result_that_is_not_the_units_is_refused(body: dict[str, object], missing: int) -> None:
-    layout = parcels.Layout.of(MODEL)
+    layout = parcels.TensorLayout.of(MODEL)
     payload = torch.zeros(layout.change.num_bytes - missing, dtype=torch.uint8)
     with pytest.raises(CommError):
         parcels.done_from_json(body, payload, Training(1, (4,), (1,), 0.1), layout)
@@ -206,10 +205,10 @@ def test_a_result_that_is_not_the_units_is_refused(body: dict[str, object], miss
 def test_a_change_of_another_model_does_not_leave() -> None:
     other = Update(4, Weights([torch.zeros(2)], []))
     with pytest.raises(TrainError, match="client 4"):
-        parcels.done_to_json((Trained(other, 0.0),), parcels.Layout.of(MODEL))
+        parcels.done_to_json((Trained(other, 0.0),), parcels.TensorLayout.of(MODEL))
     halves = Update(4, Weights([torch.zeros(2, dtype=torch.float16)], []))
     with pytest.raises(TrainError, match="types"):
-        parcels.done_to_json((Trained(halves, 0.0),), parcels.Layout.of(Weights([torch.zeros(2)], [])))
+        parcels.done_to_json((Trained(halves, 0.0),), parcels.TensorLayout.of(Weights([torch.zeros(2)], [])))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +216,7 @@ def test_a_change_of_another_model_does_not_leave() -> None:
 )
 def test_a_damaged_layout_is_refused(value: object) -> None:
     with pytest.raises(CommError, match="layout"):
-        parcels.Layout.from_json(value)
+        parcels.TensorLayout.from_json(value)
 
 
 # Who is given what

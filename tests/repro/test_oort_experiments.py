@@ -16,9 +16,9 @@ from pliant_repro.figures.oort import ablation, federated, rounds_of_1300, testi
 from pliant_repro.figures.oort.federated import Course
 from pliant_repro.figures.oort.milp import whole_problem
 
-from pliant.fed.choice.testing import Holdings
 from pliant.fed.data.datasets import DEBIAN
 from pliant.fed.history import History, Point, Round
+from pliant.fed.selection.testing import Holdings
 
 pytestmark = pytest.mark.timeout(120)
 fashion = pytest.mark.skipif(not DEBIAN.is_dir(), reason="no Fashion-MNIST: apt install dataset-fashion-mnist")
@@ -133,16 +133,16 @@ def test_each_ablation_is_judged() -> None:
 
 
 def test_large_clients_get_the_slow_devices(tmp_path: Path) -> None:
-    from pliant.fed.clients.devices import read_devices
+    from pliant.fed.clients import read_devices
     from pliant.fed.config import DataConfig
-    from pliant.fed.data.task import build
+    from pliant.fed.data.build import build_task
 
     chosen = replace(time_to_accuracy.setting(Options(quick=True)), clients=50)
     config = time_to_accuracy.config_of("large is slow", chosen, "synthetic", 3)
     config = config.model_copy(update={"data": DataConfig(kind="digits", partition="dirichlet", alpha=1.0, clients=50)})
     dealt = read_devices(time_to_accuracy.large_is_slow(config, tmp_path / "devices.csv"))
     took_s = dealt.round_s(200, down_bytes=0, up_bytes=0)
-    sizes = build(config).sizes
+    sizes = build_task(config).sizes
     assert (np.diff(took_s[np.argsort(sizes, kind="stable")]) >= 0).all()
 
 

@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 from pliant.cli.main import build
 from pliant.errors import ConfigError
 from pliant.fed.config import DataConfig, FedConfig
-from pliant.fed.training.local import Trainer
-from pliant.fed.updates import Weights
-from pliant.fed.work import Training
+from pliant.fed.trainer import ClientTrainer
+from pliant.fed.work import Training, Weights
 
 
 def small_job() -> FedConfig:
@@ -33,12 +32,12 @@ def test_a_client_of_the_peers_does_the_work_of_ours() -> None:
     start = Weights.of(module)
     work.train(task, module, 5, 2)
     theirs = start.change_to(Weights.of(module))
-    done = Trainer(task).run(start, Training(2, (5,), (3,), task.config.local.lr))
+    done = ClientTrainer(task).run(start, Training(2, (5,), (3,), task.config.local.lr))
     assert isinstance(done, tuple)
     assert len(theirs.parameters) == len(done[0].update.change.parameters)
     for ours, other in zip(done[0].update.change.parameters, theirs.parameters, strict=True):
         torch.testing.assert_close(ours, other)
-    again = Trainer(task).run(start, Training(1, (5,), (3,), task.config.local.lr))
+    again = ClientTrainer(task).run(start, Training(1, (5,), (3,), task.config.local.lr))
     assert isinstance(again, tuple)
     assert not torch.allclose(again[0].update.change.parameters[0], theirs.parameters[0]), "the control: another round"
 

@@ -1,18 +1,16 @@
-"""Data sets that a user has, read as they are: Fashion-MNIST, folders of images, Speech Commands, text by who wrote it.
-
-Nothing is downloaded. A data set gives labels, the natural client of each sample where there is one, and the inputs of
-any samples as one tensor; small ones lie in memory, files are decoded when asked for.
-"""
+"""Datasets."""
 
 from __future__ import annotations
 
 import gzip
+import wave
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pliant.errors import ConfigError
+from pliant.fed.data.task import InMemory, Numbers, Samples
+from pliant.fed.data.user_functions import call_function, find_function, user_code_errors
 from pliant.fed.tables import ClientMap, read_rows
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
@@ -28,42 +28,6 @@ FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt",
 IMAGES_OF, LABELS_OF = "-images-idx3-ubyte", "-labels-idx1-ubyte"
 NO_DIGITS = "digits come with scikit-learn: pip install 'pliant[experiments]'"
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
-Numbers = Sequence[int] | NDArray[np.int64]
-
-
-class Samples(Protocol):
-    """What training and partitions need of a data set."""
-
-    @property
-    def labels(self) -> Tensor: ...
-    @property
-    def classes(self) -> tuple[str, ...]: ...
-    @property
-    def clients(self) -> tuple[str, ...]:
-        """Whose each sample is by nature; empty where nobody knows."""
-        ...
-
-    def inputs(self, samples: Numbers) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True)
-class InMemory:
-    """Samples that lie in memory, all of one shape."""
-
-    data: Tensor
-    """The inputs; the first dimension counts the samples."""
-    labels: Tensor
-    """Of each sample, its class: its place in `classes`."""
-    classes: tuple[str, ...]
-    """Their names."""
-    clients: tuple[str, ...] = ()
-    """Of each sample, whose it is, for natural partitions; empty: nobody's."""
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def inputs(self, samples: Numbers) -> Tensor:
-        return self.data[torch.as_tensor(np.asarray(samples, dtype=np.int64))]
 
 
 def fashion_mnist(folder: Path | None = None) -> tuple[InMemory, InMemory]:
@@ -322,3 +286,202 @@ def _windows(samples: Iterable[tuple[str, list[int]]], length: int, classes: tup
     return InMemory(
         codes[:, :-1].contiguous(), codes[:, 1:].contiguous(), classes, tuple(client for client, _ in listed)
     )
+
+
+BANDS = 32
+FRAMES = 32
+WINDOW = 1024
+NOT_THERE = "{}: no WORD/SPEAKER_nohash_N.wav there; give the folder of Speech Commands"
+
+
+@dataclass(frozen=True, slots=True)
+class SpeechFiles:
+    """Utterances, decoded when they are asked for: logarithms of 32 mel bands in 32 frames, each of mean 0 and deviation 1."""
+
+    paths: tuple[Path, ...]
+    labels: Tensor
+    classes: tuple[str, ...]
+    clients: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def inputs(self, samples: Numbers) -> Tensor:
+        return torch.stack([spectrogram(*read_wave(self.paths[int(i)])) for i in samples])
+
+
+def speech_commands(folder: Path) -> tuple[SpeechFiles, SpeechFiles]:
+    """What to train and to test with: files that testing_list.txt names are for testing.
+
+    Without that list a tenth of the speakers is, by a hash of their names. The test's speakers never train.
+
+    Raises:
+        ConfigError: no such files.
+    """
+    found = sorted(folder.glob("*/*_nohash_*.wav")) if folder.is_dir() else []
+    if not found:
+        raise ConfigError(NOT_THERE.format(folder))
+    speakers = [path.name.partition("_nohash_")[0] for path in found]
+    words = tuple(sorted({path.parent.name for path in found}))
+    place = {word: number for number, word in enumerate(words)}
+    listed = folder / "testing_list.txt"
+    if listed.is_file():
+        names = set(listed.read_text().split())
+        testing = [f"{path.parent.name}/{path.name}" in names for path in found]
+    else:
+        testing = [zlib.crc32(speaker.encode()) % 10 == 0 for speaker in speakers]
+
+    def those(wanted: bool) -> SpeechFiles:
+        kept = [i for i, tests in enumerate(testing) if tests is wanted]
+        labels = torch.tensor([place[found[i].parent.name] for i in kept], dtype=torch.int64)
+        return SpeechFiles(tuple(found[i] for i in kept), labels, words, tuple(speakers[i] for i in kept))
+
+    return those(False), those(True)
+
+
+def read_wave(path: Path) -> tuple[Tensor, int]:
+    """The samples of a mono file of 16 bits, in -1 .. 1, and how many there are in a second."""
+    try:
+        with wave.open(str(path), "rb") as file:
+            kind = (file.getnchannels(), file.getsampwidth())
+            rate, raw = file.getframerate(), file.readframes(file.getnframes())
+    except (OSError, EOFError, wave.Error) as error:
+        raise ConfigError(f"{path}: {error}; give a WAV file") from None
+    if kind != (1, 2):
+        raise ConfigError(f"{path}: {kind[0]} channels of {8 * kind[1]} bits; Speech Commands has 1 of 16")
+    return torch.from_numpy(np.frombuffer(raw, "<i2").astype(np.float32) / 32768), rate
+
+
+def spectrogram(sound: Tensor, rate: int) -> Tensor:
+    """The first second as 1 x 32 x 32: shorter sounds are followed by silence."""
+    hop = rate // FRAMES
+    second = torch.zeros(hop * (FRAMES - 1) + WINDOW)
+    kept = sound[: min(rate, len(second))]
+    second[: len(kept)] = kept
+    power = (
+        torch.stft(second, WINDOW, hop, window=torch.hann_window(WINDOW), center=False, return_complex=True)
+        .abs()
+        .square()
+    )
+    bands = torch.log(mel_filters(rate) @ power + 1e-6)
+    deviation = bands.std()
+    return ((bands - bands.mean()) / (deviation if deviation > 0 else 1.0)).unsqueeze(0)
+
+
+@lru_cache(maxsize=8)
+def mel_filters(rate: int) -> Tensor:
+    """Triangles, equally wide on the mel scale, from 20 Hz to half the rate: bands x frequencies."""
+    top, bottom = (2595 * np.log10(1 + hertz / 700) for hertz in (rate / 2, 20.0))
+    edges = 700 * (10 ** (np.linspace(bottom, top, BANDS + 2) / 2595) - 1)
+    at = np.linspace(0, rate / 2, WINDOW // 2 + 1)
+    rising = (at - edges[:-2, None]) / np.diff(edges)[:-1, None]
+    falling = (edges[2:, None] - at) / np.diff(edges)[1:, None]
+    return torch.from_numpy(np.maximum(0, np.minimum(rising, falling)).astype(np.float32))
+
+
+PARTS = ("labels", "classes", "clients", "inputs")
+"""What `Samples` has."""
+MOST_CLASSES = 1_000_000
+TAKES = "it is called with nothing"
+TAKES_PATH = "it is called with data.path"
+RETURNS = "return training and test samples, each (inputs, labels) or an InMemory"
+
+
+def samples_from_function(kind: str, path: str) -> tuple[Samples, Samples]:
+    """What `module:function` gives, called with the path where there is one.
+
+    Raises:
+        ConfigError: the function is not there, fails, or gives something else; one line names it and what is wanted.
+    """
+    what = f"data.kind {kind!r}"
+    made = call_function(kind, "data.kind", *_given(path))
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        raise ConfigError(f"{what} gave {_shape(made)}: {RETURNS}")
+    with user_code_errors(f"{what} gave samples that cannot be used"):
+        if all(_is_pair(each) for each in made):
+            return _wrapped(what, made)
+        return _checked(what, "train", made[0]), _checked(what, "test", made[1])
+
+
+def check_function(kind: str, path: str) -> None:
+    """Raises ConfigError where the function is not there, or cannot be called so; it is not."""
+    find_function(kind, "data.kind", *_given(path))
+
+
+def _given(path: str) -> tuple[str, ...]:
+    """The contract, and what the function is called with."""
+    return (f"{TAKES_PATH}: {RETURNS}", path) if path else (f"{TAKES}: {RETURNS}",)
+
+
+def _is_pair(given: object) -> bool:
+    return isinstance(given, tuple | list) and len(given) == 2 and not isinstance(given[0], str)
+
+
+def _wrapped(what: str, made: Sequence[Any]) -> tuple[InMemory, InMemory]:
+    inputs = [_inputs(what, each[0]) for each in made]
+    raw = [np.asarray(each[1].cpu() if isinstance(each[1], Tensor) else each[1]) for each in made]
+    if any(each.dtype.kind in "US" for each in raw):
+        names = sorted({str(name) for each in raw for name in each.ravel().tolist()})
+        place = {name: number for number, name in enumerate(names)}
+        raw = [np.array([place[str(name)] for name in each.ravel().tolist()]).reshape(each.shape) for each in raw]
+        labels, classes = [_labels(what, each) for each in raw], tuple(names)
+    else:
+        labels = [_labels(what, each) for each in raw]
+        most = max((int(each.max()) for each in labels if each.numel()), default=-1)
+        if most >= MOST_CLASSES:
+            raise ConfigError(f"{what}: a label is {most}: number the classes from 0")
+        classes = tuple(str(number) for number in range(most + 1))
+    for part, data, told in zip(("train", "test"), inputs, labels, strict=True):
+        if len(data) != len(told):
+            raise ConfigError(f"{what}: {part} has {len(data)} inputs and {len(told)} labels: give one for each")
+    return InMemory(inputs[0], labels[0], classes), InMemory(inputs[1], labels[1], classes)
+
+
+def _inputs(what: str, given: Any) -> Tensor:
+    found = given.detach().cpu() if isinstance(given, Tensor) else torch.from_numpy(np.ascontiguousarray(given))
+    if found.dim() < 2:
+        raise ConfigError(f"{what}: inputs of shape {list(found.shape)}: the first dimension counts the samples")
+    if found.dtype == torch.uint8:
+        return found.float() / 255  # pixels, as everybody scales them
+    if found.dtype in (torch.int16, torch.int32, torch.int64):
+        return found.long()  # codes of a text
+    return found.float()
+
+
+def _labels(what: str, given: Any) -> Tensor:
+    if given.dtype.kind not in "iufb" or given.ndim not in (1, 2):
+        raise ConfigError(
+            f"{what}: labels of type {given.dtype} and shape {list(given.shape)}: give a number or name for each sample"
+        )
+    whole = given.astype(np.int64)
+    if not np.array_equal(whole, given) or (whole < 0).any():
+        wrong = given.ravel()[np.flatnonzero((whole != given) | (whole < 0))[0]]
+        raise ConfigError(f"{what}: a label is {wrong}: number the classes from 0")
+    return torch.from_numpy(whole)
+
+
+def _checked(what: str, part: str, given: Any) -> Samples:
+    if missing := [name for name in PARTS if not hasattr(given, name)]:
+        raise ConfigError(f"{what}: its {part} samples are {_shape(given)}, without {missing[0]!r}: {RETURNS}")
+    labels, num_classes = given.labels, len(given.classes)
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() not in (1, 2):
+        raise ConfigError(f"{what}: its {part} labels are {_shape(labels)}: give a tensor of whole numbers")
+    if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
+        raise ConfigError(
+            f"{what}: its {part} labels are {int(labels.min())} to {int(labels.max())}, and there are {num_classes} "
+            "classes: number them from 0, with a name for each"
+        )
+    if given.clients and len(given.clients) != len(labels):
+        raise ConfigError(f"{what}: {part} has {len(given.clients)} clients for {len(labels)} labels: one for each")
+    if len(labels) and not isinstance(given.inputs([0]), Tensor):
+        raise ConfigError(f"{what}: inputs([0]) of its {part} samples gives no tensor: return one of these samples")
+    return cast(Samples, given)
+
+
+def _shape(value: object) -> str:
+    """What it is, in a word or two."""
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} and shape {list(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(type(each).__name__ for each in value[:4])})"
+    return type(value).__name__

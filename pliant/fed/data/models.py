@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pliant.errors import ConfigError
-from pliant.fed.named import called, is_named, users_own
+from pliant.fed.data.user_functions import call_function, is_function_name, user_code_errors
 from pliant.torchvision_import import import_torchvision
 
 IMAGES = ("cnn", "cnn-bn")
@@ -25,14 +25,14 @@ MODELS = (*IMAGES, *FLAT, *TEXTS, *THEIRS)
 OWN = "it is called with the number of classes: return a torch.nn.Module"
 
 
-def make(name: str, num_classes: int, sample: Tensor) -> nn.Module:
+def make_model(name: str, num_classes: int, sample: Tensor) -> nn.Module:
     """The model with random parameters, by torch's generator, for samples like `sample` (without a batch's dimension).
 
     Raises:
         ConfigError: no such model, or not for such samples.
     """
-    if is_named(name):
-        made = called(name, "model", OWN, num_classes)
+    if is_function_name(name):
+        made = call_function(name, "model", OWN, num_classes)
         if not isinstance(made, nn.Module):
             raise ConfigError(f"model {name!r} gave {type(made).__name__}: {OWN}")
         return made
@@ -69,7 +69,7 @@ def try_out(name: str, module: nn.Module, num_classes: int, sample: Tensor) -> N
     Raises:
         ConfigError: it cannot take it, or gives something else than scores.
     """
-    with torch.no_grad(), users_own(f"model {name!r} cannot be given a batch of shape {[1, *sample.shape]}"):
+    with torch.no_grad(), user_code_errors(f"model {name!r} cannot be given a batch of shape {[1, *sample.shape]}"):
         scores = module.eval()(sample.unsqueeze(0))
     if not isinstance(scores, Tensor) or scores.dim() < 2 or scores.shape[-1] < num_classes:
         told = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__

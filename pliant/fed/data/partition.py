@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pliant.errors import ConfigError
-from pliant.fed.tables import ClientMap
+
+if TYPE_CHECKING:
+    from pliant.fed.tables import ClientMap
 
 Ints = NDArray[np.int64]
 TRIES = 100

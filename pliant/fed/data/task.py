@@ -1,16 +1,13 @@
-"""What a federated job works on: samples, whose they are, the model, and what counts as a loss.
+"""The task of a federated job: samples, which client owns which of them, the model, and the loss.
 
-`build` makes it of the config alone, so that every process of a job has the same: data, partition, initial model and liars
-follow from `config.seed`, to the bit.
+`data.build.build_task` makes a `Task` from a config alone. Every process of a job therefore has the same one.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,26 +16,51 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from pliant.errors import ConfigError
-from pliant.fed.config import DataConfig, FedConfig
-from pliant.fed.data import datasets, models, partition
-from pliant.fed.data.datasets import ImageFiles, InMemory, Numbers, Samples
-from pliant.fed.data.own_data import own_samples
+from pliant.fed.config import FedConfig
 from pliant.fed.data.partition import Ints, Partition
-from pliant.fed.data.speech import SpeechFiles, speech_commands
-from pliant.fed.named import is_named
-from pliant.fed.tables import read_client_map, read_sizes
 
-log = logging.getLogger(__name__)
+Numbers = Sequence[int] | NDArray[np.int64]
 Mask = NDArray[np.bool_]
-Pair = tuple[Samples, Samples]
-KINDS = ("fashion-mnist", "digits", "images", "speech", "play", "posts")
-LIARS, SHUFFLE = 1, 2
-"""What a seed is drawn for, so that no two uses draw the same numbers."""
+
+
+class Samples(Protocol):
+    """A data set as training and partitioning need it."""
+
+    @property
+    def labels(self) -> Tensor: ...
+    @property
+    def classes(self) -> tuple[str, ...]: ...
+    @property
+    def clients(self) -> tuple[str, ...]:
+        """The natural owner of each sample; empty if the data set has none."""
+        ...
+
+    def inputs(self, samples: Numbers) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """Some samples of a data set that lies in files."""
+class InMemory:
+    """Samples that lie in memory, all of one shape."""
+
+    data: Tensor
+    """Inputs; the first dimension counts the samples."""
+    labels: Tensor
+    """Class of each sample, as an index into `classes`."""
+    classes: tuple[str, ...]
+    """Names of the classes."""
+    clients: tuple[str, ...] = ()
+    """Owner of each sample, for natural partitions; empty if samples have no owner."""
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def inputs(self, samples: Numbers) -> Tensor:
+        return self.data[torch.as_tensor(np.asarray(samples, dtype=np.int64))]
+
+
+@dataclass(frozen=True, slots=True)
+class Subset:
+    """Some samples of a data set that is read from files on demand."""
 
     whole: Samples
     kept: Ints
@@ -53,25 +75,36 @@ class Part:
 
     @property
     def clients(self) -> tuple[str, ...]:
-        theirs = self.whole.clients
-        return tuple(theirs[i] for i in self.kept) if theirs else ()
+        owners = self.whole.clients
+        return tuple(owners[i] for i in self.kept) if owners else ()
 
     def inputs(self, samples: Numbers) -> Tensor:
         return self.whole.inputs(self.kept[np.asarray(samples, dtype=np.int64)])
 
 
+def take_samples(samples: Samples, kept: Ints) -> Samples:
+    """Return the data set reduced to the samples with these indices."""
+    if not isinstance(samples, InMemory):
+        return Subset(samples, kept.astype(np.int64))
+    at = torch.from_numpy(kept.astype(np.int64))
+    clients = tuple(samples.clients[i] for i in kept) if samples.clients else ()
+    return InMemory(samples.data[at], samples.labels[at], samples.classes, clients)
+
+
 @dataclass(frozen=True)
 class Task:
-    """Clients are places in the partition, from 0."""
+    """Everything that is trained and tested on. Clients are numbered from 0, as in the partition."""
 
     config: FedConfig
     train: Samples
     test: Samples
     partition: Partition
     malicious: Mask
-    """Whose labels are wrong."""
+    """True for clients that train on wrong labels."""
     shuffle: Tensor
-    """What a malicious client takes each class for; never for itself."""
+    """The class that a malicious client uses in place of each class; never the class itself."""
+    make_model: Callable[[], nn.Module]
+    """Creates the model with parameters from torch's default generator."""
 
     @property
     def sizes(self) -> Ints:
@@ -90,19 +123,19 @@ class Task:
         return len(self.test.labels)
 
     def model(self) -> nn.Module:
-        """The initial model, on the CPU: the same bits in every process."""
+        """Return the initial model, on the CPU; every process gets the same bits."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.config.seed)
-            return models.make(self.config.model, self.num_classes, self.train.inputs([0])[0])
+            return self.make_model()
 
     def labels(self, client: int, samples: Numbers) -> Tensor:
-        """As the client has them."""
+        """Return the labels of `samples` as this client has them: wrong ones if it is malicious."""
         true = self.train.labels[torch.as_tensor(np.asarray(samples, dtype=np.int64))]
         return self.shuffle[true] if self.malicious[client] else true
 
     @staticmethod
     def loss(outputs: Tensor, labels: Tensor) -> Tensor:
-        """Of each sample; of a text, the mean over its characters."""
+        """Return the cross entropy of each sample; for texts, the mean over the sample's characters."""
         if outputs.dim() > labels.dim() + 1 or labels.dim() > 2:
             raise ConfigError(
                 f"a model's output of shape {list(outputs.shape)} for labels {list(labels.shape)}: "
@@ -111,171 +144,3 @@ class Task:
         if labels.dim() == 2:
             return F.cross_entropy(outputs.transpose(1, 2), labels, reduction="none").mean(1)
         return F.cross_entropy(outputs, labels, reduction="none")
-
-
-def build(config: FedConfig) -> Task:
-    """The task of a job; reads the data.
-
-    Raises:
-        ConfigError: data, partition or model are not there, or do not go together.
-    """
-    train, test = _samples(config.data)
-    if not len(train.labels) or not len(test.labels):
-        raise ConfigError(
-            f"data {config.data.kind}: {len(train.labels)} samples to train with and {len(test.labels)} to test with; "
-            "both are needed"
-        )
-    if config.data.test_samples:
-        test = cut(test, np.arange(min(config.data.test_samples, len(test.labels))))
-    dealt = _partition(config.data, train, config.seed)
-    made = Task(
-        config, train, test, dealt, _liars(config, len(dealt)), _shuffle(config.seed, max(1, len(train.classes)))
-    )
-    if is_named(config.model):
-        with torch.random.fork_rng(devices=[]):
-            models.try_out(config.model, made.model(), made.num_classes, train.inputs([0])[0])
-    return made
-
-
-def _liars(config: FedConfig, num_clients: int) -> Mask:
-    chance = np.random.default_rng((config.seed, LIARS))
-    mask = np.zeros(num_clients, np.bool_)
-    mask[chance.permutation(num_clients)[: round(config.malicious * num_clients)]] = True
-    return mask
-
-
-def _shuffle(seed: int, num_classes: int) -> Tensor:
-    """Each class becomes the next one in a random circle of all: none stays what it is."""
-    circle = np.random.default_rng((seed, SHUFFLE)).permutation(num_classes)
-    shuffled = np.empty(num_classes, np.int64)
-    shuffled[circle] = np.roll(circle, -1)
-    return torch.from_numpy(shuffled)
-
-
-def cut(samples: Samples, kept: Ints) -> Samples:
-    """Only the samples of these numbers."""
-    if not isinstance(samples, InMemory):
-        return Part(samples, kept.astype(np.int64))
-    at = torch.from_numpy(kept.astype(np.int64))
-    clients = tuple(samples.clients[i] for i in kept) if samples.clients else ()
-    return InMemory(samples.data[at], samples.labels[at], samples.classes, clients)
-
-
-# --- samples ---
-
-
-def _samples(config: DataConfig) -> Pair:
-    path = Path(config.path)
-    if is_named(config.kind):
-        return own_samples(config.kind, config.path)
-    if config.kind not in KINDS:
-        raise ConfigError(f"data.kind {config.kind!r} is unknown: use {', '.join(KINDS)}, or module:function")
-    if config.kind == "fashion-mnist":
-        return datasets.fashion_mnist(path if config.path else None)
-    if config.kind == "digits":
-        return digits()
-    if not config.path:
-        raise ConfigError(f"data.path is empty: {config.kind} needs its file or folder")
-    if config.kind == "images":
-        return _images(path, config.map)
-    if config.kind == "speech":
-        return speech_commands(path)
-    return datasets.text_by_role(path) if config.kind == "play" else datasets.text_by_author(path)
-
-
-def digits() -> tuple[InMemory, InMemory]:
-    """scikit-learn's 1,797 handwritten digits, 1 x 8 x 8, of mean 0 and deviation 1; every fifth is for testing.
-
-    Raises:
-        ConfigError: scikit-learn is not installed.
-    """
-    try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-    except ImportError:
-        raise ConfigError(datasets.NO_DIGITS) from None
-    found = load_digits()
-    labels = torch.from_numpy(found.target.astype(np.int64))
-    images = torch.from_numpy(found.images.astype(np.float32)).unsqueeze(1)
-    tests = torch.arange(len(labels)) % 5 == 4
-    mean, deviation = float(found.images.mean()), float(found.images.std())
-    images = (images - mean) / deviation
-    classes = tuple(str(each) for each in range(10))
-    return InMemory(images[~tests], labels[~tests], classes), InMemory(images[tests], labels[tests], classes)
-
-
-def _images(folder: Path, map_path: str) -> Pair:
-    """Folders train and test (or val) where there are such; otherwise every tenth image is for testing."""
-    mapped = read_client_map(Path(map_path)) if map_path else None
-    tests = next((folder / name for name in ("test", "val", "validation") if (folder / name).is_dir()), None)
-    if tests is None or not (folder / "train").is_dir():
-        whole = datasets.image_folder(folder, mapped)
-        every = np.arange(len(whole)) % 10 == 9
-        return cut(whole, np.flatnonzero(~every)), cut(whole, np.flatnonzero(every))
-    train, test = datasets.image_folder(folder / "train", mapped), datasets.image_folder(tests)
-    place = {name: number for number, name in enumerate(train.classes)}
-    if strange := [name for name in test.classes if name not in place]:
-        raise ConfigError(f"{tests}: class {strange[0]!r} is not among those in {folder / 'train'}; remove it there")
-    numbers = torch.tensor([place[name] for name in test.classes])
-    return train, ImageFiles(test.paths, numbers[test.labels], train.classes, (), test.side)
-
-
-# --- whose they are ---
-
-
-def _partition(config: DataConfig, train: Samples, seed: int) -> Partition:
-    most = config.most or None
-    if config.partition == "natural":
-        whole = _natural(config, train).limited(config.least, most)
-        return _first(whole, config.clients) if config.clients else whole
-    sizes = None
-    if config.sizes:
-        table = read_sizes(Path(config.sizes))
-        drawn = partition.draw_sizes(table, config.clients, seed=seed, least=config.least, most=most)
-        sizes = partition.fitted(drawn, len(train.labels))
-    if config.partition == "iid":
-        if sizes is not None:
-            return partition.by_sizes(len(train.labels), sizes, seed=seed)
-        dealt = partition.iid(len(train.labels), config.clients, seed=seed)
-    elif config.partition == "shards":
-        if sizes is not None:
-            raise ConfigError(f"data.sizes {config.sizes}: shards are of one size; use iid or dirichlet, or no sizes")
-        dealt = partition.shards(train.labels, config.clients, per_client=config.per_client, seed=seed)
-    else:
-        if sizes is not None:
-            return partition.dirichlet(train.labels, config.clients, config.alpha, seed=seed, sizes=sizes)
-        dealt = partition.dirichlet(train.labels, config.clients, config.alpha, seed=seed, least=0)
-    kept = dealt.limited(config.least, most)
-    if len(kept) < len(dealt):
-        log.info(
-            "%d of %d clients have too few or too many samples, and are left out", len(dealt) - len(kept), len(dealt)
-        )
-    return kept
-
-
-def _natural(config: DataConfig, train: Samples) -> Partition:
-    if config.map and not isinstance(train, ImageFiles | Part):
-        return partition.by_map(read_client_map(Path(config.map)), _names(train), unmapped="drop")
-    if not train.clients:
-        raise ConfigError(
-            f"data.partition natural: nobody knows whose the samples of {config.kind} are; give data.map, or iid, "
-            "dirichlet or shards"
-        )
-    return partition.natural(train.clients)
-
-
-def _names(samples: Samples) -> Sequence[str]:
-    """As a client map has them: the word's folder and the file, or the number of the sample."""
-    if isinstance(samples, SpeechFiles):
-        return [f"{path.parent.name}/{path.name}" for path in samples.paths]
-    return [str(number) for number in range(len(samples.labels))]
-
-
-def _first(whole: Partition, num: int) -> Partition:
-    count = min(num, len(whole))
-    starts = whole.starts[: count + 1]
-    return Partition(whole.names[:count], starts, whole.order[: int(starts[-1])], whole.num_samples)
-
-
-def as_task(given: Task | FedConfig | Any) -> Task:
-    """The task itself, or that of a config."""
-    return given if isinstance(given, Task) else build(given)

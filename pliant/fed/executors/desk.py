@@ -20,7 +20,7 @@ from pliant.fed.executors import parcels, wire
 from pliant.fed.executors.door import Door
 from pliant.fed.executors.handout import MAX_LOSSES, Give, Handout, Take
 from pliant.fed.executors.wire import Kind, Link
-from pliant.fed.work import Done, Evaluation, Unit
+from pliant.fed.work import Evaluation, Unit, UnitResult
 
 log = logging.getLogger(__name__)
 
@@ -68,11 +68,11 @@ class Batch:
     """Units that start from one model, and their results as they come."""
 
     units: Sequence[Unit]
-    layout: parcels.Layout
+    layout: parcels.TensorLayout
     version: int
     model: list[memoryview]
     """The frame, encoded once for all."""
-    results: queue.SimpleQueue[tuple[int, Done] | PliantError] = field(default_factory=queue.SimpleQueue)
+    results: queue.SimpleQueue[tuple[int, UnitResult] | PliantError] = field(default_factory=queue.SimpleQueue)
     first: int = 0
     """The number of its first unit."""
     taken: int = 0

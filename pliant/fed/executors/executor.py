@@ -29,14 +29,14 @@ from pydantic import ValidationError
 
 from pliant.errors import CommError, ConfigError, PliantError
 from pliant.fed.config import FedConfig
-from pliant.fed.data.task import Task, build
+from pliant.fed.data.build import build_task
+from pliant.fed.data.task import Task
 from pliant.fed.executors import parcels
 from pliant.fed.executors.mail import REFUSED, Address, End, Letter, Mail
 from pliant.fed.executors.settings import PATIENCE_S, Settings, check_token
 from pliant.fed.executors.wire import Frame, Kind
-from pliant.fed.training.local import Trainer, kind_of
-from pliant.fed.updates import Weights
-from pliant.fed.work import Unit
+from pliant.fed.trainer import ClientTrainer, describe_device
+from pliant.fed.work import Unit, Weights
 
 log = logging.getLogger("pliant.fed.executors.executor")  # by its name, also where it is the program
 
@@ -48,9 +48,9 @@ class Executor:
         self._mail = mail
         self._device, self._seat = device, seat
         self._config: FedConfig | None = None
-        self._trainer: Trainer | None = None
+        self._trainer: ClientTrainer | None = None
         self._about: dict[str, Any] = {}
-        self._model: tuple[parcels.Layout, Weights] | None = None
+        self._model: tuple[parcels.TensorLayout, Weights] | None = None
 
     def work(self) -> int:
         """Until the end; the exit code."""
@@ -75,7 +75,7 @@ class Executor:
                 self._mail.send(letter.connection, Kind.READY, self._about)
                 log.info("ready on %s", self._about["device"])
             case Kind.MODEL:
-                layout = parcels.Layout.from_json(letter.frame.body.get("layout"))
+                layout = parcels.TensorLayout.from_json(letter.frame.body.get("layout"))
                 self._model = layout, parcels.unpacked(layout, letter.frame.payload)
             case Kind.UNIT:
                 number = int(letter.frame.body.get("id", -1))
@@ -97,11 +97,11 @@ class Executor:
         if config == self._config:
             return
         self._trainer = None  # two data sets may not fit
-        task = build(config)
-        self._trainer = Trainer(task, device=own_device(self._device or config.device, self._seat))
+        task = build_task(config)
+        self._trainer = ClientTrainer(task, device=own_device(self._device or config.device, self._seat))
         self._config = config
         device = self._trainer.device
-        self._about = {"task": fingerprint(task), "device": str(device), "kind": kind_of(device)}
+        self._about = {"task": fingerprint(task), "device": str(device), "kind": describe_device(device)}
         gc.collect()
         gc.freeze()  # what stays need not be looked at again: it would take longer than a client
 

@@ -1,6 +1,6 @@
 """Models, units and results as bodies and payloads of frames (`wire`), and back.
 
-A model's `Layout` travels with it once; the changes that come back lie in the layout that follows from it, so a result is
+A model's `TensorLayout` travels with it once; the changes that come back lie in the layout that follows from it, so a result is
 numbers of a line or two and raw bytes. What is read shares memory with what was received: nothing is copied.
 """
 
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from pliant.errors import CommError, TrainError
-from pliant.fed.updates import Update, Weights, check_alike
-from pliant.fed.work import Done, Evaluation, Score, Trained, Training, Unit
+from pliant.fed.work import Evaluation, Score, Trained, Training, Unit, UnitResult, Update, Weights, check_alike
 
 ALIGNMENT = 64
 """As torch aligns its own memory: what is computed from tensors must not depend on where they came from."""
@@ -51,27 +50,27 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorLayout:
     """How the tensors of `Weights` lie in a payload: one after the other, each aligned."""
 
     parameters: tuple[Slot, ...]
     buffers: tuple[Slot, ...]
 
     @classmethod
-    def of(cls, weights: Weights) -> Layout:
+    def of(cls, weights: Weights) -> TensorLayout:
         return cls(
             tuple(Slot(each.dtype, tuple(each.shape)) for each in weights.parameters),
             tuple(Slot(each.dtype, tuple(each.shape)) for each in weights.buffers),
         )
 
     @cached_property
-    def change(self) -> Layout:
+    def change(self) -> TensorLayout:
         """Of `Weights.change_to`."""
 
         def changed(slots: Sequence[Slot]) -> tuple[Slot, ...]:
             return tuple(slot if slot.dtype.is_floating_point else Slot(torch.int64, slot.shape) for slot in slots)
 
-        return Layout(changed(self.parameters), changed(self.buffers))
+        return TensorLayout(changed(self.parameters), changed(self.buffers))
 
     @cached_property
     def places(self) -> list[tuple[int, int]]:
@@ -93,7 +92,7 @@ class Layout:
         ]
 
     @classmethod
-    def from_json(cls, value: object) -> Layout:
+    def from_json(cls, value: object) -> TensorLayout:
         try:
             parameters, buffers = (
                 tuple(Slot(TYPES[name], tuple(map(int, shape))) for name, *shape in slots)
@@ -123,13 +122,13 @@ class Layout:
         return Weights(tensors[: len(self.parameters)], tensors[len(self.parameters) :])
 
 
-def packed(weights: Weights) -> tuple[Layout, Tensor]:
+def packed(weights: Weights) -> tuple[TensorLayout, Tensor]:
     """A model as layout and payload.
 
     Raises:
         TrainError: one of its tensors is of a type that does not travel.
     """
-    layout = Layout.of(weights)
+    layout = TensorLayout.of(weights)
     strange = {slot.dtype for slot in layout.parameters + layout.buffers} - set(TYPES.values())
     if strange:
         raise TrainError(f"tensors of {strange.pop()} do not travel: use one of {', '.join(TYPES)}")
@@ -138,7 +137,7 @@ def packed(weights: Weights) -> tuple[Layout, Tensor]:
     return layout, payload
 
 
-def unpacked(layout: Layout, payload: Tensor | None) -> Weights:
+def unpacked(layout: TensorLayout, payload: Tensor | None) -> Weights:
     payload = torch.empty(0, dtype=torch.uint8) if payload is None else payload
     if payload.numel() != layout.num_bytes:
         raise CommError(f"a model of {layout.num_bytes} bytes came as {payload.numel()}")
@@ -161,12 +160,12 @@ def unit_from_json(value: dict[str, Any]) -> Unit:
         raise CommError(f"a unit is damaged: {error!r}") from None
 
 
-def done_bytes(unit: Unit, layout: Layout) -> int:
+def done_bytes(unit: Unit, layout: TensorLayout) -> int:
     """The payload of a unit's result."""
     return layout.change.num_bytes * len(unit.clients) if isinstance(unit, Training) else 0
 
 
-def done_to_json(done: Done, model: Layout) -> tuple[dict[str, Any], Tensor | None]:
+def done_to_json(done: UnitResult, model: TensorLayout) -> tuple[dict[str, Any], Tensor | None]:
     """A unit's result.
 
     Raises:
@@ -183,8 +182,8 @@ def done_to_json(done: Done, model: Layout) -> tuple[dict[str, Any], Tensor | No
     return {"trained": figures}, payload
 
 
-def _check(update: Update, layout: Layout) -> None:
-    if Layout.of(update.change) != layout:
+def _check(update: Update, layout: TensorLayout) -> None:
+    if TensorLayout.of(update.change) != layout:
         expected = Weights(
             [torch.empty(slot.shape, dtype=slot.dtype, device="meta") for slot in layout.parameters],
             [torch.empty(slot.shape, dtype=slot.dtype, device="meta") for slot in layout.buffers],
@@ -193,7 +192,7 @@ def _check(update: Update, layout: Layout) -> None:
         raise TrainError(f"the change of client {update.client} has tensors of other types than the model's")
 
 
-def done_from_json(body: dict[str, Any], payload: Tensor | None, unit: Unit, model: Layout) -> Done:
+def done_from_json(body: dict[str, Any], payload: Tensor | None, unit: Unit, model: TensorLayout) -> UnitResult:
     """Raises CommError where this is not a result of `unit`."""
     num_bytes = 0 if payload is None else payload.numel()
     if num_bytes != done_bytes(unit, model):

@@ -26,8 +26,7 @@ from pliant.fed.config import FedConfig
 from pliant.fed.executors import parcels, wire
 from pliant.fed.executors.desk import Batch, Desk, Seen
 from pliant.fed.executors.settings import check_token
-from pliant.fed.updates import Weights
-from pliant.fed.work import Done, Unit
+from pliant.fed.work import Unit, UnitResult, Weights
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ class Pool:
         self._over = False
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
-        self._layout: parcels.Layout | None = None
+        self._layout: parcels.TensorLayout | None = None
         self._payload: Tensor | None = None
         self._version = 0
         self._model: list[memoryview] = []
@@ -155,7 +154,7 @@ class Pool:
         """Whoever waits for results, now or later, gets a LaunchError that says so; from any thread."""
         self._give_up(LaunchError(why))
 
-    def run(self, model: Weights, units: Sequence[Unit]) -> Iterator[Done]:
+    def run(self, model: Weights, units: Sequence[Unit]) -> Iterator[UnitResult]:
         """The result of each unit, in their order; waits for executors where none is there.
 
         Raises:
@@ -171,7 +170,7 @@ class Pool:
             if self._failure is not None:
                 raise self._failure
             self._waiting.add(batch)  # who gives up from now on tells it
-        early: dict[int, Done] = {}
+        early: dict[int, UnitResult] = {}
         try:
             self._call(self._desk.start, batch)
             for place in range(len(units)):

@@ -23,8 +23,7 @@ import math
 from flwr.app import Context, MetricRecord, RecordDict
 
 from pliant.errors import ConfigError
-from pliant.fed.choice.population import Numbers
-from pliant.fed.choice.selection import LossMeter
+from pliant.fed.selection.base import LossMeter, Numbers
 
 CLIENT, SAMPLES, UTILITY, LOSS, DURATION = "client", "num-examples", "utility", "loss", "duration-s"
 ARRAYS, CONFIG, METRICS = "arrays", "config", "metrics"

@@ -20,9 +20,8 @@ from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from pliant.errors import CheckpointError
-from pliant.fed.choice.population import BELIEVED
-from pliant.fed.choice.selection import PopulationSelector
 from pliant.fed.flower.client import CLIENT, DURATION, SAMPLES, number_in
+from pliant.fed.selection.base import BELIEVED, PopulationSelector
 
 log = logging.getLogger(__name__)
 SAID_EVERY_S = 10.0

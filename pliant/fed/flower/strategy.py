@@ -1,46 +1,100 @@
-"""Our selectors, over-commit and aggregators as a strategy of Flower: a real federation on SuperLink and SuperNodes.
-
-    @app.main()
-    def main(grid, context):
-        strategy = Guided(config, folder=folder)
-        strategy.start(grid, ArrayRecord(model.state_dict()), evaluate_fn=evaluate)
-
-A round invites `config.invited` clients that the selector picks of those that are connected and idle, and is over with the
-first `config.participants` answers, at the deadline, or when nobody is left who could answer. What came is folded in the
-order of clients, so the same answers give the same bits; who is among the first is up to the world. After each round the
-model, the aggregator, the selector and the record are in `folder`, and a server that is started again goes on from there.
-
-Of a config, `data`, `model`, `devices` and `availability` say nothing here: clients have their own.
-"""
+"""Strategy."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from pliant.errors import CheckpointError, ConfigError, NoClient, TrainError
-from pliant.fed.choice import selectors
-from pliant.fed.clients.world import SELECTION, seed_for
+from pliant.fed.aggregation import FedProx
+from pliant.fed.clients import SELECTION, derive_seed
 from pliant.fed.config import FedConfig
-from pliant.fed.flower.arrays import Layout
 from pliant.fed.flower.client import ARRAYS, CONFIG, LOSS, SAMPLES, UTILITY, number_in
 from pliant.fed.flower.nodes import Nodes, duration_s
-from pliant.fed.fold.aggregators import FedProx
 from pliant.fed.history import Point, Round
-from pliant.fed.rounds import checkpoints
-from pliant.fed.rounds.checkpoints import Saved
-from pliant.fed.rounds.federation import aggregator_of, follow_rate, weights_of
-from pliant.fed.rounds.journal import Journal
-from pliant.fed.rounds.synchronous import finite, mean_loss
-from pliant.fed.updates import Update, Weights
+from pliant.fed.rounds.federation import (
+    FederatedCheckpoint,
+    build_aggregator,
+    load_checkpoint,
+    load_weights,
+    save_checkpoint,
+    update_client_lr,
+)
+from pliant.fed.rounds.modes import finite, mean_loss
+from pliant.fed.rounds.storage import JobRecorder
+from pliant.fed.selection.selectors import make_selector
+from pliant.fed.work import Update, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLayout:
+    """The arrays of a model: names, shapes and types, in their order."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    types: tuple[torch.dtype, ...]
+    buffers: frozenset[str]
+
+    @classmethod
+    def of(cls, arrays: ArrayRecord, buffers: Collection[str] = ()) -> ArrayLayout:
+        """`buffers` are the names of those that are no parameters; arrays that are not of floats never are.
+
+        Raises:
+            ConfigError: there are no arrays, or a name of a buffer is not among them.
+        """
+        if not arrays:
+            raise ConfigError("initial_arrays holds no arrays: give ArrayRecord(model.state_dict())")
+        for name in buffers:
+            if name not in arrays:
+                raise ConfigError(f"buffer {name!r} is not among the arrays: use names of model.named_buffers()")
+        values = {name: torch.from_numpy(np.array(each.numpy())) for name, each in arrays.items()}
+        whole = {name for name, each in values.items() if not each.is_floating_point()}
+        return cls(
+            tuple(values),
+            tuple(tuple(each.shape) for each in values.values()),
+            tuple(each.dtype for each in values.values()),
+            frozenset(buffers) | whole,
+        )
+
+    def fault(self, arrays: ArrayRecord) -> str:
+        """What makes them another model's, without looking at a value; empty: nothing."""
+        if set(arrays) != set(self.names):
+            odd = sorted(set(arrays) ^ set(self.names))[0]
+            return f"array {odd!r} is {'missing' if odd in self.names else 'not of this model'}"
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            if tuple(arrays[name].shape) != shape:
+                return f"array {name!r} is {list(arrays[name].shape)} instead of {list(shape)}"
+        return ""
+
+    def weights(self, arrays: ArrayRecord) -> Weights:
+        """Their values, in the model's types. They must have no `fault`."""
+        # copied: what NumPy has read of a message cannot be written to, and torch warns of that
+        tensors = {
+            name: torch.from_numpy(np.array(arrays[name].numpy())).to(kind)
+            for name, kind in zip(self.names, self.types, strict=True)
+        }
+        return Weights(
+            [each for name, each in tensors.items() if name not in self.buffers],
+            [each for name, each in tensors.items() if name in self.buffers],
+        )
+
+    def arrays(self, weights: Weights) -> ArrayRecord:
+        """The other way: all of them, in the model's order."""
+        parameters, buffers = iter(weights.parameters), iter(weights.buffers)
+        found = {name: next(buffers if name in self.buffers else parameters) for name in self.names}
+        return ArrayRecord({name: Array(each.cpu().numpy()) for name, each in found.items()})
+
 
 log = logging.getLogger(__name__)
 Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
@@ -76,17 +130,17 @@ class Guided(Strategy):
         if config.aggregator.kind == "fed-buff":
             raise ConfigError("aggregator fed-buff: rounds on Flower are not asynchronous; use fed-avg, fed-yogi, ...")
         self.config, self.folder = config, folder
-        self.aggregator = aggregator_of(config)
-        options = {"seed": seed_for(config.seed, SELECTION), **config.selector.options}
-        self.selector = selectors.make(config.selector.kind, **options)  # type: ignore[arg-type]
+        self.aggregator = build_aggregator(config)
+        options = {"seed": derive_seed(config.seed, SELECTION), **config.selector.options}
+        self.selector = make_selector(config.selector.kind, **options)  # type: ignore[arg-type]
         self.nodes = Nodes(self.selector, introduced=identity == "partition", timeout_s=timeout_s)
-        self.journal = Journal(folder, say=log.info)
+        self.journal = JobRecorder(folder, say=log.info)
         self.round: Round | None = None
         """The last one."""
         self._buffers = frozenset(buffers)
         self._least = config.participants if least is None else least
         self._patience_s, self._timeout_s, self._poll_s = patience_s, timeout_s, poll_s
-        self._layout: Layout | None = None
+        self._layout: ArrayLayout | None = None
         self._model = Weights([], [])
         self._zero_s = time.monotonic()
         self._round_begun_s, self._there = 0.0, 0
@@ -146,7 +200,7 @@ class Guided(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
         """Invitations for the clients that the selector picks; waits until enough are there."""
-        self._layout = Layout.of(arrays, self._buffers)
+        self._layout = ArrayLayout.of(arrays, self._buffers)
         self._model = self._layout.weights(arrays)
         picked = self._picked(grid)
         self._round_begun_s, self._took_s = self._clock_s, {}
@@ -161,7 +215,7 @@ class Guided(Strategy):
         assert self._layout is not None, "a round is configured before it is aggregated"
         came, failed = self._sorted_out(replies)
         updates = [self._update(client, message, server_round) for client, message in came.items()]
-        follow_rate(self.aggregator, self.config, server_round)
+        update_client_lr(self.aggregator, self.config, server_round)
         self._model = self.aggregator.aggregate(self._model, updates)
         self._tell(came)
         gone = {client for node_id, client in self._invited.items() if self.nodes.client_of(node_id) != client}
@@ -310,15 +364,15 @@ class Guided(Strategy):
 
     def _resumed(self, initial: ArrayRecord) -> tuple[ArrayRecord, int]:
         """What the job goes on from: the model, and the rounds that are done."""
-        self._layout = Layout.of(initial, self._buffers)
+        self._layout = ArrayLayout.of(initial, self._buffers)
         model = self._layout.weights(initial)
-        saved = checkpoints.load(self.folder, self.config) if self.folder is not None else None
+        saved = load_checkpoint(self.folder, self.config) if self.folder is not None else None
         self._zero_s = time.monotonic()
         if saved is None:
             self.journal.begin(self.config, None, {"runtime": "flower", "model_bytes": model.num_bytes})
             return initial, 0
         try:
-            model = weights_of(saved.state["model"], model)
+            model = load_weights(saved.state["model"], model)
             self.aggregator.load_state_dict(saved.state["aggregator"])
             self.selector.load_state_dict(saved.state["selector"])
             self.nodes.load_state_dict(saved.state["nodes"])
@@ -341,7 +395,7 @@ class Guided(Strategy):
             "clock_s": self._clock_s,
         }
         self.journal.settle()
-        checkpoints.save(self.folder, self.config, Saved(number, 0, "flower", state))
+        save_checkpoint(self.folder, self.config, FederatedCheckpoint(number, 0, "flower", state))
 
 
 def _number(record: MetricRecord, name: str) -> float | None:

@@ -133,25 +133,25 @@ def with_paths(config: FedConfig, folder: Path) -> tuple[FedConfig, dict[tuple[s
 
 def checked_parts(config: FedConfig) -> dict[Place, str]:
     """What the parts that a config names say against it. Imports torch: aggregators and models are made of it."""
-    from pliant.fed.choice import selectors
-    from pliant.fed.data import models, task
-    from pliant.fed.fold import aggregators
+    from pliant.fed.aggregation import make_aggregator
+    from pliant.fed.data import build, models
+    from pliant.fed.selection.selectors import make_selector
 
     wrong: dict[Place, str] = {}
     try:
-        selectors.make(config.selector.kind, **config.selector.options)  # type: ignore[arg-type]
+        make_selector(config.selector.kind, **config.selector.options)  # type: ignore[arg-type]
     except (ConfigError, TypeError) as error:
         wrong[("selector",)] = str(error)
     try:
-        aggregators.make(config.aggregator.kind, config.aggregator.options)  # type: ignore[arg-type]
+        make_aggregator(config.aggregator.kind, config.aggregator.options)  # type: ignore[arg-type]
     except (ConfigError, TypeError) as error:
         wrong[("aggregator",)] = str(error)
     if ":" not in config.model and config.model not in models.MODELS:
         wrong[("model",)] = f"model {config.model!r} is unknown: use {', '.join(models.MODELS)}, or module:function"
     if config.data.kind in NEED_PATH and not config.data.path:
         wrong[("data", "path")] = f"{config.data.kind} lie in a file or folder of yours: give its path"
-    if ":" not in config.data.kind and config.data.kind not in task.KINDS:
+    if ":" not in config.data.kind and config.data.kind not in build.KINDS:
         wrong[("data", "kind")] = (
-            f"data.kind {config.data.kind!r} is unknown: use {', '.join(task.KINDS)}, or module:function"
+            f"data.kind {config.data.kind!r} is unknown: use {', '.join(build.KINDS)}, or module:function"
         )
     return wrong

@@ -14,7 +14,7 @@ from pathlib import Path
 from pliant import record
 from pliant.errors import ConfigError
 from pliant.fed.history import Point, number, whole
-from pliant.fed.pickles import read_pickle
+from pliant.fed.tables import read_pickle
 
 RECORD = "record.jsonl"
 PICKLES = ("training_perf", "testing_perf")

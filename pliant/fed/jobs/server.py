@@ -16,16 +16,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pliant.errors import CheckpointError, ConfigError, PliantError
-from pliant.fed.data.task import build
+from pliant.fed.data.build import build_task
 from pliant.fed.executors.executor import fingerprint
 from pliant.fed.executors.launch import opened
 from pliant.fed.executors.pool import Pool, server_tls
 from pliant.fed.history import History
 from pliant.fed.jobs.folders import JobFolder, locked, write_file
 from pliant.fed.jobs.job import FedJob, rounds_text
-from pliant.fed.rounds.journal import Journal, Watch
-from pliant.fed.rounds.loop import Loop, device_for
-from pliant.fed.training.local import InProcess
+from pliant.fed.rounds.loop import FederatedLoop, default_device
+from pliant.fed.rounds.storage import JobRecorder, Watch
+from pliant.fed.trainer import InProcess
 from pliant.launch import signals
 
 log = logging.getLogger(__name__)
@@ -106,11 +106,13 @@ def _rounds(
     say: Callable[[str], None],
     watch: Watch | None = None,
 ) -> History:
-    made = build(job.config)
+    made = build_task(job.config)
     if pool is not None:
         pool.expect(fingerprint(made))
-    workers = pool or InProcess(made, device_for(job.config))
-    return Loop(job.config, made, workers, Journal(folder.aggregator, say=say, watch=watch), stop=stop).run()
+    workers = pool or InProcess(made, default_device(job.config))
+    return FederatedLoop(
+        job.config, made, workers, JobRecorder(folder.aggregator, say=say, watch=watch), stop=stop
+    ).run()
 
 
 def _alone(folder: JobFolder) -> contextlib.AbstractContextManager[int]:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from pliant.errors import ConfigError
-from pliant.fed.clients.availability import read_availability
-from pliant.fed.clients.devices import read_devices
+from pliant.fed.clients import read_availability, read_devices
 from pliant.fed.config import DataConfig, FedConfig
-from pliant.fed.data import datasets, models, own_data, partition, speech
-from pliant.fed.named import fitting, is_named
+from pliant.fed.data import datasets, models, partition
+from pliant.fed.data.user_functions import find_function, is_function_name
 from pliant.fed.tables import read_client_map, read_sizes
 from pliant.mistakes import Place
 
@@ -50,13 +49,13 @@ def tried(config: FedConfig, folder: Path) -> dict[Place, str]:
     if data.sizes:
         check(("data", "sizes"), lambda: _small(data.sizes, read_sizes))
     with _beside(folder):
-        if is_named(data.kind):
-            check(("data", "kind"), lambda: own_data.check_function(data.kind, data.path))
+        if is_function_name(data.kind):
+            check(("data", "kind"), lambda: datasets.check_function(data.kind, data.path))
         else:
             check(("data", "path") if data.path else ("data",), lambda: _there(data))
-        if is_named(config.model):
-            check(("model",), lambda: fitting(config.model, "model", models.OWN, 2))
-        elif not is_named(data.kind):
+        if is_function_name(config.model):
+            check(("model",), lambda: find_function(config.model, "model", models.OWN, 2))
+        elif not is_function_name(data.kind):
             check(("model",), lambda: models.check(config.model, _sample(data.kind)))
     if not wrong:
         check(("data", "clients"), lambda: _enough(data))
@@ -77,7 +76,7 @@ def _there(data: DataConfig) -> None:
     elif data.kind == "images" and not path.is_dir():
         raise ConfigError(f"{path}: no folder; give one with a folder of images for each class")
     elif data.kind == "speech" and next(path.glob("*/*_nohash_*.wav"), None) is None:
-        raise ConfigError(speech.NOT_THERE.format(path))
+        raise ConfigError(datasets.NOT_THERE.format(path))
     elif data.kind in ("play", "posts") and not path.is_file():
         raise ConfigError(f"{path}: no file; give {'a text' if data.kind == 'play' else 'a CSV of author and text'}")
 

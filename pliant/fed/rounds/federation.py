@@ -1,8 +1,4 @@
-"""What the rounds of a job share, whichever way they are done: model, clients, selector, aggregator, clock and account.
-
-All that later rounds depend on is in `state_dict()`. There is no chance here but the selector's, and no time but the
-virtual clock.
-"""
+"""Federation."""
 
 from __future__ import annotations
 
@@ -10,23 +6,89 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pliant.errors import CheckpointError, ConfigError, NoClient, TrainError
-from pliant.fed.choice import selectors
-from pliant.fed.choice.population import Floats, Ids, Mask
-from pliant.fed.choice.selection import PopulationSelector
-from pliant.fed.clients.world import SELECTION, World, seed_for
+from pliant.fed.aggregation import Aggregator, Krum, QFedAvg, make_aggregator
+from pliant.fed.clients import SELECTION, SimulatedClients, derive_seed
 from pliant.fed.config import FedConfig
 from pliant.fed.data.task import Task
-from pliant.fed.fold import aggregators
-from pliant.fed.fold.aggregation import Aggregator
-from pliant.fed.fold.ledger import Ledger
-from pliant.fed.fold.robust import Krum
-from pliant.fed.updates import Weights, check_alike
-from pliant.fed.work import Score, Trained, Workers, evaluation_units, training_units
+from pliant.fed.privacy import PrivacyBudget
+from pliant.fed.rounds.storage import check_same_config
+from pliant.fed.selection.base import Floats, Ids, Mask, PopulationSelector
+from pliant.fed.selection.selectors import make_selector
+from pliant.fed.work import Score, Trained, Weights, Workers, check_alike, evaluation_units, training_units
+from pliant.train.state import checkpoint_file
+
+CHECKPOINT_FILE = "checkpoint.safetensors"
+FORMAT = 1
+REMEDY = "remove it to begin the job anew"
+
+
+@dataclass(frozen=True, slots=True)
+class FederatedCheckpoint:
+    """What a job goes on from."""
+
+    round: int
+    batching: int
+    data: str
+    """The fingerprint of whose samples are whose."""
+    state: Mapping[str, Any]
+    """Model, aggregator, selector, clock, ...: of `Federation` and of its way of doing rounds."""
+    kind: str = ""
+    """On what it was computed; empty: on nothing yet, or nobody knows."""
+
+
+def save_checkpoint(folder: Path, config: FedConfig, saved: FederatedCheckpoint) -> None:
+    """Put it in the place of the last one.
+
+    Raises:
+        CheckpointError: it cannot be written; the last one is as it was.
+    """
+    meta: dict[str, object] = {
+        "federated": FORMAT,
+        "config": config.model_dump(mode="json"),
+        "batching": saved.batching,
+        "data": saved.data,
+        "kind": saved.kind,
+    }
+    whole = checkpoint_file.Checkpoint(saved.round, 0, 0, meta=meta, state=dict(saved.state))
+    path = folder / CHECKPOINT_FILE
+    try:
+        checkpoint_file.Image(whole, None).write(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror}; the last one is as it was") from None
+
+
+def load_checkpoint(folder: Path, config: FedConfig) -> FederatedCheckpoint | None:
+    """What this job goes on from; None: there is no checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged, no checkpoint of a federated job, or one of another config.
+    """
+    path = folder / CHECKPOINT_FILE
+    if not path.exists():
+        return None
+    try:
+        found = checkpoint_file.read(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {REMEDY}") from None
+    theirs, batching, data = (found.meta.get(name) for name in ("config", "batching", "data"))
+    kind = found.meta.get("kind", "")
+    if found.meta.get("federated") != FORMAT:
+        raise CheckpointError(
+            f"{path} is no checkpoint of a federated job, or one of another version; use another folder"
+        )
+    if not (isinstance(theirs, dict) and isinstance(batching, int) and isinstance(data, str) and isinstance(kind, str)):
+        raise CheckpointError(f"{path} does not say what job it is of; {REMEDY}")
+    check_same_config(f"{path}", theirs, config)
+    if not isinstance(found.state, dict):
+        raise CheckpointError(f"{path} holds no state of a federated job; {REMEDY}")
+    return FederatedCheckpoint(found.step, batching, data, found.state, kind)
+
 
 PATIENCE_PERIODS = 2
 """Of the trace, that nobody can be picked: then nobody ever will be."""
@@ -35,7 +97,7 @@ LEAST_RATE = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
+class Selection:
     """The selector's answer."""
 
     clients: Ids
@@ -47,7 +109,7 @@ class Picked:
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class ClientResult:
     """What came of one invitation, as the selector is told."""
 
     client: int
@@ -57,16 +119,16 @@ class Brought:
     loss: float = math.nan
 
 
-class Federation:
+class FederationState:
     def __init__(self, config: FedConfig, task: Task, workers: Workers, batching: int) -> None:
         """Raises ConfigError where parts of the config do not go together, or a table is not there."""
         self.config, self.task = config, task
         self.model = Weights.of(task.model())
         self.clock_s = 0.0
-        self.world = World.of(config, task.num_clients, self.model.num_bytes)
-        self.selector = selector_of(config)
-        self.aggregator = aggregator_of(config)
-        self.ledger = Ledger(config, task.num_clients, self.aggregator)
+        self.world = SimulatedClients.of(config, task.num_clients, self.model.num_bytes)
+        self.selector = build_selector(config)
+        self.aggregator = build_aggregator(config)
+        self.ledger = PrivacyBudget(config, task.num_clients, self.aggregator)
         self._workers, self._batching = workers, batching
         self.selector.register(
             np.arange(task.num_clients),
@@ -76,7 +138,7 @@ class Federation:
 
     # --- clients ---
 
-    def pick(self, num: int, *, busy: Mask | None = None) -> Picked:
+    def pick(self, num: int, *, busy: Mask | None = None) -> Selection:
         """Ask the selector for `num` clients of those that are there now and not `busy`.
 
         Raises:
@@ -85,9 +147,9 @@ class Federation:
         seen = self.world.at(self.clock_s)
         feasible = seen.there if busy is None else seen.there & ~busy
         chosen = self.selector.select(num, feasible, remaining_s=seen.until_s - self.clock_s)
-        return Picked(chosen, seen.until_s[chosen], int(np.count_nonzero(feasible)))
+        return Selection(chosen, seen.until_s[chosen], int(np.count_nonzero(feasible)))
 
-    def pick_or_wait(self, num: int) -> Picked:
+    def pick_or_wait(self, num: int) -> Selection:
         """The same; where nobody can be picked, the clock goes on until somebody can."""
         since_s = self.clock_s
         while True:
@@ -118,12 +180,12 @@ class Federation:
         if end_s > since_s + PATIENCE_PERIODS * float(self.world.availability.period_s.max()):
             raise NoClient(f"since {since_s:.0f} s of the virtual clock, and for ever: {why}")
 
-    def tell(self, brought: Sequence[Brought]) -> None:
+    def tell(self, brought: Sequence[ClientResult]) -> None:
         """Tell the selector what came of invitations. One that is there twice is told of twice, in order."""
         rest = list(brought)
         while rest:
-            told: dict[int, Brought] = {}
-            later: list[Brought] = []
+            told: dict[int, ClientResult] = {}
+            later: list[ClientResult] = []
             for each in rest:
                 if told.setdefault(each.client, each) is not each:
                     later.append(each)
@@ -179,7 +241,7 @@ class Federation:
             CheckpointError: it is of another model or other clients, or damaged.
         """
         try:
-            self.model = weights_of(state["model"], self.model)
+            self.model = load_weights(state["model"], self.model)
             self.selector.load_state_dict(state["selector"])
             self.aggregator.load_state_dict(state["aggregator"])
             self.ledger.load_state_dict(state["ledger"])
@@ -196,33 +258,33 @@ class Federation:
         return hashlib.sha256(sizes.tobytes() + self.task.num_test.to_bytes(8, "little")).hexdigest()
 
 
-def selector_of(config: FedConfig) -> PopulationSelector:
+def build_selector(config: FedConfig) -> PopulationSelector:
     """As the config says, with the job's seed where it gives none."""
-    options = {"seed": seed_for(config.seed, SELECTION), **config.selector.options}
+    options = {"seed": derive_seed(config.seed, SELECTION), **config.selector.options}
     try:
-        return selectors.make(config.selector.kind, **options)  # type: ignore[arg-type]
+        return make_selector(config.selector.kind, **options)  # type: ignore[arg-type]
     except TypeError as error:
         raise ConfigError(f"selector {config.selector.kind}: {error}; check the types of its options") from None
 
 
-def aggregator_of(config: FedConfig) -> Aggregator:
+def build_aggregator(config: FedConfig) -> Aggregator:
     """As the config says; what it leaves open and the job knows is the job's."""
     kind, options = config.aggregator.kind, dict(config.aggregator.options)
     if kind == "fed-buff":
         options.setdefault("size", config.participants)
-    made = aggregators.make(kind, options)  # type: ignore[arg-type]
+    made = make_aggregator(kind, options)  # type: ignore[arg-type]
     if isinstance(made, Krum):
         made.check(config.participants)
     return made
 
 
-def follow_rate(aggregator: Aggregator, config: FedConfig, round_number: int) -> None:
+def update_client_lr(aggregator: Aggregator, config: FedConfig, round_number: int) -> None:
     """Tell the aggregator that reckons with the clients' rate what it is in this round; not where the user has set it."""
-    if isinstance(aggregator, aggregators.QFedAvg) and "client_lr" not in config.aggregator.options:
+    if isinstance(aggregator, QFedAvg) and "client_lr" not in config.aggregator.options:
         aggregator.client_lr = max(config.lr_in(round_number), LEAST_RATE)
 
 
-def weights_of(saved: Mapping[str, Any], like: Weights) -> Weights:
+def load_weights(saved: Mapping[str, Any], like: Weights) -> Weights:
     """Raises TrainError where it is another model's."""
     found = Weights(list(saved["parameters"]), list(saved["buffers"]))
     check_alike(like, found, "the checkpoint's model")

@@ -16,24 +16,21 @@ from typing import Any, Protocol
 import torch
 
 from pliant.errors import CheckpointError
+from pliant.fed.aggregation import FedBuff
 from pliant.fed.config import FedConfig
-from pliant.fed.data import task
+from pliant.fed.data.build import build_task
 from pliant.fed.data.task import Task
-from pliant.fed.fold.aggregators import FedBuff
 from pliant.fed.history import History, Point, Round
-from pliant.fed.rounds import checkpoints
-from pliant.fed.rounds.asynchronous import Buffered
-from pliant.fed.rounds.federation import Federation
-from pliant.fed.rounds.journal import Journal
-from pliant.fed.rounds.synchronous import Synchronous
-from pliant.fed.training import batching
-from pliant.fed.training.local import InProcess
-from pliant.fed.work import Alike, Workers
+from pliant.fed.rounds.federation import FederatedCheckpoint, FederationState, load_checkpoint, save_checkpoint
+from pliant.fed.rounds.modes import AsynchronousRounds, SynchronousRounds
+from pliant.fed.rounds.storage import JobRecorder
+from pliant.fed.trainer import InProcess, choose_batching
+from pliant.fed.work import DeviceAware, Workers
 
 log = logging.getLogger(__name__)
 
 
-class Way(Protocol):
+class RoundMode(Protocol):
     """How rounds are done."""
 
     def round(self, number: int) -> Round: ...
@@ -45,11 +42,11 @@ def never() -> bool:
     return False
 
 
-class Loop:
+class FederatedLoop:
     """`start`, and a `step` for each round; `run` does all of it."""
 
     def __init__(
-        self, config: FedConfig, task: Task, workers: Workers, journal: Journal, *, stop: Callable[[], bool] = never
+        self, config: FedConfig, task: Task, workers: Workers, journal: JobRecorder, *, stop: Callable[[], bool] = never
     ) -> None:
         """`stop` is asked before each round whether to leave the rest for another time."""
         self.config, self.task, self.journal = config, task, journal
@@ -57,7 +54,7 @@ class Loop:
         """Rounds that are done."""
         self._workers, self._stop = workers, stop
         self._saved = -1
-        self._begun: tuple[Federation, Way] | None = None
+        self._begun: tuple[FederationState, RoundMode] | None = None
         self.batching = 0
         self._kind = ""
 
@@ -71,18 +68,18 @@ class Loop:
         if self._begun is not None:
             return
         folder = self.journal.folder
-        saved = checkpoints.load(folder, self.config) if folder is not None else None
+        saved = load_checkpoint(folder, self.config) if folder is not None else None
         self.batching = self._batching() if saved is None else saved.batching
-        federation = Federation(self.config, self.task, self._workers, self.batching)
+        federation = FederationState(self.config, self.task, self._workers, self.batching)
         buffered = isinstance(federation.aggregator, FedBuff)
-        way: Way = Buffered(federation) if buffered else Synchronous(federation)
+        way: RoundMode = AsynchronousRounds(federation) if buffered else SynchronousRounds(federation)
         if saved is not None:
             if saved.data != federation.data_fingerprint:
                 raise CheckpointError(
                     f"{folder}: the checkpoint is of other data; the clients' samples are not what they were"
                 )
             self._kind = saved.kind
-            if saved.kind and isinstance(self._workers, Alike):
+            if saved.kind and isinstance(self._workers, DeviceAware):
                 self._workers.expect_kind(saved.kind)
             federation.load_state_dict(saved.state)
             way.load_state_dict(saved.state["way"])
@@ -133,10 +130,10 @@ class Loop:
             return
         federation, way = self._parts
         self.journal.settle()
-        checkpoints.save(
+        save_checkpoint(
             self.journal.folder,
             self.config,
-            checkpoints.Saved(
+            FederatedCheckpoint(
                 self.round,
                 self.batching,
                 federation.data_fingerprint,
@@ -149,15 +146,15 @@ class Loop:
     @property
     def kind(self) -> str:
         """On what the model was computed; empty: on nothing yet, or nobody knows."""
-        return self._workers.kind if isinstance(self._workers, Alike) else self._kind
+        return self._workers.kind if isinstance(self._workers, DeviceAware) else self._kind
 
     @property
-    def federation(self) -> Federation:
+    def federation(self) -> FederationState:
         """Model, selector, clock, ...: as they are between two rounds."""
         return self._parts[0]
 
     @property
-    def _parts(self) -> tuple[Federation, Way]:
+    def _parts(self) -> tuple[FederationState, RoundMode]:
         assert self._begun is not None, "start() comes first"
         return self._begun
 
@@ -177,9 +174,9 @@ class Loop:
     def _batching(self) -> int:
         if self.config.batching is not None:
             return max(1, self.config.batching)
-        return batching.choose(self.task, device_for(self.config))
+        return choose_batching(self.task, default_device(self.config))
 
-    def _facts(self, federation: Federation) -> dict[str, Any]:
+    def _facts(self, federation: FederationState) -> dict[str, Any]:
         """About the job, for the record."""
         return {
             "clients": self.task.num_clients,
@@ -195,7 +192,7 @@ class Loop:
         }
 
 
-def device_for(config: FedConfig) -> str:
+def default_device(config: FedConfig) -> str:
     """Where this process computes."""
     return config.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -215,7 +212,7 @@ def simulate(
         CheckpointError: the folder is another job's, or damaged.
         NoClient: from some moment on, no client can be picked any more.
     """
-    made = task.build(config)
+    made = build_task(config)
     if workers is None:
-        workers = InProcess(made, device_for(config))
-    return Loop(config, made, workers, Journal(folder, say=say), stop=stop).run()
+        workers = InProcess(made, default_device(config))
+    return FederatedLoop(config, made, workers, JobRecorder(folder, say=say), stop=stop).run()

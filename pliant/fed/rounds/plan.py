@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pliant.errors import ConfigError
-from pliant.fed.choice.population import Floats, Ids, Mask
+from pliant.fed.selection.base import Floats, Ids, Mask
 
 COUNTS, CUT, LOST = 0, 1, 2
 """What becomes of an invited client: its update counts; it was not done in time; it went away before."""

@@ -14,11 +14,11 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from pliant.errors import ConfigError
-from pliant.fed.choice import selectors
-from pliant.fed.choice.population import Floats
-from pliant.fed.clients.devices import PASSES, Devices
-from pliant.fed.config import Choice, Count, FedConfig, Positive
+from pliant.fed.clients import PASSES, Devices
+from pliant.fed.config import Count, FedConfig, NamedOptions, Positive
 from pliant.fed.rounds.plan import plan_round
+from pliant.fed.selection.base import Floats
+from pliant.fed.selection.selectors import make_selector
 from pliant.mistakes import mistakes
 
 MAX_FILE_BYTES = 1 << 28
@@ -43,7 +43,7 @@ class Replay(BaseModel):
 
     participants: Count = 20
     overcommit: Annotated[float, Field(ge=1, le=100)] = 1.3
-    selector: Choice = Choice(kind="oort")
+    selector: NamedOptions = NamedOptions(kind="oort")
     steps: Count = 10
     batch_size: Count = 20
     model_bytes: Count = 200_000
@@ -74,7 +74,7 @@ def read_replay(path: Path) -> Replay:
         raise ConfigError("; ".join(f"{path}: {what}" for what in list(mistakes(error, Replay).values())[:3])) from None
 
 
-def drawn_replay(num_clients: int) -> Replay:
+def draw_replay(num_clients: int) -> Replay:
     """Clients that nobody has: sizes and losses as of image data, which fall a little with each round they take part in."""
     chance = np.random.default_rng(0)
     sizes = np.clip(chance.lognormal(3.5, 1.0, num_clients), 5, 2000).astype(int)
@@ -86,7 +86,7 @@ def drawn_replay(num_clients: int) -> Replay:
     return Replay(participants=max(1, min(20, num_clients // 4)), clients=clients)
 
 
-def replayed(replay: Replay, devices: Devices, *, rounds: int, seed: int) -> dict[str, Any]:
+def replay_selection(replay: Replay, devices: Devices, *, rounds: int, seed: int) -> dict[str, Any]:
     """What is picked in each round, and why; plain values.
 
     Raises:
@@ -103,7 +103,7 @@ def replayed(replay: Replay, devices: Devices, *, rounds: int, seed: int) -> dic
         passes=PASSES * replay.clock_factor,
     )
     options = {"seed": seed, **replay.selector.options}
-    selector = selectors.make(replay.selector.kind, **options)  # type: ignore[arg-type]
+    selector = make_selector(replay.selector.kind, **options)  # type: ignore[arg-type]
     selector.register(np.arange(count), duration_s=duration_s, size=size)
     took_part = np.zeros(count, np.int64)
     clock_s = 0.0

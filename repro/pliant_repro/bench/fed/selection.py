@@ -43,7 +43,7 @@ class SelectOptions:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        from pliant.fed.choice.oort import preset
+        from pliant.fed.selection.selectors import preset
 
         preset(self.preset)
         for flag, value in (("--clients", self.clients), ("--pick", self.pick), ("--repeat", self.repeat)):
@@ -105,10 +105,10 @@ def measure_ours(options: SelectOptions, share: float) -> Json:
     """Selections of the selector that the rounds use, each followed by its feedback, which is not timed."""
     import numpy as np
 
-    from pliant.fed.choice.selectors import make
+    from pliant.fed.selection.selectors import make_selector
 
     draw = np.random.default_rng(options.seed)
-    selector = make("oort", seed=options.seed, preset=options.preset)
+    selector = make_selector("oort", seed=options.seed, preset=options.preset)
     duration_s, size = draw.lognormal(3, 1, options.clients), draw.integers(1, 300, options.clients).astype(np.float64)
     selector.register(np.arange(options.clients), duration_s=duration_s, size=size)
     if known := int(share * options.clients):

@@ -216,15 +216,15 @@ def measure(options: SimulateOptions, side: str, folder: str) -> Json:
 
 
 def _ours(options: SimulateOptions, config: FedConfig, folder: str) -> Json:
-    from pliant.fed.data.task import build
+    from pliant.fed.data.build import build_task
     from pliant.fed.executors.launch import opened
-    from pliant.fed.rounds.journal import Journal
-    from pliant.fed.rounds.loop import Loop
+    from pliant.fed.rounds.loop import FederatedLoop
+    from pliant.fed.rounds.storage import JobRecorder
 
-    task = build(config)
+    task = build_task(config)
     with opened(config, options.cores, logs=lambda rank: Path(folder) / f"executor{rank}.log") as pool:
         pool.wait_for(options.cores, START_S)
-        loop = Loop(config, task, pool, Journal())
+        loop = FederatedLoop(config, task, pool, JobRecorder())
         loop.start()
         seconds = []
         for _ in range(options.rounds + 1):

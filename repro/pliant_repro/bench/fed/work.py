@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from pliant.fed.config import DataConfig, FedConfig, LocalConfig
-from pliant.fed.data.datasets import DEBIAN, InMemory
-from pliant.fed.data.task import Task, build
-from pliant.fed.training.feed import stream
+from pliant.fed.data.build import build_task
+from pliant.fed.data.datasets import DEBIAN
+from pliant.fed.data.task import InMemory, Task
+from pliant.fed.local_steps import stream
 
 LOOKALIKE = "pliant_repro.bench.fed.work:lookalike"
 
@@ -59,7 +60,7 @@ def lookalike() -> tuple[InMemory, InMemory]:
 @cache
 def known(job_json: str) -> tuple[Task, nn.Module]:
     """The task of a job, and a module to train with; once for each process."""
-    task = build(FedConfig.model_validate_json(job_json))
+    task = build_task(FedConfig.model_validate_json(job_json))
     return task, task.model()
 
 

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, cast
 
 from pliant.cli import plotting
-from pliant.fed.config import Choice
+from pliant.fed.config import NamedOptions
 from pliant.machine import Json
 from pliant_repro.figures.figures import Options, TableRows, form
 from pliant_repro.figures.oort import federated, time_to_accuracy
@@ -25,9 +25,9 @@ OORT = time_to_accuracy.WAYS["oort"]
 WAYS = {
     "random": time_to_accuracy.WAYS["random"],
     "oort": OORT,
-    "no penalty": Choice(kind="oort", options=OORT.options | {"round_penalty": 0.0}),
-    "no pacer": Choice(kind="oort", options=OORT.options | {"pacer_delta": 0.0}),
-    "no exploration": Choice(kind="oort", options=OORT.options | {"exploration_factor": 0.0, "exploration_min": 0.0}),
+    "no penalty": NamedOptions(kind="oort", options=OORT.options | {"round_penalty": 0.0}),
+    "no pacer": NamedOptions(kind="oort", options=OORT.options | {"pacer_delta": 0.0}),
+    "no exploration": NamedOptions(kind="oort", options=OORT.options | {"exploration_factor": 0.0, "exploration_min": 0.0}),
 }
 COLOURS = {
     "random": "tab:orange", "oort": "tab:blue", "no penalty": "tab:red", "no pacer": "tab:green",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pliant.errors import ConfigError
-from pliant.fed.choice.testing import Counts, Holdings
+from pliant.fed.selection.testing import Counts, Holdings
 
 GAP = 0.25
 """The artifact's."""

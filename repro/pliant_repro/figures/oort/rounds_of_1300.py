@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from pliant.child import die_with
 from pliant.cli import plotting
-from pliant.fed.config import Choice, DataConfig, FedConfig, LocalConfig
+from pliant.fed.config import DataConfig, FedConfig, LocalConfig, NamedOptions
 from pliant.fed.history import History
 from pliant.machine import Json
 from pliant_repro.figures.figures import Options, TableRows, form
@@ -56,7 +56,7 @@ def config_of(options: Options, devices: str) -> FedConfig:
         participants=PARTICIPANTS,
         overcommit=OVERCOMMIT,
         rounds=options.choose_steps(2, 6, 100),
-        selector=Choice(kind="oort"),
+        selector=NamedOptions(kind="oort"),
         devices=devices,
         evaluate_every=1,
         batching=BATCHING,
@@ -75,13 +75,13 @@ def run(options: Options) -> Json:
 
 
 def measured(config: FedConfig) -> Ran:
-    from pliant.fed.data.task import build
-    from pliant.fed.rounds.journal import Journal
-    from pliant.fed.rounds.loop import Loop
-    from pliant.fed.training.local import InProcess
+    from pliant.fed.data.build import build_task
+    from pliant.fed.rounds.loop import FederatedLoop
+    from pliant.fed.rounds.storage import JobRecorder
+    from pliant.fed.trainer import InProcess
 
-    task = build(config)
-    loop = Loop(config, task, InProcess(task, config.device), Journal())
+    task = build_task(config)
+    loop = FederatedLoop(config, task, InProcess(task, config.device), JobRecorder())
     loop.start()
     begun_s = time.perf_counter()
     history = loop.run()

@@ -18,8 +18,8 @@ import numpy as np
 
 from pliant.cli import plotting
 from pliant.errors import CapacityError
-from pliant.fed.choice.testing import METHODS, Counts, Holdings, Testing, by_category, clients_for_deviation
-from pliant.fed.clients.devices import read_devices, synthetic_devices
+from pliant.fed.clients import read_devices, synthetic_devices
+from pliant.fed.selection.testing import METHODS, Counts, Holdings, TesterSelection, by_category, clients_for_deviation
 from pliant.fed.tables import read_label_counts
 from pliant.machine import Json
 from pliant_repro.figures.figures import Options, TableRows, form
@@ -133,7 +133,7 @@ def _ours(holdings: Holdings, wanted: Counts, budget: int, method: str) -> Json:
     }  # fmt: skip
 
 
-def faults(holdings: Holdings, wanted: Counts, budget: int, found: Testing) -> list[str]:
+def faults(holdings: Holdings, wanted: Counts, budget: int, found: TesterSelection) -> list[str]:
     """What an answer has against the request: nothing, if it is right."""
     wrong = []
     if found.samples.sum(0).tolist() != wanted.tolist():

@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 
 from pliant.cli import plotting
-from pliant.fed.config import Choice, DataConfig, FedConfig, LocalConfig
+from pliant.fed.config import DataConfig, FedConfig, LocalConfig, NamedOptions
 from pliant.machine import Json
 from pliant_repro.figures.figures import Options, TableRows, form
 from pliant_repro.figures.oort import federated
@@ -36,7 +36,7 @@ WORLDS = {
     "yogi": "Dirichlet(0.1) labels, phones of the table, FedYogi instead of FedAvg",
 }
 MAIN, ALIKE, SORTED, YOGI = "unequal", "alike", "large is slow", "yogi"
-WAYS = {"random": Choice(kind="random"), "oort": Choice(kind="oort", options={"exploration_decay": 0.95})}
+WAYS = {"random": NamedOptions(kind="random"), "oort": NamedOptions(kind="oort", options={"exploration_decay": 0.95})}
 """The paper's setting, but for how soon it stops exploring: 500 clients are explored sooner than 14,000."""
 COLOURS = {"random": "tab:orange", "oort": "tab:blue"}
 MORE, LESS_ACCURATE, TIE = 1.5, 0.005, (0.9, 1.1)
@@ -95,7 +95,7 @@ def jobs_of(world: str, chosen: Setting, devices: str, folder: Path) -> list[Job
     return jobs
 
 
-def job_of(world: str, way: str, selector: Choice, plain: FedConfig) -> Job:
+def job_of(world: str, way: str, selector: NamedOptions, plain: FedConfig) -> Job:
     return Job(world, way, plain.model_copy(update={"selector": selector, "name": f"{world}-{way}"}))
 
 
@@ -111,7 +111,7 @@ def config_of(world: str, chosen: Setting, devices: str, seed: int) -> FedConfig
         overcommit=1.3,
         rounds=chosen.rounds,
         target=0.0 if judged_to_the_end else chosen.target,
-        aggregator=Choice(kind="fed-yogi" if world == YOGI else "fed-avg"),
+        aggregator=NamedOptions(kind="fed-yogi" if world == YOGI else "fed-avg"),
         devices="equal" if world in (ALIKE, "equal devices") else devices,
         # Where all rounds are equally long, the tests are what time is measured with.
         evaluate_every=1 if world == ALIKE else chosen.evaluate_every,
@@ -121,11 +121,11 @@ def config_of(world: str, chosen: Setting, devices: str, seed: int) -> FedConfig
 
 def large_is_slow(config: FedConfig, path: Path) -> Path:
     """The devices that the config's clients have, dealt anew: the more samples a client has, the slower its own."""
-    from pliant.fed.clients.world import World
-    from pliant.fed.data.task import build
+    from pliant.fed.clients import SimulatedClients
+    from pliant.fed.data.build import build_task
 
-    sizes = build(config).sizes
-    world = World.of(config, len(sizes), 0)
+    sizes = build_task(config).sizes
+    world = SimulatedClients.of(config, len(sizes), 0)
     took_s = world.round_s(config.local.steps)
     rows = np.empty(len(sizes), np.int64)
     rows[np.argsort(sizes, kind="stable")] = np.argsort(took_s, kind="stable")

@@ -1,14 +1,12 @@
-"""When clients are there: intervals that repeat after a period, asked at any time of the virtual clock.
-
-A client is there from the beginning of an interval until just before its end; an interval that reaches the end of the
-period goes on in one that begins with the next. FedScale's trace is read as published; `synthetic` draws one that says so.
-"""
+"""Clients."""
 
 from __future__ import annotations
 
 import copy
 import math
 import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
@@ -17,11 +15,178 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pliant.errors import ConfigError
-from pliant.fed.clients.devices import in_order
-from pliant.fed.pickles import read_pickle
-from pliant.fed.tables import form_of
+from pliant.fed.config import FedConfig
+from pliant.fed.selection.base import Floats, Ids
+from pliant.fed.tables import form_of, read_pickle, read_rows, row_number
 
-Floats = NDArray[np.float64]
+PASSES = 3.0
+"""A training step in forward passes, as FedScale counts: the backward pass takes two."""
+
+COMPUTE_MS = ((0, 15), (0.05, 19), (0.3, 25), (0.4, 28), (0.5, 41), (0.6, 64), (0.62, 95), (0.64, 118), (0.7, 138), (0.9, 174), (1, 199))  # fmt: skip
+BANDWIDTH_KBPS = ((0, 1017), (0.1, 1818), (0.3, 3500), (0.5, 6075), (0.7, 11_840), (0.9, 32_500), (0.99, 100_000), (1, 204_000))  # fmt: skip
+"""Quantiles of FedScale's device table; between them the logarithm is interpolated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """One row for each device."""
+
+    compute_ms: Floats
+    """Of one sample's forward pass."""
+    down_kbps: Floats
+    up_kbps: Floats
+    note: str = ""
+    """Where the numbers are from."""
+
+    def __post_init__(self) -> None:
+        for name in ("compute_ms", "down_kbps", "up_kbps"):
+            column = getattr(self, name)
+            if column.ndim != 1 or len(column) != len(self.compute_ms) or not len(column):
+                raise ConfigError(
+                    f"devices: {name} has shape {list(column.shape)}; all columns need one entry per device"
+                )
+            if not (np.isfinite(column).all() and (column > 0).all()):
+                row = int(np.flatnonzero(~(np.isfinite(column) & (column > 0)))[0])
+                raise ConfigError(f"devices: {name} of row {row} is {column[row]}; speeds are numbers above 0")
+
+    def __len__(self) -> int:
+        return len(self.compute_ms)
+
+    def for_clients(self, num_clients: int) -> Devices:
+        """Client i has the device of row i; where rows run out, they begin anew."""
+        if num_clients < 1:
+            raise ConfigError(f"devices for {num_clients} clients: use 1 or more")
+        rows = np.arange(num_clients) % len(self)
+        return Devices(self.compute_ms[rows], self.down_kbps[rows], self.up_kbps[rows], self.note)
+
+    def round_s(
+        self,
+        samples: ArrayLike,
+        *,
+        down_bytes: float,
+        up_bytes: float,
+        passes: float = PASSES,
+        clients: NDArray[np.int64] | slice = slice(None),
+    ) -> Floats:
+        """Seconds of each client (or of `clients`) to fetch the model, train on so many samples, and send its update.
+
+        `samples` counts a sample as often as it is trained on: local steps times batch size, or one number for each.
+        """
+        trained = np.asarray(samples, dtype=np.float64)
+        compute = passes * trained * self.compute_ms[clients] / 1000
+        links = down_bytes * 0.008 / self.down_kbps[clients] + up_bytes * 0.008 / self.up_kbps[clients]
+        total: Floats = compute + links
+        return total
+
+
+def read_devices(path: Path) -> Devices:
+    """A table of devices, in whichever form.
+
+    Raises:
+        ConfigError: no such file, or no such table.
+    """
+    form = form_of(path, "a table of devices, or synthetic")
+    if form == "npz":
+        return _from_columns(path, _arrays(path))
+    if form == "pickle":
+        return _from_pickle(path)
+    rows = read_rows(path)
+    return _from_columns(path, {name: _column(path, rows, name) for name in rows[0] if name in _NAMES})
+
+
+def _column(path: Path, rows: Sequence[Mapping[str, str]], name: str) -> Floats:
+    found = np.empty(len(rows))
+    for place, row in enumerate(rows):
+        try:
+            found[place] = float(row[name])
+        except ValueError:
+            found[place] = np.nan
+        if not 0 < found[place] < np.inf:
+            where = f"{path}: row {row_number(path, place)}, {name}"
+            raise ConfigError(f"{where}: {row[name]!r:.60}: speeds are numbers above 0")
+    return found
+
+
+_NAMES = ("compute_ms_per_sample", "bandwidth_kbps", "down_kbps", "up_kbps")
+
+
+def _from_columns(path: Path, columns: Mapping[str, Floats]) -> Devices:
+    both = columns.get("bandwidth_kbps")
+    compute = columns.get("compute_ms_per_sample")
+    down, up = columns.get("down_kbps", both), columns.get("up_kbps", both)
+    if compute is None or down is None or up is None:
+        raise ConfigError(
+            f"{path}: it has {', '.join(columns) or 'none'} of the columns of a table of devices: "
+            "compute_ms_per_sample, and bandwidth_kbps or down_kbps and up_kbps"
+        )
+    for name, column in columns.items():  # by the names that the user gave them
+        if column.ndim == 1 and (wrong := np.flatnonzero(~(np.isfinite(column) & (column > 0)))).size:
+            raise ConfigError(f"{path}: {name}[{wrong[0]}] is {column[wrong[0]]:g}: speeds are numbers above 0")
+    return _named(path, compute, down, up)
+
+
+def _named(path: Path, compute_ms: Floats, down_kbps: Floats, up_kbps: Floats) -> Devices:
+    try:
+        return Devices(compute_ms, down_kbps, up_kbps, path.name)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _arrays(path: Path) -> dict[str, Floats]:
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            return {name: np.asarray(found[name], dtype=np.float64) for name in found.files if name in _NAMES}
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{path}: not NumPy's .npz, or damaged ({error})") from None
+
+
+def _from_pickle(path: Path) -> Devices:
+    found = read_pickle(path)
+    if not isinstance(found, dict) or not found:
+        raise ConfigError(f"{path}: a pickled table of devices is a dictionary of them; this one is not")
+    compute, link = [], []
+    for name, row in in_order(found):
+        if isinstance(row, dict):
+            values: Sequence[object] = (row.get("computation"), row.get("communication"))
+        else:
+            values = row if isinstance(row, (list, tuple)) else ()
+        if len(values) != 2 or not all(isinstance(each, (int, float)) for each in values):
+            raise ConfigError(
+                f"{path}: device {name!r} is {_short(row)}; FedScale has {{computation, communication}}, the artifact two numbers"
+            )
+        compute.append(values[0])
+        link.append(values[1])
+    both = np.array(link, dtype=np.float64)
+    return _named(path, np.array(compute, dtype=np.float64), both, both)
+
+
+def in_order(found: Mapping[object, object]) -> list[tuple[object, object]]:
+    """The entries of a published dictionary by their numbers, where they have such; else as they are."""
+    if all(isinstance(name, int) for name in found):
+        return sorted(found.items(), key=lambda item: int(str(item[0])))
+    return list(found.items())
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else text[:57] + "..."
+
+
+def synthetic_devices(num_clients: int, *, seed: int = 0) -> Devices:
+    """Devices that nobody measured: drawn with the quantiles of FedScale's table, compute and link independently."""
+    if num_clients < 1:
+        raise ConfigError(f"{num_clients} synthetic devices: use 1 or more")
+    chance = np.random.default_rng(seed)
+    compute, link = (_drawn(table, chance.random(num_clients)) for table in (COMPUTE_MS, BANDWIDTH_KBPS))
+    return Devices(compute, link, link, f"synthetic: drawn with the quantiles of FedScale's device table, seed {seed}")
+
+
+def _drawn(table: tuple[tuple[float, float], ...], places: Floats) -> Floats:
+    quantiles, values = zip(*table, strict=True)
+    drawn: Floats = np.exp(np.interp(places, quantiles, np.log(values)))
+    return drawn
+
+
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 DAY_S = 86_400.0
@@ -240,7 +405,7 @@ def _are_numbers(values: object) -> TypeGuard[list[float]]:
     return isinstance(values, list) and all(isinstance(each, (int, float)) for each in values)
 
 
-def synthetic(num_clients: int, *, days: int = 7, spread_h: float = 8.0, seed: int = 0) -> Availability:
+def synthetic_availability(num_clients: int, *, days: int = 7, spread_h: float = 8.0, seed: int = 0) -> Availability:
     """A trace that nobody recorded: phones that are there while they charge.
 
     Each has its own bedtime (22:30, sd 1.2 h, and 0.7 h from night to night), sleep (7.5 h, sd 1.2 h) and habit of
@@ -284,3 +449,80 @@ def _wrapped(owner: Ints, begin_s: Floats, length_s: Floats, period_s: Floats, n
         period_s,
         note,
     )
+
+
+EQUAL = (41.0, 6075.0)
+"""ms per sample and kbit/s: the middle of FedScale's table."""
+DEVICES, PRESENCE, SELECTION = 3, 4, 5
+"""What a seed is drawn for, so that no two uses draw the same numbers: fast clients must not be the large ones by chance."""
+
+
+def derive_seed(seed: int, purpose: int) -> int:
+    """A seed of its own for each purpose of a job's seed."""
+    return int(np.random.SeedSequence((seed, purpose)).generate_state(1, np.uint64)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedClients:
+    """One device, and one pattern of presence, for each client."""
+
+    devices: Devices
+    availability: Availability
+    batch_size: int
+    model_bytes: int
+    """What travels each way."""
+    passes: float = PASSES
+
+    @classmethod
+    def of(cls, config: FedConfig, num_clients: int, model_bytes: int) -> SimulatedClients:
+        """As the config says; reads the tables that it names.
+
+        Raises:
+            ConfigError: a table is not there, or is none.
+        """
+        return cls(
+            _devices(config, num_clients),
+            _availability(config, num_clients),
+            config.local.batch_size,
+            config.model_bytes or model_bytes,
+            PASSES * config.clock_factor,
+        )
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    def round_s(self, steps: int | Ids, clients: Ids | slice = slice(None)) -> Floats:
+        """Seconds that a round of so many local steps takes each client."""
+        return self.devices.round_s(
+            np.asarray(steps) * self.batch_size,
+            down_bytes=self.model_bytes,
+            up_bytes=self.model_bytes,
+            passes=self.passes,
+            clients=clients,
+        )
+
+    def compute_s(self, steps: int, clients: Ids) -> Floats:
+        """The part of it that goes into the steps."""
+        return self.devices.round_s(
+            steps * self.batch_size, down_bytes=0, up_bytes=0, passes=self.passes, clients=clients
+        )
+
+    def at(self, now_s: float) -> Presence:
+        return self.availability.at(now_s)
+
+
+def _devices(config: FedConfig, num_clients: int) -> Devices:
+    if config.devices == "synthetic":
+        return synthetic_devices(num_clients, seed=derive_seed(config.seed, DEVICES))
+    if config.devices == "equal":
+        compute_ms, kbps = (np.full(num_clients, each) for each in EQUAL)
+        return Devices(compute_ms, kbps, kbps, "all alike")
+    return read_devices(Path(config.devices)).for_clients(num_clients)
+
+
+def _availability(config: FedConfig, num_clients: int) -> Availability:
+    if not config.availability:
+        return Availability.always(num_clients)
+    if config.availability == "synthetic":
+        return synthetic_availability(num_clients, seed=derive_seed(config.seed, PRESENCE))
+    return read_availability(Path(config.availability)).for_clients(num_clients)

@@ -1,17 +1,10 @@
-"""What a federated job leaves in its folder, beside its checkpoint.
-
-    record.jsonl     all of it, one fact per line: start, round, test, end
-    training_perf    the tests, in the form of the Oort artifact: a pickle of plain values
-    tensorboard/     events, where TensorBoard's writer is installed
-
-A job that was interrupted goes on from its checkpoint: what the record says of later rounds is taken back, because they
-will be done again, and written again.
-"""
+"""Storage."""
 
 from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import math
 import os
 import pickle
@@ -20,11 +13,66 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pliant.errors import CheckpointError, ConfigError
 from pliant.fed.config import FedConfig
 from pliant.fed.history import History, Point, Round
-from pliant.fed.rounds.board import Board
 from pliant.record import Recorder
+
+log = logging.getLogger(__name__)
+
+
+class TensorBoardEvents:
+    """Writes to a folder; without TensorBoard's writer, nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        """Removes the events of an earlier run there: the writer cannot take single ones back."""
+        self._folder = folder
+        self._writer: Any = None
+
+    def open(self) -> None:
+        for old in self._folder.glob("events.out.tfevents.*"):
+            old.unlink(missing_ok=True)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            log.info(
+                "no TensorBoard events, as its writer is not installed (%s): pip install 'pliant[tensorboard]'", error
+            )
+            return
+        self._writer = SummaryWriter(str(self._folder))
+
+    def round(self, done: Round) -> None:
+        minutes = int(done.clock_s / 60)
+        if done.loss is not None:
+            self._add("Train/round_to_loss", done.loss, done.round)
+            self._add("Train/time_to_train_loss (min)", done.loss, minutes)
+        self._add("Train/round_duration (min)", done.duration_s / 60, done.round)
+        if self._writer is not None and done.client_s:
+            self._writer.add_histogram(
+                "Train/client_duration (min)", np.array([each / 60 for each in done.client_s]), done.round
+            )
+
+    def test(self, point: Point) -> None:
+        self._add("Test/round_to_accuracy", point.accuracy, point.round)
+        self._add("Test/time_to_test_accuracy (min)", point.accuracy, int(point.clock_s / 60))
+        if point.loss is not None:
+            self._add("Test/round_to_loss", point.loss, point.round)
+        if point.epsilon is not None:
+            self._add("Privacy/epsilon", point.epsilon, point.round)
+        if self._writer is not None:
+            self._writer.flush()
+
+    def _add(self, name: str, value: float, step: int) -> None:
+        if self._writer is not None:
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
 
 RECORD, PERF, BOARD = "record.jsonl", "training_perf", "tensorboard"
 TASKS = {"speech": "speech", "play": "nlp", "posts": "nlp"}
@@ -35,7 +83,7 @@ Watch = Callable[[str, Mapping[str, Any]], None]
 """Told each fact that is written: its kind, and what it says."""
 
 
-class Journal:
+class JobRecorder:
     """Without a folder it only keeps the history."""
 
     def __init__(
@@ -46,7 +94,7 @@ class Journal:
         self._say, self._watch = say, watch
         self._config: FedConfig | None = None
         self._recorder: Recorder | None = None
-        self._board: Board | None = None
+        self._board: TensorBoardEvents | None = None
         self._lock = -1
 
     def begin(self, config: FedConfig, resumed_at: int | None, facts: Mapping[str, Any]) -> None:
@@ -62,7 +110,7 @@ class Journal:
             self._open(self.folder, config, resumed_at)
         if resumed_at is None:
             self._fact("start", 0, {"config": config.model_dump(mode="json"), **facts})
-            if self._say is not None and (remark := too_few(config, facts.get("clients"))):
+            if self._say is not None and (remark := warn_too_few_clients(config, facts.get("clients"))):
                 self._say(remark)
         elif self._say is not None:
             self._say(f"{config.name}: goes on after round {resumed_at}")
@@ -76,7 +124,7 @@ class Journal:
         self._hold(folder)
         self._take_back(record, config, resumed_at)
         self._recorder = Recorder(record)
-        self._board = Board(folder / BOARD)
+        self._board = TensorBoardEvents(folder / BOARD)
         self._board.open()
         for done in self.history.rounds:
             self._board.round(done)
@@ -188,7 +236,7 @@ class Journal:
         temporary.replace(path)
 
 
-def too_few(config: FedConfig, num_clients: int | None) -> str:
+def warn_too_few_clients(config: FedConfig, num_clients: int | None) -> str:
     """What to say of a job that asks for more clients than there are; empty: it does not."""
     if num_clients is None or config.invited <= num_clients:
         return ""
@@ -238,10 +286,10 @@ def _check_same_job(record: Path, first: dict[str, Any] | None, config: FedConfi
         return
     if first["kind"] != "start" or not isinstance(first.get("config"), dict):
         raise CheckpointError(f"{record} is not the record of a federated job: use another folder")
-    refuse_other(f"{record}", first["config"], config)
+    check_same_config(f"{record}", first["config"], config)
 
 
-def refuse_other(where: str, theirs: Mapping[str, Any], config: FedConfig) -> None:
+def check_same_config(where: str, theirs: Mapping[str, Any], config: FedConfig) -> None:
     """Refuse what was written by a job of another config.
 
     Raises:

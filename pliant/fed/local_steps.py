@@ -1,30 +1,178 @@
-"""Many clients trained at once: their models are rows of stacked tensors, and each step is one computation for all of them.
-
-Two ways to get all clients' gradients: `layered`, for models of layers that it knows, and `torch.func.vmap` for the rest.
-Which one a model takes is found by a trial on the CPU, against the model itself, and so is the same in every process.
-
-Clients may do different numbers of steps: those with most are the first rows, and each step is done by as many rows as
-still have to do it.
-"""
+"""Steps."""
 
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
+from pliant.errors import TrainError
+from pliant.fed import layered
+from pliant.fed.aggregation import proximal_
+from pliant.fed.config import LocalConfig
 from pliant.fed.data.partition import Ints
-from pliant.fed.data.task import Task
-from pliant.fed.training import layered, optim
-from pliant.fed.training.feed import Feed, stream
-from pliant.fed.updates import Weights
-from pliant.fed.work import Training
+from pliant.fed.data.task import InMemory, Samples, Task
+from pliant.fed.work import Training, Weights
+
+STREAM, DRAWS = 3, 4
+"""What a seed is drawn for; see `task.LIARS`."""
+
+
+def stream(task: Task, client: int, round_number: int, count: int) -> Ints:
+    """The first `count` samples that the client trains on in this round."""
+    if not 0 <= client < task.num_clients:
+        raise TrainError(f"client {client} of {task.num_clients}: the unit is of another job")
+    own = task.partition.of(client)
+    chance = np.random.default_rng((task.config.seed, STREAM, client, round_number))
+    passes = [chance.permutation(own) for _ in range(-(-count // len(own)))]
+    return np.concatenate(passes)[:count] if len(passes) != 1 else passes[0][:count]
+
+
+def seed_of_draws(task: Task, clients: Sequence[int], round_number: int) -> int:
+    """For what models draw while these clients train together, as dropout."""
+    words = np.random.SeedSequence((task.config.seed, DRAWS, round_number, *clients)).generate_state(1, np.uint64)
+    return int(words[0] >> np.uint64(1))
+
+
+class Feed:
+    """Samples on a device: those in memory lie there as a whole, others are read once for each call."""
+
+    def __init__(self, samples: Samples, device: torch.device) -> None:
+        self._samples, self.device = samples, device
+        self._data = samples.data.to(device) if isinstance(samples, InMemory) else None
+        self._labels = samples.labels.to(device)
+
+    def inputs(self, samples: Ints) -> Tensor:
+        """Of the shape of `samples`, and then that of an input."""
+        if self._data is not None:
+            flat = self._data.index_select(0, self._moved(samples))
+        else:
+            once, places = np.unique(samples, return_inverse=True)
+            read = self._samples.inputs(once).to(self.device)
+            flat = read.index_select(0, self._moved(places))
+        return flat.reshape(*samples.shape, *flat.shape[1:])
+
+    def labels(self, samples: Ints) -> Tensor:
+        flat = self._labels.index_select(0, self._moved(samples))
+        return flat.reshape(*samples.shape, *flat.shape[1:])
+
+    def many(self, samples: Ints) -> Callable[[int, int, int], tuple[Tensor, Tensor]]:
+        """A way to get inputs and labels of the first rows of `samples` (clients x their streams), from one place to another.
+
+        All numbers are brought to the device now, so that no step waits for the host.
+        """
+        data, places = self._data, samples
+        if data is None:
+            once, places = np.unique(samples, return_inverse=True)
+            data = self._samples.inputs(once).to(self.device)
+        known, at, labelled = data, self._moved(places).view(samples.shape), self._moved(samples).view(samples.shape)
+
+        def drawn(rows: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+            shape = rows, end - begin
+            inputs = known.index_select(0, at[:rows, begin:end].reshape(-1))
+            labels = self._labels.index_select(0, labelled[:rows, begin:end].reshape(-1))
+            return inputs.view(*shape, *inputs.shape[1:]), labels.view(*shape, *labels.shape[1:])
+
+        return drawn
+
+    def part(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of successive samples."""
+        if self._data is not None:
+            return self._data[begin:end], self._labels[begin:end]
+        return self._samples.inputs(np.arange(begin, end)).to(self.device), self._labels[begin:end]
+
+    def _moved(self, numbers: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(numbers, dtype=np.int64).reshape(-1)).to(self.device)
+
+
+class LocalOptimizer(Protocol):
+    def step(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        """Move the parameters. Both lists are of the same tensors each time, or of fewer of their first rows."""
+        ...
+
+
+class SGD:
+    def __init__(self, lr: float, momentum: float, weight_decay: float) -> None:
+        self._lr, self._momentum, self._weight_decay = lr, momentum, weight_decay
+        self._buffers: list[Tensor] = []
+
+    def step(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        if self._weight_decay:
+            gradients = list(torch._foreach_add(gradients, parameters, alpha=self._weight_decay))
+        if self._momentum:
+            if not self._buffers:
+                self._buffers = [each.clone() for each in gradients]
+                gradients = self._buffers
+            else:
+                gradients = self._gathered(gradients)
+        torch._foreach_add_(parameters, gradients, alpha=-self._lr)
+
+    def _gathered(self, gradients: list[Tensor]) -> list[Tensor]:
+        buffers = rows(self._buffers, gradients)
+        torch._foreach_mul_(buffers, self._momentum)
+        torch._foreach_add_(buffers, gradients)
+        return buffers
+
+
+class AdamW:
+    BETAS = (0.9, 0.999)
+    EPSILON = 1e-8
+
+    def __init__(self, lr: float, weight_decay: float) -> None:
+        self._lr, self._weight_decay = lr, weight_decay
+        self._first: list[Tensor] = []
+        self._second: list[Tensor] = []
+        self._count = 0
+
+    def step(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        if not self._first:
+            self._first = [torch.zeros_like(each) for each in gradients]
+            self._second = [torch.zeros_like(each) for each in gradients]
+        self._count += 1
+        first, second = rows(self._first, gradients), rows(self._second, gradients)
+        torch._foreach_mul_(parameters, 1 - self._lr * self._weight_decay)
+        torch._foreach_lerp_(first, gradients, 1 - self.BETAS[0])
+        torch._foreach_mul_(second, self.BETAS[1])
+        torch._foreach_addcmul_(second, gradients, gradients, 1 - self.BETAS[1])
+        step_size = self._lr / (1 - self.BETAS[0] ** self._count)
+        scale = math.sqrt(1 - self.BETAS[1] ** self._count)
+        below = torch._foreach_sqrt(second)
+        torch._foreach_div_(below, scale)
+        torch._foreach_add_(below, self.EPSILON)
+        torch._foreach_addcdiv_(parameters, first, below, -step_size)
+
+
+def rows(kept: list[Tensor], like: list[Tensor]) -> list[Tensor]:
+    """The first rows of each, as many as `like` has."""
+    if kept and kept[0].shape == like[0].shape:
+        return list(kept)
+    return [each[: len(other)] for each, other in zip(kept, like, strict=True)]
+
+
+def move_parameters(
+    optimizer: LocalOptimizer, parameters: list[Tensor], gradients: list[Tensor], anchors: list[Tensor], mu: float
+) -> None:
+    """A step, after FedProx' part of the gradients; `mu` 0: there is none."""
+    with torch.no_grad():
+        if mu:
+            proximal_(gradients, parameters, anchors, mu)
+        optimizer.step(parameters, gradients)
+
+
+def make_optimizer(config: LocalConfig, lr: float) -> LocalOptimizer:
+    """A fresh one, as each client has in each round."""
+    if config.optimizer == "adamw":
+        return AdamW(lr, config.weight_decay)
+    return SGD(lr, config.momentum, config.weight_decay)
+
 
 Gradients = Callable[[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor], tuple[list[Tensor], Tensor]]
 """Of stacked parameters, buffers (which change), inputs and labels (clients x samples): gradients, and losses of samples."""
@@ -33,7 +181,7 @@ RTOL, ATOL = 1e-3, 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class BatchOutcome:
     """Of all clients of a unit, in its order."""
 
     changes: list[Weights]
@@ -41,7 +189,7 @@ class Outcome:
     """Of each client's stream."""
 
 
-class Together:
+class BatchedTrainer:
     """A model's way to train many clients at once."""
 
     def __init__(self, task: Task, module: nn.Module, known: layered.Layered | None) -> None:
@@ -52,7 +200,7 @@ class Together:
         self._learning = [name for name, each in module.named_parameters() if each.requires_grad]
         self._buffers = [name for name, _ in module.named_buffers()]
 
-    def train(self, start: Weights, unit: Training, feed: Feed, mu: float) -> Outcome:
+    def train(self, start: Weights, unit: Training, feed: Feed, mu: float) -> BatchOutcome:
         """All clients' parts of a round. Whatever is drawn comes from torch's generators as they are."""
         order = sorted(range(len(unit.clients)), key=lambda i: (-unit.steps[i], i))
         steps = [unit.steps[i] for i in order]
@@ -61,7 +209,7 @@ class Together:
             name: each.unsqueeze(0).repeat(len(order), *[1] * each.dim())
             for name, each in zip((*self._names, *self._buffers), start.all, strict=True)
         }
-        optimizer = optim.make(self._task.config.local, unit.lr)
+        optimizer = make_optimizer(self._task.config.local, unit.lr)
         anchors = [each for name, each in zip(self._names, start.parameters, strict=True) if name in self._learning]
         seen = []
         for number in range(steps[0]):
@@ -70,7 +218,7 @@ class Together:
             parameters = {name: now[name] for name in self._learning}
             others = {name: each for name, each in now.items() if name not in parameters}
             gradients, losses = self._gradients(parameters, others, *batches(number, rows))
-            optim.move(optimizer, list(parameters.values()), gradients, anchors, mu)
+            move_parameters(optimizer, list(parameters.values()), gradients, anchors, mu)
             seen.append(losses)
         return self._outcome(start, stacked, seen, steps, order)
 
@@ -97,7 +245,7 @@ class Together:
 
     def _outcome(
         self, start: Weights, stacked: dict[str, Tensor], seen: list[Tensor], steps: list[int], order: Sequence[int]
-    ) -> Outcome:
+    ) -> BatchOutcome:
         old, new = start.all, list(stacked.values())
         # As one copy for each tensor: a GPU's memory is far away.
         changes = [_difference(b, a).cpu() for a, b in zip(old, new, strict=True)]
@@ -107,7 +255,7 @@ class Together:
         count = len(start.parameters)
         at = {i: row for row, i in enumerate(order)}
         size = whole.shape[-1]
-        return Outcome(
+        return BatchOutcome(
             [
                 Weights([each[at[i]] for each in changes[:count]], [each[at[i]] for each in changes[count:]])
                 for i in range(len(order))
@@ -154,20 +302,20 @@ def by_vmap(module: nn.Module) -> Gradients:
     return gradients
 
 
-def as_layers(task: Task, module: nn.Module) -> layered.Layered | None:
+def traced_layers(task: Task, module: nn.Module) -> layered.Layered | None:
     """`module`, a model of this task on any device, as layers of many models; None where these do not know it."""
     trial = _trial(task)
-    known = layered.of(trial)
-    return layered.of(module) if known is not None and _right(task, trial, by_layers(known)) else None
+    known = layered.trace_layers(trial)
+    return layered.trace_layers(module) if known is not None and _right(task, trial, by_layers(known)) else None
 
 
-def together(task: Task, module: nn.Module, known: layered.Layered | None) -> Together | None:
+def batched_trainer_for(task: Task, module: nn.Module, known: layered.Layered | None) -> BatchedTrainer | None:
     """How to train many clients of this task at once, given what `as_layers` says; None: only in turn."""
     if known is None:
         trial = _trial(task)
         if not _right(task, trial, by_vmap(trial)):
             return None
-    return Together(task, module, known)
+    return BatchedTrainer(task, module, known)
 
 
 def _trial(task: Task) -> nn.Module:

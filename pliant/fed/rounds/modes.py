@@ -1,17 +1,9 @@
-"""Asynchronous rounds (FedBuff): clients come and go by the virtual clock, and the model moves whenever enough have come.
-
-A number of clients train at a time; each starts from the model of the moment at which it is asked, and its place is free again
-when it is done, has gone away or is late. Events follow in the order of (time, client).
-
-What a client brings is not needed before its buffer is full. So all of a buffer train then, together where they started
-from the same model: the units are as large as can be, and nobody trains whose update will not count. The models that
-clients still in flight have started from are kept until then. The selector is asked once for all whom the present model will be
-given to, and again where these do not suffice; it is told what they brought when the model moves.
-"""
+"""Modes."""
 
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,17 +12,113 @@ from typing import Any
 import numpy as np
 
 from pliant.errors import CheckpointError, ConfigError, NoClient
-from pliant.fed.fold.aggregators import FedBuff
+from pliant.fed.aggregation import FedBuff
 from pliant.fed.history import Round
-from pliant.fed.rounds.federation import Brought, Federation, weights_of
-from pliant.fed.rounds.plan import COUNTS, CUT, LOST
-from pliant.fed.rounds.synchronous import finite, mean_loss
-from pliant.fed.updates import Weights
-from pliant.fed.work import Trained
+from pliant.fed.rounds.federation import ClientResult, FederationState, Selection, load_weights, update_client_lr
+from pliant.fed.rounds.plan import COUNTS, CUT, LOST, RoundPlan, plan_round
+from pliant.fed.selection.base import Floats, Ids
+from pliant.fed.selection.selectors import local_steps
+from pliant.fed.work import Trained, Weights
+
+log = logging.getLogger(__name__)
+
+
+class SynchronousRounds:
+    def __init__(self, federation: FederationState) -> None:
+        self._federation = federation
+
+    def round(self, number: int) -> Round:
+        """Do one round, counted from 1. Nothing of it is left but in the federation and in what is returned."""
+        shared, config = self._federation, self._federation.config
+        picked = shared.pick_or_wait(config.invited)
+        duration_s = shared.world.round_s(config.local.steps, picked.clients)
+        plan = plan_round(
+            picked.clients,
+            duration_s,
+            picked.until_s,
+            begin_s=shared.clock_s,
+            wanted=config.participants,
+            deadline_s=config.deadline_s,
+        )
+        came = self._fold(plan, self._steps(plan, picked, duration_s), number)
+        shared.clock_s = plan.end_s
+        left_out = shared.aggregator.left_out
+        shared.tell(
+            [
+                ClientResult(client, client not in left_out, seen_s, *came[client])
+                if client in came
+                else ClientResult(client, False, seen_s)
+                for client, seen_s in zip(plan.invited.tolist(), plan.seen_s.tolist(), strict=True)
+            ]
+        )
+        shared.ledger.account(plan.aggregated, rate=len(picked.clients) / picked.there)
+        return Round(
+            round=number,
+            begin_s=plan.begin_s,
+            clock_s=plan.end_s,
+            invited=tuple(plan.invited.tolist()),
+            aggregated=tuple(plan.aggregated.tolist()),
+            cut=tuple(plan.cut.tolist()),
+            lost=tuple(plan.lost.tolist()),
+            left_out=dict(left_out),
+            loss=mean_loss([loss for _, loss in came.values()]),
+            lr=config.lr_in(number),
+            there=picked.there,
+            malicious=int(np.count_nonzero(shared.task.malicious[plan.aggregated])),
+            selector=finite(shared.selector.figures),
+            client_s=tuple(plan.seen_s[plan.counts].tolist()),
+        )
+
+    def _steps(self, plan: RoundPlan, picked: Selection, duration_s: Floats) -> Ids:
+        """How many local steps each of the aggregated makes."""
+        local, world = self._federation.config.local, self._federation.world
+        asked = np.full(len(plan.aggregated), local.steps, np.int64)
+        if not local.longer or not len(asked):
+            return asked
+        # invited and picked clients are both in ascending order
+        mine, until_s = duration_s[plan.counts], picked.until_s[plan.counts]
+        longer = local_steps(local.steps, mine, world.compute_s(local.steps, plan.aggregated), round_s=plan.duration_s)
+        fits = plan.begin_s + world.round_s(longer, plan.aggregated) < until_s
+        return np.where(fits, longer, asked)
+
+    def _fold(self, plan: RoundPlan, steps: Ids, number: int) -> dict[int, tuple[float, float]]:
+        """Have the participants train, and move the model; the utility and the loss of each."""
+        shared = self._federation
+        clients = plan.aggregated
+        came: dict[int, tuple[float, float]] = {}
+        update_client_lr(shared.aggregator, shared.config, number)
+        shared.aggregator.begin(shared.model)
+        for trained in shared.train(shared.model, clients, steps, round_number=number):
+            update = shared.ledger.private(trained.update, round_number=number, participants=len(clients))
+            shared.aggregator.add(update)
+            came[update.client] = trained.utility, update.loss
+        try:
+            shared.model = shared.aggregator.finish()
+        except ConfigError as error:  # fewer have come than it needs: the next round may have more
+            log.warning("round %d: the model stays as it is: %s", number, error)
+            shared.aggregator.left_out = {client: str(error) for client in came}
+        return came
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def mean_loss(losses: list[float]) -> float | None:
+    """Of those that are numbers; None if none is."""
+    known = [each for each in losses if math.isfinite(each)]
+    return math.fsum(known) / len(known) if known else None
+
+
+def finite(figures: Mapping[str, float | int]) -> dict[str, float | int | None]:
+    """None for what has no limit: it goes to the record."""
+    return {name: value if math.isfinite(value) else None for name, value in figures.items()}
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Flight:
+class InFlight:
     """A client on its way, from the moment it was asked to the one at which it is heard of again."""
 
     end_s: float
@@ -42,8 +130,8 @@ class Flight:
     """Of `rounds`: it is done then, late, or gone."""
 
 
-class Buffered:
-    def __init__(self, federation: Federation) -> None:
+class AsynchronousRounds:
+    def __init__(self, federation: FederationState) -> None:
         """Raises ConfigError where the config asks for what asynchronous rounds cannot do."""
         config, num_clients = federation.config, federation.task.num_clients
         assert isinstance(federation.aggregator, FedBuff), "only FedBuff's buffer is asynchronous"
@@ -57,7 +145,7 @@ class Buffered:
             raise ConfigError("local.longer with fed-buff: nobody waits for anybody there; leave it out")
         self._federation = federation
         self._most = min(config.concurrency or config.invited, num_clients)
-        self._flights: list[Flight] = []
+        self._flights: list[InFlight] = []
         self._models: dict[int, Weights] = {}
         """By version: those that flights have started from, as long as they may count."""
         self._queue: list[int] = []
@@ -77,7 +165,7 @@ class Buffered:
         self._queue, self._asked, self._had, self._choice = [], [], set(), (0, {})
         self._fill()
         log = _Log()
-        pending: list[Flight] = []
+        pending: list[InFlight] = []
         moved: Weights | None = None
         heard_s = begin_s
         while moved is None:
@@ -155,7 +243,7 @@ class Buffered:
             end_s, fate = min((done_s, COUNTS), (late_s, CUT), (until_s, LOST), key=lambda each: each[0])
             if done_s >= until_s and fate == COUNTS:
                 fate = LOST
-            heapq.heappush(self._flights, Flight(end_s, client, self._aggregator.version, now_s, fate))
+            heapq.heappush(self._flights, InFlight(end_s, client, self._aggregator.version, now_s, fate))
             self._asked.append((client, now_s))
             self._had.add(client)
 
@@ -166,7 +254,7 @@ class Buffered:
         mask[list(self._had)] = True
         return mask
 
-    def _next(self) -> Flight:
+    def _next(self) -> InFlight:
         """The next one that is heard of; the clock goes on to that moment."""
         shared, since_s = self._federation, self._federation.clock_s
         while not self._flights:
@@ -180,7 +268,7 @@ class Buffered:
 
     # --- the model ---
 
-    def _fold(self, pending: list[Flight], log: _Log) -> Weights | None:
+    def _fold(self, pending: list[InFlight], log: _Log) -> Weights | None:
         """Have those who have come train, and put them into the buffer in the order in which they came.
 
         None: not all could be used, so more must come.
@@ -199,7 +287,7 @@ class Buffered:
             log.came(flight, result, why)
         return moved
 
-    def _trained(self, pending: list[Flight]) -> dict[tuple[int, int], Trained]:
+    def _trained(self, pending: list[InFlight]) -> dict[tuple[int, int], Trained]:
         """All of one model at once."""
         shared = self._federation
         found: dict[tuple[int, int], Trained] = {}
@@ -228,8 +316,10 @@ class Buffered:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         try:
-            self._flights = [Flight(*each) for each in state["flights"]]  # sorted, and so a heap
-            self._models = {int(each["version"]): weights_of(each, self._federation.model) for each in state["models"]}
+            self._flights = [InFlight(*each) for each in state["flights"]]  # sorted, and so a heap
+            self._models = {
+                int(each["version"]): load_weights(each, self._federation.model) for each in state["models"]
+            }
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint lacks a part of the flights ({error!r}): it is damaged") from None
 
@@ -238,8 +328,8 @@ class _Log:
     """What has happened since the model last moved."""
 
     def __init__(self) -> None:
-        self.brought: list[Brought] = []
-        self.folded: list[Flight] = []
+        self.brought: list[ClientResult] = []
+        self.folded: list[InFlight] = []
         self.losses: list[float] = []
         self.cut: list[int] = []
         self.lost: list[int] = []
@@ -247,16 +337,16 @@ class _Log:
         self.used = 0
         """Updates that are in the buffer."""
 
-    def end_of(self, flight: Flight) -> None:
+    def end_of(self, flight: InFlight) -> None:
         """Of one that does not count: gone, late, or done with a model that is too old."""
         (self.lost if flight.fate == LOST else self.cut).append(flight.client)
-        self.brought.append(Brought(flight.client, False, flight.end_s - flight.begin_s))
+        self.brought.append(ClientResult(flight.client, False, flight.end_s - flight.begin_s))
 
-    def came(self, flight: Flight, result: Trained, why: str) -> None:
+    def came(self, flight: InFlight, result: Trained, why: str) -> None:
         loss = result.update.loss
         self.folded.append(flight)
         self.losses.append(loss)
-        self.brought.append(Brought(flight.client, not why, flight.end_s - flight.begin_s, result.utility, loss))
+        self.brought.append(ClientResult(flight.client, not why, flight.end_s - flight.begin_s, result.utility, loss))
         if why:
             self.left_out[flight.client] = why
         else:

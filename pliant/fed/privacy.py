@@ -1,27 +1,22 @@
-"""Differential privacy of clients: updates of bounded length, noise, and an account of what has been given away.
-
-With `where="server"` the server is trusted: each of n updates gets the n-th part of the noise's variance, so that their
-even mean carries the noise of the Gaussian mechanism once. With `where="client"` nobody is: each update carries all of it,
-and is private by itself, whatever is made of it.
-
-The noise comes from a generator that counts (Philox: seed, round, client), so a round has the same noise wherever it
-is drawn, and no state. It is that of experiments: neither secret nor discrete, as a deployment against people who know the seed would need.
-"""
+"""Privacy."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pliant.errors import ConfigError
-from pliant.fed.fold.aggregation import Aggregator
-from pliant.fed.updates import Update, Weights, sum_of_squares
+from pliant.errors import CheckpointError, ConfigError
+from pliant.fed.aggregation import Aggregator
+from pliant.fed.config import FedConfig
+from pliant.fed.selection.base import Ids
+from pliant.fed.work import Update, Weights, sum_of_squares
 
 ORDERS = (*(1 + i / 10 for i in range(1, 100)), *range(12, 64), *range(64, 257, 8), 512, 1024)
 """Of Rényi divergence; fractions matter where much is given away, large ones where little is."""
@@ -192,3 +187,62 @@ class Accountant:
         if not orders or not total or len(orders) != len(total):
             raise ConfigError("the accountant's state is damaged: its orders and its totals do not match")
         self.orders, self.total = tuple(orders), np.array(total, dtype=np.float64)
+
+
+class PrivacyBudget:
+    """Of a job that promises nothing, it does nothing."""
+
+    def __init__(self, config: FedConfig, num_clients: int, aggregator: Aggregator) -> None:
+        """Raises ConfigError where noise would not cover what the aggregator does."""
+        self._settings = config.privacy
+        self._privacy: Privacy | None = None
+        self._drawn = config.selector.kind == "random"
+        self._accountant = Accountant()
+        self._took_part = np.zeros(num_clients, np.int64)
+        if config.privacy is not None:
+            where = config.privacy.where
+            self._drawn = self._drawn and where == "server"
+            self._privacy = Privacy(
+                clip=config.privacy.clip,
+                noise_multiplier=config.privacy.noise_multiplier,
+                where=where,
+                seed=config.seed,
+            )
+            self._privacy.check(aggregator)
+
+    def private(self, update: Update, *, round_number: int, participants: int) -> Update:
+        """The update as the aggregator may see it."""
+        if self._privacy is None:
+            return update
+        return self._privacy.privatised(update, round_number=round_number, participants=participants)
+
+    def account(self, clients: Ids, *, rate: float) -> None:
+        """A model has been made of these clients' updates; `rate` is with which chance each was asked."""
+        if self._privacy is None or not len(clients):
+            return
+        np.add.at(self._took_part, clients, 1)
+        if self._drawn:
+            self._accountant.add(rate=rate, noise_multiplier=self._privacy.noise_multiplier)
+
+    @property
+    def epsilon(self) -> float | None:
+        """Of all models so far; None: nothing is promised."""
+        if self._settings is None:
+            return None
+        if self._drawn:
+            return self._accountant.epsilon(self._settings.delta)
+        alone = Accountant()
+        alone.add(rate=1.0, noise_multiplier=self._settings.noise_multiplier, rounds=int(self._took_part.max()))
+        return alone.epsilon(self._settings.delta)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"accountant": self._accountant.state_dict(), "took_part": self._took_part.copy()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        took_part = np.array(state["took_part"], np.int64)
+        if took_part.shape != self._took_part.shape:
+            raise CheckpointError(
+                f"the checkpoint is of {len(took_part)} clients, and there are {len(self._took_part)}: use the same data"
+            )
+        self._took_part = took_part
+        self._accountant.load_state_dict(state["accountant"])

@@ -1,13 +1,4 @@
-"""Who tests a model: clients whose data stand for everybody's, or that hold the samples asked for. Pure.
-
-By deviation: so many clients, drawn evenly, that the mean over them is off by at most `deviation`, with the confidence asked
-for, whatever the data look like. By category: so many samples of each class, soon, from few clients.
-
-The second is a hard problem, but not for a given time z: then client i has room for floor((z - transfer_i) / per_sample_i)
-samples, and what is left is a flow from clients to classes, whose only hard part is the budget of clients. So z is
-found by bisection. What no budget can make faster is a bound; a greedy choice is a first answer; between
-the two HiGHS looks for the fewest clients that make it in time z (`testing_solver`).
-"""
+"""Testing."""
 
 from __future__ import annotations
 
@@ -20,10 +11,128 @@ import numpy as np
 import numpy.typing as npt
 
 from pliant.errors import CapacityError, ConfigError
-from pliant.fed.choice.population import Floats, Ids, Numbers, Places
-from pliant.fed.choice.testing_solver import Cover, few_clients, flow
+from pliant.fed.selection.base import Floats, Ids, Numbers, Places
 
 Counts = npt.NDArray[np.int64]
+
+NODES = 20
+"""Of HiGHS' search, for one question."""
+NEAR = 0.1
+"""How close to the fewest clients is close enough, once it has found a choice."""
+TIGHT = 6000
+"""Up to so many pairs of client and class, each pair gets a limit of its own: bounds are far better, and take far longer."""
+POOL = 1.5
+"""It searches among so many times the clients that may be chosen."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cover:
+    """What HiGHS found."""
+
+    clients: Places | None
+    """Who can meet the request; None if no choice was found."""
+    at_least: int
+    """No choice has fewer clients."""
+
+
+def flow(samples: Counts, room: Counts, wanted: Counts) -> Counts | None:
+    """Samples, clients by classes, within what each has and has room for, that sum up to what is wanted; None if there are none."""
+    try:
+        from scipy import sparse  # type: ignore[import-untyped]
+        from scipy.sparse.csgraph import maximum_flow  # type: ignore[import-untyped]
+    except ImportError:
+        raise _no_scipy() from None
+    there = np.flatnonzero(room > 0)
+    num, classes = len(there), len(wanted)
+    if not num:
+        return None if wanted.any() else np.zeros_like(samples)
+    has = np.minimum(samples[there], wanted)
+    client, kind = np.nonzero(has)
+    source, sink = num + classes, num + classes + 1
+    begins = np.concatenate([np.full(num, source), client, num + np.arange(classes)])
+    ends = np.concatenate([np.arange(num), num + kind, np.full(classes, sink)])
+    limits = np.concatenate([room[there], has[client, kind], wanted]).astype(np.int32)
+    graph = sparse.csr_matrix((limits, (begins, ends)), (sink + 1, sink + 1))
+    found = maximum_flow(graph, source, sink)
+    if found.flow_value < wanted.sum():
+        return None
+    sent = np.zeros_like(samples)
+    sent[there] = found.flow[:num, num:source].toarray()
+    return sent
+
+
+def few_clients(samples: Counts, room: Counts, wanted: Counts, most: int) -> Cover:
+    """At most `most` clients that meet what is wanted within their room.
+
+    First HiGHS takes part of clients, too: what it needs then is a bound, and the clients it takes most of are tried.
+    Then it searches among those that had a part, and a few more.
+    """
+    there = np.flatnonzero(np.minimum(room, np.minimum(samples, wanted).sum(1)))
+    parts = _shares(samples[there], room[there], wanted)
+    if parts is None:
+        return Cover(None, len(samples) + 1)
+    at_least = math.ceil(parts.sum() - 1e-6)
+    if at_least > most:
+        return Cover(None, at_least)
+    brings = np.minimum(room[there], np.minimum(samples[there], wanted).sum(1))
+    order = np.lexsort((np.arange(len(there)), -brings, -parts.round(9)))
+    first = np.sort(there[order[:most]])
+    if flow(samples[first], room[first], wanted) is not None:
+        return Cover(first, at_least)
+    pool = np.sort(there[order[: max(int(POOL * most), np.count_nonzero(parts > 1e-9))]])
+    chosen = _shares(samples[pool], room[pool], wanted, most=most)
+    if chosen is not None:
+        return Cover(pool[chosen > 0.5], at_least)
+    return Cover(None, at_least)
+
+
+def _shares(samples: Counts, room: Counts, wanted: Counts, most: int | None = None) -> Floats | None:
+    """How much of each client takes part: least in all, and with `most` either all of it or nothing. None: not found."""
+    try:
+        from scipy import sparse
+        from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+    except ImportError:
+        raise _no_scipy() from None
+    has = np.minimum(samples, wanted)
+    client, kind = np.nonzero(has)
+    num, arcs = len(samples), len(client)
+    total, numbers = arcs + num, np.arange(num)
+    met = sparse.csr_matrix((np.ones(arcs), (kind, np.arange(arcs))), (len(wanted), total))
+    # who takes no part brings nothing; the least such limit makes the relaxation tight
+    brings = np.minimum(room, has.sum(1))
+    within = sparse.csr_matrix(
+        (np.concatenate([np.ones(arcs), -brings]), (np.concatenate([client, numbers]), np.arange(total))), (num, total)
+    )
+    takes_part = np.concatenate([np.zeros(arcs), np.ones(num)])
+    rules = [LinearConstraint(met, wanted, wanted), LinearConstraint(within, -np.inf, 0)]
+    if arcs <= TIGHT:
+        each = np.arange(arcs)
+        limit = np.minimum(has[client, kind], room[client])
+        tight = sparse.csr_matrix(
+            (
+                np.concatenate([np.ones(arcs), -limit]),
+                (np.concatenate([each, each]), np.concatenate([each, arcs + client])),
+            ),
+            (arcs, total),
+        )
+        rules.append(LinearConstraint(tight, -np.inf, 0))
+    bounds = Bounds(0, np.concatenate([has[client, kind], np.ones(num)]))
+    if most is None:
+        found = milp(takes_part, constraints=rules, bounds=bounds)
+    else:
+        found = milp(
+            takes_part,
+            constraints=[*rules, LinearConstraint(takes_part[None, :], 0, most)],
+            bounds=bounds,
+            integrality=takes_part,
+            options={"node_limit": NODES, "mip_rel_gap": NEAR},
+        )
+    return None if found.x is None else found.x[arcs:]
+
+
+def _no_scipy() -> ConfigError:
+    return ConfigError("choosing testers by category needs SciPy: pip install 'pliant[fed]'")
+
 
 GAP = 0.05
 """A time this much above what can be reached, at most, is good enough."""
@@ -120,7 +229,7 @@ class Holdings:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Testing:
+class TesterSelection:
     """Which clients test how many samples of each class."""
 
     __test__ = False  # for pytest, which takes the name for a test's
@@ -137,7 +246,7 @@ class Testing:
 
 def by_category(
     holdings: Holdings, request: Numbers, *, budget: int | None = None, method: str = "solve", gap: float = GAP
-) -> Testing:
+) -> TesterSelection:
     """As many samples of each class as requested, exactly, from at most `budget` clients, in about the least time.
 
     `greedy` is quicker; `solve` ends within `gap` of the least time, or after a fixed number of tries. What comes back
@@ -151,7 +260,7 @@ def by_category(
     most = len(holdings.samples) if budget is None else min(budget, len(holdings.samples))
     slowest_s = float((holdings.transfer_s + holdings.sample_s * holdings.samples.sum(1)).max(initial=0.0))
     if not wanted.any():
-        return Testing(np.empty(0, np.intp), np.empty((0, len(wanted)), np.int64), 0.0, 0.0)
+        return TesterSelection(np.empty(0, np.intp), np.empty((0, len(wanted)), np.int64), 0.0, 0.0)
     least_s = float((holdings.transfer_s + holdings.sample_s).min())
 
     def enough(within_s: float) -> bool:
@@ -260,7 +369,7 @@ def _covered(holdings: Holdings, wanted: Counts, most: int, within_s: float) -> 
     return cover.clients
 
 
-def _spread(holdings: Holdings, wanted: Counts, clients: Places, bound_s: float) -> Testing:
+def _spread(holdings: Holdings, wanted: Counts, clients: Places, bound_s: float) -> TesterSelection:
     """The samples over these clients, so that the last one is done as soon as can be."""
     part = holdings.part(clients)
     slowest_s = float((part.transfer_s + part.sample_s * part.samples.sum(1)).max())
@@ -269,10 +378,12 @@ def _spread(holdings: Holdings, wanted: Counts, clients: Places, bound_s: float)
     assert samples is not None, "a choice that meets the request in any time"
     used = samples.any(1)
     part_s = part.transfer_s[used] + part.sample_s[used] * samples[used].sum(1)
-    return Testing(clients[used], samples[used], float(part_s.max()), min(bound_s, float(part_s.max())))
+    return TesterSelection(clients[used], samples[used], float(part_s.max()), min(bound_s, float(part_s.max())))
 
 
-def _solved(holdings: Holdings, wanted: Counts, most: int, best: Testing, possible_s: float, gap: float) -> Testing:
+def _solved(
+    holdings: Holdings, wanted: Counts, most: int, best: TesterSelection, possible_s: float, gap: float
+) -> TesterSelection:
     """A better choice, if HiGHS finds one: between the bound and the best time so far, the time that was not tried yet."""
     bound_s, tried_s = best.bound_s, possible_s
     for _ in range(SOLVES):
@@ -287,4 +398,4 @@ def _solved(holdings: Holdings, wanted: Counts, most: int, best: Testing, possib
             low_s = tried_s
             bound_s = max(bound_s, tried_s) if cover.at_least > most else bound_s
         tried_s = math.sqrt(max(low_s, bound_s) * best.duration_s)
-    return Testing(best.clients, best.samples, best.duration_s, min(bound_s, best.duration_s))
+    return TesterSelection(best.clients, best.samples, best.duration_s, min(bound_s, best.duration_s))

@@ -1,13 +1,11 @@
-"""What an executor does with a unit: train clients in turn or together, or test a part of the samples.
-
-A result depends on the unit, the model and the job's config, and on nothing that ran before: models draw from a generator that
-is seeded for the unit, and the CPU computes with one thread, because sums depend on their number.
-"""
+"""Trainer."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
@@ -16,35 +14,32 @@ import torch
 from torch import Tensor, nn
 
 from pliant.errors import CheckpointError, ConfigError, TrainError
-from pliant.fed.choice.selection import LossMeter
+from pliant.fed import local_steps
+from pliant.fed.aggregation import FedProx, make_aggregator
 from pliant.fed.config import FedConfig
-from pliant.fed.data.task import Task, as_task
-from pliant.fed.fold import aggregators
-from pliant.fed.fold.aggregators import FedProx
-from pliant.fed.training import batched, optim
-from pliant.fed.training.batched import Together
-from pliant.fed.training.feed import Feed, seed_of_draws, stream
-from pliant.fed.training.layered import Layered
-from pliant.fed.updates import Update, Weights
-from pliant.fed.work import Done, Evaluation, Score, Trained, Training, Unit
+from pliant.fed.data.task import Task
+from pliant.fed.layered import Layered
+from pliant.fed.local_steps import BatchedTrainer, Feed, seed_of_draws, stream
+from pliant.fed.selection.base import LossMeter
+from pliant.fed.work import Evaluation, Score, Trained, Training, Unit, UnitResult, Update, Weights
 
 PART = 250
 """Test samples at a time: what they become on the way stays in the processor's caches."""
 
 
-class Trainer:
+class ClientTrainer:
     """One process's model, data and device; does units one after the other."""
 
     def __init__(self, task: Task, *, device: str = "cpu") -> None:
         self.task = task
-        self.device = device_of(device)
+        self.device = resolve_device(device)
         self.mu = proximal_weight(task.config)
         self.module = task.model().to(self.device)
         self.train = Feed(task.train, self.device)
         self._test: Feed | None = None
         self._given: tuple[Weights, Weights] | None = None
 
-    def run(self, model: Weights, unit: Unit) -> Done:
+    def run(self, model: Weights, unit: Unit) -> UnitResult:
         """The result of the unit, in the CPU's memory.
 
         Raises:
@@ -78,13 +73,13 @@ class Trainer:
         return tuple(map(self._brought, unit.clients, done.changes, done.losses))
 
     @cached_property
-    def together(self) -> Together | None:
+    def together(self) -> BatchedTrainer | None:
         """How several clients are trained at once; None where the model does not allow it."""
-        return batched.together(self.task, self.module, self._layers)
+        return local_steps.batched_trainer_for(self.task, self.module, self._layers)
 
     @cached_property
     def _layers(self) -> Layered | None:
-        return batched.as_layers(self.task, self.module)
+        return local_steps.traced_layers(self.task, self.module)
 
     def _in_turn(self, start: Weights, client: int, steps: int, unit: Training) -> Trained:
         """One client's part of a round: a plain loop."""
@@ -98,7 +93,7 @@ class Trainer:
         module.train()
         seed(self.device, seed_of_draws(self.task, (client,), unit.round_number))
         learning = [each for each in module.parameters() if each.requires_grad]
-        step = Step(optim.make(local, unit.lr), learning, self._anchors(start), self.mu)
+        step = Step(local_steps.make_optimizer(local, unit.lr), learning, self._anchors(start), self.mu)
         seen = []
         for at in range(0, steps * size, size):
             losses = self.task.loss(module(inputs[at : at + size]), labels[at : at + size])
@@ -137,7 +132,7 @@ class Step:
     """Moves those parameters that the loss depends on; others are left as they are, as torch's optimizers do."""
 
     def __init__(
-        self, optimizer: optim.Optimizer, parameters: Sequence[Tensor], anchors: Sequence[Tensor], mu: float
+        self, optimizer: local_steps.LocalOptimizer, parameters: Sequence[Tensor], anchors: Sequence[Tensor], mu: float
     ) -> None:
         self._optimizer, self._mu = optimizer, mu
         self._all = [each.detach() for each in parameters], list(anchors)
@@ -151,7 +146,7 @@ class Step:
         elif used != self._used:
             raise TrainError("the model's loss depends on other parameters in each step: let it use all in every step")
         along = [each for each in gradients if each is not None]
-        optim.move(self._optimizer, self._parameters, along, self._anchors, self._mu)
+        local_steps.move_parameters(self._optimizer, self._parameters, along, self._anchors, self._mu)
 
 
 def scored(outputs: Tensor, labels: Tensor) -> Score:
@@ -166,11 +161,11 @@ def proximal_weight(config: FedConfig) -> float:
     """FedProx' mu; 0 for all other aggregators."""
     if config.aggregator.kind != FedProx.name:
         return 0.0
-    made = aggregators.make(FedProx.name, dict(config.aggregator.options))  # type: ignore[arg-type]
+    made = make_aggregator(FedProx.name, dict(config.aggregator.options))  # type: ignore[arg-type]
     return made.mu if isinstance(made, FedProx) else 0.0
 
 
-def device_of(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     """The device of that name; empty: a GPU where there is one.
 
     Raises:
@@ -235,7 +230,7 @@ def exact_kernels() -> Iterator[None]:
             setattr(part, name, value)
 
 
-def kind_of(device: torch.device) -> str:
+def describe_device(device: torch.device) -> str:
     """What must be alike wherever a job is computed, or bits differ."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return f"{name} with torch {torch.__version__.partition('+')[0]}"
@@ -244,12 +239,12 @@ def kind_of(device: torch.device) -> str:
 class InProcess:
     """`Workers` in this process: the twin of a pool of executors."""
 
-    def __init__(self, task: Task | FedConfig, device: str = "cpu") -> None:
-        self._trainer = Trainer(as_task(task), device=device)
+    def __init__(self, task: Task, device: str = "cpu") -> None:
+        self._trainer = ClientTrainer(task, device=device)
 
     @property
     def kind(self) -> str:
-        return kind_of(self._trainer.device)
+        return describe_device(self._trainer.device)
 
     def expect_kind(self, kind: str) -> None:
         if kind != self.kind:
@@ -258,7 +253,79 @@ class InProcess:
                 "go on with what it was begun on, or begin anew in another folder"
             )
 
-    def run(self, model: Weights, units: Sequence[Unit]) -> Iterator[Done]:
+    def run(self, model: Weights, units: Sequence[Unit]) -> Iterator[UnitResult]:
         """The result of each unit, in their order, as it is asked for."""
         for unit in units:
             yield self._trainer.run(model, unit)
+
+
+ON_CPU = (2, 4, 8, 16)
+ON_GPU = (4, 16, 32, 64, 128, 256)
+SHARES = (2, 8)
+"""A round makes units for so many executors, at least and at most; between them, for as many as this machine has cores."""
+STEPS = 5
+"""Of a trial: enough that what comes once for a unit does not count too much."""
+BUSY_S = 0.5
+"""A first step that takes longer keeps the machine busy by itself: there is nothing to gain, and a trial would be long."""
+WORTH = 1.1
+"""Training at once must be so many times as fast as in turn, or it is not worth its other bits."""
+ALIKE = 0.95
+"""Of rates: a smaller batch that is nearly as fast is taken, since smaller units are shared better among executors."""
+
+
+def choose_batching(task: Task, device: str = "cpu", *, limit_s: float = 4.0) -> int:
+    """Clients to be trained at once; 1 where that is not possible, or no faster than in turn.
+
+    Takes about `limit_s`, or a few steps of one client where those take longer.
+    """
+    trainer = ClientTrainer(task, device=device)
+    # On the CPU, the time that this thread was given: others may be busy, too.
+    clock = time.perf_counter if trainer.device.type == "cuda" else time.thread_time
+    start = Weights.of(task.model())
+    shares = min(max(len(os.sched_getaffinity(0)), SHARES[0]), SHARES[1])
+    sizes = candidates(task.num_clients, task.config.participants, trainer.device.type, shares)
+    began = clock()
+    trainer.run(start, _unit(task, 1, 1))
+    if not sizes or clock() - began > BUSY_S or trainer.together is None:
+        return 1
+    rates: dict[int, float] = {}
+    for size in (1, *sizes, 1, *sizes):
+        # In two passes, the better one of each: what else the machine does then hits all alike.
+        if len(rates) > 1 and clock() - began > limit_s:
+            break
+        try:
+            rates[size] = max(rates.get(size, 0.0), _rate(trainer, start, size, clock))
+        except torch.OutOfMemoryError:
+            break
+    return best(rates)
+
+
+def best(rates: Mapping[int, float]) -> int:
+    """Given clients per second by batch: the smallest that is nearly as fast as the fastest, where it is worth it."""
+    fastest = max(rates.values())
+    if fastest < WORTH * rates[1]:
+        return 1
+    return min(size for size, rate in rates.items() if size > 1 and rate >= ALIKE * fastest)
+
+
+def candidates(num_clients: int, participants: int, device_type: str, shares: int) -> tuple[int, ...]:
+    """On CPUs, a round is cut into a multiple of `shares` units, so that as many executors are done at the same time."""
+    if device_type == "cuda":
+        return tuple(size for size in ON_GPU if size <= min(num_clients, participants))
+    sizes = set()
+    for size in ON_CPU:
+        units = max(1, round(participants / size / shares)) * shares
+        sizes.add(-(-participants // units))
+    return tuple(sorted(size for size in sizes if 1 < size <= num_clients))
+
+
+def _rate(trainer: ClientTrainer, start: Weights, size: int, clock: Callable[[], float]) -> float:
+    """Clients per second, if all did as many steps as the trial."""
+    trainer.run(start, _unit(trainer.task, size, 1))  # what is done for the first time takes longer
+    began = clock()
+    trainer.run(start, _unit(trainer.task, size, STEPS))
+    return size / max(clock() - began, 1e-9)
+
+
+def _unit(task: Task, size: int, steps: int) -> Training:
+    return Training(0, tuple(range(size)), (steps,) * size, task.config.local.lr)

@@ -19,7 +19,7 @@ NOT_THEIRS = tuple(str(Path(_PATHS[name])) for name in ("stdlib", "purelib", "pl
 OURS = str(Path(__file__).parents[1])
 
 
-def is_named(text: str) -> bool:
+def is_function_name(text: str) -> bool:
     return ":" in text
 
 
@@ -46,7 +46,7 @@ def function_of(text: str, what: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def fitting(text: str, what: str, contract: str, *given: object) -> Callable[..., Any]:
+def find_function(text: str, what: str, contract: str, *given: object) -> Callable[..., Any]:
     """The function, which can be called with `given`; `contract` says what it must take and return.
 
     Raises:
@@ -62,19 +62,19 @@ def fitting(text: str, what: str, contract: str, *given: object) -> Callable[...
     return function
 
 
-def called(text: str, what: str, contract: str, *given: object) -> Any:
+def call_function(text: str, what: str, contract: str, *given: object) -> Any:
     """What it makes of `given`.
 
     Raises:
         ConfigError: as above, or it fails.
     """
-    function = fitting(text, what, contract, *given)
-    with users_own(f"{what} {text!r} failed"):
+    function = find_function(text, what, contract, *given)
+    with user_code_errors(f"{what} {text!r} failed"):
         return function(*given)
 
 
 @contextlib.contextmanager
-def users_own(what: str) -> Iterator[None]:
+def user_code_errors(what: str) -> Iterator[None]:
     """What the user's code raises within the block becomes one line.
 
     Raises:

@@ -1,1 +1,0 @@
-"""The clients of a simulation, without their samples: how fast their devices are, and when they are there."""
