@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pliant.adapt import ProbeLinks, Resize, SetBatchSize, SetLearningRate, SetTopology
-from pliant.adapt.decisions import KINDS, Decision, from_json
+from pliant.adapt.policy import KINDS, Decision, decision_from_json
 from pliant.errors import ConfigError
 from pliant.record import Recorder, read
 
@@ -45,7 +45,7 @@ def test_decisions_come_back_to_the_last_bit(decision: Decision, tmp_path: Path)
     with Recorder(tmp_path / "record.jsonl") as recorder:
         recorder.write("decision", 7, policy="P", decision=decision.to_json())
     [fact] = read(tmp_path / "record.jsonl")
-    assert from_json(fact.data["decision"]) == decision
+    assert decision_from_json(fact.data["decision"]) == decision
     assert {each.kind for each in DECISIONS} == set(KINDS)
 
 
@@ -104,4 +104,4 @@ def test_what_is_no_record_is_refused_with_a_remedy(tmp_path: Path) -> None:
 )
 def test_decisions_that_are_none_are_refused(value: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
-        from_json(value)
+        decision_from_json(value)

@@ -1,12 +1,17 @@
-"""Adaptation: an observation of the job in, decisions out. Pure: no torch, no sockets, no clocks.
+"""Adaptation of a running job: observations, decisions, policies, and the models and monitors behind them."""
 
-`observation` is what can be seen, `decisions` what can be done, `base` what a policy is; the other files hold the
-policies that come with pliant.
-"""
-
-from pliant.adapt.base import Policies, Policy
-from pliant.adapt.decisions import Decision, ProbeLinks, Resize, SetBatchSize, SetLearningRate, SetTopology
-from pliant.adapt.observation import Observation, WorkerFigures
+from pliant.adapt.policy import (
+    Decision,
+    Observation,
+    Policies,
+    Policy,
+    ProbeLinks,
+    Resize,
+    SetBatchSize,
+    SetLearningRate,
+    SetTopology,
+    WorkerFigures,
+)
 
 __all__ = [
     "Decision",

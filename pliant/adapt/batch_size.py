@@ -1,4 +1,4 @@
-"""Policies that decide on the batch size, and how the learning rate follows it. Pure."""
+"""Policies that decide on the batch size, and rules by which the learning rate follows it. Pure."""
 
 from __future__ import annotations
 
@@ -6,43 +6,41 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pliant.adapt.base import Policy
-from pliant.adapt.decisions import MOST_BATCH, Decision, SetBatchSize, SetLearningRate
-from pliant.adapt.observation import Observation
+from pliant.adapt.monitors import Ema, gain
+from pliant.adapt.policy import (
+    MOST_BATCH,
+    Decision,
+    Observation,
+    Policy,
+    SetBatchSize,
+    SetLearningRate,
+    check_schedule,
+    latest_entry,
+)
 from pliant.errors import ConfigError
 
 LEAST_CHANGE = 0.01
-"""A learning rate that differs by less is left alone."""
+"""A learning rate that would change by a smaller share is left alone."""
 LAG = 3
-"""Steps after which what was decided is surely seen in the observations."""
+"""Steps after which observations surely show the effect of a decision."""
+NOISE_CAP = 2.0
+"""No single estimate of the noise scale moves its average by more than this factor."""
 
 
-# --- how the learning rate follows the batch ---
-
-
-def adascale_gain(scale: float, noise_scale: float, base_batch: float) -> float:
-    """How many steps of the base batch one step of a batch `scale` times as large is worth; from 1 to `scale`."""
-    noise = noise_scale / base_batch
-    return (noise + 1) / (noise / scale + 1)
+# --- learning rate ---
 
 
 RULES: dict[str, Callable[[float, float, float], float]] = {
     "none": lambda scale, noise_scale, base: 1.0,
     "linear": lambda scale, noise_scale, base: scale,
     "sqrt": lambda scale, noise_scale, base: math.sqrt(scale),
-    "adascale": adascale_gain,
+    "adascale": lambda scale, noise_scale, base: gain(scale, noise_scale / base, 1.0),
 }
-"""From the growth of the global batch, the noise scale and the base batch to the factor of the learning rate."""
-
-
-def check_rule(name: str) -> str:
-    if name not in RULES:
-        raise ConfigError(f"lr={name!r}: use one of {', '.join(RULES)}")
-    return name
+"""Factor of the learning rate from the growth of the global batch, the noise scale and the base batch."""
 
 
 def lr_factor(rule: str, batch: float, base_batch: float, noise_scale: float | None) -> float | None:
-    """The factor of the program's own learning rate; None where it is not known yet."""
+    """Return the factor of the program's own learning rate; None if it is not known yet."""
     scale = batch / base_batch
     if rule == "adascale" and scale > 1 and noise_scale is None:
         return None
@@ -50,20 +48,22 @@ def lr_factor(rule: str, batch: float, base_batch: float, noise_scale: float | N
 
 
 class LearningRate:
-    """Lets the learning rate follow the global batch, by a rule; says so only when the factor has moved."""
+    """Lets the learning rate follow the global batch by a rule; decides only when the factor has changed."""
 
     def __init__(self, rule: str) -> None:
-        self.rule = check_rule(rule)
+        if rule not in RULES:
+            raise ConfigError(f"lr={rule!r}: use one of {', '.join(RULES)}")
+        self.rule = rule
         self.base_batch = 0
-        """The global batch that the program's own learning rate is meant for: the first one seen."""
+        """Global batch that the program's own learning rate is meant for: the first one observed."""
         self.factor = 1.0
 
-    def begin(self, seen: Observation) -> None:
+    def begin(self, obs: Observation) -> None:
         if not self.base_batch:
-            self.base_batch, self.factor = seen.global_batch, seen.learning_rate_factor
+            self.base_batch, self.factor = obs.global_batch, obs.learning_rate_factor
 
     def follow(self, batch: int, noise_scale: float | None) -> list[Decision]:
-        """For a global batch of so many samples."""
+        """Return the decision that fits a global batch of `batch` samples, if the factor changes."""
         factor = lr_factor(self.rule, batch, self.base_batch, noise_scale)
         if self.rule == "none" or factor is None or abs(factor / self.factor - 1) <= LEAST_CHANGE:
             return []
@@ -78,52 +78,25 @@ class LearningRate:
         self.base_batch, self.factor = int(state[0]), state[1]
 
 
-class CappedAverage:
-    """An exponential moving average that no single value can move by more than a factor of `cap`."""
-
-    def __init__(self, keep: float, cap: float = 2.0) -> None:
-        if not 0 <= keep < 1:
-            raise ConfigError(f"smoothing={keep}: use a number from 0, which forgets at once, to below 1")
-        self.keep, self.cap = keep, cap
-        self.value: float | None = None
-        self.count = 0
-
-    def add(self, value: float | None) -> None:
-        """Estimates that are no number, or not positive, say nothing."""
-        if value is None or not math.isfinite(value) or value <= 0:
-            return
-        self.count += 1
-        if self.value is None:
-            self.value = value
-            return
-        kept = min(max(value, self.value / self.cap), self.value * self.cap)
-        self.value = self.keep * self.value + (1 - self.keep) * kept
-
-    def state(self) -> list[float | None]:
-        return [self.value, self.count]
-
-    def load(self, state: list[float | None]) -> None:
-        self.value, self.count = state[0], int(state[1] or 0)
-
-
-# --- the policies ---
+# --- policies ---
 
 
 class GrowBatchSize(Policy):
-    """Grows the batch while the gradient's noise says that larger ones are worth it, and never shrinks it.
+    """Grows the batch while the gradient's noise shows that larger batches pay, and never shrinks it.
 
-    A global batch as large as the noise scale makes half the progress per sample of a tiny one, and one far below it
-    nearly all: so the batch may grow as long as the grown one is at most the noise scale over `threshold`. With 1, each
-    doubling makes at least 1.5 times the progress per step. What would grow by less than `least_growth` stays as it is.
+    Per sample, a global batch as large as the noise scale makes half the progress of a tiny batch, and a batch far below
+    it nearly as much. So the batch grows as long as the new one is at most the noise scale over `threshold`. With a
+    threshold of 1, each doubling makes at least 1.5 times the progress per step. Growth by less than `least_growth` is
+    not worth a change.
 
     Args:
-        threshold: how many times the noise scale must be the grown global batch.
-        max_batch: of one replica; or give `memory_bytes` and `bytes_per_sample`, or both.
-        interval: steps between two changes at least; 0: changes at the ends of epochs only.
+        threshold: how many times the grown global batch the noise scale must be.
+        max_batch: largest batch of one replica; `memory_bytes` and `bytes_per_sample` together limit it too.
+        interval: least number of steps between two changes; 0 changes only at the ends of epochs.
         lr: how the learning rate follows: none, linear, sqrt or adascale.
-        warmup: measurements before the first change, and between two: the monitor's average remembers as many.
-        max_growth: of one change.
-        smoothing: of the noise scale, from one measurement to the next.
+        warmup: measurements before the first change and between two changes; the monitor remembers as many.
+        max_growth: largest factor of one change.
+        smoothing: share of the past that the average of the noise scale keeps.
     """
 
     needs: Mapping[str, int] = {"noise_scale": 1}
@@ -158,58 +131,58 @@ class GrowBatchSize(Policy):
             raise ConfigError("memory_bytes and bytes_per_sample: give both, or none")
         self.threshold, self.max_batch, self.interval, self.warmup = threshold, max_batch, interval, warmup
         self.max_growth, self.least_growth = max_growth, least_growth
-        self.noise = CappedAverage(smoothing)
+        self.noise = Ema(smoothing, NOISE_CAP)
         self.rate = LearningRate(lr)
         self.grown_at = 0
-        """When the batch was changed last, in steps."""
+        """Step of the last change."""
         self.measured_at = 0
-        """How much was measured when it was."""
+        """Number of measurements at the last change."""
 
-    def before_train(self, seen: Observation) -> None:
-        self.rate.begin(seen)
+    def before_train(self, obs: Observation) -> None:
+        self.rate.begin(obs)
 
-    def after_step(self, seen: Observation) -> list[Decision]:
-        self.rate.begin(seen)
-        self.noise.add(seen.noise_scale)
-        if self.measured_at and seen.step - self.grown_at < LAG:
+    def after_step(self, obs: Observation) -> list[Decision]:
+        self.rate.begin(obs)
+        self.noise.update_if_positive(obs.noise_scale)
+        if self.measured_at and obs.step - self.grown_at < LAG:
             return []
-        if self.interval and seen.step - self.grown_at >= self.interval:
-            grown = self._grow(seen)
+        if self.interval and obs.step - self.grown_at >= self.interval:
+            grown = self._grow(obs)
             if grown:
                 return grown
-        # The noise scale grows as training goes on, and what a step is worth with it.
-        return self.rate.follow(seen.global_batch, self.noise.value)
+        # The noise scale grows during training, and with it what a step is worth.
+        return self.rate.follow(obs.global_batch, self.noise.value)
 
-    def after_epoch(self, seen: Observation) -> list[Decision]:
-        return [] if self.interval else self._grow(seen)
+    def after_epoch(self, obs: Observation) -> list[Decision]:
+        return [] if self.interval else self._grow(obs)
 
-    def _grow(self, seen: Observation) -> list[Decision]:
-        noise, now = self.noise.value, seen.batch_size
+    def _grow(self, obs: Observation) -> list[Decision]:
+        noise, now = self.noise.value, obs.batch_size
         if noise is None or self.noise.count - self.measured_at < self.warmup:
             return []
-        size = min(int(now * self.max_growth), self.max_batch, int(noise / self.threshold / seen.replicas))
-        if seen.steps_per_epoch:
-            size = min(size, now * seen.steps_per_epoch)
+        size = min(int(now * self.max_growth), self.max_batch, int(noise / self.threshold / obs.replicas))
+        if obs.steps_per_epoch:
+            size = min(size, now * obs.steps_per_epoch)
         if size < now * self.least_growth:
             return []
-        self.grown_at, self.measured_at = seen.step, self.noise.count
-        reason = f"noise scale {noise:.0f} is {noise / seen.global_batch:.1f} x the global batch of {seen.global_batch}"
-        return [SetBatchSize(size=size, reason=reason), *self.rate.follow(size * seen.replicas, noise)]
+        self.grown_at, self.measured_at = obs.step, self.noise.count
+        reason = f"noise scale {noise:.0f} is {noise / obs.global_batch:.1f} x the global batch of {obs.global_batch}"
+        return [SetBatchSize(size=size, reason=reason), *self.rate.follow(size * obs.replicas, noise)]
 
     def state_dict(self) -> dict[str, Any]:
         changed = [self.grown_at, self.measured_at]
-        return {"noise": self.noise.state(), "rate": self.rate.state(), "changed": changed}
+        return {"noise": [self.noise.value, self.noise.count], "rate": self.rate.state(), "changed": changed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.noise.load(state["noise"])
+        self.noise.value, self.noise.count = state["noise"]
         self.rate.load(state["rate"])
         self.grown_at, self.measured_at = state["changed"]
 
 
 class KungFuBatchSize(Policy):
-    """KungFu's own rule, of its figure 4: double when the noise over the batch has risen since the last epoch.
+    """KungFu's rule of its figure 4: double the batch when noise / batch size has risen since the last epoch.
 
-    It asks neither how large the noise is nor whether it has risen by much, and leaves the learning rate alone.
+    It considers neither how large the noise is nor by how much it has risen, and leaves the learning rate alone.
     """
 
     needs: Mapping[str, int] = {"noise_scale": 1}
@@ -218,34 +191,35 @@ class KungFuBatchSize(Policy):
         if not 1 <= max_batch <= MOST_BATCH:
             raise ConfigError(f"max_batch={max_batch}: use a number of samples from 1 to {MOST_BATCH}")
         self.max_batch = max_batch
-        self.ratio = CappedAverage(smoothing)
+        self.ratio = Ema(smoothing, NOISE_CAP)
         self.last: float | None = None
-        """The ratio at the end of the epoch before."""
+        """Ratio at the end of the previous epoch."""
 
-    def after_step(self, seen: Observation) -> None:
-        self.ratio.add(abs(seen.noise_scale) / seen.batch_size if seen.noise_scale is not None else None)
+    def after_step(self, obs: Observation) -> None:
+        if obs.noise_scale is not None:
+            self.ratio.update_if_positive(abs(obs.noise_scale) / obs.batch_size)
 
-    def after_epoch(self, seen: Observation) -> Decision | None:
+    def after_epoch(self, obs: Observation) -> Decision | None:
         before, self.last = self.last, self.ratio.value
-        size = min(2 * seen.batch_size, self.max_batch)
-        if before is None or self.last is None or self.last <= before or size <= seen.batch_size:
+        size = min(2 * obs.batch_size, self.max_batch)
+        if before is None or self.last is None or self.last <= before or size <= obs.batch_size:
             return None
         reason = f"noise scale / batch size has risen from {before:.3g} to {self.last:.3g} in an epoch"
         return SetBatchSize(size=size, reason=reason)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"ratio": self.ratio.state(), "last": self.last}
+        return {"ratio": [self.ratio.value, self.ratio.count], "last": self.last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.ratio.load(state["ratio"])
+        self.ratio.value, self.ratio.count = state["ratio"]
         self.last = state["last"]
 
 
 class ScheduledBatchSize(Policy):
-    """These sizes from these steps on.
+    """Sets given batch sizes from given steps on.
 
     Args:
-        schedule: the size of one replica's batch by the number of steps after which it begins.
+        schedule: the batch size of one replica by the step from which it holds.
         lr: how the learning rate follows: none, linear or sqrt.
     """
 
@@ -255,25 +229,25 @@ class ScheduledBatchSize(Policy):
             raise ConfigError("lr='adascale' needs the noise scale, which a schedule does not look at: use linear")
         self.rate = LearningRate(lr)
         self.asked: int | None = None
-        """The step of the entry that was decided last."""
+        """Step of the last entry that was decided."""
 
-    def before_train(self, seen: Observation) -> list[Decision]:
-        self.rate.begin(seen)
-        return self._due(seen)
+    def before_train(self, obs: Observation) -> list[Decision]:
+        self.rate.begin(obs)
+        return self._due(obs)
 
-    def after_step(self, seen: Observation) -> list[Decision]:
-        self.rate.begin(seen)
-        return self._due(seen)
+    def after_step(self, obs: Observation) -> list[Decision]:
+        self.rate.begin(obs)
+        return self._due(obs)
 
-    def _due(self, seen: Observation) -> list[Decision]:
-        entry = latest(self.schedule, seen.step)
+    def _due(self, obs: Observation) -> list[Decision]:
+        entry = latest_entry(self.schedule, obs.step)
         if entry is None or entry == self.asked:
             return []
         self.asked, size = entry, self.schedule[entry]
         decisions: list[Decision] = []
-        if size != seen.batch_size:
+        if size != obs.batch_size:
             decisions.append(SetBatchSize(size=size, reason=f"the schedule has {size} from step {entry} on"))
-        return decisions + self.rate.follow(size * seen.replicas, None)
+        return decisions + self.rate.follow(size * obs.replicas, None)
 
     def state_dict(self) -> dict[str, Any]:
         return {"asked": self.asked, "rate": self.rate.state()}
@@ -281,25 +255,3 @@ class ScheduledBatchSize(Policy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.asked = state["asked"]
         self.rate.load(state["rate"])
-
-
-def check_schedule(schedule: Mapping[int, int], *, least: int) -> dict[int, int]:
-    """By step.
-
-    Raises:
-        ConfigError: it is empty, or has what is no whole number.
-    """
-    for step, value in schedule.items():
-        for number, smallest in ((step, 0), (value, least)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < smallest:
-                raise ConfigError(
-                    f"schedule entry {step!r}: {value!r}: use whole numbers, STEP from 0, SIZE from {least}"
-                )
-    if not schedule:
-        raise ConfigError("the schedule is empty: give STEP: SIZE for one step or more")
-    return dict(sorted(schedule.items()))
-
-
-def latest(schedule: Mapping[int, int], step: int) -> int | None:
-    """The step of the last entry that has begun after `step` steps."""
-    return max((each for each in schedule if each <= step), default=None)

@@ -1,4 +1,4 @@
-"""The policy that decides on batch size and number of workers together: for most progress per second. Pure."""
+"""The policy that decides on batch size and number of workers together, for most progress per second. Pure."""
 
 from __future__ import annotations
 
@@ -8,32 +8,31 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from pliant.adapt.base import Policy
-from pliant.adapt.batch_size import LAG, CappedAverage, LearningRate
-from pliant.adapt.decisions import MOST_BATCH, Decision, SetBatchSize
-from pliant.adapt.goodput_model import Choice, Noise, StepTime, fit
-from pliant.adapt.observation import Observation
-from pliant.adapt.size import Wish, next_size
+from pliant.adapt.batch_size import LAG, NOISE_CAP, LearningRate
+from pliant.adapt.goodput_model import Configuration, Noise, StepTime, fit
+from pliant.adapt.monitors import Ema
+from pliant.adapt.policy import MOST_BATCH, Decision, Observation, Policy, SetBatchSize
+from pliant.adapt.size import PendingResize, next_size
 from pliant.errors import ConfigError
 
 MOST_QUIET = 8
-"""Intervals between two looks at most, where nothing changes: each costs a fit."""
+"""Most intervals between two evaluations while nothing changes: each evaluation costs a fit."""
 
 
 class Goodput(Policy):
-    """Looks for the batch size and the number of workers of most goodput: samples per second x what a sample is worth.
+    """Looks for the batch size and the number of workers with the most goodput: samples per second x worth of a sample.
 
-    What a choice gives is known where it was tried, and predicted by a model that is fitted to all that was tried where it
-    was not. A worker must add `alpha` of its fair share, as with `Provision`, and what is better by less than
-    `least_gain` is not worth a change.
+    The duration of a step is known for configurations that were tried. For the others it is predicted by a model that is
+    fitted to all that were tried. A worker must add `alpha` of its fair share, as with `Provision`. A change must promise
+    at least `least_gain` more.
 
     Args:
-        interval: steps of one measurement, after which a change can be decided.
-        max_batch: of one replica; it is never below the one that the job began with.
-        max_workers: never ask for more; 0: as many as there are replicas, or as come.
-        alpha: how much of its fair share of the goodput a worker must add.
-        least_gain: by how much more a change must promise than what there is.
-        max_growth: of the batch, and of the number of workers beyond those tried, in one change.
+        interval: number of steps in one measurement, after which a change can be decided.
+        max_batch: largest batch of one replica; at least the one that the job began with.
+        max_workers: most workers to ask for; 0 means as many as there are replicas, or as come.
+        alpha: share of its fair share of the goodput that a worker must add.
+        least_gain: relative gain that a change must promise.
+        max_growth: largest factor, in one change, of the batch and of the number of workers beyond those tried.
         lr: how the learning rate follows: none, linear, sqrt or adascale.
         give_up_s: how long to wait for workers that were asked for.
     """
@@ -65,62 +64,61 @@ class Goodput(Policy):
             )
         self.interval, self.max_batch, self.max_workers = interval, max_batch, max_workers
         self.alpha, self.least_gain, self.max_growth, self.give_up_s = alpha, least_gain, max_growth, give_up_s
-        self.noise = CappedAverage(smoothing)
+        self.noise = Ema(smoothing, NOISE_CAP)
         self.rate = LearningRate(lr)
-        self.wish = Wish()
+        self.pending = PendingResize()
         self.base_size = 0
-        """The batch of one replica that the job began with."""
+        """Batch size of one replica when the job began."""
         self.replicas = 0
-        """How many the workers share among them; 0: one each, as far as we know."""
+        """Total number of replicas if it is fixed; 0 while every observation had one per worker."""
         self.now: list[int] = []
-        """[view, workers, batch, replicas] of the steps that are being measured."""
+        """[view, workers, batch, replicas] of the steps being measured."""
         self.steps_s: list[float] = []
         self.quiet = 1
-        """Intervals until the next decision."""
+        """Intervals until the next evaluation."""
         self.tried: dict[str, float] = {}
-        """How long a step took, by "workers,batch,replicas"; 0 replicas: one per worker."""
+        """Duration of a step by "workers,batch,replicas"; 0 replicas means one per worker."""
 
-    def before_train(self, seen: Observation) -> None:
-        self._begin(seen)
+    def before_train(self, obs: Observation) -> None:
+        self._begin(obs)
 
-    def _begin(self, seen: Observation) -> None:
-        self.rate.begin(seen)
-        self.base_size = self.base_size or seen.batch_size
+    def _begin(self, obs: Observation) -> None:
+        self.rate.begin(obs)
+        self.base_size = self.base_size or obs.batch_size
 
-    def after_step(self, seen: Observation) -> list[Decision]:
-        self._begin(seen)
-        self.noise.add(seen.noise_scale)
-        if self.wish.is_open(seen):
+    def after_step(self, obs: Observation) -> list[Decision]:
+        self._begin(obs)
+        self.noise.update_if_positive(obs.noise_scale)
+        if self.pending.is_open(obs):
             self.now, self.steps_s = [], []
-            given_up = self.wish.give_up(seen, self.give_up_s)
+            given_up = self.pending.give_up(obs, self.give_up_s)
             if given_up is None:
                 return []
-            self.max_workers = seen.num_workers
+            self.max_workers = obs.num_workers
             return [given_up]
-        now = [seen.view, seen.num_workers, seen.batch_size, seen.replicas]
+        now = [obs.view, obs.num_workers, obs.batch_size, obs.replicas]
         if now != self.now:
             self.now, self.steps_s, self.quiet = now, [], 1
             return []
-        self.steps_s.append(seen.step_s)
+        self.steps_s.append(obs.step_s)
         if len(self.steps_s) < LAG + self.interval * self.quiet:
             return []
-        decided = self._decide(seen)
+        decided = self._decide(obs)
         self.steps_s, self.quiet = [], 1 if decided else min(MOST_QUIET, 2 * self.quiet)
-        return decided or self.rate.follow(seen.global_batch, self.noise.value)
+        return decided or self.rate.follow(obs.global_batch, self.noise.value)
 
-    # --- the choice ---
 
-    def _decide(self, seen: Observation) -> list[Decision]:
-        if seen.replicas != seen.num_workers:
-            self.replicas = seen.replicas
-        here = Choice(seen.num_workers, seen.batch_size, self.replicas or None)
+    def _decide(self, obs: Observation) -> list[Decision]:
+        if obs.replicas != obs.num_workers:
+            self.replicas = obs.replicas
+        here = Configuration(obs.num_workers, obs.batch_size, self.replicas or None)
         step_s = median(self.steps_s[LAG:])
         if step_s > 0:
             self.tried[_key(here)] = step_s
         if self.noise.value is None or not self.tried:
             return []
-        worth = self._worth(here)
-        best = self._best(here, worth, self._choices(seen))
+        worth = self._goodput_of(here)
+        best = self._best(here, worth, self._candidates(obs))
         if best == here:
             return []
         gain = worth(best) / worth(here)
@@ -131,76 +129,74 @@ class Goodput(Policy):
             decided.append(SetBatchSize(size=best.batch, reason=reason))
             decided += self.rate.follow(best.total_batch, self.noise.value)
         if best.workers != here.workers:
-            decided.append(self.wish.ask(seen, best.workers, reason))
+            decided.append(self.pending.ask(obs, best.workers, reason))
         return decided
 
-    def _worth(self, here: Choice) -> Callable[[Choice], float]:
-        """The goodput of a choice."""
-        times = [StepTime(_choice(key), step_s) for key, step_s in self.tried.items()]
-        model = fit([each for each in times if (each.choice.replicas is None) == (here.replicas is None)]).model
-        assert self.noise.value is not None, "asked for when it is known"
+    def _goodput_of(self, here: Configuration) -> Callable[[Configuration], float]:
+        """Return the function that gives the goodput of a configuration."""
+        times = [StepTime(_parse_key(key), step_s) for key, step_s in self.tried.items()]
+        model = fit([each for each in times if (each.configuration.replicas is None) == (here.replicas is None)]).model
+        assert self.noise.value is not None, "called only when it is known"
         noise = Noise.of_scale(self.noise.value, self.rate.base_batch)
 
-        def worth(choice: Choice) -> float:
-            step_s = self.tried.get(_key(choice)) or model.step_s(choice)
-            return choice.total_batch / step_s * noise.efficiency(choice.total_batch)
+        def worth(configuration: Configuration) -> float:
+            step_s = self.tried.get(_key(configuration)) or model.step_s(configuration)
+            return configuration.total_batch / step_s * noise.efficiency(configuration.total_batch)
 
         return worth
 
-    def _choices(self, seen: Observation) -> list[list[Choice]]:
-        """What could be next, by the number of workers."""
-        most = self.max_growth * max(_choice(key).workers for key in self.tried)
-        # Half a power of two is as fine as the noise scale is known.
+    def _candidates(self, obs: Observation) -> list[list[Configuration]]:
+        """Return the configurations to consider next: one list for each number of workers."""
+        most = self.max_growth * max(_parse_key(key).workers for key in self.tried)
+        # The noise scale is not known more precisely than half a power of two.
         steps = range(2 * math.ceil(math.log2(max(1.0, self.max_batch / self.base_size))) + 1)
         grid = {round(self.base_size * 2 ** (step / 2)) for step in steps}
-        limit = min(self.max_batch, self.max_growth * seen.batch_size)
-        batches = sorted({each for each in grid if each <= limit} | {seen.batch_size})
+        limit = min(self.max_batch, self.max_growth * obs.batch_size)
+        batches = sorted({each for each in grid if each <= limit} | {obs.batch_size})
         fixed = self.replicas or None
         sizes: list[int] = []
         size: int | None = 1
         while size is not None and size <= most:
             sizes.append(size)
             size = next_size(size, self.replicas, self.max_workers)
-        return [[Choice(size, batch, fixed) for batch in batches] for size in sorted({*sizes, seen.num_workers})]
+        return [[Configuration(size, batch, fixed) for batch in batches] for size in sorted({*sizes, obs.num_workers})]
 
-    def _best(self, here: Choice, worth: Callable[[Choice], float], choices: Sequence[Sequence[Choice]]) -> Choice:
-        def weighed(choice: Choice) -> float:
-            """With a bonus for what there is: hysteresis."""
-            bonus = 1 + self.least_gain if choice == here else 1.0
-            return worth(choice) * bonus
+    def _best(self, here: Configuration, worth: Callable[[Configuration], float], candidates: Sequence[Sequence[Configuration]]) -> Configuration:
+        def weighed(configuration: Configuration) -> float:
+            """Add a bonus to the present configuration: hysteresis."""
+            bonus = 1 + self.least_gain if configuration == here else 1.0
+            return worth(configuration) * bonus
 
-        best, *larger = (max(of_size, key=weighed) for of_size in choices)
-        for choice in larger:
-            bar = 1 + self.alpha * (choice.workers - best.workers) / choice.workers
-            if weighed(choice) >= bar * weighed(best):
-                best = choice
+        best, *larger = (max(of_size, key=weighed) for of_size in candidates)
+        for configuration in larger:
+            bar = 1 + self.alpha * (configuration.workers - best.workers) / configuration.workers
+            if weighed(configuration) >= bar * weighed(best):
+                best = configuration
         return best
-
-    # --- the state ---
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "noise": self.noise.state(),
+            "noise": [self.noise.value, self.noise.count],
             "rate": self.rate.state(),
-            "wish": asdict(self.wish),
+            "wish": asdict(self.pending),
             "limits": [self.base_size, self.max_workers, self.replicas, self.quiet],
             "window": [list(self.now), list(self.steps_s)],
             "tried": dict(self.tried),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.noise.load(state["noise"])
+        self.noise.value, self.noise.count = state["noise"]
         self.rate.load(state["rate"])
-        self.wish = Wish(**state["wish"])
+        self.pending = PendingResize(**state["wish"])
         self.base_size, self.max_workers, self.replicas, self.quiet = state["limits"]
         self.now, self.steps_s = (list(each) for each in state["window"])
         self.tried = dict(state["tried"])
 
 
-def _key(choice: Choice) -> str:
-    return f"{choice.workers},{choice.batch},{choice.replicas or 0}"
+def _key(configuration: Configuration) -> str:
+    return f"{configuration.workers},{configuration.batch},{configuration.replicas or 0}"
 
 
-def _choice(key: str) -> Choice:
+def _parse_key(key: str) -> Configuration:
     workers, batch, replicas = map(int, key.split(","))
-    return Choice(workers, batch, replicas or None)
+    return Configuration(workers, batch, replicas or None)

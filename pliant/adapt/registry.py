@@ -1,4 +1,4 @@
-"""Policies by name, as the command line has them: NAME, NAME:key=value,... or module:Class[:key=value,...]."""
+"""Policies by name, as `--policy` takes them: NAME, NAME:key=value,... or module:Class[:key=value,...]."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pliant.adapt.base import Policy
+from pliant.adapt.policy import Policy
 from pliant.errors import ConfigError
 
 NAMES: Mapping[str, str] = {
@@ -24,12 +24,12 @@ TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false":
 
 
 def parse(text: str) -> Policy:
-    """The policy that a text names, made with the options it gives.
+    """Make the policy that `text` names, with the options it gives.
 
-    Schedules are written as `scheduled-size:10=2,20=4`: STEP=SIZE where others have key=value.
+    Schedules are written as `scheduled-size:10=2,20=4`: STEP=SIZE where other policies have key=value.
 
     Raises:
-        ConfigError: there is no such policy, or it has no such option; says which there are.
+        ConfigError: there is no such policy, or it has no such option; the message lists those that exist.
     """
     place, options = _split(text.strip())
     made = _load(place, text)
@@ -42,9 +42,9 @@ def parse(text: str) -> Policy:
         if "schedule" in signature.parameters and key.isdecimal() and value.isdecimal():
             schedule[int(key)] = int(value)
         elif not equals or key not in signature.parameters or key == "schedule":
-            raise ConfigError(f"--policy {text}: {option!r} is no option of it: there are {_known(signature)}")
+            raise ConfigError(f"--policy {text}: {option!r} is no option of it: there are {_list_options(signature)}")
         else:
-            given[key] = _value(text, key, value, hints.get(key))
+            given[key] = _convert(text, key, value, hints.get(key))
     if "schedule" in signature.parameters:
         given["schedule"] = schedule
     try:
@@ -57,17 +57,17 @@ def parse(text: str) -> Policy:
 
 
 def check(text: str) -> None:
-    """Refuse what cannot be, before a job is started. A user's own class is imported by the workers only.
+    """Check the options of a built-in policy before a job is started. Only workers import a user's own class.
 
     Raises:
-        ConfigError: as of `parse`.
+        ConfigError: see `parse`.
     """
     if _split(text.strip())[0] in NAMES.values():
         parse(text)
 
 
 def _split(text: str) -> tuple[str, str]:
-    """module:Class, and the options."""
+    """Return module:Class, and the options."""
     name, _, rest = text.partition(":")
     if name in NAMES:
         return NAMES[name], rest
@@ -90,20 +90,20 @@ def _load(place: str, text: str) -> Callable[..., object]:
 
 
 def _hints(made: Callable[..., object]) -> dict[str, Any]:
-    """The constructor's annotations, as far as they can be read: some names may be for type checkers only."""
+    """Return the constructor's annotations; none if a name in them exists for type checkers only."""
     try:
         return typing.get_type_hints(made.__init__)
     except NameError:
         return {}
 
 
-def _known(signature: inspect.Signature) -> str:
+def _list_options(signature: inspect.Signature) -> str:
     names = ["STEP=SIZE" if name == "schedule" else name for name in signature.parameters]
     return ", ".join(names) or "none"
 
 
-def _value(text: str, key: str, value: str, hint: Any) -> Any:
-    """As the constructor's annotation has it; what has none, or another, is tried as a number."""
+def _convert(text: str, key: str, value: str, hint: Any) -> Any:
+    """Convert an option by the constructor's annotation. Without one, try int and float, then keep the text."""
     kinds = typing.get_args(hint) or (hint,)
     try:
         if bool in kinds:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pliant.adapt.asked import parse_monitors
-from pliant.adapt.decisions import maths_decisions
+from pliant.adapt.monitors import parse_monitors
+from pliant.adapt.policy import maths_decisions
 from pliant.adapt.registry import check as check_policy
 from pliant.cluster import DEFAULT_RUNNER_PORT, Host, PortRange, check_port
 from pliant.errors import ConfigError

@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from pliant.adapt.goodput_model import gain
+from pliant.adapt.monitors import gain
 from pliant.errors import ConfigError
 from pliant.sched.job import Job
 from pliant.sched.planner import DeviceType

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-from pliant.adapt import stall
+from pliant.adapt.monitors import StallDetector, wants_stall_detection
 from pliant.cluster import Worker
 from pliant.train.adapting.settings import Settings
 from pliant.train.trainer import Trainer
@@ -16,8 +16,8 @@ def show(
 ) -> None:
     """Let `trainer` be seen until `stack` is closed; the page is at the worker's address."""
     adaptation, stalls = trainer.adaptation, None
-    if stall.wanted():
-        stalls = stack.enter_context(stall.StallDetector(say))
+    if wants_stall_detection():
+        stalls = stack.enter_context(StallDetector(say))
         trainer.watched = trainer.crossing.watched = stalls.watch
     if settings.metrics:
         from pliant.train.adapting.metrics import Metrics

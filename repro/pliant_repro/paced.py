@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pliant.adapt.limits import Layer
 from pliant.errors import ConfigError
 from pliant.train import trace
 from pliant_repro.profiles import LayerShape, Profile, layers_of
+from pliant_repro.scaling_model import Layer
 
 WIDTH = 256
 """Length of a sample."""

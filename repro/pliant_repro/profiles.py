@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pliant.adapt.limits import Layer
 from pliant.errors import ConfigError, reason
+from pliant_repro.scaling_model import Layer
 
 TRAINED = ("resnet18", "transformer", "resnet50", "resnet20", "small")
 """Networks of `zoo` that `pliant bench` trains."""
@@ -117,7 +117,7 @@ def scaled(profile: Profile, kappa: float | None = None) -> Profile:
 
 
 def layers_of(profile: Profile) -> list[Layer]:
-    """Return the layers with their times, in the form that `pliant.adapt.limits` takes."""
+    """Return the layers with their times, in the form that `pliant_repro.scaling_model` takes."""
     macs = sum(layer.macs for layer in profile.layers)
     return [
         Layer(

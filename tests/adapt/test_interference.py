@@ -12,7 +12,7 @@ import pytest
 
 from pliant.adapt import Observation, ProbeLinks, SetTopology, WorkerFigures
 from pliant.adapt.interference import Interference
-from pliant.adapt.observation import Rates
+from pliant.adapt.policy import LinkRates
 from pliant.comm import strategy_selection
 from pliant.comm.strategy_selection import Network
 from pliant.comm.topology import parse_strategy
@@ -78,7 +78,7 @@ class Cluster:
         self.known_s: dict[tuple[object, ...], float] = {}
         self.changes: list[tuple[int, SetTopology]] = []
 
-    def rates(self, noise: float = 0.0) -> Rates:
+    def rates(self, noise: float = 0.0) -> LinkRates:
         able = [RATE * self.egress.get(host, 1.0) for host in self.hosts]
         return tuple(
             tuple(
@@ -96,7 +96,7 @@ class Cluster:
             self.known_s[key] = strategy_selection.predict_s(parse_strategy(self.strategy), network, NUM_BYTES) or 0.01
         return self.known_s[key]
 
-    def observe(self, figures: Sequence[float], rates: Rates | None = None) -> Observation:
+    def observe(self, figures: Sequence[float], rates: LinkRates | None = None) -> Observation:
         workers = tuple(
             WorkerFigures(name=f"{host}:{10000 + rank}", comm_bytes=NUM_BYTES if seconds else 0.0, comm_s=seconds)
             for rank, (host, seconds) in enumerate(zip(self.hosts, figures, strict=True))
@@ -143,7 +143,7 @@ def letters(size: int) -> list[str]:
 def test_the_vote_the_change_and_the_recovery(size: int) -> None:
     said: list[str] = []
     policy = Interference()
-    policy.say = said.append
+    policy.report = said.append
     cluster = Cluster(policy, letters(size))
     cluster.run(30)
     assert not cluster.changes

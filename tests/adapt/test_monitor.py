@@ -11,10 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from pliant.adapt import stall
-from pliant.adapt.ema import Ema
-from pliant.adapt.noise import NoiseScale, Variance
-from pliant.adapt.stall import StallDetector
+from pliant.adapt.monitors import Ema, NoiseScale, StallDetector, Variance, wants_stall_detection
 from pliant.errors import ConfigError
 
 DIMENSION, SIGMA, TRUTH = 300, 0.5, 40.0
@@ -209,4 +206,4 @@ def test_the_thread_looks_by_itself_and_sleeps_when_nothing_waits() -> None:
     ],
 )
 def test_the_environment_asks_for_it(environ: dict[str, str], wanted: bool) -> None:
-    assert stall.wanted(environ) is wanted
+    assert wants_stall_detection(environ) is wanted

@@ -21,7 +21,7 @@ from pliant.adapt import (
     SetLearningRate,
     registry,
 )
-from pliant.adapt.batch_size import GrowBatchSize, KungFuBatchSize, ScheduledBatchSize, adascale_gain
+from pliant.adapt.batch_size import GrowBatchSize, KungFuBatchSize, ScheduledBatchSize, lr_factor
 from pliant.adapt.goodput_policy import Goodput
 from pliant.adapt.size import Provision, ScheduledSize, next_size
 from pliant.errors import ConfigError
@@ -88,12 +88,12 @@ def test_the_learning_rate_follows(rule: str, factor: float) -> None:
 
 
 def test_adascale_follows_the_noise_by_more_than_a_per_cent() -> None:
-    assert adascale_gain(4, 0.0, 128) == 1
-    assert adascale_gain(4, 1e9, 128) == pytest.approx(4)
-    assert adascale_gain(2, 256, 128) == pytest.approx(1.5)
+    assert lr_factor("adascale", 4 * 128, 128, 0.0) == 1
+    assert lr_factor("adascale", 4 * 128, 128, 1e9) == pytest.approx(4)
+    assert lr_factor("adascale", 2 * 128, 128, 256) == pytest.approx(1.5)
     job, decided = run(GrowBatchSize(max_batch=64, smoothing=0.0), 2000, noise_scale=lambda step: 300.0 + step)
     factors = [each.factor for _, each in decided if isinstance(each, SetLearningRate)]
-    assert job.factor == pytest.approx(adascale_gain(2, 2300, 128), rel=0.011)
+    assert job.factor == pytest.approx(lr_factor("adascale", 2 * 128, 128, 2300), rel=0.011)
     assert 5 < len(factors) < 30
     assert all(abs(after / before - 1) > 0.01 for before, after in itertools.pairwise(factors))
 

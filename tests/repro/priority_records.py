@@ -6,8 +6,7 @@ from typing import Any
 
 from pliant_repro.bench.priority.cells import Ring
 from pliant_repro.bench.priority.contest import Entry, Record
-
-from pliant.adapt.limits import Layer
+from pliant_repro.scaling_model import Layer
 
 LAYERS = (Layer(0.1, 0.2, 1_000_000), Layer(0.1, 0.2, 3_000_000))
 

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 from pliant_repro.profiles import PROFILES, SCALES, layers_of, profile, scaled, tensor_sizes, with_batch
+from pliant_repro.scaling_model import bounds
 
-from pliant.adapt.limits import bounds
 from pliant.errors import ConfigError
 
 # Published Gbit/s on 4 nodes, with r, samples per second at P_fifo and at P*, and the cap of the gain in percent.
@@ -121,5 +121,5 @@ def test_wrong_values_are_named() -> None:
 
 
 def test_needs_no_torch() -> None:
-    check = "import pliant_repro.profiles, pliant.adapt.limits, sys; sys.exit('torch' in sys.modules)"
+    check = "import pliant_repro.profiles, pliant_repro.scaling_model, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], timeout=30).returncode == 0

@@ -18,8 +18,8 @@ from pliant_repro.figures.p3 import fig7 as p3_fig7
 from pliant_repro.figures.p3 import fig9 as p3_fig9
 from pliant_repro.figures.p3 import fig10 as p3_fig10
 from pliant_repro.figures.p3 import fig12 as p3_fig12
+from pliant_repro.scaling_model import bounds
 
-from pliant.adapt.limits import bounds
 from pliant.errors import ConfigError
 
 QUICK = Options(quick=True, device="cpu")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from gang import FULL
+from pliant_repro import scaling_model as model
 from pliant_repro.bench.scaling import contest as scaling
 from pliant_repro.bench.scaling import mpi, order, published
 from pliant_repro.bench.scaling.contest import Run, ScalingOptions, Sweep
@@ -18,9 +19,8 @@ from pliant_repro.figures.figures import Options
 from pliant_repro.figures.kungfu import fig9, fig9_model, fig10
 from pliant_repro.lab.hosts import Lab
 from pliant_repro.profiles import layers_of
+from pliant_repro.scaling_model import bounds
 
-from pliant.adapt import scaling_model as model
-from pliant.adapt.limits import bounds
 from pliant.comm.plan import Spec, make_plan
 from pliant.comm.topology import Strategy
 from pliant.errors import ConfigError

@@ -31,7 +31,7 @@ from pliant.adapt import (
     SetLearningRate,
     SetTopology,
 )
-from pliant.adapt.decisions import maths_decisions
+from pliant.adapt.policy import maths_decisions
 from pliant.errors import ConfigError
 from pliant.train.events import StepCommitted
 

@@ -14,7 +14,7 @@ import torch
 from gang import free_port
 
 from pliant.adapt import Observation, WorkerFigures
-from pliant.adapt.stall import StallDetector
+from pliant.adapt.monitors import StallDetector
 from pliant.comm.transport import loopback_engines
 from pliant.errors import ConfigError
 from pliant.train.adapting import metrics as metrics_module

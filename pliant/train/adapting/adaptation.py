@@ -27,8 +27,7 @@ from pliant.adapt import (
     SetTopology,
     WorkerFigures,
 )
-from pliant.adapt.decisions import from_json
-from pliant.adapt.observation import Rates
+from pliant.adapt.policy import LinkRates, decision_from_json
 from pliant.comm import probe as links
 from pliant.comm.engine import Engine
 from pliant.errors import ConfigError
@@ -275,7 +274,7 @@ class Adaptation:
     def close(self) -> None:
         self._facts.close()
 
-    def _observe(self, at: Situation, link_rates: Rates | None = None) -> Observation:
+    def _observe(self, at: Situation, link_rates: LinkRates | None = None) -> Observation:
         figures = self.monitor.figures() if self.monitor is not None else {}
         strategy = self._engine.strategy if self._engine is not None else None
         name = "AUTO" if strategy is None else ",".join(map(str, strategy.forest)) or strategy.name
@@ -382,7 +381,7 @@ class Adaptation:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.learning_rate_factor = state["learning_rate_factor"]
         self._began_s, self._time_s, self._asked = state["began_s"], state["time_s"], dict(state["asked"])
-        self._pending = [(name, from_json(decision)) for name, decision in state.get("pending", ())]
+        self._pending = [(name, decision_from_json(decision)) for name, decision in state.get("pending", ())]
         begun_with = state["policies"]
         if begun_with and len(self.policies) and len(begun_with) != len(self.policies):
             raise ConfigError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from pliant import record
 from pliant.adapt import Observation
-from pliant.adapt.observation import Rates
+from pliant.adapt.policy import LinkRates
 from pliant.comm.topology import masters
 
 
@@ -55,7 +55,7 @@ def of_step(seen: Observation, values: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def of_links(hosts: Sequence[str], rates: Rates) -> dict[str, Any]:
+def of_links(hosts: Sequence[str], rates: LinkRates) -> dict[str, Any]:
     """Between hosts, each told by its first worker: those of one host share its memory. `hosts` are the workers'."""
     firsts = masters(hosts)
     between = [[round(rates[one][other]) for other in firsts] for one in firsts]

@@ -19,7 +19,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric, UnknownMetricFamil
 from prometheus_client.registry import Collector
 
 from pliant.adapt import Observation
-from pliant.adapt.stall import StallDetector
+from pliant.adapt.monitors import StallDetector
 from pliant.comm.engine import Engine
 from pliant.comm.probe import latencies
 from pliant.errors import CommError, ConfigError

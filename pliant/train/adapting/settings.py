@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pliant.adapt import Decision, Policies, Policy
-from pliant.adapt.asked import check_monitors, parse_monitors
-from pliant.adapt.decisions import maths_decisions
+from pliant.adapt.monitors import check_monitors, parse_monitors
+from pliant.adapt.policy import maths_decisions
 from pliant.errors import ConfigError
 from pliant.identity import WorkerSpec
 

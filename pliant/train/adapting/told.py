@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pliant.adapt import Decision, WorkerFigures
-from pliant.adapt.decisions import from_json
+from pliant.adapt.policy import decision_from_json
 
 _HEAD = struct.Struct("<Idddddd")
 """The length, the clock, then what `WorkerFigures` has."""
@@ -60,4 +60,4 @@ def to_bytes(decided: Sequence[Named]) -> bytes:
 
 
 def from_bytes(data: bytes) -> list[Named]:
-    return [(name, from_json(decision)) for name, decision in json.loads(data)]
+    return [(name, decision_from_json(decision)) for name, decision in json.loads(data)]

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from pliant.adapt.noise import NoiseScale, Variance
+from pliant.adapt.monitors import NoiseScale, Variance
 from pliant.comm.engine import Engine
 from pliant.errors import ConfigError
 from pliant.train.gradients.dispersion import Dispersion

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from pliant.adapt.limits import transfer_s
 from pliant.errors import LabError
 from pliant.machine import Json, machine
 from pliant_repro.bench import bounds as links
@@ -26,6 +25,7 @@ from pliant_repro.bench.priority.stage import Stage
 from pliant_repro.bench.stats import Summary
 from pliant_repro.lab.hosts import Lab
 from pliant_repro.lab.rates import format_rate
+from pliant_repro.scaling_model import transfer_s
 
 Progress = Callable[[str, float], None]
 MODEL = "pliant_repro.bench.preemption_model:build"

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pliant.adapt.limits import Bounds, Layer, bounds, tictac_efficiency
 from pliant.machine import Json
 from pliant_repro.bench.priority.contest import Entry, Record
 from pliant_repro.bench.stats import Summary, quantile
+from pliant_repro.scaling_model import Bounds, Layer, bounds, tictac_efficiency
 
 BUSY = 0.85
 """Beyond this the processors, not the links, set the pace: no verdict."""

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pliant.adapt.limits import Layer
 from pliant.errors import ConfigError
 from pliant_repro import profiles
 from pliant_repro.bench.priority.hosts import Host
 from pliant_repro.lab.rates import parse_rate
 from pliant_repro.profiles import check_trained
+from pliant_repro.scaling_model import Layer
 
 SYNCS = ("baseline", "slicing", "priority", "fifo", "auto")
 """What `pliant.join(sync=)` takes."""

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from pliant.adapt.limits import Layer
 from pliant.errors import ConfigError, LabError, LaunchError
 from pliant.machine import Json, machine
 from pliant_repro.bench import bounds as links
@@ -29,6 +28,7 @@ from pliant_repro.bench.stats import quantile
 from pliant_repro.lab.hosts import Lab
 from pliant_repro.lab.rates import format_rate
 from pliant_repro.profiles import SCALES
+from pliant_repro.scaling_model import Layer
 
 BUCKETS_MB = (25.0, 5.0, 1.0)
 """DDP's bucket sizes for a model of full size, beside its default."""

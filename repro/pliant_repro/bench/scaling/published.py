@@ -22,10 +22,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from pliant.adapt.limits import Layer, bounds
 from pliant.errors import ConfigError
 from pliant_repro import profiles
 from pliant_repro.profiles import LayerShape, Profile
+from pliant_repro.scaling_model import Layer, bounds
 
 BATCH = 32
 PUBLISHED_NODES = 32

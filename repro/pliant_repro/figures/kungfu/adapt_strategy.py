@@ -120,7 +120,7 @@ def main() -> None:
     capped = {"bucket_cap_mb": BUCKET_MB / asked.paced} if asked.paced else {}
     model, optimizer, loader = job.wrap(model, optimizer, turns, batch_size=amount.batch_size, **capped)
     lines = Lines(job, "/gpu:0" if device.type == "cuda" else "/cpu:0", amount.batch_size, amount.warmup)
-    policy.say = lines.say
+    policy.report = lines.say
     settle = img_sec.settle_of(device)
     for _ in job.epochs(1):
         for number, _ in enumerate(loader):

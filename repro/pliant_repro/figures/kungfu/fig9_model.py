@@ -6,14 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from pliant.adapt import scaling_model as scaling
-from pliant.adapt.limits import Bounds, Layer, bounds
-from pliant.adapt.scaling_model import Fit, Load, Measurement
 from pliant.machine import Json
 from pliant_repro import profiles
+from pliant_repro import scaling_model as scaling
 from pliant_repro.bench.scaling import published
 from pliant_repro.bench.scaling.contest import Run, Sweep
 from pliant_repro.bench.stats import quantile
+from pliant_repro.scaling_model import Bounds, Layer, Measurement, ScalingFit, StepLoad, bounds
 
 PREDICTED = (64, 128, 256, 512, 1024)
 PATTERNS = {"tree": "carrying-multi-tree", "auto": "multi-star", "priority": "multi-star", "ddp": "ring"}
@@ -33,7 +32,7 @@ def bound_at(sweep: Sweep, nodes: int) -> Bounds:
     return bounds(layers_of(sweep.options.model), nodes, sweep.capacity[nodes] / 8 / sweep.options.speed_at(nodes))
 
 
-def load_of(model: str, side: str, cap_mb: float) -> Load:
+def load_of(model: str, side: str, cap_mb: float) -> StepLoad:
     """What a side's step does, as the model counts it."""
     cut = scaling.bucketed(layers_of(model), cap_mb * MIB)
     num_buckets = sum(layer.num_bytes > 0 for layer in cut)
@@ -41,10 +40,10 @@ def load_of(model: str, side: str, cap_mb: float) -> Load:
     layers = layers_of(model) if side == "priority" else tuple(cut)
     order: scaling.Order = "priority" if side == "priority" else "fifo"
     row_bytes = 0 if side == "ddp" else ROW_BYTES
-    return Load(layers=layers, pattern=PATTERNS[side], buckets=num_buckets, order=order, row_bytes=row_bytes)
+    return StepLoad(layers=layers, pattern=PATTERNS[side], buckets=num_buckets, order=order, row_bytes=row_bytes)
 
 
-def fit_of(sweep: Sweep, side: str, cores: int) -> Fit | None:
+def fit_of(sweep: Sweep, side: str, cores: int) -> ScalingFit | None:
     """The model of one side; None where it ran on fewer than three numbers of nodes."""
     model = sweep.options.model
     seen = [_measured(run, cores) for run in sweep.runs if run.side == side and run.median_s is not None]
@@ -73,7 +72,7 @@ def predictions(sweep: Sweep, cores: int) -> dict[str, Json]:
     return found
 
 
-def predicted(fit: Fit, kappa: float) -> Json:
+def predicted(fit: ScalingFit, kappa: float) -> Json:
     """A fit in the names of the result: at full size, with a machine for every node."""
     full = fit.model.enlarged(kappa)
     per_s = {str(nodes): published.BATCH / full.predict(nodes) for nodes in PREDICTED}

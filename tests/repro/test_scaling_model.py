@@ -1,4 +1,4 @@
-"""The yardsticks, against a simulation of nodes that send slices to each other, and against closed forms."""
+"""Bounds of a step against a simulation of nodes and closed forms; the scaling model against known parameters."""
 
 from __future__ import annotations
 
@@ -10,17 +10,34 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pliant_repro import scaling_model as scaling
+from pliant_repro.scaling_model import (
+    Layer,
+    Measurement,
+    Prices,
+    ScalingModel,
+    StepLoad,
+    bounds,
+    fit_nonnegative,
+    tictac_efficiency,
+    transfer_s,
+)
 
-from pliant.adapt.limits import Layer, bounds, tictac_efficiency, transfer_s
 from pliant.errors import ConfigError
 
+LAYERS = tuple(Layer(0.01, 0.02, size) for size in (1_000, 4_000, 20_000, 200_000, 400_000))
+LOAD = StepLoad(layers=LAYERS, pattern="multi-star", buckets=4)
+SIZES = (1, 2, 4, 8, 16, 32)
 PARTS = 64
 """Slices of each layer that each node owns."""
 STEPS = 3
 
 
-class Cluster:
+class SimulatedNodes:
     """Nodes that compute layer by layer and send one message at a time; each owns an equal part of every layer's slices.
 
     Knows nothing of windows or formulas: events happen, and the time between two steps is read off a clock.
@@ -133,7 +150,7 @@ def test_bounds_are_what_a_simulation_of_the_nodes_reaches(seed: int, num_nodes:
     # The bounds know neither slices nor answers: those cost a few messages more.
     slack_s = 2 * max(layer.num_bytes for layer in layers) / PARTS / bytes_per_s
     for priority, bound_s in ((True, limits.p_star_s), (False, limits.p_fifo_s)):
-        period_s = Cluster(layers, num_nodes, bytes_per_s, priority=priority).period_s()
+        period_s = SimulatedNodes(layers, num_nodes, bytes_per_s, priority=priority).period_s()
         assert bound_s - 1e-9 <= period_s <= bound_s + slack_s, f"priority {priority}"
 
 
@@ -213,3 +230,123 @@ def test_wrong_values_are_named() -> None:
         Layer(0.0, -1.0, 1)
     with pytest.raises(ConfigError, match="num_bytes=-1"):
         Layer(0.0, 1.0, -1)
+    with pytest.raises(ConfigError, match="no measurement"):
+        scaling.fit(LOAD, [])
+    with pytest.raises(ConfigError, match="circle"):
+        scaling.pattern("circle")
+    with pytest.raises(ConfigError, match="nodes=0"):
+        Measurement(0, 1.0)
+    with pytest.raises(ConfigError, match="cap_bytes=0"):
+        scaling.bucketed(LAYERS, 0)
+
+
+# --- scaling ---
+
+
+@pytest.mark.parametrize("name", list(scaling.PATTERNS))
+def test_what_a_pattern_costs_grows_with_the_nodes_and_is_nothing_alone(name: str) -> None:
+    costs = scaling.pattern(name)
+    assert costs(1) == scaling.Costs(0, 0, 0, 0)
+    for n in range(1, 70):
+        one, next_ = costs(n), costs(n + 1)
+        assert next_.hops >= one.hops
+        assert next_.sent >= one.sent - 1e-12
+        assert next_.messages >= one.messages
+
+
+def test_patterns_in_numbers() -> None:
+    assert scaling.ring(4) == scaling.Costs(6, 1.5, 0.75, 6)
+    assert scaling.star(4) == scaling.Costs(2, 3, 3, 3)
+    assert scaling.tree(7) == scaling.Costs(4, 3, 2, 3)
+    assert scaling.multi_tree(32).hops == 10
+    assert scaling.carrying_multi_tree(2).sent == scaling.multi_tree(2).sent == 1, "nothing to carry"
+    # 0, 1, 1, 2 hops to the root, and three quarters back.
+    assert scaling.carrying_multi_tree(4).sent == pytest.approx(4 / 4 + 3 / 4)
+
+
+def test_the_traffic_goes_through_the_bounds() -> None:
+    num_bytes, rate = LOAD.num_bytes, 1e7
+    found = bounds(LAYERS, 8, rate)
+    assert LOAD.step_s(scaling.multi_star(8).sent * num_bytes / rate) == pytest.approx(found.p_fifo_s)
+    first = StepLoad(layers=LAYERS, pattern="ring", buckets=1, order="priority")
+    assert first.step_s(found.traffic_s) == pytest.approx(found.p_star_s)
+    assert LOAD.step_s(0.0) == pytest.approx(found.compute_s)
+
+
+@pytest.mark.parametrize("name", ["multi-star", "ring", "carrying-multi-tree"])
+@pytest.mark.parametrize("known_rate", [True, False])
+def test_a_fit_to_32_nodes_predicts_1024(name: str, known_rate: bool) -> None:
+    load = StepLoad(layers=LAYERS, pattern=name, buckets=4)
+    truth = ScalingModel(load, Prices(0.004, 2e-4, 2.5e-7, 0.003, 2e-6, 4e-9, 0.8))
+    chance = random.Random(1)
+
+    def noisy(value: float) -> float:
+        return value * math.exp(chance.gauss(0, 0.01))
+
+    seen = [Measurement(n, noisy(truth.predict(n, 2)), noisy(truth.cpu_s(n)), 2) for n in SIZES]
+    fit = scaling.fit(load, seen, bytes_per_s=4e6 if known_rate else None)
+    assert fit.worst < 0.05
+    assert max(map(abs, fit.cpu_residuals)) < 0.05
+    for nodes in (64, 256, 1024):
+        assert fit.model.predict(nodes) == pytest.approx(truth.predict(nodes), rel=0.2 if known_rate else 0.35), nodes
+
+
+def test_machines_of_their_own_are_never_slower_than_shared_ones() -> None:
+    model = ScalingModel(LOAD, Prices(0.004, 2e-4, 2.5e-7, 0.003, 2e-6, 4e-9, 0.8))
+    for nodes in (1, 2, 8, 64, 1024):
+        assert model.predict(nodes) <= model.predict(nodes, cores=2)
+    assert model.predict(1024, cores=2) >= 1024 * model.cpu_s(1024) / 2
+
+
+def test_a_scale_that_is_undone_changes_nothing_but_folds() -> None:
+    small = ScalingModel(LOAD, Prices(0.0, 1e-4, 2.5e-7, 0.0, 1e-6, 0.0, 1.0))
+    assert small.enlarged(100).predict(32) == pytest.approx(small.predict(32))
+    folding = ScalingModel(LOAD, Prices(0.0, 1e-4, 2.5e-7, 0.0, 1e-6, 1e-9, 1.0))
+    assert folding.enlarged(100).predict(32) > folding.predict(32)
+
+
+def test_rows_for_everybody_grow_with_the_nodes_and_not_with_the_model() -> None:
+    load = StepLoad(layers=LAYERS, pattern="multi-star", buckets=4, row_bytes=100)
+    assert load.costs(5).sent == pytest.approx(LOAD.costs(5).sent + 400)
+    assert load.costs(5).messages == LOAD.costs(5).messages + 4
+    prices = Prices(0.0, 0.0, 2.5e-7, 0.0, 0.0, 0.0, 1.0)
+    small, large = ScalingModel(load, prices), ScalingModel(load, prices).enlarged(100)
+    assert large.traffic_s(1024) < small.traffic_s(1024)
+
+
+def test_one_measurement_is_explained() -> None:
+    fit = scaling.fit(LOAD, [Measurement(4, 0.5)])
+    assert fit.worst < 0.05
+    assert fit.cpu_residuals == ()
+
+
+def test_buckets_hold_back_until_they_are_full() -> None:
+    found = scaling.bucketed(LAYERS, 300_000)
+    assert [layer.num_bytes for layer in found] == [225_000, 0, 0, 0, 400_000]
+    assert sum(layer.num_bytes for layer in found) == LOAD.num_bytes
+    rate = 5e6
+    assert bounds(found, 4, rate).p_fifo_s >= bounds(LAYERS, 4, rate).p_fifo_s
+    assert scaling.bucketed(LAYERS, 1) == list(LAYERS)
+
+
+def test_nonnegative_weights_are_the_best_there_are() -> None:
+    matrix = np.array([[1.0, 0.0, 1e9], [1.0, 1.0, 2e9], [1.0, 2.0, 5e9], [1.0, 3.0, 1e9]])
+    assert fit_nonnegative(matrix, matrix @ [2.0, 0.5, 3e-9]) == pytest.approx([2.0, 0.5, 3e-9])
+    falling = fit_nonnegative(matrix, np.array([4.0, 3.0, 2.0, 1.0]))  # would like a negative slope
+    assert falling[1] == 0
+    assert min(falling) >= 0
+    assert fit_nonnegative(np.zeros((3, 2)), np.ones(3)).tolist() == [0, 0]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10_000))
+def test_no_single_change_of_a_nonnegative_weight_is_better(seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    matrix, target = chance.normal(size=(6, 3)), chance.normal(size=6)
+    found = fit_nonnegative(matrix, target)
+    least = float(np.sum((matrix @ found - target) ** 2))
+    for number in range(3):
+        for change in (-1e-3, 1e-3):
+            other = found.copy()
+            other[number] = max(0.0, other[number] + change)
+            assert float(np.sum((matrix @ other - target) ** 2)) >= least - 1e-12
