@@ -74,10 +74,9 @@ def run(
 def _read(file: Path, name: str, workers: str) -> FedJob:
     from pliant.fed.jobs.job import Ground
     from pliant.fed.jobs.jobfile import is_federated, read_fed_job
-    from pliant.mistakes import mistakes
-    from pliant.page import Page
+    from pliant.yaml_source import YamlSource, validation_messages
 
-    page = Page.read(file)
+    page = YamlSource.read(file)
     if not is_federated(page):
         raise ConfigError(
             f"{file}: no federated job: one says `participants: N`, or has the job_conf of Oort's artifact; `pliant submit` takes others"
@@ -90,7 +89,7 @@ def _read(file: Path, name: str, workers: str) -> FedJob:
     try:
         ground = Ground(**{**job.ground.model_dump(), "workers": workers.split(",")})
     except ValidationError as error:
-        raise ConfigError(f"--{next(iter(mistakes(error, Ground).values()))}") from None
+        raise ConfigError(f"--{next(iter(validation_messages(error, Ground).values()))}") from None
     return job.model_copy(update={"ground": ground})
 
 

@@ -92,13 +92,13 @@ def submit(
 def _all_read(files: list[Path], name: str) -> tuple[list[JobFile], list[FedJob]]:
     """The jobs of all files, and the federated ones; the mistakes of all files are told together."""
     from pliant.fed.jobs.jobfile import is_federated, read_fed_job
-    from pliant.page import Page
     from pliant.sched.live.jobfile import read_job
+    from pliant.yaml_source import YamlSource
 
     jobs, federated, refusals = [], [], []
     for file in files:
         try:
-            page = Page.read(file)
+            page = YamlSource.read(file)
             if is_federated(page):
                 federated.append(read_fed_job(page, name))
             else:

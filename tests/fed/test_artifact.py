@@ -11,7 +11,7 @@ from pliant.errors import ConfigError
 from pliant.fed.jobs.artifact_keys import KNOWN
 from pliant.fed.jobs.job import FedJob
 from pliant.fed.jobs.jobfile import parsed
-from pliant.page import Page
+from pliant.yaml_source import YamlSource
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "federated"
 OORT_KEYS = [
@@ -129,7 +129,7 @@ def read(
     (folder / "devices").touch()
     text = top + "job_conf:\n" + "".join(f"  - {line}\n" for line in lines)
     (folder / "conf.yml").write_text(text)
-    return parsed(Page.read(folder / "conf.yml"), name)
+    return parsed(YamlSource.read(folder / "conf.yml"), name)
 
 
 def digits(folder: Path, *lines: str, **more: str) -> FedJob:
@@ -345,7 +345,7 @@ def test_several_mistakes_are_told_together(tmp_path: Path) -> None:
     ]
     (tmp_path / "conf.yml").write_text("ps_ip: 127.0.0.1\n")
     with pytest.raises(ConfigError, match=r"conf.yml:1: job_conf is missing: add a list"):
-        parsed(Page.read(tmp_path / "conf.yml"))
+        parsed(YamlSource.read(tmp_path / "conf.yml"))
 
 
 @pytest.mark.parametrize("name", ["openimage", "speech", "stackoverflow"])
@@ -354,9 +354,9 @@ def test_the_examples_want_only_the_users_paths(tmp_path: Path, name: str) -> No
     assert len(text.splitlines()) < 120
     (tmp_path / "conf.yml").write_text(text)
     with pytest.raises(ConfigError) as refusal:
-        parsed(Page.read(tmp_path / "conf.yml"))
+        parsed(YamlSource.read(tmp_path / "conf.yml"))
     assert all("no such file or folder" in line for line in str(refusal.value).splitlines())
     (tmp_path / "conf.yml").write_text(re.sub(r"/path/to/[\w./]+", ".", text))
-    config = parsed(Page.read(tmp_path / "conf.yml")).config
+    config = parsed(YamlSource.read(tmp_path / "conf.yml")).config
     assert (config.participants, config.invited, config.rounds) == (100, 130, 500)
     assert (config.selector.kind, config.aggregator.kind, config.data.partition) == ("oort", "fed-yogi", "natural")

@@ -12,7 +12,7 @@ from pliant.fed.config import NamedOptions
 from pliant.fed.executors.places import Place, Places
 from pliant.fed.jobs.job import FedJob
 from pliant.fed.jobs.jobfile import is_federated, parsed, read_fed_job
-from pliant.page import Page
+from pliant.yaml_source import YamlSource
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -42,7 +42,7 @@ def read(folder: Path, text: str, *, file: str = "fed.yml", name: str = "") -> F
     for made in ("text.txt", "map.csv", "devices.csv"):
         (folder / made).touch()
     (folder / file).write_text(text)
-    return parsed(Page.read(folder / file), name)
+    return parsed(YamlSource.read(folder / file), name)
 
 
 def refused(folder: Path, text: str) -> list[str]:
@@ -162,13 +162,13 @@ def test_which_files_are_federated(tmp_path: Path) -> None:
         ("program: a.py", False),
     ):
         (tmp_path / "job.yml").write_text(text)
-        assert is_federated(Page.read(tmp_path / "job.yml")) is answer
+        assert is_federated(YamlSource.read(tmp_path / "job.yml")) is answer
 
 
 @pytest.mark.parametrize("name", ["digits", "fmnist-oort"])
 def test_our_examples_are_jobs(name: str) -> None:
     path = EXAMPLES / "federated" / f"{name}.yml"
-    assert parsed(Page.read(path)).config.name == name
+    assert parsed(YamlSource.read(path)).config.name == name
     assert len(path.read_text().splitlines()) < 120
 
 
@@ -200,7 +200,7 @@ def test_what_is_not_there_is_told_before_there_is_a_job(tmp_path: Path, more: s
     (tmp_path / "fed.yml").write_text(f"participants: 2\nname: a\n{rest}\n{more}\n")
     before = list(sys.path)
     with pytest.raises(ConfigError) as refusal:
-        read_fed_job(Page.read(tmp_path / "fed.yml"))
+        read_fed_job(YamlSource.read(tmp_path / "fed.yml"))
     said = str(refusal.value).replace(f"{tmp_path}/", "")
     assert said.startswith(told.replace("{here}", str(tmp_path)))
     assert "\n" not in said
@@ -211,12 +211,12 @@ def test_what_is_not_there_is_told_before_there_is_a_job(tmp_path: Path, more: s
 def test_functions_beside_the_file_and_the_artifacts_keys(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "fed.yml").write_text("participants: 2\nmodel: mine:model\ndata: {kind: 'mine:data'}\n")
-    assert read_fed_job(Page.read(tmp_path / "fed.yml")).config.model == "mine:model"  # and data() was not called
+    assert read_fed_job(YamlSource.read(tmp_path / "fed.yml")).config.model == "mine:model"  # and data() was not called
     (tmp_path / "table").touch()
     text = "ps_ip: 127.0.0.1\njob_conf:\n  - data_set: digits\n  - model: lr\n  - device_conf_file: table\n"
     (tmp_path / "fed.yml").write_text(text)
     with pytest.raises(ConfigError, match=r"fed.yml:5: device_conf_file: .*/table: the file is empty"):
-        read_fed_job(Page.read(tmp_path / "fed.yml"))
+        read_fed_job(YamlSource.read(tmp_path / "fed.yml"))
 
 
 @pytest.mark.parametrize(

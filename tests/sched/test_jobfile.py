@@ -9,9 +9,9 @@ import pytest
 from pydantic import ValidationError
 
 from pliant.errors import ConfigError
-from pliant.page import Page
 from pliant.sched.live.jobfile import JobFile, JobSpec, read_job
 from pliant.train.determinism import LEVELS
+from pliant.yaml_source import YamlSource
 
 FULL = """\
 name: digits
@@ -33,7 +33,7 @@ checkpoint_every: 5
 def read(folder: Path, text: str, *, file: str = "job.yml", name: str = "") -> JobFile:
     (folder / "train.py").touch()
     (folder / file).write_text(text)
-    return read_job(Page.read(folder / file), name)
+    return read_job(YamlSource.read(folder / file), name)
 
 
 def refused(folder: Path, text: str) -> list[str]:
@@ -182,21 +182,21 @@ def test_what_is_no_job_file_is_told_in_one_line(tmp_path: Path, text: str, told
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nope.yml: No such file or directory"):
-        Page.read(tmp_path / "nope.yml")
+        YamlSource.read(tmp_path / "nope.yml")
     with pytest.raises(ConfigError, match="Is a directory"):
-        Page.read(tmp_path)
+        YamlSource.read(tmp_path)
     (tmp_path / "picture.yml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"picture.yml: it is not text"):
-        Page.read(tmp_path / "picture.yml")
+        YamlSource.read(tmp_path / "picture.yml")
     (tmp_path / "long.yml").write_bytes(b"#" * (1 << 21))
     with pytest.raises(ConfigError, match="larger than"):
-        Page.read(tmp_path / "long.yml")
+        YamlSource.read(tmp_path / "long.yml")
 
 
 def test_values_that_are_not_texts_are_read_as_yaml_reads_them(tmp_path: Path) -> None:
     file = tmp_path / "a.yml"
     file.write_text("a: {x: 010, y: [1.5, true, null, 2026-11-15], 3: z}\nb: 010\n")
-    page = Page.read(file)
+    page = YamlSource.read(file)
     assert page.values({"b"}) == {"a": {"x": 8, "y": [1.5, True, None, "2026-11-15"], "3": "z"}, "b": "010"}
     assert list(page.keys) == ["a", "b"]
 
@@ -219,7 +219,7 @@ def test_the_api_refuses_in_one_line(value: object, told: str) -> None:
 
 
 def test_the_example_is_a_job() -> None:
-    job = read_job(Page.read(Path(__file__).parents[2] / "examples" / "job.yml"))
+    job = read_job(YamlSource.read(Path(__file__).parents[2] / "examples" / "job.yml"))
     assert (job.spec.name, Path(job.spec.program).name, job.spec.args) == ("job-1", "train.py", ("--epochs", "20"))
 
 

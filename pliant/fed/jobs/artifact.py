@@ -18,8 +18,7 @@ from pliant.fed.config import FedConfig
 from pliant.fed.jobs.artifact_hosts import ground_of
 from pliant.fed.jobs.artifact_keys import SELECTOR, Keys, keys_of
 from pliant.fed.jobs.job import FedJob, checked_parts, with_paths
-from pliant.mistakes import Place, first_name, mistakes, wrong_name
-from pliant.page import Page
+from pliant.yaml_source import KeyPath, YamlSource, default_job_name, name_error, validation_messages
 
 OORT_DEFAULTS: Mapping[str, object] = {
     "epochs": 1000, "upload_epoch": 20, "batch_size": 30, "learning_rate": 0.04, "min_learning_rate": 1e-4,
@@ -60,7 +59,7 @@ FROM: Mapping[tuple[str, ...], str] = {
 """Which key to point at, where a value is found wrong only in ours."""
 
 
-def read_artifact(page: Page, name: str = "") -> FedJob:
+def read_artifact(page: YamlSource, name: str = "") -> FedJob:
     """The job on the page; `name` goes before the one in it.
 
     Raises:
@@ -69,17 +68,17 @@ def read_artifact(page: Page, name: str = "") -> FedJob:
     said = page.values(page.keys)
     keys = keys_of(said.get("job_conf", []))
     if "job_conf" not in said:
-        raise page.refusal({("ps_ip",): "job_conf is missing: add a list of keys, as in `- total_worker: 100`"})
+        raise page.error({("ps_ip",): "job_conf is missing: add a list of keys, as in `- total_worker: 100`"})
     folder = page.path.absolute().parent
     is_named = bool(name) or "job_name" in keys.said
-    chosen = name or str(keys.said.get("job_name", first_name(page.path)))
-    if why := wrong_name(chosen):
+    chosen = name or str(keys.said.get("job_name", default_job_name(page.path)))
+    if why := name_error(chosen):
         keys.refuse("job_name", why)
     ground = ground_of(said, keys, folder)
     config = _config(keys, chosen, ground.places.count if ground.places else 0, folder)
     time = _time(keys)
     if keys.wrong:
-        raise page.refusal(keys.wrong)
+        raise page.error(keys.wrong)
     assert config is not None, "without a mistake there is a config"
     told = sorted((page.line(place), what) for place, what in keys.remarks.items())
     return FedJob(
@@ -92,19 +91,19 @@ def read_artifact(page: Page, name: str = "") -> FedJob:
     )
 
 
-def refusal(page: Page, wrong: Mapping[Place, str]) -> ConfigError:
+def refusal(page: YamlSource, wrong: Mapping[KeyPath, str]) -> ConfigError:
     """What was found wrong with the job of a page, at its keys."""
     keys = keys_of(page.values(page.keys).get("job_conf", []))
     for place, what in wrong.items():
         keys.refuse(_key(place), what, ": ")
-    return page.refusal(keys.wrong)
+    return page.error(keys.wrong)
 
 
 def _time(keys: Keys) -> str:
     """`logs` is the artifact's word for none."""
     time = str(keys.said.get("time_stamp", ""))
-    if time and wrong_name(time):
-        keys.refuse("time_stamp", wrong_name(time))
+    if time and name_error(time):
+        keys.refuse("time_stamp", name_error(time))
     return "" if time == "logs" else time
 
 
@@ -151,7 +150,7 @@ def _config(keys: Keys, name: str, num_workers: int, folder: Path) -> FedConfig 
     try:
         config, missing = with_paths(FedConfig.model_validate(values), folder)
     except ValidationError as error:
-        for place, what in mistakes(error, FedConfig).items():
+        for place, what in validation_messages(error, FedConfig).items():
             keys.refuse(_key(place), f"as {what}")
         return None
     for place, path in missing.items():
@@ -161,7 +160,7 @@ def _config(keys: Keys, name: str, num_workers: int, folder: Path) -> FedConfig 
     return config
 
 
-def _key(place: Place) -> str:
+def _key(place: KeyPath) -> str:
     """The artifact's key for a place of ours."""
     words = tuple(str(step) for step in place)
     return next((FROM[words[:end]] for end in range(len(words), 0, -1) if words[:end] in FROM), words[-1])

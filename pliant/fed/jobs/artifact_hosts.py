@@ -12,7 +12,7 @@ from pliant.errors import ConfigError
 from pliant.fed.executors.places import parse_workers
 from pliant.fed.jobs.artifact_keys import NOTHING, Keys
 from pliant.fed.jobs.job import Ground, absolute
-from pliant.mistakes import Place, unknown_key
+from pliant.yaml_source import KeyPath, unknown_key_message
 
 TOP = (
     "ps_ip", "worker_ips", "exp_path", "auth", "setup_commands", "job_conf", "executor_entry", "aggregator_entry",
@@ -24,7 +24,7 @@ def ground_of(said: Mapping[str, object], keys: Keys, folder: Path) -> Ground:
     """What stands beside `job_conf`, checked; mistakes and remarks go to `keys`."""
     for key in said:
         if key not in TOP:
-            hint = unknown_key(key, key, TOP).partition(": ")[2]
+            hint = unknown_key_message(key, key, TOP).partition(": ")[2]
             keys.remarks[(key,)] = f"{key} is not known, and has no effect: {hint}"
     if _given(said.get("use_container")) not in ("", "false", "default"):
         keys.wrong[("use_container",)] = (
@@ -57,7 +57,7 @@ def _given(value: object) -> str:
 
 def _host(said: Mapping[str, object], keys: Keys) -> str:
     """The server's address; it runs where the job is submitted. Loopback is for executors of this machine alone."""
-    places: list[tuple[Place, str]] = [(("ps_ip",), str(said.get("ps_ip", "") or ""))]
+    places: list[tuple[KeyPath, str]] = [(("ps_ip",), str(said.get("ps_ip", "") or ""))]
     if "ps_ip" in keys.said:
         places.append((keys.places["ps_ip"], str(keys.said["ps_ip"])))
     address = ""
@@ -83,7 +83,7 @@ def _own_address(name: str) -> str:
     return ""
 
 
-def _workers(given: object, wrong: dict[Place, str]) -> tuple[str, ...]:
+def _workers(given: object, wrong: dict[KeyPath, str]) -> tuple[str, ...]:
     """`ip:4`, or FedScale's `ip:[2,2]`: so many processes on each of its devices."""
     if given is None:
         return Ground().workers

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from pliant.mistakes import Place, unknown_key
+from pliant.yaml_source import KeyPath, unknown_key_message
 
 NOTHING = frozenset({"", "none", "null", "~"})
 YES, NO = frozenset({"true", "yes", "on", "1"}), frozenset({"false", "no", "off", "0"})
@@ -179,12 +179,12 @@ class Keys:
     """What a configuration says, by the artifact's names; and what is to be told about it."""
 
     said: dict[str, Value]
-    places: dict[str, Place]
+    places: dict[str, KeyPath]
     """Where each stands; also of those that say nothing."""
     names: dict[str, str]
     """As each is written there."""
-    wrong: dict[Place, str]
-    remarks: dict[Place, str]
+    wrong: dict[KeyPath, str]
+    remarks: dict[KeyPath, str]
     is_fedscale: bool = False
 
     def refuse(self, key: str, why: str, between: str = " ") -> None:
@@ -200,7 +200,7 @@ def keys_of(job_conf: object) -> Keys:
     for place, name, value in _items(job_conf, found.wrong):
         key = SAME.get(name, name)
         if name not in KNOWN:
-            hint = unknown_key(name, name, sorted(KNOWN)).partition(": ")[2]
+            hint = unknown_key_message(name, name, sorted(KNOWN)).partition(": ")[2]
             found.remarks[place] = f"{name} is not known, and has no effect" + (
                 f": {hint}" if hint.startswith("did you") else ""
             )
@@ -218,13 +218,13 @@ def keys_of(job_conf: object) -> Keys:
     return found
 
 
-def _items(job_conf: object, wrong: dict[Place, str]) -> list[tuple[Place, str, object]]:
+def _items(job_conf: object, wrong: dict[KeyPath, str]) -> list[tuple[KeyPath, str, object]]:
     if isinstance(job_conf, dict):
         return [(("job_conf", name), name, value) for name, value in job_conf.items()]
     if not isinstance(job_conf, list):
         wrong[("job_conf",)] = "job_conf: use a list of keys, as in `- total_worker: 100`"
         return []
-    found: list[tuple[Place, str, object]] = []
+    found: list[tuple[KeyPath, str, object]] = []
     for at, item in enumerate(job_conf):
         if isinstance(item, dict):
             found += [(("job_conf", at, name), name, value) for name, value in item.items()]

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pliant.errors import ConfigError
 from pliant.fed.config import FedConfig
 from pliant.fed.executors.places import Places, parse_workers
-from pliant.mistakes import Place, free_name
+from pliant.yaml_source import KeyPath, next_free_name
 
 NEED_PATH = ("images", "speech", "play", "posts")
 """Kinds of data that nothing is known of without a path."""
@@ -79,7 +79,7 @@ class FedJob(BaseModel):
 
     def renumbered(self, taken: Collection[str]) -> FedJob:
         """The same with a number that makes its name none of `taken`."""
-        return self.renamed(free_name(self.config.name, taken), is_named=False)
+        return self.renamed(next_free_name(self.config.name, taken), is_named=False)
 
     def renamed(self, name: str, *, is_named: bool = True) -> FedJob:
         return self.model_copy(update={"config": self.config.model_copy(update={"name": name}), "is_named": is_named})
@@ -131,13 +131,13 @@ def with_paths(config: FedConfig, folder: Path) -> tuple[FedConfig, dict[tuple[s
     ), missing
 
 
-def checked_parts(config: FedConfig) -> dict[Place, str]:
+def checked_parts(config: FedConfig) -> dict[KeyPath, str]:
     """What the parts that a config names say against it. Imports torch: aggregators and models are made of it."""
     from pliant.fed.aggregation import make_aggregator
     from pliant.fed.data import build, models
     from pliant.fed.selection.selectors import make_selector
 
-    wrong: dict[Place, str] = {}
+    wrong: dict[KeyPath, str] = {}
     try:
         make_selector(config.selector.kind, **config.selector.options)  # type: ignore[arg-type]
     except (ConfigError, TypeError) as error:

@@ -15,8 +15,7 @@ from pliant.errors import ConfigError
 from pliant.fed.config import FedConfig
 from pliant.fed.jobs.artifact import read_artifact, refusal
 from pliant.fed.jobs.job import FedJob, Ground, absolute, checked_parts, with_paths
-from pliant.mistakes import Place, first_name, mistakes, wrong_name
-from pliant.page import Page
+from pliant.yaml_source import KeyPath, YamlSource, default_job_name, name_error, validation_messages
 
 OURS, THEIRS = ("participants",), ("job_conf", "ps_ip")
 """Keys that only federated jobs have."""
@@ -24,11 +23,11 @@ PATHS = ("log_path", "tls_certificate", "tls_key")
 TEXTS = frozenset({"name", "model", "devices", "availability", "host", "ssh_user", *PATHS})
 
 
-def is_federated(page: Page) -> bool:
+def is_federated(page: YamlSource) -> bool:
     return bool(set(page.keys) & {*OURS, *THEIRS})
 
 
-def read_fed_job(page: Page, name: str = "") -> FedJob:
+def read_fed_job(page: YamlSource, name: str = "") -> FedJob:
     """The job on the page, whose tables, data and functions are where it says; `name` goes before the one in it.
 
     Raises:
@@ -38,23 +37,23 @@ def read_fed_job(page: Page, name: str = "") -> FedJob:
 
     job = parsed(page, name)
     if wrong := tried(job.config, Path(job.directory)):
-        raise refusal(page, wrong) if set(page.keys) & set(THEIRS) else page.refusal(wrong)
+        raise refusal(page, wrong) if set(page.keys) & set(THEIRS) else page.error(wrong)
     return job
 
 
-def parsed(page: Page, name: str = "") -> FedJob:
+def parsed(page: YamlSource, name: str = "") -> FedJob:
     """The job as the page alone says it; files need be there, and are not looked into.
 
     Raises:
         ConfigError: it is none; one line for each mistake, with its line number.
     """
-    if name and (wrong := wrong_name(name)):
+    if name and (wrong := name_error(name)):
         raise ConfigError(f"name {wrong}")
     job = read_artifact(page, name) if set(page.keys) & set(THEIRS) else _read_ours(page, name)
     return job.model_copy(update={"log_path_line": f"{page.path}:{page.line(_log_path_place(page))}"})
 
 
-def _log_path_place(page: Page) -> Place:
+def _log_path_place(page: YamlSource) -> KeyPath:
     listed = page.values().get("job_conf")
     for number, item in enumerate(listed if isinstance(listed, list) else ()):
         if isinstance(item, Mapping) and "log_path" in item:
@@ -68,22 +67,22 @@ class _Ours(FedConfig, Ground):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-def _read_ours(page: Page, name: str) -> FedJob:
+def _read_ours(page: YamlSource, name: str) -> FedJob:
     said = page.values(TEXTS)
     for section in ("selector", "aggregator"):
         said[section] = with_numbers(said[section]) if section in said else None
         if said[section] is None:
             del said[section]
-    wrong: dict[Place, str] = {}
-    if "name" in said and (why := wrong_name(str(said["name"]))):
+    wrong: dict[KeyPath, str] = {}
+    if "name" in said and (why := name_error(str(said["name"]))):
         wrong[("name",)] = f"name {why}"
     is_named = bool(name) or "name" in said
-    said["name"] = name or said.get("name") or first_name(page.path)
+    said["name"] = name or said.get("name") or default_job_name(page.path)
     try:
         both = _Ours.model_validate(said)
     except ValidationError as error:
-        found = mistakes(error, _Ours, examples={"participants": "participants: 20"})
-        raise page.refusal(found | wrong) from None
+        found = validation_messages(error, _Ours, examples={"participants": "participants: 20"})
+        raise page.error(found | wrong) from None
     folder = page.path.absolute().parent
     config = FedConfig.model_validate({key: getattr(both, key) for key in FedConfig.model_fields})
     config, missing = with_paths(config, folder)
@@ -92,19 +91,19 @@ def _read_ours(page: Page, name: str) -> FedJob:
     ground = Ground(**{key: getattr(both, key) for key in Ground.model_fields})
     wrong |= _wrong_tls(ground, folder)
     if wrong:
-        raise page.refusal(wrong)
+        raise page.error(wrong)
     paths = {key: absolute(path, folder) for key in PATHS if (path := getattr(ground, key))}
     ground = ground.model_copy(update=paths)
     return FedJob(config=config, ground=ground, directory=str(folder), is_named=is_named)
 
 
-def _wrong_tls(ground: Ground, folder: Path) -> dict[Place, str]:
+def _wrong_tls(ground: Ground, folder: Path) -> dict[KeyPath, str]:
     """Also where there are no executors: who asks for TLS is not to be left without it later."""
     from pliant.fed.executors.pool import server_tls
 
     paths = {key: getattr(ground, key) for key in ("tls_certificate", "tls_key")}
     full = {key: absolute(path, folder) if path else "" for key, path in paths.items()}
-    wrong: dict[Place, str] = {
+    wrong: dict[KeyPath, str] = {
         (key,): f"{key} {paths[key]}: no such file" for key, path in full.items() if path and not Path(path).is_file()
     }
     if not wrong and paths["tls_key"] and not paths["tls_certificate"]:

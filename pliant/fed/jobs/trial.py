@@ -20,7 +20,7 @@ from pliant.fed.config import DataConfig, FedConfig
 from pliant.fed.data import datasets, models, partition
 from pliant.fed.data.user_functions import find_function, is_function_name
 from pliant.fed.tables import read_client_map, read_sizes
-from pliant.mistakes import Place
+from pliant.yaml_source import KeyPath
 
 MOST_BYTES = 16 << 20
 """Tables larger than this are read only once, by the job."""
@@ -30,11 +30,11 @@ SHAPES = {"digits": (1, 8, 8), "fashion-mnist": (1, 28, 28), "images": (3, 64, 6
 """Of samples; those of the others are texts."""
 
 
-def tried(config: FedConfig, folder: Path) -> dict[Place, str]:
+def tried(config: FedConfig, folder: Path) -> dict[KeyPath, str]:
     """What is wrong, by the key; paths are absolute, and functions lie beside the file, in `folder`."""
-    data, wrong = config.data, dict[Place, str]()
+    data, wrong = config.data, dict[KeyPath, str]()
 
-    def check(place: Place, what: Callable[[], object]) -> None:
+    def check(place: KeyPath, what: Callable[[], object]) -> None:
         try:
             what()
         except ConfigError as error:

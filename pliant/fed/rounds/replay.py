@@ -19,7 +19,7 @@ from pliant.fed.config import Count, FedConfig, NamedOptions, Positive
 from pliant.fed.rounds.plan import plan_round
 from pliant.fed.selection.base import Floats
 from pliant.fed.selection.selectors import make_selector
-from pliant.mistakes import mistakes
+from pliant.yaml_source import validation_messages
 
 MAX_FILE_BYTES = 1 << 28
 Loss = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -71,7 +71,7 @@ def read_replay(path: Path) -> Replay:
     try:
         return Replay.model_validate(found)
     except ValidationError as error:
-        raise ConfigError("; ".join(f"{path}: {what}" for what in list(mistakes(error, Replay).values())[:3])) from None
+        raise ConfigError("; ".join(f"{path}: {what}" for what in list(validation_messages(error, Replay).values())[:3])) from None
 
 
 def draw_replay(num_clients: int) -> Replay:

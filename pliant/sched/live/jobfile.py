@@ -14,8 +14,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pliant.errors import ConfigError
-from pliant.mistakes import Place, first_name, free_name, mistakes, wrong_name
-from pliant.page import Page
+from pliant.yaml_source import KeyPath, YamlSource, default_job_name, name_error, next_free_name, validation_messages
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_REPLICAS = 65536
@@ -61,7 +60,7 @@ class JobSpec(BaseModel):
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str) -> str:
-        if wrong := wrong_name(name):
+        if wrong := name_error(name):
             raise ValueError(wrong)
         return name
 
@@ -120,7 +119,9 @@ class JobSpec(BaseModel):
         try:
             return cls.model_validate(value)
         except ValidationError as error:
-            raise ConfigError("; ".join(mistakes(error, cls, examples=_EXAMPLES, hidden=_HIDDEN).values())) from None
+            raise ConfigError(
+                "; ".join(validation_messages(error, cls, examples=_EXAMPLES, hidden=_HIDDEN).values())
+            ) from None
 
     def to_json(self) -> dict[str, object]:
         """As it goes over the API: `from_json` gives the same."""
@@ -136,17 +137,17 @@ class JobFile(NamedTuple):
 
     def renumbered(self, taken: Collection[str]) -> JobFile:
         """The same with a number that makes its name none of `taken`."""
-        return JobFile(self.spec.model_copy(update={"name": free_name(self.spec.name, taken)}), False)
+        return JobFile(self.spec.model_copy(update={"name": next_free_name(self.spec.name, taken)}), False)
 
 
-def read_job(page: Page, name: str = "") -> JobFile:
+def read_job(page: YamlSource, name: str = "") -> JobFile:
     """The job on the page; `name` goes before the one in it.
 
     Raises:
         ConfigError: it is no job; one line for each mistake, with its line number.
     """
     said = page.values(TEXTS)
-    wrong: dict[Place, str] = {}
+    wrong: dict[KeyPath, str] = {}
     if "directory" in said:
         wrong[("directory",)] = "unknown key 'directory': a job runs where its file is"
     folder = page.path.absolute().parent
@@ -158,13 +159,13 @@ def read_job(page: Page, name: str = "") -> JobFile:
         elif not program.endswith(".py") and not os.access(str(said["program"]), os.X_OK):
             wrong[("program",)] = f"program {program}: it is neither Python (.py) nor executable; chmod +x it"
     is_named = bool(name) or "name" in said
-    said["name"] = name or said.get("name") or first_name(page.path)
+    said["name"] = name or said.get("name") or default_job_name(page.path)
     try:
         spec = JobSpec.model_validate({**said, "directory": str(folder)})
     except ValidationError as error:
-        wrong = mistakes(error, JobSpec, examples=_EXAMPLES, hidden=_HIDDEN) | wrong
+        wrong = validation_messages(error, JobSpec, examples=_EXAMPLES, hidden=_HIDDEN) | wrong
     if wrong:
-        raise page.refusal(wrong)
+        raise page.error(wrong)
     return JobFile(spec, is_named)
 
 
