@@ -32,9 +32,10 @@ PATIENCE_S = 5.0
 def pair(**limits: int) -> Iterator[tuple[Channel, Channel]]:
     """Two ends of a channel, as after a handshake."""
     ours, theirs = socket.socketpair()
-    with contextlib.closing(Channel(ours, KEY, is_connector=True)) as first:
-        with contextlib.closing(Channel(theirs, KEY, is_connector=False, **limits)) as second:
-            yield first, second
+    first = Channel(ours, KEY, is_connector=True)
+    second = Channel(theirs, KEY, is_connector=False, **limits)
+    with contextlib.closing(first), contextlib.closing(second):
+        yield first, second
 
 
 @contextlib.contextmanager
@@ -172,8 +173,7 @@ def test_a_receiver_that_waits_is_woken_by_close_and_by_time() -> None:
         thread.join(PATIENCE_S)
         assert seen == [None]
         with pytest.raises(CommError, match="the connection was lost"):
-            for _ in range(100):
-                first.send({"to": "nobody"}, b"x" * 100_000)
+            first.send({"to": "nobody"}, bytes(10 << 20))
 
 
 def test_half_a_message_and_then_silence_ends_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,13 +300,14 @@ def test_under_tls_the_handshake_covers_the_certificate(tmp_path: Path, caplog: 
     der = ssl.PEM_cert_to_DER_cert(certificate.read_text())
     payload = os.urandom(3 << 20)
     with serving(echo, tls=server, certificate=der) as address:
-        with contextlib.closing(connect_channel(address, SECRET, purpose="test", name="a", tls=client)) as peer:
-            peer.max_payload_bytes = 1 << 26
-            thread = threading.Thread(target=peer.send, args=({"n": 1}, payload))
-            thread.start()
-            message = peer.receive(PATIENCE_S)
-            thread.join()
-            assert message == ({"name": "a", "n": 1}, payload)
+        peer = connect_channel(address, SECRET, purpose="test", name="a", tls=client)
+        peer.max_payload_bytes = 1 << 26
+        thread = threading.Thread(target=peer.send, args=({"n": 1}, payload))
+        thread.start()
+        message = peer.receive(PATIENCE_S)
+        thread.join()
+        peer.close()
+        assert message == ({"name": "a", "n": 1}, payload)
     # A man in the middle has a certificate of his own, and the two ends then disagree.
     with serving(echo, tls=server, certificate=b"another") as address, pytest.raises(HandshakeRefused):
         connect_channel(address, SECRET, purpose="test", name="a", tls=client)
