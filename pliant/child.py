@@ -15,6 +15,21 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
+def start_ticks(pid: int) -> int | None:
+    """Return when a process began, in the kernel's ticks since boot; None if it does not exist or is a zombie.
+
+    Process id and start time together identify a process: ids are used again.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return None
+    # The name of the program, in parentheses, may itself hold spaces and parentheses.
+    words = text.rpartition(")")[2].split()
+    return None if words[0] in ("Z", "X") else int(words[19])
+
+
 def die_with(parent: int) -> None:
     """Have the kernel kill this process when its parent dies; exit at once if it is dead already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

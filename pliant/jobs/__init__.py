@@ -1,0 +1,1 @@
+"""One control plane for jobs of any kind: schema, store, keeper, scheduler, HTTP API and client."""

@@ -1,0 +1,272 @@
+"""The status of jobs: the answers of the HTTP API as pydantic models, and the same made from the rows of the store.
+
+Knows nothing of how jobs are run, so that clients and the page load little. A newer server may add fields.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from pliant.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pliant.jobs.store import ForegroundRun
+
+State = Literal["waiting", "starting", "running", "put-off", "finished", "failed", "stopped", "interrupted"]
+"""`interrupted`: the job's processes are gone and no server runs that would start them again."""
+ENDED: frozenset[State] = frozenset({"finished", "failed", "stopped"})
+TAIL_BYTES = 1 << 18
+MAX_TEXT_BYTES = 1 << 20
+"""Size of one part of a log."""
+
+
+# --- answers of the API ---
+
+
+class _Answer(BaseModel):
+    """An answer of the server; a newer server may add fields."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+class FederatedProgress(_Answer):
+    """Progress of a federated job."""
+
+    round: int
+    rounds: int
+    """Rounds that the job shall have."""
+    participants: int
+    clock_s: float
+    """Virtual time."""
+    accuracy: float | None
+    """Result of the last test."""
+    workers: tuple[str, ...]
+
+
+class JobStatus(_Answer):
+    """State of a job."""
+
+    name: str
+    state: State
+    kind: Literal["train", "federated"] = "train"
+    scheduled: bool = True
+    """If false, the job runs in a foreground process (`pliant run`, `pliant fed run`) that registered itself."""
+    replicas: int
+    devices: dict[str, int]
+    """Devices that the job has now, by type."""
+    workers: int
+    """Processes that train now."""
+    step: int | None
+    """Steps done; of a federated job, rounds."""
+    steps_per_s: float | None
+    submitted_s: float
+    started_s: float | None
+    ended_s: float | None
+    exit_code: int | None
+    why: str
+    """The last decision about the job, in words."""
+    folder: str = ""
+    """Folder with the job's log, record and checkpoints, on the server's machine."""
+    record: str = ""
+    """Path of the job's record; empty where it writes none."""
+    federated: FederatedProgress | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has ended for good."""
+        return self.state in ENDED
+
+
+class JobEvent(_Answer):
+    """One entry in the history of a job."""
+
+    at: float
+    """Unix time."""
+    what: str
+    why: str = ""
+    devices: dict[str, int] = {}
+
+
+class JobDetail(JobStatus):
+    """State and history of a job."""
+
+    events: tuple[JobEvent, ...]
+    spec: dict[str, Any] | None = None
+    """The job as it was submitted; None for a foreground process."""
+
+
+class JobList(_Answer):
+    """All jobs, the first submitted first."""
+
+    jobs: list[JobStatus]
+
+
+class LogPart(_Answer):
+    """A part of a job's output."""
+
+    text: str
+    end: int
+    """Byte at which the next part begins."""
+    over: bool
+    """Whether the job has ended and nothing comes after `end`."""
+
+
+class ClusterStatus(_Answer):
+    """Devices of the cluster by type, and which job has which."""
+
+    devices: dict[str, int]
+    reserved: dict[str, int]
+    free: dict[str, int]
+    jobs: dict[str, dict[str, int]]
+
+
+class Reservation(_Answer):
+    """The devices that are reserved now, and how long it took until they were free."""
+
+    reserved: dict[str, int]
+    took_s: float
+
+
+# --- from the store ---
+
+
+def stored_statuses(rows: Iterable[Mapping[str, Any]], runs: Iterable[ForegroundRun]) -> list[JobStatus]:
+    """Return the status of stored jobs, and of foreground runs that belong to none of them."""
+    runs = list(runs)
+    alive, known, found = {run.name for run in runs}, set(), []
+    for row in rows:
+        known.add(row["name"])
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # of another version
+            found.append(stored_status(row, is_alive=row["name"] in alive))
+    return found + [run_status(run) for run in runs if run.name not in known]
+
+
+def stored_status(row: Mapping[str, Any], *, is_alive: bool) -> JobStatus:
+    """Return the status of a job as the store knows it; `is_alive`: a process of it is registered."""
+    name, spec, folder, state, why = row["name"], row["spec"], row["folder"], row["state"], row.get("why", "")
+    if state in ("starting", "running") and not is_alive:
+        state = "interrupted"
+        why = f"its processes are gone: `pliant submit --resume {name}` goes on from its checkpoint, if it has one"
+    federated = federated_progress(spec, folder)
+    return JobStatus(
+        name=name,
+        state=state,
+        kind=kind_of(spec),
+        scheduled=row["scheduled"],
+        replicas=spec["replicas"] if federated is None else federated.participants,
+        devices={kind: count for kind, count in row.get("asked", {}).items() if count},
+        workers=0,
+        step=row.get("step") if federated is None else federated.round,
+        steps_per_s=None,
+        submitted_s=row["submitted_s"],
+        started_s=row.get("started_s"),
+        ended_s=row.get("ended_s"),
+        exit_code=row.get("exit_code"),
+        why=why,
+        folder=folder,
+        record=record_path(spec, folder),
+        federated=federated,
+    )
+
+
+def run_status(run: ForegroundRun) -> JobStatus:
+    """Return the status of a `pliant run` in the foreground."""
+    return JobStatus(
+        name=run.name, state="running", kind="federated" if run.kind == "federated" else "train", scheduled=False,
+        replicas=0, devices={}, workers=0, step=None, steps_per_s=None, submitted_s=run.started_s, started_s=run.started_s,
+        ended_s=None, exit_code=None, why=f"runs in the foreground, pid {run.pid}: {run.command}", record=run.record,
+    )  # fmt: skip
+
+
+def kind_of(spec: Mapping[str, Any]) -> Literal["train", "federated"]:
+    """Return the kind of a job, given its specification as JSON."""
+    return "federated" if spec.get("kind") == "federated" else "train"
+
+
+def record_path(spec: Mapping[str, Any], folder: str) -> str:
+    """Return the path of a job's record, given its specification as JSON and its folder."""
+    if kind_of(spec) == "federated":
+        return f"{folder}/aggregator/record.jsonl"
+    return spec.get("record") or f"{folder}/record.jsonl"
+
+
+def federated_progress(spec: Mapping[str, Any], folder: str) -> FederatedProgress | None:
+    """Return the progress of a federated job, from the end of its record; None for other kinds."""
+    if kind_of(spec) != "federated":
+        return None
+    number, clock_s, accuracy = 0, 0.0, None
+    for line in _last_lines(Path(record_path(spec, folder))):
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            fact = json.loads(line)
+            if fact.get("kind") == "round":
+                number, clock_s = int(fact["round"]), float(fact["clock_s"])
+            elif fact.get("kind") == "test":
+                accuracy = float(fact["accuracy"])
+    config, placement = spec["config"], spec["placement"]
+    return FederatedProgress(
+        round=number,
+        rounds=config["rounds"],
+        participants=config["participants"],
+        clock_s=clock_s,
+        accuracy=accuracy,
+        workers=tuple(placement["workers"]),
+    )
+
+
+def _last_lines(path: Path) -> list[bytes]:
+    """Return the whole lines at the end of a file."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            lines = file.read().splitlines(keepends=True)
+    except OSError:
+        return []
+    return [line for line in (lines if size <= TAIL_BYTES else lines[1:]) if line.endswith(b"\n")]
+
+
+def check_forgettable(status: JobStatus) -> None:
+    """Raise ConfigError if the job has not ended."""
+    if not status.is_over and status.state != "interrupted":
+        raise ConfigError(f"{status.name}: still running; `pliant stop` ends a job")
+
+
+# --- logs ---
+
+
+def log_path(status: JobStatus) -> Path:
+    """Return the file with the job's output."""
+    return Path(status.folder) / ("aggregator/log" if status.kind == "federated" else "log")
+
+
+def log_part(text: bytes, begin: int, *, over: bool) -> LogPart:
+    """Return a part of a log that begins at byte `begin`."""
+    return LogPart(
+        text=text.decode(errors="backslashreplace"),
+        end=begin + len(text),
+        over=over and len(text) < MAX_TEXT_BYTES,
+    )
+
+
+def read_log(path: Path, begin: int) -> bytes:
+    """Return what the file holds from `begin` on, cut at the end of a character; nothing if it does not exist."""
+    try:
+        with path.open("rb") as file:
+            file.seek(begin)
+            data = file.read(MAX_TEXT_BYTES)
+    except OSError:
+        return b""  # the job has not been started yet
+    for cut in range(1, min(4, len(data)) + 1):
+        if data[-cut] >= 0xC0:  # the first byte of a character of several
+            length = 2 if data[-cut] < 0xE0 else 3 if data[-cut] < 0xF0 else 4
+            return data[:-cut] if length > cut and len(data) > cut else data
+        if data[-cut] < 0x80:
+            break
+    return data
