@@ -252,26 +252,26 @@ def _with_numbers(given: object) -> object:
 
 def check_parts(config: FedConfig) -> dict[Place, str]:
     """Return what is wrong with the selector, aggregator, model and data that a config names. Imports torch."""
-    from pliant.fed.choice import selectors
-    from pliant.fed.data import models, task
-    from pliant.fed.fold import aggregators
+    from pliant.fed.aggregation import make_aggregator
+    from pliant.fed.data import build, models
+    from pliant.fed.selection.selectors import make_selector
 
     wrong: dict[Place, str] = {}
     try:
-        selectors.make(config.selector.kind, **config.selector.options)  # type: ignore[arg-type]
+        make_selector(config.selector.kind, **config.selector.options)  # type: ignore[arg-type]
     except (ConfigError, TypeError) as error:
         wrong[("selector",)] = str(error)
     try:
-        aggregators.make(config.aggregator.kind, config.aggregator.options)  # type: ignore[arg-type]
+        make_aggregator(config.aggregator.kind, config.aggregator.options)  # type: ignore[arg-type]
     except (ConfigError, TypeError) as error:
         wrong[("aggregator",)] = str(error)
     if ":" not in config.model and config.model not in models.MODELS:
         wrong[("model",)] = f"model {config.model!r} is unknown: use {', '.join(models.MODELS)}, or module:function"
     if config.data.kind in NEED_PATH and not config.data.path:
         wrong[("data", "path")] = f"{config.data.kind} lie in a file or folder of yours: give its path"
-    if ":" not in config.data.kind and config.data.kind not in task.KINDS:
+    if ":" not in config.data.kind and config.data.kind not in build.KINDS:
         wrong[("data", "kind")] = (
-            f"data.kind {config.data.kind!r} is unknown: use {', '.join(task.KINDS)}, or module:function"
+            f"data.kind {config.data.kind!r} is unknown: use {', '.join(build.KINDS)}, or module:function"
         )
     return wrong
 
@@ -282,10 +282,9 @@ def check_files(config: FedConfig, folder: Path) -> dict[Place, str]:
     Paths must be absolute; functions are imported from `folder`. Data are not loaded, and only small tables are read:
     the rest is checked when the job builds its task.
     """
-    from pliant.fed.clients.availability import read_availability
-    from pliant.fed.clients.devices import read_devices
-    from pliant.fed.data import models, own_data
-    from pliant.fed.named import fitting, is_named
+    from pliant.fed.clients import read_availability, read_devices
+    from pliant.fed.data import datasets, models
+    from pliant.fed.data.user_functions import find_function, is_function_name
     from pliant.fed.tables import read_client_map, read_sizes
 
     data, wrong = config.data, dict[Place, str]()
@@ -309,13 +308,13 @@ def check_files(config: FedConfig, folder: Path) -> dict[Place, str]:
     if data.sizes:
         check(("data", "sizes"), lambda: read_small(data.sizes, read_sizes))
     with _importing_from(folder):
-        if is_named(data.kind):
-            check(("data", "kind"), lambda: own_data.check_function(data.kind, data.path))
+        if is_function_name(data.kind):
+            check(("data", "kind"), lambda: datasets.check_function(data.kind, data.path))
         else:
             check(("data", "path") if data.path else ("data",), lambda: _check_data(data))
-        if is_named(config.model):
-            check(("model",), lambda: fitting(config.model, "model", models.OWN, 2))
-        elif not is_named(data.kind):
+        if is_function_name(config.model):
+            check(("model",), lambda: find_function(config.model, "model", models.OWN, 2))
+        elif not is_function_name(data.kind):
             check(("model",), lambda: models.check(config.model, _empty_sample(data.kind)))
     if not wrong:
         check(("data", "clients"), lambda: _check_num_samples(data))
@@ -323,7 +322,7 @@ def check_files(config: FedConfig, folder: Path) -> dict[Place, str]:
 
 
 def _check_data(data: DataConfig) -> None:
-    from pliant.fed.data import datasets, speech
+    from pliant.fed.data import datasets
 
     path = Path(data.path)
     if data.kind == "fashion-mnist":
@@ -333,7 +332,7 @@ def _check_data(data: DataConfig) -> None:
     elif data.kind == "images" and not path.is_dir():
         raise ConfigError(f"{path}: no folder; give one with a folder of images for each class")
     elif data.kind == "speech" and next(path.glob("*/*_nohash_*.wav"), None) is None:
-        raise ConfigError(speech.NOT_THERE.format(path))
+        raise ConfigError(datasets.NOT_THERE.format(path))
     elif data.kind in ("play", "posts") and not path.is_file():
         raise ConfigError(f"{path}: no file; give {'a text' if data.kind == 'play' else 'a CSV of author and text'}")
 

@@ -1,7 +1,7 @@
 """Compares federated jobs: the virtual time that each needed to reach an accuracy.
 
 Curves are read from our records and from the `training_perf` pickles of Oort's artifact and of FedScale, which are parsed
-without running code in them (`fed.pickles`). Accuracies are shares from 0 to 1, clocks are seconds of the virtual clock.
+without running code in them (`fed.tables`). Accuracies are shares from 0 to 1, clocks are seconds of the virtual clock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from pliant import record
 from pliant.errors import ConfigError
 from pliant.fed.history import Point, number, whole
-from pliant.fed.pickles import read_pickle
+from pliant.fed.tables import read_pickle
 
 # --- curves from files ---
 
