@@ -23,8 +23,14 @@ from pliant.errors import ConfigError
 from pliant.fed.config import FedConfig
 from pliant.fed.executors.places import parse_workers
 from pliant.fed.jobfile import FederatedJob, FedPlacement, absolute, check_parts, with_absolute_paths
-from pliant.mistakes import Place, first_name, mistakes, unknown_key, wrong_name
-from pliant.page import Page
+from pliant.yaml_source import (
+    KeyPath,
+    YamlSource,
+    default_job_name,
+    name_error,
+    unknown_key_message,
+    validation_messages,
+)
 
 FORM_KEYS = ("job_conf", "ps_ip")
 """Keys that only files of this form have."""
@@ -197,12 +203,12 @@ class ArtifactKeys:
     """The values of a configuration by the artifact's names, with mistakes and remarks about them."""
 
     said: dict[str, Value]
-    places: dict[str, Place]
-    """Place of each key in the file, also of keys without a value."""
+    places: dict[str, KeyPath]
+    """KeyPath of each key in the file, also of keys without a value."""
     names: dict[str, str]
     """Spelling of each key in the file."""
-    wrong: dict[Place, str]
-    remarks: dict[Place, str]
+    wrong: dict[KeyPath, str]
+    remarks: dict[KeyPath, str]
     is_fedscale: bool = False
 
     def refuse(self, key: str, why: str, between: str = " ") -> None:
@@ -218,7 +224,7 @@ def parse_keys(job_conf: object) -> ArtifactKeys:
     for place, name, value in _list_items(job_conf, found.wrong):
         key = SAME.get(name, name)
         if name not in KNOWN:
-            hint = unknown_key(name, name, sorted(KNOWN)).partition(": ")[2]
+            hint = unknown_key_message(name, name, sorted(KNOWN)).partition(": ")[2]
             found.remarks[place] = f"{name} is not known, and has no effect" + (
                 f": {hint}" if hint.startswith("did you") else ""
             )
@@ -236,13 +242,13 @@ def parse_keys(job_conf: object) -> ArtifactKeys:
     return found
 
 
-def _list_items(job_conf: object, wrong: dict[Place, str]) -> list[tuple[Place, str, object]]:
+def _list_items(job_conf: object, wrong: dict[KeyPath, str]) -> list[tuple[KeyPath, str, object]]:
     if isinstance(job_conf, dict):
         return [(("job_conf", name), name, value) for name, value in job_conf.items()]
     if not isinstance(job_conf, list):
         wrong[("job_conf",)] = "job_conf: use a list of keys, as in `- total_worker: 100`"
         return []
-    found: list[tuple[Place, str, object]] = []
+    found: list[tuple[KeyPath, str, object]] = []
     for at, item in enumerate(job_conf):
         if isinstance(item, dict):
             found += [(("job_conf", at, name), name, value) for name, value in item.items()]
@@ -279,7 +285,7 @@ def _placement(said: Mapping[str, object], keys: ArtifactKeys, folder: Path) -> 
     """Return the placement that the keys beside `job_conf` describe; mistakes and remarks go to `keys`."""
     for key in said:
         if key not in TOP:
-            hint = unknown_key(key, key, TOP).partition(": ")[2]
+            hint = unknown_key_message(key, key, TOP).partition(": ")[2]
             keys.remarks[(key,)] = f"{key} is not known, and has no effect: {hint}"
     if _text_of(said.get("use_container")) not in ("", "false", "default"):
         keys.wrong[("use_container",)] = (
@@ -312,7 +318,7 @@ def _text_of(value: object) -> str:
 
 def _host(said: Mapping[str, object], keys: ArtifactKeys) -> str:
     """Return the coordinator's address for workers elsewhere; empty for loopback. It must belong to this machine."""
-    places: list[tuple[Place, str]] = [(("ps_ip",), str(said.get("ps_ip", "") or ""))]
+    places: list[tuple[KeyPath, str]] = [(("ps_ip",), str(said.get("ps_ip", "") or ""))]
     if "ps_ip" in keys.said:
         places.append((keys.places["ps_ip"], str(keys.said["ps_ip"])))
     address = ""
@@ -338,7 +344,7 @@ def _own_address(name: str) -> str:
     return ""
 
 
-def _workers(given: object, wrong: dict[Place, str]) -> tuple[str, ...]:
+def _workers(given: object, wrong: dict[KeyPath, str]) -> tuple[str, ...]:
     """Parse `worker_ips`: `ip:4`, or FedScale's `ip:[2,2]`, which counts processes per device."""
     if given is None:
         return FedPlacement().workers
@@ -402,51 +408,51 @@ FROM: Mapping[tuple[str, ...], str] = {
 """The artifact's key to blame for a mistake in a field of `FedConfig`."""
 
 
-def read_artifact(page: Page, name: str = "") -> FederatedJob:
+def read_artifact(source: YamlSource, name: str = "") -> FederatedJob:
     """Return the job that a file in the artifact's form describes; `name` overrides the file's.
 
     Raises:
         ConfigError: one line for each mistake, with its line number.
     """
-    said = page.values(page.keys)
+    said = source.values(source.keys)
     keys = parse_keys(said.get("job_conf", []))
     if "job_conf" not in said:
-        raise page.refusal({("ps_ip",): "job_conf is missing: add a list of keys, as in `- total_worker: 100`"})
-    folder = page.path.absolute().parent
+        raise source.error({("ps_ip",): "job_conf is missing: add a list of keys, as in `- total_worker: 100`"})
+    folder = source.path.absolute().parent
     is_named = bool(name) or "job_name" in keys.said
-    chosen = name or str(keys.said.get("job_name", first_name(page.path)))
-    if why := wrong_name(chosen):
+    chosen = name or str(keys.said.get("job_name", default_job_name(source.path)))
+    if why := name_error(chosen):
         keys.refuse("job_name", why)
     placement = _placement(said, keys, folder)
     config = _config(keys, chosen, placement.places.count if placement.places else 0, folder)
     time = _time_stamp(keys)
     if keys.wrong:
-        raise page.refusal(keys.wrong)
+        raise source.error(keys.wrong)
     assert config is not None, "without a mistake there is a config"
-    remarks = sorted((page.line(place), what) for place, what in keys.remarks.items())
+    remarks = sorted((source.line(place), what) for place, what in keys.remarks.items())
     return FederatedJob(
         config=config,
         placement=placement,
         directory=str(folder),
         time=time,
         is_named=is_named,
-        remarks=tuple(f"{page.path}:{line}: {what}" for line, what in remarks),
+        remarks=tuple(f"{source.path}:{line}: {what}" for line, what in remarks),
     )
 
 
-def blame_keys(page: Page, wrong: Mapping[Place, str]) -> ConfigError:
+def blame_keys(source: YamlSource, wrong: Mapping[KeyPath, str]) -> ConfigError:
     """Return the error for mistakes that were found in fields of `FedConfig`, at the lines of the artifact's keys."""
-    keys = parse_keys(page.values(page.keys).get("job_conf", []))
+    keys = parse_keys(source.values(source.keys).get("job_conf", []))
     for place, what in wrong.items():
         keys.refuse(_artifact_key(place), what, ": ")
-    return page.refusal(keys.wrong)
+    return source.error(keys.wrong)
 
 
 def _time_stamp(keys: ArtifactKeys) -> str:
     """Return time_stamp; empty for `logs`, which means none to the artifact."""
     time = str(keys.said.get("time_stamp", ""))
-    if time and wrong_name(time):
-        keys.refuse("time_stamp", wrong_name(time))
+    if time and name_error(time):
+        keys.refuse("time_stamp", name_error(time))
     return "" if time == "logs" else time
 
 
@@ -493,7 +499,7 @@ def _config(keys: ArtifactKeys, name: str, num_workers: int, folder: Path) -> Fe
     try:
         config, missing = with_absolute_paths(FedConfig.model_validate(values), folder)
     except ValidationError as error:
-        for place, what in mistakes(error, FedConfig).items():
+        for place, what in validation_messages(error, FedConfig).items():
             keys.refuse(_artifact_key(place), f"as {what}")
         return None
     for place, path in missing.items():
@@ -503,7 +509,7 @@ def _config(keys: ArtifactKeys, name: str, num_workers: int, folder: Path) -> Fe
     return config
 
 
-def _artifact_key(place: Place) -> str:
+def _artifact_key(place: KeyPath) -> str:
     """Return the artifact's key for a field of `FedConfig`."""
     words = tuple(str(step) for step in place)
     return next((FROM[words[:end]] for end in range(len(words), 0, -1) if words[:end] in FROM), words[-1])

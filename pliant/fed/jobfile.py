@@ -19,8 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pliant.errors import ConfigError
 from pliant.fed.config import DataConfig, FedConfig
 from pliant.fed.executors.places import Places, parse_workers
-from pliant.mistakes import Place, first_name, free_name, mistakes, wrong_name
-from pliant.page import Page
+from pliant.yaml_source import KeyPath, YamlSource, default_job_name, name_error, next_free_name, validation_messages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +116,7 @@ class FederatedJob(BaseModel):
 
     def with_free_name(self, taken: Collection[str]) -> FederatedJob:
         """Return the job with the first number in its name that is not taken."""
-        return self.renamed(free_name(self.config.name, taken), is_named=False)
+        return self.renamed(next_free_name(self.config.name, taken), is_named=False)
 
     def renamed(self, name: str, *, is_named: bool = True) -> FederatedJob:
         """Return the job under another name."""
@@ -146,27 +145,27 @@ class _FederatedFile(FedConfig, FedPlacement):
     priority: int = 0
 
 
-def read_federated(page: Page, name: str = "") -> FederatedJob:
+def read_federated(source: YamlSource, name: str = "") -> FederatedJob:
     """Return the job that a file in our form describes; `name` overrides the file's.
 
     Raises:
         ConfigError: one line for each mistake, with its line number.
     """
-    said = page.values(TEXTS)
+    said = source.values(TEXTS)
     for section in ("selector", "aggregator"):
         if section in said:
             said[section] = _with_numbers(said[section])
-    wrong: dict[Place, str] = {}
-    if "name" in said and (why := wrong_name(str(said["name"]))):
+    wrong: dict[KeyPath, str] = {}
+    if "name" in said and (why := name_error(str(said["name"]))):
         wrong[("name",)] = f"name {why}"
     is_named = bool(name) or "name" in said
-    said["name"] = name or said.get("name") or first_name(page.path)
+    said["name"] = name or said.get("name") or default_job_name(source.path)
     try:
         both = _FederatedFile.model_validate(said)
     except ValidationError as error:
-        found = mistakes(error, _FederatedFile, examples={"participants": "participants: 20"})
-        raise page.refusal(found | wrong) from None
-    folder = page.path.absolute().parent
+        found = validation_messages(error, _FederatedFile, examples={"participants": "participants: 20"})
+        raise source.error(found | wrong) from None
+    folder = source.path.absolute().parent
     config = FedConfig.model_validate({key: getattr(both, key) for key in FedConfig.model_fields})
     config, missing = with_absolute_paths(config, folder)
     wrong |= {place: f"{'.'.join(place)} {path}: no such file or folder" for place, path in missing.items()}
@@ -174,7 +173,7 @@ def read_federated(page: Page, name: str = "") -> FederatedJob:
     placement = FedPlacement(**{key: getattr(both, key) for key in FedPlacement.model_fields})
     wrong |= _check_tls(placement, folder)
     if wrong:
-        raise page.refusal(wrong)
+        raise source.error(wrong)
     paths = {key: absolute(path, folder) for key in PATHS if (path := getattr(placement, key))}
     placement = placement.model_copy(update=paths)
     return FederatedJob(
@@ -218,13 +217,13 @@ def with_absolute_paths(config: FedConfig, folder: Path) -> tuple[FedConfig, dic
     ), missing
 
 
-def _check_tls(placement: FedPlacement, folder: Path) -> dict[Place, str]:
+def _check_tls(placement: FedPlacement, folder: Path) -> dict[KeyPath, str]:
     """Return what is wrong with the TLS files. Checked also without workers, which may be added later."""
     from pliant.fed.executors.pool import server_tls
 
     paths = {key: getattr(placement, key) for key in ("tls_certificate", "tls_key")}
     full = {key: absolute(path, folder) if path else "" for key, path in paths.items()}
-    wrong: dict[Place, str] = {
+    wrong: dict[KeyPath, str] = {
         (key,): f"{key} {paths[key]}: no such file" for key, path in full.items() if path and not Path(path).is_file()
     }
     if not wrong and paths["tls_key"] and not paths["tls_certificate"]:
@@ -250,13 +249,13 @@ def _with_numbers(given: object) -> object:
 # --- checks ---
 
 
-def check_parts(config: FedConfig) -> dict[Place, str]:
+def check_parts(config: FedConfig) -> dict[KeyPath, str]:
     """Return what is wrong with the selector, aggregator, model and data that a config names. Imports torch."""
     from pliant.fed.aggregation import make_aggregator
     from pliant.fed.data import build, models
     from pliant.fed.selection.selectors import make_selector
 
-    wrong: dict[Place, str] = {}
+    wrong: dict[KeyPath, str] = {}
     try:
         make_selector(config.selector.kind, **config.selector.options)  # type: ignore[arg-type]
     except (ConfigError, TypeError) as error:
@@ -276,7 +275,7 @@ def check_parts(config: FedConfig) -> dict[Place, str]:
     return wrong
 
 
-def check_files(config: FedConfig, folder: Path) -> dict[Place, str]:
+def check_files(config: FedConfig, folder: Path) -> dict[KeyPath, str]:
     """Return what is wrong with the tables, data and functions that a config names, by key. Imports torch.
 
     Paths must be absolute; functions are imported from `folder`. Data are not loaded, and only small tables are read:
@@ -287,9 +286,9 @@ def check_files(config: FedConfig, folder: Path) -> dict[Place, str]:
     from pliant.fed.data.user_functions import find_function, is_function_name
     from pliant.fed.tables import read_client_map, read_sizes
 
-    data, wrong = config.data, dict[Place, str]()
+    data, wrong = config.data, dict[KeyPath, str]()
 
-    def check(place: Place, what: Callable[[], object]) -> None:
+    def check(place: KeyPath, what: Callable[[], object]) -> None:
         try:
             what()
         except ConfigError as error:

@@ -1,7 +1,7 @@
 """The schema of jobs: what a job file, the HTTP API and `pliant run -f` say about a job, as pydantic models.
 
 A job has a kind, `train` or `federated`. `read_job` reads a YAML file and reports mistakes with file and line; over the API
-the same models travel as JSON with absolute paths, and the OpenAPI page is made from them.
+the same models travel as JSON with absolute paths, and the OpenAPI source is made from them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from pliant.errors import ConfigError
 from pliant.fed import artifact
 from pliant.fed.jobfile import KEYS as FEDERATED_KEYS
 from pliant.fed.jobfile import FederatedJob, check_files, read_federated
-from pliant.mistakes import Place, first_name, free_name, mistakes, wrong_name
-from pliant.page import Page
+from pliant.yaml_source import KeyPath, YamlSource, default_job_name, name_error, next_free_name, validation_messages
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_REPLICAS = 65536
@@ -103,7 +102,7 @@ class TrainJob(BaseModel):
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str) -> str:
-        if wrong := wrong_name(name):
+        if wrong := name_error(name):
             raise ValueError(wrong)
         return name
 
@@ -185,7 +184,9 @@ def job_from_json(value: object) -> JobSpec:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise ConfigError("; ".join(mistakes(error, model, examples=_EXAMPLES, hidden=_HIDDEN).values())) from None
+        raise ConfigError(
+            "; ".join(validation_messages(error, model, examples=_EXAMPLES, hidden=_HIDDEN).values())
+        ) from None
 
 
 # --- job files ---
@@ -207,58 +208,58 @@ class JobFile(NamedTuple):
         """Return the same with the first number in its name that is not taken."""
         if isinstance(self.job, FederatedJob):
             return JobFile(self.job.with_free_name(taken), is_named=False)
-        return JobFile(self.job.model_copy(update={"name": free_name(self.job.name, taken)}), is_named=False)
+        return JobFile(self.job.model_copy(update={"name": next_free_name(self.job.name, taken)}), is_named=False)
 
 
-def read_job(file: Page | Path, name: str = "") -> JobFile:
+def read_job(file: YamlSource | Path, name: str = "") -> JobFile:
     """Return the job that a YAML file describes, in any of the forms; `name` overrides the file's.
 
     Raises:
         ConfigError: one line for each mistake, with file and line number.
     """
-    page = file if isinstance(file, Page) else Page.read(file)
-    if not is_federated(page):
-        return _read_train(page, name)
-    job = read_federated_form(page, name)
+    source = file if isinstance(file, YamlSource) else YamlSource.read(file)
+    if not is_federated(source):
+        return _read_train(source, name)
+    job = read_federated_form(source, name)
     if wrong := check_files(job.config, Path(job.directory)):
-        raise artifact.blame_keys(page, wrong) if _is_artifact(page) else page.refusal(wrong)
+        raise artifact.blame_keys(source, wrong) if _is_artifact(source) else source.error(wrong)
     return JobFile(job, is_named=job.is_named)
 
 
-def is_federated(page: Page) -> bool:
+def is_federated(source: YamlSource) -> bool:
     """Return whether the file describes a federated job, by its kind or its keys."""
-    kind = page.values(TEXTS).get("kind", "")
+    kind = source.values(TEXTS).get("kind", "")
     if kind not in ("", "train", "federated"):
-        raise page.refusal({("kind",): f"kind {kind!r:.60} is not known: use train or federated"})
-    return kind == "federated" or (not kind and bool(set(page.keys) & {*FEDERATED_KEYS, *artifact.FORM_KEYS}))
+        raise source.error({("kind",): f"kind {kind!r:.60} is not known: use train or federated"})
+    return kind == "federated" or (not kind and bool(set(source.keys) & {*FEDERATED_KEYS, *artifact.FORM_KEYS}))
 
 
-def read_federated_form(page: Page, name: str = "") -> FederatedJob:
+def read_federated_form(source: YamlSource, name: str = "") -> FederatedJob:
     """Return the federated job of a file, without looking into the data and tables that it names."""
-    if name and (wrong := wrong_name(name)):
+    if name and (wrong := name_error(name)):
         raise ConfigError(f"name {wrong}")
-    job = artifact.read_artifact(page, name) if _is_artifact(page) else read_federated(page, name)
-    return job.model_copy(update={"log_path_line": f"{page.path}:{page.line(_log_path_place(page))}"})
+    job = artifact.read_artifact(source, name) if _is_artifact(source) else read_federated(source, name)
+    return job.model_copy(update={"log_path_line": f"{source.path}:{source.line(_log_path_place(source))}"})
 
 
-def _is_artifact(page: Page) -> bool:
-    return bool(set(page.keys) & set(artifact.FORM_KEYS))
+def _is_artifact(source: YamlSource) -> bool:
+    return bool(set(source.keys) & set(artifact.FORM_KEYS))
 
 
-def _log_path_place(page: Page) -> Place:
-    listed = page.values().get("job_conf")
+def _log_path_place(source: YamlSource) -> KeyPath:
+    listed = source.values().get("job_conf")
     for number, item in enumerate(listed if isinstance(listed, list) else ()):
         if isinstance(item, Mapping) and "log_path" in item:
             return ("job_conf", number, "log_path")
     return ("job_conf", "log_path") if isinstance(listed, Mapping) else ("log_path",)
 
 
-def _read_train(page: Page, name: str) -> JobFile:
-    said = page.values(TEXTS)
-    wrong: dict[Place, str] = {}
+def _read_train(source: YamlSource, name: str) -> JobFile:
+    said = source.values(TEXTS)
+    wrong: dict[KeyPath, str] = {}
     if "directory" in said:
         wrong[("directory",)] = "unknown key 'directory': a job runs where its file is"
-    folder = page.path.absolute().parent
+    folder = source.path.absolute().parent
     if "command" in said:
         wrong |= _split_command(said)
     for key in PATHS:
@@ -272,17 +273,17 @@ def _read_train(page: Page, name: str) -> JobFile:
         elif not program.endswith(".py") and not os.access(str(said["program"]), os.X_OK):
             wrong[("program",)] = f"program {program}: it is neither Python (.py) nor executable; chmod +x it"
     is_named = bool(name) or "name" in said
-    said["name"] = name or said.get("name") or first_name(page.path)
+    said["name"] = name or said.get("name") or default_job_name(source.path)
     try:
         job = TrainJob.model_validate({**said, "directory": str(folder)})
     except ValidationError as error:
-        wrong = mistakes(error, TrainJob, examples=_EXAMPLES, hidden=_HIDDEN) | wrong
+        wrong = validation_messages(error, TrainJob, examples=_EXAMPLES, hidden=_HIDDEN) | wrong
     if wrong:
-        raise page.refusal(wrong)
+        raise source.error(wrong)
     return JobFile(job, is_named=is_named)
 
 
-def _split_command(said: dict[str, object]) -> dict[Place, str]:
+def _split_command(said: dict[str, object]) -> dict[KeyPath, str]:
     """Replace `command` by program and args; return what is wrong with it."""
     if clash := [key for key in ("program", "args") if key in said]:
         del said["command"]
