@@ -117,7 +117,7 @@ TORCH_FREE = [
     "pliant.sched.live.local",
     "pliant.sched.pollux",
     "pliant.sched.live.ray_ground",
-    "pliant.sched.schedulers.registry",
+    "pliant.sched.policies",
     "pliant.sched.simulate",
     "pliant.sched.traces",
 ]

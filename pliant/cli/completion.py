@@ -93,7 +93,7 @@ def _policies() -> Words:
 
 
 def _schedulers() -> Words:
-    from pliant.sched.schedulers.registry import POLICIES
+    from pliant.sched.policies import POLICIES
 
     return [*POLICIES, "all"]
 

@@ -15,7 +15,7 @@ from pliant.cli.writable import check_writable
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pliant.sched.planner import Plan, Proposal, Types
+    from pliant.sched.planner import DevicePlan, Proposal, Types
 
 
 def register(app: typer.Typer) -> None:
@@ -76,7 +76,7 @@ def plan(
         _print(replicas, found, types, given, wishes)
 
 
-def _print(replicas: int, found: Plan | None, types: Types, given: tuple[int, ...], wishes: Sequence[Proposal]) -> None:
+def _print(replicas: int, found: DevicePlan | None, types: Types, given: tuple[int, ...], wishes: Sequence[Proposal]) -> None:
     console = Console(soft_wrap=True)
     if found is None:
         console.print("no devices yet")
@@ -108,7 +108,7 @@ def _print(replicas: int, found: Plan | None, types: Types, given: tuple[int, ..
 
 
 def _answer(
-    asked: dict[str, object], found: Plan | None, types: Types, given: tuple[int, ...], wishes: Sequence[Proposal]
+    asked: dict[str, object], found: DevicePlan | None, types: Types, given: tuple[int, ...], wishes: Sequence[Proposal]
 ) -> dict[str, object]:
     from pliant.machine import machine
 

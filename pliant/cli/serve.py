@@ -87,10 +87,10 @@ def serve(
         return
     if server:
         raise ConfigError(f"--server {server} names a server that runs: add --reserve TYPE=N, or leave it out")
+    from pliant.sched import policies as schedulers
     from pliant.sched.live.client import state_dir
     from pliant.sched.live.server import LiveConfig
     from pliant.sched.live.server import serve as run
-    from pliant.sched.schedulers import registry as schedulers
 
     if on not in GROUNDS:
         raise ConfigError(f"--on {on!r} is not known: use {' or '.join(GROUNDS)}")
@@ -117,7 +117,7 @@ def serve(
             if text.startswith("pliant serve at"):  # from now on there is something to show
                 stack.enter_context(page(dash, shown, token_file=shown_token))
 
-        run(config, lambda: _ground(on, counts(devices, "--devices"), ray_address), schedulers.make(policy), say)
+        run(config, lambda: _ground(on, counts(devices, "--devices"), ray_address), schedulers.make_policy(policy), say)
 
 
 def _reserve(wanted: dict[str, int], server: str, state: str) -> None:

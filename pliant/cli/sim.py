@@ -21,8 +21,8 @@ from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
     from pliant.machine import Json
-    from pliant.sched.compare import Run
-    from pliant.sched.simulate import Outcome
+    from pliant.sched.compare import PolicyRun
+    from pliant.sched.simulate import SimulationOutcome
 
 MIXED = "v100=32,p100=16,t4=16"
 """The cluster of EasyScale's figures."""
@@ -95,13 +95,13 @@ def sim(
     json_file: JsonFile = None,
 ) -> None:
     """Replay a trace of jobs on a cluster under each policy: completion times, makespan, devices in use."""
-    from pliant.sched import result as simulation
+    from pliant.sched import compare as simulation
+    from pliant.sched import policies as schedulers
     from pliant.sched import traces
-    from pliant.sched.compare import Setting, compare
-    from pliant.sched.machines import Reservation
-    from pliant.sched.schedulers import registry as schedulers
+    from pliant.sched.cluster import Reservation
+    from pliant.sched.compare import SimulationSetting, compare
 
-    chosen = schedulers.parse(policy)
+    chosen = schedulers.parse_policies(policy)
     for path, flag in ((table_file, "--table"), (json_file, "--json")):
         check_writable(path, flag)
     check_picture(plot)
@@ -109,7 +109,7 @@ def sim(
         raise ConfigError(f"--processes {processes}: use 1 or more, or 0 for one on each core")
     with shown_waiting(f"reading {trace}"):
         found = traces.read(trace, form, seed=seed, limit=limit)
-    setting = Setting(
+    setting = SimulationSetting(
         trace=found,
         cluster=cluster or (POLLUX if found.form == "pollux" else MIXED),
         profiles=profiles,
@@ -178,13 +178,13 @@ def _cells(values: Mapping[str, object]) -> list[str]:
     return [f"{number:.{places if number < WHOLE else 0}f}" for number, places in zip(numbers, digits, strict=True)]
 
 
-def _write_table(outcomes: Mapping[Run, Outcome], path: Path) -> None:
-    from pliant.sched.outcome import rows
+def _write_table(outcomes: Mapping[PolicyRun, SimulationOutcome], path: Path) -> None:
+    from pliant.sched.simulate import job_rows
 
     with path.open("w", newline="") as file:
         writer: csv.DictWriter[str] | None = None
         for run, outcome in outcomes.items():
-            for row in rows(outcome):
+            for row in job_rows(outcome):
                 line = {"policy": run.policy, "charged": "live resize" if run.live else "restart", **row}
                 if writer is None:
                     writer = csv.DictWriter(file, list(line))

@@ -1,13 +1,14 @@
-"""Where the N replicas of a job go on devices of several types, and which devices it should ask for next. Pure.
+"""Planner: assigns the N replicas of a job to devices of several types, and proposes which devices to ask for next. Pure.
 
-EasyScale's model (SC'23, section 4; `waste`, `perf`, `inc_perf` by its artifact). A device of type i computes C_i
-replica-steps per second and hosts A_i replicas, which take turns; a global step lasts as long as the slowest device:
-f = max A_i/C_i. What is not used for the N replicas is waste, and perf = sum(C) - waste = N/f, in replica-steps per second.
-Summing gradients is not counted; the scheduler falls back where a measurement says otherwise (`settled`).
+This is EasyScale's model (SC'23, section 4; `waste`, `perf`, `inc_perf` as in its artifact). A device of type i computes
+C_i replica-steps per second and hosts A_i replicas, which take turns. A global step lasts as long as on the slowest
+device: f = max A_i/C_i. Speed that is not used for the N replicas is waste, and perf = sum(C) - waste = N/f, in
+replica-steps per second. Summing gradients is not counted; the scheduler falls back if a measurement contradicts
+(`devices_to_keep`).
 
-Uniform within a type is no loss: whatever f is, each device of a type has room for the same floor(f*C_i) replicas, and f
-decides everything. The best f is found by giving, again and again, one more replica to every device of the type that
-would then be the least late: these f only grow, so the first one with room for N is the least.
+All devices of a type host equally many replicas. This loses nothing: for a given f each device of a type has room for
+the same floor(f*C_i) replicas. The best f is found by repeatedly giving one more replica to every device of the type that
+is then the least late. These f only grow, so the first one with room for N replicas is the smallest.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from functools import lru_cache
 from pliant.errors import ConfigError
 
 MAX_WASTE = 0.30
-"""Of the devices' speed; a proposal that wastes more is not made."""
+"""Largest share of the devices' speed that a proposal may waste."""
 MAX_GROWTH = 2
-"""A proposal has at most this many times the present devices."""
+"""A proposal has at most this many times the present number of devices."""
 Counts = Mapping[str, int]
-"""How many devices of each type."""
+"""Number of devices by type."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceType:
-    """One type of device, as fast as it was measured with this job."""
+    """One type of device, with the speed that was measured for a job."""
 
     name: str
     speed: float
-    """Replica-steps per second of one executor that has the device for itself."""
+    """Replica-steps per second of one executor that has the device to itself."""
     max_executors: int = 1
-    """Processes on one device at once; more than one helps where one alone cannot fill the device."""
+    """Most processes on one device at once; several help if one process cannot fill the device."""
     interference: float = 1.0
-    """What is left of each executor's speed where there are several."""
+    """Factor of each executor's speed if there are several on a device."""
 
     def __post_init__(self) -> None:
         if not (self.speed > 0 and self.speed < float("inf")):
@@ -55,18 +56,18 @@ Types = tuple[DeviceType, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """A mapping of all replicas. Tuples go by the types of the job, in its order."""
+class DevicePlan:
+    """Assignment of all replicas to devices. Tuples have one element for each device type of the job."""
 
     replicas: int
     types: Types
     given: tuple[int, ...]
-    """Devices there are."""
+    """Devices that the job has."""
     used: tuple[int, ...]
-    """Devices that have work; the others could go, and the step would last as long."""
+    """Devices that have work. Without the others a step would take equally long."""
     executors: tuple[int, ...]
     per_device: tuple[int, ...]
-    """A_i: places for replicas on each device that is used."""
+    """A_i: slots for replicas on each used device."""
     overload: float
     """f: seconds of a global step."""
 
@@ -77,7 +78,7 @@ class Plan:
 
     @property
     def capability(self) -> float:
-        """What the given devices could do if none had to wait."""
+        """Replica-steps per second of the given devices if none had to wait."""
         return sum(
             count * executors * kind.executor_speed(executors)
             for kind, count, executors in zip(self.types, self.given, self.executors, strict=True)
@@ -85,22 +86,22 @@ class Plan:
 
     @property
     def waste(self) -> float:
-        """What is not used of `capability`, as a fraction of it: waiting for the slowest, and empty places.
+        """Unused share of `capability`: waiting for the slowest device, and empty slots.
 
-        Written as its definition has it, device by device; that it is 1 - perf/capability is a test.
+        Written as its definition, device by device; a test shows that it is 1 - perf/capability.
         """
         unused = 0.0
-        places = 0
+        slots = 0
         for kind, given, used, executors, hosted in zip(
             self.types, self.given, self.used, self.executors, self.per_device, strict=True
         ):
             unused += given * executors * kind.executor_speed(executors) - used * hosted / self.overload
-            places += used * hosted
-        return (unused + (places - self.replicas) / self.overload) / self.capability
+            slots += used * hosted
+        return (unused + (slots - self.replicas) / self.overload) / self.capability
 
     @property
     def devices(self) -> dict[str, int]:
-        """Those that are used."""
+        """Used devices by type."""
         return {kind.name: count for kind, count in zip(self.types, self.used, strict=True) if count}
 
     @property
@@ -112,7 +113,7 @@ class Plan:
         }
 
     def assignment(self) -> list[tuple[str, int]]:
-        """Every used device with its number of replicas, exactly N together; empty places are on the slowest devices."""
+        """Return every used device with its number of replicas, N in total; empty slots are on the slowest devices."""
         left, places = self.replicas, []
         for kind, used, hosted in zip(self.types, self.used, self.per_device, strict=True):
             for _ in range(used):
@@ -123,8 +124,8 @@ class Plan:
 
 
 @lru_cache(maxsize=1 << 18)
-def best_plan(replicas: int, types: Types, given: tuple[int, ...]) -> Plan | None:
-    """The mapping of least overload, hence of most perf; of equals the one with fewer executors, then fewer devices.
+def best_plan(replicas: int, types: Types, given: tuple[int, ...]) -> DevicePlan | None:
+    """Return the plan with the shortest step; of equals the one with fewer executors, then fewer devices.
 
     None means that there is no device.
     """
@@ -133,11 +134,11 @@ def best_plan(replicas: int, types: Types, given: tuple[int, ...]) -> Plan | Non
     if not any(given):
         return None
     choices = [range(1, (kind.max_executors if count else 1) + 1) for kind, count in zip(types, given, strict=True)]
-    plans = [_filled(replicas, types, given, executors) for executors in itertools.product(*choices)]
+    plans = [_fill(replicas, types, given, executors) for executors in itertools.product(*choices)]
     return min(plans, key=lambda plan: (plan.overload, sum(plan.executors)))
 
 
-def _filled(replicas: int, types: Types, given: tuple[int, ...], executors: tuple[int, ...]) -> Plan:
+def _fill(replicas: int, types: Types, given: tuple[int, ...], executors: tuple[int, ...]) -> DevicePlan:
     speeds = [kind.executor_speed(number) for kind, number in zip(types, executors, strict=True)]
     turns = [0] * len(types)
     room, overload = 0, 0.0
@@ -152,11 +153,11 @@ def _filled(replicas: int, types: Types, given: tuple[int, ...], executors: tupl
         room += given[index] * executors[index]
         overload = turns[index] / speeds[index]
     hosted = tuple(turn * number for turn, number in zip(turns, executors, strict=True))
-    return Plan(replicas, types, given, _trimmed(speeds, given, hosted, room - replicas), executors, hosted, overload)
+    return DevicePlan(replicas, types, given, _trim(speeds, given, hosted, room - replicas), executors, hosted, overload)
 
 
-def _trimmed(speeds: list[float], given: tuple[int, ...], hosted: tuple[int, ...], spare: int) -> tuple[int, ...]:
-    """Leave out devices that nobody would miss, the slowest first."""
+def _trim(speeds: list[float], given: tuple[int, ...], hosted: tuple[int, ...], spare: int) -> tuple[int, ...]:
+    """Leave out devices that do not shorten the step, the slowest first."""
     used = [count if places else 0 for count, places in zip(given, hosted, strict=True)]
     for index in sorted(range(len(speeds)), key=lambda each: speeds[each]):
         if used[index]:
@@ -168,26 +169,26 @@ def _trimmed(speeds: list[float], given: tuple[int, ...], hosted: tuple[int, ...
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """More devices of one type."""
+    """A proposal to add devices of one type."""
 
     kind: str
     more: int
-    plan: Plan
-    """With them."""
+    plan: DevicePlan
+    """The plan with the additional devices."""
     speedup: float
-    """Of the job, against the present; against nothing, its perf."""
+    """Speed-up of the job over its present devices; its perf if it has none."""
     per_device: float
-    """inc_perf = (speedup - 1)/more + 1: what the scheduler compares between jobs."""
+    """inc_perf = (speedup - 1)/more + 1, which the scheduler compares between jobs."""
 
 
 @lru_cache(maxsize=1 << 18)
 def proposals(replicas: int, types: Types, held: tuple[int, ...], limits: tuple[int, ...]) -> tuple[Proposal, ...]:
-    """The best increment of each type within `limits`, the best per device first; of equals the one with more
-    devices, then with less waste.
+    """Return the best increment of each type within `limits`, the best per device first.
 
-    Each one is faster than the present, wastes at most 30 %, and at most doubles the devices. Devices that get no
-    replica any more are no part of its plan: a faster device may take the place of a slower one.
-    A job without devices starts with one: the fastest first, the slowest, the smallest proposal, last.
+    Of equals, the one with more devices comes first, then the one with less waste. Each proposal is faster than the
+    present devices, wastes at most 30 %, and at most doubles the devices. Devices that no longer get a replica are not
+    part of its plan: a faster device may replace a slower one. A job without devices starts with one: the proposal with
+    the fastest comes first, the one with the slowest last.
     """
     now = best_plan(replicas, types, held)
     found = []
@@ -204,13 +205,13 @@ def proposals(replicas: int, types: Types, held: tuple[int, ...], limits: tuple[
 
 
 def _proposal(
-    replicas: int, types: Types, held: tuple[int, ...], index: int, more: int, now: Plan | None
+    replicas: int, types: Types, held: tuple[int, ...], index: int, more: int, now: DevicePlan | None
 ) -> Proposal | None:
     wanted = tuple(count + more * (place == index) for place, count in enumerate(held))
     with_all = best_plan(replicas, types, wanted)
     assert with_all is not None, "a proposal has devices"
     if with_all.used[index] < wanted[index]:
-        return None  # some of the new ones would be idle: a smaller proposal says the same
+        return None  # some of the new devices would be idle, so a smaller proposal is equally good
     plan = best_plan(replicas, types, with_all.used)
     assert plan is not None, "trimmed plans keep a device"
     speedup = plan.perf / now.perf if now else plan.perf
@@ -219,9 +220,9 @@ def _proposal(
     return Proposal(types[index].name, more, plan, speedup, (speedup - 1) / more + 1)
 
 
-def settled(before: Counts, before_speed: float, after: Counts, after_speed: float) -> Counts:
-    """The devices to stay on, once the throughput on the new ones is measured: the previous ones where those were faster.
+def devices_to_keep(before: Counts, before_speed: float, after: Counts, after_speed: float) -> Counts:
+    """Return the devices to keep once the throughput on new ones is measured: `before` if those were faster.
 
-    Whoever falls back releases what is not in `before`, and remembers `after`, so as not to ask for it again.
+    A job that falls back releases what is not in `before`, and remembers `after` so as not to ask for it again.
     """
     return before if after_speed < before_speed else after

@@ -1,8 +1,9 @@
-"""Pollux' measurements: step times by placement and batch, progress and gradient noise by epoch, and jobs made of them.
+"""Pollux' measurements (step times by placement and batch, progress and gradient noise by epoch) and jobs made of them.
 
-The rules of interpolation are those of the published simulator (petuum/adaptdl, osdi21-artifact), written anew from
-what it does: a placement is its smallest rotation; a measured one is interpolated in the batch of a device; any other one
-linearly in (nodes, devices, batch), over the Delaunay triangles of all means. Times of epochs are rounded to seconds.
+The rules of interpolation are those of the published simulator (petuum/adaptdl, osdi21-artifact), rewritten from what it
+does. A placement is represented by its smallest rotation. A measured placement is interpolated in the batch of a device;
+any other placement linearly in (nodes, devices, batch), over the Delaunay triangles of all means. Times of epochs are
+rounded to seconds.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from typing import Any
 
 from pliant.adapt.monitors import gain
 from pliant.errors import ConfigError
-from pliant.sched.job import Job
+from pliant.sched.cluster import ScheduledJob
 from pliant.sched.planner import DeviceType
 
 EPOCHS = {"bert": 2, "cifar10": 100, "ncf": 10, "imagenet": 90, "deepspeech2": 80, "yolov3": 50}
-"""Until when the published simulator trains each application; others: until their shortest table ends."""
+"""Epochs that the published simulator trains; other applications train until their shortest table ends."""
 MAX_LOCAL = {"yolov3": 8}
-"""Samples that fit on one device, where that is less than was measured."""
+"""Samples that fit on one device, if fewer than the tables have."""
 ALONE = ("ncf",)
-"""Applications that always have one device: their published jobs do, under every policy."""
+"""Applications that always have one device, as their published jobs do under every policy."""
 _MAX_NODES = 16
-"""The measured ones; more count as this many."""
+"""Largest measured number of nodes; more nodes count as this many."""
 PACKED = 4
-"""Devices of a node, where a policy asks how long a step would last before it is placed."""
+"""Devices per node that are assumed if a policy asks for a step time before the job is placed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """One row of a training with one batch size."""
+    """Measurements of one epoch of training with one batch size."""
 
     progress: float
     iteration: float
@@ -45,7 +46,7 @@ class Epoch:
 
 
 class Application:
-    """One application's tables."""
+    """Measured tables of one application."""
 
     def __init__(self, folder: Path) -> None:
         self.name = folder.name
@@ -62,7 +63,7 @@ class Application:
             )
         ]
         self.epochs: dict[int, list[Epoch]] = {}
-        """By batch size, which goes up."""
+        """Measurements by batch size, in ascending order."""
         for path in sorted(folder.glob("validation-*.csv"), key=lambda each: int(each.stem.split("-")[1])):
             self.epochs[int(path.stem.split("-")[1])] = [
                 Epoch(*(float(row[name]) for name in ("progress", "iteration", "grad_sqr", "grad_var")))
@@ -78,11 +79,11 @@ class Application:
         self.progress_at = [
             min(rows[epoch].progress for rows in self.epochs.values()) for epoch in range(self.num_epochs)
         ]
-        """At the end of each epoch; the same work, whatever the batch."""
+        """Progress at the end of each epoch; it does not depend on the batch size."""
         self._step_times: dict[tuple[tuple[int, ...], int], tuple[float, float]] = {}
 
     def step_times(self, placement: tuple[int, ...], local: int) -> tuple[float, float]:
-        """Seconds of a step, and of them those for the sum of gradients."""
+        """Return the seconds of a step, and how many of them the sum of gradients takes."""
         rotated = min(placement[turn:] + placement[:turn] for turn in range(len(placement)))
         key = (rotated, local)
         if key not in self._step_times:
@@ -103,23 +104,21 @@ class Application:
 
     @cached_property
     def _triangles(self) -> Callable[[list[int]], Any]:
-        try:
-            import numpy as np
-            from scipy.interpolate import LinearNDInterpolator  # type: ignore[import-untyped]
-        except ImportError:
-            raise ConfigError("placements that were not measured need SciPy: pip install 'pliant[sim]'") from None
+        import numpy as np
+        from scipy.interpolate import LinearNDInterpolator  # type: ignore[import-untyped]
+
         groups: dict[tuple[int, int, int], list[tuple[float, float]]] = defaultdict(list)
         for placement, times in self._times.items():
             for local, step, sync in times:
                 groups[len(placement), sum(placement), local].append((step, sync))
-        # In the order of the published program, because equal distances leave the triangles to the order of the points.
+        # In the order of the published program: between equal distances the order of the points decides on the triangles.
         means = [(*key, *np.mean(groups[key], axis=0)) for key in sorted(groups)]
         table = np.array(means + self._scalability, np.float64)
         interpolator: Callable[[list[int]], Any] = LinearNDInterpolator(table[:, :3], table[:, 3:])
         return interpolator
 
     def around(self, batch: int) -> tuple[int, int]:
-        """The measured batch sizes next to this one, on both sides."""
+        """Return the measured batch sizes next to this one, on both sides."""
         lower = max((each for each in self.epochs if each <= batch), default=None)
         upper = min((each for each in self.epochs if each >= batch), default=None)
         if lower is None or upper is None:
@@ -129,24 +128,24 @@ class Application:
         return lower, upper
 
     def iterations(self, batch: int, epoch: int) -> float:
-        """Steps until the end of an epoch."""
+        """Return the number of steps until the end of an epoch."""
         lower, upper = self.around(batch)
-        return _mean(batch, lower, upper, self.epochs[lower][epoch].iteration, self.epochs[upper][epoch].iteration)
+        return _interpolate_batch(batch, lower, upper, self.epochs[lower][epoch].iteration, self.epochs[upper][epoch].iteration)
 
     def noise(self, batch: int, epoch: int) -> tuple[float, float]:
-        """(sqr, var) of the gradient during an epoch."""
+        """Return (sqr, var) of the gradient during an epoch."""
         lower, upper = self.around(batch)
         one, other = self.epochs[lower][epoch], self.epochs[upper][epoch]
         return (
-            _mean(batch, lower, upper, one.grad_sqr, other.grad_sqr),
-            _mean(batch, lower, upper, one.grad_var, other.grad_var),
+            _interpolate_batch(batch, lower, upper, one.grad_sqr, other.grad_sqr),
+            _interpolate_batch(batch, lower, upper, one.grad_var, other.grad_var),
         )
 
     def split(self, batch: int, devices: int, *, always_accumulate: bool = False) -> tuple[int, int]:
-        """(samples of one turn of a device, turns) for a global batch.
+        """Return (samples of one turn of a device, turns) for a global batch.
 
-        One device alone takes two turns where its batch is larger than the initial one: the noise of the gradient
-        is only seen between turns. Who predicts for one device (`always_accumulate`) does so for any batch.
+        One device alone takes two turns if its batch is larger than the initial one, because the noise of the gradient
+        is measured between turns. Predictions for one device (`always_accumulate`) assume this for any batch.
         """
         local = math.ceil(batch / devices - 1e-8)
         turns = math.ceil(local / self.max_local - 1e-8)
@@ -155,36 +154,46 @@ class Application:
         atomic = math.ceil(local / turns - 1e-8)
         return min(atomic, self.max_batch // (devices * turns)), turns
 
-    def step_s(self, batch: int, devices: int) -> float:
-        """A step as predicted: packed on nodes of four."""
-        return self._predicted(batch, devices)
-
     @lru_cache(maxsize=1 << 14)  # noqa: B019 - applications live as long as the program
-    def _predicted(self, batch: int, devices: int) -> float:
+    def step_s(self, batch: int, devices: int) -> float:
+        """Return the predicted seconds of a step on nodes of four devices."""
         atomic, turns = self.split(batch, devices, always_accumulate=True)
-        packed = (PACKED,) * (devices // PACKED) + ((devices % PACKED,) if devices % PACKED else ())
-        step, sync = self.step_times(packed, atomic)
+        step, sync = self.step_times(_packed(devices), atomic)
         return step + (step - sync) * (turns - 1)
 
     @lru_cache(maxsize=1 << 16)  # noqa: B019
     def rate(self, placement: tuple[int, ...], batch: int, epoch: int) -> float:
-        """Progress per second: steps of the initial batch, counted as what they are worth."""
+        """Return the progress per second, in steps of the initial batch weighted by their gain."""
         atomic, turns = self.split(batch, sum(placement))
         step, sync = self.step_times(placement, atomic)
         total = sum(placement) * atomic * turns
         sqr, var = self.noise(total, epoch)
         return gain(total / self.init_batch, var, sqr) / (step + (step - sync) * (turns - 1))
 
+    def make_job(self, name: str, submitted_s: float, replicas: int, batch: int, kind: str) -> ScheduledJob:
+        """Make a job of a Pollux workload, which keeps the batch size that it was submitted with."""
+        atomic, _ = self.split(batch, replicas)
+        step, sync = self.step_times((1,), max(atomic, self.min_local))
+        return ScheduledJob(
+            name=name,
+            submitted_s=submitted_s,
+            replicas=replicas,
+            types=(DeviceType(kind, 1 / (step - sync)),),
+            work=ProfiledWork(self, batch),
+            max_devices=1 if self.name in ALONE else max(1, batch // self.min_local),
+            tenant=self.name,
+        )
+
 
 class ProfiledWork:
-    """Epochs of an application, on the devices that it has."""
+    """Work of a profiled job: epochs of an application on the devices that it has."""
 
     def __init__(self, application: Application, batch: int, *, adapts: bool = False) -> None:
         self.application, self.batch, self.adapts = application, batch, adapts
         self.epoch, self.progress = 0, 0.0
         self._placement: tuple[int, ...] = ()
 
-    def placed(self, job: Job) -> None:
+    def placed(self, job: ScheduledJob) -> None:
         self._placement = tuple(count for _, count in job.placement) or _packed(job.num_devices())
         self._adapt()
 
@@ -196,8 +205,10 @@ class ProfiledWork:
         self._walk(seconds)
 
     def left_s(self) -> tuple[float, float]:
-        """The last second is rounded in what is written down. A job that is said to have ended at the very second of a
-        round, but by rounding down, still has its devices in that round: so it is in the published simulator.
+        """Return the seconds until the end, exact and rounded as recorded.
+
+        As in the published simulator, a job whose end is rounded down to the second of a round still has its devices in
+        that round.
         """
         if not self._placement:
             return math.inf, math.inf
@@ -206,7 +217,7 @@ class ProfiledWork:
         return ahead._walk(math.inf)
 
     def _walk(self, seconds: float) -> tuple[float, float]:
-        """Go on for at most `seconds`; how many of them passed before the end, exactly and in whole seconds."""
+        """Advance by at most `seconds`; return how many passed before the end, exactly and in whole seconds."""
         app, gone, exact = self.application, 0.0, 0.0
         while self.epoch < app.num_epochs:
             rate = app.rate(self._placement, self.batch, self.epoch)
@@ -215,18 +226,18 @@ class ProfiledWork:
             if self.progress + rate * left < goal:
                 self.progress += rate * left
                 return seconds, seconds
-            # Whole seconds, as published; not more than there are, so that calls with fractions add up, too.
+            # Whole seconds, as published, but not more than are left, so that calls with fractions add up.
             exact = gone + (goal - self.progress) / rate
             gone += min(float(round((goal - self.progress) / rate)), left)
             self.epoch, self.progress = self.epoch + 1, goal
             self._adapt()
         return exact, gone
 
-    def step_s(self, job: Job, devices: int) -> float:
+    def step_s(self, job: ScheduledJob, devices: int) -> float:
         return self.application.step_s(self.batch, devices)
 
     def steps_left(self) -> float:
-        """As Optimus is told: from the end of the present epoch to the last one; 1 in the last one."""
+        """Return the steps as Optimus counts them: from the end of the present epoch to the last; 1 in the last epoch."""
         app = self.application
         last = app.num_epochs - 1
         if self.epoch >= last:
@@ -235,19 +246,19 @@ class ProfiledWork:
 
     @property
     def done(self) -> float:
-        """The fraction that is done."""
+        """Fraction of the work that is done."""
         return self.progress / self.application.progress_at[-1]
 
 
 @lru_cache(maxsize=1 << 16)
 def best_batch(application: Application, devices: int, epoch: int) -> int:
-    """The measured batch size of most goodput on so many devices; of equals the smaller one."""
+    """Return the measured batch size with the most goodput on `devices` devices; of equals the smaller one."""
     worth = {batch: _goodput(application, batch, devices, epoch) for batch in application.epochs}
     return max(worth, key=lambda batch: (worth[batch], -batch))
 
 
 def goodput(application: Application, devices: int, epoch: int) -> float:
-    """What so many devices are worth, with the best batch size for them."""
+    """Return the goodput of `devices` devices with the best batch size for them."""
     return _goodput(application, best_batch(application, devices, epoch), devices, epoch)
 
 
@@ -261,25 +272,8 @@ def _goodput(application: Application, batch: int, devices: int, epoch: int) -> 
     return application.rate(_packed(devices), batch, min(epoch, application.num_epochs - 1))
 
 
-def profiled_job(application: Application, name: str, submitted_s: float, replicas: int, batch: int, kind: str) -> Job:
-    """A job of a Pollux workload; under every policy with the batch size that it was submitted with."""
-    atomic, _ = application.split(batch, replicas)
-    step, sync = application.step_times((1,), max(atomic, application.min_local))
-    most = 1 if application.name in ALONE else max(1, batch // application.min_local)
-    work = ProfiledWork(application, batch)
-    return Job(
-        name=name,
-        submitted_s=submitted_s,
-        replicas=replicas,
-        types=(DeviceType(kind, 1 / (step - sync)),),
-        work=work,
-        max_devices=most,
-        tenant=application.name,
-    )
-
-
-def adaptive(job: Job) -> None:
-    """Let a profiled job choose its batch size, as Pollux does."""
+def make_adaptive(job: ScheduledJob) -> None:
+    """Let a profiled job adapt its batch size, as Pollux does."""
     work = job.work
     if isinstance(work, ProfiledWork):
         app = work.application
@@ -289,9 +283,9 @@ def adaptive(job: Job) -> None:
             job.goodput = lambda devices: goodput(app, devices, min(work.epoch, app.num_epochs - 1))
 
 
-@lru_cache(maxsize=4)  # tables do not change, and what was interpolated once is known
+@lru_cache(maxsize=4)  # tables do not change, and applications keep what they have interpolated
 def load(folder: Path) -> dict[str, Application]:
-    """All applications of a folder of traces."""
+    """Load all applications of a folder of traces."""
     if not folder.is_dir():
         raise ConfigError(f"--profiles {folder}: no such folder; give Pollux' folder of traces")
     found = {path.name: Application(path) for path in sorted(folder.iterdir()) if (path / "placements.csv").is_file()}
@@ -304,7 +298,7 @@ def _packed(devices: int) -> tuple[int, ...]:
     return (PACKED,) * (devices // PACKED) + ((devices % PACKED,) if devices % PACKED else ())
 
 
-def _mean(batch: int, lower: int, upper: int, low: float, high: float) -> float:
+def _interpolate_batch(batch: int, lower: int, upper: int, low: float, high: float) -> float:
     return low if lower == upper else ((batch - lower) * high + (upper - batch) * low) / (upper - lower)
 
 

@@ -1,8 +1,9 @@
-"""What a cluster would do with a list of jobs under a policy: from event to event, nothing in between. Pure and deterministic.
+"""Simulation of a cluster with a list of jobs under a policy, from event to event. Pure and deterministic.
 
-Events are submissions, ends, reservations, and the rounds of policies that decide at intervals; a round is held only when
-something has happened since the last one, or when the policy wants it. Every change of a job's devices is charged: it
-holds them and makes no progress for the seconds of a start, of a restart, or, where jobs resize live, of the pause.
+Events are submissions, ends, reservations, and the rounds of policies that decide at intervals. A round is held only
+when something has happened since the last one, or when the policy asks for it. Every change of a job's devices is
+charged: the job holds them and makes no progress for the seconds of a start, of a restart or, if jobs resize live, of
+the pause.
 """
 
 from __future__ import annotations
@@ -14,21 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pliant.errors import ConfigError, PliantError
-from pliant.sched.job import Job, Jobs
-from pliant.sched.machines import Cluster, Places
-from pliant.sched.schedulers.base import Policy
+from pliant.sched.cluster import Cluster, ClusterJobs, DevicePlacer, ScheduledJob, SchedulingPolicy
 
 _SUBMIT, _RESERVE, _END = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Charges:
-    """Seconds without progress."""
+    """Seconds without progress that starts and changes cost."""
 
     start_s: float = 30.0
-    """When a job gets devices and had none."""
+    """Cost of getting devices for a job that had none."""
     change_s: float = 30.0
-    """When it gets others: a checkpoint and a restart; with a live resize, the pause."""
+    """Cost of getting other devices: a checkpoint and a restart, or the pause of a live resize."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.start_s < math.inf and 0 <= self.change_s < math.inf):
@@ -36,8 +35,8 @@ class Charges:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """One job, when it was done."""
+class EndedJob:
+    """Figures of a job that has ended."""
 
     name: str
     submitted_s: float
@@ -54,29 +53,30 @@ class Ended:
 
 
 @dataclass(slots=True)
-class Outcome:
-    """Everything that happened."""
+class SimulationOutcome:
+    """Result of a simulation."""
 
     policy: str
-    jobs: list[Ended] = field(default_factory=list)
+    jobs: list[EndedJob] = field(default_factory=list)
     allocated: list[tuple[float, int]] = field(default_factory=list)
-    """(time, devices in use from then on)."""
+    """Series of (time, devices in use from then on)."""
     rounds: int = 0
     history: dict[str, list[tuple[float, dict[str, int]]]] = field(default_factory=dict)
-    """Each job's devices over time; only where it was asked for."""
+    """Each job's devices over time; empty unless `keep_history` was given."""
 
 
 class Simulation:
-    """One run, which uses up `jobs` and `cluster`. `progress` is told the fraction of jobs that have ended.
+    """One simulation, which modifies `jobs` and `cluster`.
 
-    `reservations` say what is reserved from a time on, in place of what was before.
+    `progress` is called with the fraction of jobs that have ended. `reservations` are pairs of a time and the devices
+    that are reserved from then on.
     """
 
     def __init__(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[ScheduledJob],
         cluster: Cluster,
-        policy: Policy,
+        policy: SchedulingPolicy,
         *,
         interval_s: float = 60.0,
         charges: Charges | None = None,
@@ -97,27 +97,27 @@ class Simulation:
         self._cluster, self._policy, self._interval_s = cluster, policy, interval_s
         self._charges = charges or Charges()
         self._num_jobs, self._progress = len(jobs), progress
-        self._jobs: Jobs = policy.jobs()
-        self._places = Places(cluster.nodes)
+        self._jobs: ClusterJobs = policy.jobs()
+        self._placer = DevicePlacer(cluster.nodes)
         self._started: dict[str, float] = {}
         self._ends: dict[str, tuple[float, float]] = {}
-        """When each running job's end is noticed, and what is written down for it."""
-        self._events: list[tuple[float, int, int, Job | Mapping[str, int]]] = [
+        """When the end of each running job is noticed, and the time recorded for it."""
+        self._events: list[tuple[float, int, int, ScheduledJob | Mapping[str, int]]] = [
             (job.submitted_s, _SUBMIT, number, job) for number, job in enumerate(jobs)
         ]
         self._events += [(time, _RESERVE, number, wanted) for number, (time, wanted) in enumerate(reservations)]
         heapq.heapify(self._events)
         self._round_s = math.inf
         self._keep_history = keep_history
-        self._outcome = Outcome(policy.name)
+        self._outcome = SimulationOutcome(policy.name)
 
-    def run(self) -> Outcome:
-        """Until every job has ended.
+    def run(self) -> SimulationOutcome:
+        """Simulate until every job has ended.
 
         Raises:
-            PliantError: the policy gave more than there is, or some jobs can never run.
+            PliantError: the policy gave more devices than there are, or some jobs can never run.
         """
-        told = 0
+        reported = 0
         while len(self._outcome.jobs) < self._num_jobs:
             now = min(self._events[0][0] if self._events else math.inf, self._round_s)
             if now == math.inf:
@@ -136,9 +136,9 @@ class Simulation:
             elif happened:
                 self._plan_round(now, now, may_be_now=True)
                 if self._round_s <= now:
-                    continue  # this very moment is a round
-            if self._outcome.jobs and len(self._outcome.jobs) // 256 > told:
-                told = len(self._outcome.jobs) // 256
+                    continue  # a round is due at this moment
+            if self._outcome.jobs and len(self._outcome.jobs) // 256 > reported:
+                reported = len(self._outcome.jobs) // 256
                 self._progress(len(self._outcome.jobs) / self._num_jobs)
         return self._outcome
 
@@ -146,7 +146,7 @@ class Simulation:
         happened = False
         while self._events and self._events[0][0] <= now:
             _, kind, _, what = heapq.heappop(self._events)
-            if isinstance(what, Job):
+            if isinstance(what, ScheduledJob):
                 if kind == _SUBMIT:
                     self._jobs.add(what)
                     happened = True
@@ -159,28 +159,28 @@ class Simulation:
         return happened
 
     def _plan_round(self, now: float, wanted_s: float, *, may_be_now: bool = False) -> None:
-        """The first round at or after `wanted_s`, after the present moment unless that may be one."""
+        """Set the next round: the first at or after `wanted_s`, and after `now` unless `may_be_now`."""
         if wanted_s == math.inf or not (len(self._jobs) or self._events):
             return
         number = math.ceil(round(wanted_s / self._interval_s, 9))
         number = max(number, 1 if may_be_now else math.floor(round(now / self._interval_s, 9)) + 1)
         self._round_s = min(self._round_s, number * self._interval_s)
 
-    def _end(self, job: Job, now: float) -> None:
+    def _end(self, job: ScheduledJob, now: float) -> None:
         job.sync(now)
-        self._places.give_back(job.placement)
+        self._placer.give_back(job.placement)
         self._jobs.remove(job)
         _, ended_s = self._ends.pop(job.name)
-        self._note(job, now, {})
-        self._count(now)
+        self._record_history(job, now, {})
+        self._record_usage(now)
         self._outcome.jobs.append(
-            Ended(
+            EndedJob(
                 job.name, job.submitted_s, self._started[job.name], ended_s, job.replicas, job.changes, job.paused_s, job.device_s,
             )
         )  # fmt: skip
 
     def _decide(self, now: float) -> bool:
-        """Ask the policy, and do what it says; whether anything changes."""
+        """Ask the policy and apply its answer; return whether anything changed."""
         self._outcome.rounds += 1
         before = dict(self._jobs.used)
         changes = self._policy.allocate(self._jobs, self._cluster, now)
@@ -188,7 +188,7 @@ class Simulation:
         for name, held in changes.items():
             job = self._jobs.running.get(name)
             if job is not None:
-                self._places.give_back(job.placement)
+                self._placer.give_back(job.placement)
                 self._jobs.remove(job)
             else:
                 job = self._jobs.find_waiting(name)
@@ -197,7 +197,7 @@ class Simulation:
         for job, held in changed:
             if any(held.values()):
                 pause_s = self._charges.change_s if job.held else self._charges.start_s
-                job.give(now, held, self._places.take(held), pause_s)
+                job.give(now, held, self._placer.take(held), pause_s)
                 self._started.setdefault(job.name, now)
                 noticed_s, written_s = job.ends_s()
                 self._ends[job.name] = (noticed_s, written_s)
@@ -206,22 +206,22 @@ class Simulation:
                 job.give(now, {}, (), 0.0)
                 self._ends.pop(job.name, None)
             self._jobs.add(job)
-            self._note(job, now, job.held)
+            self._record_history(job, now, job.held)
         if changed:
             self._check(before)
-            self._count(now)
+            self._record_usage(now)
         return bool(changed)
 
     def _check(self, before: Mapping[str, int]) -> None:
         for kind, count in self._jobs.used.items():
-            # Policies that never preempt keep devices that were reserved meanwhile, but may not add to them.
+            # Policies that never preempt keep devices that were reserved meanwhile, but may not take more.
             if count > max(self._cluster.available(kind), before.get(kind, 0)):
                 raise PliantError(
                     f"{self._policy.name} gave {count} devices of type {kind}, of which there are "
                     f"{self._cluster.available(kind)}: that is a mistake of the policy"
                 )
 
-    def _count(self, now: float) -> None:
+    def _record_usage(self, now: float) -> None:
         total = self._jobs.used.total()
         series = self._outcome.allocated
         if series and series[-1][0] == now:
@@ -229,6 +229,80 @@ class Simulation:
         else:
             series.append((now, total))
 
-    def _note(self, job: Job, now: float, held: Mapping[str, int]) -> None:
+    def _record_history(self, job: ScheduledJob, now: float, held: Mapping[str, int]) -> None:
         if self._keep_history:
             self._outcome.history.setdefault(job.name, []).append((now, dict(held)))
+
+
+
+# --- figures of a simulation ---
+
+MAX_POINTS = 500
+"""Most points in the series of devices in use."""
+
+
+def summary(outcome: SimulationOutcome) -> dict[str, float | int]:
+    """Return the figures of one policy. Times are those of the trace: the makespan is the end of the last job."""
+    times = sorted(job.jct_s for job in outcome.jobs)
+    makespan_s = max(job.ended_s for job in outcome.jobs)
+    first_s = min(job.submitted_s for job in outcome.jobs)
+    device_s = math.fsum(job.device_s for job in outcome.jobs)
+    return {
+        "jobs": len(times),
+        "jct_mean_s": math.fsum(times) / len(times),
+        "jct_median_s": quantile(times, 0.5),
+        "jct_p99_s": quantile(times, 0.99),
+        "makespan_s": makespan_s,
+        "gpu_hours": device_s / 3600,
+        "mean_allocated": device_s / (makespan_s - first_s) if makespan_s > first_s else 0.0,
+        "max_allocated": max((count for _, count in outcome.allocated), default=0),
+        "changes": sum(job.changes for job in outcome.jobs),
+        "paused_hours": math.fsum(job.paused_s for job in outcome.jobs) / 3600,
+        "waited_mean_s": math.fsum(job.started_s - job.submitted_s for job in outcome.jobs) / len(times),
+        "rounds": outcome.rounds,
+    }
+
+
+def quantile(ordered: Sequence[float], part: float) -> float:
+    """Return a quantile of sorted values, with linear interpolation between neighbours."""
+    place = part * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def in_use(outcome: SimulationOutcome, step_s: float | None = None) -> list[tuple[float, float]]:
+    """Return (start, mean devices in use) of equal steps of `step_s`; by default few enough steps to draw."""
+    end_s = max(job.ended_s for job in outcome.jobs)
+    step_s = step_s or max(end_s / MAX_POINTS, 1.0)
+    borders = [number * step_s for number in range(1, math.ceil(end_s / step_s))] + [end_s]
+    series, before, found = [*outcome.allocated, (math.inf, 0)], 0.0, []
+    place, count = 0, 0
+    for border in borders:
+        area, at = 0.0, before
+        while series[place][0] <= border:
+            area += count * (series[place][0] - at)
+            at, count = series[place]
+            place += 1
+        area += count * (border - at)
+        found.append((before, area / (border - before) if border > before else float(count)))
+        before = border
+    return found
+
+
+def job_rows(outcome: SimulationOutcome) -> list[dict[str, float | int | str]]:
+    """Return a row for each job, in the order of their ends."""
+    return [
+        {
+            "name": job.name,
+            "replicas": job.replicas,
+            "submitted_s": job.submitted_s,
+            "started_s": job.started_s,
+            "ended_s": job.ended_s,
+            "jct_s": job.jct_s,
+            "device_s": job.device_s,
+            "changes": job.changes,
+            "paused_s": job.paused_s,
+        }
+        for job in outcome.jobs
+    ]

@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pliant.sched.pollux import ALONE, PACKED, Application
-from pliant.sched.workloads import Entry
+from pliant.sched.traces import TraceEntry
 
 INTERVAL, RESTART, NODES, THRESHOLD = 60, 30, 16, 16 * 3600
 
 
 @dataclass
 class PlainJob:
-    entry: Entry
+    entry: TraceEntry
     app: Application
     nodes: list[int] = field(default_factory=list)
     """The node of each device."""
@@ -53,7 +53,7 @@ class PlainJob:
             self.nodes, self.pause = nodes, RESTART
 
 
-def mean_jct(entries: list[Entry], applications: dict[str, Application], policy: str) -> float:
+def mean_jct(entries: list[TraceEntry], applications: dict[str, Application], policy: str) -> float:
     jobs = [PlainJob(entry, applications[entry.application]) for entry in entries]
     queues: tuple[list[PlainJob], list[PlainJob]] = ([], [])
     start = 0

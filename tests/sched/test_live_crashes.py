@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from paper import PaperGround, PaperRun
 
+from pliant.sched import policies as schedulers
 from pliant.sched.live.book import Book
 from pliant.sched.live.jobfile import JobSpec
 from pliant.sched.live.scheduler import Scheduler
-from pliant.sched.schedulers import registry as schedulers
 
 STEPS = 24
 """Of each job."""
@@ -94,7 +94,7 @@ def scheduler(world: World, folder: Path, fuse: Fuse, patch: pytest.MonkeyPatch)
         for name in ("resize", "end"):
             guarded.setattr(PaperRun, name, fuse.around(getattr(PaperRun, name)))
         made = Scheduler(
-            world.ground, schedulers.make("easyscale-heter"), book, folder, interval_s=0, clock=lambda: world.now_s
+            world.ground, schedulers.make_policy("easyscale-heter"), book, folder, interval_s=0, clock=lambda: world.now_s
         )
         made._adopt()
         yield made

@@ -14,6 +14,7 @@ from patience import until
 from starlette.testclient import TestClient
 
 from pliant.errors import ConfigError, NameTaken, UnknownJob
+from pliant.sched import policies as schedulers
 from pliant.sched.live import openapi
 from pliant.sched.live.book import Book
 from pliant.sched.live.client import JobDetail, JobStatus
@@ -22,7 +23,6 @@ from pliant.sched.live.scheduler import Scheduler
 from pliant.sched.live.tail import MAX_BYTES, Tail
 from pliant.sched.live.throughput import MIN_STEPS, SKIPPED_STEPS, Throughput
 from pliant.sched.live.web import LiveWeb
-from pliant.sched.schedulers import registry as schedulers
 
 TOKEN = {"Authorization": "Bearer t"}
 
@@ -38,7 +38,7 @@ def spec(name: str, **more: Any) -> JobSpec:
 @contextlib.contextmanager
 def scheduling(ground: PaperGround, folder: Path, interval_s: float = 0.05) -> Iterator[Scheduler]:
     with Book(folder) as book:
-        scheduler = Scheduler(ground, schedulers.make("easyscale-heter"), book, folder, interval_s=interval_s)
+        scheduler = Scheduler(ground, schedulers.make_policy("easyscale-heter"), book, folder, interval_s=interval_s)
         with scheduler.running():
             yield scheduler
 

@@ -16,9 +16,9 @@ import uvicorn
 from pliant.cli.main import main
 from pliant.elastic import serving
 from pliant.errors import ConfigError
+from pliant.sched import policies as schedulers
 from pliant.sched.live.local import LocalGround
 from pliant.sched.live.server import LiveConfig, serve
-from pliant.sched.schedulers import registry as schedulers
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -83,7 +83,7 @@ def test_what_it_writes_down_is_for_its_user_only_and_the_token_stays(
         seen.append((noted, health.status_code, jobs.json()))
         seen_modes.update(stat.S_IMODE((state / name).stat().st_mode) for name in ("server.json", "token", "lock"))
         with pytest.raises(ConfigError, match=f"the server with pid {noted['pid']} uses it"):
-            serve(config, lambda: ground, schedulers.make("easyscale-heter"), said.append)
+            serve(config, lambda: ground, schedulers.make_policy("easyscale-heter"), said.append)
         server.should_exit = True
         thread.join()
 
@@ -94,7 +94,7 @@ def test_what_it_writes_down_is_for_its_user_only_and_the_token_stays(
     said: list[str] = []
     monkeypatch.setattr(serving, "until_signalled", look)
     for _ in range(2):
-        serve(config, lambda: ground, schedulers.make("easyscale-heter"), said.append)
+        serve(config, lambda: ground, schedulers.make_policy("easyscale-heter"), said.append)
     (first, health, jobs), (second, _, _) = seen
     assert (health, jobs) == (200, {"jobs": []})
     assert first["token"] == second["token"]

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.errors import CapacityError, ConfigError, NameTaken
+from pliant.sched import policies as schedulers
 from pliant.sched.live.actions import Action, Drop, End, Note, Resize, Start
 from pliant.sched.live.ground import Ended
 from pliant.sched.live.job import LiveJob
 from pliant.sched.live.jobfile import JobSpec
 from pliant.sched.live.state import AVOID_S, END_GRACE_S, MAX_LOSSES, RESERVE_GRACE_S, LiveState
-from pliant.sched.schedulers import registry as schedulers
 
 
 def spec(name: str, **said: Any) -> JobSpec:
@@ -28,7 +28,7 @@ class World:
 
     def __init__(self, policy: str = "easyscale-heter", **devices: int) -> None:
         self.now_s = 1000.0
-        self.state = LiveState(schedulers.make(policy), devices or {"cpu": 4})
+        self.state = LiveState(schedulers.make_policy(policy), devices or {"cpu": 4})
         self.done: list[Action] = []
         self.deaf: set[str] = set()
 
@@ -443,7 +443,7 @@ def test_a_scheduler_that_begins_anew_knows_what_it_knew(world: World) -> None:
     world.reserve(cpu=1)
     saved = json.loads(json.dumps([job.to_json() for job in world.state.jobs.values()]))
     again = LiveState(
-        schedulers.make("easyscale-heter"), {"cpu": 4}, map(LiveJob.from_json, saved), world.state.reserved
+        schedulers.make_policy("easyscale-heter"), {"cpu": 4}, map(LiveJob.from_json, saved), world.state.reserved
     )
     for name, job in world.state.jobs.items():
         assert again.jobs[name].to_json() == job.to_json()

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from pliant.cli.main import build
 from pliant.errors import ConfigError
-from pliant.sched.planner import MAX_WASTE, DeviceType, best_plan, proposals, settled
+from pliant.sched.planner import MAX_WASTE, DeviceType, best_plan, devices_to_keep, proposals
 
 V, P, T = DeviceType("v100", 3.1), DeviceType("p100", 2.4), DeviceType("t4", 1.0)
 
@@ -134,8 +134,8 @@ def test_devices_that_nobody_would_miss_are_idle() -> None:
 
 def test_a_device_that_made_it_slower_is_given_back() -> None:
     before, after = {"v100": 2}, {"v100": 2, "t4": 1}
-    assert settled(before, 6.2, after, 5.9) == before
-    assert settled(before, 6.2, after, 6.9) == after
+    assert devices_to_keep(before, 6.2, after, 5.9) == before
+    assert devices_to_keep(before, 6.2, after, 6.9) == after
 
 
 @pytest.mark.parametrize(("speed", "executors", "interference"), [(0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 1.5)])

@@ -10,9 +10,9 @@ import interval_loop
 import pytest
 
 from pliant.errors import ConfigError
-from pliant.sched.compare import Setting
-from pliant.sched.outcome import summary
-from pliant.sched.pollux import Application, ProfiledWork, load, profiled_job
+from pliant.sched.compare import SimulationSetting
+from pliant.sched.pollux import Application, ProfiledWork, load
+from pliant.sched.simulate import summary
 from pliant.sched.traces import Trace, read
 
 PLACEMENTS = "placement,local_bsz,step_time,sync_time\n1,10,1.0,0.0\n1,20,2.0,0.0\n11,10,1.5,0.5\n11,20,2.5,0.5\n12,10,3.0,1.0\n12,20,5.0,1.0\n"
@@ -53,7 +53,7 @@ def test_steps_between_measured_batch_sizes(application: Application) -> None:
 
 def test_epochs_end_at_whole_seconds_however_often_one_looks(application: Application) -> None:
     def work() -> ProfiledWork:
-        job = profiled_job(application, "a", 0, 3, 30, "gpu")
+        job = application.make_job("a", 0, 3, 30, "gpu")
         job.give(0, {"gpu": 3}, ((0, 1), (1, 2)), 0)
         assert isinstance(job.work, ProfiledWork)
         return job.work
@@ -74,7 +74,7 @@ def test_epochs_end_at_whole_seconds_however_often_one_looks(application: Applic
 
 def test_a_workload_needs_its_step_times() -> None:
     with pytest.raises(ConfigError, match="--profiles"):
-        Setting(trace=Trace("pollux", ()), cluster="gpu=16x4")
+        SimulationSetting(trace=Trace("pollux", ()), cluster="gpu=16x4")
     with pytest.raises(ConfigError, match="no such folder"):
         load(Path("nowhere"))
 
@@ -82,7 +82,7 @@ def test_a_workload_needs_its_step_times() -> None:
 @pytest.mark.parametrize(("policy", "published_s"), [("tiresias", 3469.69375), ("optimus", 5301.875)])
 def test_the_published_averages(cluster_data: Path, policy: str, published_s: float) -> None:
     folder = cluster_data / "pollux"
-    setting = Setting(
+    setting = SimulationSetting(
         trace=read(str(folder / "workload-6.csv")),
         cluster="gpu=16x4",
         profiles=str(folder / "traces"),
@@ -108,7 +108,7 @@ def test_events_and_a_plain_loop_over_intervals_agree(
     entries = [
         replace(chance.choice(known), name=f"j{number}", submitted_s=float(time)) for number, time in enumerate(times)
     ]
-    setting = Setting(
+    setting = SimulationSetting(
         trace=Trace("pollux", tuple(entries)), cluster="gpu=16x4", profiles=str(folder / "traces"), live_pause_s=None
     )
     expected = interval_loop.mean_jct(entries, load(folder / "traces"), policy)

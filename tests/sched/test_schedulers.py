@@ -5,21 +5,20 @@ from __future__ import annotations
 import pytest
 
 from pliant.errors import ConfigError
-from pliant.sched.job import Job, SteadyWork
-from pliant.sched.machines import Cluster, Node, Places
-from pliant.sched.planner import DeviceType, settled
-from pliant.sched.schedulers.registry import POLICIES, make, parse
+from pliant.sched.cluster import Cluster, ClusterNode, DevicePlacer, ScheduledJob, SteadyWork
+from pliant.sched.planner import DeviceType, devices_to_keep
+from pliant.sched.policies import POLICIES, make_policy, parse_policies
 
 V, T = DeviceType("v100", 3.0), DeviceType("t4", 1.0)
 
 
-def job(name: str, replicas: int = 4, *, at: float = 0.0, steps: float = 1000.0, **more: object) -> Job:
+def job(name: str, replicas: int = 4, *, at: float = 0.0, steps: float = 1000.0, **more: object) -> ScheduledJob:
     values: dict[str, object] = {"types": (V, T), "work": SteadyWork(steps), **more}
-    return Job(name=name, submitted_s=at, replicas=replicas, **values)  # type: ignore[arg-type]
+    return ScheduledJob(name=name, submitted_s=at, replicas=replicas, **values)  # type: ignore[arg-type]
 
 
-def decide(policy: str, jobs: list[Job], cluster: Cluster, now: float = 0.0) -> dict[str, dict[str, int]]:
-    chosen = make(policy)
+def decide(policy: str, jobs: list[ScheduledJob], cluster: Cluster, now: float = 0.0) -> dict[str, dict[str, int]]:
+    chosen = make_policy(policy)
     return chosen.allocate(chosen.jobs(jobs), cluster, now)
 
 
@@ -73,7 +72,7 @@ def test_a_slow_device_is_released_and_not_asked_for_again() -> None:
     cluster = Cluster({"v100": 2, "t4": 2})
     [after] = decide("easyscale-heter", [tried], cluster).values()
     assert after.get("t4")
-    assert settled(tried.held, 6.0, after, 4.0) == tried.held
+    assert devices_to_keep(tried.held, 6.0, after, 4.0) == tried.held
     tried.avoided = frozenset({tuple(sorted(after.items()))})
     tried.memory = {}
     assert decide("easyscale-heter", [tried], cluster) == {}
@@ -85,7 +84,7 @@ def test_the_shortest_remaining_time_preempts() -> None:
 
 
 def test_tiresias_puts_those_with_16_gpu_hours_behind() -> None:
-    tiresias, cluster = make("tiresias"), Cluster({"v100": 4})
+    tiresias, cluster = make_policy("tiresias"), Cluster({"v100": 4})
     old, new = job("old", held={"v100": 4}, types=(V,)), job("new", at=5, types=(V,))
     jobs = tiresias.jobs([old, new])
     assert tiresias.allocate(jobs, cluster, 14_399) == {}
@@ -122,7 +121,7 @@ def test_strict_order_within_a_type() -> None:
 
 
 def test_places_are_on_the_emptiest_node_the_first_of_equals() -> None:
-    places = Places([Node("gpu", 4)] * 3)
+    places = DevicePlacer([ClusterNode("gpu", 4)] * 3)
     assert places.take({"gpu": 3}) == ((0, 3),)
     assert places.take({"gpu": 6}) == ((1, 4), (2, 2))
     places.give_back(((0, 3),))
@@ -132,8 +131,8 @@ def test_places_are_on_the_emptiest_node_the_first_of_equals() -> None:
 def test_clusters_and_policies_are_read_from_text() -> None:
     assert Cluster.parse("v100=2x4,t4=1x2").counts == {"v100": 8, "t4": 2}
     assert len(Cluster.parse("gpu=16x4").nodes) == 16
-    assert parse("all") == list(POLICIES)
-    assert parse("srtf, tiresias") == ["srtf", "tiresias"]
+    assert parse_policies("all") == list(POLICIES)
+    assert parse_policies("srtf, tiresias") == ["srtf", "tiresias"]
 
 
 @pytest.mark.parametrize("text", ["", "v100", "v100=x", "v100=2,v100=3", "v100=2x4,t4=2", "v100=0", "none.csv"])
@@ -145,4 +144,4 @@ def test_unreadable_clusters_are_refused(text: str) -> None:
 @pytest.mark.parametrize("text", ["", "yarn", "srtf,fastest"])
 def test_unknown_policies_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="tiresias"):
-        parse(text)
+        parse_policies(text)

@@ -11,23 +11,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.errors import ConfigError, PliantError
-from pliant.sched.job import Job, Jobs, SteadyWork
-from pliant.sched.machines import Cluster, Reservation, reserved_over_time
-from pliant.sched.outcome import in_use, summary
+from pliant.sched.cluster import (
+    Changes,
+    Cluster,
+    ClusterJobs,
+    Reservation,
+    ScheduledJob,
+    SchedulingPolicy,
+    SteadyWork,
+    reserved_over_time,
+)
 from pliant.sched.planner import DeviceType, best_plan
-from pliant.sched.schedulers.base import Changes, Policy
-from pliant.sched.schedulers.registry import POLICIES, make
-from pliant.sched.simulate import Charges, Outcome, Simulation
+from pliant.sched.policies import POLICIES, make_policy
+from pliant.sched.simulate import Charges, Simulation, SimulationOutcome, in_use, summary
 
 SPEEDS = {"v100": 3.0, "p100": 2.0, "t4": 1.0}
 TYPES = tuple(DeviceType(name, speed) for name, speed in SPEEDS.items())
 STEPS = 400.0
 
 
-def jobs_from(seed: int, count: int, *, guarantees: bool = False) -> list[Job]:
+def jobs_from(seed: int, count: int, *, guarantees: bool = False) -> list[ScheduledJob]:
     chance = random.Random(seed)
     return [
-        Job(
+        ScheduledJob(
             name=f"j{number}",
             submitted_s=round(chance.uniform(0, 2000), 1),
             replicas=chance.choice((1, 1, 2, 3, 4, 8)),
@@ -41,12 +47,12 @@ def jobs_from(seed: int, count: int, *, guarantees: bool = False) -> list[Job]:
     ]
 
 
-def run(policy: str, seed: int, count: int, cluster: dict[str, int], charges: Charges, **more: object) -> Outcome:
+def run(policy: str, seed: int, count: int, cluster: dict[str, int], charges: Charges, **more: object) -> SimulationOutcome:
     jobs = jobs_from(seed, count, guarantees=bool(more.pop("guarantees", False)))
-    return Simulation(jobs, Cluster(dict(cluster)), make(policy), charges=charges, keep_history=True, **more).run()  # type: ignore[arg-type]
+    return Simulation(jobs, Cluster(dict(cluster)), make_policy(policy), charges=charges, keep_history=True, **more).run()  # type: ignore[arg-type]
 
 
-def check(outcome: Outcome, jobs: list[Job], cluster: dict[str, int], charges: Charges) -> None:
+def check(outcome: SimulationOutcome, jobs: list[ScheduledJob], cluster: dict[str, int], charges: Charges) -> None:
     """From the history alone, without the simulator's own arithmetic."""
     by_name = {job.name: job for job in jobs}
     assert sorted(ended.name for ended in outcome.jobs) == sorted(by_name)
@@ -108,7 +114,7 @@ def test_guarantees_and_reservations_keep_the_promises_too(policy: str, seed: in
         assert used_at(outcome, 1499)["t4"] <= 1
 
 
-def used_at(outcome: Outcome, time_s: float) -> Counter[str]:
+def used_at(outcome: SimulationOutcome, time_s: float) -> Counter[str]:
     used: Counter[str] = Counter()
     for history in outcome.history.values():
         used.update(next((held for since_s, held in reversed(history) if since_s <= time_s), {}))
@@ -117,9 +123,9 @@ def used_at(outcome: Outcome, time_s: float) -> Counter[str]:
 
 def test_a_reservation_is_free_at_the_next_round() -> None:
     cluster = Cluster({"v100": 4})
-    job = Job(name="a", submitted_s=0, replicas=4, types=TYPES[:1], work=SteadyWork(3000))
+    job = ScheduledJob(name="a", submitted_s=0, replicas=4, types=TYPES[:1], work=SteadyWork(3000))
     outcome = Simulation(
-        [job], cluster, make("easyscale-heter"), reservations=[(300.0, {"v100": 3}), (900.0, {})], keep_history=True
+        [job], cluster, make_policy("easyscale-heter"), reservations=[(300.0, {"v100": 3}), (900.0, {})], keep_history=True
     ).run()
     assert outcome.history["a"][:4] == [(60, {"v100": 1}), (120, {"v100": 2}), (180, {"v100": 4}), (300, {"v100": 1})]
     assert (960, {"v100": 2}) in outcome.history["a"] or (900, {"v100": 2}) in outcome.history["a"]
@@ -152,17 +158,17 @@ def test_other_reservations_are_refused(text: str) -> None:
 
 def test_idle_time_costs_nothing() -> None:
     jobs = [
-        Job(name=f"j{day}", submitted_s=day * 86400.0, replicas=2, types=TYPES[:1], work=SteadyWork(100))
+        ScheduledJob(name=f"j{day}", submitted_s=day * 86400.0, replicas=2, types=TYPES[:1], work=SteadyWork(100))
         for day in range(50)
     ]
-    outcome = Simulation(jobs, Cluster({"v100": 2}), make("easyscale-homo")).run()
+    outcome = Simulation(jobs, Cluster({"v100": 2}), make_policy("easyscale-homo")).run()
     assert outcome.rounds <= 5 * len(jobs)
 
 
 def test_one_job_at_a_time_or_as_many_as_fit() -> None:
     def ends(policy: str) -> list[float]:
-        jobs = [Job(name=f"j{n}", submitted_s=0, replicas=2, types=TYPES[:1], work=SteadyWork(270)) for n in range(2)]
-        return [job.ended_s for job in Simulation(jobs, Cluster({"v100": 4}), make(policy)).run().jobs]
+        jobs = [ScheduledJob(name=f"j{n}", submitted_s=0, replicas=2, types=TYPES[:1], work=SteadyWork(270)) for n in range(2)]
+        return [job.ended_s for job in Simulation(jobs, Cluster({"v100": 4}), make_policy(policy)).run().jobs]
 
     assert ends("yarn-cs") == [180, 300]  # a round, 30 s of start, 90 s of work; the next round
     assert ends("yarn-cs-gang") == [120, 120]
@@ -176,20 +182,20 @@ def test_series_of_devices_in_use_has_the_same_area() -> None:
     assert area / 3600 == pytest.approx(numbers["gpu_hours"])
 
 
-class Greedy(Policy):
+class Greedy(SchedulingPolicy):
     name, about = "greedy", "gives everybody everything"
 
-    def allocate(self, jobs: Jobs, cluster: Cluster, now: float) -> Changes:
+    def allocate(self, jobs: ClusterJobs, cluster: Cluster, now: float) -> Changes:
         return {job.name: {"v100": 4} for job in jobs.waiting()}
 
 
 def test_a_policy_that_gives_too_much_is_found_out() -> None:
-    jobs = [Job(name=f"j{n}", submitted_s=0, replicas=4, types=TYPES[:1], work=SteadyWork(9)) for n in range(2)]
+    jobs = [ScheduledJob(name=f"j{n}", submitted_s=0, replicas=4, types=TYPES[:1], work=SteadyWork(9)) for n in range(2)]
     with pytest.raises(PliantError, match="gave 8 devices of type v100, of which there are 4"):
         Simulation(jobs, Cluster({"v100": 4}), Greedy()).run()
 
 
 def test_jobs_that_can_never_run_are_named() -> None:
-    job = Job(name="a", submitted_s=0, replicas=1, types=TYPES, preferred="t4")
+    job = ScheduledJob(name="a", submitted_s=0, replicas=1, types=TYPES, preferred="t4")
     with pytest.raises(ConfigError, match="a prefers 't4'"):
-        Simulation([job], Cluster({"v100": 4}), make("easyscale-heter"))
+        Simulation([job], Cluster({"v100": 4}), make_policy("easyscale-heter"))

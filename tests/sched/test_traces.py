@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from pliant.errors import ConfigError
-from pliant.sched.compare import Setting, compare
-from pliant.sched.machines import Cluster
-from pliant.sched.outcome import quantile, summary
-from pliant.sched.schedulers.registry import make
-from pliant.sched.simulate import Simulation
-from pliant.sched.traces import Trace, read
-from pliant.sched.workloads import PHILLY_DEVICES, PHILLY_JOBS, jobs_of, synthetic
+from pliant.sched.cluster import Cluster
+from pliant.sched.compare import SimulationSetting, compare
+from pliant.sched.policies import make_policy
+from pliant.sched.simulate import Simulation, quantile, summary
+from pliant.sched.traces import PHILLY_DEVICES, PHILLY_JOBS, Trace, jobs_of, read, synthetic
 
 PHILLY = "timestamp,duration,num_gpus,gpu_time,cluster\n2017-10-09 00:01:56,66.0,1,66.0,11cb48\n2017-10-09 00:00:56,10,8,80,ee\n"
 HELIOS = (
@@ -110,7 +108,7 @@ def test_a_recorded_duration_is_that_on_the_preferred_type() -> None:
 
 
 def test_policies_can_be_compared_in_processes_of_their_own() -> None:
-    setting = Setting(trace=read("synthetic:30:0.1", seed=2), cluster="v100=4,t4=4")
+    setting = SimulationSetting(trace=read("synthetic:30:0.1", seed=2), cluster="v100=4,t4=4")
     alone = compare(["yarn-cs-gang", "easyscale-heter"], setting, processes=1)
     beside = compare(["yarn-cs-gang", "easyscale-heter"], setting, processes=2)
     assert list(alone) == list(beside)
@@ -126,7 +124,7 @@ def test_the_published_job_list_gives_the_published_order(cluster_data: Path) ->
     found = []
     for policy in ("yarn-cs", "easyscale-homo", "easyscale-heter"):
         cluster = Cluster({"v100": 32, "p100": 16, "t4": 16})
-        found.append(summary(Simulation(jobs_of(trace.entries, cluster), cluster, make(policy)).run()))
+        found.append(summary(Simulation(jobs_of(trace.entries, cluster), cluster, make_policy(policy)).run()))
     for key in ("jct_mean_s", "makespan_s"):
         assert found[0][key] > found[1][key] > found[2][key], key
     assert found[2]["mean_allocated"] >= found[1]["mean_allocated"]
@@ -144,7 +142,7 @@ def test_the_philly_week_has_the_published_order(cluster_data: Path) -> None:
     found = []
     for policy in ("yarn-cs", "easyscale-homo", "easyscale-heter"):
         cluster = Cluster({"v100": 32, "p100": 16, "t4": 16})
-        found.append(summary(Simulation(jobs_of(trace.entries, cluster), cluster, make(policy)).run()))
+        found.append(summary(Simulation(jobs_of(trace.entries, cluster), cluster, make_policy(policy)).run()))
     for key in ("jct_mean_s", "makespan_s"):
         assert found[0][key] > found[1][key] > found[2][key], key
     assert found[2]["mean_allocated"] >= found[1]["mean_allocated"]

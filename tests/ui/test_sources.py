@@ -29,12 +29,12 @@ from pliant.elastic.serving import settings
 from pliant.errors import ConfigError
 from pliant.launch.registry import registered
 from pliant.record import Recorder
+from pliant.sched import policies as schedulers
 from pliant.sched.live.book import Book
 from pliant.sched.live.client import LiveClient, Server
 from pliant.sched.live.jobfile import JobSpec
 from pliant.sched.live.scheduler import Scheduler
 from pliant.sched.live.web import LiveWeb
-from pliant.sched.schedulers import registry as schedulers
 from pliant.ui.clusters import AtCluster
 from pliant.ui.jobs import ByCluster, ByConfigServer
 from pliant.ui.records import Records
@@ -149,7 +149,7 @@ def test_keys_are_taken_as_they_are_pressed(monkeypatch: pytest.MonkeyPatch) -> 
 def cluster(folder: Path, ground: PaperGround) -> Iterator[Server]:
     """A server of a cluster in this process."""
     with Book(folder) as book:
-        scheduler = Scheduler(ground, schedulers.make("easyscale-heter"), book, folder, interval_s=0.05)
+        scheduler = Scheduler(ground, schedulers.make_policy("easyscale-heter"), book, folder, interval_s=0.05)
         with scheduler.running():
             web = LiveWeb(scheduler, "t")
             server = uvicorn.Server(settings(web.app))

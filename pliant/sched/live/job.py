@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pliant.sched.job import Job
+from pliant.sched.cluster import ScheduledJob
 from pliant.sched.live.ground import Counts
 from pliant.sched.live.jobfile import JobSpec
 from pliant.sched.live.throughput import Devices, Throughput, key
@@ -96,7 +96,7 @@ class LiveJob:
         """Whether it is known how fast it is on what it has: before that, it is given no more."""
         return self.state == RUNNING and self.asked == self.target and self.throughput.steps_per_s is not None
 
-    def for_policy(self, rank: int, kinds: Mapping[str, int], now_s: float) -> Job:
+    def for_policy(self, rank: int, kinds: Mapping[str, int], now_s: float) -> ScheduledJob:
         """As the policies see it. They only order jobs by their time of submission, so the rank among all takes its
         place: priority comes before age.
 
@@ -108,7 +108,7 @@ class LiveJob:
         # One that may not mix types stays on its own; one that waits takes the best that has room.
         preferred = mine[0] if self.spec.mixed else next((kind for kind in mine if kind in held), room)
         most = self.spec.max if not held or self.is_measured else sum(held.values())
-        return Job(
+        return ScheduledJob(
             name=self.name,
             submitted_s=float(rank),
             number=rank,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pliant.errors import NameTaken, PliantError, ServerUnavailable, StaleView, UnknownJob
+from pliant.sched.cluster import SchedulingPolicy
 from pliant.sched.live.actions import Action, Drop, End, Note, Resize, Start
 from pliant.sched.live.book import Book
 from pliant.sched.live.ground import Counts, Ended, Ground, Run, Running
@@ -23,7 +24,6 @@ from pliant.sched.live.job import LiveJob
 from pliant.sched.live.jobfile import JobSpec
 from pliant.sched.live.state import END_GRACE_S, LiveState
 from pliant.sched.live.tail import Tail
-from pliant.sched.schedulers.base import Policy
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Scheduler:
     def __init__(
         self,
         ground: Ground,
-        policy: Policy,
+        policy: SchedulingPolicy,
         book: Book,
         directory: Path,
         *,

@@ -19,12 +19,12 @@ from pliant.cluster import check_host
 from pliant.elastic import serving
 from pliant.elastic.server import listening
 from pliant.errors import ConfigError
+from pliant.sched.cluster import SchedulingPolicy
 from pliant.sched.live.book import Book
 from pliant.sched.live.client import SERVER_FILE
 from pliant.sched.live.ground import Ground
 from pliant.sched.live.scheduler import Scheduler
 from pliant.sched.live.web import LiveWeb
-from pliant.sched.schedulers.base import Policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ class LiveConfig:
             raise ConfigError("the token holds a character that a header cannot: use printable ASCII without spaces")
 
 
-def serve(config: LiveConfig, make_ground: Callable[[], Ground], policy: Policy, say: Callable[[str], None]) -> None:
+def serve(config: LiveConfig, make_ground: Callable[[], Ground], policy: SchedulingPolicy, say: Callable[[str], None]) -> None:
     """Schedule and answer until SIGTERM or SIGINT; jobs run on. Call it from the main thread.
 
     Raises:

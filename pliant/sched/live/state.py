@@ -11,13 +11,12 @@ from collections.abc import Iterable, Mapping
 
 from pliant.errors import CapacityError, ConfigError, NameTaken
 from pliant.sched import planner
+from pliant.sched.cluster import Changes, Cluster, SchedulingPolicy
 from pliant.sched.live.actions import Action, Drop, End, Note, Resize, Start
 from pliant.sched.live.ground import Counts, Ended
 from pliant.sched.live.job import FAILED, FINISHED, PUT_OFF, RUNNING, STARTING, STOPPED, LiveJob
 from pliant.sched.live.jobfile import JobSpec
 from pliant.sched.live.throughput import key
-from pliant.sched.machines import Cluster
-from pliant.sched.schedulers.base import Changes, Policy
 
 RESERVE_GRACE_S = 0.4
 """After a reservation, jobs may take this long to leave in good order; who has not is killed, and loses no more than a step
@@ -35,7 +34,7 @@ TERMINATED = 143
 class LiveState:
     """All jobs of a cluster. `now_s` is Unix time, since it outlives the scheduler."""
 
-    def __init__(self, policy: Policy, devices: Counts, jobs: Iterable[LiveJob] = (), reserved: Counts | None = None):
+    def __init__(self, policy: SchedulingPolicy, devices: Counts, jobs: Iterable[LiveJob] = (), reserved: Counts | None = None):
         self.policy = policy
         self.devices = dict(devices)
         self.reserved = dict(reserved or {})
@@ -244,7 +243,7 @@ class LiveState:
         old, new = job.throughput.known.get(before), job.throughput.steps_per_s
         if old is None or new is None:
             return
-        kept = planner.settled(dict(before), old, job.asked, new)
+        kept = planner.devices_to_keep(dict(before), old, job.asked, new)
         if key(kept) == before:
             job.avoided[key(job.asked)] = now_s + AVOID_S
             job.target = dict(before)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pliant.sched import traces
-from pliant.sched.compare import Run, Setting, compare
-from pliant.sched.simulate import Outcome
-from pliant.sched.workloads import like_easyscale
+from pliant.sched.compare import PolicyRun, SimulationSetting, compare
+from pliant.sched.simulate import SimulationOutcome
+from pliant.sched.traces import like_easyscale
 from pliant_repro.figures.figures import Options
 
 CLUSTER = "v100=32,p100=16,t4=16"
@@ -32,8 +32,8 @@ NEEDED = (
 class Ran:
     """All policies on one job list."""
 
-    setting: Setting
-    outcomes: Mapping[Run, Outcome]
+    setting: SimulationSetting
+    outcomes: Mapping[PolicyRun, SimulationOutcome]
     remarks: tuple[str, ...]
 
 
@@ -56,7 +56,7 @@ def run(options: Options, policies: tuple[str, ...] = POLICIES) -> Ran:
         source = (
             "no test.csv of the artifact (--data DIR): a list of as many jobs with its applications, sizes and span"
         )
-    setting = Setting(trace=trace, cluster=CLUSTER)
+    setting = SimulationSetting(trace=trace, cluster=CLUSTER)
     options.say(f"{source}, {', '.join(policies)}")
     outcomes = compare(policies, setting, processes=1)
     return Ran(setting, outcomes, (source, *trace.notes, *NEEDED))

@@ -11,7 +11,7 @@ from typing import cast
 
 from pliant.cli import cluster_plot, plotting
 from pliant.machine import Json
-from pliant.sched import result as simulation
+from pliant.sched import compare as simulation
 from pliant_repro.figures.easyscale import cluster_runs
 from pliant_repro.figures.easyscale.cluster_runs import PUBLISHED
 from pliant_repro.figures.figures import Options, TableRows, form

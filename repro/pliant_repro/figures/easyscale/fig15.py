@@ -9,9 +9,8 @@ from typing import cast
 
 from pliant.cli import cluster_plot, plotting
 from pliant.machine import Json
-from pliant.sched.compare import Run
-from pliant.sched.outcome import in_use, summary
-from pliant.sched.simulate import Outcome
+from pliant.sched.compare import PolicyRun
+from pliant.sched.simulate import SimulationOutcome, in_use, summary
 from pliant_repro.figures.easyscale import cluster_runs
 from pliant_repro.figures.figures import Options, TableRows, form
 
@@ -23,7 +22,7 @@ PUBLISHED = {"easyscale-homo": (32.2, 52), "easyscale-heter": (45.6, 64)}
 
 def run(options: Options) -> Json:
     ran = cluster_runs.run(options, tuple(PUBLISHED))
-    outcomes = {name: ran.outcomes[Run(name, False)] for name in PUBLISHED}
+    outcomes = {name: ran.outcomes[PolicyRun(name, False)] for name in PUBLISHED}
     window_s = min(max(job.ended_s for job in outcome.jobs) for outcome in outcomes.values())
     cells = [cell(name, outcome, window_s) for name, outcome in outcomes.items()]
     heter = cast("Json", cells[1]["ours"])
@@ -40,7 +39,7 @@ def run(options: Options) -> Json:
     )
 
 
-def cell(name: str, outcome: Outcome, window_s: float) -> Json:
+def cell(name: str, outcome: SimulationOutcome, window_s: float) -> Json:
     mean, most = PUBLISHED[name]
     ends = [time for time, _ in outcome.allocated[1:]] + [window_s]
     area = sum(

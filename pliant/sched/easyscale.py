@@ -1,9 +1,11 @@
-"""EasyScale's cluster scheduler: devices go where they speed a job up most, and come back when their owner wants them. Pure.
+"""EasyScale's cluster scheduler: devices go where they speed a job up most, and return when their owner needs them. Pure.
 
-In each round: (0) devices that are reserved now, or guaranteed to a job that waits, are taken back from jobs that borrowed
-them; (1) jobs without devices get their smallest proposal, in the order of submission; (2) the increments that running
-jobs propose are granted by speed-up per device, one for each job, as long as they fit; of equals the one with more devices.
-Else nobody loses a device, except one that a faster one has left without work.
+Each round has three phases.
+(0) Devices that are reserved now, or guaranteed to a waiting job, are taken back from jobs that borrowed them.
+(1) ClusterJobs without devices get their smallest proposal, in the order of submission.
+(2) Running jobs propose increments. They are granted by speed-up per device, one for each job, as long as they fit; of
+equal proposals the one with more devices wins.
+Otherwise no job loses a device, except one that a faster device has left without work.
 """
 
 from __future__ import annotations
@@ -11,28 +13,26 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterable
 
-from pliant.sched.job import Job, Jobs
-from pliant.sched.machines import Cluster
+from pliant.sched.cluster import Changes, Cluster, ClusterJobs, ScheduledJob, SchedulingPolicy
 from pliant.sched.planner import Proposal, Types, proposals
-from pliant.sched.schedulers.base import Changes, Policy
 
 
-class _EasyScale(Policy):
+class _EasyScale(SchedulingPolicy):
     elastic = True
     heterogeneous: bool
 
-    def shape(self, job: Job) -> Hashable:
+    def shape(self, job: ScheduledJob) -> Hashable:
         return (
             job.min_devices,
             job.preferred if job.min_devices else "",
             *sorted(kind.name for kind in self._types(job)),
         )
 
-    def order(self, job: Job) -> tuple[float, ...]:
-        # A guarantee is a right, not a wish: its holders do not stand behind those that borrow.
+    def order(self, job: ScheduledJob) -> tuple[float, ...]:
+        # Jobs with a guarantee come before jobs that only borrow.
         return (0.0 if job.min_devices else 1.0, job.submitted_s)
 
-    def allocate(self, jobs: Jobs, cluster: Cluster, now: float) -> Changes:
+    def allocate(self, jobs: ClusterJobs, cluster: Cluster, now: float) -> Changes:
         free = cluster.free(jobs)
         changes: Changes = {}
         for kind, count in free.items():
@@ -44,11 +44,11 @@ class _EasyScale(Policy):
             self._grow(jobs, free, changes)
         return changes
 
-    def _types(self, job: Job) -> Types:
+    def _types(self, job: ScheduledJob) -> Types:
         return job.usable(self.heterogeneous)
 
-    def _start(self, jobs: Jobs, cluster: Cluster, free: dict[str, int], changes: Changes) -> None:
-        def fits(job: Job) -> bool:
+    def _start(self, jobs: ClusterJobs, cluster: Cluster, free: dict[str, int], changes: Changes) -> None:
+        def fits(job: ScheduledJob) -> bool:
             if job.min_devices:
                 return self._reachable(jobs, cluster, job, free, changes)
             return any(free.get(kind.name, 0) > 0 for kind in self._types(job))
@@ -67,8 +67,8 @@ class _EasyScale(Policy):
                 changes[job.name] = {slowest.name: 1}
                 free[slowest.name] -= 1
 
-    def _reachable(self, jobs: Jobs, cluster: Cluster, job: Job, free: dict[str, int], changes: Changes) -> bool:
-        """Whether the guaranteed devices are free or with jobs that only borrowed them."""
+    def _reachable(self, jobs: ClusterJobs, cluster: Cluster, job: ScheduledJob, free: dict[str, int], changes: Changes) -> bool:
+        """Return whether the guaranteed devices are free or with jobs that only borrowed them."""
         wanted = min(job.min_devices, cluster.available(job.preferred))
         have = free.get(job.preferred, 0)
         if wanted > have:
@@ -76,9 +76,12 @@ class _EasyScale(Policy):
         return 0 < wanted <= have
 
     def _take_back(
-        self, running: Iterable[Job], kind: str, count: int, free: dict[str, int], changes: Changes, *, guaranteed: bool
+        self, running: Iterable[ScheduledJob], kind: str, count: int, free: dict[str, int], changes: Changes, *, guaranteed: bool
     ) -> None:
-        """From those that came last; what is guaranteed to them only for a reservation, and only if nothing else is left."""
+        """Take devices from the jobs that came last.
+
+        Guaranteed devices are taken only for a reservation, and only if there are no others.
+        """
         latest = sorted((job for job in running if job.held.get(kind)), key=lambda job: (-job.submitted_s, -job.number))
         for only_borrowed in (True,) if guaranteed else (True, False):
             for job in latest:
@@ -91,13 +94,13 @@ class _EasyScale(Policy):
                 if not count:
                     return
 
-    def _grow(self, jobs: Jobs, free: dict[str, int], changes: Changes) -> None:
-        ranked: list[tuple[float, int, float, int, Proposal, Job]] = []
+    def _grow(self, jobs: ClusterJobs, free: dict[str, int], changes: Changes) -> None:
+        ranked: list[tuple[float, int, float, int, Proposal, ScheduledJob]] = []
 
-        def propose(job: Job) -> None:
+        def propose(job: ScheduledJob) -> None:
             best = self._best(job, free)
             if best is not None:
-                # Ties: more devices first, then who came first.
+                # Ties: more devices first, then the job that came first.
                 heapq.heappush(ranked, (-best.per_device, -best.more, job.submitted_s, job.number, best, job))
 
         full = []
@@ -112,30 +115,30 @@ class _EasyScale(Policy):
         while ranked:
             *_, proposal, job = heapq.heappop(ranked)
             if free[proposal.kind] < proposal.more:
-                propose(job)  # again, within what is left
+                propose(job)  # try again with the devices that are left
                 continue
             new = proposal.plan.devices
             changes[job.name] = new
             for kind in {*new, *job.held}:
                 free[kind] += job.held.get(kind, 0) - new.get(kind, 0)
 
-    def _held(self, job: Job) -> tuple[int, ...]:
+    def _held(self, job: ScheduledJob) -> tuple[int, ...]:
         return tuple(job.held.get(kind.name, 0) for kind in self._types(job))
 
-    def _is_full(self, job: Job) -> bool:
-        """No device of any type would help."""
+    def _is_full(self, job: ScheduledJob) -> bool:
+        """Return whether no device of any type would help."""
         types = self._types(job)
         return not proposals(job.replicas, types, self._held(job), (job.max_devices,) * len(types))
 
-    def _best(self, job: Job, free: dict[str, int]) -> Proposal | None:
-        # Never more than a doubling: clipped here, so that equal questions are asked with equal words.
+    def _best(self, job: ScheduledJob, free: dict[str, int]) -> Proposal | None:
+        # A proposal at most doubles the devices. Clipping here makes equal questions equal cache keys.
         most = sum(job.held.values())
         limits = tuple([min(max(0, free.get(kind.name, 0)), most) for kind in self._types(job)])
         if limits not in job.memory:
             job.memory[limits] = self._found(job, limits) if any(limits) else None
         return job.memory[limits]
 
-    def _found(self, job: Job, limits: tuple[int, ...]) -> Proposal | None:
+    def _found(self, job: ScheduledJob, limits: tuple[int, ...]) -> Proposal | None:
         for proposal in proposals(job.replicas, self._types(job), self._held(job), limits):
             devices = proposal.plan.devices
             if (
@@ -146,25 +149,29 @@ class _EasyScale(Policy):
                 return proposal
         return None
 
-    def _keeps_guarantee(self, job: Job, proposal: Proposal) -> bool:
+    def _keeps_guarantee(self, job: ScheduledJob, proposal: Proposal) -> bool:
         return not job.min_devices or proposal.plan.devices.get(job.preferred, 0) >= min(
             job.min_devices, job.held.get(job.preferred, 0)
         )
 
 
-def _borrowed(job: Job, kind: str, changes: Changes) -> int:
-    """Devices of a type that are not guaranteed to the job."""
+def _borrowed(job: ScheduledJob, kind: str, changes: Changes) -> int:
+    """Return how many devices of a type the job has without a guarantee."""
     held = changes.get(job.name, job.held).get(kind, 0)
     return max(0, held - (job.min_devices if kind == job.preferred else 0))
 
 
 class Homogeneous(_EasyScale):
+    """EasyScale with each job on its preferred device type."""
+
     name = "easyscale-homo"
     about = "elastic jobs, each on its preferred device type"
     heterogeneous = False
 
 
 class Heterogeneous(_EasyScale):
+    """EasyScale with jobs on several device types at once."""
+
     name = "easyscale-heter"
     about = "elastic jobs, on several device types at once where their result allows it"
     heterogeneous = True
