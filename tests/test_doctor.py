@@ -15,7 +15,7 @@ import pytest
 from pliant.cli import doctor_machine, extras
 from pliant.cli.main import main
 from pliant.cluster import PortRange
-from pliant.train import fold_check
+from pliant.train import determinism
 
 MODELS = """
 import torch.distributed as dist
@@ -155,7 +155,7 @@ def test_versions(version: str, wanted: str, fits: bool) -> None:
 
 
 def test_a_torch_with_another_order(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fold_check.order, "chain", lambda chunk, num_replicas: tuple(range(num_replicas)))
+    monkeypatch.setattr(determinism.order, "chain", lambda chunk, num_replicas: tuple(range(num_replicas)))
     code, out, _ = run("--replicas", "3")
     assert code == 1
     assert "missing\tD1\t" in out

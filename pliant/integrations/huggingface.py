@@ -24,8 +24,7 @@ import torch
 import pliant
 from pliant.errors import ConfigError, TrainError
 from pliant.torchvision_import import import_torchvision
-from pliant.train.data.dealing import num_batches
-from pliant.train.data.options import describe
+from pliant.train.sampling import loader_options, num_batches
 
 with contextlib.suppress(ConfigError):  # where it is not installed, it is not imported
     import_torchvision()  # transformers imports it by itself, and beside a torch for CPUs could not
@@ -123,7 +122,7 @@ class ElasticTrainer(transformers.Trainer):
     def _data(self) -> tuple[Any, Any]:
         if self.train_dataset is None:
             raise ConfigError("train_dataset=None: there is nothing to train on")
-        return describe(self.train_dataset, **self._loading())
+        return loader_options(self.train_dataset, **self._loading())
 
     def _loading(self) -> dict[str, Any]:
         given = self.args

@@ -1,25 +1,361 @@
-"""What belongs to one replica and not to the worker that hosts it: random state, loader state, buffers of its own.
+"""The context of a replica: everything its next turn depends on, besides model and optimizer.
 
-Model and optimizer are the same on all replicas at a step's boundary and exist once per worker. The rest is a
-`Context`: restored before the replica's turn, captured when its backward is over, and small enough to
-be copied to all other workers with every step.
+That is its random state, its position in the data, and buffers of its own. Model and optimizer are the same on all replicas
+at a step's boundary and exist once per worker. A context is restored before the replica's turn, captured after its
+backward, and small enough to be copied to all other workers with every step.
+
+A worker gives each replica the random generators that it would have had in a process of its own: those of Python, NumPy and
+torch. `capture_rng` and `restore_rng` run at every switch and must cost microseconds. Python's and NumPy's own functions
+walk through the state word by word, which would be half of a switch. The words are therefore copied where they lie:
+NumPy's bit generator publishes its address; the place in Python's `Random`, and of the spare normal deviate in NumPy's
+`RandomState`, is searched once, with values that we put there. If it is not found, their own functions are used.
 """
 
 from __future__ import annotations
 
-from pliant.train import rng
-from pliant.train.data.stream import Stream
-from pliant.train.rng import RngState
+import _random
+import ctypes
+import functools
+import random
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pliant.errors import ConfigError, TrainError
+
+if TYPE_CHECKING:
+    from pliant.train.sampling import LoaderOptions
 
 
-class Context:
+_TWISTER_WORDS = 624
+
+_PYTHON = struct.Struct(f"<{_TWISTER_WORDS + 1}I")
+"""The words of a Mersenne twister and the position in them."""
+
+_PYTHON_VERSION = 3
+
+_POSITION = 4
+"""Bytes of the position, which python keeps before its words, and numpy behind them."""
+
+_NUMPY_BYTES = (_TWISTER_WORDS + 1) * 4
+"""As many words, and the position."""
+
+_TORCH_BYTES = 5056
+
+_CUDA_BYTES = 16
+
+_RECORD = struct.Struct(f"<{_PYTHON.size}s?d{_NUMPY_BYTES}s?d{_TORCH_BYTES}s?{_CUDA_BYTES}s")
+
+_SPARE = struct.Struct("ixxxxd")
+"""Whether numpy has a normal deviate to spare, and which: its `Box-Muller` makes two at a time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RngState:
+    """All that the next random numbers of a process depend on."""
+
+    python: tuple[bytes, float | None]
+    """The twister's words and position, and the spare normal deviate, if there is one."""
+    numpy: tuple[bytes, bool, float]
+    """The twister's words and position, whether a normal deviate is spare, and which."""
+    torch: Tensor
+    """As `torch.get_rng_state` gives it."""
+    cuda: Tensor | None = None
+    """The state of one device's generator."""
+
+    def to_bytes(self) -> bytes:
+        """These states in `SIZE` bytes."""
+        words, gauss = self.python
+        if self.torch.numel() != _TORCH_BYTES:
+            raise TrainError(f"a random state of {self.torch.numel()} bytes: this version of torch is not supported")
+        words_np, spare, deviate = self.numpy
+        cuda = b"" if self.cuda is None else _tensor_bytes(self.cuda)
+        if len(cuda) not in (0, _CUDA_BYTES):
+            raise TrainError(f"a CUDA random state of {len(cuda)} bytes: this version of torch is not supported")
+        return _RECORD.pack(
+            words,
+            gauss is not None,
+            gauss or 0.0,
+            words_np,
+            spare,
+            deviate,
+            _tensor_bytes(self.torch),
+            self.cuda is not None,
+            cuda,
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RngState:
+        """What `to_bytes` wrote.
+
+        Raises:
+            ConfigError: `data` has another size, or is damaged.
+        """
+        if len(data) != RNG_BYTES:
+            raise ConfigError(
+                f"{len(data)} bytes are no random state, which has {RNG_BYTES}: written by another version?"
+            )
+        words, has_gauss, gauss, words_np, spare, deviate, torch_state, has_cuda, cuda = _RECORD.unpack(data)
+        for twister in (words, words_np):
+            # The generators take it as it is, and would read beyond their memory.
+            if not 0 <= (position := int.from_bytes(twister[-_POSITION:], "little", signed=True)) <= _TWISTER_WORDS:
+                raise ConfigError(f"a random state at word {position} of {_TWISTER_WORDS}: its bytes are damaged")
+        return cls(
+            python=(words, gauss if has_gauss else None),
+            numpy=(words_np, spare, deviate),
+            torch=_bytes_tensor(torch_state),
+            cuda=_bytes_tensor(cuda) if has_cuda else None,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RngState) and self.to_bytes() == other.to_bytes()
+
+    def __hash__(self) -> int:
+        return hash(self.to_bytes())
+
+
+RNG_BYTES = _RECORD.size
+"""Bytes of any random state."""
+
+
+def capture_rng(device: torch.device | None = None) -> RngState:
+    """The state of this process's generators, with that of the CUDA `device` if one is given."""
+    cuda = torch.cuda.get_rng_state(device) if device is not None and _is_cuda(device) else None
+    return RngState(_python().get(), _numpy().get(), torch.default_generator.get_state(), cuda)
+
+
+def restore_rng(state: RngState, device: torch.device | None = None) -> None:
+    """Give this process's generators that state; a CUDA state goes to `device`, or else to the current one."""
+    _python().set(state.python)
+    _numpy().set(state.numpy)
+    torch.default_generator.set_state(state.torch)
+    if state.cuda is not None:
+        torch.cuda.set_rng_state(state.cuda, torch.device("cuda") if device is None else device)
+
+
+def seeded_rng(seed: int, device: torch.device | None = None) -> RngState:
+    """The state after seeding all generators with `seed`; theirs stays as it is."""
+    present = capture_rng(device)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    state = capture_rng(device)
+    restore_rng(present, device)
+    return state
+
+
+@functools.cache  # torch writes a device's type to a stream at every call, which is seen in a switch
+def _is_cuda(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+def _tensor_bytes(state: Tensor) -> bytes:
+    return state.numpy().tobytes()
+
+
+def _bytes_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+class _PythonGlobal:
+    """python's global generator, read and written in place."""
+
+    def __init__(self) -> None:
+        # The functions of `random` are bound methods of the one global Random.
+        self._random: Any = random.getstate.__self__  # type: ignore[attr-defined]
+        version = random.getstate()[0]
+        if version != _PYTHON_VERSION:
+            raise TrainError(f"python's random state has form {version}: this version of python is not supported")
+        place = self._find_words()
+        self._memory: Any = None if place is None else (ctypes.c_char * _PYTHON.size).from_address(place)
+
+    def get(self) -> tuple[bytes, float | None]:
+        if self._memory is None:
+            _, words, gauss = random.getstate()
+            return _PYTHON.pack(*words), gauss
+        raw = self._memory.raw
+        return raw[_POSITION:] + raw[:_POSITION], self._random.gauss_next
+
+    def set(self, state: tuple[bytes, float | None]) -> None:
+        words, gauss = state
+        if self._memory is None:
+            random.setstate((_PYTHON_VERSION, _PYTHON.unpack(words), gauss))
+            return
+        self._memory.raw = words[-_POSITION:] + words[:-_POSITION]
+        self._random.gauss_next = gauss
+
+    def _find_words(self) -> int | None:
+        """The address of position and words in the Random, or None if this python keeps them otherwise."""
+        before = random.getstate()
+        memory = (ctypes.c_char * _random.Random.__basicsize__).from_address(id(self._random))
+        places = set(range(0, len(memory) - _PYTHON.size + 1, 4))
+        try:
+            for seed in (1, 2):
+                random.seed(seed)
+                random.random()  # another position
+                words = _PYTHON.pack(*random.getstate()[1])
+                there, raw = words[-_POSITION:] + words[:-_POSITION], memory.raw
+                places = {at for at in places if raw[at : at + _PYTHON.size] == there}
+        finally:
+            random.setstate(before)
+        return id(self._random) + places.pop() if len(places) == 1 else None
+
+
+@functools.cache
+def _python() -> _PythonGlobal:
+    return _PythonGlobal()
+
+
+class _NumpyGlobal:
+    """numpy's global generator, read and written in place."""
+
+    def __init__(self) -> None:
+        # The functions of `np.random` are bound methods of the one global RandomState.
+        self._state: Any = np.random.get_state.__self__  # type: ignore[attr-defined]
+        self._generator: Any = None
+        self._words: Any = None
+        place = self._find_spare()
+        self._spare: Any = None if place is None else (ctypes.c_char * _SPARE.size).from_address(place)
+
+    def get(self) -> tuple[bytes, bool, float]:
+        self._attach()
+        if self._spare is None:
+            _, keys, position, spare, deviate = self._state.get_state()
+            return keys.tobytes() + struct.pack("i", position), bool(spare), deviate
+        spare, deviate = _SPARE.unpack(self._spare.raw)
+        return self._words.raw, bool(spare), deviate
+
+    def set(self, state: tuple[bytes, bool, float]) -> None:
+        words, spare, deviate = state
+        self._attach()
+        if self._spare is None:
+            keys = np.frombuffer(words, dtype=np.uint32, count=_TWISTER_WORDS)
+            self._state.set_state(
+                ("MT19937", keys, struct.unpack_from("i", words, _TWISTER_WORDS * 4)[0], int(spare), deviate)
+            )
+            return
+        self._words.raw = words
+        self._spare.raw = _SPARE.pack(spare, deviate)
+
+    def _attach(self) -> None:
+        """Follow `np.random.set_bit_generator`."""
+        generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        if generator is self._generator:
+            return
+        if not isinstance(generator, np.random.MT19937):
+            raise TrainError(
+                f"numpy's global generator is a {type(generator).__name__}, but only MT19937, its default, can be "
+                "switched between replicas: drop the call of np.random.set_bit_generator"
+            )
+        self._generator = generator
+        self._words = (ctypes.c_char * _NUMPY_BYTES).from_address(generator.ctypes.state_address)
+
+    def _find_spare(self) -> int | None:
+        """The address of the spare deviate in the RandomState, or None if this numpy keeps it elsewhere."""
+        self._attach()
+        before = self._state.get_state()
+        memory = (ctypes.c_char * type(self._state).__basicsize__).from_address(id(self._state))
+        places = set(range(0, len(memory) - _SPARE.size + 1, 4))
+        try:
+            for spare, deviate in ((1, 0.8414709848), (0, 0.0), (1, -1.1752011936)):
+                self._state.set_state((*before[:3], spare, deviate))
+                raw = memory.raw
+                places = {at for at in places if _SPARE.unpack_from(raw, at) == (spare, deviate)}
+            _, keys, position, *_ = before
+            if self._words.raw != keys.tobytes() + struct.pack("i", position):
+                return None
+        finally:
+            self._state.set_state(before)
+        return id(self._state) + places.pop() if len(places) == 1 else None
+
+
+@functools.cache
+def _numpy() -> _NumpyGlobal:
+    return _NumpyGlobal()
+
+
+# --- stream ---
+
+
+_POSITION_HEADER = struct.Struct("<qqq?q")
+
+_WORKER_STATE = struct.Struct(f"<?{RNG_BYTES}s")
+
+
+@dataclass(frozen=True, slots=True)
+class DataPosition:
+    """Where one replica stands in its data."""
+
+    epoch: int = 0
+    batch: int = 0
+    """The next one to take."""
+    consumed: int = 0
+    """Samples of the epoch that were used before it was dealt to this number of replicas."""
+    base_seed: int | None = None
+    """What the loader workers' random states come from; None: not drawn yet."""
+    workers: tuple[bytes | None, ...] = ()
+    """The random state (`RngState.to_bytes`) of each loader worker after its last taken batch; None: as seeded."""
+
+    def next_epoch(self, options: LoaderOptions) -> DataPosition:
+        """The beginning of the epoch after this one."""
+        if options.persistent_workers:
+            return DataPosition(self.epoch + 1, base_seed=self.base_seed, workers=self.workers)
+        return DataPosition(self.epoch + 1)
+
+    @staticmethod
+    def size(num_workers: int) -> int:
+        """Bytes of any stream with so many loader workers."""
+        return _POSITION_HEADER.size + num_workers * _WORKER_STATE.size
+
+    def to_bytes(self, num_workers: int) -> bytes:
+        """This stream in `size(num_workers)` bytes."""
+        drawn = self.base_seed is not None
+        parts = [_POSITION_HEADER.pack(self.epoch, self.batch, self.consumed, drawn, self.base_seed or 0)]
+        for state in fill_states(self.workers, num_workers):
+            parts.append(_WORKER_STATE.pack(state is not None, state or b""))
+        return b"".join(parts)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> DataPosition:
+        """What `to_bytes` wrote.
+
+        Raises:
+            ConfigError: `data` has a size that no stream has.
+        """
+        num_workers, rest = divmod(len(data) - _POSITION_HEADER.size, _WORKER_STATE.size)
+        if rest or num_workers < 0:
+            raise ConfigError(f"{len(data)} bytes are no stream: written by another version?")
+        epoch, batch, consumed, drawn, base_seed = _POSITION_HEADER.unpack_from(data)
+        states = _WORKER_STATE.iter_unpack(data[_POSITION_HEADER.size :])
+        workers = tuple(state if known else None for known, state in states)
+        return cls(epoch, batch, consumed, base_seed if drawn else None, workers)
+
+
+def fill_states(workers: Sequence[bytes | None], num_workers: int) -> list[bytes | None]:
+    """The states of all loader workers: those that are not there are as seeded."""
+    if len(workers) > num_workers:
+        raise ConfigError(
+            f"a stream of {len(workers)} loader workers, but num_workers={num_workers}: it must not change"
+        )
+    return [*workers, *[None] * (num_workers - len(workers))]
+
+
+# --- context ---
+
+
+class ReplicaContext:
     """All that the next turn of a replica depends on, beside model and optimizer. One that came as bytes is read when
     somebody wants to know: most are only kept for others."""
 
     __slots__ = ("_data", "_num_loaders", "_parts")
 
-    def __init__(self, random: RngState, stream: Stream, buffers: bytes = b"") -> None:
-        self._parts: tuple[RngState, Stream, bytes] | None = (random, stream, buffers)
+    def __init__(self, random: RngState, stream: DataPosition, buffers: bytes = b"") -> None:
+        self._parts: tuple[RngState, DataPosition, bytes] | None = (random, stream, buffers)
         self._data: bytes | None = None
         self._num_loaders = 0
 
@@ -28,7 +364,7 @@ class Context:
         return self._read()[0]
 
     @property
-    def stream(self) -> Stream:
+    def stream(self) -> DataPosition:
         """Where its data stand."""
         return self._read()[1]
 
@@ -37,15 +373,15 @@ class Context:
         """Its own buffers, where replicas keep theirs (`sync_buffers=False`); else all begin with replica 0's."""
         return self._read()[2]
 
-    def at(self, stream: Stream) -> Context:
+    def at(self, stream: DataPosition) -> ReplicaContext:
         """The same with its data elsewhere."""
-        return Context(self.random, stream, self.buffers)
+        return ReplicaContext(self.random, stream, self.buffers)
 
-    def _read(self) -> tuple[RngState, Stream, bytes]:
+    def _read(self) -> tuple[RngState, DataPosition, bytes]:
         if self._parts is None:
             assert self._data is not None, "one or the other is there"
-            data, cut = self._data, rng.SIZE + Stream.size(self._num_loaders)
-            random, stream = RngState.from_bytes(data[: rng.SIZE]), Stream.from_bytes(data[rng.SIZE : cut])
+            data, cut = self._data, RNG_BYTES + DataPosition.size(self._num_loaders)
+            random, stream = RngState.from_bytes(data[:RNG_BYTES]), DataPosition.from_bytes(data[RNG_BYTES:cut])
             self._parts = random, stream, data[cut:]
         return self._parts
 
@@ -57,7 +393,7 @@ class Context:
         return self._data
 
     @classmethod
-    def from_bytes(cls, data: bytes, num_loader_workers: int) -> Context:
+    def from_bytes(cls, data: bytes, num_loader_workers: int) -> ReplicaContext:
         context = cls.__new__(cls)
         context._data, context._num_loaders, context._parts = data, num_loader_workers, None
         return context

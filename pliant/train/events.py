@@ -1,9 +1,24 @@
-"""Events of a running job that programs can listen to: `job.on_commit` and `job.on_view_change`."""
+"""Progress of a job, and the events that programs can listen to: `job.on_commit` and `job.on_view_change`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the job has come."""
+
+    epoch: int = 0
+    epoch_step: int = 0
+    """Steps committed in this epoch."""
+    step: int = 0
+    """Steps committed in all."""
+
+
+# --- events ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +43,54 @@ class StepCommitted:
     """The part of `duration_s` in which the replicas hosted here ran their forward and backward passes."""
     values: Mapping[str, float]
     """What the program passed to `job.report` in this step."""
+
+
+# --- view_changes ---
+
+
+@dataclass(frozen=True, slots=True)
+class ViewChange:
+    """A change of the workers, as one of those who stayed saw it."""
+
+    step: int
+    """The first step of the new view."""
+    old_size: int
+    new_size: int
+    pause_s: float
+    """From the end of the old view's last step to the start of the new one's first."""
+    lost: bool
+    """Whether a step was torn."""
+    repeated: int = 0
+    """Steps that this worker had begun and does again."""
+
+
+class ViewChanges:
+    """Those so far. One has ended when the first batch of the new view is in hand."""
+
+    def __init__(self) -> None:
+        self.seen: list[ViewChange] = []
+        self.steps_begun = 0
+        """How many steps this worker had begun when a step was last torn, the torn one included."""
+        self.listeners: list[Callable[[ViewChange], None]] = []
+        """Called with each change when it has ended."""
+        self._ending: tuple[float, int, bool, Callable[[ViewChange], None]] | None = None
+
+    def begin(self, since_s: float, old_size: int, lost: bool, tell: Callable[[ViewChange], None]) -> None:
+        """A change has been made, and `tell` wants to know when it has ended."""
+        self._ending = (since_s, old_size, lost, tell)
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether one has been made that has not ended."""
+        return self._ending is not None
+
+    def end(self, step: int, new_size: int) -> None:
+        """The first batch of the new view is in hand."""
+        assert self._ending is not None, "begin() comes first"
+        (since_s, old_size, lost, tell), self._ending = self._ending, None
+        repeated = max(0, self.steps_begun - step) if lost else 0
+        change = ViewChange(step, old_size, new_size, time.monotonic() - since_s, lost, repeated)
+        self.seen.append(change)
+        tell(change)
+        for listener in self.listeners:
+            listener(change)

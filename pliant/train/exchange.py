@@ -1,27 +1,34 @@
-"""What a step leaves for the next one, told to everybody with the step's sums.
+"""The messages that workers exchange with the sums of each step: measurements, contexts, buffers.
 
-That is: contexts, replica 0's buffers, the order of its first gradients, and what each worker says of itself. Who has all
-of it has the whole state of the job. What is done with it is the trainer's affair.
+After the exchange every worker has the whole state of the job. A context has about ten kilobytes, nearly all of it the
+words of random generators, and everybody needs everybody's: with many workers that is more than the gradients. The words
+rarely change, so from the second step of a view on a message holds only the changes, in a small fixed room. If they do
+not fit (dropout on the host draws a word for every element), the whole contexts follow in a second round, and come first
+in the next step. All workers see the same messages, so all know which form comes next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
-from pliant.train.buffers import Buffers, Tensors
-from pliant.train.context import Context
-from pliant.train.placement import Placement
-from pliant.train.priority.units import FIRST
-from pliant.train.rows import Rows, Said
+from pliant.train.buckets import FIRST_PRIORITY
+from pliant.train.context import ReplicaContext
+from pliant.train.sync import SYNC_BYTES, StepMeasurement, SyncConfig, pack_sync, unpack_sync
+
+if TYPE_CHECKING:
+    from pliant.train.replicas import ModelBuffers, Placement, Tensors
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SentMessage:
     """What is under way."""
 
     rows: Handle
@@ -29,12 +36,12 @@ class Sent:
     order: Handle | None
 
 
-class Exchange:
+class StepExchange:
     """What the step in progress has made so far; after `receive`, of all replicas."""
 
-    def __init__(self, buffers: Buffers, num_loader_workers: int) -> None:
-        self.rows = Rows()
-        self.new_contexts: dict[int, Context] = {}
+    def __init__(self, buffers: ModelBuffers, num_loader_workers: int) -> None:
+        self.rows = StepMessageCodec()
+        self.new_contexts: dict[int, ReplicaContext] = {}
         self.new_buffers: Tensors | None = None
         """Replica 0's."""
         self.new_order: list[int] | None = None
@@ -53,27 +60,29 @@ class Exchange:
         """The step is over, or does not count."""
         self.new_contexts, self.new_buffers, self.new_order = {}, None, None
 
-    def send(self, said: Said, known: Sequence[Context], order_length: int) -> Sent:
+    def send(self, said: StepMessage, known: Sequence[ReplicaContext], order_length: int) -> SentMessage:
         """Have this worker's part on its way; `known` are the contexts that everybody has. With `order_length`, so many
         parameters wait for replica 0's order."""
         engine = self._engine
         assert engine is not None, "arrange() comes first"
         row = self.rows.pack(said, self.new_contexts, known, self._num_loaders)
-        rows = engine.all_gather(self.rows.name, row, priority=FIRST)
+        rows = engine.all_gather(self.rows.name, row, priority=FIRST_PRIORITY)
         buffers = order = None
         if self._buffers.num_bytes:
-            buffers = engine.broadcast("buffers", self._packed_buffers(), self._root, priority=FIRST)
+            buffers = engine.broadcast("buffers", self._packed_buffers(), self._root, priority=FIRST_PRIORITY)
         if order_length:
             mine = self.new_order or [0] * order_length
-            order = engine.broadcast("order", torch.tensor(mine, dtype=torch.int32), self._root, priority=FIRST)
-        return Sent(rows, buffers, order)
+            order = engine.broadcast(
+                "order", torch.tensor(mine, dtype=torch.int32), self._root, priority=FIRST_PRIORITY
+            )
+        return SentMessage(rows, buffers, order)
 
     def _packed_buffers(self) -> torch.Tensor:
         if self.new_buffers is not None:
             return self._buffers.pack(self.new_buffers)
         return torch.empty(self._buffers.num_bytes, dtype=torch.uint8)
 
-    def receive(self, sent: Sent, known: Sequence[Context], num_figures: int) -> list[Said]:
+    def receive(self, sent: SentMessage, known: Sequence[ReplicaContext], num_figures: int) -> list[StepMessage]:
         """What everybody says, of which `num_figures` bytes are of adaptation; the rest is here afterwards.
 
         Raises:
@@ -88,14 +97,156 @@ class Exchange:
             self.new_order = told.tolist() if told is not None else None
         return self._read_rows(sent.rows, known, num_figures)
 
-    def _read_rows(self, row: Handle, known: Sequence[Context], num_figures: int) -> list[Said]:
+    def _read_rows(self, row: Handle, known: Sequence[ReplicaContext], num_figures: int) -> list[StepMessage]:
         assert self._engine is not None
         new, loaders = self.new_contexts, self._num_loaders
         rows = row.wait()
         assert rows is not None, "an all_gather has a result on every rank"
         said, complete = self.rows.read(rows, new, known, loaders, num_figures)
         if not complete:
-            rest = self._engine.all_gather("contexts", self.rows.rest(new, loaders), priority=FIRST).wait()
+            rest = self._engine.all_gather("contexts", self.rows.rest(new, loaders), priority=FIRST_PRIORITY).wait()
             assert rest is not None, "an all_gather has a result on every rank"
             self.rows.read_rest(rest, new, loaders)
         return said
+
+
+# --- rows ---
+
+
+_HEAD = struct.Struct("<QQ?")
+"""The step, the newest roll that the worker is prepared for, and whether its changes fit into the room for them."""
+
+_WORD = np.dtype("<u8")
+
+_CHANGE = np.dtype([("place", "<u2"), ("word", _WORD)])
+
+_COUNT = struct.Struct("<H")
+
+MAX_CHANGES = 16
+
+CHANGES_BYTES = _COUNT.size + MAX_CHANGES * _CHANGE.itemsize
+"""Bytes for what has changed in one context."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMessage:
+    """One worker's row, without the contexts."""
+
+    step: int
+    prepared: int
+    way: SyncConfig
+    """How it would have the sums travel."""
+    measured: StepMeasurement
+    figures: bytes
+    fits: bool = True
+
+
+class StepMessageCodec:
+    """Packs this worker's row, and reads those of all. Contexts that everybody has are `known`."""
+
+    def __init__(self) -> None:
+        self.brief = False
+        """Whether the next rows hold changes in place of contexts."""
+        self._blocks: tuple[int, ...] = ()
+        self._hosted = range(0)
+
+    def arrange(self, blocks: Sequence[int], hosted: range) -> None:
+        """In this view rank r hosts `blocks[r]` replicas, and this worker `hosted`."""
+        self._blocks, self._hosted, self.brief = tuple(blocks), hosted, False
+
+    @property
+    def name(self) -> str:
+        """Of the collective that the next rows take."""
+        return "changes" if self.brief else "step"
+
+    def pack(
+        self, said: StepMessage, new: Mapping[int, ReplicaContext], known: Sequence[ReplicaContext], num_loaders: int
+    ) -> torch.Tensor:
+        """This worker's row."""
+        whole = [new[replica].to_bytes(num_loaders) for replica in self._hosted]
+        changes = [
+            encode_changes(known[replica].to_bytes(num_loaders), data)
+            for replica, data in zip(self._hosted, whole, strict=True)
+        ]
+        fits = None not in changes
+        head = _HEAD.pack(said.step, said.prepared, fits) + pack_sync(said.way, said.measured) + said.figures
+        if self.brief:
+            return self._padded(head, [change or b"" for change in changes], CHANGES_BYTES)
+        return self._padded(head, whole, len(whole[0]))
+
+    def rest(self, new: Mapping[int, ReplicaContext], num_loaders: int) -> torch.Tensor:
+        """This worker's contexts, where changes were too little."""
+        whole = [new[replica].to_bytes(num_loaders) for replica in self._hosted]
+        return self._padded(b"", whole, len(whole[0]))
+
+    def _padded(self, head: bytes, bodies: Sequence[bytes], room: int) -> torch.Tensor:
+        row = head + b"".join(body.ljust(room, b"\0") for body in bodies)
+        return torch.frombuffer(bytearray(row.ljust(len(head) + room * max(self._blocks), b"\0")), dtype=torch.uint8)
+
+    def read(
+        self,
+        rows: torch.Tensor,
+        new: dict[int, ReplicaContext],
+        known: Sequence[ReplicaContext],
+        num_loaders: int,
+        num_figures: int,
+    ) -> tuple[list[StepMessage], bool]:
+        """What all have said; the contexts of other workers' replicas go to `new`. Whether these are complete: if not,
+        everybody must tell the `rest`."""
+        begin = _HEAD.size + SYNC_BYTES
+        data = [bytes(row.numpy()) for row in rows]
+        heads = [_HEAD.unpack_from(each) for each in data]
+        said = [
+            StepMessage(
+                step, prepared, *unpack_sync(each[_HEAD.size : begin]), each[begin : begin + num_figures], fits
+            )
+            for each, (step, prepared, fits) in zip(data, heads, strict=True)
+        ]  # fmt: skip
+        was_brief, self.brief = self.brief, all(each.fits for each in said)
+        if was_brief and not self.brief:
+            return said, False
+        bodies = [each[begin + num_figures :] for each in data]
+        for replica, body in self._of_replicas(bodies, CHANGES_BYTES if was_brief else 0):
+            if replica not in new:
+                whole = apply_changes(known[replica].to_bytes(num_loaders), body) if was_brief else body
+                new[replica] = ReplicaContext.from_bytes(whole, num_loaders)
+        return said, True
+
+    def read_rest(self, rows: torch.Tensor, new: dict[int, ReplicaContext], num_loaders: int) -> None:
+        for replica, whole in self._of_replicas([bytes(row.numpy()) for row in rows], 0):
+            if replica not in new:
+                new[replica] = ReplicaContext.from_bytes(whole, num_loaders)
+
+    def _of_replicas(self, bodies: Sequence[bytes], room: int) -> list[tuple[int, bytes]]:
+        """Each replica's part; `room` bytes, or as many as there are."""
+        found: list[tuple[int, bytes]] = []
+        room = room or len(bodies[0]) // max(self._blocks)
+        for body, count in zip(bodies, self._blocks, strict=True):
+            found += [(len(found) + slot, body[slot * room : (slot + 1) * room]) for slot in range(count)]
+        return found
+
+
+def encode_changes(before: bytes, after: bytes) -> bytes | None:
+    """What makes `after` out of `before`, in at most `ROOM` bytes; None if that is too little."""
+    old, new = _words(before), _words(after)
+    if len(old) != len(new) or len(old) > 1 << 16:
+        return None
+    places = np.flatnonzero(old != new)
+    if len(places) > MAX_CHANGES:
+        return None
+    changes = np.empty(len(places), dtype=_CHANGE)
+    changes["place"], changes["word"] = places, new[places]
+    return _COUNT.pack(len(places)) + changes.tobytes()
+
+
+def apply_changes(before: bytes, change: bytes) -> bytes:
+    """What `changed` was given as `after`."""
+    [count] = _COUNT.unpack_from(change)
+    changes = np.frombuffer(change, dtype=_CHANGE, count=count, offset=_COUNT.size)
+    words = _words(before).copy()
+    words[changes["place"]] = changes["word"]
+    return words.tobytes()[: len(before)]
+
+
+def _words(data: bytes) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    return np.frombuffer(data.ljust(-(-len(data) // _WORD.itemsize) * _WORD.itemsize, b"\0"), dtype=_WORD)

@@ -1,4 +1,4 @@
-"""`pliant.join()`: the job as a training program sees it.
+"""`pliant.join()` and the `Job` that a training program works with.
 
     job = pliant.join(replicas=4)
     model, optimizer, loader = job.wrap(model, optimizer, dataset, batch_size=32)
@@ -8,8 +8,8 @@
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
 
-The loop's body runs once for each replica that this worker hosts. What happens once per step (the optimizer, tracked
-schedulers and scalers) happens in the last of these turns, and is a no-op in the others.
+The body of the loop runs once for each replica that this worker hosts: each run is one replica's turn. Whatever belongs
+to the step as a whole (the optimizer, tracked schedulers and scalers) runs in the last turn and is a no-op in the others.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,28 +27,38 @@ from typing import Any
 import torch
 
 from pliant.adapt import Observation, Policy
+from pliant.adapt.monitors import wants_stall_detection
 from pliant.cluster import PortRange, Worker
-from pliant.elastic.member import Member, member_of
+from pliant.elastic.member import Alone, Member, member_of
 from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, TrainError
 from pliant.identity import WorkerSpec, worker_spec
-from pliant.train import beginning, determinism, guards, notice, obstacles, trace, wrapping
-from pliant.train.adapting.adaptation import Adaptation
-from pliant.train.adapting.settings import Settings, adaptation_settings
-from pliant.train.data.feeder import Feeder
-from pliant.train.data.options import describe
-from pliant.train.events import StepCommitted
-from pliant.train.gradients.probing import GradientProbe
-from pliant.train.job_state import JobState
-from pliant.train.optim import Averaging, averaging_of
-from pliant.train.placement import Blocks
-from pliant.train.priority import tuning
-from pliant.train.priority.gates import gate_evaluation, gate_state
-from pliant.train.replicas import Replicas, ReplicaSwitch
-from pliant.train.saving import Saving
-from pliant.train.settling import Left, Settling
-from pliant.train.showing import show
-from pliant.train.trainer import Parts, Trainer
-from pliant.train.view_changes import ViewChange
+from pliant.train import determinism, obstacles, trace
+from pliant.train.adaptation import Adaptation, AdaptationSettings, adaptation_settings
+from pliant.train.checkpoint import Checkpointing, set_initial_state
+from pliant.train.deferred import DeferredUpdates, gate_evaluation, gate_state
+from pliant.train.events import StepCommitted, ViewChange
+from pliant.train.feeder import ReplicaLoader
+from pliant.train.gradient_probe import GradientProbe
+from pliant.train.gradients import GradientCollector
+from pliant.train.optim import AveragingOptimizer, find_averaging
+from pliant.train.rendezvous import JobState, Left, ViewRendezvous
+from pliant.train.replicas import Blocks, Replicas, ReplicaSwitch
+from pliant.train.sampling import loader_options
+from pliant.train.sync import SyncStats, SyncTuner, check_sync_options
+from pliant.train.trainer import Trainer, UserObjects
+from pliant.train.wrapping import (
+    NamedParameters,
+    check_epoch,
+    check_optimizers,
+    check_tracked,
+    describe_program,
+    make_probe,
+    refuse_untracked_scalers,
+    trainable_parameters,
+    why_no_priority,
+    wrap_optimizer,
+    wrap_tracked,
+)
 
 __all__ = ["Job", "Left", "Loader", "StepCommitted", "ViewChange", "join"]
 
@@ -96,7 +109,7 @@ def join(
     except NotLaunched:
         spec = None
     level = _level(determinism, spec)
-    tuning.check(sync, slice_bytes, in_flight_bytes)
+    check_sync_options(sync, slice_bytes, in_flight_bytes)
     adapting = adaptation_settings(spec, policies, monitor or {}, record, replay)
     return Job(spec, replicas, level, blocks, seed, (sync, slice_bytes, in_flight_bytes), adapting)
 
@@ -134,10 +147,10 @@ class Job:
         blocks: Blocks | None,
         seed: int | None,
         sync: tuple[str, int | None, int | None] = ("fifo", None, None),
-        adapting: Settings | None = None,
+        adapting: AdaptationSettings | None = None,
     ) -> None:
         self._sync = sync
-        self._adapting = adapting or Settings()
+        self._adapting = adapting or AdaptationSettings()
         self._spec, self._level, self._blocks, self._seed = spec, level, blocks, seed
         self._asked = replicas
         self._stack = contextlib.ExitStack()
@@ -145,8 +158,8 @@ class Job:
         self._tracked: dict[str, Any] = {}
         self._trainer: Trainer | None = None
         self._state: JobState | None = None
-        self._settling: Settling | None = None
-        self._saving: Saving | None = None
+        self._settling: ViewRendezvous | None = None
+        self._saving: Checkpointing | None = None
         self._load_path = spec.resume if spec is not None else ""
         self._schedule = dict(spec.resize_schedule) if spec is not None else {}
         self._inside_epochs = False
@@ -157,7 +170,7 @@ class Job:
         """What this level of determinism has set in this process."""
         atexit.register(self.close)
         if spec is not None and spec.elastic:
-            notice.mind(self._leave)
+            handle_preemption_notice(self._leave)
 
     # --- who and where ---
 
@@ -236,7 +249,7 @@ class Job:
         """Put figures of the step in progress (the loss, say) into the record. The first worker's count."""
         self._need_trainer().adaptation.values.update({name: float(value) for name, value in values.items()})
 
-    def sync_stats(self) -> tuning.SyncStats:
+    def sync_stats(self) -> SyncStats:
         """How the sums travel now, and what the network has cost so far."""
         return self._need_trainer().way.stats()
 
@@ -312,20 +325,20 @@ class Job:
             )
         obstacles.check(model)
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        parameters = wrapping.trainable(model)
-        guards.check_optimizers(optimizers, parameters)
-        averaging = averaging_of(optimizers)
-        dataset, options = describe(data, **loading)
+        parameters = trainable_parameters(model)
+        check_optimizers(optimizers, parameters)
+        averaging = find_averaging(optimizers)
+        dataset, options = loader_options(data, **loading)
         device = parameters[0][1].device
         if device.type != "cpu":
             self.pinned = determinism.pin(self._level, device)
         replicas = Replicas(self.replicas, len(dataset), options)
-        feeder = self._stack.enter_context(Feeder(dataset, options, replicas.count))
-        wrapping.check_epoch(replicas)
+        feeder = self._stack.enter_context(ReplicaLoader(dataset, options, replicas.count))
+        check_epoch(replicas)
         follows_view = self._asked is None and isinstance(self._member, Member)
-        trainer = self._trainer = wrapping.make_trainer(
+        trainer = self._trainer = make_trainer(
             self._member,
-            Parts(model, optimizers, feeder, sync_buffers, device),
+            UserObjects(model, optimizers, feeder, sync_buffers, device),
             parameters,
             replicas,
             (self._possible_sync(model, averaging), *self._sync[1:]),
@@ -337,13 +350,16 @@ class Job:
             say=self._say_first,
         )
         gradients, crossing = trainer.gradients, trainer.crossing
-        probe = gradients.sums.probe = wrapping.probe_of(self._adapting.monitors, gradients, optimizers, averaging)
+        probe = gradients.sums.probe = make_probe(self._adapting.monitors, gradients, optimizers, averaging)
         trainer.adaptation = Adaptation(self._adapting, trainer, options.batch_size, probe, self._say)
         trainer.loss_scale = self._loss_scale
-        worker = self._spec.worker if self._spec is not None else Worker("127.0.0.1", PortRange().begin)
-        show(trainer, self._adapting, worker, self._stack, self._say)
+        if self._adapting.metrics or self._adapting.tensorboard or wants_stall_detection():
+            from pliant.train.exporters import start_exporters  # most jobs have none: do not load their libraries
+
+            worker = self._spec.worker if self._spec is not None else Worker("127.0.0.1", PortRange().begin)
+            start_exporters(trainer, self._adapting, worker, self._stack, self._say)
         self._member.max_members = None if follows_view else replicas.count
-        program = wrapping.describe_program(parameters, replicas, follows_view=follows_view)
+        program = describe_program(parameters, replicas, follows_view=follows_view)
         self._keep_state(trainer, program + (f", {averaging.describe()}" if averaging is not None else ""), device)
         if averaging is not None:
             assert self._settling is not None
@@ -352,10 +368,10 @@ class Job:
         trainer.on_commit = self._committed
         trainer.changes.listeners = self._view_listeners
         for each in optimizers:
-            guards.patch_optimizer(each, self._running, lambda: self._trainer)
+            wrap_optimizer(each, self._running, lambda: self._trainer)
             gate_state(each, crossing)
         self._stack.callback(gate_evaluation(model, crossing))
-        self._stack.callback(guards.guard_scalers(self._tracked, lambda: self._trainer))
+        self._stack.callback(refuse_untracked_scalers(self._tracked, lambda: self._trainer))
         return model, optimizer, Loader(self)
 
     def _keep_state(self, trainer: Trainer, program: str, device: torch.device) -> None:
@@ -363,8 +379,8 @@ class Job:
         state = self._state = JobState(trainer, self._tracked)
         directory = self._spec.checkpoint_dir if self._spec is not None else ""
         every = self._spec.checkpoint_every if self._spec is not None else 0
-        self._saving = Saving(trainer, state, directory, every, self._level, self._say)
-        self._settling = Settling(
+        self._saving = Checkpointing(trainer, state, directory, every, self._level, self._say)
+        self._settling = ViewRendezvous(
             self._member,
             trainer,
             state,
@@ -381,10 +397,10 @@ class Job:
         scalers = [thing for thing in self._tracked.values() if isinstance(thing, torch.amp.GradScaler)]
         return math.prod(scaler.get_scale() for scaler in scalers)
 
-    def _possible_sync(self, model: torch.nn.Module, averaging: Averaging | None) -> str:
+    def _possible_sync(self, model: torch.nn.Module, averaging: AveragingOptimizer | None) -> str:
         """What was asked for, unless this model cannot have it."""
         asked = self._sync[0]
-        reason = wrapping.no_priority(model, averaging)
+        reason = why_no_priority(model, averaging)
         if asked == "fifo" or not reason:
             return asked
         if asked != "auto":
@@ -405,7 +421,7 @@ class Job:
             raise TrainError(f"track({name!r}): the job is running; track before job.epochs")
         self._tracked[name] = thing
         if not isinstance(thing, torch.optim.Optimizer):
-            guards.guard(name, thing, lambda: self._trainer)
+            wrap_tracked(name, thing, lambda: self._trainer)
         return thing
 
     @contextlib.contextmanager
@@ -425,7 +441,7 @@ class Job:
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left of `count`: a newcomer, or a resumed job, begins where the job stands."""
         trainer = self._need_trainer()
-        guards.check_tracked(trainer.parts.optimizers, self._tracked)
+        check_tracked(trainer.parts.optimizers, self._tracked)
         assert self._settling is not None
         if not self._settling.has_state:
             if isinstance(self._member, Member):
@@ -548,7 +564,7 @@ class Job:
     def _start_fresh(self, had_state: bool) -> None:
         """The state to begin with: a checkpoint's, or what the program has built."""
         assert self._state is not None
-        beginning.begin(
+        set_initial_state(
             self._need_trainer(),
             self._state,
             had_state,
@@ -575,3 +591,67 @@ class Job:
         self._notified = True
         self._member.leave()
         return True
+
+
+# --- notice ---
+
+
+def handle_preemption_notice(leave: Callable[[], bool]) -> None:
+    """Have `leave` called when the notice comes; if it says that there is nothing to leave, the program ends at once.
+
+    Only in the main thread, and not where the program has a handler of its own.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+
+    def heed(signum: int, frame: object) -> None:
+        if not leave():
+            sys.exit(0)
+
+    signal.signal(signal.SIGTERM, heed)
+
+
+# --- wrapping ---
+
+
+def make_trainer(
+    member: Member | Alone,
+    parts: UserObjects,
+    parameters: NamedParameters,
+    replicas: Replicas,
+    sync: tuple[str, int | None, int | None],
+    blocks: Blocks | None,
+    *,
+    find_unused: bool,
+    cap_bytes: int | None,
+    follows_view: bool,
+    keeps_layout: bool,
+    say: Callable[[str], None],
+) -> Trainer:
+    """A trainer with all that it needs; `sync` is the way that sums travel, and what was asked for its slices."""
+    gradients = GradientCollector(
+        parameters,
+        replicas.count,
+        find_unused=find_unused,
+        cap_bytes=cap_bytes,
+        always_sums=follows_view,
+        on_backward=lambda: trainer.turn_over(),
+        before_backward=lambda: crossing.leftover(),
+    )
+    crossing = DeferredUpdates(
+        gradients.parameters, gradients.names, can_undo=member.elastic, say=say, optimizers=parts.optimizers
+    )
+    trainer = Trainer(
+        member,
+        parts,
+        replicas,
+        gradients,
+        crossing,
+        SyncTuner(*sync, say=say),
+        blocks,
+        follows_view=follows_view,
+        keeps_layout=keeps_layout,
+    )
+    return trainer

@@ -1,30 +1,42 @@
-"""Which modules stand in the way: of replicas taking turns (time-slicing), of D1, of D2.
+"""Modules of a model that rule out time-slicing, repeatable results on CUDA, or mixed kinds of GPUs.
 
-Looks at a model without running it, and gives for each module in the way the reason and the remedy. Whether a job
-goes on in spite of them is not decided here, except that `check` refuses what cannot be time-sliced at all.
+A model is examined without running it, and each module that is in the way is reported with the reason and the remedy.
+
+To find collectives and matrix products, the bytecode is read: that of a module's own methods, of its hooks, and of the
+functions that they call. Names are resolved to what they mean there. So no source file is needed, and `dist.all_reduce` is
+found under whatever name it was imported. What is looked up at run time only (getattr, a dict of functions) is not found.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
 import random
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType, MethodType, ModuleType
 
 import numpy as np
 import torch
 from torch import nn
 
 from pliant.errors import Unsliceable
-from pliant.train.calls import Use, uses
 
 COLLECTIVES = ("all_reduce", "allreduce", "all_gather", "allgather", "all_to_all", "alltoall", "barrier", "broadcast",
                "gather", "irecv", "isend", "recv", "reduce", "scatter", "send")  # fmt: skip
+
 PRODUCTS = ("addbmm", "addmm", "baddbmm", "bilinear", "bmm", "einsum", "linear", "matmul", "mm", "mv", "tensordot",
             "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
             "conv_transpose3d", "multi_head_attention_forward")  # fmt: skip
+
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
+
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+
 _PRODUCT_MODULES = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
 # Their backward on CUDA uses atomics, and torch has no other one (torch.use_deterministic_algorithms lists them).
 _ATOMIC = (nn.AvgPool3d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.MaxPool3d, nn.AdaptiveMaxPool2d,
            nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d,
@@ -121,7 +133,7 @@ def _about_tensors(module: nn.Module) -> Iterator[_Finding]:
 
 
 def _about_calls(module: nn.Module) -> Iterator[_Finding]:
-    for use in uses(module):
+    for use in references_of(module):
         if _is_collective(use):
             yield (
                 f"calls {use.name} ({use.where}): a collective between replicas that take turns would wait for ever",
@@ -129,7 +141,7 @@ def _about_calls(module: nn.Module) -> Iterator[_Finding]:
             )
 
 
-def _is_collective(use: Use) -> bool:
+def _is_collective(use: CodeReference) -> bool:
     home, _, name = use.name.rpartition(".")
     return home.startswith("torch.distributed") and any(stem in name.lower() for stem in COLLECTIVES)
 
@@ -153,6 +165,194 @@ def _about_vendors(module: nn.Module) -> Iterator[_Finding]:
     elif isinstance(module, _PRODUCT_MODULES):
         yield "cuBLAS chooses a matrix product by the kind of GPU", remedy
     else:
-        found = next((use for use in uses(module) if use.name.rpartition(".")[2] in PRODUCTS), None)
+        found = next((use for use in references_of(module) if use.name.rpartition(".")[2] in PRODUCTS), None)
         if found is not None:
             yield f"{found.name.lstrip('.')} ({found.where}) is a vendor's kernel, chosen by the kind of GPU", remedy
+
+
+# --- calls ---
+
+
+MAX_CALLS_DEEP = 8
+
+_KNOWN_PACKAGES = {"torch", "numpy", "builtins"} | set(sys.stdlib_module_names)
+"""Packages whose functions are not looked into; what they are called is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeReference:
+    """Something that the code refers to."""
+
+    name: str
+    """Where it is defined: torch.distributed.all_reduce, or just .matmul for a method of something unknown."""
+    where: str
+    """file:line"""
+
+
+def references_of(module: nn.Module) -> list[CodeReference]:
+    """What this module's own code refers to; not what its submodules do."""
+    found: dict[CodeReference, None] = {}
+    seen: set[CodeType] = set()
+    for function in _functions(module):
+        for use in _references_of_function(function, seen, 0):
+            found.setdefault(use)
+    return list(found)
+
+
+def _functions(module: nn.Module) -> Iterator[FunctionType]:
+    kinds = [kind for kind in type(module).__mro__ if kind is not nn.Module and _package(kind) not in _KNOWN_PACKAGES]
+    own = [kind for kind in kinds if not _is_library(kind)]
+    for kind in own:
+        yield from _methods(kind)
+    if len(own) < len(kinds):
+        yield from _reached_by_forward(kinds)
+    for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        for hook in getattr(module, name, {}).values():
+            if (function := _as_function(hook)) is not None:
+                yield function
+    if (function := _as_function(vars(module).get("forward"))) is not None:  # replaced on the instance
+        yield function
+
+
+def _is_library(kind: type) -> bool:
+    """Whether it was installed: then it may do much beside forward (save itself with a barrier, say) that nobody calls.
+    Of the program's own classes every method counts, because its loop may call any of them."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
+
+
+def _reached_by_forward(kinds: Sequence[type]) -> Iterator[FunctionType]:
+    """forward, and all methods that have a name which the code of one of these mentions."""
+    methods: dict[str, list[FunctionType]] = {}
+    for kind in kinds:
+        for name, value in vars(kind).items():
+            value = value.fget if isinstance(value, property) else value
+            if (function := _as_function(value)) is not None:
+                methods.setdefault(name, []).append(function)
+    pending, reached = ["forward", "__call__"], set()
+    while pending:
+        name = pending.pop()
+        if name in reached or name == "__init__":
+            continue
+        reached.add(name)
+        for function in methods.get(name, ()):
+            yield function
+            pending += _names_in(function.__code__)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _methods(kind: type) -> Iterator[FunctionType]:
+    for name, value in vars(kind).items():
+        if name == "__init__":
+            continue  # runs once, before training
+        value = value.fget if isinstance(value, property) else value
+        if (function := _as_function(value)) is not None:
+            yield function
+
+
+def _as_function(value: object) -> FunctionType | None:
+    """The Python function inside of methods, partials and decorators; None if there is none."""
+    for _ in range(MAX_CALLS_DEEP):
+        if isinstance(value, functools.partial):
+            value = value.func
+        elif isinstance(value, (staticmethod, classmethod, MethodType)):
+            value = value.__func__
+        elif hasattr(value, "__wrapped__"):
+            value = value.__wrapped__
+        else:
+            break
+    return value if isinstance(value, FunctionType) else None
+
+
+def _package(value: object) -> str:
+    return (getattr(value, "__module__", None) or "").split(".")[0]
+
+
+def _references_of_function(function: FunctionType, seen: set[CodeType], depth: int) -> Iterator[CodeReference]:
+    names: dict[str, object] = dict(function.__globals__)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            names[name] = cell.cell_contents
+        except ValueError:  # not yet filled
+            continue
+    yield from _references_in_code(function.__code__, names, seen, depth)
+
+
+def _references_in_code(
+    code: CodeType, names: dict[str, object], seen: set[CodeType], depth: int
+) -> Iterator[CodeReference]:
+    if code in seen or depth > MAX_CALLS_DEEP:
+        return
+    seen.add(code)
+    for name, target, line in _references(code, names):
+        yield CodeReference(name, f"{code.co_filename}:{line}")
+        if (
+            isinstance(target, type)
+            and issubclass(target, torch.autograd.Function)
+            and _package(target) not in _KNOWN_PACKAGES
+        ):
+            for method in _methods(target):
+                yield from _references_of_function(method, seen, depth + 1)
+        elif (called := _as_function(target)) is not None and _package(called) not in _KNOWN_PACKAGES:
+            yield from _references_of_function(called, seen, depth + 1)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):  # a lambda, a comprehension, a function within
+            yield from _references_in_code(constant, names, seen, depth)
+
+
+def _references(code: CodeType, names: dict[str, object]) -> Iterator[tuple[str, object, int]]:
+    """Every chain a.b.c in the code: its name, what it is if that is known, and its line."""
+    local: dict[str, object] = {}  # what is imported within the function
+    package, imported = "", None
+    current: tuple[str, object] | None = None
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        if instruction.positions is not None:
+            line = instruction.positions.lineno or line
+        what, value = instruction.opname, instruction.argval
+        if what in ("LOAD_ATTR", "LOAD_METHOD"):
+            if current is not None and isinstance(current[1], type):
+                yield (*current, line)  # a class, too, is used: Function.apply calls its forward
+            current = _attribute(current, value)
+            continue
+        if current is not None:
+            yield (*current, line)
+            current = None
+        if what == "IMPORT_NAME":
+            package, imported = value, None
+        elif what == "IMPORT_FROM":  # also for `import a.b as c`
+            imported = getattr(sys.modules.get(package), value, sys.modules.get(package))
+        elif what == "STORE_FAST" and package:
+            local[value] = imported or sys.modules.get(package.split(".")[0])
+            package = package if imported else ""
+        elif what in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF") and value in names:
+            current = (_name_of(names[value], value), names[value])
+        elif what.startswith("LOAD_FAST") and value in local:
+            current = (_name_of(local[value], value), local[value])
+        elif what == "BINARY_OP" and instruction.argrepr in ("@", "@="):
+            yield ".matmul", None, line
+    if current is not None:
+        yield (*current, line)
+
+
+def _attribute(owner: tuple[str, object] | None, name: str) -> tuple[str, object]:
+    # Only of modules and classes: elsewhere an attribute may be a property, which would run.
+    if owner is not None and isinstance(owner[1], (ModuleType, type)):
+        value = getattr(owner[1], name, None)
+        return _name_of(value, f"{owner[0]}.{name}"), value
+    return f".{name}", None
+
+
+def _name_of(value: object, fallback: str) -> str:
+    if isinstance(value, ModuleType):
+        return value.__name__
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if isinstance(value, (type, FunctionType)) or (callable(value) and isinstance(module, str)):
+        return f"{module}.{name or fallback}"
+    return fallback

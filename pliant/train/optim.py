@@ -1,9 +1,9 @@
-"""Optimizers that average models instead of gradients: SMA, AD-PSGD, and SMA that becomes synchronous SGD.
+"""Optimizers that average models instead of gradients: SMA, AD-PSGD, and SMA that turns into synchronous SGD.
 
-Each wraps one of torch's optimizers, which applies the worker's own gradient, and stands in for it. So every worker has a
-model of its own, and hosts one replica. The trainer calls `begin` before a step, for what can travel while the
-program computes, and `wait` with the rest of the exchange; the program's `step()` averages, and then applies. Who and how
-many the workers are is asked of the present view, never remembered.
+Each wraps one of torch's optimizers, which applies the worker's own gradient. So every worker has a model of its own and
+hosts one replica. The trainer calls `begin` before a step, for what can travel while the program computes, and `wait` with
+the rest of the exchange. The program's `step()` averages and then applies the gradient. The number of workers is always
+that of the present view.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import hashlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Parameter
@@ -20,8 +21,11 @@ from torch.nn import Parameter
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.errors import CommError, ConfigError, Unsliceable
-from pliant.train.gradients.catching import Gradients
-from pliant.train.model_copies import Copies, copies_to_fetch, copies_to_sum
+from pliant.train.buckets import BucketItem, first_layout
+
+if TYPE_CHECKING:
+    from pliant.train.gradients import GradientCollector
+
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +33,7 @@ _SAVED = "model of a pair"
 """What a worker's model is called in its store."""
 
 
-class Averaging(torch.optim.Optimizer, ABC):
+class AveragingOptimizer(torch.optim.Optimizer, ABC):
     """The base of these: an optimizer in the place of another, whose groups, state and hooks it has."""
 
     _step_supports_amp_scaling = False  # a scaler would talk to us, not to the optimizer that scales
@@ -41,7 +45,7 @@ class Averaging(torch.optim.Optimizer, ABC):
             raise ConfigError(
                 f"{name}({optimizer!r:.60}): give one of torch's optimizers, as {name}(torch.optim.SGD(...))"
             )
-        if isinstance(optimizer, Averaging):
+        if isinstance(optimizer, AveragingOptimizer):
             raise ConfigError(f"{name} around {type(optimizer).__name__}: models can be averaged in one way only")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise Unsliceable(f"{name} around LBFGS, which needs a closure that is called several times: use another")
@@ -108,7 +112,7 @@ class Averaging(torch.optim.Optimizer, ABC):
     def describe(self) -> str:
         """What must be the same on all workers."""
 
-    def attach(self, gradients: Gradients, equalise: Callable[[], None]) -> None:
+    def attach(self, gradients: GradientCollector, equalise: Callable[[], None]) -> None:
         """Be the optimizer of a job: its gradients stay where they are made. `equalise` gives all workers the state of
         the first."""
         gradients.stay_apart()
@@ -141,7 +145,7 @@ class Averaging(torch.optim.Optimizer, ABC):
         """The gradient has been applied."""
 
 
-class SynchronousAveraging(Averaging):
+class SynchronousAveraging(AveragingOptimizer):
     """SMA (EA-SGD): in each step the model is drawn by `alpha` towards the mean of all workers' models at the step's
     begin, and then the worker's own gradient is applied.
 
@@ -153,11 +157,11 @@ class SynchronousAveraging(Averaging):
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= 1:
             raise ConfigError(f"{type(self).__name__}: alpha={alpha!r} must be above 0 and at most 1; 0.1 is usual")
         self.alpha = float(alpha)
-        self._copies: list[Copies] = []
+        self._copies: list[ParameterCopies] = []
         self._under_way: list[Handle] = []
         self._is_here = False
         """Whether the sums of this step's models have come, and are not used yet."""
-        self._buried: list[tuple[Engine, list[Copies]]] = []
+        self._buried: list[tuple[Engine, list[ParameterCopies]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_copies": [], "_under_way": [], "_is_here": False, "_buried": []}
@@ -211,7 +215,7 @@ class AdaptiveSGD(SynchronousAveraging):
         if isinstance(change_step, bool) or not isinstance(change_step, int) or change_step < 0:
             raise ConfigError(f"AdaptiveSGD: change_step={change_step!r} must be a number of steps, 0 or more")
         self.change_step = change_step
-        self._gradients: Gradients | None = None
+        self._gradients: GradientCollector | None = None
         self._could_sum = False
         self._equalise: Callable[[], None] = lambda: None
 
@@ -223,7 +227,7 @@ class AdaptiveSGD(SynchronousAveraging):
     def describe(self) -> str:
         return f"AdaptiveSGD(change_step={self.change_step}, alpha={self.alpha:g})"
 
-    def attach(self, gradients: Gradients, equalise: Callable[[], None]) -> None:
+    def attach(self, gradients: GradientCollector, equalise: Callable[[], None]) -> None:
         self._gradients, self._could_sum, self._equalise = gradients, gradients.sums.wanted, equalise
         super().attach(gradients, equalise)
 
@@ -245,7 +249,7 @@ class AdaptiveSGD(SynchronousAveraging):
             self._gradients.sums.wanted = self._could_sum and step > self.change_step
 
 
-class PairAveraging(Averaging):
+class PairAveraging(AveragingOptimizer):
     """AD-PSGD: in each step a worker takes the mean of its model and that of one other, which it chooses at random, then
     applies its own gradient, then saves its model for others to fetch.
 
@@ -261,9 +265,9 @@ class PairAveraging(Averaging):
         self.peer: int | None = None
         """The rank whose model the last step was averaged with; None if with none."""
         self._asked: tuple[int, Handle] | None = None
-        self._saved: Copies | None = None
+        self._saved: ParameterCopies | None = None
         """Where the model is put together to be saved."""
-        self._fetched: Copies | None = None
+        self._fetched: ParameterCopies | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_asked": None, "_saved": None, "_fetched": None}
@@ -322,12 +326,74 @@ def peer_of(rank: int, size: int, step: int, seed: int) -> int:
     return found + (found >= rank)
 
 
-def averaging_of(optimizers: Sequence[torch.optim.Optimizer]) -> Averaging | None:
+def find_averaging(optimizers: Sequence[torch.optim.Optimizer]) -> AveragingOptimizer | None:
     """The one that averages, if there is one. Raises ConfigError if it is not the only optimizer."""
-    found = [optimizer for optimizer in optimizers if isinstance(optimizer, Averaging)]
+    found = [optimizer for optimizer in optimizers if isinstance(optimizer, AveragingOptimizer)]
     if found and len(optimizers) > 1:
         raise ConfigError(
             f"{type(found[0]).__name__} beside another optimizer: give job.wrap one optimizer, with a group of parameters "
             "for each rate"
         )
     return found[0] if found else None
+
+
+# --- model_copies ---
+
+
+@dataclass(slots=True, eq=False)
+class ParameterCopies:
+    """Copies of some parameters, side by side in flat memory."""
+
+    flat: torch.Tensor
+    parameters: list[torch.Tensor]
+    views: list[torch.Tensor]
+
+    def take(self) -> None:
+        torch._foreach_copy_(self.views, self.parameters)
+
+    def draw(self, weight: float) -> None:
+        """Draw the parameters towards what is here."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            other = view.to(parameter.device)
+            if other.dtype == parameter.dtype:
+                parameter.lerp_(other, weight)
+            else:
+                parameter.copy_(parameter.to(other.dtype).lerp_(other, weight))
+
+
+def copies_to_sum(parameters: Sequence[Parameter], engine: Engine) -> list[ParameterCopies]:
+    """In pieces like those of gradients, so that the first is under way while the next is copied."""
+    kinds = [(_summed_as(parameter.dtype), parameter.device) for parameter in parameters]
+    items = [BucketItem(kind, p.numel() * kind[0].itemsize) for p, kind in zip(parameters, kinds, strict=True)]
+    made = []
+    for indices in first_layout(items, find_unused=True).buckets:
+        dtype, device = kinds[indices[0]]
+        members = [parameters[index] for index in indices]
+        length = sum(parameter.numel() for parameter in members)
+        flat = torch.empty(length, dtype=dtype, device=device) if device.type != "cpu" else engine.empty(length, dtype)
+        made.append(ParameterCopies(flat, list(members), _flat_views(flat, members)))
+    return made
+
+
+def _summed_as(dtype: torch.dtype) -> torch.dtype:
+    """A mean of models in 8 or 11 bits would move them further than many a gradient."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def copies_to_fetch(parameters: Sequence[Parameter]) -> ParameterCopies:
+    """As one run of bytes: whoever fetches it has a model of one step."""
+    members = sorted(parameters, key=lambda parameter: -parameter.element_size())  # so that each is aligned
+    flat = torch.empty(sum(parameter.nbytes for parameter in members), dtype=torch.uint8)
+    views, offset = [], 0
+    for parameter in members:
+        views.append(flat[offset : offset + parameter.nbytes].view(parameter.dtype).view(parameter.shape))
+        offset += parameter.nbytes
+    return ParameterCopies(flat, list(members), views)
+
+
+def _flat_views(flat: torch.Tensor, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
+    views, offset = [], 0
+    for parameter in parameters:
+        views.append(flat[offset : offset + parameter.numel()].view(parameter.shape))
+        offset += parameter.numel()
+    return views

@@ -1,23 +1,134 @@
-"""The N replicas of a job: what the next turn of each depends on, and how the samples of an epoch are dealt to them.
+"""The N replicas of a job: where they are placed, their contexts, and the state that is swapped between turns.
 
-All of it is known to every worker, whichever replicas it hosts. Who takes turns when is the trainer's affair.
+Every worker knows all of it, whichever replicas it hosts.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from pliant.errors import ConfigError
-from pliant.train import rng
-from pliant.train.buffers import Buffers, Tensors
-from pliant.train.context import Context
-from pliant.train.data.dealing import num_batches, samples_used
-from pliant.train.data.options import LoaderOptions
-from pliant.train.data.stream import Stream
-from pliant.train.rng import RngState
+from pliant.errors import ConfigError, TrainError
+from pliant.train.context import DataPosition, ReplicaContext, RngState, capture_rng, restore_rng, seeded_rng
+from pliant.train.sampling import LoaderOptions, num_batches, samples_used
+
+Blocks = Callable[[int], Sequence[int]]
+"""How many replicas each of so many workers hosts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Rank r hosts `blocks[r]` replicas; this is how `rank` sees it."""
+
+    blocks: tuple[int, ...] = ()
+    rank: int = 0
+
+    @property
+    def hosted(self) -> range:
+        """The replicas of this rank."""
+        begin = sum(self.blocks[: self.rank])
+        return range(begin, begin + self.blocks[self.rank]) if self.blocks else range(0)
+
+    def owner_of(self, replica: int) -> int:
+        """The rank that hosts a replica."""
+        for rank, size in enumerate(self.blocks):
+            replica -= size
+            if replica < 0:
+                return rank
+        raise AssertionError(f"no such replica: {replica}")
+
+
+def place_replicas(num_replicas: int, size: int, rank: int, wanted: Blocks | None = None) -> Placement:
+    """The replicas on so many workers: evenly, or as the program wants it.
+
+    Raises:
+        TrainError: what it wants does not place every replica, or leaves a worker without one.
+    """
+    blocks = tuple(wanted(size)) if wanted else even_blocks(num_replicas, size)
+    if len(blocks) != size or sum(blocks) != num_replicas or min(blocks) < 1:
+        raise TrainError(f"blocks {blocks} do not place {num_replicas} replicas on {size} workers, one or more on each")
+    return Placement(blocks, rank)
+
+
+def even_blocks(num_replicas: int, num_workers: int) -> tuple[int, ...]:
+    """How many replicas each worker hosts: as even as can be, the first ones one more."""
+    share, more = divmod(num_replicas, num_workers)
+    return tuple(share + (rank < more) for rank in range(num_workers))
+
+
+# --- buffers ---
+
+
+Tensors = list[torch.Tensor]
+
+
+class ModelBuffers:
+    """The buffers of a model (BatchNorm's running statistics and the like), saved and loaded as a whole."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        # Found once: walking through the modules of a large model costs more than copying what is found there.
+        self._places = [(module._buffers, name) for module, name in _buffer_owners(model)]
+        self.num_bytes = sum(buffer.nbytes for buffer in self._current())
+        self._groups = _groups_by_type(self._current())
+
+    def _current(self) -> Tensors:
+        # Looked up each time: a program may have put another tensor there.
+        found = [buffers[name] for buffers, name in self._places]
+        return [buffer for buffer in found if buffer is not None]
+
+    def save(self) -> Tensors:
+        current = self._current()
+        saved = [torch.empty_like(buffer) for buffer in current]
+        self._copy(saved, current)
+        return saved
+
+    def load(self, saved: Sequence[torch.Tensor]) -> None:
+        self._copy(self._current(), saved)
+
+    def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        if not self._groups:  # entering `no_grad` would be a sixth of a small model's switch
+            return
+        with torch.no_grad():
+            for group in self._groups:  # of one type: a few launches for all of them
+                torch._foreach_copy_([targets[index] for index in group], [sources[index] for index in group])
+
+    def pack(self, saved: Sequence[torch.Tensor]) -> torch.Tensor:
+        """All of them as one run of bytes on the host."""
+        flat = [tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() for tensor in saved if tensor.numel()]
+        return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+
+    def unpack(self, flat: torch.Tensor) -> Tensors:
+        """What `pack` made, on the devices where the model's buffers are."""
+        tensors, begin = [], 0
+        for buffer in self._current():
+            piece = flat[begin : begin + buffer.nbytes].clone()
+            tensors.append(piece.view(buffer.dtype).view(buffer.shape).to(buffer.device))
+            begin += buffer.nbytes
+        return tensors
+
+
+def _buffer_owners(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
+    """Where each buffer is kept, in the order of `model.buffers()`."""
+    owners, seen = [], set()
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and id(buffer) not in seen:
+                seen.add(id(buffer))
+                owners.append((module, name))
+    return owners
+
+
+def _groups_by_type(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.dtype, tensor.device), []).append(index)
+    return list(groups.values())
+
+
+# --- replicas ---
 
 
 class Replicas:
@@ -26,7 +137,7 @@ class Replicas:
     def __init__(self, count: int, num_samples: int, loading: LoaderOptions) -> None:
         self.count = count
         """N: fixed, unless it follows the number of workers."""
-        self.contexts: list[Context] = []
+        self.contexts: list[ReplicaContext] = []
         """Of all replicas, at the boundary where the last step was committed."""
         self.num_samples = num_samples
         self.loading = loading
@@ -46,17 +157,17 @@ class Replicas:
         stream = self.stream_of(0, epoch)
         return num_batches(self.num_samples, self.count, self.loading, stream.consumed) - stream.batch
 
-    def stream_of(self, replica: int, epoch: int) -> Stream:
+    def stream_of(self, replica: int, epoch: int) -> DataPosition:
         """Where the replica's data stand, in the epoch that the job is in."""
         stream = self.contexts[replica].stream
         while stream.epoch < epoch:
             stream = stream.next_epoch(self.loading)
         return stream
 
-    def _rest(self, epoch: int) -> Stream:
+    def _rest(self, epoch: int) -> DataPosition:
         """The place from which what is left of the epoch is dealt anew."""
         stream = self.stream_of(0, epoch)
-        return Stream(stream.epoch, consumed=samples_used(self.num_samples, self.count, stream, self.loading))
+        return DataPosition(stream.epoch, consumed=samples_used(self.num_samples, self.count, stream, self.loading))
 
     def deal_to(self, count: int, epoch: int, step: int, device: torch.device) -> None:
         """Go on with another number of replicas: the rest of the epoch's samples is dealt to these."""
@@ -64,10 +175,10 @@ class Replicas:
         states = [context.random for context in self.contexts[:count]]
         for replica in range(len(states), count):
             label = f"{step}:{replica}".encode()
-            states.append(rng.seeded(int.from_bytes(hashlib.sha256(label).digest()[:4]), device))
+            states.append(seeded_rng(int.from_bytes(hashlib.sha256(label).digest()[:4]), device))
         own = [context.buffers for context in self.contexts[:count]]
         own += [self.contexts[0].buffers] * (count - len(own))
-        self.contexts = [Context(state, rest, buffers) for state, buffers in zip(states, own, strict=True)]
+        self.contexts = [ReplicaContext(state, rest, buffers) for state, buffers in zip(states, own, strict=True)]
         self.count = count
 
     def set_batch_size(self, size: int, epoch: int) -> None:
@@ -97,12 +208,12 @@ class ReplicaSwitch:
     wrapper in its place (`job.replica_switch = ...`) to measure what the swap costs.
     """
 
-    def __init__(self, buffers: Buffers, device: torch.device, sync_buffers: bool) -> None:
+    def __init__(self, buffers: ModelBuffers, device: torch.device, sync_buffers: bool) -> None:
         self._buffers, self._device, self._sync_buffers = buffers, device, sync_buffers
 
-    def restore(self, context: Context, first_buffers: Tensors) -> None:
+    def restore(self, context: ReplicaContext, first_buffers: Tensors) -> None:
         """Begin a turn: load the replica's random state, and the buffers of replica 0 or its own."""
-        rng.restore(context.random, self._device)
+        restore_rng(context.random, self._device)
         if self._sync_buffers or not context.buffers:
             self._buffers.load(first_buffers)
         else:
@@ -111,7 +222,7 @@ class ReplicaSwitch:
 
     def capture_random(self) -> RngState:
         """Return the state of all random generators after a turn."""
-        return rng.capture(self._device)
+        return capture_rng(self._device)
 
     def capture_buffers(self) -> Tensors:
         """Return copies of the model's buffers after a turn."""

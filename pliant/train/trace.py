@@ -1,7 +1,7 @@
 """A Chrome trace of one worker: what it computed, what it sent, what it waited for.
 
-`PLIANT_TRACE=/some/prefix` makes each worker write `/some/prefix.{rank}.json` at its end, for chrome://tracing or
-Perfetto. A program may add events of its own. Without the variable all of this does nothing.
+With `PLIANT_TRACE=/some/prefix` each worker writes `/some/prefix.{rank}.json` when it ends, for chrome://tracing or
+Perfetto. A program may add events of its own. Without the variable nothing happens.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import time
 from pathlib import Path
 
 VARIABLE = "PLIANT_TRACE"
+
 _TRACKS = {"step": 0, "forward": 1, "backward": 1, "wait": 2, "apply": 3, "push": 4, "reply": 5, "back": 6}
 """Which line of the picture each category is drawn on; others come below."""
 
 _events: list[tuple[str, str, float, float]] = []
+
 _written_to: Path | None = None
 
 

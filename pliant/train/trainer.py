@@ -1,10 +1,9 @@
-"""One worker's training: the turns of its replicas, the commit of each step, the change to another view.
+"""The training loop of one worker: the turns of its replicas, the commit of each step, the change to another view.
 
-A step is done by all N replicas or by none. Each replica hosted here takes its turn: its context is restored, its
-batches go through the user's loop, its gradients are caught, its context is captured. In the last turn the
-gradients are summed over the whole job, and with them travel the contexts and the buffers of replica 0:
-who has all of it has the whole state of the job. If anything is missing because a worker was lost, the step
-is torn: nothing of it counts, and it is done again in a new view.
+All N replicas commit a step, or none does. Each replica hosted here takes its turn: its context is restored, its batches
+go through the user's loop, its gradients are collected, and its context is captured. In the last turn the gradients are
+summed over the whole job. The contexts and the buffers of replica 0 travel with them, so every worker has the whole
+state of the job afterwards. If a worker is lost before that, the step is torn: it is undone and repeated in a new view.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,37 +24,23 @@ from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.elastic.member import Alone, Member
 from pliant.errors import CommError, EngineClosed, PliantError, TrainError, ViewChanged, WorkerLost
-from pliant.train import rng, trace
-from pliant.train.adapting.adaptation import Adaptation, Situation
-from pliant.train.adapting.settings import Settings
-from pliant.train.buffers import Buffers, Tensors
-from pliant.train.context import Context
-from pliant.train.data.feeder import Feeder
-from pliant.train.exchange import Exchange
-from pliant.train.gradients.catching import Gradients
-from pliant.train.measuring import Measuring
-from pliant.train.optim import Averaging
-from pliant.train.placement import Blocks, place
-from pliant.train.priority.crossing import Crossing
-from pliant.train.priority.tuning import Tuner
-from pliant.train.replicas import Replicas, ReplicaSwitch
-from pliant.train.rows import Said
-from pliant.train.state import handover
-from pliant.train.view_changes import ViewChanges
-from pliant.train.way import Way
+from pliant.train import trace
+from pliant.train.adaptation import Adaptation, AdaptationSettings, JobPosition
+from pliant.train.context import ReplicaContext, restore_rng
+from pliant.train.deferred import DeferredUpdates
+from pliant.train.events import Progress, ViewChanges
+from pliant.train.exchange import StepExchange, StepMessage
+from pliant.train.gradients import GradientCollector
+from pliant.train.rendezvous import reclaim_state
+from pliant.train.replicas import Blocks, ModelBuffers, Replicas, ReplicaSwitch, Tensors, place_replicas
+from pliant.train.sync import StepTimer, SyncController, SyncTuner
+
+if TYPE_CHECKING:
+    from pliant.train.feeder import ReplicaLoader
+    from pliant.train.optim import AveragingOptimizer
+
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Progress:
-    """How far the job has come."""
-
-    epoch: int = 0
-    epoch_step: int = 0
-    """Steps committed in this epoch."""
-    step: int = 0
-    """Steps committed in all."""
 
 
 @dataclass(slots=True)
@@ -70,22 +55,22 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Parts:
+class UserObjects:
     """What the user gave."""
 
     model: torch.nn.Module
     optimizers: list[torch.optim.Optimizer]
-    feeder: Feeder
+    feeder: ReplicaLoader
     sync_buffers: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
 @dataclass(frozen=True, slots=True)
-class Undo:
+class StepUndo:
     """The job before a step whose sums are not all here yet."""
 
     progress: Progress
-    contexts: list[Context]
+    contexts: list[ReplicaContext]
     first_buffers: Tensors
     adaptation: dict[str, Any]
 
@@ -96,11 +81,11 @@ class Trainer:
     def __init__(
         self,
         member: Member | Alone,
-        parts: Parts,
+        parts: UserObjects,
         replicas: Replicas,
-        gradients: Gradients,
-        crossing: Crossing,
-        tuner: Tuner,
+        gradients: GradientCollector,
+        crossing: DeferredUpdates,
+        tuner: SyncTuner,
         blocks: Blocks | None = None,
         *,
         follows_view: bool = False,
@@ -112,7 +97,7 @@ class Trainer:
         self.replicas = replicas
         self.gradients = gradients
         self.progress = Progress()
-        self.buffers = Buffers(parts.model)
+        self.buffers = ModelBuffers(parts.model)
         self.first_buffers: Tensors = self.buffers.save()
         """Replica 0's, at the boundary where the last step was committed: what DDP would broadcast."""
         self.replica_switch = ReplicaSwitch(self.buffers, parts.device, parts.sync_buffers)
@@ -137,19 +122,19 @@ class Trainer:
         self.crossing = crossing
         crossing.on_lost, crossing.on_whole = self.tear, self._whole
         crossing.on_sum = gradients.sums.sum_is_here
-        self.way = Way(gradients, crossing, tuner)
+        self.way = SyncController(gradients, crossing, tuner)
         self.loss_scale: Callable[[], float] = lambda: 1.0
         """What gradient scalers multiply the loss with."""
-        self.averaging: Averaging | None = None
+        self.averaging: AveragingOptimizer | None = None
         """The optimizer, where it averages models in place of gradients."""
-        self._undo: Undo | None = None
+        self._undo: StepUndo | None = None
         self._tracked_before: dict[str, tuple[Any, dict[str, Any]]] = {}
-        self._measuring = Measuring()
+        self._measuring = StepTimer()
         self.watched: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
         """Put around what may take long, for whoever looks for stalls."""
-        self.adaptation = Adaptation(Settings(), self, replicas.loading.batch_size, None, lambda _: None)
+        self.adaptation = Adaptation(AdaptationSettings(), self, replicas.loading.batch_size, None, lambda _: None)
         """What policies decide; by default nobody decides anything."""
-        self.exchange = Exchange(self.buffers, replicas.num_loader_workers)
+        self.exchange = StepExchange(self.buffers, replicas.num_loader_workers)
         self.keeps_layout = keeps_layout
         """Whether the layout of buckets outlives a view: else a new one begins as a restarted DDP would."""
         self._member = member
@@ -180,7 +165,7 @@ class Trainer:
         if self.follows_view and size != self.replicas.count:
             self.replicas.deal_to(size, self.progress.epoch, self.progress.step, self.parts.device)
             self.gradients.sums.num_replicas = size
-        placement = place(self.replicas.count, size, engine.rank, self._blocks)
+        placement = place_replicas(self.replicas.count, size, engine.rank, self._blocks)
         self.hosted = placement.hosted
         self.exchange.arrange(engine, placement)
         if changed and not self.keeps_layout:
@@ -190,14 +175,14 @@ class Trainer:
             self.averaging.work_in(engine, placement.blocks)
         self.torn, self.switch_to, self._needs_hosting = None, None, True
         self.way.work_in()
-        self._measuring = Measuring.of(engine)
+        self._measuring = StepTimer.of(engine)
         self.watch()
         self.adaptation.work_in(engine)
 
     def watch(self) -> None:
         """Have the engine's slices in the trace, if there is one."""
         if trace.enabled() and self.engine is not None:
-            self.engine.watch(_watch)
+            self.engine.watch(_trace_slice)
 
     # --- the loop ---
 
@@ -249,7 +234,9 @@ class Trainer:
                 self.adaptation.begin(self.situation())
                 self.way.begin_step(self._present())
                 self.gradients.sums.begin_step(self.progress.step)
-                self._measuring.begin_step(self._present(), self.progress.step)
+                if trace.enabled() and self._measuring.began_s:
+                    trace.event("step", f"step {self.progress.step - 1}", self._measuring.began_s)
+                self._measuring.begin_step(self._present())
                 return True
             self.finish_sums()
             if self.torn is None:
@@ -343,7 +330,7 @@ class Trainer:
         own = (
             b"" if self.parts.sync_buffers else bytes(self.buffers.pack(self.replica_switch.capture_buffers()).numpy())
         )
-        context = Context(self.replica_switch.capture_random(), self.parts.feeder.stream(turn.replica), own)
+        context = ReplicaContext(self.replica_switch.capture_random(), self.parts.feeder.stream(turn.replica), own)
         self.exchange.new_contexts[turn.replica] = context
         if turn.replica == 0:
             self.exchange.new_buffers = self.replica_switch.capture_buffers()
@@ -393,12 +380,12 @@ class Trainer:
         if awaited is not None:
             self.way.cross(awaited)
 
-    def _say(self) -> Said:
-        return Said(
+    def _say(self) -> StepMessage:
+        return StepMessage(
             self.progress.step, self._member.prepared, self.way.wish, self._measuring.last, self.adaptation.row()
         )
 
-    def _heed(self, said: Sequence[Said]) -> None:
+    def _heed(self, said: Sequence[StepMessage]) -> None:
         self.switch_to = self._agreed([each.prepared for each in said])
         self.way.heed(said[0].way, [each.measured for each in said], self._present().rank)
         self.adaptation.read([each.figures for each in said])
@@ -420,7 +407,7 @@ class Trainer:
             return  # nothing is changed between a step that may not count and the next one
         if self.crossing.is_open:
             adaptation = copy.deepcopy(self.adaptation.state_dict()) if self.adaptation.is_active else {}
-            self._undo = Undo(replace(self.progress), self.replicas.contexts, self.first_buffers, adaptation)
+            self._undo = StepUndo(replace(self.progress), self.replicas.contexts, self.first_buffers, adaptation)
             self.replicas.contexts = list(self.replicas.contexts)
         new = self.exchange
         for replica, context in new.new_contexts.items():
@@ -437,7 +424,7 @@ class Trainer:
             # Told for every roll: the server forgets it of workers that were off the roll for a while.
             self._settled_in = self._member.entered
             self._member.settled()
-            handover.reclaim(self._member)  # a step with all of them: everybody has what it needs
+            reclaim_state(self._member)  # a step with all of them: everybody has what it needs
         self._adapt()
         self.on_commit()
 
@@ -455,10 +442,10 @@ class Trainer:
         except CommError as error:
             self.tear(error)
 
-    def situation(self) -> Situation:
+    def situation(self) -> JobPosition:
         """How far the job is."""
         progress, replicas = self.progress, self.replicas
-        return Situation(
+        return JobPosition(
             progress.step,
             progress.epoch,
             progress.epoch_step,
@@ -496,10 +483,10 @@ class Trainer:
         """Between epochs every worker has replica 0's buffers, and the random state of the first replica it hosts."""
         self.gradients.rest()
         if self.hosted and self.replicas.contexts:
-            rng.restore(self.replicas.contexts[self.hosted[0]].random, self.parts.device)
+            restore_rng(self.replicas.contexts[self.hosted[0]].random, self.parts.device)
         self.buffers.load(self.first_buffers)
 
 
-def _watch(what: str, name: str, index: int, peer: int, begin_s: float, end_s: float) -> None:
+def _trace_slice(what: str, name: str, index: int, peer: int, begin_s: float, end_s: float) -> None:
     """Put a slice into the trace."""
     trace.event(what, f"{name}[{index}]" + ("" if what == "back" else f" to {peer}"), begin_s, end_s)

@@ -1,28 +1,38 @@
-"""What `job.wrap` makes of the program's objects, piece by piece: what it must find out about them, and their trainer."""
+"""The wrappers that `job.wrap` and `job.track` put around the program's own objects, and the checks before that.
+
+The wrapped methods of optimizers, schedulers and scalers run once per step, whatever the number of replicas hosted here.
+While sums are on their way, they also keep the program from seeing or changing half of a step.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
-from pliant.elastic.member import Alone, Member
-from pliant.errors import ConfigError
-from pliant.train.gradients.catching import Gradients
-from pliant.train.gradients.probing import GradientProbe
-from pliant.train.optim import Averaging
-from pliant.train.placement import Blocks
-from pliant.train.priority.crossing import Crossing
-from pliant.train.priority.gates import hidden_uses
-from pliant.train.priority.tuning import Tuner
+from pliant.errors import ConfigError, TrainError, Unsliceable
+from pliant.train.deferred import hidden_uses, watch_state
+from pliant.train.gradient_probe import GradientProbe
+from pliant.train.gradients import GradientCollector
+from pliant.train.optim import AveragingOptimizer
+from pliant.train.pending import wrappers
 from pliant.train.replicas import Replicas
-from pliant.train.trainer import Parts, Trainer
 
-Named = Sequence[tuple[str, torch.nn.Parameter]]
+if TYPE_CHECKING:
+    from pliant.train.trainer import Trainer
 
 
-def trainable(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
+
+
+def trainable_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     """The parameters that get gradients, with their names. Raises ConfigError if there are none."""
     found = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not found:
@@ -39,7 +49,7 @@ def check_epoch(replicas: Replicas) -> None:
         )
 
 
-def describe_program(parameters: Named, replicas: Replicas, *, follows_view: bool) -> str:
+def describe_program(parameters: NamedParameters, replicas: Replicas, *, follows_view: bool) -> str:
     """What must be the same on all workers, for people to compare."""
     shapes = repr([(name, tuple(p.shape), str(p.dtype)) for name, p in parameters]).encode()
     digest = hashlib.sha256(shapes).hexdigest()[:12]
@@ -48,16 +58,16 @@ def describe_program(parameters: Named, replicas: Replicas, *, follows_view: boo
     return f"{count}, {len(parameters)} parameters ({digest}), {samples}"
 
 
-def no_priority(model: torch.nn.Module, averaging: Averaging | None) -> str:
+def why_no_priority(model: torch.nn.Module, averaging: AveragingOptimizer | None) -> str:
     """Why sums of this program must travel by `fifo`; empty if they need not."""
     return hidden_uses(model) if averaging is None else f"{averaging.describe()} averages models"
 
 
-def probe_of(
+def make_probe(
     monitors: dict[str, int],
-    gradients: Gradients,
+    gradients: GradientCollector,
     optimizers: Sequence[torch.optim.Optimizer],
-    averaging: Averaging | None,
+    averaging: AveragingOptimizer | None,
 ) -> GradientProbe | None:
     """What looks at gradients for these monitors, if there are some.
 
@@ -79,42 +89,172 @@ def probe_of(
     )
 
 
-def make_trainer(
-    member: Member | Alone,
-    parts: Parts,
-    parameters: Named,
-    replicas: Replicas,
-    sync: tuple[str, int | None, int | None],
-    blocks: Blocks | None,
-    *,
-    find_unused: bool,
-    cap_bytes: int | None,
-    follows_view: bool,
-    keeps_layout: bool,
-    say: Callable[[str], None],
-) -> Trainer:
-    """A trainer with all that it needs; `sync` is the way that sums travel, and what was asked for its slices."""
-    gradients = Gradients(
-        parameters,
-        replicas.count,
-        find_unused=find_unused,
-        cap_bytes=cap_bytes,
-        always_sums=follows_view,
-        on_backward=lambda: trainer.turn_over(),
-        before_backward=lambda: crossing.leftover(),
-    )
-    crossing = Crossing(
-        gradients.parameters, gradients.names, can_undo=member.elastic, say=say, optimizers=parts.optimizers
-    )
-    trainer = Trainer(
-        member,
-        parts,
-        replicas,
-        gradients,
-        crossing,
-        Tuner(*sync, say=say),
-        blocks,
-        follows_view=follows_view,
-        keeps_layout=keeps_layout,
-    )
-    return trainer
+# --- guards ---
+
+
+_ONCE_PER_STEP = ("step", "update", "update_parameters", "unscale_")
+"""Methods of tracked objects that belong to the step and not to a replica."""
+
+Running: TypeAlias = "Callable[[], Trainer]"
+"""Gives the trainer; raises TrainError where the program is not training."""
+
+
+def wrap_optimizer(
+    optimizer: torch.optim.Optimizer, running: Running, trainer_of: Callable[[], Trainer | None]
+) -> None:
+    """Let `step` happen in the last turn only, and with priority sync when its sums are there."""
+    original, original_zero = optimizer.step, optimizer.zero_grad
+
+    @functools.wraps(original)
+    def step(_: torch.optim.Optimizer, closure: Any = None, **kwargs: Any) -> Any:
+        if closure is not None:
+            raise Unsliceable(
+                f"{type(optimizer).__name__}.step(closure) computes several gradients per step, for which the "
+                "replicas would have to take turns inside of it: use an optimizer without a closure"
+            )
+        trainer = running()
+        turn = trainer.turn
+        if turn is None:
+            return original(**kwargs)
+        if trainer.torn is not None:
+            return None
+        if not turn.done:
+            raise TrainError(
+                "optimizer.step() before the gradients of this replica are complete: call backward() on a loss of "
+                "this batch first, the last one of an accumulation outside of job.no_sync()"
+            )
+        if not trainer.may_commit:
+            return None
+        with _scaled_rates(optimizer, trainer.adaptation.learning_rate_factor):
+            if trainer.crossing.is_crossing:
+                watch_state(optimizer, trainer.crossing)
+                return trainer.crossing.step(optimizer, original, **kwargs)
+            return original(**kwargs)
+
+    @functools.wraps(original_zero)
+    def zero_grad(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        trainer = trainer_of()
+        if trainer is not None and trainer.crossing.is_open:
+            trainer.crossing.zero_grad(optimizer, original_zero, set_to_none)
+            return
+        with torch._C.DisableTorchFunctionSubclass():  # it is no use of the parameters
+            original_zero(set_to_none=set_to_none)
+
+    step.of_pliant = True  # type: ignore[attr-defined]
+    # Bound methods, as they were: LR schedulers that are made later look for their functions.
+    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
+    optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
+    """Step with the program's rates times what policies have decided. Schedulers, of whatever kind, and checkpoints only
+    ever see the program's own."""
+    if factor == 1.0:
+        yield
+        return
+    groups = [group for group in optimizer.param_groups if group.get("lr") is not None]
+    own = [group["lr"] for group in groups]
+    for group, rate in zip(groups, own, strict=True):
+        group["lr"] = rate * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, own, strict=True):
+            group["lr"] = rate
+
+
+def wrap_tracked(name: str, thing: Any, trainer_of: Callable[[], Trainer | None]) -> None:
+    """Give a tracked `thing` a class of its own whose methods know about turns. Methods put on the object itself would
+    become part of its state: a scheduler's state_dict is all that it has."""
+    kind = type(thing)
+    methods = {
+        method: _once_per_step(name, getattr(kind, method), trainer_of)
+        for method in _ONCE_PER_STEP
+        if callable(getattr(kind, method, None))
+    }
+    try:
+        thing.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
+    except TypeError as error:
+        raise TrainError(f"track({name!r}): a {kind.__name__} cannot be told about turns ({error})") from None
+
+
+def _once_per_step(
+    name: str, original: Callable[..., Any], trainer_of: Callable[[], Trainer | None]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def guarded(thing: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer = trainer_of()
+        if trainer is None:
+            return original(thing, *args, **kwargs)
+        if not trainer.may_commit:
+            return None
+        if trainer.crossing.is_open:
+            if isinstance(thing, LRScheduler):
+                # Small, and it does not look at parameters: kept as it was, in case the step is torn.
+                trainer.keep_tracked(name, thing, copy.deepcopy(thing.state_dict()))
+            else:
+                trainer.crossing.tell(
+                    f"sync: {name!r} (a {type(thing).__name__}) is updated in every step: all sums are waited for before, so "
+                    "priority cannot help"
+                )
+                if not trainer.finish_sums():
+                    return None
+        return original(thing, *args, **kwargs)
+
+    return guarded
+
+
+def check_optimizers(
+    optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[tuple[str, torch.nn.Parameter]]
+) -> None:
+    """Raises ConfigError or Unsliceable for optimizers that a job cannot have."""
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"{type(optimizer).__name__} is not an optimizer: give one, or a list of them")
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise Unsliceable("LBFGS needs a closure that computes several gradients per step: use another optimizer")
+    known = {id(parameter) for _, parameter in parameters}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if any(parameter.requires_grad and id(parameter) not in known for parameter in group["params"]):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} updates a parameter that is not in the model: its gradient would not be "
+                    "summed over the replicas. Put all modules into one, such as torch.nn.ModuleList"
+                )
+
+
+def check_tracked(optimizers: Sequence[torch.optim.Optimizer], tracked: dict[str, Any]) -> None:
+    """Raises TrainError if a scheduler changes an optimizer behind the job's back."""
+    known = {id(each.optimizer) for each in tracked.values() if isinstance(each, LRScheduler)}
+    for optimizer in optimizers:
+        inner = optimizer.inner if isinstance(optimizer, AveragingOptimizer) else optimizer
+        steps = [*wrappers(optimizer.step), *wrappers(inner.step)]
+        scheduled = any(getattr(f, "_wrapped_by_lr_sched", False) for f in steps)
+        if scheduled and not known & {id(optimizer), id(inner)}:
+            raise TrainError(
+                f"an LR scheduler changes {type(optimizer).__name__}, but the job does not know it: a newcomer would "
+                "begin with another learning rate. Add `job.track('scheduler', scheduler)`"
+            )
+
+
+def refuse_untracked_scalers(tracked: dict[str, Any], trainer_of: Callable[[], Trainer | None]) -> Callable[[], None]:
+    """A GradScaler that the job does not know would be updated once per turn, so its result would depend on where the
+    replicas are: better to say so at once. Returns how to undo this."""
+    original = torch.amp.GradScaler.update
+
+    @functools.wraps(original)
+    def update(scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        trainer = trainer_of()
+        if trainer is not None and trainer.turn is not None and not any(t is scaler for t in tracked.values()):
+            raise TrainError(
+                "this GradScaler is not part of the job: add `job.track('scaler', scaler)` before job.epochs"
+            )
+        return original(scaler, *args, **kwargs)
+
+    torch.amp.GradScaler.update = update  # type: ignore[assignment,method-assign]
+
+    def undo() -> None:
+        torch.amp.GradScaler.update = original  # type: ignore[method-assign]
+
+    return undo

@@ -20,7 +20,7 @@ from pliant.fed.rounds.loop import FederatedLoop
 from pliant.fed.rounds.storage import RECORD, JobRecorder
 from pliant.fed.trainer import InProcess
 from pliant.fed.work import Trained, Unit, UnitResult, Weights
-from pliant.train.state import tree
+from pliant.train import state_tree
 
 DAY_S = 86_400
 _tasks: dict[str, Task] = {}
@@ -98,7 +98,7 @@ def loop_of(config: FedConfig, folder: Path | None = None, *, crash_at: int = 0,
 
 def digest(value: object) -> str:
     """SHA-256 of a tree of tensors, arrays and plain values."""
-    skeleton, tensors = tree.flatten(value)
+    skeleton, tensors = state_tree.flatten(value)
     found = hashlib.sha256(skeleton.encode())
     for each in tensors:
         found.update(each.contiguous().numpy().tobytes())

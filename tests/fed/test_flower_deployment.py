@@ -16,7 +16,7 @@ from squares.server_app import BUFFERS
 
 from pliant.fed.flower.strategy import ArrayLayout
 from pliant.fed.rounds.federation import CHECKPOINT_FILE
-from pliant.train.state import checkpoint_file
+from pliant.train import checkpoint_file
 
 pytestmark = pytest.mark.processes
 

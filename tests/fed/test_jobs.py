@@ -28,7 +28,7 @@ from pliant.fed.jobs.folders import JobFolder, Jobs
 from pliant.fed.jobs.job import FedJob, Ground, rounds_text
 from pliant.fed.jobs.keeper import Restarts
 from pliant.fed.rounds.loop import simulate
-from pliant.train.state import checkpoint_file
+from pliant.train import checkpoint_file
 
 DEADLINE_S = 90.0
 COMMANDS = ("submit", "list_jobs", "logs", "stop", "forget", "show", "fed", "report")

@@ -16,7 +16,7 @@ from pliant.errors import CheckpointError
 from pliant.fed import trainer
 from pliant.fed.rounds.federation import CHECKPOINT_FILE
 from pliant.fed.rounds.storage import PERF, RECORD
-from pliant.train.state import checkpoint_file
+from pliant.train import checkpoint_file
 
 JOBS: dict[str, dict[str, Any]] = {
     "oort, yogi, privacy": {

@@ -22,13 +22,12 @@ from torch.utils._pytree import tree_leaves
 
 from pliant.comm.handle import Handle
 from pliant.errors import WorkerLost
-from pliant.train import guards
-from pliant.train.gradients.catching import Gradients
-from pliant.train.priority.crossing import Crossing
-from pliant.train.priority.gates import gate_evaluation, gate_state
-from pliant.train.priority.pending import Pending
-from pliant.train.priority.tuning import Choice
+from pliant.train.deferred import DeferredUpdates, gate_evaluation, gate_state
+from pliant.train.gradients import GradientCollector
+from pliant.train.pending import Pending
+from pliant.train.sync import SyncConfig
 from pliant.train.trainer import Turn
+from pliant.train.wrapping import wrap_optimizer
 
 MARKS = [
     pytest.mark.timeout(60),
@@ -104,7 +103,7 @@ class Loop:
         self.network = Network()
         self.said: list[str] = []
         self.lost: list[Exception] = []
-        self.gradients = Gradients(
+        self.gradients = GradientCollector(
             list(model.named_parameters()),
             2,
             find_unused=find_unused,
@@ -112,7 +111,7 @@ class Loop:
             before_backward=lambda: self.crossing.leftover(),
         )
         self.gradients.arrange(self.network, (1, 1))  # type: ignore[arg-type]
-        self.crossing = Crossing(
+        self.crossing = DeferredUpdates(
             self.gradients.parameters, self.gradients.names, can_undo, self.said.append, optimizers=optimizers
         )
         self.crossing.on_lost = self.lost.append
@@ -121,9 +120,9 @@ class Loop:
         self.crossing.on_whole = self._whole
         self.turn = Turn(0, 0, True)
         self.may_commit, self.torn = True, None
-        self.way = Choice()
+        self.way = SyncConfig()
         for optimizer in optimizers:
-            guards.patch_optimizer(optimizer, lambda: self, lambda: self)  # type: ignore[arg-type, return-value]
+            wrap_optimizer(optimizer, lambda: self, lambda: self)  # type: ignore[arg-type, return-value]
             gate_state(optimizer, self.crossing)
 
     def finish_sums(self) -> bool:
@@ -149,7 +148,7 @@ class Loop:
             self.crossing.begin(sums, list(range(len(self.gradients.parameters))))
         else:
             self.gradients.sums.wait()
-        self.way = Choice("priority", slice_bytes=1)
+        self.way = SyncConfig("priority", slice_bytes=1)
 
     @property
     def pending(self) -> set[str]:

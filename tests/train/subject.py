@@ -24,11 +24,12 @@ from programs import build, digest, may_have_children, one_batch
 
 import pliant
 from pliant.train import trace
+from pliant.train.deferred import DeferredUpdates
 from pliant.train.job import ViewChange
-from pliant.train.priority.crossing import Awaited, Crossing
+from pliant.train.pending import PendingSum
 
 GATE_S = 60.0
-_WAIT_FOR = Crossing._wait_for
+_WAIT_FOR = DeferredUpdates._wait_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,13 +208,13 @@ def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
 
     crossing.on_whole = became_whole
 
-    def waited(_: Crossing, awaited: Awaited) -> bool:
+    def waited(_: DeferredUpdates, awaited: PendingSum) -> bool:
         taken_in = len(crossing.parameters) - len(crossing._awaited)
         if not awaited.handle.done:
             journal.write("blocked" if taken_in else "waiting", step=job.step)
         return _WAIT_FOR(crossing, awaited)
 
-    Crossing._wait_for = waited  # type: ignore[assignment, method-assign]
+    DeferredUpdates._wait_for = waited  # type: ignore[assignment, method-assign]
 
     def exchanged() -> None:
         exchange()
@@ -235,7 +236,7 @@ def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
         first = next(parameter for parameter in program.model.parameters() if parameter.requires_grad)
         first.register_hook(lambda gradient: _fail_at(task, "backward", job.step))
     if task.fault is not None and task.fault.moment == "saving":
-        from pliant.train.state import checkpoint_file
+        from pliant.train import checkpoint_file
 
         write_all = checkpoint_file._write_all
 

@@ -15,21 +15,24 @@ from pliant.comm.engine import Engine
 from pliant.comm.execution import Steps
 from pliant.comm.operations import Operation
 from pliant.comm.reactor import Errand
-from pliant.train import rng, trainer
-from pliant.train.buffers import Tensors
-from pliant.train.context import Context
-from pliant.train.data.stream import Stream
-from pliant.train.gradients import catching, summing
-from pliant.train.priority import partial_step, tuning
-from pliant.train.priority.crossing import Crossing
-from pliant.train.priority.kept import Kept
-from pliant.train.replicas import ReplicaSwitch
+from pliant.train import gradients, pending
+from pliant.train.context import DataPosition, ReplicaContext, restore_rng
+from pliant.train.deferred import DeferredUpdates
+from pliant.train.gradients import GradientCollector
+from pliant.train.pending import UndoLog
+from pliant.train.replicas import ReplicaSwitch, Tensors
+from pliant.train.sync import StepMeasurement, SyncConfig, SyncTuner
+from pliant.train.trainer import Trainer
 
 
 @contextlib.contextmanager
 def no_random_state() -> Iterator[None]:
     """Replicas share the worker's generators."""
-    with mock.patch.object(rng, "restore"):
+
+    def restore(self: ReplicaSwitch, context: ReplicaContext, first_buffers: Tensors) -> None:
+        self._buffers.load(first_buffers)
+
+    with mock.patch.object(ReplicaSwitch, "restore", restore):
         yield
 
 
@@ -37,8 +40,8 @@ def no_random_state() -> Iterator[None]:
 def no_buffers() -> Iterator[None]:
     """Replicas share the worker's buffers."""
 
-    def restore(self: ReplicaSwitch, context: Context, first_buffers: Tensors) -> None:
-        rng.restore(context.random, self._device)
+    def restore(self: ReplicaSwitch, context: ReplicaContext, first_buffers: Tensors) -> None:
+        restore_rng(context.random, self._device)
 
     with mock.patch.object(ReplicaSwitch, "restore", restore):
         yield
@@ -47,16 +50,16 @@ def no_buffers() -> Iterator[None]:
 @contextlib.contextmanager
 def no_loader_state() -> Iterator[None]:
     """Loader workers begin anew in the middle of an epoch."""
-    original: Callable[[bytes], Stream] = Stream.from_bytes
-    with mock.patch.object(Stream, "from_bytes", lambda state: replace(original(state), workers=())):
+    original: Callable[[bytes], DataPosition] = DataPosition.from_bytes
+    with mock.patch.object(DataPosition, "from_bytes", lambda state: replace(original(state), workers=())):
         yield
 
 
 @contextlib.contextmanager
 def no_loader_position() -> Iterator[None]:
     """Replicas begin their epoch anew."""
-    original: Callable[[bytes], Stream] = Stream.from_bytes
-    with mock.patch.object(Stream, "from_bytes", lambda state: replace(original(state), batch=0)):
+    original: Callable[[bytes], DataPosition] = DataPosition.from_bytes
+    with mock.patch.object(DataPosition, "from_bytes", lambda state: replace(original(state), batch=0)):
         yield
 
 
@@ -64,22 +67,22 @@ def no_loader_position() -> Iterator[None]:
 def first_layout_for_ever() -> Iterator[None]:
     """Gradients stay in one bucket, in the order of the parameters."""
 
-    def rebuild(self: catching.Gradients, ready_order: Sequence[int]) -> None:
+    def rebuild(self: GradientCollector, ready_order: Sequence[int]) -> None:
         self.use_layout(self.layout)
 
-    with mock.patch.object(catching.Gradients, "rebuild", rebuild):
+    with mock.patch.object(GradientCollector, "rebuild", rebuild):
         yield
 
 
 @contextlib.contextmanager
 def parameters_order() -> Iterator[None]:
     """The second layout is made in the order of the parameters, not in that of replica 0's gradients."""
-    original = catching.Gradients.rebuild
+    original = GradientCollector.rebuild
 
-    def rebuild(self: catching.Gradients, ready_order: Sequence[int]) -> None:
+    def rebuild(self: GradientCollector, ready_order: Sequence[int]) -> None:
         original(self, sorted(ready_order))
 
-    with mock.patch.object(catching.Gradients, "rebuild", rebuild):
+    with mock.patch.object(GradientCollector, "rebuild", rebuild):
         yield
 
 
@@ -95,7 +98,7 @@ def division() -> Iterator[None]:
         def mul(gradient: torch.Tensor, factor: float, *, out: torch.Tensor) -> None:
             torch.div(gradient, round(1 / factor), out=out)
 
-    with mock.patch.object(summing, "torch", Torch()):
+    with mock.patch.object(gradients, "torch", Torch()):
         yield
 
 
@@ -109,50 +112,50 @@ def ascending_fold() -> Iterator[None]:
 @contextlib.contextmanager
 def fickle() -> Iterator[None]:
     """The tuner has another opinion about slices in every third step."""
-    original = tuning.Tuner.learn
+    original = SyncTuner.learn
 
-    def learn(self: tuning.Tuner, *args: Any, **kwargs: Any) -> tuning.Choice:
+    def learn(self: SyncTuner, *args: Any, **kwargs: Any) -> SyncConfig:
         original(self, *args, **kwargs)
         size = (4096, 65536, 8192)[self._steps // 3 % 3]
         self.choice = replace(self.choice, slice_bytes=size, in_flight_bytes=2 * size)
         return self.choice
 
-    with mock.patch.object(tuning.Tuner, "learn", learn):
+    with mock.patch.object(SyncTuner, "learn", learn):
         yield
 
 
 @contextlib.contextmanager
 def wavering() -> Iterator[None]:
     """What workers measure says now that priority helps, now that it does not."""
-    original = tuning.Tuner.learn
+    original = SyncTuner.learn
 
-    def learn(self: tuning.Tuner, steps: Sequence[tuning.Measured], **kwargs: Any) -> tuning.Choice:
+    def learn(self: SyncTuner, steps: Sequence[StepMeasurement], **kwargs: Any) -> SyncConfig:
         r = 1.0 if self._steps // 3 % 2 else 0.1
-        measured = [tuning.Measured(0.5, r * 0.5 * 4e6, 4e6) for _ in steps]
+        measured = [StepMeasurement(0.5, r * 0.5 * 4e6, 4e6) for _ in steps]
         return original(self, measured, **kwargs)
 
-    with mock.patch.object(tuning.Tuner, "learn", learn):
+    with mock.patch.object(SyncTuner, "learn", learn):
         yield
 
 
 @contextlib.contextmanager
 def blind_uses() -> Iterator[None]:
     """Nobody notices that a parameter is used."""
-    with mock.patch.object(Crossing, "use"):
+    with mock.patch.object(DeferredUpdates, "use"):
         yield
 
 
 @contextlib.contextmanager
 def late_options() -> Iterator[None]:
     """An update that was put off is done with the learning rate of later."""
-    with mock.patch.object(partial_step, "_options", lambda group: group):
+    with mock.patch.object(pending, "_copy_options", lambda group: group):
         yield
 
 
 @contextlib.contextmanager
 def nothing_kept() -> Iterator[None]:
     """Updates that came too early cannot be taken back."""
-    with mock.patch.object(Kept, "keep"):
+    with mock.patch.object(UndoLog, "keep"):
         yield
 
 
@@ -180,8 +183,8 @@ def slow_rest() -> Iterator[None]:
     held: list[tuple[Steps, Operation, int]] = []
     engines: list[Engine] = []
     flowing = False
-    step, work_in = Steps._take, trainer.Trainer.work_in
-    take_in, flush, leftover = Crossing._take_in, Crossing.flush, Crossing.leftover
+    step, work_in = Steps._take, Trainer.work_in
+    take_in, flush, leftover = DeferredUpdates._take_in, DeferredUpdates.flush, DeferredUpdates.leftover
 
     def held_step(self: Steps, operation: Operation, index: int) -> None:
         if _is_gradient(operation) and operation.priority > 0 and not flowing:
@@ -200,19 +203,19 @@ def slow_rest() -> Iterator[None]:
         for engine in engines[-1:]:
             engine._reactor.post(Errand(release, lambda _: None))
 
-    def noted_work_in(self: trainer.Trainer, engine: Engine) -> None:
+    def noted_work_in(self: Trainer, engine: Engine) -> None:
         engines.append(engine)
         work_in(self, engine)
 
-    def noted_take_in(self: Crossing, *args: Any, **kwargs: Any) -> None:
+    def noted_take_in(self: DeferredUpdates, *args: Any, **kwargs: Any) -> None:
         take_in(self, *args, **kwargs)
         let_go()
 
-    def noted_flush(self: Crossing) -> None:
+    def noted_flush(self: DeferredUpdates) -> None:
         let_go()
         flush(self)
 
-    def noted_leftover(self: Crossing) -> set[int]:
+    def noted_leftover(self: DeferredUpdates) -> set[int]:
         nonlocal flowing
         found = leftover(self)
         flowing = False  # what backward hands in from now on is the next step's
@@ -220,10 +223,10 @@ def slow_rest() -> Iterator[None]:
 
     with (
         mock.patch.object(Steps, "_take", held_step),
-        mock.patch.object(trainer.Trainer, "work_in", noted_work_in),
-        mock.patch.object(Crossing, "_take_in", noted_take_in),
-        mock.patch.object(Crossing, "flush", noted_flush),
-        mock.patch.object(Crossing, "leftover", noted_leftover),
+        mock.patch.object(Trainer, "work_in", noted_work_in),
+        mock.patch.object(DeferredUpdates, "_take_in", noted_take_in),
+        mock.patch.object(DeferredUpdates, "flush", noted_flush),
+        mock.patch.object(DeferredUpdates, "leftover", noted_leftover),
     ):
         yield
 

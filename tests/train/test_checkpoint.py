@@ -19,8 +19,8 @@ from safetensors import safe_open
 from torch import nn
 
 from pliant.errors import CheckpointError, TrainError
-from pliant.train.state import checkpoint_file
-from pliant.train.state.checkpoint import Checkpoint, Writer, load, newest, write
+from pliant.train import checkpoint_file
+from pliant.train.checkpoint import Checkpoint, CheckpointWriter, load_checkpoint, newest_checkpoint, write_checkpoint
 
 STATE = {
     "model": {"w": torch.arange(6.0).reshape(2, 3), "half": torch.ones(3, dtype=torch.bfloat16), "none": torch.empty(0, 4)},
@@ -58,8 +58,8 @@ def said() -> list[str]:
 
 
 @pytest.fixture
-def writer(tmp_path: Path, said: list[str], no_leaks: None) -> Iterator[Writer]:
-    writer = Writer(tmp_path, say=said.append)
+def writer(tmp_path: Path, said: list[str], no_leaks: None) -> Iterator[CheckpointWriter]:
+    writer = CheckpointWriter(tmp_path, say=said.append)
     yield writer
     writer.close()
 
@@ -69,9 +69,9 @@ def names(directory: Path) -> list[str]:
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    write(tmp_path / "mine.safetensors", at(123))
+    write_checkpoint(tmp_path / "mine.safetensors", at(123))
     for path in (tmp_path / "mine.safetensors", tmp_path):
-        found = load(path)
+        found = load_checkpoint(path)
         assert (found.step, found.epoch, found.num_replicas) == (123, 12, 4)
         assert found.meta == {"torch": torch.__version__}
         assert found.contexts == at(123).contexts
@@ -83,15 +83,17 @@ def test_round_trip(tmp_path: Path) -> None:
     "state", [None, 5, [], {"only": "text"}, torch.ones(2), {"pliant.sha256": torch.ones(1)}], ids=repr
 )
 def test_any_state(tmp_path: Path, state: object) -> None:
-    write(tmp_path / "x.safetensors", Checkpoint(0, 0, 0, {}, state))
-    found = load(tmp_path / "x.safetensors")
+    write_checkpoint(tmp_path / "x.safetensors", Checkpoint(0, 0, 0, {}, state))
+    found = load_checkpoint(tmp_path / "x.safetensors")
     assert repr(found.state) == repr(state)
     assert (found.contexts, found.meta) == ([], {})
 
 
 def test_the_package_reads_our_files(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    write(tmp_path / "x.safetensors", at(7, model=model.state_dict(), double=torch.ones(1, dtype=torch.float64)))
+    write_checkpoint(
+        tmp_path / "x.safetensors", at(7, model=model.state_dict(), double=torch.ones(1, dtype=torch.float64))
+    )
     with safe_open(tmp_path / "x.safetensors", "pt") as file:
         assert file.metadata()["step"] == "7"
         assert file.metadata()["format"] == "pt"
@@ -109,7 +111,7 @@ def test_the_package_reads_our_files(tmp_path: Path) -> None:
         assert name == "__metadata__" or entry["data_offsets"][0] % sizes[entry["dtype"]] == 0
 
 
-def test_a_snapshot_is_taken_before_save_returns(writer: Writer, tmp_path: Path) -> None:
+def test_a_snapshot_is_taken_before_save_returns(writer: CheckpointWriter, tmp_path: Path) -> None:
     weight = torch.zeros(1000)
     for step in (1, 2, 3):
         weight.fill_(step)
@@ -117,21 +119,21 @@ def test_a_snapshot_is_taken_before_save_returns(writer: Writer, tmp_path: Path)
         weight.fill_(-1)
     writer.flush()
     assert names(tmp_path) == ["step-000000002.safetensors", "step-000000003.safetensors"]  # keep=2
-    assert load(tmp_path).state["w"].unique().tolist() == [3]  # type: ignore[index]
-    assert load(tmp_path / "step-000000002.safetensors").state["w"].unique().tolist() == [2]  # type: ignore[index]
-    assert writer.latest == newest(tmp_path) == tmp_path / "step-000000003.safetensors"
+    assert load_checkpoint(tmp_path).state["w"].unique().tolist() == [3]  # type: ignore[index]
+    assert load_checkpoint(tmp_path / "step-000000002.safetensors").state["w"].unique().tolist() == [2]  # type: ignore[index]
+    assert writer.latest == newest_checkpoint(tmp_path) == tmp_path / "step-000000003.safetensors"
 
 
-def test_shapes_may_change_between_saves(writer: Writer, tmp_path: Path) -> None:
+def test_shapes_may_change_between_saves(writer: CheckpointWriter, tmp_path: Path) -> None:
     for step, shape in enumerate([(3,), (2, 3), (3,), ()]):
         writer.save(
             at(step, a=torch.full(shape, step), b=torch.ones(shape, dtype=torch.float64 if step % 2 else torch.int8))
         )
         writer.flush()
-        assert_equal(load(tmp_path).state["a"], torch.full(shape, step))  # type: ignore[index]
+        assert_equal(load_checkpoint(tmp_path).state["a"], torch.full(shape, step))  # type: ignore[index]
 
 
-def test_named_ones_are_kept(writer: Writer, tmp_path: Path) -> None:
+def test_named_ones_are_kept(writer: CheckpointWriter, tmp_path: Path) -> None:
     writer.save(at(1), name="best")
     for step in range(2, 6):
         writer.save(at(step))
@@ -140,21 +142,21 @@ def test_named_ones_are_kept(writer: Writer, tmp_path: Path) -> None:
     assert names(tmp_path) == [
         "best.safetensors", "final.safetensors", "step-000000004.safetensors", "step-000000005.safetensors",
     ]  # fmt: skip
-    assert newest(tmp_path) == tmp_path / "final.safetensors"
+    assert newest_checkpoint(tmp_path) == tmp_path / "final.safetensors"
     for name in ("../evil", "", ".hidden", "a/b"):
         with pytest.raises(TrainError, match="named"):
             writer.save(at(1), name=name)
 
 
-def test_later_steps_of_another_run_are_left_alone(writer: Writer, tmp_path: Path) -> None:
-    write(tmp_path / "step-000000200.safetensors", at(200))
+def test_later_steps_of_another_run_are_left_alone(writer: CheckpointWriter, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "step-000000200.safetensors", at(200))
     for step in (1, 2, 3):
         writer.save(at(step))
     writer.flush()
     assert [int(name[5:14]) for name in names(tmp_path)] == [2, 3, 200]
 
 
-def test_state_that_cannot_be_kept_is_the_callers_error(writer: Writer, tmp_path: Path) -> None:
+def test_state_that_cannot_be_kept_is_the_callers_error(writer: CheckpointWriter, tmp_path: Path) -> None:
     with pytest.raises(TrainError, match=r"state\['fn'\]"):
         writer.save(at(1, fn=print))
     with pytest.raises(TrainError, match="meta"):
@@ -189,33 +191,33 @@ def damage(path: Path, how: str) -> None:
 @pytest.mark.parametrize("how", ["cut", "cut in the header", "empty", "longer", "last byte", "data", "text", "zeros"])
 def test_a_torn_file_is_named_and_the_one_before_it_used(tmp_path: Path, said: list[str], how: str) -> None:
     for step in (10, 20):
-        write(tmp_path / f"step-{step:09d}.safetensors", at(step))
+        write_checkpoint(tmp_path / f"step-{step:09d}.safetensors", at(step))
     torn = tmp_path / "step-000000020.safetensors"
     damage(torn, how)
-    assert newest(tmp_path, say=said.append) == tmp_path / "step-000000010.safetensors"
-    assert load(tmp_path, say=said.append).step == 10
+    assert newest_checkpoint(tmp_path, say=said.append) == tmp_path / "step-000000010.safetensors"
+    assert load_checkpoint(tmp_path, say=said.append).step == 10
     assert len(said) == 2
     assert all(str(torn) in line for line in said)
     with pytest.raises(CheckpointError, match="step-000000020"):
-        load(torn)
+        load_checkpoint(torn)
 
 
 def test_no_flipped_bit_passes(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    write(path, Checkpoint(1, 2, 3, {"a": 1}, {"w": torch.ones(2)}, [b"c"]))
+    write_checkpoint(path, Checkpoint(1, 2, 3, {"a": 1}, {"w": torch.ones(2)}, [b"c"]))
     raw = path.read_bytes()
     for position in range(len(raw)):
         path.write_bytes(raw[:position] + bytes([raw[position] ^ (1 << position % 8)]) + raw[position + 1 :])
         with pytest.raises(CheckpointError):
-            load(path)
+            load_checkpoint(path)
 
 
 def test_all_torn(tmp_path: Path, said: list[str]) -> None:
-    write(tmp_path / "step-000000001.safetensors", at(1))
+    write_checkpoint(tmp_path / "step-000000001.safetensors", at(1))
     damage(tmp_path / "step-000000001.safetensors", "data")
-    assert newest(tmp_path, say=said.append) is None
+    assert newest_checkpoint(tmp_path, say=said.append) is None
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
-        load(tmp_path, say=said.append)
+        load_checkpoint(tmp_path, say=said.append)
 
 
 def test_wrong_files(tmp_path: Path, said: list[str]) -> None:
@@ -226,20 +228,20 @@ def test_wrong_files(tmp_path: Path, said: list[str]) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
     for name in ("theirs.safetensors", "text.safetensors", "model.pt"):
         with pytest.raises(CheckpointError, match="no checkpoint"):
-            load(tmp_path / name)
+            load_checkpoint(tmp_path / name)
     with pytest.raises(CheckpointError, match="No such file"):
-        load(tmp_path / "absent")
-    assert newest(tmp_path, say=said.append) is None
-    assert newest(tmp_path / "absent") is None
+        load_checkpoint(tmp_path / "absent")
+    assert newest_checkpoint(tmp_path, say=said.append) is None
+    assert newest_checkpoint(tmp_path / "absent") is None
     assert said == []  # others' files in the directory are nobody's fault
 
 
 def test_another_format_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    write(path, at(1))
+    write_checkpoint(path, at(1))
     path.write_bytes(path.read_bytes().replace(b'"pliant.checkpoint":"1"', b'"pliant.checkpoint":"9"'))
     with pytest.raises(CheckpointError, match="format '9'"):
-        load(path)
+        load_checkpoint(path)
 
 
 @pytest.fixture
@@ -259,7 +261,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.root
 def test_disk_full(small_disk: Path, said: list[str]) -> None:
     """The message names path, need and remedy; nothing is left; the one before stays; a smaller one fits again."""
-    writer = Writer(small_disk, say=said.append)
+    writer = CheckpointWriter(small_disk, say=said.append)
     writer.save(at(1))
     writer.save(at(2, w=torch.zeros(1 << 20)))
     writer.flush()
@@ -273,20 +275,21 @@ def test_disk_full(small_disk: Path, said: list[str]) -> None:
     ):
         assert part in said[0], said
     assert names(small_disk) == ["step-000000001.safetensors"]
-    assert load(small_disk).step == 1
+    assert load_checkpoint(small_disk).step == 1
     with pytest.raises(CheckpointError, match="No space left"):
-        write(small_disk / "x.safetensors", at(2, w=torch.zeros(1 << 20)))
+        write_checkpoint(small_disk / "x.safetensors", at(2, w=torch.zeros(1 << 20)))
     writer.save(at(3))
     writer.close()
     assert len(said) == 1
-    assert load(small_disk).step == 3
+    assert load_checkpoint(small_disk).step == 3
 
 
 LIMITED = """
 import resource, sys, torch
-from pliant.train.state.checkpoint import Checkpoint, Writer
+from pliant.train.checkpoint import CheckpointWriter
+from pliant.train.checkpoint_file import Checkpoint
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-writer = Writer(sys.argv[1], say=print)
+writer = CheckpointWriter(sys.argv[1], say=print)
 for step, size in ((1, 9), (2, 1 << 20), (3, 9)):
     writer.save(Checkpoint(step, 0, 1, {}, {"w": torch.zeros(size)}))
 """
@@ -298,13 +301,13 @@ def test_file_too_large_in_a_program_that_just_ends(tmp_path: Path) -> None:
     (said,) = done.stdout.splitlines()
     assert "File too large" in said
     assert "4,19" in said  # 4 MiB and a little
-    assert load(tmp_path).step == 3
+    assert load_checkpoint(tmp_path).step == 3
     assert names(tmp_path) == ["step-000000001.safetensors", "step-000000003.safetensors"]
 
 
 def test_unwritable_directory(tmp_path: Path, said: list[str]) -> None:
     (tmp_path / "file").write_text("in the way")
-    writer = Writer(tmp_path / "file" / "sub", say=said.append)
+    writer = CheckpointWriter(tmp_path / "file" / "sub", say=said.append)
     writer.save(at(1))
     writer.flush()
     assert len(said) == 1
@@ -313,12 +316,12 @@ def test_unwritable_directory(tmp_path: Path, said: list[str]) -> None:
     writer.save(at(2))  # the way is free now
     writer.close()
     assert len(said) == 1
-    assert load(tmp_path / "file" / "sub").step == 2
+    assert load_checkpoint(tmp_path / "file" / "sub").step == 2
 
 
 def endless(rank: int, directory: Path) -> None:
     """In another process: write one checkpoint, and never come to the end of a second."""
-    writer = Writer(directory)
+    writer = CheckpointWriter(directory)
     writer.save(Checkpoint(1, 0, 1, {}, {"w": torch.ones(1 << 20)}))
     writer.flush()
     checkpoint_file.os.fsync = lambda fd: (say("writing"), signal.pause())  # all written, none renamed
@@ -332,7 +335,7 @@ def fork_server() -> None:
     warm_up()
 
 
-def test_killed_while_writing(tmp_path: Path, fork_server: None, writer: Writer) -> None:
+def test_killed_while_writing(tmp_path: Path, fork_server: None, writer: CheckpointWriter) -> None:
     with gang(endless, [(tmp_path,)]) as started:
         assert started.hear(0) == "writing"
         writer.save(at(0))  # a second writer does not take the first's file for a leftover while it lives
@@ -340,14 +343,14 @@ def test_killed_while_writing(tmp_path: Path, fork_server: None, writer: Writer)
         assert len([name for name in names(tmp_path) if name.startswith(".")]) == 1
         started.kill(0)
         started.processes[0].join(10)
-    assert load(tmp_path).step == 1
+    assert load_checkpoint(tmp_path).step == 1
     writer.save(at(3))
     writer.flush()
     assert not [name for name in names(tmp_path) if name.startswith(".")], "the dead writer's file should be gone"
-    assert load(tmp_path).step == 3
+    assert load_checkpoint(tmp_path).step == 3
 
 
-def test_many_threads_may_save(writer: Writer, tmp_path: Path, said: list[str]) -> None:
+def test_many_threads_may_save(writer: CheckpointWriter, tmp_path: Path, said: list[str]) -> None:
     threads = [threading.Thread(target=writer.save, args=(at(step, w=torch.full((999,), step)),)) for step in range(8)]
     for thread in threads:
         thread.start()
@@ -355,18 +358,18 @@ def test_many_threads_may_save(writer: Writer, tmp_path: Path, said: list[str]) 
         thread.join()
     writer.flush()
     assert said == []
-    found = load(tmp_path)
+    found = load_checkpoint(tmp_path)
     assert found.state["w"].unique().tolist() == [found.step]  # type: ignore[index]
 
 
-def test_readers_never_see_half_a_file(writer: Writer, tmp_path: Path, said: list[str]) -> None:
-    write(tmp_path / "same.safetensors", at(0, w=torch.zeros(1 << 16)))
+def test_readers_never_see_half_a_file(writer: CheckpointWriter, tmp_path: Path, said: list[str]) -> None:
+    write_checkpoint(tmp_path / "same.safetensors", at(0, w=torch.zeros(1 << 16)))
     stop = threading.Event()
 
     def read() -> set[int]:
         seen = set()
         while not stop.is_set():
-            found = load(tmp_path / "same.safetensors")
+            found = load_checkpoint(tmp_path / "same.safetensors")
             assert found.state["w"].unique().tolist() == [found.step]  # type: ignore[index]
             seen.add(found.step)
         return seen

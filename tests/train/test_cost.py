@@ -13,7 +13,7 @@ from torch.nn import functional
 import pliant
 from pliant.comm.engine import Engine
 from pliant.train import determinism
-from pliant.train.fold_check import SelfCheck
+from pliant.train.determinism import SelfCheck
 
 
 class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):

@@ -11,7 +11,7 @@ from golden import golden
 from stage import ALL, Stage, new_workers, staged
 from subject import Fault, Task, compare, history
 
-from pliant.train.state import checkpoint
+from pliant.train.checkpoint import load_checkpoint, newest_checkpoint
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -113,9 +113,9 @@ def test_one_is_killed_while_it_writes_a_checkpoint(tmp_path: Path) -> None:
         stage.want(workers)
         stage.until_over()
         _check(stage, dead=1)
-        newest = checkpoint.newest(folder)
+        newest = newest_checkpoint(folder)
         assert newest is not None
-        assert checkpoint.load(newest).step == 18
+        assert load_checkpoint(newest).step == 18
 
 
 def test_everybody_is_killed(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_everybody_is_killed(tmp_path: Path) -> None:
         stage.want([first, second])
         stage.open_gate(8)
         stage.until_step(8)
-        stage.until(lambda: checkpoint.newest(folder) is not None)
+        stage.until(lambda: newest_checkpoint(folder) is not None)
         stage.client.add_worker(third)  # a view without anybody ends the job
         stage.kill(first)
         stage.kill(second)

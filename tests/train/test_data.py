@@ -22,12 +22,11 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from pliant.errors import TrainError
-from pliant.train import rng
-from pliant.train.data import parcel
-from pliant.train.data.dealing import num_batches
-from pliant.train.data.feeder import Feeder
-from pliant.train.data.options import LoaderOptions
-from pliant.train.data.stream import Stream
+from pliant.train import loader_process
+from pliant.train.context import DataPosition, RngState, capture_rng, restore_rng
+from pliant.train.feeder import ReplicaLoader
+from pliant.train.loader_process import pack_shared, receive_shared, send_shared
+from pliant.train.sampling import LoaderOptions, num_batches
 
 pytestmark = pytest.mark.timeout(60)
 LENGTH = 26
@@ -37,9 +36,9 @@ EPOCHS = 2
 @pytest.fixture(autouse=True)
 def _own_generators() -> Iterator[None]:
     torch.set_num_threads(1)
-    before = rng.capture()
+    before = capture_rng()
     yield
-    rng.restore(before)
+    restore_rng(before)
 
 
 class Augmented(Dataset[torch.Tensor]):
@@ -62,10 +61,10 @@ def draw_in_init(worker: int) -> None:
     random.random(), np.random.randn(worker + 1), torch.rand(worker)
 
 
-def world(replica: int) -> rng.RngState:
+def world(replica: int) -> RngState:
     """The generators of a replica's process when its program begins."""
     random.seed(replica), np.random.seed(100 + replica), torch.manual_seed(200 + replica)
-    return rng.capture()
+    return capture_rng()
 
 
 Batches = dict[int, list[torch.Tensor]]
@@ -76,7 +75,7 @@ class Replicas:
     """What each replica has got, and the generators it has left."""
 
     got: Batches
-    worlds: dict[int, rng.RngState]
+    worlds: dict[int, RngState]
 
     def assert_equal(self, other: Replicas) -> None:
         assert self.got.keys() == other.got.keys()
@@ -95,7 +94,7 @@ def stock(num_replicas: int, options: LoaderOptions, dataset: Dataset[Any] | Non
     """What `DataLoader` with `DistributedSampler` gives to each rank, in generators of its own."""
     told = Replicas.of(num_replicas)
     for rank in range(num_replicas):
-        rng.restore(told.worlds[rank])
+        restore_rng(told.worlds[rank])
         data = dataset or Augmented()
         sampler = DistributedSampler(data, num_replicas, rank, options.shuffle, options.seed, options.sampler_drop_last)
         generator = None if options.generator is None else options.generator.clone_state()
@@ -114,24 +113,24 @@ def stock(num_replicas: int, options: LoaderOptions, dataset: Dataset[Any] | Non
             for batch in loader:
                 told.got[rank].append(batch.clone())
                 torch.rand(1), np.random.rand(), random.random()  # the model draws, too
-        told.worlds[rank] = rng.capture()
+        told.worlds[rank] = capture_rng()
     return told
 
 
-def take(feeder: Feeder, replica: int, told: Replicas) -> None:
-    rng.restore(told.worlds[replica])
+def take(feeder: ReplicaLoader, replica: int, told: Replicas) -> None:
+    restore_rng(told.worlds[replica])
     try:
         told.got[replica].append(feeder.next(replica).clone())
         torch.rand(1), np.random.rand(), random.random()
     finally:
-        told.worlds[replica] = rng.capture()
+        told.worlds[replica] = capture_rng()
 
 
 def ours(num_replicas: int, options: LoaderOptions, hosts: int = 1) -> Replicas:
     """The same from `hosts` feeders, with replicas dealt to them in blocks."""
     told = Replicas.of(num_replicas)
-    streams = dict.fromkeys(range(num_replicas), Stream())
-    feeders = [Feeder(Augmented(), options, num_replicas) for _ in range(hosts)]
+    streams = dict.fromkeys(range(num_replicas), DataPosition())
+    feeders = [ReplicaLoader(Augmented(), options, num_replicas) for _ in range(hosts)]
     try:
         for _ in range(EPOCHS):
             for host, feeder in enumerate(feeders):
@@ -182,28 +181,28 @@ SHARED = LoaderOptions(batch_size=2, num_workers=2)
 
 @pytest.fixture(scope="module")
 def shared_oracle() -> Replicas:
-    before = rng.capture()
+    before = capture_rng()
     told = stock(4, SHARED)
-    rng.restore(before)
+    restore_rng(before)
     return told
 
 
-def carried(streams: Mapping[int, Stream], num_workers: int) -> dict[int, Stream]:
+def carried(streams: Mapping[int, DataPosition], num_workers: int) -> dict[int, DataPosition]:
     """As they arrive at another worker."""
     arrived = {}
     for replica, stream in streams.items():
         data = stream.to_bytes(num_workers)
-        assert len(data) == Stream.size(num_workers)
-        arrived[replica] = Stream.from_bytes(data)
+        assert len(data) == DataPosition.size(num_workers)
+        arrived[replica] = DataPosition.from_bytes(data)
     return arrived
 
 
-def moving(options: LoaderOptions, meddle: Callable[[Stream], Stream] = lambda stream: stream) -> Replicas:
+def moving(options: LoaderOptions, meddle: Callable[[DataPosition], DataPosition] = lambda stream: stream) -> Replicas:
     """Four replicas, dealt anew to two feeders before every step; and each third step is done twice."""
     told = Replicas.of(4)
-    streams = dict.fromkeys(range(4), Stream())
+    streams = dict.fromkeys(range(4), DataPosition())
     chance = random.Random(1)
-    with Feeder(Augmented(), options, 4) as one, Feeder(Augmented(), options, 4) as two:
+    with ReplicaLoader(Augmented(), options, 4) as one, ReplicaLoader(Augmented(), options, 4) as two:
         for step in range(EPOCHS * num_batches(LENGTH, 4, options)):
             homes = {v: chance.choice((one, two)) for v in streams}
             for attempt in range(2 if step % 3 == 2 else 1):
@@ -240,7 +239,9 @@ def test_moving_without_loader_processes_changes_no_bit() -> None:
     ],
     ids=["without the loader workers' states", "with another base seed"],
 )
-def test_half_a_stream_changes_the_bits(meddle: Callable[[Stream], Stream], shared_oracle: Replicas) -> None:
+def test_half_a_stream_changes_the_bits(
+    meddle: Callable[[DataPosition], DataPosition], shared_oracle: Replicas
+) -> None:
     with pytest.raises(AssertionError, match="replica"):
         moving(SHARED, meddle).assert_equal(shared_oracle)
 
@@ -249,8 +250,8 @@ def test_half_a_stream_changes_the_bits(meddle: Callable[[Stream], Stream], shar
 def test_loader_workers_without_a_state_of_their_own_change_the_bits(
     shared_oracle: Replicas, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, switch = os.getpid(), rng.restore
-    monkeypatch.setattr(rng, "restore", lambda state: switch(state) if os.getpid() == here else None)
+    here, switch = os.getpid(), restore_rng
+    monkeypatch.setattr(loader_process, "restore_rng", lambda state: switch(state) if os.getpid() == here else None)
     with pytest.raises(AssertionError, match="replica"):
         ours(4, SHARED).assert_equal(shared_oracle)
     monkeypatch.undo()
@@ -263,7 +264,7 @@ def test_batches_are_pinned_on_their_way(
 ) -> None:
     """The path of a batch through the pinning thread; only the copy itself needs a GPU."""
     pinned = []
-    monkeypatch.setattr("pliant.train.data.pool.pin_memory", lambda data: pinned.append(len(data)) or data)
+    monkeypatch.setattr("pliant.train.feeder.pin_memory", lambda data: pinned.append(len(data)) or data)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
@@ -274,8 +275,8 @@ def test_batches_are_pinned_on_their_way(
 @pytest.mark.processes
 def test_a_redo_keeps_what_was_prefetched(tmp_path: Path) -> None:
     log = tmp_path / "loads"
-    with Feeder(Logged(log), LoaderOptions(batch_size=1, shuffle=False, num_workers=2), 1) as feeder:
-        feeder.host({0: Stream()})
+    with ReplicaLoader(Logged(log), LoaderOptions(batch_size=1, shuffle=False, num_workers=2), 1) as feeder:
+        feeder.host({0: DataPosition()})
         first = feeder.next(0)
         before = feeder.stream(0)
         second = feeder.next(0)
@@ -310,8 +311,10 @@ class Faulty(Augmented):
 
 @pytest.mark.processes
 def test_errors_of_the_dataset_keep_their_type_and_dead_processes_are_named(no_leaks: None) -> None:
-    with Feeder(Faulty(8), LoaderOptions(batch_size=1, shuffle=False, num_workers=1, prefetch_factor=1), 1) as feeder:
-        feeder.host({0: Stream()})
+    with ReplicaLoader(
+        Faulty(8), LoaderOptions(batch_size=1, shuffle=False, num_workers=1, prefetch_factor=1), 1
+    ) as feeder:
+        feeder.host({0: DataPosition()})
         assert [feeder.next(0).item() for _ in range(2)] == [0, 1]
         with pytest.raises(ZeroDivisionError, match=r"loader process 0(.|\n)*Traceback(.|\n)*sample 2 is bad"):
             feeder.next(0)
@@ -328,9 +331,9 @@ class Waiting(Augmented):
 
 @pytest.mark.processes
 def test_a_silent_dataset_is_reported_and_ended(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pliant.train.data.pool._GRACE_S", 0.1)
-    with Feeder(Waiting(), LoaderOptions(num_workers=1, timeout_s=0.2), 1) as feeder:
-        feeder.host({0: Stream()})
+    monkeypatch.setattr("pliant.train.feeder._GRACE_S", 0.1)
+    with ReplicaLoader(Waiting(), LoaderOptions(num_workers=1, timeout_s=0.2), 1) as feeder:
+        feeder.host({0: DataPosition()})
         with pytest.raises(TrainError, match=r"gave no batch in timeout_s=0\.2"):
             feeder.next(0)
         (pid,) = feeder.pids
@@ -352,8 +355,8 @@ def test_loader_processes_leave_with_their_parent_and_do_not_run_its_handlers(no
     pid = os.fork()
     if pid == 0:
         try:
-            feeder = Feeder(Told(), LoaderOptions(num_workers=2), 1)
-            feeder.host({0: Stream()})
+            feeder = ReplicaLoader(Told(), LoaderOptions(num_workers=2), 1)
+            feeder.host({0: DataPosition()})
             os.write(writer, json.dumps([feeder.next(0)[0].tolist() for _ in range(2)]).encode())
             signal.pause()
         finally:
@@ -385,8 +388,8 @@ class Changing(Augmented):
 def test_the_dataset_is_seen_as_it_is_at_the_start_of_the_epoch(persistent: bool) -> None:
     dataset = Changing(2)
     options = LoaderOptions(num_workers=1, persistent_workers=persistent)
-    with Feeder(dataset, options, 1) as feeder:
-        stages, stream = [], Stream()
+    with ReplicaLoader(dataset, options, 1) as feeder:
+        stages, stream = [], DataPosition()
         for epoch in range(2):
             dataset.stage = epoch
             feeder.host({0: stream})
@@ -402,9 +405,9 @@ def test_tensors_arrive_in_shared_memory_with_what_they_share(no_leaks: None) ->
     thing = {"views": (base[:3], base[3:].view(3, 1)), "same": base, "empty": empty, "many": many, "text": "x" * 10**6}
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        sender = threading.Thread(target=lambda: parcel.send(theirs, parcel.pack(thing)))
+        sender = threading.Thread(target=lambda: send_shared(theirs, pack_shared(thing)))
         sender.start()
-        got = parcel.receive(ours)
+        got = receive_shared(ours)
         sender.join()
     assert got["text"] == thing["text"]
     assert got["empty"].shape == (0, 3)
@@ -420,8 +423,8 @@ def test_a_batch_that_cannot_be_sent_is_an_error_of_that_batch() -> None:
     options = LoaderOptions(
         num_workers=1, shuffle=False, collate_fn=lambda samples: (lambda: samples) if samples[0][0] == 1 else samples
     )
-    with Feeder(Augmented(), options, 1) as feeder:
-        feeder.host({0: Stream()})
+    with ReplicaLoader(Augmented(), options, 1) as feeder:
+        feeder.host({0: DataPosition()})
         feeder.next(0)
         with pytest.raises((AttributeError, pickle.PicklingError), match="while a batch was pickled"):
             feeder.next(0)
@@ -429,9 +432,9 @@ def test_a_batch_that_cannot_be_sent_is_an_error_of_that_batch() -> None:
 
 
 def test_replicas_elsewhere_and_in_other_epochs_are_refused() -> None:
-    with Feeder(Augmented(), LoaderOptions(), 2) as feeder:
-        feeder.host({1: Stream()})
+    with ReplicaLoader(Augmented(), LoaderOptions(), 2) as feeder:
+        feeder.host({1: DataPosition()})
         with pytest.raises(TrainError, match=r"replica 0 is not hosted here \(hosted: 1\)"):
             feeder.next(0)
         with pytest.raises(TrainError, match="different epochs"):
-            feeder.host({0: Stream(), 1: Stream(epoch=1)})
+            feeder.host({0: DataPosition(), 1: DataPosition(epoch=1)})

@@ -20,9 +20,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from pliant.errors import ConfigError, Unsliceable
-from pliant.train.data.dealing import batches, num_batches, samples_used
-from pliant.train.data.options import LoaderOptions, describe
-from pliant.train.data.stream import Stream
+from pliant.train.context import DataPosition
+from pliant.train.sampling import LoaderOptions, loader_options, num_batches, replica_batches, samples_used
 
 pytestmark = pytest.mark.timeout(60)
 LENGTH = 26
@@ -55,7 +54,7 @@ def test_batches_are_those_of_torch(
         sampler = DistributedSampler(range(length), num_replicas, replica, shuffle, 5, sampler_drop_last)  # type: ignore[arg-type]
         sampler.set_epoch(epoch)
         theirs = list(BatchSampler(sampler, batch_size, drop_last))
-        assert batches(length, num_replicas, replica, epoch, options) == theirs
+        assert replica_batches(length, num_replicas, replica, epoch, options) == theirs
         assert num_batches(length, num_replicas, options) == len(theirs)
 
 
@@ -63,9 +62,9 @@ def test_batches_are_those_of_torch(
 def test_an_epoch_that_is_dealt_anew_uses_every_sample_once(length: int, before: int, after: int, steps: int) -> None:
     options = LoaderOptions(batch_size=2)
     steps = min(steps, num_batches(length, before, options))
-    used = samples_used(length, before, Stream(batch=steps), options)
-    first = [batch for v in range(before) for batch in batches(length, before, v, 0, options)[:steps]]
-    rest = [batch for v in range(after) for batch in batches(length, after, v, 0, options, used)]
+    used = samples_used(length, before, DataPosition(batch=steps), options)
+    first = [batch for v in range(before) for batch in replica_batches(length, before, v, 0, options)[:steps]]
+    rest = [batch for v in range(after) for batch in replica_batches(length, after, v, 0, options, used)]
     assert set().union(*first, *rest) == set(range(length))
     repeated = sum(map(len, first + rest)) - length
     assert repeated < before + after, "only to give every replica as many"
@@ -73,15 +72,15 @@ def test_an_epoch_that_is_dealt_anew_uses_every_sample_once(length: int, before:
 
 def test_a_loader_is_described_by_its_own_settings() -> None:
     data = Numbers()
-    dataset, options = describe(DataLoader(data, 8, shuffle=True, drop_last=True, num_workers=2), seed=4)
+    dataset, options = loader_options(DataLoader(data, 8, shuffle=True, drop_last=True, num_workers=2), seed=4)
     assert dataset is data
     assert (options.batch_size, options.shuffle, options.seed, options.drop_last) == (8, True, 4, True)
     assert (options.num_workers, options.prefetch_factor) == (2, 2)
-    assert not describe(DataLoader(data))[1].shuffle
+    assert not loader_options(DataLoader(data))[1].shuffle
     sampler = DistributedSampler(data, 4, 1, shuffle=False, seed=9, drop_last=True)
-    options = describe(DataLoader(data, sampler=sampler))[1]
+    options = loader_options(DataLoader(data, sampler=sampler))[1]
     assert (options.shuffle, options.seed, options.sampler_drop_last) == (False, 9, True)
-    assert describe(data, batch_size=3)[1] == LoaderOptions(batch_size=3)
+    assert loader_options(data, batch_size=3)[1] == LoaderOptions(batch_size=3)
 
 
 class Endless(IterableDataset[int]):
@@ -125,4 +124,4 @@ def test_what_cannot_be_dealt_is_refused(
     source: Any, overrides: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
-        describe(source, **overrides)
+        loader_options(source, **overrides)

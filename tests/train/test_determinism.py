@@ -15,7 +15,7 @@ import torch
 
 from pliant.comm import order
 from pliant.errors import ConfigError
-from pliant.train import fold_check
+from pliant.train import determinism
 from pliant.train.determinism import PINS, Fingerprint, Level, differences, fingerprint, level_of, pin, self_check
 
 INTEL = Fingerprint(
@@ -204,7 +204,7 @@ def test_self_check_notices_other_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_self_check_without_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(fold_check.dist, "ProcessGroupGloo")
+    monkeypatch.delattr(determinism.dist, "ProcessGroupGloo")
     result = self_check(2)
     assert not result.ok
     assert "could not be asked" in result.detail

@@ -17,9 +17,8 @@ from pliant.adapt import Observation, WorkerFigures
 from pliant.adapt.monitors import StallDetector
 from pliant.comm.transport import loopback_engines
 from pliant.errors import ConfigError
-from pliant.train.adapting import metrics as metrics_module
-from pliant.train.adapting.metrics import PORT_OFFSET, Metrics, period_s
-from pliant.train.adapting.tensorboard import Scalars, scalars
+from pliant.train import exporters
+from pliant.train.exporters import PORT_OFFSET, MetricsServer, TensorBoardExporter, sampling_period_s, scalars_of
 
 HOST = "127.0.0.1"
 SEEN = Observation(
@@ -29,7 +28,7 @@ SEEN = Observation(
 )  # fmt: skip
 
 
-def _page(metrics: Metrics) -> dict[str, float]:
+def _page(metrics: MetricsServer) -> dict[str, float]:
     with urllib.request.urlopen(metrics.address, timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
@@ -42,10 +41,10 @@ def _free_port() -> int:
 
 def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUNGFU_CONFIG_MONITORING_PERIOD", "20ms")
-    monkeypatch.setattr(metrics_module, "LATENCY_PERIOD_S", 0.0)
+    monkeypatch.setattr(exporters, "LATENCY_PERIOD_S", 0.0)
     port = _free_port()
     stalls = StallDetector(print)
-    metrics = Metrics.open(HOST, port, stalls)
+    metrics = MetricsServer.open(HOST, port, stalls)
     try:
         assert metrics.address == f"http://{HOST}:{port + PORT_OFFSET}/metrics"
         assert _page(metrics)["pliant_stalls"] == 0
@@ -84,7 +83,7 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_port_in_use_gives_way_to_another(caplog: pytest.LogCaptureFixture) -> None:
     port = _free_port()
     with socket.create_server((HOST, port + PORT_OFFSET)), caplog.at_level(logging.WARNING):
-        metrics = Metrics.open(HOST, port)
+        metrics = MetricsServer.open(HOST, port)
         try:
             assert _page(metrics) == {}
             assert metrics.address in caplog.text
@@ -95,38 +94,38 @@ def test_a_port_in_use_gives_way_to_another(caplog: pytest.LogCaptureFixture) ->
 
 def test_an_address_that_is_not_here() -> None:
     with pytest.raises(ConfigError, match="192.0.2.1"):
-        Metrics.open("192.0.2.1", 10000)
+        MetricsServer.open("192.0.2.1", 10000)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("1s", 1.0), ("250ms", 0.25), ("2", 2.0), ("", 1.0)])
 def test_periods(text: str, seconds: float) -> None:
-    assert period_s({"KUNGFU_CONFIG_MONITORING_PERIOD": text}) == seconds
+    assert sampling_period_s({"KUNGFU_CONFIG_MONITORING_PERIOD": text}) == seconds
 
 
 @pytest.mark.parametrize("text", ["soon", "-1s", "0"])
 def test_bad_periods(text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        period_s({"PLIANT_MONITORING_PERIOD": text})
+        sampling_period_s({"PLIANT_MONITORING_PERIOD": text})
 
 
 def test_scalars() -> None:
-    found = scalars(SEEN)
+    found = scalars_of(SEEN)
     assert found["gradients/noise_scale"] == 321.5
     assert found["job/samples_per_second"] == 64
-    assert "gradients/noise_scale" not in scalars(Observation(step=1))
+    assert "gradients/noise_scale" not in scalars_of(Observation(step=1))
 
 
 def test_without_tensorboard_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"pliant\[tensorboard\]"):
-        Scalars(str(tmp_path))
+        TensorBoardExporter(str(tmp_path))
 
 
 def test_tensorboard_reads_what_is_written(tmp_path: Path) -> None:
     reader = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="needs the extra `tensorboard`"
     )
-    writer = Scalars(str(tmp_path))
+    writer = TensorBoardExporter(str(tmp_path))
     writer.publish(SEEN, 1)
     assert not list(tmp_path.iterdir()), "only the first worker writes"
     writer.publish(SEEN, 0)

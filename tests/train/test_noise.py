@@ -20,12 +20,12 @@ from torch import nn
 from pliant.comm.engine import Engine
 from pliant.comm.transport import loopback_engines
 from pliant.errors import ConfigError
-from pliant.train.gradients import dispersion, probing
-from pliant.train.gradients.catching import Gradients
-from pliant.train.gradients.probing import GradientProbe
-from pliant.train.placement import even_blocks
-from pliant.train.priority.crossing import Crossing
-from pliant.train.priority.tuning import Choice
+from pliant.train import gradient_probe
+from pliant.train.deferred import DeferredUpdates
+from pliant.train.gradient_probe import GradientProbe
+from pliant.train.gradients import GradientCollector
+from pliant.train.replicas import even_blocks
+from pliant.train.sync import SyncConfig
 
 BATCH = 4
 
@@ -33,8 +33,8 @@ BATCH = 4
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that parameters of a test have several, and are shared between workers."""
-    monkeypatch.setattr(probing, "CHUNK", 64)
-    monkeypatch.setattr(dispersion, "CHUNK", 64)
+    monkeypatch.setattr(gradient_probe, "CHUNK", 64)
+    monkeypatch.setattr(gradient_probe, "VARIANCE_CHUNK", 64)
 
 
 class Net(nn.Module):
@@ -83,13 +83,13 @@ def _worker(
     optimizer = make_optimizer(model.parameters())
     placed = even_blocks(replicas, engine.size)
     begin = sum(placed[: engine.rank])
-    gradients = Gradients(list(model.named_parameters()), replicas, find_unused=True, on_backward=lambda: None)
-    crossing = Crossing(gradients.parameters, gradients.names, can_undo=False, say=print, optimizers=[optimizer])
+    gradients = GradientCollector(list(model.named_parameters()), replicas, find_unused=True, on_backward=lambda: None)
+    crossing = DeferredUpdates(gradients.parameters, gradients.names, can_undo=False, say=print, optimizers=[optimizer])
     probe = gradients.sums.probe = GradientProbe(gradients.parameters, [optimizer], **kwargs)
     gradients.arrange(engine, placed)
     told: list[dict[str, float | None]] = []
     for step in range(steps + 1):
-        gradients.sums.travel(Choice(sync, slice_bytes=1024), range(len(gradients.parameters)))
+        gradients.sums.travel(SyncConfig(sync, slice_bytes=1024), range(len(gradients.parameters)))
         gradients.sums.begin_step(step)
         for slot in range(placed[engine.rank]):
             optimizer.zero_grad()

@@ -26,7 +26,7 @@ import pliant
 from pliant.comm.engine import Engine
 from pliant.comm.transport import loopback_engines
 from pliant.errors import ConfigError, TrainError, Unsliceable
-from pliant.train.optim import Averaging, peer_of
+from pliant.train.optim import AveragingOptimizer, peer_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "averaging.py"
 HOSTS = ("127.0.0.1", "127.0.0.1", "127.0.0.2")
@@ -36,16 +36,16 @@ def _sgd(*values: float, momentum: float = 0.0, dtype: torch.dtype = torch.float
     return torch.optim.SGD([nn.Parameter(torch.tensor(values, dtype=dtype))], RATE, momentum=momentum)
 
 
-def _joined(optimizers: Sequence[Averaging], ranks: Sequence[Engine]) -> None:
+def _joined(optimizers: Sequence[AveragingOptimizer], ranks: Sequence[Engine]) -> None:
     for optimizer, engine in zip(optimizers, ranks, strict=True):
         optimizer.work_in(engine, [1] * len(ranks))
 
 
-def _value(optimizer: Averaging) -> Any:
+def _value(optimizer: AveragingOptimizer) -> Any:
     return optimizer.param_groups[0]["params"][0].detach().numpy().copy()
 
 
-def _step(optimizers: Sequence[Averaging], step: int, gradient: Callable[[int, Any], Any]) -> None:
+def _step(optimizers: Sequence[AveragingOptimizer], step: int, gradient: Callable[[int, Any], Any]) -> None:
     """All workers do a step at the same time; `gradient` gives worker r's for its own model."""
     for optimizer in optimizers:
         optimizer.begin(step)

@@ -32,7 +32,7 @@ from late_sums import (
 from torch import Tensor, nn
 
 from pliant.errors import TrainError
-from pliant.train.priority.crossing import Crossing
+from pliant.train.deferred import DeferredUpdates
 
 pytestmark = MARKS
 
@@ -284,7 +284,7 @@ def test_a_use_that_is_not_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     """As if compiled code had taken the weight: the gradient that comes back gives it away."""
     loop, mine, _, _ = under_way()
     before = loop.model.scale._version
-    monkeypatch.setattr(Crossing, "use", lambda *_: None)
+    monkeypatch.setattr(DeferredUpdates, "use", lambda *_: None)
     with pytest.raises(TrainError, match=r"got a gradient, but its last update was still under way.*sync='fifo'"):
         train_once(loop, loop.model, mine, zoo_loss)
     assert loop.model.scale._version == before, "nothing was updated behind its back"
@@ -292,13 +292,13 @@ def test_a_use_that_is_not_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_use_that_is_not_seen_is_refused_where_only_one_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     loop, mine, _, _ = under_way()
-    use, hidden = Crossing.use, loop.gradients.names.index("scale")
+    use, hidden = DeferredUpdates.use, loop.gradients.names.index("scale")
 
-    def blind(crossing: Crossing, index: int) -> None:
+    def blind(crossing: DeferredUpdates, index: int) -> None:
         if index != hidden:
             use(crossing, index)
 
-    monkeypatch.setattr(Crossing, "use", blind)
+    monkeypatch.setattr(DeferredUpdates, "use", blind)
     # Where backward needs the old values as well, torch notices first that they have changed meanwhile.
     with pytest.raises((TrainError, RuntimeError), match="'scale' got a gradient|modified by an inplace operation"):
         train_once(loop, loop.model, mine, zoo_loss)
@@ -307,7 +307,7 @@ def test_a_use_that_is_not_seen_is_refused_where_only_one_is_hidden(monkeypatch:
 def test_what_is_not_seen_and_gives_no_gradient_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the other tests of this file could fail: both the values and the watch tell."""
     loop, _, plain, _ = under_way()
-    monkeypatch.setattr(Crossing, "use", lambda *_: None)
+    monkeypatch.setattr(DeferredUpdates, "use", lambda *_: None)
     with torch.no_grad(), Watch(loop.model) as watch:
         found = loop.model(WORDS)
     assert watch.stale

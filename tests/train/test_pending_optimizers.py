@@ -215,6 +215,6 @@ def test_clipping_waits_for_all_and_it_is_said_once() -> None:
 
 
 def test_an_update_with_the_rate_of_later_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pliant.train.priority.partial_step._options", lambda group: group)
+    monkeypatch.setattr("pliant.train.pending._copy_options", lambda group: group)
     with pytest.raises((AssertionError, TypeError, ValueError)):
         test_a_scheduler_does_not_change_a_step_that_was_called_before()

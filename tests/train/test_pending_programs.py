@@ -29,7 +29,7 @@ from late_sums import (
 from torch import Tensor, nn
 
 import pliant
-from pliant.train.priority.gates import hidden_uses
+from pliant.train.deferred import hidden_uses
 
 pytestmark = MARKS
 

@@ -24,7 +24,7 @@ from late_sums import (
 )
 from torch import nn
 
-from pliant.train.priority.tuning import Choice
+from pliant.train.sync import SyncConfig
 
 pytestmark = MARKS
 
@@ -62,7 +62,7 @@ def test_what_was_updated_too_early_is_taken_back(kind: str, settings: dict[str,
 def test_the_first_update_of_all_is_taken_back() -> None:
     """The optimizer has no state before it, and none afterwards."""
     loop, mine, _, _ = twins(can_undo=True)
-    loop.way = Choice("priority", slice_bytes=1)
+    loop.way = SyncConfig("priority", slice_bytes=1)
     before = state_of(loop.model, mine)
     train_once(loop, loop.model, mine, zoo_loss)
     loop.model.last(X)  # type: ignore[operator]

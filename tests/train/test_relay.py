@@ -11,8 +11,8 @@ from golden import golden
 from stage import new_workers, staged
 from subject import Fault, Task, compare
 
-from pliant.train import settling
-from pliant.train.state import handover
+from pliant.train import rendezvous
+from pliant.train.rendezvous import MemberReport, ViewRendezvous, _holders
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -38,20 +38,20 @@ def test_many_who_lack_it_do_not_ask_one() -> None:
     """The table of who takes part: the first holder, and all who lack the state, unless somebody trains on meanwhile."""
     asked: list[tuple[str, int]] = []
 
-    def report(step: int, stays: bool = True) -> settling.Report:
-        return settling.Report(step, 100, "program", {}, stays)
+    def report(step: int, stays: bool = True) -> MemberReport:
+        return MemberReport(step, 100, "program", {}, stays)
 
-    def decide(reports: list[settling.Report], rank: int) -> str:
+    def decide(reports: list[MemberReport], rank: int) -> str:
         engine = mock.Mock(rank=rank, size=len(reports))
-        way = settling.Settling.__new__(settling.Settling)
+        way = ViewRendezvous.__new__(ViewRendezvous)
         way._member, way._trainer, way.has_state = mock.Mock(), mock.Mock(averaging=None), False
         way._state = mock.Mock()
         asked.clear()
         with (
-            mock.patch.object(handover, "relay", lambda *args: asked.append(("relay", args[1]))),
-            mock.patch.object(handover, "fetch", lambda *args: asked.append(("fetch", len(args[1])))),
+            mock.patch.object(rendezvous, "relay_state", lambda *args: asked.append(("relay", args[1]))),
+            mock.patch.object(rendezvous, "fetch_state", lambda *args: asked.append(("fetch", len(args[1])))),
         ):
-            way._have_state(engine, reports, settling._holders(reports))
+            way._have_state(engine, reports, _holders(reports))
         return asked[0][0] if asked else ""
 
     start = [report(0), report(-1), report(-1), report(-1)]

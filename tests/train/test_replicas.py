@@ -8,14 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pliant.errors import ConfigError, TrainError
-from pliant.train import rng
-from pliant.train.context import Context
-from pliant.train.data.dealing import batches
-from pliant.train.data.options import LoaderOptions
-from pliant.train.data.stream import Stream
-from pliant.train.placement import Placement, even_blocks, place
-from pliant.train.replicas import Replicas
-from pliant.train.view_changes import ViewChange, ViewChanges
+from pliant.train.context import DataPosition, ReplicaContext, seeded_rng
+from pliant.train.events import ViewChange, ViewChanges
+from pliant.train.replicas import Placement, Replicas, even_blocks, place_replicas
+from pliant.train.sampling import LoaderOptions, replica_batches
 
 pytestmark = pytest.mark.timeout(60)
 CPU = torch.device("cpu")
@@ -27,7 +23,7 @@ CPU = torch.device("cpu")
 @given(num_replicas=st.integers(1, 40), share=st.integers(1, 40))
 def test_every_replica_has_one_host(num_replicas: int, share: int) -> None:
     size = min(num_replicas, share)
-    placements = [place(num_replicas, size, rank) for rank in range(size)]
+    placements = [place_replicas(num_replicas, size, rank) for rank in range(size)]
     hosted = [list(placement.hosted) for placement in placements]
     assert [replica for each in hosted for replica in each] == list(range(num_replicas))
     assert max(map(len, hosted)) - min(map(len, hosted)) <= 1
@@ -38,12 +34,12 @@ def test_every_replica_has_one_host(num_replicas: int, share: int) -> None:
 @pytest.mark.parametrize("blocks", [(3,), (2, 1), (4, 0), (1, 2, 1), ()], ids=str)
 def test_blocks_that_do_not_place_every_replica_are_refused(blocks: tuple[int, ...]) -> None:
     with pytest.raises(TrainError, match="do not place 4 replicas on 2 workers, one or more on each"):
-        place(4, 2, 0, lambda size: blocks)
+        place_replicas(4, 2, 0, lambda size: blocks)
 
 
 def test_a_program_may_want_other_blocks() -> None:
-    assert place(4, 2, 1, lambda size: [3, 1]) == Placement((3, 1), 1)
-    assert place(4, 2, 1, lambda size: [3, 1]).hosted == range(3, 4)
+    assert place_replicas(4, 2, 1, lambda size: [3, 1]) == Placement((3, 1), 1)
+    assert place_replicas(4, 2, 1, lambda size: [3, 1]).hosted == range(3, 4)
     assert even_blocks(5, 3) == (2, 2, 1)
     assert Placement().hosted == range(0)
 
@@ -52,12 +48,12 @@ def test_a_program_may_want_other_blocks() -> None:
 
 
 def _replicas(
-    count: int, num_samples: int, batch: int, stream: Stream | None = None, *, batch_size: int = 2
+    count: int, num_samples: int, batch: int, stream: DataPosition | None = None, *, batch_size: int = 2
 ) -> Replicas:
     """All of them after so many batches."""
     made = Replicas(count, num_samples, LoaderOptions(batch_size=batch_size))
-    stream = stream or Stream(batch=batch)
-    made.contexts = [Context(rng.seeded(replica, CPU), stream) for replica in range(count)]
+    stream = stream or DataPosition(batch=batch)
+    made.contexts = [ReplicaContext(seeded_rng(replica, CPU), stream) for replica in range(count)]
     return made
 
 
@@ -67,9 +63,9 @@ def _rest(replicas: Replicas, epoch: int = 0) -> list[int]:
     return sorted(
         sample
         for replica in range(replicas.count)
-        for batch in batches(replicas.num_samples, replicas.count, replica, epoch, replicas.loading, stream.consumed)[
-            stream.batch :
-        ]
+        for batch in replica_batches(
+            replicas.num_samples, replicas.count, replica, epoch, replicas.loading, stream.consumed
+        )[stream.batch :]
         for sample in batch
     )
 
@@ -109,17 +105,17 @@ def test_another_batch_size_deals_the_rest_anew() -> None:
     replicas.set_batch_size(5, epoch=0)
     assert _rest(replicas) == left
     assert replicas.loading.batch_size == 5
-    assert {context.stream for context in replicas.contexts} == {Stream(consumed=16)}
+    assert {context.stream for context in replicas.contexts} == {DataPosition(consumed=16)}
     assert replicas.batches_left(0) == 3
 
 
 def test_a_batch_size_without_one_batch_is_refused_and_changes_nothing() -> None:
     replicas = Replicas(2, 8, LoaderOptions(batch_size=2, drop_last=True))
-    replicas.contexts = [Context(rng.seeded(0, CPU), Stream(batch=1))] * 2
+    replicas.contexts = [ReplicaContext(seeded_rng(0, CPU), DataPosition(batch=1))] * 2
     with pytest.raises(ConfigError, match="8 samples give 2 replicas not one batch of 5: decide for less"):
         replicas.set_batch_size(5, epoch=0)
     assert replicas.loading.batch_size == 2
-    assert replicas.contexts[0].stream == Stream(batch=1)
+    assert replicas.contexts[0].stream == DataPosition(batch=1)
 
 
 # --- changes of view ---

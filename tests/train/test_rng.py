@@ -10,67 +10,66 @@ import pytest
 import torch
 
 from pliant.errors import ConfigError
-from pliant.train import rng
-from pliant.train.data.stream import Stream
+from pliant.train.context import RNG_BYTES, DataPosition, RngState, _numpy, _python, capture_rng, restore_rng
 
 pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(autouse=True)
 def _own_generators() -> Iterator[None]:
-    before = rng.capture()
+    before = capture_rng()
     yield
-    rng.restore(before)
+    restore_rng(before)
 
 
 def test_states_travel_as_bytes_of_one_size() -> None:
     np.random.randn(), random.gauss(0, 1), torch.randn(3)
-    state = rng.capture()
+    state = capture_rng()
     drawn = (random.gauss(0, 1), np.random.randn(), torch.randn(3).tolist(), np.random.rand(700).tolist())
-    assert rng.capture() != state
-    rng.restore(rng.RngState.from_bytes(state.to_bytes()))
+    assert capture_rng() != state
+    restore_rng(RngState.from_bytes(state.to_bytes()))
     assert drawn == (random.gauss(0, 1), np.random.randn(), torch.randn(3).tolist(), np.random.rand(700).tolist())
-    assert len(state.to_bytes()) == rng.SIZE
+    assert len(state.to_bytes()) == RNG_BYTES
     with pytest.raises(ConfigError, match="no random state"):
-        rng.RngState.from_bytes(b"short")
-    stream = Stream(3, 4, 5, 2**63 - 1, (state.to_bytes(), None))
-    assert Stream.from_bytes(stream.to_bytes(2)) == stream
-    assert len(Stream().to_bytes(2)) == len(stream.to_bytes(2))
+        RngState.from_bytes(b"short")
+    stream = DataPosition(3, 4, 5, 2**63 - 1, (state.to_bytes(), None))
+    assert DataPosition.from_bytes(stream.to_bytes(2)) == stream
+    assert len(DataPosition().to_bytes(2)) == len(stream.to_bytes(2))
     with pytest.raises(ConfigError, match="no stream"):
-        Stream.from_bytes(b"short")
+        DataPosition.from_bytes(b"short")
 
 
 @pytest.mark.parametrize("place", [625 * 4, 625 * 4 + 1 + 8 + 625 * 4], ids=["python's", "numpy's"])
 @pytest.mark.parametrize("position", [625, -1])
 def test_a_position_beyond_the_words_is_refused(place: int, position: int) -> None:
-    data = bytearray(rng.capture().to_bytes())
+    data = bytearray(capture_rng().to_bytes())
     data[place - 4 : place] = position.to_bytes(4, "little", signed=True)
     with pytest.raises(ConfigError, match=f"at word {position} of 624"):
-        rng.RngState.from_bytes(bytes(data))
+        RngState.from_bytes(bytes(data))
 
 
 def test_python_is_switched_in_place_and_by_its_own_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    python = rng._python()
+    python = _python()
     assert python._memory is not None
     random.seed(5)
     random.gauss(0, 1)
-    state, told = rng.capture(), random.getstate()
+    state, told = capture_rng(), random.getstate()
     drawn = [random.gauss(0, 1), *(random.random() for _ in range(700))]
-    rng.restore(state)
+    restore_rng(state)
     assert random.getstate() == told
     monkeypatch.setattr(python, "_memory", None)
-    assert rng.capture() == state
+    assert capture_rng() == state
     random.seed(6)
-    rng.restore(state)
+    restore_rng(state)
     assert random.getstate() == told
     assert [random.gauss(0, 1), *(random.random() for _ in range(700))] == drawn
 
 
 def test_numpy_is_switched_without_its_private_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
     np.random.randn()
-    state = rng.capture()
+    state = capture_rng()
     drawn = np.random.randn(5).tolist()
-    monkeypatch.setattr(rng._numpy(), "_spare", None)
-    rng.restore(state)
-    assert rng.capture() == state
+    monkeypatch.setattr(_numpy(), "_spare", None)
+    restore_rng(state)
+    assert capture_rng() == state
     assert np.random.randn(5).tolist() == drawn

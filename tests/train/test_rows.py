@@ -10,11 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pliant.train import rng, rows
-from pliant.train.context import Context
-from pliant.train.data.stream import Stream
-from pliant.train.priority.tuning import Choice, Measured
-from pliant.train.rows import MOST_CHANGES, ROOM, Rows, Said, applied, changed
+from pliant.train import exchange
+from pliant.train.context import DataPosition, ReplicaContext, capture_rng, restore_rng, seeded_rng
+from pliant.train.exchange import (
+    CHANGES_BYTES,
+    MAX_CHANGES,
+    StepMessage,
+    StepMessageCodec,
+    apply_changes,
+    encode_changes,
+)
+from pliant.train.sync import StepMeasurement, SyncConfig
 
 BLOCKS = (2, 1, 3)
 
@@ -24,24 +30,24 @@ def test_a_change_makes_the_new_out_of_the_old(before: bytes, changes: dict[int,
     after = bytearray(before)
     for place, value in changes.items():
         after[place % len(before)] = value
-    change = changed(before, bytes(after))
+    change = encode_changes(before, bytes(after))
     if change is None:
-        assert len({place % len(before) // 8 for place in changes}) > MOST_CHANGES
+        assert len({place % len(before) // 8 for place in changes}) > MAX_CHANGES
     else:
-        assert len(change) <= ROOM
-        assert applied(before, change.ljust(ROOM, b"\0")) == after
+        assert len(change) <= CHANGES_BYTES
+        assert apply_changes(before, change.ljust(CHANGES_BYTES, b"\0")) == after
 
 
 def test_what_does_not_fit_is_not_told() -> None:
-    before = bytes(8 * (MOST_CHANGES + 1))
-    assert changed(before, b"\1" * 8 * MOST_CHANGES + bytes(8)) is not None
-    assert changed(before, b"\1" * len(before)) is None
-    assert changed(before, before + bytes(8)) is None, "of another length"
-    assert changed(bytes(1 << 20), bytes(1 << 20)) is None, "places beyond what a change can name"
+    before = bytes(8 * (MAX_CHANGES + 1))
+    assert encode_changes(before, b"\1" * 8 * MAX_CHANGES + bytes(8)) is not None
+    assert encode_changes(before, b"\1" * len(before)) is None
+    assert encode_changes(before, before + bytes(8)) is None, "of another length"
+    assert encode_changes(bytes(1 << 20), bytes(1 << 20)) is None, "places beyond what a change can name"
 
 
-def _contexts(seed: int, count: int) -> list[Context]:
-    return [Context(rng.seeded(seed + each), Stream()) for each in range(count)]
+def _contexts(seed: int, count: int) -> list[ReplicaContext]:
+    return [ReplicaContext(seeded_rng(seed + each), DataPosition()) for each in range(count)]
 
 
 class World:
@@ -49,7 +55,7 @@ class World:
 
     def __init__(self, blocks: Sequence[int]) -> None:
         self.blocks = blocks
-        self.rows = [Rows() for _ in blocks]
+        self.rows = [StepMessageCodec() for _ in blocks]
         self.known = [_contexts(7, sum(blocks)) for _ in blocks]
         self.step = 0
         begin = 0
@@ -57,9 +63,12 @@ class World:
             each.arrange(blocks, range(begin, begin + count))
             begin += count
 
-    def train(self, new: Sequence[Context]) -> tuple[str, bool]:
+    def train(self, new: Sequence[ReplicaContext]) -> tuple[str, bool]:
         """One step after which the replicas' contexts are these; the name of the rows, and whether they were enough."""
-        said = [Said(self.step, 40 + rank, Choice(), Measured(), bytes([rank] * 5)) for rank in range(len(self.rows))]
+        said = [
+            StepMessage(self.step, 40 + rank, SyncConfig(), StepMeasurement(), bytes([rank] * 5))
+            for rank in range(len(self.rows))
+        ]
         [name] = {each.name for each in self.rows}
         mine = [{replica: new[replica] for replica in each._hosted} for each in self.rows]
         table = torch.stack(
@@ -87,15 +96,15 @@ class World:
         [whole] = complete
         return name, whole
 
-    def drawing(self, draws: dict[int, int]) -> list[Context]:
+    def drawing(self, draws: dict[int, int]) -> list[ReplicaContext]:
         """What comes of the contexts when replicas draw so many numbers, and all take a batch."""
         new = []
         for replica, context in enumerate(self.known[0]):
-            rng.restore(context.random)
+            restore_rng(context.random)
             if replica in draws:
                 torch.rand(draws[replica])
                 [random.random() for _ in range(draws[replica])]
-            new.append(Context(rng.capture(), Stream(batch=context.stream.batch + 1)))
+            new.append(ReplicaContext(capture_rng(), DataPosition(batch=context.stream.batch + 1)))
         return new
 
 
@@ -114,7 +123,7 @@ def test_whole_contexts_are_told_when_they_have_changed(blocks: tuple[int, ...])
 def test_changes_take_little_room() -> None:
     world = World((1,) * 6)
     own = {0: world.drawing({})[0]}
-    said = Said(0, 0, Choice(), Measured(), b"")
+    said = StepMessage(0, 0, SyncConfig(), StepMeasurement(), b"")
     whole = world.rows[0].pack(said, own, world.known[0], 0)
     world.train(world.drawing({}))
     assert len(world.rows[0].pack(said, own, world.known[0], 0)) < 300 < 10_000 < len(whole)
@@ -122,7 +131,7 @@ def test_changes_take_little_room() -> None:
 
 def test_a_change_for_another_context_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the tests above can fail."""
-    monkeypatch.setattr(rows, "applied", lambda before, change: before)
+    monkeypatch.setattr(exchange, "apply_changes", lambda before, change: before)
     world = World(BLOCKS)
     world.train(world.drawing({}))
     with pytest.raises(AssertionError, match="believes something else"):

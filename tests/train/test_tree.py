@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pliant.errors import CheckpointError, TrainError
-from pliant.train.state.tree import TensorSpec, describe_tensors, flatten, unflatten
+from pliant.train.state_tree import TensorSpec, describe_tensors, flatten, unflatten
 
 
 def round_trip(tree: object) -> object:

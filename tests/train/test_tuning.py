@@ -8,29 +8,46 @@ from typing import Any
 import pytest
 
 from pliant.errors import ConfigError
-from pliant.train.priority import tuning
-from pliant.train.priority.tuning import ASKED, MODES, Choice, Measured, Tuner, check, pack, unpack
+from pliant.train.sync import (
+    BASELINE_BYTES,
+    IN_FLIGHT_SHARE,
+    MAX_IN_FLIGHT_BYTES,
+    MAX_SLICE_BYTES,
+    MIN_IN_FLIGHT_BYTES,
+    MIN_SLICE_BYTES,
+    PROBE_STEPS,
+    SLICE_SHARE,
+    SYNC_BYTES,
+    SYNC_MODES,
+    SYNC_OPTIONS,
+    StepMeasurement,
+    SyncConfig,
+    SyncTuner,
+    check_sync_options,
+    pack_sync,
+    unpack_sync,
+)
 
 MBIT = 1e6 / 8
 COMPUTE_S = 0.3
 
 
-def _step(rate_mbit: float, *, r: float = 1.0, compute_s: float = COMPUTE_S) -> list[Measured]:
+def _step(rate_mbit: float, *, r: float = 1.0, compute_s: float = COMPUTE_S) -> list[StepMeasurement]:
     """What three workers measure of a step with this T/C; the second one has the slowest link."""
     rate = rate_mbit * MBIT
     sent = r * rate * compute_s
-    slow = Measured(compute_s, sent, rate)
-    fast = Measured(0.9 * compute_s, 0.9 * sent, 1.3 * rate if rate else 0.0)
+    slow = StepMeasurement(compute_s, sent, rate)
+    fast = StepMeasurement(0.9 * compute_s, 0.9 * sent, 1.3 * rate if rate else 0.0)
     return [fast, slow, fast]
 
 
-def _tuner(asked: str = "priority", *fixed: int | None) -> tuple[Tuner, list[str]]:
+def _tuner(asked: str = "priority", *fixed: int | None) -> tuple[SyncTuner, list[str]]:
     said: list[str] = []
     slice_bytes, in_flight = (*fixed, None, None)[:2]
-    return Tuner(asked, slice_bytes, in_flight, said.append), said
+    return SyncTuner(asked, slice_bytes, in_flight, said.append), said
 
 
-def _until_changed(tuner: Tuner, steps: list[Measured], limit: int = 10) -> int:
+def _until_changed(tuner: SyncTuner, steps: list[StepMeasurement], limit: int = 10) -> int:
     """How many such steps it takes until the choice is another one."""
     before = tuner.choice
     for count in range(1, limit + 1):
@@ -47,8 +64,8 @@ def test_slices_and_credit_follow_the_rate(rate: float) -> None:
     tuner, _ = _tuner()
     choice = tuner.learn(_step(rate))
     # To one of a few sizes, a factor of the root of 2 apart: at most half of that away, and whole kibibytes.
-    assert choice.slice_bytes == pytest.approx(rate * MBIT * COMPUTE_S * tuning.SLICE_SHARE, rel=0.22)
-    assert choice.in_flight_bytes == pytest.approx(rate * MBIT * COMPUTE_S * tuning.IN_FLIGHT_SHARE, rel=0.22)
+    assert choice.slice_bytes == pytest.approx(rate * MBIT * COMPUTE_S * SLICE_SHARE, rel=0.22)
+    assert choice.in_flight_bytes == pytest.approx(rate * MBIT * COMPUTE_S * IN_FLIGHT_SHARE, rel=0.22)
     assert choice.slice_bytes % 1024 == choice.in_flight_bytes % 1024 == 0
     assert tuner.rate == rate * MBIT, "the slowest link counts"
     assert tuner.r == pytest.approx(1.0)
@@ -56,7 +73,7 @@ def test_slices_and_credit_follow_the_rate(rate: float) -> None:
 
 def test_among_lines_alike_one_late_worker_does_not_lower_the_rate() -> None:
     tuner, _ = _tuner()
-    tuner.learn([Measured(COMPUTE_S, 400 * MBIT * COMPUTE_S, rate * MBIT) for rate in (390, 330, 385, 395)])
+    tuner.learn([StepMeasurement(COMPUTE_S, 400 * MBIT * COMPUTE_S, rate * MBIT) for rate in (390, 330, 385, 395)])
     assert tuner.rate == pytest.approx(387.5 * MBIT)
 
 
@@ -65,8 +82,8 @@ def test_sizes_stay_within_bounds(rate: float, compute_s: float) -> None:
     tuner, _ = _tuner()
     choice = tuner.learn(_step(rate, compute_s=compute_s))
     low = rate < 1
-    assert choice.slice_bytes == (tuning.LEAST_SLICE_BYTES if low else tuning.MOST_SLICE_BYTES)
-    assert choice.in_flight_bytes == (tuning.LEAST_IN_FLIGHT_BYTES if low else tuning.MOST_IN_FLIGHT_BYTES)
+    assert choice.slice_bytes == (MIN_SLICE_BYTES if low else MAX_SLICE_BYTES)
+    assert choice.in_flight_bytes == (MIN_IN_FLIGHT_BYTES if low else MAX_IN_FLIGHT_BYTES)
 
 
 def test_nothing_changes_within_20_percent() -> None:
@@ -134,15 +151,15 @@ def test_a_slow_drift_is_followed() -> None:
     for _ in range(100):
         rate *= 1.02
         last = tuner.learn(_step(rate))
-    assert last.slice_bytes == pytest.approx(rate * MBIT * COMPUTE_S * tuning.SLICE_SHARE, rel=0.35)
+    assert last.slice_bytes == pytest.approx(rate * MBIT * COMPUTE_S * SLICE_SHARE, rel=0.35)
     assert last.slice_bytes > 4 * first.slice_bytes
     assert 4 <= len(said) <= 15, "some lines, not one per step"
 
 
 def test_without_a_rate_nothing_changes() -> None:
     tuner, said = _tuner()
-    assert tuner.learn(_step(0)) == Choice("priority")
-    assert tuner.learn([Measured()] * 3) == Choice("priority")
+    assert tuner.learn(_step(0)) == SyncConfig("priority")
+    assert tuner.learn([StepMeasurement()] * 3) == SyncConfig("priority")
     assert tuner.r == tuner.rate == 0.0
     assert not said
 
@@ -150,18 +167,18 @@ def test_without_a_rate_nothing_changes() -> None:
 @pytest.mark.parametrize("mode", ["priority", "slicing"])
 def test_what_was_given_stays(mode: str) -> None:
     tuner, _ = _tuner(mode, 8192, None)
-    assert tuner.choice == Choice(mode, 8192)
+    assert tuner.choice == SyncConfig(mode, 8192)
     for rate in (100, 400, 400, 400, 50, 50, 50):
         choice = tuner.learn(_step(rate))
         assert choice.slice_bytes == 8192
-    assert choice.in_flight_bytes != Choice().in_flight_bytes
+    assert choice.in_flight_bytes != SyncConfig().in_flight_bytes
     tuner, said = _tuner(mode, 8192, 16384)
     for rate in (100, 400, 400, 400, 50, 50, 50):
-        assert tuner.learn(_step(rate)) == Choice(mode, 8192, 16384)
+        assert tuner.learn(_step(rate)) == SyncConfig(mode, 8192, 16384)
     assert not said
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("asked", SYNC_OPTIONS)
 def test_modes_are_what_was_asked_for(asked: str) -> None:
     tuner, _ = _tuner(asked)
     first = tuner.choice.mode
@@ -173,7 +190,7 @@ def test_modes_are_what_was_asked_for(asked: str) -> None:
         for r in (0.1, 3.0):
             assert tuner.learn(_step(100, r=r)).mode == first
     if asked == "baseline":
-        assert tuner.choice.slice_bytes == tuning.BASELINE_BYTES, "its bound is not a matter of tuning"
+        assert tuner.choice.slice_bytes == BASELINE_BYTES, "its bound is not a matter of tuning"
 
 
 def test_only_the_one_that_decides_speaks() -> None:
@@ -192,7 +209,7 @@ def test_auto_says_once_that_priority_would_not_help() -> None:
     tuner, said = _tuner("auto")
     for step in range(20):
         assert tuner.learn(_step(400, r=0.3)).mode == "fifo"
-        assert len(said) == (step + 1 >= tuning.PROBE_STEPS)
+        assert len(said) == (step + 1 >= PROBE_STEPS)
     assert "priority would not help here" in said[0]
     assert "0.30" in said[0]
 
@@ -200,7 +217,7 @@ def test_auto_says_once_that_priority_would_not_help() -> None:
 def test_auto_says_once_that_it_takes_to_priorities() -> None:
     tuner, said = _tuner("auto")
     modes = [tuner.learn(_step(100, r=0.9)).mode for _ in range(20)]
-    assert modes == ["fifo"] * (tuning.PROBE_STEPS - 1) + ["priority"] * (21 - tuning.PROBE_STEPS)
+    assert modes == ["fifo"] * (PROBE_STEPS - 1) + ["priority"] * (21 - PROBE_STEPS)
     [line] = [line for line in said if "priority" in line]
     assert "0.90" in line
     assert "100 Mbit/s" in line
@@ -217,7 +234,7 @@ def test_auto_does_not_waver_between_its_bounds() -> None:
 def test_auto_on_a_network_that_is_never_the_limit() -> None:
     tuner, said = _tuner("auto")
     for _ in range(10):
-        assert tuner.learn([Measured(0.3, 1e6, 0.0)] * 3).mode == "fifo"
+        assert tuner.learn([StepMeasurement(0.3, 1e6, 0.0)] * 3).mode == "fifo"
     [line] = said
     assert "would not help" in line
 
@@ -226,7 +243,7 @@ def test_auto_does_not_mind_a_quiet_step() -> None:
     """In some steps the network is never the limit, and its rate cannot be measured."""
     tuner, said = _tuner("auto")
     for step in range(30):
-        mode = tuner.learn(_step(100, r=0.9) if step % 3 else [Measured(0.3, 3e6, 0.0)] * 3).mode
+        mode = tuner.learn(_step(100, r=0.9) if step % 3 else [StepMeasurement(0.3, 3e6, 0.0)] * 3).mode
         assert mode == ("fifo" if step < 2 else "priority")
     assert len([line for line in said if "priority" in line]) == 1
 
@@ -236,7 +253,7 @@ def test_auto_follows_a_network_that_changes() -> None:
     sent = 0.3 * 400 * MBIT * COMPUTE_S
     for rate in (400, 50, 400):
         for _ in range(5):
-            choice = tuner.learn([Measured(COMPUTE_S, sent, rate * MBIT)] * 3)
+            choice = tuner.learn([StepMeasurement(COMPUTE_S, sent, rate * MBIT)] * 3)
         assert choice.mode == ("fifo" if rate == 400 else "priority")
     kinds = [line for line in said if "priority" in line]
     assert ["would not help" in line for line in kinds] == [True, False, True]
@@ -262,19 +279,19 @@ def test_auto_follows_a_network_that_changes() -> None:
 )
 def test_bad_wishes_are_refused(arguments: tuple[Any, Any, Any], says: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
-        check(*arguments)
+        check_sync_options(*arguments)
     assert all(each in str(refused.value) for each in says), str(refused.value)
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("asked", SYNC_OPTIONS)
 def test_good_wishes_are_granted(asked: str) -> None:
-    check(asked, None, None)
-    check(asked, 1024, 1 << 30)  # a thousand parameters, where P3's sweep begins, are 4000 bytes
+    check_sync_options(asked, None, None)
+    check_sync_options(asked, 1024, 1 << 30)  # a thousand parameters, where P3's sweep begins, are 4000 bytes
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", SYNC_MODES)
 def test_a_choice_and_its_reasons_travel(mode: str) -> None:
-    choice, measured = Choice(mode, 123_456, (1 << 32) - 1), Measured(1 / 3, 1e12 + 0.5, 1e9 / 7)
-    data = pack(choice, measured)
-    assert len(data) == tuning.ROW_BYTES
-    assert unpack(data) == (choice, measured)
+    choice, measured = SyncConfig(mode, 123_456, (1 << 32) - 1), StepMeasurement(1 / 3, 1e12 + 0.5, 1e9 / 7)
+    data = pack_sync(choice, measured)
+    assert len(data) == SYNC_BYTES
+    assert unpack_sync(data) == (choice, measured)

@@ -11,8 +11,15 @@ import pytest
 from pliant_repro.profiles import profile, tensor_sizes
 
 from pliant.comm.plan import cut_portion
-from pliant.train.gradients.layout import Item, rebuilt_layout
-from pliant.train.priority.units import LEAST_BYTES, MAX_SLICES, Unit, cut_units, layer_units
+from pliant.train.buckets import (
+    MAX_SLICES,
+    MIN_SLICE_BYTES,
+    BucketItem,
+    SyncUnit,
+    cut_units,
+    layer_units,
+    rebuilt_layout,
+)
 
 KIB = 1 << 10
 
@@ -39,11 +46,11 @@ MODELS = {"resnet50": _resnet50(), "vgg19": _vgg19()}
 
 def _buckets(sizes: Sequence[int]) -> list[list[int]]:
     """As DDP lays them out, gradients coming last layer first."""
-    layout = rebuilt_layout([Item("float32", 4 * size) for size in sizes], range(len(sizes) - 1, -1, -1))
+    layout = rebuilt_layout([BucketItem("float32", 4 * size) for size in sizes], range(len(sizes) - 1, -1, -1))
     return [[sizes[index] for index in bucket] for bucket in layout.buckets]
 
 
-def _check_cover(units: Sequence[Unit], sizes: Sequence[Sequence[int]]) -> None:
+def _check_cover(units: Sequence[SyncUnit], sizes: Sequence[Sequence[int]]) -> None:
     """Every parameter is in exactly one unit; the units of a bucket are its neighbouring runs, in order."""
     for bucket, lengths in enumerate(sizes):
         found = sorted((unit for unit in units if unit.bucket == bucket), key=lambda unit: unit.first)
@@ -58,7 +65,7 @@ def _check_cover(units: Sequence[Unit], sizes: Sequence[Sequence[int]]) -> None:
         assert begin == sum(lengths)
 
 
-def _loads(units: Sequence[Unit], item_bytes: Sequence[int], lanes: int, replicas: int) -> list[int]:
+def _loads(units: Sequence[SyncUnit], item_bytes: Sequence[int], lanes: int, replicas: int) -> list[int]:
     """Bytes of each owner, by the slices that really travel."""
     loads: Counter[int] = Counter()
     for unit in units:
@@ -124,7 +131,7 @@ def test_neighbours_share_a_unit_until_it_is_full() -> None:
 
 
 def test_a_large_parameter_is_cut_and_dealt_to_all() -> None:
-    [unit] = cut_units([[20_000]], [4], LEAST_BYTES, 4)
+    [unit] = cut_units([[20_000]], [4], MIN_SLICE_BYTES, 4)
     assert sorted(Counter(unit.portion.lanes).values()) == [2, 2, 3, 3]
     slices = cut_portion(unit.portion, unit.length, 4, 4, None)
     assert [(each.begin, each.end) for each in slices] == list(pairwise(range(0, 20_001, 2_000)))
@@ -137,7 +144,7 @@ def test_what_is_needed_first_goes_in_small_slices() -> None:
     assert [unit.bucket for unit in units] == list(range(39, -1, -1))
     slices = [unit.length * 4 // len(unit.portion.lanes) for unit in units]
     assert slices == sorted(slices)
-    assert slices[0] <= LEAST_BYTES
+    assert slices[0] <= MIN_SLICE_BYTES
     assert slices[2] <= 2048 * KIB // 8
     assert slices[-1] == 512 * KIB
 

@@ -21,7 +21,7 @@ from pliant.fed.rounds.storage import check_same_config
 from pliant.fed.selection.base import Floats, Ids, Mask, PopulationSelector
 from pliant.fed.selection.selectors import make_selector
 from pliant.fed.work import Score, Trained, Weights, Workers, check_alike, evaluation_units, training_units
-from pliant.train.state import checkpoint_file
+from pliant.train import checkpoint_file
 
 CHECKPOINT_FILE = "checkpoint.safetensors"
 FORMAT = 1

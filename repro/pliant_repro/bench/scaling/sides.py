@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pliant.train.gradients.layout import Item, rebuilt_layout
+from pliant.train.buckets import BucketItem, rebuilt_layout
 from pliant_repro.bench import gloo
 from pliant_repro.bench.priority import sides as priority_sides
 from pliant_repro.bench.priority.models import EPOCH_STEPS, POOL, Pool, Subject, endless
@@ -113,7 +113,7 @@ class MpiSums:
 
         self._comm, self._in_place = MPI.COMM_WORLD, MPI.IN_PLACE
         parameters = list(model.parameters())
-        items = [Item("float32", each.numel() * 4) for each in parameters]
+        items = [BucketItem("float32", each.numel() * 4) for each in parameters]
         layout = rebuilt_layout(items, range(len(items))[::-1], cap_bytes=cap_bytes)
         self._buckets = [[parameters[index] for index in bucket] for bucket in layout.buckets]
         self._flat = [torch.empty(sum(each.numel() for each in bucket)) for bucket in self._buckets]

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 import pliant
 from pliant.errors import NotLaunched
 from pliant.identity import worker_spec
-from pliant.train.gradients.probing import GradientProbe
+from pliant.train.gradient_probe import GradientProbe
 from pliant_repro.zoo import num_classes, vision_model
 
 MODES = {"full": (0, 0), "none": (0, 0), "noise_scale": (1, 0), "variance": (0, 1), "variance_every_8": (0, 8)}

@@ -1,11 +1,11 @@
-"""The gradients of the replicas that a worker hosts, in buckets, and their sums over all replicas of the job.
+"""The gradients of the hosted replicas, from backward to their sum over all replicas of the job.
 
-Each gradient is scaled by 1/N (by multiplication, as DDP does) into the place it has in its replica's bucket. When the
-last replica hosted here has filled a bucket, or a unit of one, the engine sums it in the exact order, while backward goes
-on. The sums become the parameters' `.grad`.
+A hook on each parameter catches its gradient, scales it by 1/N (by multiplication, as DDP does) and writes it to its place
+in the replica's bucket. When the last replica hosted here has filled a bucket, or a unit of one, the engine sums it in the
+exact order while backward goes on. The sums become the parameters' `.grad`.
 
-When a gradient is to be taken is decided in `catching`. Which place it has follows from `layout` and `buckets`; `device`
-takes gradients off a GPU. Sums that are taken in one by one, with priorities, are waited for by `priority.crossing`.
+A replica has one backward per turn whose gradients are summed. Other backwards of the program are left alone, and what
+would lead to a wrong sum is refused.
 """
 
 from __future__ import annotations
@@ -18,17 +18,172 @@ import torch
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
 from pliant.errors import TrainError, Unsliceable
-from pliant.train.gradients import device
-from pliant.train.gradients.buckets import Bucket, Place, Run, allocate, cut_runs, places_of, sum_bucket, sum_run
-from pliant.train.gradients.flat import in_memory_order
-from pliant.train.gradients.layout import Layout
-from pliant.train.gradients.probing import GradientProbe
-from pliant.train.priority.crossing import Awaited
-from pliant.train.priority.tuning import Choice
-from pliant.train.priority.units import FIRST
+from pliant.train import notify_pull
+from pliant.train.buckets import (
+    FIRST_PRIORITY,
+    Bucket,
+    BucketItem,
+    BucketLayout,
+    DeviceCopier,
+    GradientSlot,
+    UnitBuffer,
+    allocate_buckets,
+    cut_unit_buffers,
+    fetch_sum,
+    first_layout,
+    flatten_gradients,
+    gradient_slots,
+    in_memory_order,
+    rebuilt_layout,
+    unflatten_sum,
+)
+from pliant.train.gradient_probe import GradientProbe
+from pliant.train.pending import Pending, PendingSum
+from pliant.train.sync import SyncConfig
 
 
-class Sums:
+class GradientCollector:
+    """Catches the gradients of `parameters`, for a job of N replicas, and hands them to `sums`."""
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        num_replicas: int,
+        *,
+        find_unused: bool = False,
+        cap_bytes: int | None = None,
+        always_sums: bool = False,
+        on_backward: Callable[[], None],
+        before_backward: Callable[[], set[int]] = set,
+    ) -> None:
+        self.names = [name for name, _ in parameters]
+        self.parameters = [parameter for _, parameter in parameters]
+        self.no_sync = False
+        """While set, gradients only accumulate in `.grad`."""
+        self.ready_order: list[int] = []
+        """In which order the gradients of the last complete backward came."""
+        self._on_backward, self._before_backward = on_backward, before_backward
+        self._find_unused, self._cap_bytes = find_unused, cap_bytes
+        self._items = [BucketItem((p.dtype, p.device), p.numel() * p.element_size()) for p in self.parameters]
+        wanted = num_replicas > 1 or always_sums
+        self.waits_for_order = wanted and not find_unused
+        """Whether the first layout is still in use, to be replaced when replica 0's order is known."""
+        self.layout = first_layout(self._items, find_unused=find_unused, cap_bytes=cap_bytes)
+        self.sums = GradientSums(
+            self.names,
+            self.parameters,
+            num_replicas,
+            self.layout,
+            self._generation,
+            wanted=wanted,
+            find_unused=find_unused,
+        )
+        self._expecting = self._queued = False
+        self._halted = False
+        """Whether the step does not count any more: its memory may still be read by others, and is left alone."""
+        self._resting = True
+        """Whether no replica has its turn: what the program differentiates now is its own affair."""
+        self._leftover: set[int] = set()
+        """Parameters that were not used in the forward before this backward, as far as can be seen."""
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._caught, index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(self.parameters)
+        ]
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    # --- the layout ---
+
+    @property
+    def _generation(self) -> int:
+        return 1 if self.waits_for_order else 2
+
+    def use_layout(self, layout: BucketLayout | None) -> None:
+        """Use L2 as another worker, or a checkpoint, has it; None goes back to L1, as a restarted DDP would."""
+        self.waits_for_order = layout is None and self.sums.wanted and not self._find_unused
+        self.layout = layout or first_layout(self._items, find_unused=self._find_unused, cap_bytes=self._cap_bytes)
+        self.sums.use_layout(self.layout, self._generation)
+
+    def rebuild(self, ready_order: Sequence[int]) -> None:
+        """Replace L1 by L2, for good."""
+        self.use_layout(rebuilt_layout(self._items, ready_order, cap_bytes=self._cap_bytes))
+
+    def stay_apart(self) -> None:
+        """Gradients are not to be summed: they stay where backward puts them."""
+        self.sums.wanted = self.waits_for_order = False
+
+    # --- views and turns ---
+
+    def arrange(self, engine: Engine, blocks: Sequence[int]) -> None:
+        """Work in this view from now on: rank r hosts `blocks[r]` replicas."""
+        self._expecting = self._halted = False
+        self.sums.arrange(engine, blocks)
+
+    def begin_turn(self, slot: int) -> None:
+        """The replica in this place among those hosted here computes next."""
+        self.sums.begin_turn(slot)
+        self._leftover = set()
+        self._expecting, self._queued, self._resting = True, False, False
+
+    def halt(self) -> None:
+        """The step is torn: catch nothing until there is another view."""
+        self._halted = True
+
+    def rest(self) -> None:
+        """No replica has its turn."""
+        self._resting = True
+
+    def fill_in(self) -> None:
+        """The step is torn, but the program's own code may touch gradients before its next batch."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    # --- backward ---
+
+    def _caught(self, index: int, parameter: torch.nn.Parameter) -> None:
+        """A gradient is complete. Called for every parameter of every replica, so it does the least it can."""
+        if parameter.__class__ is Pending or index in self._leftover:
+            raise TrainError(
+                f"{self.names[index]!r} got a gradient, but its last update was still under way when it was used: something "
+                "(compiled or scripted code?) uses it where torch's Python functions do not see it. Use sync='fifo'"
+            )
+        if self.no_sync or self._resting or self._halted:
+            return
+        if not self._queued:
+            self._begin_backward(index)
+        if self.sums.wanted:
+            self.sums.put(index, parameter)
+            if self.waits_for_order:
+                self.ready_order.append(index)
+
+    def _begin_backward(self, index: int) -> None:
+        if not self._expecting:
+            raise TrainError(
+                f"a second backward reached {self.names[index]!r} before the next batch: each replica has one backward "
+                "per step whose gradients are summed. To accumulate, put `with job.no_sync():` around all but the last"
+            )
+        self._leftover = self._before_backward()
+        if index in self._leftover:
+            self._caught(index, self.parameters[index])
+        self._queued = True
+        self.ready_order = []
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
+
+    def _backward_done(self) -> None:
+        with torch.no_grad():
+            self.sums.end_turn()
+        self._expecting = False
+        self._queued = False
+        self._on_backward()
+
+
+# --- summing ---
+
+
+class GradientSums:
     """Sums the gradients of `parameters` for a job of N replicas: turn by turn into buckets, which then travel."""
 
     def __init__(
@@ -36,7 +191,7 @@ class Sums:
         names: Sequence[str],
         parameters: Sequence[torch.nn.Parameter],
         num_replicas: int,
-        layout: Layout,
+        layout: BucketLayout,
         generation: int,
         *,
         wanted: bool,
@@ -51,19 +206,19 @@ class Sums:
         self._find_unused = find_unused
         self._layout, self._generation = layout, generation
         self._buckets: list[Bucket] = []
-        self._places: list[Place] = []
+        self._places: list[GradientSlot] = []
         """Of each parameter."""
         self._on_device = parameters[0].is_cuda
-        self._ferry = device.Ferry()
+        self._ferry = DeviceCopier()
         self._engine: Engine | None = None
         self._blocks: tuple[int, ...] = ()
         self._buried: list[tuple[Engine, list[Bucket]]] = []
-        self._way = Choice()
+        self._way = SyncConfig()
         """How sums travel in this step."""
-        self._runs: list[Run] = []
+        self._runs: list[UnitBuffer] = []
         """Where sums do not travel by buckets: what does. Empty else."""
-        self._run_of: list[Run] = []
-        self._cut_for: Choice | None = None
+        self._run_of: list[UnitBuffer] = []
+        self._cut_for: SyncConfig | None = None
         self._slot = 0
         self._scale = 1.0
         self._is_last = False
@@ -73,7 +228,7 @@ class Sums:
 
     # --- where things lie ---
 
-    def use_layout(self, layout: Layout, generation: int) -> None:
+    def use_layout(self, layout: BucketLayout, generation: int) -> None:
         """Put gradients there from now on; `generation` tells the names of one layout's buckets from another's."""
         self._layout, self._generation = layout, generation
         self._buckets, self._runs = [], []
@@ -94,13 +249,13 @@ class Sums:
         if self._buckets or not self.wanted:
             return
         hosted = self._blocks[engine.rank]
-        self._buckets = allocate(
+        self._buckets = allocate_buckets(
             self._layout, self._parameters, engine, hosted, generation=self._generation, on_device=self._on_device
         )
-        self._places = places_of(self._buckets)
+        self._places = gradient_slots(self._buckets)
         self._runs, self._cut_for = [], None
 
-    def travel(self, way: Choice, order: Sequence[int]) -> None:
+    def travel(self, way: SyncConfig, order: Sequence[int]) -> None:
         """How the sums of the step that begins now travel; `order` is that in which they are wanted."""
         engine = self._engine
         assert engine is not None, "arrange() comes first"
@@ -110,7 +265,7 @@ class Sums:
             self._runs = []
             return
         if not self._runs or self._cut_for != way:
-            self._runs = cut_runs(self._buckets, way, engine.num_lanes)
+            self._runs = cut_unit_buffers(self._buckets, way, engine.num_lanes)
             run_of = {index: run for run in self._runs for index in run.indices}
             self._run_of = [run_of[index] for index in range(len(self._parameters))]
         self._cut_for = way
@@ -172,7 +327,7 @@ class Sums:
             if self._is_last:
                 assert self._engine is not None
                 self._used_handle = self._engine.all_reduce(
-                    "grad:used", self._used, op="max", determinism="fast", priority=FIRST
+                    "grad:used", self._used, op="max", determinism="fast", priority=FIRST_PRIORITY
                 )
         if self._held is not None:
             self._send_off(self._held)
@@ -224,7 +379,7 @@ class Sums:
         else:
             bucket.copied = self._ferry.carry(flat, bucket.parts[self._slot])
 
-    def _run_full(self, run: Run) -> None:
+    def _run_full(self, run: UnitBuffer) -> None:
         assert self._engine is not None
         if self._on_device:
             gradients = [
@@ -233,16 +388,16 @@ class Sums:
             ]
             copied = self._ferry.carry(self._collected(run, gradients), run.parts[self._slot])
             if self._is_last:
-                submit = partial(sum_run, self._engine, self._blocks, self._way, run)
+                submit = partial(sum_unit, self._engine, self._blocks, self._way, run)
                 run.handle = self._engine.after(copied, submit, run.name)
         elif self._is_last:
-            run.handle = sum_run(self._engine, self._blocks, self._way, run)
+            run.handle = sum_unit(self._engine, self._blocks, self._way, run)
 
     def _collected(
-        self, what: Bucket | Run, gradients: Sequence[torch.Tensor | None], *, is_plain: bool = False
+        self, what: Bucket | UnitBuffer, gradients: Sequence[torch.Tensor | None], *, is_plain: bool = False
     ) -> torch.Tensor:
         """The gradients of the replica whose turn it is, in one tensor on the device, which has been shown to the probe."""
-        flat = device.collected(what.parameters, gradients, self.num_replicas, is_plain=is_plain)
+        flat = flatten_gradients(what.parameters, gradients, self.num_replicas, is_plain=is_plain)
         if self.probe is not None and self.probe.wants_parts:
             sizes = [parameter.numel() for parameter in what.parameters]
             self.probe.parts(what.indices, flat.split(sizes))  # type: ignore[no-untyped-call]
@@ -260,11 +415,11 @@ class Sums:
         """Whether sums are taken in one by one, when their parameters are used."""
         return bool(self._runs)
 
-    def under_way(self) -> list[Awaited]:
+    def under_way(self) -> list[PendingSum]:
         """What is to be waited for, parameter by parameter. Raises CommError if it is known already that it fails."""
         used = self._wait_for_used()
         return [
-            Awaited(
+            PendingSum(
                 run.handle,
                 [
                     (i, total if used is None or used[i] else None)
@@ -310,10 +465,10 @@ class Sums:
 
     def _fetch(self, bucket: Bucket) -> None:
         """Bring the sum to the device, if it is not there."""
-        flat = device.brought_back(bucket, was_folded=len(self._blocks) == 1)
+        flat = fetch_sum(bucket, was_folded=len(self._blocks) == 1)
         if self.probe is not None and self.probe.wants_sums:
             self.probe.totals(bucket.indices, flat.split(bucket.sizes))  # type: ignore[no-untyped-call]
-        bucket.sums = device.uncollected(flat, bucket)
+        bucket.sums = unflatten_sum(flat, bucket)
 
     # --- what is looked at ---
 
@@ -345,3 +500,31 @@ class Sums:
         """All sums of the step are there."""
         if self.probe is not None:
             self.probe.sums_over()
+
+
+# --- buckets ---
+
+
+def sum_bucket(engine: Engine, blocks: tuple[int, ...], bucket: Bucket) -> Handle:
+    """Have a bucket summed over all replicas, of which rank r hosts `blocks[r]`."""
+    if len(bucket.parts) == 1 and max(blocks) == 1:
+        return engine.all_reduce(bucket.name, bucket.total)
+    return engine.all_reduce(bucket.name, bucket.total, contributions=bucket.parts, parts=blocks)
+
+
+def sum_unit(engine: Engine, blocks: tuple[int, ...], way: SyncConfig, run: UnitBuffer) -> Handle:
+    """Have a unit summed. (On CUDA it is called later, when there may be another view already.)"""
+    plain = len(run.parts) == 1 and max(blocks) == 1
+    if way.mode == "baseline":
+        if not plain:
+            raise TrainError("sync='baseline' takes one replica per worker: start as many workers as replicas")
+        return notify_pull.all_reduce(engine, run.name, run.total, run.portion)
+    return engine.all_reduce(
+        run.name,
+        run.total,
+        priority=run.priority,
+        portion=run.portion,
+        prompt=True,
+        contributions=None if plain else run.parts,
+        parts=None if plain else blocks,
+    )

@@ -1,8 +1,8 @@
-"""A sum the way a parameter server of old does it, to compare with: push, notify, pull.
+"""A sum as an early parameter server does it (push, notify, pull): the baseline that priority is compared with.
 
-Each part has one owner. It sums what all push, and then only says that it has; a worker asks for the parts of an array when
-it has heard of all of them. So nothing of an array comes back before all of it is summed, and each array costs a
-round trip more. Same order of summation, same bits.
+Each part of an array has one owner, which sums what all workers push and then only notifies them. A worker pulls the parts
+of an array when it has been notified of all of them. So no part of an array comes back before all of it is summed, and
+each array costs one more round trip. The order of summation, and so the bits, are the same.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""Updates that are still on their way, while the program already goes on: P3's priority propagation.
+"""Deferred updates: the program goes on while sums are still on their way (P3's priority propagation).
 
 With `sync="priority"` the optimizer does not wait for all sums. A parameter whose sum is under way becomes `Pending`.
 Whoever uses it waits for this one sum, has the optimizer update this parameter alone, and goes on. If a gradient comes
 back for a parameter that nobody has waited for, the step is refused. The order of these uses is the order in which the
-next step's sums are wanted.
-
-How a use is noticed is in `pending`, how one parameter is updated in `partial_step`, and the way back, should a sum never
-come, in `kept`.
+sums of the next step are wanted. Reading an optimizer's state and evaluating the model wait in the same way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,33 +23,27 @@ from torch.nn import Parameter
 from pliant.comm.handle import Handle
 from pliant.errors import CommError
 from pliant.train import trace
-from pliant.train.priority import pending
-from pliant.train.priority.kept import Kept
-from pliant.train.priority.partial_step import (
-    Deferred,
-    Groups,
-    inseparable,
+from pliant.train.pending import (
+    DeferredStep,
+    ParameterGroups,
+    Pending,
+    PendingSum,
+    UndoLog,
+    default_modes,
     members_of,
     options_of,
-    plain_modes,
+    release_parameter,
+    suspend_parameter,
+    why_inseparable,
     with_groups,
 )
 
-TOGETHER = 16
+MAX_UPDATED_AT_ONCE = 16
 """So many parameters are updated at once, if they may have to be put back."""
 
 
-@dataclass(slots=True, eq=False)
-class Awaited:
-    """Parameters whose sums come with one collective."""
-
-    handle: Handle
-    members: list[tuple[int, torch.Tensor | None]]
-    """The number of each parameter, and where its sum will be; None where no replica has used it."""
-
-
 @dataclass(slots=True)
-class Waits:
+class WaitTotals:
     """What the network has cost the program."""
 
     count: int = 0
@@ -65,7 +58,7 @@ class Waits:
 
 
 @dataclass(slots=True, eq=False)
-class Crossing:
+class DeferredUpdates:
     """The parameters of a job between one step's sums and the next step's use. Used by the program's thread."""
 
     parameters: Sequence[Parameter]
@@ -82,18 +75,18 @@ class Crossing:
     """Put around waits, for whoever looks for stalls."""
     on_sum: Callable[[int], None] = lambda _: None
     """Told that a parameter's sum is here, before anything is made of it."""
-    waits: Waits = field(default_factory=Waits)
+    waits: WaitTotals = field(default_factory=WaitTotals)
     order: list[int] = field(default_factory=list)
     """In which order the parameters were used, in a forward that was observed."""
-    _awaited: dict[int, Awaited] = field(default_factory=dict)
+    _awaited: dict[int, PendingSum] = field(default_factory=dict)
     _sums: dict[int, torch.Tensor | None] = field(default_factory=dict)
-    _deferred: dict[int, tuple[Deferred, int]] = field(default_factory=dict)
+    _deferred: dict[int, tuple[DeferredStep, int]] = field(default_factory=dict)
     """For a parameter: what is to be done, and the number of its group."""
     _zeroed: dict[int, bool] = field(default_factory=dict)
     """Gradients that the program has cleared before they were here; the value is `set_to_none`."""
     _open: list[Handle] = field(default_factory=list)
     """The sums that may not be here yet, the last one wanted at the end."""
-    _kept: Kept = field(init=False)
+    _kept: UndoLog = field(init=False)
     _observing: bool = False
     _crossing: bool = False
     _is_updating: bool = False
@@ -101,7 +94,7 @@ class Crossing:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
-        self._kept = Kept(self.optimizers)
+        self._kept = UndoLog(self.optimizers)
 
     # --- the step's end ---
 
@@ -120,7 +113,7 @@ class Crossing:
             for index in range(len(self.parameters)):
                 self._release(index)
 
-    def begin(self, awaited: Sequence[Awaited], priorities: Sequence[int]) -> None:
+    def begin(self, awaited: Sequence[PendingSum], priorities: Sequence[int]) -> None:
         """Backward is over, and these sums are under way: from now on every use of their parameters waits for them."""
         wanted = sorted(awaited, key=lambda each: min(priorities[index] for index, _ in each.members))
         self._open = [each.handle for each in wanted]
@@ -136,10 +129,10 @@ class Crossing:
             self._kept.clear()
 
     def _suspend(self, index: int) -> None:
-        pending.suspend(self.parameters[index], self, index)
+        suspend_parameter(self.parameters[index], self, index)
 
     def _release(self, index: int) -> None:
-        pending.release(self.parameters[index])
+        release_parameter(self.parameters[index])
 
     def step(self, optimizer: torch.optim.Optimizer, original: Callable[..., Any], **kwargs: Any) -> Any:
         """`optimizer.step()`: now for the parameters whose sums were waited for, for the others when they are used."""
@@ -147,7 +140,7 @@ class Crossing:
         if any(id(self.parameters[index]) in members for index in self._deferred):
             self.flush()  # a second step, before the first is done
         waiting = any(id(self.parameters[index]) in members for index in self._awaited)
-        if waiting and (reason := inseparable(optimizer)):
+        if waiting and (reason := why_inseparable(optimizer)):
             self.tell(f"sync: {reason}: all sums are waited for before its step, so priority cannot help")
             self.flush()
             return original(**kwargs)
@@ -158,17 +151,17 @@ class Crossing:
                     "needs all sums, so there is a barrier in every step and priority cannot help"
                 )
             return original(**kwargs)
-        call = Deferred(optimizer, options_of(optimizer), optimizer.state)
+        call = DeferredStep(optimizer, options_of(optimizer), optimizer.state)
         self._kept.keep_state(optimizer)
         at_once, later = self._split(optimizer)
         self._deferred |= {index: (call, place) for index, place in later.items()}
         with self._updating():
             return with_groups(optimizer, at_once, lambda: original(**kwargs))
 
-    def _split(self, optimizer: torch.optim.Optimizer) -> tuple[Groups, dict[int, int]]:
+    def _split(self, optimizer: torch.optim.Optimizer) -> tuple[ParameterGroups, dict[int, int]]:
         """The optimizer's groups without the parameters that are under way, and the group of each of those."""
         number = {id(self.parameters[index]): index for index in self._awaited}
-        at_once: Groups = []
+        at_once: ParameterGroups = []
         later: dict[int, int] = {}
         for place, group in enumerate(optimizer.param_groups):
             at_once.append({**group, "params": [each for each in group["params"] if id(each) not in number]})
@@ -223,12 +216,12 @@ class Crossing:
                 "clear them, use optimizer.zero_grad() instead of model.zero_grad()"
             )
 
-    def _arrived(self, first: Awaited) -> list[int]:
+    def _arrived(self, first: PendingSum) -> list[int]:
         """The parameters of `first`, and of others that are used soon and here already: an optimizer's call has its price.
         Not too many, where they must be kept as they were."""
         ready = dict.fromkeys((index for index, _ in first.members if index in self._awaited), None)
         for index, awaited in self._awaited.items():
-            if self.can_undo and len(ready) >= TOGETHER:
+            if self.can_undo and len(ready) >= MAX_UPDATED_AT_ONCE:
                 break
             if awaited.handle.succeeded:
                 ready[index] = None
@@ -262,7 +255,7 @@ class Crossing:
         self.stop_observing()
         return found
 
-    def _wait_for(self, awaited: Awaited) -> bool:
+    def _wait_for(self, awaited: PendingSum) -> bool:
         """Whether the sum is here now; if it will never be, the step in progress is given up."""
         began_s = time.monotonic()
         blocked = not awaited.handle.done
@@ -290,8 +283,8 @@ class Crossing:
     def _take_in(self, indices: Sequence[int], whole: bool) -> None:
         """The sums of these are here: make them the gradients, and do what was put off."""
         began_s = time.monotonic()
-        by_call: dict[int, tuple[Deferred, list[list[Parameter]]]] = {}
-        with torch._C.DisableTorchFunctionSubclass(), self._updating(), plain_modes():
+        by_call: dict[int, tuple[DeferredStep, list[list[Parameter]]]] = {}
+        with torch._C.DisableTorchFunctionSubclass(), self._updating(), default_modes():
             for index in indices:
                 parameter = self.parameters[index]
                 self._release(index)
@@ -338,7 +331,7 @@ class Crossing:
         for index in list(self._awaited):
             self._release(index)
             parameter = self.parameters[index]
-            with torch._C.DisableTorchFunctionSubclass(), self._updating(), plain_modes():
+            with torch._C.DisableTorchFunctionSubclass(), self._updating(), default_modes():
                 if self.can_undo:
                     self._kept.keep(parameter)  # the program may change it yet
                 if index in self._zeroed:
@@ -364,3 +357,113 @@ class Crossing:
         if text not in self._told:
             self._told.add(text)
             self.say(text)
+
+
+# --- gates ---
+
+
+class GatedState(defaultdict[Any, Any]):
+    """An optimizer's state: whoever looks at it sees all updates done."""
+
+    crossing: DeferredUpdates | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defaultdict, (dict, dict(self))
+
+
+def _gated_method(name: str) -> Callable[..., Any]:
+    original = getattr(defaultdict, name)
+
+    def method(self: GatedState, *args: Any, **kwargs: Any) -> Any:
+        if self.crossing is not None:
+            self.crossing.before_state()
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+for _name in (
+    "__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "get", "items", "values", "keys",
+    "pop", "popitem", "clear", "update", "setdefault", "copy",
+):  # fmt: skip
+    setattr(GatedState, _name, _gated_method(_name))
+
+
+def watch_state(optimizer: torch.optim.Optimizer, crossing: DeferredUpdates) -> None:
+    """See who looks at the state; also after the program has put another in its place."""
+    if not isinstance(optimizer.state, GatedState):
+        state = GatedState(dict, optimizer.state)
+        state.crossing = crossing
+        optimizer.state = state
+
+
+def gate_state(optimizer: torch.optim.Optimizer, crossing: DeferredUpdates) -> None:
+    """Have the optimizer's state looked at only when it is what it should be."""
+
+    watch_state(optimizer, crossing)
+    optimizer.register_load_state_dict_pre_hook(lambda *_: crossing.before_state())
+    optimizer.register_load_state_dict_post_hook(lambda _: watch_state(optimizer, crossing))
+    optimizer.register_state_dict_pre_hook(lambda _: crossing.before_state())
+
+
+class EvalGate:
+    """A forward hook: before a module is evaluated, all of the job's parameters are what they should be.
+
+    Some modules of torch take another way, with other bits, where their parameters are of an unusual class; in
+    training they do not.
+    """
+
+    def __init__(self, crossing: DeferredUpdates) -> None:
+        self._crossing = crossing
+
+    def __call__(self, module: torch.nn.Module, _: object) -> None:
+        if not module.training:
+            self._crossing.flush()
+            self._crossing.stop_observing()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _detached_gate, ()  # a copy of the model is no part of the job
+
+
+def _detached_gate() -> EvalGate:
+    return EvalGate(DeferredUpdates((), (), can_undo=False, say=lambda _: None))
+
+
+def gate_evaluation(model: torch.nn.Module, crossing: DeferredUpdates) -> Callable[[], None]:
+    """Put gates where they are needed; returns how to take them away."""
+    touchy = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder)
+    gate = EvalGate(crossing)
+    hooks = [
+        module.register_forward_pre_hook(gate)
+        for module in model.modules()
+        if module is model or isinstance(module, touchy)
+    ]
+
+    def remove() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return remove
+
+
+def hidden_uses(model: torch.nn.Module) -> str:
+    """Why uses of this model's parameters could go unseen; empty if they cannot."""
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if isinstance(module, torch.jit.ScriptModule):
+            return f"{name or 'the model'} is scripted ({kind})"
+        if getattr(module, "_compiled_call_impl", None) is not None or kind == "OptimizedModule":
+            return f"{name or 'the model'} is compiled"
+    runs: list[tuple[int, int, str]] = []
+    for name, parameter in model.named_parameters():
+        if type(parameter) not in (Parameter, Pending):
+            return f"{name} is a {type(parameter).__name__}, not a plain Parameter"
+        if parameter.numel() and parameter.device.type != "meta":
+            last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            begin = parameter.data_ptr()
+            runs.append((begin, begin + (last + 1) * parameter.element_size(), name))
+    runs.sort()
+    for (_, end, name), (begin, _, other) in itertools.pairwise(runs):
+        if begin < end:
+            return f"{name} and {other} share memory"
+    return ""

@@ -1,8 +1,11 @@
-"""How a worker gets into the next view: newcomers, survivors of a crash and those who merely stay take the same way.
+"""How workers enter a new view together and agree on the state of the job.
 
-Everybody enters the view and reports what it has. Those with the newest state hold the job; whoever lacks it fetches
-it from all holders at once, and the step that was torn, if any, is done again. If somebody is lost meanwhile, there
-will be another roll, and all of this happens once more in that one.
+New workers, survivors of a crash and workers that merely stay run the same protocol. Everybody enters the view and
+reports what it has. The workers with the newest state are its holders; all others fetch the state from them, and a torn
+step is repeated. If a worker is lost meanwhile, there is another membership, and the protocol starts again.
+
+A holder lends its own memory for reading and makes no copy. The parameters do not change before the new workers have
+taken part in the next step, so training goes on while they read.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -22,11 +25,16 @@ from pliant.comm.handle import Handle
 from pliant.elastic.member import Alone, Member
 from pliant.elastic.roll import Roll
 from pliant.errors import REFUSED_EXIT, CollectiveTimeout, CommError, Mismatch, NotWanted, Refused, TrainError
+from pliant.train import state_tree
+from pliant.train.buckets import BucketLayout
+from pliant.train.context import ReplicaContext
 from pliant.train.determinism import Fingerprint, Level, differences
-from pliant.train.job_state import JobState
-from pliant.train.state import handover
-from pliant.train.trainer import Trainer
-from pliant.train.view_changes import ViewChange
+from pliant.train.events import Progress, ViewChange
+from pliant.train.state_tree import TensorSpec
+
+if TYPE_CHECKING:
+    from pliant.train.trainer import Trainer
+
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +54,7 @@ class Left(SystemExit):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class MemberReport:
     """What a worker says when it enters a view."""
 
     step: int
@@ -63,11 +71,11 @@ class Report:
         return json.dumps([self.step, self.offered_bytes, self.program, self.fingerprint, self.stays]).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Report:
+    def from_bytes(cls, data: bytes) -> MemberReport:
         return cls(*json.loads(data))
 
 
-class Settling:
+class ViewRendezvous:
     """Takes a trainer into its next view."""
 
     def __init__(
@@ -158,9 +166,9 @@ class Settling:
         view = member.view_of(roll)
         known = set(trainer.view.workers) if trainer.view is not None else set()
         offered = 0
-        handover.reclaim(member)
+        reclaim_state(member)
         if self.has_state and view.size > 1 and not (planned and known >= set(view.workers)):
-            offered = handover.lend(member, roll.number, self._state.read())
+            offered = lend_state(member, roll.number, self._state.read())
         engine = member.enter(roll)
         reports = self._submit_report(engine, "settle", offered, stays=not planned)
         if planned:
@@ -184,14 +192,14 @@ class Settling:
             if engine.rank == 0:
                 self._start_fresh(roll.number > 1)
                 self.has_state = True
-                offered = handover.lend(self._member, roll.number, self._state.read())
+                offered = lend_state(self._member, roll.number, self._state.read())
             reports = self._reports(self._submit_report(engine, "begin", offered), offered)
             holders = _holders(reports)
         self._check(reports, holders[0], engine)
         self._have_state(engine, reports, holders)
         return holders
 
-    def _have_state(self, engine: Engine, reports: Sequence[Report], holders: Sequence[int]) -> None:
+    def _have_state(self, engine: Engine, reports: Sequence[MemberReport], holders: Sequence[int]) -> None:
         """Everybody has the newest state afterwards, as far as this worker has to do with it."""
         source, offered = holders[0], reports[holders[0]].offered_bytes
         lacking = [rank for rank in range(engine.size) if rank not in holders]
@@ -204,18 +212,18 @@ class Settling:
         relayed = len(lacking) > max(2, len(holders)) and offered > 0 and reports[source].stays
         if relayed and (engine.rank in lacking or engine.rank == source):
             own = self._state.read() if engine.rank == source else None
-            state = handover.relay(engine, source, lacking, offered, own)
+            state = relay_state(engine, source, lacking, offered, own)
         elif engine.rank in lacking:
             # Where models are averaged every holder has its own: what is fetched must be of one.
             sources = holders if self._trainer.averaging is None else holders[:1]
-            state = handover.fetch(engine, sources, offered)
+            state = fetch_state(engine, sources, offered)
         if engine.rank in lacking:
             self._state.load(cast(dict[str, Any], state))
             self.has_state = True
 
-    def _report(self, offered: int, stays: bool = True) -> Report:
+    def _report(self, offered: int, stays: bool = True) -> MemberReport:
         step = self._trainer.progress.step if self.has_state else -1
-        return Report(step, offered, self._program, self._fingerprint.to_json(), stays)
+        return MemberReport(step, offered, self._program, self._fingerprint.to_json(), stays)
 
     def _submit_report(self, engine: Engine, name: str, offered: int, stays: bool = True) -> Handle | None:
         """Tell everybody what this worker has; None where there is nobody."""
@@ -226,14 +234,14 @@ class Settling:
         row = torch.frombuffer(bytearray(data.ljust(REPORT_BYTES)), dtype=torch.uint8)
         return engine.all_gather(name, row)
 
-    def _reports(self, submitted: Handle | None, offered: int) -> list[Report]:
+    def _reports(self, submitted: Handle | None, offered: int) -> list[MemberReport]:
         if submitted is None:
             return [self._report(offered)]
         rows = submitted.wait()
         assert rows is not None, "an all_gather has a result on every rank"
-        return [Report.from_bytes(bytes(row.numpy())) for row in rows]
+        return [MemberReport.from_bytes(bytes(row.numpy())) for row in rows]
 
-    def _check(self, reports: Sequence[Report], reference: int, engine: Engine) -> None:
+    def _check(self, reports: Sequence[MemberReport], reference: int, engine: Engine) -> None:
         """Refuse to take part where this program or this machine would change the result."""
         theirs, mine = reports[reference], reports[engine.rank]
         if theirs.program != mine.program:
@@ -254,12 +262,183 @@ class Settling:
         """Give every worker the state of the first. Raises CommError if somebody is gone."""
         engine = self._trainer.engine
         assert engine is not None, "there is a view"
-        state = handover.spread(engine, self._state.read() if engine.rank == 0 else None)
+        state = spread_state(engine, self._state.read() if engine.rank == 0 else None)
         if engine.rank != 0:
             self._state.load(cast(dict[str, Any], state))
 
 
-def _holders(reports: Sequence[Report]) -> list[int]:
+def _holders(reports: Sequence[MemberReport]) -> list[int]:
     """The ranks with the newest state."""
     newest = max(report.step for report in reports)
     return [rank for rank, report in enumerate(reports) if report.step == newest and newest >= 0]
+
+
+# --- job_state ---
+
+
+Stateful = dict[str, Any]
+"""Tracked objects by name: anything with state_dict and load_state_dict."""
+
+
+class JobState:
+    """Reads the state off a trainer and what is tracked beside it, and puts it back."""
+
+    def __init__(self, trainer: Trainer, tracked: Stateful) -> None:
+        self._trainer, self._tracked = trainer, tracked
+
+    def read(self) -> dict[str, Any]:
+        """All that a newcomer must know. References, no copies."""
+        trainer = self._trainer
+        progress, replicas = trainer.progress, trainer.replicas
+        return {
+            "progress": [progress.epoch, progress.epoch_step, progress.step],
+            "model": trainer.parts.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in trainer.parts.optimizers],
+            "tracked": {name: each.state_dict() for name, each in self._tracked.items()},
+            "buffers": list(trainer.first_buffers),
+            "layout": self._layout(),
+            "contexts": [context.to_bytes(replicas.num_loader_workers) for context in replicas.contexts],
+            "adaptation": trainer.adaptation.state_dict(),
+        }
+
+    def _layout(self) -> list[list[int]] | None:
+        """L2, once it is in use; under D0 nothing, for a restarted DDP begins with L1 again."""
+        gradients = self._trainer.gradients
+        if gradients.waits_for_order or not gradients.sums.wanted or not self._trainer.keeps_layout:
+            return None
+        return gradients.layout.to_json()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Raises TrainError where it is of a program that tracks other objects."""
+        trainer = self._trainer
+        missing = set(state["tracked"]) ^ set(self._tracked)
+        if missing:
+            raise TrainError(f"tracked objects differ between workers or from the checkpoint: {sorted(missing)}")
+        trainer.parts.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(trainer.parts.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for name, saved in state["tracked"].items():
+            self._tracked[name].load_state_dict(saved)
+        trainer.first_buffers = [
+            saved.to(own.device) for saved, own in zip(state["buffers"], trainer.first_buffers, strict=True)
+        ]
+        trainer.buffers.load(trainer.first_buffers)
+        if trainer.averaging is not None:
+            trainer.averaging.loading(state["progress"][2])
+        layout = state["layout"]
+        trainer.gradients.use_layout(BucketLayout.from_json(layout) if layout is not None else None)
+        replicas = trainer.replicas
+        replicas.contexts = [ReplicaContext.from_bytes(data, replicas.num_loader_workers) for data in state["contexts"]]
+        replicas.count = trainer.gradients.sums.num_replicas = len(replicas.contexts)
+        trainer.progress = Progress(*state["progress"])
+        if "adaptation" in state:  # checkpoints of before there were decisions have none
+            trainer.adaptation.load_state_dict(state["adaptation"])
+
+
+# --- handover ---
+
+
+_LENT_PREFIX = "state:"
+"""What the names of lent memory begin with."""
+
+
+def _lent_prefix(view: int) -> str:
+    return f"{_LENT_PREFIX}{view}:"
+
+
+def lend_state(member: Member | Alone, view: int, state: object) -> int:
+    """Let the others of the view to come fetch `state`, before they can ask; how long its table of contents is."""
+    contents, hosts = _pack_state(state)
+    member.publish(f"{_lent_prefix(view)}contents", torch.frombuffer(bytearray(contents), dtype=torch.uint8))
+    for number, host in enumerate(hosts):
+        if host.numel():
+            member.publish(f"{_lent_prefix(view)}{number}", host.view(-1))
+    return len(contents)
+
+
+def _pack_state(state: object) -> tuple[bytes, list[torch.Tensor]]:
+    """The table of contents, and the tensors; these are no copies where they are on the host already."""
+    skeleton, tensors = state_tree.flatten(state)
+    hosts = [tensor.detach().cpu().contiguous() for tensor in tensors]
+    specs = [spec.to_json() for spec in state_tree.describe_tensors(hosts)]
+    return json.dumps({"skeleton": skeleton, "tensors": specs}).encode(), hosts
+
+
+def spread_state(engine: Engine, state: object | None) -> object:
+    """The state of rank 0, on every rank; the others give None.
+
+    Raises:
+        CommError: somebody is gone.
+    """
+    contents, tensors = _pack_state(state) if engine.rank == 0 else (b"", None)
+    contents = engine.all_gather_bytes("spread", contents)[0]
+    return _broadcast(engine, "spread", contents, tensors, 0, None)
+
+
+def relay_state(engine: Engine, holder: int, lacking: Sequence[int], num_bytes: int, state: object | None) -> object:
+    """The state of `holder` on all ranks that lack it: these pass shares of it on to each other, so that the holder sends it
+    about once, however many they are. The holder gives its `state`, whose table of contents has `num_bytes`.
+
+    Raises:
+        CommError: somebody is gone.
+    """
+    ranks = sorted([holder, *lacking])
+    contents = torch.empty(num_bytes, dtype=torch.uint8)
+    tensors: list[torch.Tensor] | None = None
+    if engine.rank == holder:
+        packed, tensors = _pack_state(state)
+        contents = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    engine.broadcast("relay", contents, holder, ranks=ranks).wait()
+    return _broadcast(engine, "relay", bytes(contents.numpy()), tensors, holder, ranks)
+
+
+def _broadcast(
+    engine: Engine,
+    name: str,
+    contents: bytes,
+    tensors: list[torch.Tensor] | None,
+    holder: int,
+    ranks: Sequence[int] | None,
+) -> object:
+    """The holder's state on all these ranks, which have its table of contents; the others give no tensors."""
+    table = json.loads(contents)
+    if tensors is None:
+        tensors = [TensorSpec.from_json(entry).empty("cpu") for entry in table["tensors"]]
+    waiting = [
+        engine.broadcast(f"{name}:{number}", tensor.view(-1).view(torch.uint8), holder, ranks=ranks)
+        for number, tensor in enumerate(tensors)
+        if tensor.numel()
+    ]
+    for handle in waiting:
+        handle.wait()
+    return state_tree.unflatten(table["skeleton"], tensors)
+
+
+def reclaim_state(member: Member | Alone) -> None:
+    """Lend nothing any more."""
+    member.unpublish(_LENT_PREFIX)
+
+
+def fetch_state(engine: Engine, holders: Sequence[int], num_bytes: int) -> object:
+    """The state that the workers of these ranks lend, each asked for its share.
+
+    Raises:
+        CommError: one of them is gone.
+    """
+    prefix = _lent_prefix(engine.view.number)
+    contents = torch.empty(num_bytes, dtype=torch.uint8)
+    engine.request(holders[0], f"{prefix}contents", contents).wait()
+    table = json.loads(bytes(contents.numpy()))
+    specs = [TensorSpec.from_json(entry) for entry in table["tensors"]]
+    tensors = [spec.empty("cpu") for spec in specs]
+    load = dict.fromkeys(holders, 0)
+    waiting: list[Handle] = []
+    # The largest first, each to whoever has the least to send so far.
+    for number in sorted(range(len(specs)), key=lambda number: -specs[number].nbytes):
+        if tensors[number].numel():
+            source = min(load, key=lambda rank: load[rank])
+            load[source] += specs[number].nbytes
+            waiting.append(engine.request(source, f"{prefix}{number}", tensors[number].view(-1)))
+    for handle in waiting:
+        handle.wait()
+    return state_tree.unflatten(table["skeleton"], tensors)

@@ -1,18 +1,20 @@
-"""Looks at the gradients of the steps that are due: their noise scale, and their variance between replicas.
+"""Estimates of the gradient noise scale, and of the variance of gradients between replicas.
 
-`Gradients` shows it each replica's gradients as they are caught and the sums as they come; nothing is shown on
-other steps, and nothing is ever changed. What one worker finds is a few numbers, which travel with the row of the
-next step; all workers learn the same from everybody's.
+The probe is shown each replica's gradients as they are collected and the sums as they arrive, on the steps that are due; it
+never changes anything. What one worker finds is a few numbers, which travel with its message of the next step, and all
+workers learn the same from everybody's.
 
-The noise scale needs no traffic: squares of the replicas' gradients are taken by whoever hosts them, those of the sums
-in equal shares. They are added as integers, so the estimate is the same to the last bit whatever the number of workers.
-The variance needs the sum of the replicas' squares, element by element: each worker gets its share of it, by one
-collective of low priority that nobody waits for before the next backward.
+The noise scale needs no further traffic: each worker squares the gradients of its own replicas and an equal share of the
+sums. The squares are added as integers, so the estimate is the same to the last bit whatever the number of workers.
+The variance needs the sum of the replicas' squares element by element. Each worker gets its share of it by one collective
+of low priority, for which nobody waits before the next backward.
 """
 
 from __future__ import annotations
 
+import math
 import struct
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -22,23 +24,25 @@ import torch
 
 from pliant.adapt.monitors import NoiseScale, Variance
 from pliant.comm.engine import Engine
-from pliant.errors import ConfigError
-from pliant.train.gradients.dispersion import Dispersion
-from pliant.train.gradients.precondition import Denominators
+from pliant.comm.handle import Handle
+from pliant.errors import CommError, ConfigError
 
 CHUNK = 1 << 15
 """Elements whose squares are added in the gradients' own precision: so many that no more than one thread does it."""
+
 _ONE = 1 << 149
 """The integers count in the least number that a float32 can be."""
+
 NEVER = (-2, 0.0, 1.0)
 """The step before none."""
+
 _ROW = struct.Struct("<qdd?48s48s?3d")
 """The step, the batch of a replica and the scale of its loss; whether there are squares, of the replicas and of the sum; whether there is
 a variance, in three numbers."""
 
 
 @dataclass(slots=True)
-class Sample:
+class ProbedStep:
     """What is collected about one step."""
 
     step: int
@@ -86,19 +90,19 @@ class GradientProbe:
         self.noise_interval, self.variance_interval = noise_scale, variance
         self.noise, self.variance = NoiseScale(), Variance()
         self._parameters = list(parameters)
-        self._denominators = Denominators.of(optimizers, parameters, adam)
+        self._denominators = AdamDenominators.of(optimizers, parameters, adam)
         self._offsets = [0, *accumulate(parameter.numel() for parameter in parameters)]
         self._bases = [0, *accumulate(-(-parameter.numel() // CHUNK) for parameter in parameters)]
         """The number of each parameter's first chunk: they are dealt to the workers in turn."""
-        self._dispersion = Dispersion(self._offsets)
+        self._dispersion = GradientVariance(self._offsets)
         self._rank, self._size, self._replicas = 0, 1, 1
-        self._filling: Sample | None = None
+        self._filling: ProbedStep | None = None
         """Of the step in progress."""
-        self._awaiting: Sample | None = None
+        self._awaiting: ProbedStep | None = None
         """Of the last step, whose sums may still come."""
-        self._done: Sample | None = None
+        self._done: ProbedStep | None = None
         """Of the last step, complete: what the next row tells."""
-        self._told: Sample | None = None
+        self._told: ProbedStep | None = None
         """What the last row has told. Meanwhile the next one may have become complete."""
         self._previous: torch.Tensor | None = None
         """One replica alone: its gradients of the step before."""
@@ -120,7 +124,7 @@ class GradientProbe:
         if self._replicas == 1 and self.noise_interval:
             noise = noise or self._is_due(step + 1, self.noise_interval)  # the first of a pair
         variance = self._replicas > 1 and self._is_due(step, self.variance_interval)
-        self._filling = Sample(step, 0.0, noise, variance) if noise or variance else None
+        self._filling = ProbedStep(step, 0.0, noise, variance) if noise or variance else None
         if self._filling is not None:
             self._dispersion.begin()
         return self._filling is not None
@@ -173,7 +177,7 @@ class GradientProbe:
             for index, flat in zip(indices, flats, strict=True):
                 self._dispersion.add(index, flat)
 
-    def _compare(self, sample: Sample, index: int, flat: torch.Tensor) -> None:
+    def _compare(self, sample: ProbedStep, index: int, flat: torch.Tensor) -> None:
         """With the step before; and keep it for the step after."""
         if self._previous is None:
             self._previous = torch.zeros(self._offsets[-1], dtype=flat.dtype, device=flat.device)
@@ -227,7 +231,7 @@ class GradientProbe:
         if self._awaiting is not None:
             self._done, self._awaiting = self._awaiting, None
 
-    def _norms(self, sample: Sample, index: int, flat: torch.Tensor, first: int, step: int) -> list[torch.Tensor]:
+    def _norms(self, sample: ProbedStep, index: int, flat: torch.Tensor, first: int, step: int) -> list[torch.Tensor]:
         """The norms of every `step`-th chunk from the `first` one on."""
         if flat.dtype.itemsize < 4:
             flat = flat.float()  # 16 bits are too few to add squares in
@@ -274,19 +278,21 @@ class GradientProbe:
             *(spread or (0.0, 0.0, 0.0)),
         )
 
-    def _squares(self, sample: Sample) -> tuple[int, int] | None:
+    def _squares(self, sample: ProbedStep) -> tuple[int, int] | None:
         """Of the replicas hosted here, and of this worker's share of the sum; None if they are too large."""
         if self._replicas == 1:
             return sample.pair
-        small, big = _integer(sample.parts), _integer(sample.sums)
+        small, big = _exact_sum_of_squares(sample.parts), _exact_sum_of_squares(sample.sums)
         return None if small is None or big is None else (small, big)
 
-    def _pair(self, sample: Sample) -> tuple[int, int] | None:
+    def _pair(self, sample: ProbedStep) -> tuple[int, int] | None:
         """One replica alone: this step and the one before, in the parts of two."""
         at, self._previous_at = self._previous_at, (sample.step, sample.batch, sample.scale)
         if at != (sample.step - 1, sample.batch, sample.scale):
             return None
-        before, after, change = (_integer(norms) for norms in (sample.before, sample.parts, sample.differences))
+        before, after, change = (
+            _exact_sum_of_squares(norms) for norms in (sample.before, sample.parts, sample.differences)
+        )
         if before is None or after is None or change is None:
             return None
         # Each has its gradient divided by 2: |a/2|^2 + |b/2|^2, and |a/2 + b/2|^2.
@@ -335,7 +341,7 @@ def _stacked_norms(flats: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(wide))
 
 
-def _integer(norms: Sequence[torch.Tensor]) -> int | None:
+def _exact_sum_of_squares(norms: Sequence[torch.Tensor]) -> int | None:
     """The sum of the squares of these norms, without any rounding that depends on their order; None for infinity."""
     if not norms:
         return 0
@@ -346,3 +352,256 @@ def _integer(norms: Sequence[torch.Tensor]) -> int | None:
             return None
         total += int(scaled)
     return total
+
+
+# --- dispersion ---
+
+
+VarianceShare = tuple[float, float, float]
+"""The square of the norm of the variable that begins before the share, the sum of the norms of those that lie in it, the
+square of that which ends after it."""
+
+NO_STEP = -1
+"""No step's number."""
+
+LAST_PRIORITY = 1 << 20
+"""A priority behind everything that training needs."""
+
+VARIANCE_CHUNK = 1 << 16
+"""Elements that are worked on at once, so that what lies between is never written to memory."""
+
+
+class GradientVariance:
+    """One worker's part in it. `offsets`: where each parameter begins, and where the last one ends."""
+
+    def __init__(self, offsets: Sequence[int]) -> None:
+        self._offsets = list(offsets)
+        self._engine: Engine | None = None
+        self._bounds = [0, self._offsets[-1]]
+        """Where each worker's share begins."""
+        self._squares: torch.Tensor | None = None
+        """Of all parameters, summed over the replicas hosted here; of this worker's share finally over all."""
+        self._host: torch.Tensor | None = None
+        """CUDA: the same in memory that collectives can use."""
+        self._means: torch.Tensor | None = None
+        """This worker's share of the mean gradient."""
+        self._written: set[int] = set()
+        self._handles: list[Handle] = []
+        self._pending = NO_STEP
+        """The step that is still to be looked at."""
+        self._found: tuple[int, VarianceShare | None] = (NO_STEP, None)
+        """The step that was looked at last, and what was found."""
+        self._replicas = 1
+        self._buried: list[object] = []
+
+    def arrange(self, engine: Engine, replicas: int) -> None:
+        """Work in this view from now on."""
+        if self._engine is not None and self._engine.may_be_written_to:
+            self._buried.append((self._engine, self._squares, self._host))  # as with gradients: never use it again
+        self._engine, self._replicas = engine, replicas
+        length = self._offsets[-1]
+        self._bounds = [length * rank // engine.size for rank in range(engine.size + 1)]
+        self._squares = self._host = self._means = None
+        self._handles, self._written = [], set()
+        self._pending, self._found = NO_STEP, (NO_STEP, None)
+
+    # --- collecting ---
+
+    def begin(self) -> None:
+        """Another step, which may be one that is done again."""
+        self._written = set()
+
+    def add(self, index: int, flat: torch.Tensor) -> None:
+        """A replica's gradient of this parameter, divided by N."""
+        self._settle()  # before the last step's are overwritten
+        if self._squares is None:
+            self._allocate(flat)
+        assert self._squares is not None
+        place = self._squares[self._offsets[index] : self._offsets[index + 1]]
+        if index in self._written:
+            place.addcmul_(flat, flat)
+        else:
+            self._written.add(index)
+            if flat.dtype == place.dtype:
+                torch.mul(flat, flat, out=place)
+            else:
+                place.copy_(flat).square_()
+
+    def _allocate(self, flat: torch.Tensor) -> None:
+        assert self._engine is not None, "arrange() comes first"
+        dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        shared = self._engine.empty(self._offsets[-1], dtype)
+        if flat.is_cuda:
+            self._engine.pin(shared)
+            self._host, self._squares = shared, torch.empty(len(shared), dtype=dtype, device=flat.device)
+        else:
+            self._squares = shared
+        low, high = self._share
+        self._means = torch.empty(high - low, dtype=dtype, device=flat.device)
+
+    @property
+    def _share(self) -> tuple[int, int]:
+        assert self._engine is not None, "arrange() comes first"
+        rank = self._engine.rank
+        return self._bounds[rank], self._bounds[rank + 1]
+
+    def exchange(self, step: int) -> None:
+        """All replicas hosted here have added theirs: have each share summed."""
+        squares = self._squares
+        assert squares is not None, "parameters without a gradient"
+        for index in range(len(self._offsets) - 1):
+            if index not in self._written:
+                squares[self._offsets[index] : self._offsets[index + 1]].zero_()
+        self._written, self._pending = set(), step
+        assert self._means is not None
+        self._means.zero_()  # what no replica has used has no sum
+        if len(self._bounds) == 2:
+            return
+        if self._host is None:
+            self._submit(squares)
+            return
+        self._host.copy_(squares, non_blocking=True)
+        torch.cuda.current_stream(squares.device).synchronize()
+        self._submit(self._host)
+
+    def _submit(self, squares: torch.Tensor) -> None:
+        assert self._engine is not None, "arrange() comes first"
+        for root in range(self._engine.size):
+            low, high = self._bounds[root], self._bounds[root + 1]
+            if low < high:
+                handle = self._engine.reduce(
+                    f"variance:{root}", squares[low:high], root, determinism="fast", priority=LAST_PRIORITY
+                )
+                self._handles.append(handle)
+
+    def keep_mean(self, index: int, flat: torch.Tensor) -> None:
+        """The mean gradient of this parameter; kept as far as it is this worker's."""
+        low, high = self._share
+        begin, end = max(low, self._offsets[index]), min(high, self._offsets[index + 1])
+        if begin < end:
+            assert self._means is not None
+            start = self._offsets[index]
+            self._means[begin - low : end - low].copy_(flat[begin - start : end - start])
+
+    # --- finding out ---
+
+    def shares(self, step: int) -> VarianceShare | None:
+        """What this worker's share says of that step; None if a worker was lost. The next step's may be under way."""
+        if self._pending == step:
+            self._settle()
+        return self._found[1] if self._found[0] == step else None
+
+    def _settle(self) -> None:
+        """Wait for the collectives of the last step, and look at what they have brought."""
+        if self._pending == NO_STEP:
+            return
+        step, self._pending = self._pending, NO_STEP
+        handles, self._handles = self._handles, []
+        try:
+            for handle in handles:
+                handle.wait()
+        except CommError:
+            return  # whoever trains will notice it, too
+        assert self._squares is not None
+        low, high = self._share
+        if self._host is not None and len(self._bounds) > 2:  # alone there was nothing to exchange
+            self._squares[low:high].copy_(self._host[low:high], non_blocking=True)
+        self._found = (step, self._look(self._squares[low:high], low))
+
+    def _look(self, squares: torch.Tensor, low: int) -> VarianceShare:
+        assert self._means is not None
+        longest = len(squares) if squares.is_cuda else VARIANCE_CHUNK
+        scratch = torch.empty(min(longest, len(squares)), dtype=squares.dtype, device=squares.device)
+        norms: list[torch.Tensor] = []
+        owners: list[int] = []
+        """The variable that each of these belongs to."""
+        begin, end = low, low + len(squares)
+        index = bisect_right(self._offsets, low) - 1
+        while begin < end:
+            until = min(self._offsets[index + 1], end, begin + longest)
+            if begin < until:
+                place = slice(begin - low, until - low)
+                mean, variance = self._means[place], scratch[: until - begin]
+                torch.mul(squares[place], float(self._replicas), out=variance)
+                norms.append(torch.linalg.vector_norm(variance.addcmul_(mean, mean, value=-1.0)))
+                owners.append(index)
+                begin = until
+            if begin == self._offsets[index + 1]:
+                index += 1
+        sums: dict[int, float] = {}
+        for owner, norm in zip(owners, torch.stack(norms).tolist() if norms else [], strict=True):
+            sums[owner] = sums.get(owner, 0.0) + norm * norm
+        first, last = self._cut(low), self._cut(end)
+        inner = math.fsum(math.sqrt(square) for owner, square in sums.items() if owner not in (first, last))
+        return sums.get(first, 0.0), inner, sums.get(last, 0.0) if last != first else 0.0
+
+    def _cut(self, place: int) -> int:
+        """The variable that a bound between two shares goes through; -1 if it lies between variables."""
+        index = bisect_right(self._offsets, place) - 1
+        return index if 0 <= index < len(self._offsets) - 1 and self._offsets[index] < place else -1
+
+    def merge(self, told: Sequence[Sequence[float]]) -> list[float]:
+        """The norms, or sums of several, that follow from everybody's shares, in the order of ranks."""
+        norms = [inner for _, inner, _ in told]
+        split: dict[int, float] = {}
+        for rank, (head, _, tail) in enumerate(told):
+            first, last = self._cut(self._bounds[rank]), self._cut(self._bounds[rank + 1])
+            split[first] = split.get(first, 0.0) + head
+            if last != first:
+                split[last] = split.get(last, 0.0) + tail
+        return norms + [math.sqrt(square) for index, square in split.items() if index >= 0]
+
+
+# --- precondition ---
+
+
+class AdamDenominators:
+    """sqrt(v) + eps of each parameter, from the state of the optimizers; nothing where they are not like Adam."""
+
+    def __init__(self, owners: Sequence[tuple[torch.optim.Optimizer, dict[str, Any]] | None], parameters: Any) -> None:
+        self._owners, self._parameters = owners, parameters
+        self.are_used = any(owner is not None for owner in owners)
+
+    @classmethod
+    def of(
+        cls,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Sequence[torch.nn.Parameter],
+        wanted: bool | None,
+    ) -> AdamDenominators:
+        """Raises ConfigError if they are wanted of an optimizer that has none."""
+        alike = bool(optimizers) and all(_is_adam(optimizer) for optimizer in optimizers)
+        if wanted and not alike:
+            names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "no optimizer"
+            raise ConfigError(f"adam=True, but {names} keeps no running mean of squares: leave it out")
+        owners: dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
+        if alike and wanted is not False:
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    owners |= {id(parameter): (optimizer, group) for parameter in group["params"]}
+        return cls([owners.get(id(parameter)) for parameter in parameters], parameters)
+
+    def of_parameter(self, index: int, like: torch.Tensor) -> torch.Tensor | None:
+        """Flat, in the memory order of the parameter; None if there is none, as before the first update."""
+        owner = self._owners[index]
+        if owner is None:
+            return None
+        optimizer, group = owner
+        parameter = self._parameters[index]
+        state = optimizer.state.get(parameter, {})
+        squares = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
+        if squares is None:
+            return None
+        correction = 1 - group["betas"][1] ** float(state["step"])
+        dense = squares.stride() == parameter.stride()
+        flat = squares.as_strided((squares.numel(),), (1,)) if dense else squares.reshape(-1)
+        found: torch.Tensor = (flat.to(like) / correction).sqrt_().add_(group["eps"])
+        # What has never had a gradient would be divided by eps alone, and nothing else would count beside it.
+        return found.masked_fill_(flat == 0, torch.inf)
+
+
+def _is_adam(optimizer: torch.optim.Optimizer) -> bool:
+    name = type(optimizer).__name__
+    return name in ("Adam", "AdamW", "NAdam", "RAdam") and all(
+        {"betas", "eps"} <= group.keys() for group in optimizer.param_groups
+    )

@@ -1,7 +1,7 @@
-"""What a worker shows of itself while it trains: Prometheus' `/metrics`, one page per worker.
+"""Exporters of a running job: a Prometheus page per worker, scalars for TensorBoard, the stall detector.
 
-The page is made when somebody asks for it, from what the last step said and what the engine has counted. Rates and
-latencies are taken by a thread of their own, once in a while; a step only leaves its observation here.
+A step only leaves its observation here. The Prometheus page is made when somebody asks for it; rates and latencies are
+measured once in a while by a thread of their own.
 """
 
 from __future__ import annotations
@@ -11,30 +11,66 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric, UnknownMetricFamily
 from prometheus_client.registry import Collector
 
 from pliant.adapt import Observation
-from pliant.adapt.monitors import StallDetector
+from pliant.adapt.monitors import StallDetector, wants_stall_detection
+from pliant.cluster import Worker
 from pliant.comm.engine import Engine
 from pliant.comm.probe import latencies
 from pliant.errors import CommError, ConfigError
+
+if TYPE_CHECKING:
+    from pliant.train.adaptation import AdaptationSettings
+    from pliant.train.trainer import Trainer
+
+
+def start_exporters(
+    trainer: Trainer,
+    settings: AdaptationSettings,
+    worker: Worker,
+    stack: contextlib.ExitStack,
+    say: Callable[[str], None],
+) -> None:
+    """Let `trainer` be seen until `stack` is closed; the page is at the worker's address."""
+    adaptation, stalls = trainer.adaptation, None
+    if wants_stall_detection():
+        stalls = stack.enter_context(StallDetector(say))
+        trainer.watched = trainer.crossing.watched = stalls.watch
+    if settings.metrics:
+        metrics = MetricsServer.open(worker.host, worker.port, stalls)
+        stack.callback(metrics.close)
+        adaptation.on_view.append(metrics.work_in)
+        adaptation.listeners.append(metrics.publish)
+    if settings.tensorboard:
+        scalars = TensorBoardExporter(settings.tensorboard)
+        stack.callback(scalars.close)
+        adaptation.listeners.append(scalars.publish)
+
+
+# --- metrics ---
+
 
 log = logging.getLogger(__name__)
 
 PORT_OFFSET = 10000
 """A worker's page is at its own port plus this, as KungFu's."""
+
 LATENCY_PERIOD_S = 10.0
+
 LATENCY_TIMEOUT_S = 5.0
+
 _HIGHEST_PORT = 65535
+
 _PERIODS = ("PLIANT_MONITORING_PERIOD", "KUNGFU_CONFIG_MONITORING_PERIOD")
 
 
-def period_s(environ: Mapping[str, str] | None = None) -> float:
+def sampling_period_s(environ: Mapping[str, str] | None = None) -> float:
     """How often rates are taken; 1 s where the environment says nothing."""
     found = os.environ if environ is None else environ
     text = next((found[name] for name in _PERIODS if found.get(name)), "1s")
@@ -48,7 +84,7 @@ def period_s(environ: Mapping[str, str] | None = None) -> float:
     return seconds
 
 
-class Metrics(Collector):
+class MetricsServer(Collector):
     """One worker's page. Made by `open`; close it, and nothing of it is left."""
 
     def __init__(self, stalls: StallDetector | None = None, every_s: float = 1.0) -> None:
@@ -65,13 +101,13 @@ class Metrics(Collector):
         self._stack = contextlib.ExitStack()
 
     @classmethod
-    def open(cls, host: str, port: int, stalls: StallDetector | None = None) -> Metrics:
+    def open(cls, host: str, port: int, stalls: StallDetector | None = None) -> MetricsServer:
         """Serve the page of the worker at `host`:`port`, on that port plus 10000, or on another if that is taken.
 
         Raises:
             ConfigError: there is no such address here.
         """
-        metrics = cls(stalls, period_s())
+        metrics = cls(stalls, sampling_period_s())
         registry = CollectorRegistry(auto_describe=False)
         registry.register(metrics)
         wanted = port + PORT_OFFSET
@@ -121,8 +157,8 @@ class Metrics(Collector):
             if before is not None and before[0] is engine:
                 took_s = now_s - before[1]
                 self._rates = {
-                    "egress": _rates(before[2], counters.egress_bytes, took_s),
-                    "ingress": _rates(before[3], counters.ingress_bytes, took_s),
+                    "egress": _rates_per_s(before[2], counters.egress_bytes, took_s),
+                    "ingress": _rates_per_s(before[3], counters.ingress_bytes, took_s),
                 }
             before = (engine, now_s, counters.egress_bytes, counters.ingress_bytes)
             if now_s - pinged_s >= LATENCY_PERIOD_S and engine.size > 1:
@@ -151,8 +187,8 @@ class Metrics(Collector):
             latency.add_metric([peer], seconds)
         yield latency
         if self._stalls is not None:
-            yield _one("pliant_stalls", "Waits that were called a stall so far.", self._stalls.count)
-            yield _one("pliant_stalled_seconds", "How long one has lasted that is going on.", self._stalls.stalled_s)
+            yield _gauge("pliant_stalls", "Waits that were called a stall so far.", self._stalls.count)
+            yield _gauge("pliant_stalled_seconds", "How long one has lasted that is going on.", self._stalls.stalled_s)
 
     def _traffic(self) -> Iterator[Metric]:
         engine = self._engine
@@ -170,24 +206,24 @@ class Metrics(Collector):
             yield rate
 
     def _progress(self, seen: Observation) -> Iterator[Metric]:
-        yield _one("pliant_step", "Steps committed.", seen.step)
-        yield _one("pliant_epoch", "The epoch.", seen.epoch)
-        yield _one("pliant_step_seconds", "The last step, by the slowest worker.", seen.step_s)
-        yield _one("pliant_samples_per_second", "Of the whole job.", seen.samples_per_s)
-        yield _one("pliant_batch_size", "Of one replica.", seen.batch_size)
-        yield _one("pliant_learning_rate_factor", "Decisions' part in the learning rate.", seen.learning_rate_factor)
-        yield _one("pliant_workers", "How many there are.", seen.num_workers)
-        yield _one("pliant_replicas", "How many there are.", seen.replicas)
-        yield _one("pliant_view", "Grows with every change of the workers.", seen.view)
+        yield _gauge("pliant_step", "Steps committed.", seen.step)
+        yield _gauge("pliant_epoch", "The epoch.", seen.epoch)
+        yield _gauge("pliant_step_seconds", "The last step, by the slowest worker.", seen.step_s)
+        yield _gauge("pliant_samples_per_second", "Of the whole job.", seen.samples_per_s)
+        yield _gauge("pliant_batch_size", "Of one replica.", seen.batch_size)
+        yield _gauge("pliant_learning_rate_factor", "Decisions' part in the learning rate.", seen.learning_rate_factor)
+        yield _gauge("pliant_workers", "How many there are.", seen.num_workers)
+        yield _gauge("pliant_replicas", "How many there are.", seen.replicas)
+        yield _gauge("pliant_view", "Grows with every change of the workers.", seen.view)
         for name, about, value in (
             ("pliant_noise_scale", "Gradient noise scale, in samples.", seen.noise_scale),
             ("pliant_gradient_variance", "Between replicas, summed over variables.", seen.variance),
         ):
             if value is not None:
-                yield _one(name, about, value)
+                yield _gauge(name, about, value)
         own = next((worker for worker in seen.workers if worker.name == self._own), None)
         if own is not None:
-            yield _one("pliant_compute_seconds", "This worker's own part of the last step.", own.compute_s)
+            yield _gauge("pliant_compute_seconds", "This worker's own part of the last step.", own.compute_s)
             rate = GaugeMetricFamily(
                 "pliant_strategy_bytes_per_second", "What collectives carried.", labels=["strategy"]
             )
@@ -199,9 +235,69 @@ def _serve(port: int, host: str, registry: CollectorRegistry) -> tuple[Any, thre
     return start_http_server(port, host, registry)
 
 
-def _one(name: str, about: str, value: float) -> GaugeMetricFamily:
+def _gauge(name: str, about: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, about, value=value)
 
 
-def _rates(before: Mapping[str, int], after: Mapping[str, int], took_s: float) -> dict[str, float]:
+def _rates_per_s(before: Mapping[str, int], after: Mapping[str, int], took_s: float) -> dict[str, float]:
     return {peer: max(0, total - before.get(peer, 0)) / took_s for peer, total in after.items()}
+
+
+# --- tensorboard ---
+
+
+class TensorBoardExporter:
+    """Writes to a folder. The file is begun with the first step that this worker is the first one at."""
+
+    def __init__(self, folder: str) -> None:
+        """Raises ConfigError if TensorBoard's writer is not installed."""
+        self._folder = folder
+        self._make = _writer_class()
+        self._writer: Any = None
+
+    def publish(self, seen: Observation, rank: int) -> None:
+        """The job after a step. (May be one of an adaptation's listeners.)"""
+        if rank != 0:
+            return
+        if self._writer is None:
+            try:
+                self._writer = self._make(self._folder)
+            except OSError as error:
+                raise ConfigError(
+                    f"--tensorboard {self._folder}: {error.strerror}; give a folder to write to"
+                ) from None
+        for name, value in scalars_of(seen).items():
+            self._writer.add_scalar(name, value, seen.step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def scalars_of(seen: Observation) -> dict[str, float]:
+    """What is drawn, by name; nothing for what is not known."""
+    found: dict[str, float | None] = {
+        "job/step_seconds": seen.step_s,
+        "job/samples_per_second": seen.samples_per_s,
+        "job/workers": seen.num_workers,
+        "maths/batch_size": seen.batch_size,
+        "maths/global_batch": seen.global_batch,
+        "maths/learning_rate_factor": seen.learning_rate_factor,
+        "gradients/noise_scale": seen.noise_scale,
+        "gradients/variance": seen.variance,
+    }
+    if seen.workers:
+        found["network/strategy_bytes_per_second"] = min(worker.throughput for worker in seen.workers)
+        found["network/egress_bytes"] = sum(worker.egress_bytes for worker in seen.workers)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _writer_class() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            f"TensorBoard's writer is missing ({error}): pip install 'pliant[tensorboard]', or leave --tensorboard out"
+        ) from None
+    return SummaryWriter

@@ -1,8 +1,8 @@
-"""How the sums of a step travel: which way, in which slices, with how much in flight. Pure.
+"""How the sums of a step travel: the sync mode, the size of slices, and how much may be in flight.
 
-One worker (the first) decides and tells the others with every step, so all of them change at the same step. What
-it decides on is what all have measured: how long they computed, what they sent, and at which rate the network took
-it. None of it changes a bit of the result.
+The first worker decides and tells the others with every step, so all of them change at the same step. It decides by what
+all workers have measured: how long they computed, what they sent, and at which rate the network took it. None of this
+changes a bit of the result.
 """
 
 from __future__ import annotations
@@ -10,43 +10,69 @@ from __future__ import annotations
 import math
 import statistics
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
+from pliant.comm.engine import Engine
+from pliant.comm.telemetry import Pressure
 from pliant.errors import ConfigError
 
-MODES = ("fifo", "slicing", "priority", "baseline")
-ASKED = ("fifo", "priority", "auto", "slicing", "baseline")
+if TYPE_CHECKING:
+    from pliant.train.deferred import DeferredUpdates
+    from pliant.train.gradients import GradientCollector
+    from pliant.train.pending import PendingSum
+
+
+SYNC_MODES = ("fifo", "slicing", "priority", "baseline")
+
+SYNC_OPTIONS = ("fifo", "priority", "auto", "slicing", "baseline")
+
 FIRST_SLICE_BYTES = 128 << 10
+
 FIRST_IN_FLIGHT_BYTES = 192 << 10
-LEAST_SLICE_BYTES = 16 << 10
-MOST_SLICE_BYTES = 1 << 20
-LEAST_IN_FLIGHT_BYTES = 24 << 10
-MOST_IN_FLIGHT_BYTES = 1 << 20
+
+MIN_SLICE_BYTES = 16 << 10
+
+MAX_SLICE_BYTES = 1 << 20
+
+MIN_IN_FLIGHT_BYTES = 24 << 10
+
+MAX_IN_FLIGHT_BYTES = 1 << 20
+
 BASELINE_BYTES = 4_000_000
 """Arrays of this size and more are cut by the baseline, as MXNet does by default."""
+
 SLICE_SHARE = 0.007
 """A slice takes this part of a step on the wire: what is urgent waits for about one of them. More and smaller ones cost
 processor time, fewer and larger ones delay."""
+
 IN_FLIGHT_SHARE = 0.008
-NEWS = 0.2
+
+SIGNIFICANT = 0.2
 """A rate that differs by this much from the one tuned for is worth a change."""
+
 USEFUL_R = 0.6
+
 USELESS_R = 0.5
 """`auto` takes to priorities when T/C reaches the first, and leaves them below the second. Below 0.66 the sums of all
 layers but the first can be done before backward is: there is nothing to win (reference: F:B = 1:2)."""
-CONFIRMED = 3
+
+CONFIRMING_STEPS = 3
 """So many steps in which the network was never the limit mean that it is not."""
+
 PROBE_STEPS = 3
 """So many steps are measured before `auto` says anything."""
 
-MOST = 1 << 30
+MAX_BYTES = 1 << 30
+
 _WIRE = struct.Struct("<BIIddd")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SyncConfig:
     """How one step's sums travel."""
 
     mode: str = "fifo"
@@ -55,7 +81,7 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class StepMeasurement:
     """One worker's last step."""
 
     compute_s: float = 0.0
@@ -84,13 +110,13 @@ class SyncStats:
     """T/C: time on the wire by time of compute; 0 if unknown."""
 
 
-ROW_BYTES = _WIRE.size
+SYNC_BYTES = _WIRE.size
 
 
-def pack(choice: Choice, measured: Measured) -> bytes:
+def pack_sync(choice: SyncConfig, measured: StepMeasurement) -> bytes:
     """What a worker says with its step."""
     return _WIRE.pack(
-        MODES.index(choice.mode),
+        SYNC_MODES.index(choice.mode),
         choice.slice_bytes,
         choice.in_flight_bytes,
         measured.compute_s,
@@ -99,23 +125,27 @@ def pack(choice: Choice, measured: Measured) -> bytes:
     )
 
 
-def unpack(data: bytes) -> tuple[Choice, Measured]:
+def unpack_sync(data: bytes) -> tuple[SyncConfig, StepMeasurement]:
     mode, slice_bytes, in_flight_bytes, *figures = _WIRE.unpack(data)
-    return Choice(MODES[mode], slice_bytes, in_flight_bytes), Measured(*figures)
+    return SyncConfig(SYNC_MODES[mode], slice_bytes, in_flight_bytes), StepMeasurement(*figures)
 
 
-def check(asked: str, slice_bytes: int | None, in_flight_bytes: int | None) -> None:
+def check_sync_options(asked: str, slice_bytes: int | None, in_flight_bytes: int | None) -> None:
     """Raises ConfigError where `join` was asked for something that there is not."""
-    if asked not in ASKED:
+    if asked not in SYNC_OPTIONS:
         raise ConfigError(
-            f"sync={asked!r}: use 'priority', 'fifo' or 'auto' (or, to compare, {' or '.join(map(repr, ASKED[3:]))})"
+            f"sync={asked!r}: use 'priority', 'fifo' or 'auto' (or, to compare, {' or '.join(map(repr, SYNC_OPTIONS[3:]))})"
         )
     for name, value, least in (("slice_bytes", slice_bytes, 1024), ("in_flight_bytes", in_flight_bytes, 4096)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MOST):
-            raise ConfigError(f"{name}={value!r}: use {least} to {MOST} bytes, or None to have it tuned while running")
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_BYTES
+        ):
+            raise ConfigError(
+                f"{name}={value!r}: use {least} to {MAX_BYTES} bytes, or None to have it tuned while running"
+            )
 
 
-class Tuner:
+class SyncTuner:
     """Decides for the next step from what all workers measured in the last ones."""
 
     def __init__(
@@ -126,7 +156,7 @@ class Tuner:
         self._say = say
         if asked == "baseline":
             self._fixed_slice = slice_bytes = slice_bytes or BASELINE_BYTES
-        first = Choice("fifo" if asked == "auto" else asked)
+        first = SyncConfig("fifo" if asked == "auto" else asked)
         self.choice = replace(
             first,
             slice_bytes=slice_bytes or first.slice_bytes,
@@ -151,7 +181,7 @@ class Tuner:
         """Whether steps may overlap."""
         return self._asked != "fifo"
 
-    def learn(self, steps: Sequence[Measured], *, decides: bool = True) -> Choice:
+    def learn(self, steps: Sequence[StepMeasurement], *, decides: bool = True) -> SyncConfig:
         """What all workers measured in a step; the choice for the steps to come.
 
         Only the one that `decides` has anything to say about it.
@@ -165,7 +195,7 @@ class Tuner:
         if rates:
             self._hear_rate(_common_rate(rates))
         self._quiet_steps = 0 if rates else self._quiet_steps + 1
-        if self._quiet_steps >= CONFIRMED:
+        if self._quiet_steps >= CONFIRMING_STEPS:
             self.rate = 0.0  # the network has not been the limit for a while: nobody knows how fast it is
         self.r = 0.0
         if self.rate and compute_s > 0:
@@ -177,7 +207,7 @@ class Tuner:
 
     def _hear_rate(self, rate: float) -> None:
         """Follow slow drifts slowly, and a jump at once when a second step confirms it."""
-        if not self.rate or abs(rate / self.rate - 1) <= NEWS:
+        if not self.rate or abs(rate / self.rate - 1) <= SIGNIFICANT:
             self.rate = rate if not self.rate else 0.7 * self.rate + 0.3 * rate
             self._odd_rate = 0.0
         elif self._odd_rate and (rate > self.rate) == (self._odd_rate > self.rate):
@@ -188,13 +218,13 @@ class Tuner:
     def _tune(self, compute_s: float) -> None:
         self._in_steps.append(self.rate * compute_s * max(1.0, self.r))
         in_a_step = statistics.median_low(self._in_steps)  # one odd step is no news
-        if self._tuned_for and abs(in_a_step / self._tuned_for - 1) <= NEWS:
+        if self._tuned_for and abs(in_a_step / self._tuned_for - 1) <= SIGNIFICANT:
             return
         old = self.choice
         self._tuned_for = in_a_step
-        slice_bytes = self._fixed_slice or _rounded(in_a_step * SLICE_SHARE, LEAST_SLICE_BYTES, MOST_SLICE_BYTES)
+        slice_bytes = self._fixed_slice or _rounded(in_a_step * SLICE_SHARE, MIN_SLICE_BYTES, MAX_SLICE_BYTES)
         in_flight = self._fixed_in_flight or _rounded(
-            in_a_step * IN_FLIGHT_SHARE, LEAST_IN_FLIGHT_BYTES, MOST_IN_FLIGHT_BYTES
+            in_a_step * IN_FLIGHT_SHARE, MIN_IN_FLIGHT_BYTES, MAX_IN_FLIGHT_BYTES
         )
         self.choice = replace(old, slice_bytes=slice_bytes, in_flight_bytes=in_flight)
         if self.choice != old and old.mode != "fifo" and self._decides:
@@ -226,10 +256,109 @@ def _common_rate(rates: Sequence[float]) -> float:
     """What the slowest line carries. A measured rate can only be too low, where a processor was late to hand something
     over; so among lines that seem alike the middle one is nearer to the truth than the least."""
     middle, least = statistics.median(rates), min(rates)
-    return middle if least >= (1 - NEWS) * middle else least
+    return middle if least >= (1 - SIGNIFICANT) * middle else least
 
 
 def _rounded(num_bytes: float, least: int, most: int) -> int:
     """To one of a few sizes within bounds: each size that was used leaves its plans behind."""
     steps = round(2 * math.log2(max(1.0, num_bytes)))
     return int(min(most, max(least, 2 ** (steps / 2)))) >> 10 << 10
+
+
+# --- way ---
+
+
+class SyncController:
+    """The way of the step in progress, and of the next one."""
+
+    def __init__(self, gradients: GradientCollector, crossing: DeferredUpdates, tuner: SyncTuner) -> None:
+        self._gradients, self._crossing, self._tuner = gradients, crossing, tuner
+        self._now = SyncConfig()
+        self._next: SyncConfig | None = None
+        self._in_flight_bytes = 0
+        """What the connections were told last."""
+
+    @property
+    def wish(self) -> SyncConfig:
+        """How this worker would have them travel; counts where it is the first."""
+        return self._tuner.choice
+
+    def work_in(self) -> None:
+        """There is another view."""
+        self._next = None
+
+    def begin_step(self, engine: Engine) -> None:
+        """In a view's first step by buckets: newcomers know no better, and the order in which parameters are used is
+        observed meanwhile."""
+        way = self._next
+        if way is None and self._tuner.may_cross and engine.size > 1:
+            self._crossing.observe()
+        if way is not None and way.in_flight_bytes != self._in_flight_bytes:
+            self._in_flight_bytes = way.in_flight_bytes
+            engine.keep_below(way.in_flight_bytes)
+        self._now = way or SyncConfig()
+        self._gradients.sums.travel(self._now, self._crossing.order)
+
+    def heed(self, chosen: SyncConfig, measured: Sequence[StepMeasurement], rank: int) -> None:
+        """The first worker has chosen for all. The others keep up with it, for they may be first in the next view."""
+        self._next = chosen
+        self._tuner.learn(measured, decides=rank == 0)
+        if rank != 0:
+            self._tuner.choice = chosen
+
+    def cross(self, awaited: Sequence[PendingSum]) -> None:
+        """These sums are under way: the program goes on, and each is taken in when it is needed."""
+        wanted = {index: place for place, index in enumerate(self._crossing.order)}
+        priorities = [wanted.get(index, len(wanted)) for index in range(len(self._gradients.parameters))]
+        self._crossing.begin(awaited, priorities)
+
+    def stats(self) -> SyncStats:
+        """How the sums travel now, and what the network has cost so far."""
+        waits, choice = self._crossing.waits, self._now
+        return SyncStats(
+            choice.mode,
+            waits.count,
+            waits.seconds,
+            waits.until_s,
+            choice.slice_bytes,
+            choice.in_flight_bytes,
+            self._tuner.rate,
+            self._tuner.r,
+        )
+
+
+# --- measuring ---
+
+
+@dataclass(slots=True)
+class StepTimer:
+    """The figures of the step in progress, and those of the last one."""
+
+    compute_s: float = 0.0
+    last: StepMeasurement = field(default_factory=StepMeasurement)
+    began_s: float = 0.0
+    """When the step in progress began, by time.monotonic()."""
+    _turn_began_s: float = 0.0
+    _waited_s: float = 0.0
+    """At gates, when the turn began."""
+    _pressure: Pressure = field(default_factory=lambda: Pressure(0, 0.0))
+    _sent_bytes: int = 0
+
+    @classmethod
+    def of(cls, engine: Engine) -> StepTimer:
+        """In a new view, where nobody has done a step yet."""
+        return cls(_pressure=engine.pressure(), _sent_bytes=engine.wire_bytes)
+
+    def begin_step(self, engine: Engine) -> None:
+        """Start the timer of a step. The step before it has ended."""
+        now_s, sent, pressure = time.monotonic(), engine.wire_bytes, engine.pressure()
+        self.last = StepMeasurement(self.compute_s, sent - self._sent_bytes, pressure.rate_since(self._pressure))
+        self.began_s, self.compute_s = now_s, 0.0
+        self._sent_bytes, self._pressure = sent, pressure
+
+    def begin_turn(self, waited_s: float) -> None:
+        """A replica computes from now on; `waited_s` is what the network has cost so far."""
+        self._turn_began_s, self._waited_s = time.monotonic(), waited_s
+
+    def end_turn(self, waited_s: float) -> None:
+        self.compute_s += max(0.0, time.monotonic() - self._turn_began_s - (waited_s - self._waited_s))

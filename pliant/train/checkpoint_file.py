@@ -1,11 +1,4 @@
-"""One checkpoint as the bytes of one file, and back.
-
-A file is a safetensors file (8 bytes of header length, JSON header, raw data), so other programs read the tensors
-by name, and nothing in it can run code. The header's metadata holds the skeleton of the state; the contexts of the
-replicas are tensors of bytes; the last tensor is the SHA-256 of everything before it. Written here rather than by
-the safetensors package, whose writer neither tells a full disk from other errors nor sums while it writes; the
-tests read our files with that package. Which files there are, and which to keep, is decided in `checkpoint`.
-"""
+"""One checkpoint as the bytes of one file, and back."""
 
 from __future__ import annotations
 
@@ -24,20 +17,28 @@ from typing import BinaryIO
 import torch
 
 from pliant.errors import CheckpointError, TrainError
-from pliant.train.state import tree
+from pliant.train import state_tree
 
 FORMAT = "1"
+
 FORMAT_KEY = "pliant.checkpoint"
+
 BLOCK_BYTES = 1 << 22
 """Summed and written at once: small enough to stay in the cache between the two."""
+
 MAX_HEADER_BYTES = 100_000_000
 """As the safetensors format has it."""
+
 DIGEST_BYTES = 32
+
 TEMPORARY = ".pliant-writing"
 
 _OURS = "pliant."
+
 _CONTEXT = "pliant.context."
+
 _DIGEST = "pliant.sha256"
+
 # The types that all readers of the format know. Others are stored as bytes; we restore them by our own list.
 _FORMAT_DTYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "float16": "F16", "bfloat16": "BF16",
@@ -67,14 +68,14 @@ class Image:
 
     def __init__(self, checkpoint: Checkpoint, into: Sequence[torch.Tensor] | None) -> None:
         """Copies the tensors, where their shapes fit to the memory of `into`; without a list they are only borrowed."""
-        skeleton, tensors = tree.flatten(checkpoint.state)
+        skeleton, tensors = state_tree.flatten(checkpoint.state)
         if into is None:
             self.tensors = [tensor.cpu().contiguous() for tensor in tensors]
         else:
             self.tensors = host_copies(tensors, into)
-        specs = tree.describe_tensors(self.tensors)
+        specs = state_tree.describe_tensors(self.tensors)
         names = [f"{name}#{i}" if name.startswith(_OURS) else name
-                 for i, name in enumerate(tree.tensor_names(skeleton, len(specs)))]  # fmt: skip
+                 for i, name in enumerate(state_tree.tensor_names(skeleton, len(specs)))]  # fmt: skip
         # The largest elements first, so that each tensor lies on a multiple of its element's size.
         order = sorted(range(len(specs)), key=lambda i: -self.tensors[i].itemsize)
         contents = [(names[i], *_stored_as(specs[i]), _memory(self.tensors[i])) for i in order]
@@ -221,7 +222,7 @@ def read(path: Path) -> Checkpoint:
         try:
             listed = json.loads(header.metadata["tensors"])
             specs = {
-                name: tree.TensorSpec.from_json({"dtype": dtype, "shape": shape, "device": "cpu"})
+                name: state_tree.TensorSpec.from_json({"dtype": dtype, "shape": shape, "device": "cpu"})
                 for name, dtype, shape in listed
             }
             meta = json.loads(header.metadata["meta"])
@@ -239,7 +240,7 @@ def read(path: Path) -> Checkpoint:
             if name == _DIGEST:
                 found = file.read(DIGEST_BYTES)
                 break
-            spec = specs.get(name) or tree.TensorSpec("uint8", (end - begin,), "cpu")
+            spec = specs.get(name) or state_tree.TensorSpec("uint8", (end - begin,), "cpu")
             contents[name] = spec.empty()
             _read_into(_memory(contents[name]), file, digest)
         _compare(found, digest.digest(), path)
@@ -249,7 +250,7 @@ def read(path: Path) -> Checkpoint:
         epoch,
         num_replicas,
         meta=meta,
-        state=tree.unflatten(skeleton, [contents[name] for name in specs]),
+        state=state_tree.unflatten(skeleton, [contents[name] for name in specs]),
         contexts=[contents[f"{_CONTEXT}{replica}"].numpy().tobytes() for replica in range(len(contexts))],
     )
 
@@ -273,7 +274,7 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _stored_as(spec: tree.TensorSpec) -> tuple[str, list[int]]:
+def _stored_as(spec: state_tree.TensorSpec) -> tuple[str, list[int]]:
     if spec.dtype in _FORMAT_DTYPES:
         return _FORMAT_DTYPES[spec.dtype], list(spec.shape)
     return "U8", [spec.nbytes]

@@ -1,29 +1,29 @@
-"""What a loader was asked to do, as a value: read off a `DataLoader`, or said beside a dataset.
+"""The options of a data loader, and the samples that they give each of N replicas in an epoch.
 
-Only what can be cut into replicas is let through, which is what a `DistributedSampler` can do. Which samples
-that gives is said by `dealing`.
+The options are read off a `DataLoader` or given with a dataset. Only what a `DistributedSampler` can do is accepted,
+because only that can be dealt to replicas. The samples are those that N processes with `DistributedSampler` and
+`DataLoader` would get. Nothing is loaded here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from pliant.errors import ConfigError, Unsliceable
+
+if TYPE_CHECKING:
+    from pliant.train.context import DataPosition
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,11 +77,12 @@ class LoaderOptions:
 
 
 _NAMES = tuple(field.name for field in dataclasses.fields(LoaderOptions))
+
 _SAMPLER_NAMES = ("seed", "sampler_drop_last")
 """What a `DataLoader` says nothing about unless it has a `DistributedSampler`."""
 
 
-def describe(source: Any, **overrides: Any) -> tuple[Any, LoaderOptions]:
+def loader_options(source: Any, **overrides: Any) -> tuple[Any, LoaderOptions]:
     """The dataset in `source` (a map-style dataset or a `DataLoader`), and how it is to be loaded.
 
     A sampler's own `num_replicas` and `rank` are of no account: the job says who gets which share. Of a `DataLoader`
@@ -98,7 +99,7 @@ def describe(source: Any, **overrides: Any) -> tuple[Any, LoaderOptions]:
     if unknown:
         raise ConfigError(f"unknown loader settings {', '.join(unknown)}: known are {', '.join(_NAMES)}")
     if isinstance(source, DataLoader):
-        settings = _settings(source, overrides)
+        settings = _settings_of(source, overrides)
         dataset = source.dataset
     else:
         settings = overrides
@@ -113,7 +114,7 @@ _CUSTOM_ORDER = (
 )
 
 
-def _settings(loader: DataLoader[Any], overrides: dict[str, Any]) -> dict[str, Any]:
+def _settings_of(loader: DataLoader[Any], overrides: dict[str, Any]) -> dict[str, Any]:
     _check_dataset(loader.dataset)
     batches = loader.batch_sampler
     if batches is None:
@@ -125,7 +126,7 @@ def _settings(loader: DataLoader[Any], overrides: dict[str, Any]) -> dict[str, A
         raise Unsliceable(f"batch_sampler {type(batches).__name__}: {_CUSTOM_ORDER}")
     if not loader.in_order:
         raise Unsliceable("in_order=False: the order of batches would depend on timing. Leave it out")
-    order = _order(batches.sampler)
+    order = _sampler_settings(batches.sampler)
     twice = sorted(name for name in overrides if name in order or name not in _SAMPLER_NAMES)
     if twice:
         raise ConfigError(
@@ -150,7 +151,7 @@ def _settings(loader: DataLoader[Any], overrides: dict[str, Any]) -> dict[str, A
     }
 
 
-def _order(sampler: Any) -> dict[str, Any]:
+def _sampler_settings(sampler: Any) -> dict[str, Any]:
     """What the sampler says about the order of samples."""
     # A subclass may do anything, so only torch's own types are understood.
     if type(sampler) is DistributedSampler:
@@ -175,3 +176,53 @@ def _check_dataset(dataset: Any) -> None:
         )
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ConfigError(f"{name} is no map-style dataset: give one with __len__ and __getitem__, or a DataLoader")
+
+
+# --- dealing ---
+
+
+def replica_batches(
+    length: int, num_replicas: int, replica: int, epoch: int, options: LoaderOptions, consumed: int = 0
+) -> list[list[int]]:
+    """The samples of each batch of `replica` in `epoch`, of a dataset of `length`.
+
+    The first `consumed` samples in the order of that epoch are left out, and the rest is dealt to the replicas.
+    """
+    share = sample_order(length, num_replicas, epoch, options, consumed)[replica::num_replicas]
+    return [
+        batch_indices(share, number, options) for number in range(num_batches(length, num_replicas, options, consumed))
+    ]
+
+
+def num_batches(length: int, num_replicas: int, options: LoaderOptions, consumed: int = 0) -> int:
+    """Batches of every replica in an epoch of which `consumed` samples are used."""
+    share = _padded_length(length - consumed, num_replicas, options) // num_replicas
+    return share // options.batch_size if options.drop_last else math.ceil(share / options.batch_size)
+
+
+def samples_used(length: int, num_replicas: int, stream: DataPosition, options: LoaderOptions) -> int:
+    """Samples of the epoch that are used when all replicas stand where `stream` does: where to deal anew."""
+    return min(length, stream.consumed + stream.batch * options.batch_size * num_replicas)
+
+
+def sample_order(length: int, num_replicas: int, epoch: int, options: LoaderOptions, consumed: int) -> Tensor:
+    """All samples in the order in which they are dealt to the replicas, round and round."""
+    if options.shuffle:
+        order = torch.randperm(length, generator=torch.Generator().manual_seed(options.seed + epoch))
+    else:
+        order = torch.arange(length)
+    order = order[consumed:]
+    size = _padded_length(len(order), num_replicas, options)
+    return order.repeat(math.ceil(size / max(1, len(order))))[:size]
+
+
+def batch_indices(share: Tensor, number: int, options: LoaderOptions) -> list[int]:
+    """The samples of a replica's batch with this number; `share` is what was dealt to that replica."""
+    samples: list[int] = share[number * options.batch_size : (number + 1) * options.batch_size].tolist()
+    return samples
+
+
+def _padded_length(length: int, num_replicas: int, options: LoaderOptions) -> int:
+    if options.sampler_drop_last:
+        return length // num_replicas * num_replicas
+    return math.ceil(length / num_replicas) * num_replicas

@@ -1,25 +1,29 @@
-"""Where a job's figures, policies and record meet.
+"""Policies, measurements and the record of a running job.
 
-With each step every worker tells the others how its last one went, so all of them see the same job. All ask
-their policies; what the first worker's policies answer travels with the next step, and is done by all at that
-step's end. So a decision is everywhere the same, whatever a policy draws or reads off a clock, and a worker that
-becomes the first one goes on where the last one stood.
-
-What that takes on the wire is in `told`, what is written down in `facts`, and who was asked for what in `settings`.
+With each step every worker tells the others how its last step went, so all of them observe the same job. All ask their
+policies. The answers of the first worker's policies travel with the next step and are carried out by all workers at that
+step's end. So a decision is the same everywhere, whatever a policy draws at random or reads off a clock, and a worker
+that becomes the first one continues where the last one stood.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from pliant import record
 from pliant.adapt import (
     Decision,
     Observation,
+    Policies,
+    Policy,
     ProbeLinks,
     Resize,
     SetBatchSize,
@@ -27,20 +31,23 @@ from pliant.adapt import (
     SetTopology,
     WorkerFigures,
 )
-from pliant.adapt.policy import LinkRates, decision_from_json
+from pliant.adapt.monitors import check_monitors, parse_monitors
+from pliant.adapt.policy import LinkRates, decision_from_json, maths_decisions
 from pliant.comm import probe as links
 from pliant.comm.engine import Engine
+from pliant.comm.topology import masters
 from pliant.errors import ConfigError
-from pliant.train.adapting import facts, told
-from pliant.train.adapting.settings import Settings
-from pliant.train.adapting.told import Named
-from pliant.train.gradients.probing import GradientProbe
+from pliant.identity import WorkerSpec
 
-ORDER = [kind.kind for kind in (SetBatchSize, SetLearningRate, Resize, SetTopology, ProbeLinks)]
+if TYPE_CHECKING:
+    from pliant.train.gradient_probe import GradientProbe
+
+
+DECISION_ORDER = [kind.kind for kind in (SetBatchSize, SetLearningRate, Resize, SetTopology, ProbeLinks)]
 """What is done before what."""
 
 
-class Subject(Protocol):
+class Adaptable(Protocol):
     """The trainer, as far as decisions go."""
 
     def set_batch_size(self, size: int) -> None:
@@ -54,7 +61,7 @@ class Subject(Protocol):
 
 
 @dataclass(slots=True)
-class Situation:
+class JobPosition:
     """How far the job is, as the trainer says it."""
 
     step: int
@@ -71,8 +78,8 @@ class Adaptation:
 
     def __init__(
         self,
-        settings: Settings,
-        subject: Subject,
+        settings: AdaptationSettings,
+        subject: Adaptable,
         batch_size: int,
         monitor: GradientProbe | None,
         say: Callable[[str], None],
@@ -95,12 +102,12 @@ class Adaptation:
         """What it has reported in the last committed step."""
         self._subject, self._say = subject, say
         self._replayed = settings.replayed
-        self._facts = facts.Facts(settings.record)
+        self._facts = JobRecord(settings.record)
         self._engine: Engine | None = None
         self._began_s: float | None = None
         """The first worker's clock when the job began."""
-        self._pending: list[Named] = []
-        self._agreed: list[Named] = []
+        self._pending: list[NamedDecision] = []
+        self._agreed: list[NamedDecision] = []
         """What is to be done at the end of the step in progress."""
         self._figures = WorkerFigures(name="")
         self._workers: tuple[WorkerFigures, ...] = ()
@@ -131,14 +138,14 @@ class Adaptation:
         """The same on all workers of a view."""
         if not self.is_active:
             return 0
-        return told.HEAD_BYTES + (self.monitor.needs_bytes if self.monitor is not None else 0)
+        return MESSAGE_BYTES + (self.monitor.needs_bytes if self.monitor is not None else 0)
 
     def row(self) -> bytes:
         """How this worker's last step went, and how long its decisions are, as text."""
         if not self.is_active:
             return b""
         probed = self.monitor.row() if self.monitor is not None else b""
-        return told.pack(self._figures, time.time(), self._pending, probed)
+        return pack_message(self._figures, time.time(), self._pending, probed)
 
     def read(self, rows: Sequence[bytes]) -> None:
         """Everybody's rows of the step in progress; then, if the first worker has decided something, what.
@@ -150,7 +157,7 @@ class Adaptation:
             return
         assert self._engine is not None, "work_in() comes first"
         workers = self._engine.view.workers
-        said = [told.unpack(str(worker), row) for worker, row in zip(workers, rows, strict=True)]
+        said = [unpack_message(str(worker), row) for worker, row in zip(workers, rows, strict=True)]
         self._workers = tuple(each.figures for each in said)
         clock_s = said[0].clock_s
         if self._began_s is None:
@@ -160,17 +167,17 @@ class Adaptation:
             self.monitor.learn([each.probed for each in said])
         self._agreed = self._hear_decisions(said[0].num_bytes) if said[0].num_bytes else []
 
-    def _hear_decisions(self, num_bytes: int) -> list[Named]:
+    def _hear_decisions(self, num_bytes: int) -> list[NamedDecision]:
         """The first worker's decisions, on all workers."""
         assert self._engine is not None
         if self._engine.size == 1:
             return self._pending
         text = torch.zeros(num_bytes, dtype=torch.uint8)
         if self._engine.rank == 0:
-            text = torch.frombuffer(bytearray(told.to_bytes(self._pending)), dtype=torch.uint8)
+            text = torch.frombuffer(bytearray(encode_decisions(self._pending)), dtype=torch.uint8)
         heard = self._engine.broadcast("decision", text, 0).wait()
         assert heard is not None, "a broadcast has a result on every rank"
-        return told.from_bytes(bytes(heard.numpy()))
+        return decode_decisions(bytes(heard.numpy()))
 
     # --- a step's end ---
 
@@ -200,7 +207,7 @@ class Adaptation:
         )
         self._before = (now_s, sent)
 
-    def settle(self, situation: Callable[[], Situation]) -> None:
+    def settle(self, situation: Callable[[], JobPosition]) -> None:
         """Do what was agreed on, look at the job, and ask the policies what to do next.
 
         Raises:
@@ -217,14 +224,14 @@ class Adaptation:
             agreed += [("replay", decision) for decision in self._replayed.get(at.step, ())]
         # What needs nobody else comes first: a worker lost in the rest must not leave the others with different maths.
         refused = set()
-        for name, decision in sorted(agreed, key=lambda each: _place(each[1])):
+        for name, decision in sorted(agreed, key=lambda each: _order_of(each[1])):
             if decision.is_maths and name in refused:
                 continue  # a learning rate for a batch that cannot be
             if not self._do(name, decision, at):
                 refused.add(name)
         self._look(situation())
 
-    def _look(self, at: Situation) -> None:
+    def _look(self, at: JobPosition) -> None:
         seen = self.seen = self._observe(at)
         assert self._engine is not None
         self._record_step(seen)
@@ -237,12 +244,12 @@ class Adaptation:
             decided += self.policies.ask("before_step", seen)
         self._decide(decided)
 
-    def _decide(self, decided: Sequence[Named]) -> None:
+    def _decide(self, decided: Sequence[NamedDecision]) -> None:
         """To be done at the end of the next step, if this is the first worker then."""
         kinds = {decision.kind for _, decision in decided}
         self._pending = [each for each in self._pending if each[1].kind not in kinds] + list(decided)
 
-    def begin(self, at: Situation) -> None:
+    def begin(self, at: JobPosition) -> None:
         """An epoch begins, or the job does."""
         if not self.is_active:
             return
@@ -263,7 +270,7 @@ class Adaptation:
     def _engine_size(self) -> int:
         return self._engine.size if self._engine is not None else 1
 
-    def end(self, at: Situation) -> None:
+    def end(self, at: JobPosition) -> None:
         """The job is over."""
         if not self.is_active:
             return
@@ -274,7 +281,7 @@ class Adaptation:
     def close(self) -> None:
         self._facts.close()
 
-    def _observe(self, at: Situation, link_rates: LinkRates | None = None) -> Observation:
+    def _observe(self, at: JobPosition, link_rates: LinkRates | None = None) -> Observation:
         figures = self.monitor.figures() if self.monitor is not None else {}
         strategy = self._engine.strategy if self._engine is not None else None
         name = "AUTO" if strategy is None else ",".join(map(str, strategy.forest)) or strategy.name
@@ -296,7 +303,7 @@ class Adaptation:
 
     # --- doing it ---
 
-    def _do(self, name: str, decision: Decision, at: Situation) -> bool:
+    def _do(self, name: str, decision: Decision, at: JobPosition) -> bool:
         """Whether it could be done."""
         assert self._engine is not None
         try:
@@ -310,7 +317,7 @@ class Adaptation:
             self._fact("refused", at.step, policy=name, decision=decision.to_json(), why=str(error))
             return False
         if not isinstance(decision, ProbeLinks):
-            self._tell(f"policy {name}: {_summary(decision)} after step {at.step}: {decision.reason}")
+            self._tell(f"policy {name}: {_summarise(decision)} after step {at.step}: {decision.reason}")
         self._fact("decision", at.step, policy=name, decision=decision.to_json())
         return True
 
@@ -331,18 +338,18 @@ class Adaptation:
             case _:
                 raise ConfigError(f"{type(decision).__name__} is no decision that a job can carry out")
 
-    def _probe(self, decision: ProbeLinks, at: Situation) -> None:
+    def _probe(self, decision: ProbeLinks, at: JobPosition) -> None:
         """Measure, and ask again at once: everybody is here."""
         assert self._engine is not None
         if self._engine.size == 1:
             return
         # As for every sum of training: a worker that is late is waited for, one that is lost tears the view.
         rates = links.measure(self._engine, decision.num_bytes)
-        self._fact("links", at.step, **facts.of_links([worker.host for worker in self._engine.view.workers], rates))
+        self._fact("links", at.step, **links_fact([worker.host for worker in self._engine.view.workers], rates))
         decided = self.policies.ask("after_step", self._observe(at, rates))
-        mine = told.to_bytes([each for each in decided if isinstance(each[1], SetTopology)])
+        mine = encode_decisions([each for each in decided if isinstance(each[1], SetTopology)])
         heard = self._engine.all_gather_bytes("decision:probed", mine)[0]
-        for name, each in told.from_bytes(heard):
+        for name, each in decode_decisions(heard):
             self._do(name, each, at)
 
     # --- files, and the state for newcomers ---
@@ -359,8 +366,8 @@ class Adaptation:
     def _record_step(self, seen: Observation) -> None:
         if self._told_view != seen.view:
             self._told_view = seen.view
-            self._fact("workers", seen.step, **facts.of_workers(seen))
-        self._fact("step", seen.step, **facts.of_step(seen, self.last_values))
+            self._fact("workers", seen.step, **workers_fact(seen))
+        self._fact("step", seen.step, **step_fact(seen, self.last_values))
 
     def _tell(self, text: str) -> None:
         if self._engine is not None and self._engine.rank == 0:
@@ -398,11 +405,11 @@ class Adaptation:
             self.batch_size = state["batch_size"]
 
 
-def _place(decision: Decision) -> int:
-    return ORDER.index(decision.kind) if decision.kind in ORDER else len(ORDER)
+def _order_of(decision: Decision) -> int:
+    return DECISION_ORDER.index(decision.kind) if decision.kind in DECISION_ORDER else len(DECISION_ORDER)
 
 
-def _summary(decision: Decision) -> str:
+def _summarise(decision: Decision) -> str:
     match decision:
         case SetBatchSize():
             return f"batch size {decision.size} per replica"
@@ -414,3 +421,169 @@ def _summary(decision: Decision) -> str:
             return f"topology {decision.strategy}"
         case _:
             return decision.kind
+
+
+# --- settings ---
+
+
+@dataclass(slots=True)
+class AdaptationSettings:
+    """What a job may adapt by: policies, monitors with their intervals, files."""
+
+    policies: Policies = field(default_factory=lambda: Policies(()))
+    monitors: dict[str, int] = field(default_factory=dict)
+    record: str = ""
+    replayed: Mapping[int, Sequence[Decision]] | None = None
+    """What another run has decided about the maths, by step; then no policy does."""
+    metrics: bool = False
+    tensorboard: str = ""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether anything travels with the steps."""
+        asked = (self.policies, self.monitors, self.record, self.metrics, self.tensorboard)
+        return any(asked) or self.replayed is not None
+
+    def __str__(self) -> str:
+        """What must be the same on all workers, for people to compare."""
+        if not self.is_active:
+            return "nothing to adapt by"
+        watched = ", ".join(f"{name} every {steps} steps" for name, steps in sorted(self.monitors.items()))
+        return f"{len(self.policies)} policies, {watched or 'no monitors'}"
+
+
+def adaptation_settings(
+    spec: WorkerSpec | None, policies: Sequence[Policy], monitor: Mapping[str, int], record: str, replay: str
+) -> AdaptationSettings:
+    """Everything together; the command line's policies come first.
+
+    Raises:
+        ConfigError: a monitor or policy that is not known, an interval that is none, a file said twice.
+    """
+    told = spec.adapting if spec is not None else {}
+    every = Policies([*_parse_policies(told.get("policy", "")), *policies])
+    monitors = dict(every.needs)
+    for name, interval in [*parse_monitors(told.get("monitor", "")).items(), *check_monitors(monitor).items()]:
+        monitors[name] = min(interval, monitors.get(name, interval))
+    for name, value in (("record", record), ("replay", replay)):
+        if value and told.get(name) and told[name] != value:
+            raise ConfigError(f"{name}={value!r} in the program, but --{name} {told[name]}: give one of them")
+    return AdaptationSettings(
+        policies=every,
+        monitors=check_monitors(monitors),
+        record=record or told.get("record", ""),
+        replayed=maths_decisions(replay) if (replay := replay or told.get("replay", "")) else None,
+        metrics=told.get("metrics", "") == "1" or os.environ.get("KUNGFU_CONFIG_ENABLE_MONITORING") == "true",
+        tensorboard=told.get("tensorboard", ""),
+    )
+
+
+def _parse_policies(text: str) -> list[Policy]:
+    """One on each line."""
+    from pliant.adapt import registry  # the user's own are imported by it
+
+    return [registry.parse(line) for line in text.splitlines()]
+
+
+# --- told ---
+
+
+_MESSAGE = struct.Struct("<Idddddd")
+"""The length, the clock, then what `WorkerFigures` has."""
+
+MESSAGE_BYTES = _MESSAGE.size
+
+NamedDecision = tuple[str, Decision]
+"""Who has decided, and what."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptationMessage:
+    """What one worker's row says."""
+
+    num_bytes: int
+    """Of its decisions; 0 without any."""
+    clock_s: float
+    figures: WorkerFigures
+    probed: bytes
+    """What its gradient probe says."""
+
+
+def pack_message(figures: WorkerFigures, clock_s: float, decided: Sequence[NamedDecision], probed: bytes) -> bytes:
+    """A worker's row."""
+    length, own = len(encode_decisions(decided)) if decided else 0, figures
+    head = _MESSAGE.pack(length, clock_s, own.step_s, own.compute_s, own.comm_bytes, own.comm_s, own.egress_bytes)
+    return head + probed
+
+
+def unpack_message(name: str, row: bytes) -> AdaptationMessage:
+    """The row of the worker with this name."""
+    length, clock_s, step_s, compute_s, comm_bytes, comm_s, egress_bytes = _MESSAGE.unpack_from(row)
+    figures = WorkerFigures(
+        name=name,
+        step_s=step_s,
+        compute_s=compute_s,
+        comm_bytes=comm_bytes,
+        comm_s=comm_s,
+        egress_bytes=egress_bytes,
+    )
+    return AdaptationMessage(length, clock_s, figures, row[_MESSAGE.size :])
+
+
+def encode_decisions(decided: Sequence[NamedDecision]) -> bytes:
+    return json.dumps([[name, decision.to_json()] for name, decision in decided]).encode()
+
+
+def decode_decisions(data: bytes) -> list[NamedDecision]:
+    return [(name, decision_from_json(decision)) for name, decision in json.loads(data)]
+
+
+# --- facts ---
+
+
+class JobRecord:
+    """A record that is opened with the first fact that this worker writes; nothing at all without a path."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._recorder: record.Recorder | None = None
+
+    def write(self, kind: str, step: int, **data: Any) -> None:
+        if not self._path:
+            return
+        if self._recorder is None:
+            self._recorder = record.Recorder(self._path)
+        self._recorder.write(kind, step, **data)
+
+    def close(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+
+
+def workers_fact(seen: Observation) -> dict[str, Any]:
+    """Who trains now, and how."""
+    names = [each.name for each in seen.workers]
+    return {"view": seen.view, "workers": names, "replicas": seen.replicas, "strategy": seen.strategy}
+
+
+def step_fact(seen: Observation, values: Mapping[str, float]) -> dict[str, Any]:
+    """How a step went; `values` are the program's own."""
+    measured = {"noise_scale": seen.noise_scale, "variance": seen.variance}
+    return {
+        "epoch": seen.epoch,
+        "workers": seen.num_workers,
+        "batch_size": seen.batch_size,
+        "learning_rate_factor": seen.learning_rate_factor,
+        "step_s": round(seen.step_s, 6),
+        "samples_per_s": round(seen.samples_per_s, 3),
+        **{name: value for name, value in measured.items() if value is not None},
+        **({"values": values} if values else {}),
+    }
+
+
+def links_fact(hosts: Sequence[str], rates: LinkRates) -> dict[str, Any]:
+    """Between hosts, each told by its first worker: those of one host share its memory. `hosts` are the workers'."""
+    firsts = masters(hosts)
+    between = [[round(rates[one][other]) for other in firsts] for one in firsts]
+    return {"hosts": [hosts[first] for first in firsts], "bytes_per_s": between}

@@ -1,12 +1,12 @@
 """Nested state as a JSON skeleton and a list of tensors, and back, without pickle.
 
-State dicts of models, optimizers, schedulers and scalers are trees of containers and plain values with
-tensors as leaves. `flatten` takes the tensors out, in a fixed order, and writes the rest down as JSON: so
-state can be sent between workers and kept in files, and nothing that is read can run code. Whatever is
-neither a tensor nor plain is refused with the path to it. Who sends or stores the tensors is not decided here.
+State dicts of models, optimizers, schedulers and scalers are trees of containers and plain values with tensors as leaves.
+`flatten` takes the tensors out in a fixed order and writes the rest as JSON. So state can be sent between workers and
+kept in files, and nothing that is read can run code. Anything that is neither a tensor nor plain is refused, with the
+path to it.
 
-In the JSON text None, bool, int, finite float, str and list stand for themselves; everything else is an object
-with one key, the tag of its kind.
+In the JSON text None, bool, int, finite float, str and list stand for themselves. Everything else is an object with one
+key, the tag of its kind.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ REMEDY = (
 _FACTORIES: dict[str, Callable[[], object]] = {
     kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple, Counter, OrderedDict)
 }
+
 _DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }

@@ -1,0 +1,493 @@
+"""DDP's buckets: which gradients are summed as one flat tensor, where they lie, and how they are cut into units.
+
+gloo cuts a bucket into one chunk per rank and sums each chunk in an order of its own, so the bits of an element follow
+from its place in its bucket. Stock DDP uses two layouts. The first (L1) has one bucket per type, in the order of the
+parameters. After the first step it is replaced for good by L2: buckets of 1 and 25 MiB, in the order in which the gradients
+of rank 0 became ready.
+
+With priority a bucket is cut into units, which travel by themselves so that what the next forward needs first can overtake
+the rest. A unit is several small neighbours or one parameter in slices. Every worker derives the same units from the same
+layout. The order of summation stays that of the bucket, so units never change a bit.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+from pliant.comm import order
+from pliant.comm.engine import Engine
+from pliant.comm.handle import Handle
+from pliant.comm.plan import Portion
+
+if TYPE_CHECKING:
+    from pliant.train.sync import SyncConfig
+
+
+FIRST_BYTES = 1 << 20
+"""DDP's first bucket is small, so that its reduction begins early."""
+
+CAP_BYTES = 25 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BucketItem:
+    """What a layout must know of one parameter."""
+
+    kind: Hashable
+    """Type and device: what differs in it never shares a bucket."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketLayout:
+    """For each bucket, the indices of its parameters in order."""
+
+    buckets: tuple[tuple[int, ...], ...]
+
+    def to_json(self) -> list[list[int]]:
+        return [list(bucket) for bucket in self.buckets]
+
+    @classmethod
+    def from_json(cls, value: Sequence[Sequence[int]]) -> BucketLayout:
+        return cls(tuple(tuple(int(index) for index in bucket) for bucket in value))
+
+
+def first_layout(
+    items: Sequence[BucketItem], *, find_unused: bool = False, cap_bytes: int | None = None
+) -> BucketLayout:
+    """What DDP begins with: L1, or with `find_unused` the small buckets that it then keeps."""
+    limits = bucket_limits(cap_bytes) if find_unused else (math.inf,)
+    return _fill_buckets(items, range(len(items)), limits)
+
+
+def rebuilt_layout(
+    items: Sequence[BucketItem], ready_order: Sequence[int], *, cap_bytes: int | None = None
+) -> BucketLayout:
+    """L2: the parameters in the order in which replica 0's gradients became ready at the first step."""
+    return _fill_buckets(items, ready_order, bucket_limits(cap_bytes))
+
+
+def bucket_limits(cap_bytes: int | None) -> tuple[float, ...]:
+    """The sizes at which buckets are closed; the last one repeats. A cap that the user gives holds for all."""
+    return (FIRST_BYTES, CAP_BYTES) if cap_bytes is None else (cap_bytes,)
+
+
+def _fill_buckets(items: Sequence[BucketItem], order: Sequence[int], limits: Sequence[float]) -> BucketLayout:
+    """Fill buckets in `order`, one open bucket per kind; a bucket is closed by the parameter that fills it."""
+    open_buckets: dict[Hashable, list[int]] = {}
+    sizes: dict[Hashable, int] = {}
+    closed_of_kind: dict[Hashable, int] = {}
+    closed: list[tuple[int, ...]] = []
+    for index in order:
+        kind = items[index].kind
+        open_buckets.setdefault(kind, []).append(index)
+        sizes[kind] = sizes.get(kind, 0) + items[index].num_bytes
+        limit = limits[min(closed_of_kind.get(kind, 0), len(limits) - 1)]
+        if sizes[kind] >= limit:
+            closed.append(tuple(open_buckets.pop(kind)))
+            sizes[kind] = 0
+            closed_of_kind[kind] = closed_of_kind.get(kind, 0) + 1
+    closed.extend(tuple(bucket) for bucket in open_buckets.values())
+    return BucketLayout(tuple(closed))
+
+
+# --- flat ---
+
+
+def parameter_views(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """Each parameter's view of a flat tensor, in the memory order of the parameter, as DDP lays them out."""
+    views, offset = [], 0
+    for parameter in parameters:
+        if _is_dense(parameter):
+            views.append(flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset() + offset))
+        else:
+            views.append(flat[offset : offset + parameter.numel()].view(parameter.size()))
+        offset += parameter.numel()
+    return views
+
+
+def in_memory_order(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient as a flat tensor, in the order in which the parameter lies in memory."""
+    if not _is_dense(parameter) or gradient.is_sparse:
+        return gradient.to_dense().reshape(-1) if gradient.is_sparse else gradient.reshape(-1)
+    flat = torch.empty(parameter.numel(), dtype=gradient.dtype, device=gradient.device)
+    if gradient.stride() == parameter.stride():
+        return gradient.as_strided((parameter.numel(),), (1,))
+    flat.as_strided(parameter.size(), parameter.stride()).copy_(gradient)
+    return flat
+
+
+def _is_dense(parameter: torch.nn.Parameter) -> bool:
+    """Whether its elements fill a run of memory without holes or overlaps, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+# --- buckets ---
+
+
+@dataclass(slots=True, eq=False)
+class Bucket:
+    """One bucket: a flat tensor for each replica hosted here, and one for the sum."""
+
+    name: str
+    indices: list[int]
+    """Of its parameters."""
+    parameters: list[torch.nn.Parameter]
+    sizes: list[int]
+    """Elements of each parameter."""
+    parts: list[torch.Tensor]
+    """In host memory that the workers of a host share; one per replica hosted here."""
+    total: torch.Tensor
+    """The sum, in the same kind of memory; the only part itself where there is just one."""
+    whole: int
+    """A bit for each parameter."""
+    is_plain: bool
+    """Whether all parameters are contiguous."""
+    sums: Sequence[torch.Tensor] = ()
+    """Each parameter's view of the sum."""
+    flat: torch.Tensor | None = None
+    """CUDA: the sum, where it was folded on the device."""
+    copied: torch.cuda.Event | None = None
+    """CUDA: when the bucket of the replica whose turn it is has left the device, or was folded there."""
+    seen: int = 0
+    """The bits of those whose gradient has come in this turn."""
+    handle: Handle | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Of the replica whose turn it is; None for what it has not used."""
+        found = [parameter.grad for parameter in self.parameters]
+        if self.seen == self.whole:
+            return found
+        return [gradient if self.seen >> number & 1 else None for number, gradient in enumerate(found)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientSlot:
+    """Where one parameter's gradient lies."""
+
+    bucket: Bucket
+    bit: int
+    """Of `Bucket.seen`."""
+    begin: int
+    end: int
+    """Of its elements, in the bucket's flat tensors."""
+    views: list[torch.Tensor]
+    """On the CPU: where it goes, for each replica hosted here."""
+
+
+@dataclass(slots=True, eq=False)
+class UnitBuffer:
+    """A unit of a bucket, and its sum in the step in progress."""
+
+    name: str
+    indices: list[int]
+    """Of its parameters."""
+    parameters: list[torch.nn.Parameter]
+    parts: list[torch.Tensor]
+    total: torch.Tensor
+    sums: Sequence[torch.Tensor]
+    portion: Portion
+    priority: int = 0
+    missing: int = 0
+    """Gradients that have not come yet in this turn."""
+    handle: Handle | None = None
+
+
+def allocate_buckets(
+    layout: BucketLayout,
+    parameters: Sequence[torch.nn.Parameter],
+    engine: Engine,
+    hosted: int,
+    *,
+    generation: int,
+    on_device: bool,
+) -> list[Bucket]:
+    """Buckets for `hosted` replicas, named alike on all workers. Where gradients are `on_device`, their memory is made for
+    copies from there."""
+    made = []
+    for number, indices in enumerate(layout.buckets):
+        members = [parameters[index] for index in indices]
+        sizes = [parameter.numel() for parameter in members]
+        empty = partial(engine.empty, sum(sizes), members[0].dtype)
+        parts = [empty() for _ in range(hosted)]
+        bucket = Bucket(
+            f"grad:{generation}:{number}",
+            list(indices),
+            members,
+            sizes,
+            parts,
+            total=parts[0] if hosted == 1 else empty(),
+            whole=(1 << len(members)) - 1,
+            is_plain=all(parameter.is_contiguous() for parameter in members),
+        )
+        if on_device:
+            for memory in (*bucket.parts, bucket.total):
+                engine.pin(memory)
+        else:
+            bucket.sums = parameter_views(bucket.total, members)
+        made.append(bucket)
+    return made
+
+
+def gradient_slots(buckets: Sequence[Bucket]) -> list[GradientSlot]:
+    """Of each parameter, by its index."""
+    places: dict[int, GradientSlot] = {}
+    for bucket in buckets:
+        views = zip(*(parameter_views(part, bucket.parameters) for part in bucket.parts), strict=True)
+        begins = accumulate(bucket.sizes, initial=0)
+        for number, (index, begin, size, of_replicas) in enumerate(
+            zip(bucket.indices, begins, bucket.sizes, views, strict=False)
+        ):
+            places[index] = GradientSlot(bucket, 1 << number, begin, begin + size, list(of_replicas))
+    return [places[index] for index in range(len(places))]
+
+
+def cut_unit_buffers(buckets: Sequence[Bucket], way: SyncConfig, num_lanes: int) -> list[UnitBuffer]:
+    """The units that travel by themselves, where sums go this way."""
+    sizes = [bucket.sizes for bucket in buckets]
+    item_bytes = [bucket.total.dtype.itemsize for bucket in buckets]
+    if way.mode == "baseline":
+        units = layer_units(sizes, item_bytes, way.slice_bytes // 4, num_lanes)
+    else:
+        units = cut_units(sizes, item_bytes, way.slice_bytes, num_lanes)
+    runs = []
+    for unit in units:
+        bucket = buckets[unit.bucket]
+        members, elements = (
+            slice(unit.first, unit.last + 1),
+            slice(unit.portion.begin, unit.portion.begin + unit.length),
+        )
+        parameters, total = bucket.parameters[members], bucket.total[elements]
+        runs.append(
+            UnitBuffer(
+                f"{bucket.name}:{unit.first}",
+                bucket.indices[members],
+                parameters,
+                [part[elements] for part in bucket.parts],
+                total,
+                parameter_views(total, parameters),
+                unit.portion,
+            )
+        )
+    return runs
+
+
+# --- device ---
+
+
+PIECE_BYTES = 2 << 20
+"""What is brought back to the device at once when it folds."""
+
+
+def flatten_gradients(
+    parameters: Sequence[torch.nn.Parameter],
+    gradients: Sequence[torch.Tensor | None],
+    num_replicas: int,
+    *,
+    is_plain: bool = False,
+) -> torch.Tensor:
+    """These gradients as one flat tensor, scaled: few large operations in place of many small ones. None is zeros."""
+    there = [
+        torch.zeros_like(parameter) if found is None else found
+        for parameter, found in zip(parameters, gradients, strict=True)
+    ]
+    if is_plain and len(there) > 1:
+        flat: torch.Tensor = torch._utils._flatten_dense_tensors(there)  # type: ignore[no-untyped-call]
+    else:
+        length = sum(parameter.numel() for parameter in parameters)
+        flat = torch.empty(length, dtype=parameters[0].dtype, device=parameters[0].device)
+        torch._foreach_copy_(parameter_views(flat, parameters), there)
+    return flat.mul_(1.0 / num_replicas)
+
+
+class DeviceCopier:
+    """Moves flat tensors on a stream of its own, while backward goes on."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    def carry(self, flat: torch.Tensor, part: torch.Tensor) -> torch.cuda.Event:
+        """Have `flat` leave the device; when it has."""
+        return self._beside(flat, lambda: part.copy_(flat, non_blocking=True))
+
+    def fold(self, flat: torch.Tensor, parts: Sequence[torch.Tensor], num_replicas: int) -> torch.cuda.Event:
+        """Add the other replicas' gradients, which are on the host, to those of the last one, in place; when it is done."""
+        return self._beside(flat, lambda: _fold_on_device(flat, parts, num_replicas))
+
+    def _beside(self, flat: torch.Tensor, act: Callable[[], object]) -> torch.cuda.Event:
+        present = torch.cuda.current_stream(flat.device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(present)
+        with torch.cuda.stream(self._stream):
+            act()
+            done: torch.cuda.Event = self._stream.record_event()
+        flat.record_stream(self._stream)
+        return done
+
+    def wait(self) -> None:
+        """Nothing is under way any more."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def _fold_on_device(flat: torch.Tensor, parts: Sequence[torch.Tensor], num_replicas: int) -> None:
+    """Brought back piece by piece. The same additions in the same order as anywhere else."""
+    last, itemsize = num_replicas - 1, flat.element_size()
+    size = min(flat.numel(), PIECE_BYTES // itemsize)
+    before, scratch = torch.empty_like(flat[:size]), torch.empty_like(flat[:size])
+    length = order.chunk_length(flat.numel(), itemsize, num_replicas)
+    for chunk_begin, chunk_end, chunk in order.chunks_between(0, flat.numel(), length):
+        replicas = order.chain(chunk, num_replicas)
+        turn = replicas.index(last)
+        for begin in range(chunk_begin, chunk_end, size):
+            end = min(begin + size, chunk_end)
+            total = flat[begin:end]
+            for place, replica in enumerate(replicas):
+                if replica == last:
+                    if place:
+                        total.add_(before[: end - begin])
+                    continue
+                target = before if place == 0 else scratch
+                operand = target[: end - begin]
+                operand.copy_(parts[replica][begin:end], non_blocking=True)
+                if place:
+                    (total if place > turn else before[: end - begin]).add_(operand)
+
+
+def fetch_sum(bucket: Bucket, was_folded: bool) -> torch.Tensor:
+    """The bucket's sum on the device: it was folded there, or has come to the host."""
+    if not was_folded:
+        return bucket.total.to(bucket.device, non_blocking=True)
+    assert bucket.flat is not None, "every bucket was folded"
+    assert bucket.copied is not None
+    torch.cuda.current_stream(bucket.device).wait_event(bucket.copied)
+    flat, bucket.flat = bucket.flat, None
+    return flat
+
+
+def unflatten_sum(flat: torch.Tensor, bucket: Bucket) -> Sequence[torch.Tensor]:
+    """Each parameter's view of the bucket's sum."""
+    if bucket.is_plain:
+        views: Sequence[torch.Tensor] = torch._utils._unflatten_dense_tensors(flat, bucket.parameters)  # type: ignore[no-untyped-call]
+        return views
+    return parameter_views(flat, bucket.parameters)
+
+
+# --- units ---
+
+
+FIRST_PRIORITY = -1
+"""The priority of what every worker needs before it can begin its next step: before all units."""
+
+MIN_SLICE_BYTES = 8 << 10
+"""No slice need be smaller than this, whatever is urgent: a message has its price."""
+
+URGENT_SHARE = 8
+"""What is needed before a unit is so many times a slice of it."""
+
+MAX_SLICES = 4096
+"""Of one unit: a description of more would not be worth its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncUnit:
+    """Places [first, last] of a bucket."""
+
+    bucket: int
+    first: int
+    last: int
+    length: int
+    """Elements."""
+    portion: Portion
+
+
+def cut_units(
+    sizes: Sequence[Sequence[int]], item_bytes: Sequence[int], slice_bytes: int, num_lanes: int
+) -> list[SyncUnit]:
+    """The units of buckets whose parameters have these numbers of elements; each slice has one owner.
+
+    Buckets hold gradients in the order in which they come, so what lies behind a place is needed before it. Slices are
+    a part of all that is needed until then, at most `slice_bytes`: the very first layers, for which everybody waits, go
+    and come back in small ones, through many owners at once. Owners get equal shares by bytes: the largest slices are
+    dealt first, each to whoever has least.
+    """
+    runs: list[tuple[int, int, int, int, int]] = []
+    """(bucket, first place, last place, begin, length), from behind"""
+    limits: list[int] = []
+    behind = 0
+    for bucket in reversed(range(len(sizes))):
+        lengths, size = sizes[bucket], item_bytes[bucket]
+        end, total, last, limit = sum(lengths), 0, len(lengths) - 1, 0
+        for place in reversed(range(len(lengths))):
+            if total and (total + lengths[place]) * size > limit:
+                runs.append((bucket, place + 1, last, end - total, total))
+                limits.append(limit)
+                behind += total * size
+                end, total, last = end - total, 0, place
+            if not total:
+                limit = max(min(slice_bytes, MIN_SLICE_BYTES), min(slice_bytes, behind // URGENT_SHARE))
+            total += lengths[place]
+        if lengths:
+            runs.append((bucket, 0, last, 0, total))
+            limits.append(limit)
+            behind += total * size
+    totals = [length * item_bytes[bucket] for bucket, _, _, _, length in runs]
+    counts = [
+        max(1, min(MAX_SLICES, run[-1], -(-total // limit)))
+        for run, total, limit in zip(runs, totals, limits, strict=True)
+    ]
+    lanes = _assign_lanes([total // count for total, count in zip(totals, counts, strict=True)], counts, num_lanes)
+    return [
+        SyncUnit(bucket, first, last, length, Portion(sum(sizes[bucket]), begin, lanes[index]))
+        for index, (bucket, first, last, begin, length) in enumerate(runs)
+    ]
+
+
+def layer_units(
+    sizes: Sequence[Sequence[int]], item_bytes: Sequence[int], bound: int, num_lanes: int
+) -> list[SyncUnit]:
+    """One unit per parameter, cut as MXNet's key-value store cuts arrays: those of `bound` elements and more equally into
+    one part per owner, others whole and placed by a hash of their number."""
+    units, number = [], 0
+    for bucket, lengths in enumerate(sizes):
+        begin = 0
+        for place, length in enumerate(lengths):
+            lanes = tuple(range(num_lanes)) if length >= max(bound, num_lanes) else (number * 9973 % num_lanes,)
+            units.append(SyncUnit(bucket, place, place, length, Portion(sum(lengths), begin, lanes)))
+            begin += length
+            number += 1
+    return units
+
+
+def _assign_lanes(slice_bytes: Sequence[int], counts: Sequence[int], num_lanes: int) -> list[tuple[int, ...]]:
+    """For each run, the lanes of its slices."""
+    load = [(0, lane) for lane in range(num_lanes)]
+    lanes: list[tuple[int, ...]] = [()] * len(counts)
+    for index in sorted(range(len(counts)), key=lambda index: (-slice_bytes[index], index)):
+        chosen = []
+        for _ in range(counts[index]):
+            taken, lane = load[0]
+            heapq.heapreplace(load, (taken + slice_bytes[index], lane))
+            chosen.append(lane)
+        lanes[index] = tuple(chosen)
+    return lanes

@@ -1,0 +1,318 @@
+"""Checkpoints of a job: when they are written, which are kept, and the state that a job starts with.
+
+A checkpoint holds the whole state of a job at the end of one step; any number of workers can load it. Only the first
+worker writes, in the background, while training goes on. A file appears under its name only when it is complete and on
+the disk, and readers check its digest. A damaged file is reported, and the one before it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from pliant.errors import CheckpointError, TrainError
+from pliant.train import determinism
+from pliant.train.checkpoint_file import Checkpoint, Image, opened, read, read_header, verify
+from pliant.train.context import DataPosition, ReplicaContext, RngState, capture_rng, seeded_rng
+
+if TYPE_CHECKING:
+    from pliant.train.rendezvous import JobState
+    from pliant.train.trainer import Trainer
+
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".safetensors"
+
+_STEP_NAME = re.compile(r"step-(\d{9,})\.safetensors")
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class CheckpointWriter:
+    """Writes checkpoints in the background, one at a time, and keeps the last few.
+
+    `save` returns when the state is copied; a failure to write is told by `say`, and training goes on.
+    """
+
+    def __init__(self, directory: str | Path, keep: int = 2, say: Callable[[str], None] = log.warning) -> None:
+        if keep < 1:
+            raise TrainError(f"keep={keep}: at least 1 checkpoint must be kept")
+        self._directory = Path(directory)
+        self._keep = keep
+        self._say = say
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._copies: list[torch.Tensor] = []  # the last snapshot: the next one has mostly the same shapes
+        self.latest: Path | None = None
+        """The last one that is whole and on the disk."""
+
+    def save(self, checkpoint: Checkpoint, name: str | None = None) -> None:
+        """Copy the state, and write it in the background; waits for the write before it.
+
+        Without a name the file is called after the step, and removed when `keep` newer ones are there.
+        """
+        path = self._directory / _file_name(checkpoint.step, name)
+        with self._lock:
+            self._join()
+            image = Image(checkpoint, into=self._copies)
+            self._copies = image.tensors
+            # No daemon: the interpreter waits for it, so that a program that ends in good order loses no checkpoint.
+            self._thread = threading.Thread(target=self._write, args=(path, image), name="pliant-checkpoint")
+            self._thread.start()
+
+    def flush(self) -> None:
+        """Wait until nothing is being written."""
+        with self._lock:
+            self._join()
+
+    def close(self) -> None:
+        """Wait for the last write, and give the memory back."""
+        with self._lock:
+            self._join()
+            self._copies = []
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, path: Path, image: Image) -> None:
+        try:
+            image.write(path)
+        except OSError as error:
+            self._say(f"{_failure(path, image.nbytes, error)}. Training goes on; the next save tries again")
+            return
+        self.latest = path
+        with contextlib.suppress(OSError):  # not worth a message: the next save tries again
+            self._prune(path)
+
+    def _prune(self, written: Path) -> None:
+        """Remove what is too old. Files of later steps are another run's, and neither counted nor removed."""
+        step = _step_of(written)
+        if step is None:
+            return
+        steps = {path: found for path in written.parent.iterdir() if (found := _step_of(path)) is not None}
+        ours = sorted((path for path, found in steps.items() if found <= step), key=lambda path: steps[path])
+        for path in ours[: -self._keep]:
+            path.unlink(missing_ok=True)
+
+
+def write_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
+    """Write one checkpoint to this file, now. Raises CheckpointError if it cannot be written."""
+    image = Image(checkpoint, into=None)
+    try:
+        image.write(Path(path))
+    except OSError as error:
+        raise CheckpointError(_failure(Path(path), image.nbytes, error)) from None
+
+
+def load_checkpoint(path: str | Path, say: Callable[[str], None] = log.warning) -> Checkpoint:
+    """The checkpoint in this file, or the newest good one of this directory; its tensors are on the CPU."""
+    path = Path(path)
+    if not path.is_dir():
+        return read(path)
+    for candidate in _newest_first(path, say):
+        try:
+            return read(candidate)
+        except CheckpointError as error:
+            say(f"{error}; the one before it is used")
+    raise CheckpointError(f"{path} holds no whole checkpoint: name another file or directory, or start afresh")
+
+
+def newest_checkpoint(directory: str | Path, say: Callable[[str], None] = log.warning) -> Path | None:
+    """The newest checkpoint of the directory whose sum holds; None if there is none, or no such directory."""
+    if not Path(directory).is_dir():
+        return None
+    for candidate in _newest_first(Path(directory), say):
+        try:
+            verify(candidate)
+        except CheckpointError as error:
+            say(f"{error}; the one before it is used")
+        else:
+            return candidate
+    return None
+
+
+def _newest_first(directory: Path, say: Callable[[str], None]) -> Iterator[Path]:
+    """By step, then by age. Files of others are passed over in silence, ours with a damaged header with a warning."""
+    found: list[tuple[int, float, Path]] = []
+    for path in directory.glob(f"*{SUFFIX}"):
+        try:
+            with opened(path) as file:
+                found.append((read_header(file, path).step, path.stat().st_mtime, path))
+        except (CheckpointError, OSError) as error:
+            if _step_of(path) is not None:
+                say(f"{error}; the one before it is used")
+    for _, _, path in sorted(found, reverse=True):
+        yield path
+
+
+def _step_of(path: Path) -> int | None:
+    """The step in the name of a file that was named after it."""
+    match = _STEP_NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def _file_name(step: int, name: str | None) -> str:
+    if name is None:
+        return f"step-{step:09d}{SUFFIX}"
+    if not _NAME.fullmatch(name):
+        raise TrainError(f"a checkpoint cannot be named {name!r}: use letters, digits, and _ . + -")
+    return name if name.endswith(SUFFIX) else name + SUFFIX
+
+
+def _failure(path: Path, nbytes: int, error: OSError) -> str:
+    if error.errno in _FULL:
+        try:
+            free = f", {shutil.disk_usage(path.parent).free:,} free"
+        except OSError:
+            free = ""
+        room, remedy = f" ({nbytes:,} bytes needed{free})", "free some space, keep fewer, or name another directory"
+    else:
+        room, remedy = f" ({nbytes:,} bytes)", "make it a directory this user may write to, or name another one"
+    return f"checkpoint {path} not written{room}: {error.strerror or error}: {remedy}"
+
+
+# --- saving ---
+
+
+class Checkpointing:
+    """The checkpoints of one job."""
+
+    def __init__(
+        self, trainer: Trainer, state: JobState, directory: str, every: int, level: str, say: Callable[[str], None]
+    ) -> None:
+        self._trainer, self._state, self._level, self._say = trainer, state, level, say
+        self._directory, self._every = directory, every
+        """The job's own, empty if it has none; and after how many steps to write there, 0 for never."""
+        self._asked: str | None = None
+        """What to write with the step in progress: a path, or empty for the job's own directory."""
+        self._writer: CheckpointWriter | None = None
+        self._written_to: Path | None = None
+
+    def ask(self, path: str) -> None:
+        """Write the step in progress once it is committed; between steps, at once."""
+        if self._trainer.turn is not None:
+            self._asked = path
+        elif self._trainer.is_first:
+            self._write(path)
+
+    def committed(self) -> None:
+        """A step is done by all replicas."""
+        asked, self._asked = self._asked, None
+        is_due = self._every and self._trainer.progress.step % self._every == 0
+        if self._trainer.is_first and (asked is not None or is_due):
+            self._write(asked or "")
+
+    def write_last(self) -> None:
+        """The job is told to end, or this is its last worker and it must go: keep what was reached."""
+        if self._directory and self._trainer.is_first:
+            self._write_whole("")  # a step that was torn meanwhile has been taken back
+            self.flush()
+
+    def flush(self) -> None:
+        """Wait until nothing is being written."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _write(self, path: str) -> None:
+        if self._trainer.finish_sums():  # else the step does not count, and will be written when it does
+            self._write_whole(path)
+
+    def _write_whole(self, path: str) -> None:
+        """Write the state as it is: that of the last step that counts."""
+        directory = Path(path).parent if path else Path(self._directory or ".")
+        if self._writer is None or self._written_to != directory:
+            if self._writer is not None:
+                self._writer.close()
+            self._writer, self._written_to = CheckpointWriter(directory, say=self._say), directory
+        state = self._state.read()
+        contexts = state.pop("contexts")
+        self._writer.save(
+            Checkpoint(
+                step=self._trainer.progress.step,
+                epoch=self._trainer.progress.epoch,
+                num_replicas=self._trainer.replicas.count,
+                meta={"torch": torch.__version__, "level": self._level},
+                state=state,
+                contexts=contexts,
+            ),
+            name=Path(path).name if path else None,
+        )
+
+
+# --- beginning ---
+
+
+Say = Callable[[str], None]
+
+
+def set_initial_state(
+    trainer: Trainer, state: JobState, had_state: bool, *, asked: str, directory: str, seed: int | None, say: Say
+) -> None:
+    """Have a state.
+
+    Args:
+        had_state: whether the job had one before and lost it.
+        asked: the checkpoint to begin with; `auto` is the newest of `directory`, the job's own.
+        seed: replica r's random generators begin with seed + r; None: with those of the program.
+
+    Raises:
+        CheckpointError: the checkpoint is no good, or of a job with another number of replicas.
+    """
+    if trainer.replicas.count > 1:
+        _check_fold(trainer.replicas.count, say)
+    if not asked and had_state and directory:
+        asked = "auto"
+    found = newest_checkpoint(directory) if asked == "auto" else Path(asked) if asked else None
+    if found is not None:
+        _resume(trainer, state, found, say)
+        return
+    if had_state:
+        say("all workers with the job's state were lost, and there is no checkpoint: beginning again at step 0")
+    trainer.first_buffers = trainer.buffers.save()
+    own = b"" if trainer.parts.sync_buffers else bytes(trainer.buffers.pack(trainer.first_buffers).numpy())
+    random = _first_random(trainer, seed)
+    trainer.replicas.contexts = [ReplicaContext(each, DataPosition(), own) for each in random]
+
+
+def _resume(trainer: Trainer, state: JobState, path: Path, say: Say) -> None:
+    loaded, count = load_checkpoint(path), trainer.replicas.count
+    if loaded.num_replicas != count:
+        raise CheckpointError(
+            f"{path} is of a job with {loaded.num_replicas} replicas, this one has {count}: "
+            f"that is another experiment; use replicas={loaded.num_replicas}"
+        )
+    state.load({**loaded.state, "contexts": loaded.contexts})  # type: ignore[dict-item]
+    say(f"resumed from {path} at step {loaded.step}")
+    trainer.adaptation.resumed_at = loaded.step
+
+
+def _check_fold(num_replicas: int, say: Say) -> None:
+    found = determinism.self_check(num_replicas)
+    if not found.ok:
+        say(f"torch {torch.__version__} does not sum as expected, so only D0 holds: {found.detail}")
+
+
+def _first_random(trainer: Trainer, seed: int | None) -> list[RngState]:
+    device, count = trainer.parts.device, trainer.replicas.count
+    if seed is None:
+        return [capture_rng(device)] * count
+    return [seeded_rng(seed + replica, device) for replica in range(count)]

@@ -1,1 +1,0 @@
-"""The batches of N replicas from one pool of loader processes: which samples, where each replica stands, who loads."""

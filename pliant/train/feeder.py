@@ -1,0 +1,517 @@
+"""The batches of the replicas that this worker hosts, prefetched by one pool of loader processes.
+
+Each batch is made in the random state that the loader worker of this replica would have had. Only batches that were taken
+count: what was prefetched for a replica that moves away is loaded again elsewhere, to the same bits. The pool has W
+processes, whatever the number of replicas. They end with their parent, however it ends, and ignore Ctrl-C and the signal
+handlers of the training program.
+
+This relies on facts of torch 2.13. `iter(DataLoader)` draws one int64, the base seed, from the default generator (or
+`generator=`), with loader processes or without. A persistent loader does so in its first epoch only, and the random states
+of its loader workers live on. Loader worker k mod W makes batch k of an epoch. The training process draws nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.multiprocessing
+from torch import Tensor
+from torch._utils import ExceptionWrapper
+from torch.utils.data import default_collate
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from pliant.errors import TrainError
+from pliant.train.context import DataPosition, fill_states
+from pliant.train.loader_process import (
+    DropTrack,
+    LoadBatch,
+    LoadedBatch,
+    LoaderSpec,
+    OpenTrack,
+    fetch_batch,
+    parent_ends,
+    receive_shared,
+    run_loader_process,
+    wrap_exception,
+)
+from pliant.train.sampling import LoaderOptions, batch_indices, num_batches, sample_order
+
+_GRACE_S = 2.0
+"""How long a loader process may take to end by itself."""
+
+
+class LoaderPool:
+    """W running loader processes."""
+
+    def __init__(self, recipe: LoaderSpec, context: BaseContext | str | None, *, pin: bool, timeout_s: float) -> None:
+        """Start them. `timeout_s` is for the wait for one batch; 0: for ever."""
+        # torch.multiprocessing has taught the pickler of every context to put tensors into shared memory.
+        self._context = multiprocessing.get_context(context) if context is None or isinstance(context, str) else context
+        self._timeout_s = timeout_s
+        self._processes: list[BaseProcess] = []
+        self._tasks: list[Connection[Any, Any]] = []
+        self._results: list[socket.socket] = []
+        self._pinner: _Pinner | None = None
+        try:
+            for worker in range(recipe.num_workers):
+                self._start(recipe, worker)
+            if pin:
+                self._pinner = _Pinner(self._results)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, recipe: LoaderSpec, worker: int) -> None:
+        task_reader, task_writer = self._context.Pipe(duplex=False)
+        result_reader, result_writer = socket.socketpair()
+        parent_ends.update((task_writer, result_reader))
+        self._tasks.append(task_writer)
+        self._results.append(result_reader)
+        # The kernel ties the life of a process to the thread that forked it, so only the main thread may ask for that,
+        # and not where somebody else forks for us.
+        tie = threading.current_thread() is threading.main_thread() and self._context.get_start_method() != "forkserver"
+        process = self._context.Process(  # type: ignore[attr-defined]
+            target=run_loader_process,
+            args=(recipe, worker, os.getpid(), tie, task_reader, result_writer),
+            name=f"pliant-loader-{worker}",
+            daemon=True,
+        )
+        try:
+            process.start()
+        finally:
+            task_reader.close()
+            result_writer.close()
+        self._processes.append(process)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid or 0 for process in self._processes]
+
+    def open(self, track: int, base_seed: int, states: Sequence[bytes | None]) -> None:
+        """Seed the loader workers of `track`; those with a state go on from there."""
+        for worker in range(len(self._processes)):
+            self._send(worker, OpenTrack(track, base_seed, states[worker] if worker < len(states) else None))
+
+    def load(self, track: int, batch: int, indices: list[int]) -> None:
+        """Ask for a batch; the batches of a track and loader worker must be asked for in their order."""
+        self._send(batch % len(self._processes), LoadBatch(track, batch, indices))
+
+    def drop(self, track: int) -> None:
+        """Forget a track, with what it has not loaded yet."""
+        for worker in range(len(self._processes)):
+            self._send(worker, DropTrack(track))
+
+    def _send(self, worker: int, message: OpenTrack | LoadBatch | DropTrack) -> None:
+        try:
+            self._tasks[worker].send(message)
+        except OSError as error:
+            raise self._dead(worker) from error
+
+    def receive(self, batch: int) -> list[LoadedBatch]:
+        """Wait for the process that loads `batch`, or for any if memory is pinned; bring along what others have ready.
+
+        Raises:
+            TrainError: a process has died, or `timeout_s` have passed.
+        """
+        worker = batch % len(self._processes)
+        if self._pinner is not None:
+            arrived = self._pinner.receive(self._timeout_s or None)
+        else:
+            sentinel = self._processes[worker].sentinel
+            woken = wait([self._results[worker], sentinel], self._timeout_s or None)
+            readable = wait(self._results, 0)
+            arrived = [_receive_batch(each, reader) for each, reader in enumerate(self._results) if reader in readable]
+            if not arrived and sentinel in woken:
+                raise self._dead(worker)
+        for each in arrived:
+            if isinstance(each, _LostProcess):
+                if isinstance(each.error, EOFError | ConnectionError):
+                    raise self._dead(each.worker) from each.error
+                raise each.error
+        if not arrived:
+            raise TrainError(
+                f"loader process {worker} (pid {self.pids[worker]}) gave no batch in timeout_s={self._timeout_s:g}: "
+                "look at what its dataset waits for, or raise timeout_s"
+            )
+        return [each for each in arrived if isinstance(each, LoadedBatch)]
+
+    def _dead(self, worker: int) -> TrainError:
+        """What to raise when nothing can be sent to or read from a process."""
+        process = self._processes[worker]
+        process.join(_GRACE_S)
+        code = process.exitcode
+        if code is None:
+            how = "closed its pipe"
+        elif code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"ended with exit code {code}"
+        return TrainError(
+            f"loader process {worker} (pid {process.pid}) {how} while it was loading: if nobody killed it, "
+            "look for the out-of-memory killer in `dmesg` and lower num_workers, prefetch_factor or batch_size"
+        )
+
+    def close(self) -> None:
+        """End the processes and free what they hold; may be called twice."""
+        if self._pinner is not None:
+            self._pinner.close()
+        for writer in self._tasks:
+            with contextlib.suppress(OSError):
+                writer.send(None)
+        # One that waits to hand over a batch is woken by the end of its pipe.
+        ends: list[Connection[Any, Any] | socket.socket] = [*self._tasks, *self._results]
+        for end in ends:
+            end.close()
+            parent_ends.discard(end)
+        deadline_s = time.monotonic() + _GRACE_S
+        for process in self._processes:
+            process.join(max(0.0, deadline_s - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        self._tasks, self._results, self._processes = [], [], []
+
+
+@dataclass(frozen=True, slots=True)
+class _LostProcess:
+    """Nothing more can be read from this process."""
+
+    worker: int
+    error: Exception
+
+
+def _receive_batch(worker: int, reader: socket.socket) -> LoadedBatch | _LostProcess:
+    try:
+        loaded: LoadedBatch = receive_shared(reader)
+    except Exception as error:  # in the pinning thread, nobody would hear of it; in any case `Pool.receive` raises it
+        return _LostProcess(worker, error)
+    return loaded
+
+
+class _Pinner:
+    """A thread that receives from all loader processes and copies batches into pinned memory."""
+
+    def __init__(self, results: Sequence[socket.socket]) -> None:
+        self._readers = {reader: worker for worker, reader in enumerate(results)}
+        self._arrived: queue.SimpleQueue[LoadedBatch | _LostProcess] = queue.SimpleQueue()
+        self._stop_reader, self._stop_writer = multiprocessing.Pipe(duplex=False)
+        self._device = torch.accelerator.current_device_index()
+        self._thread = threading.Thread(target=self._run, name="pliant-pin", daemon=True)
+        self._thread.start()
+
+    def receive(self, timeout_s: float | None) -> list[LoadedBatch | _LostProcess]:
+        arrived = []
+        with contextlib.suppress(queue.Empty):
+            arrived.append(self._arrived.get(timeout=timeout_s))
+            while True:
+                arrived.append(self._arrived.get_nowait())
+        return arrived
+
+    def _run(self) -> None:
+        torch.set_num_threads(1)  # of this thread: the copies must not take the cores of the training
+        torch.accelerator.set_device_index(self._device)
+        while True:
+            for reader in wait([*self._readers, self._stop_reader]):
+                if reader is self._stop_reader:
+                    return
+                assert isinstance(reader, socket.socket), f"waited for {reader!r}"
+                loaded = _receive_batch(self._readers[reader], reader)
+                if isinstance(loaded, _LostProcess):
+                    del self._readers[reader]
+                elif not isinstance(loaded.data, ExceptionWrapper):
+                    loaded = LoadedBatch(loaded.track, loaded.batch, _pinned(loaded.data), loaded.state)
+                self._arrived.put(loaded)
+
+    def close(self) -> None:
+        self._stop_writer.close()
+        self._thread.join()
+        self._stop_reader.close()
+
+
+def _pinned(data: Any) -> Any:
+    try:
+        return pin_memory(data)  # type: ignore[no-untyped-call]
+    except Exception:
+        return wrap_exception("while the batch was copied into pinned memory")
+
+
+# --- feeder ---
+
+
+_PREFETCH_FACTOR = 2
+
+
+@dataclass(slots=True)
+class _HostedReplica:
+    """A hosted replica: what was taken, and what is on its way."""
+
+    stream: DataPosition
+    """As it was hosted; the fields below go on from there."""
+    turn: int
+    share: Tensor
+    num_batches: int
+    batch: int
+    base_seed: int | None
+    workers: list[bytes | None]
+    asked: int
+    """The first batch that was not asked for."""
+    track: int | None = None
+    replays: dict[int, int] = field(default_factory=dict)
+    """Tracks that load batches a second time, with the last one of each."""
+    tracks: dict[int, int] = field(default_factory=dict)
+    """By which track each batch comes that was asked for and not taken."""
+    loaded: dict[int, LoadedBatch] = field(default_factory=dict)
+
+
+class ReplicaLoader:
+    """Loads the batches of the replicas that this worker hosts. Use it in a `with`, or `close` it."""
+
+    def __init__(self, dataset: Any, options: LoaderOptions, num_replicas: int) -> None:
+        self._dataset, self._options, self._num_replicas = dataset, options, num_replicas
+        self._collate = options.collate_fn or default_collate
+        self._pin = options.pin_memory and torch.cuda.is_available()
+        self._places: dict[int, _HostedReplica] = {}
+        self._pool: LoaderPool | None = None
+        self._epoch: int | None = None
+        self._track_numbers = itertools.count()
+        # Replicas would take their draws from one generator here, but from N equal ones in N processes.
+        self._generator = None if options.generator is None else options.generator.get_state()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """The loader processes that run now."""
+        return [] if self._pool is None else self._pool.pids
+
+    def host(
+        self, streams: Mapping[int, DataPosition], num_replicas: int | None = None, options: LoaderOptions | None = None
+    ) -> None:
+        """Feed these replicas from now on, in this order of turns, from these positions on.
+
+        `num_replicas` and `options` say how the samples are dealt from now on; of the latter only `batch_size` may
+        be another than before.
+
+        Called at the start of an epoch, after a change of the hosted replicas, and to do a step again. What was
+        prefetched is kept where it still fits. All must be in the same epoch; loader processes are started anew with
+        each epoch unless they are persistent, so that they see the dataset as it is then.
+        """
+        epochs = {stream.epoch for stream in streams.values()}
+        if len(epochs) > 1:
+            raise TrainError(f"replicas in different epochs {sorted(epochs)} cannot be fed by one worker")
+        redealt = (num_replicas or self._num_replicas, options or self._options) != (self._num_replicas, self._options)
+        self._num_replicas, self._options = num_replicas or self._num_replicas, options or self._options
+        if epochs and epochs != {self._epoch}:
+            (self._epoch,) = epochs
+            if not self._options.persistent_workers:
+                self._stop()
+        before, self._places = self._places, {}
+        orders: dict[int, Tensor] = {}
+        for turn, (replica, stream) in enumerate(streams.items()):
+            place = before.get(replica)
+            if place is not None and not redealt and self._rewind(place, stream):
+                place.turn = turn
+                self._places[replica] = before.pop(replica)
+                continue
+            if stream.consumed not in orders:
+                orders[stream.consumed] = self._dealt(stream)
+            self._places[replica] = self._placed(stream, turn, orders[stream.consumed][replica :: self._num_replicas])
+        for place in before.values():
+            self._forget(place)
+        self._prefetch()
+
+    def next(self, replica: int) -> Any:
+        """The next batch of `replica`; raises StopIteration at the end of its epoch, and what the dataset raises.
+
+        The generators of this process must be those of the replica: its first batch of an epoch draws the base seed,
+        and without loader processes the samples are made here.
+        """
+        place = self._place(replica)
+        if place.base_seed is None:
+            place.base_seed = self._draw(place.stream.epoch)
+        if place.batch >= place.num_batches:
+            raise StopIteration
+        number = place.batch
+        if self._options.num_workers == 0:
+            place.batch += 1
+            data = fetch_batch(self._dataset, self._collate, batch_indices(place.share, number, self._options))
+            return pin_memory(data) if self._pin else data  # type: ignore[no-untyped-call]
+        self._prefetch()
+        while number not in place.loaded:
+            self._receive(number)
+        loaded = place.loaded.pop(number)
+        track = place.tracks.pop(number)
+        if place.replays.get(track) == number:
+            del place.replays[track]
+            self._running().drop(track)
+        place.batch += 1
+        place.workers[number % self._options.num_workers] = loaded.state
+        self._prefetch()
+        return loaded.take()
+
+    def next_size(self, replica: int) -> int:
+        """How many samples the next batch of `replica` has; 0 at the end of its epoch."""
+        place = self._place(replica)
+        begin = place.batch * self._options.batch_size
+        return max(0, min(len(place.share) - begin, self._options.batch_size))
+
+    def stream(self, replica: int) -> DataPosition:
+        """Where `replica` stands after what was taken by `next`."""
+        place = self._place(replica)
+        return DataPosition(
+            place.stream.epoch, place.batch, place.stream.consumed, place.base_seed, tuple(place.workers)
+        )
+
+    def remaining(self, replica: int) -> int:
+        """Batches of `replica` that are left in its epoch."""
+        place = self._place(replica)
+        return place.num_batches - place.batch
+
+    def close(self) -> None:
+        """End the loader processes; may be called twice."""
+        self._stop()
+        self._places = {}
+
+    def _place(self, replica: int) -> _HostedReplica:
+        try:
+            return self._places[replica]
+        except KeyError:
+            hosted = ", ".join(map(str, self._places)) or "none"
+            raise TrainError(f"replica {replica} is not hosted here (hosted: {hosted}): call host() with it") from None
+
+    def _placed(self, stream: DataPosition, turn: int, share: Tensor) -> _HostedReplica:
+        return _HostedReplica(
+            stream=stream,
+            turn=turn,
+            share=share,
+            num_batches=num_batches(len(self._dataset), self._num_replicas, self._options, stream.consumed),
+            batch=stream.batch,
+            base_seed=stream.base_seed,
+            workers=fill_states(stream.workers, self._options.num_workers),
+            asked=stream.batch,
+        )
+
+    def _dealt(self, stream: DataPosition) -> Tensor:
+        return sample_order(len(self._dataset), self._num_replicas, stream.epoch, self._options, stream.consumed)
+
+    def _draw(self, epoch: int) -> int:
+        """The base seed, as `iter(DataLoader)` draws it."""
+        if self._generator is None:
+            return _draw_int64(torch.default_generator)
+        generator = torch.Generator()
+        generator.set_state(self._generator)
+        # One draw per epoch so far, except that persistent loader workers are seeded only once.
+        for _ in range(0 if self._options.persistent_workers else epoch):
+            _draw_int64(generator)
+        return _draw_int64(generator)
+
+    def _rewind(self, place: _HostedReplica, stream: DataPosition) -> bool:
+        """Bring `place` to where `stream` is, keeping what was prefetched; False if it does not fit."""
+        again = range(stream.batch, place.batch)
+        workers = fill_states(stream.workers, self._options.num_workers)
+        if (stream.epoch, stream.consumed) != (place.stream.epoch, place.stream.consumed):
+            return False
+        if stream.base_seed != place.base_seed or stream.batch > place.batch or len(again) > self._depth(1):
+            return False
+        if not again:
+            return workers == place.workers
+        if self._options.num_workers and place.base_seed is not None:
+            # The loader workers' states have moved on to later batches, and stay there; the earlier batches come by
+            # a track of their own.
+            track = self._open(place.base_seed, workers)
+            for number in again:
+                self._ask(place, track, number)
+            place.replays[track] = again[-1]
+        place.batch, place.workers = stream.batch, workers
+        return True
+
+    def _depth(self, num_hosted: int) -> int:
+        """Batches to have asked for ahead, per replica.
+
+        Together as many as one stock loader has; but at least one for each loader process, because all replicas'
+        batches of one step go to the same one, and the others would be idle.
+        """
+        factor = self._options.prefetch_factor or _PREFETCH_FACTOR
+        return self._options.num_workers * max(1, factor // num_hosted)
+
+    def _prefetch(self) -> None:
+        """Ask for batches in the order in which the replicas will take them."""
+        if self._options.num_workers == 0 or not self._places:
+            return
+        depth = self._depth(len(self._places))
+        while True:
+            behind = [
+                place
+                for place in self._places.values()
+                if place.base_seed is not None and place.asked < min(place.num_batches, place.batch + depth)
+            ]
+            if not behind:
+                return
+            place = min(behind, key=lambda place: (place.asked, place.turn))
+            assert place.base_seed is not None, "only places with a seed are behind"
+            if place.track is None:
+                place.track = self._open(place.base_seed, place.workers)
+            self._ask(place, place.track, place.asked)
+            place.asked += 1
+
+    def _open(self, base_seed: int, workers: Sequence[bytes | None]) -> int:
+        track = next(self._track_numbers)
+        self._running().open(track, base_seed, workers)
+        return track
+
+    def _ask(self, place: _HostedReplica, track: int, number: int) -> None:
+        self._running().load(track, number, batch_indices(place.share, number, self._options))
+        place.tracks[number] = track
+
+    def _receive(self, number: int) -> None:
+        arrived = {(each.track, each.batch): each for each in self._running().receive(number)}
+        for place in self._places.values():
+            for batch, track in place.tracks.items():
+                if (track, batch) in arrived:
+                    place.loaded[batch] = arrived[track, batch]
+
+    def _forget(self, place: _HostedReplica) -> None:
+        """Stop loading for a replica that is hosted here no more, or elsewhere in its epoch."""
+        tracks = [*place.replays] if place.track is None else [*place.replays, place.track]
+        for track in tracks:
+            self._running().drop(track)
+
+    def _running(self) -> LoaderPool:
+        if self._pool is None:
+            recipe = LoaderSpec(self._dataset, self._collate, self._options.worker_init_fn, self._options.num_workers)
+            context, timeout_s = self._options.multiprocessing_context, self._options.timeout_s
+            self._pool = LoaderPool(recipe, context, pin=self._pin, timeout_s=timeout_s)
+        return self._pool
+
+    def _stop(self) -> None:
+        """End the loader processes and forget all replicas, of whose prefetched batches nothing is left."""
+        self._places = {}
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+
+def _draw_int64(generator: torch.Generator) -> int:
+    """Drawn as torch's loader draws its base seed."""
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())

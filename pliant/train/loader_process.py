@@ -1,0 +1,376 @@
+"""A loader process: it is the w-th loader worker of every replica that its worker hosts, in turn.
+
+The loader workers that one process stands for differ in their random state only. It is kept per *track*: a track is opened
+with a base seed (and, for a replica that has come from another worker, a state to continue from), advanced by every batch,
+and dropped when it is no longer needed. Everything else is shared: there is one copy of the dataset per process.
+
+Batches go to the parent as pickles whose tensors stay in shared memory. torch.multiprocessing does this, too, but its
+receiver must call back for each tensor's descriptor over a new connection with a handshake (about a millisecond), and a
+killed process leaves a socket file in /tmp. Here the descriptors travel with the pickle.
+
+`get_worker_info` and NumPy's seed use torch's private functions, so that both are the same in every version of torch.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import queue
+import random
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy as np
+import torch
+import torch.multiprocessing
+from torch import UntypedStorage
+from torch._utils import ExceptionWrapper
+from torch.utils.data._utils import worker as torch_worker
+
+from pliant.child import die_with
+from pliant.errors import TrainError
+from pliant.train.context import RngState, capture_rng, restore_rng
+
+parent_ends: set[Connection[Any, Any] | socket.socket] = set()
+"""The parent's ends of all pipes to loader processes; a forked one closes its copies, which would keep others' open."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderSpec:
+    """What every loader process needs to make batches."""
+
+    dataset: Any
+    collate_fn: Callable[[list[Any]], Any]
+    worker_init_fn: Callable[[int], None] | None
+    num_workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedBatch:
+    """A batch, or the error that it met, and the random state of its loader worker after it."""
+
+    track: int
+    batch: int
+    data: Any
+    state: bytes
+
+    def take(self) -> Any:
+        """The batch; raises what the dataset raised, with the traceback of the loader process."""
+        if isinstance(self.data, ExceptionWrapper):
+            self.data.reraise()  # type: ignore[no-untyped-call]
+        return self.data
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTrack:
+    track: int
+    base_seed: int
+    state: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBatch:
+    track: int
+    batch: int
+    indices: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DropTrack:
+    track: int
+
+
+def wrap_exception(where: str) -> ExceptionWrapper:
+    """The exception that is being handled, so that it can be raised in the parent with its type and traceback."""
+    return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
+
+
+def fetch_batch(dataset: Any, collate_fn: Callable[[list[Any]], Any], indices: list[int]) -> Any:
+    """The batch of these samples; a dataset that has `__getitems__` is asked once for all of them."""
+    if getattr(dataset, "__getitems__", None):
+        return collate_fn(dataset.__getitems__(indices))
+    return collate_fn([dataset[index] for index in indices])
+
+
+def run_loader_process(
+    recipe: LoaderSpec,
+    worker: int,
+    parent: int,
+    tie: bool,
+    tasks: Connection[Any, Any],
+    results: socket.socket,
+) -> None:
+    """The life of a loader process."""
+    _detach(parent, tie)
+    torch.set_num_threads(1)
+    inbox = _MessageReader(tasks)
+    desk = _LoaderWorkers(recipe, worker)
+    while (message := inbox.get()) is not None:
+        match message:
+            case OpenTrack():
+                desk.open(message)
+            case LoadBatch() if inbox.is_wanted(message.track):
+                try:
+                    send_shared(results, _pack_batch(desk.load(message)))
+                except OSError:
+                    return  # the parent has closed its end, or is gone
+            case DropTrack():
+                desk.drop(message.track)
+
+
+def _pack_batch(loaded: LoadedBatch) -> SharedMessage:
+    try:
+        return pack_shared(loaded)
+    except Exception:
+        problem = wrap_exception("while a batch was pickled, to be sent from the loader process")
+        return pack_shared(LoadedBatch(loaded.track, loaded.batch, problem, loaded.state))
+
+
+def _detach(parent: int, tie: bool) -> None:
+    """Undo what a forked process has from the training program, and end with it."""
+    if tie:
+        die_with(parent)
+    signal.set_wakeup_fd(-1)  # it would wake the parent
+    for signum in signal.valid_signals():
+        if callable(signal.getsignal(signum)):
+            signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for connection in parent_ends:
+        connection.close()
+    parent_ends.clear()
+
+
+class _MessageReader:
+    """The messages to a loader process.
+
+    Read by a thread of their own at once: the parent never waits for a process that waits for the parent to take a
+    batch, and a drop takes effect before the loads that it overtakes.
+    """
+
+    def __init__(self, tasks: Connection[Any, Any]) -> None:
+        self._tasks = tasks
+        self._messages: queue.SimpleQueue[OpenTrack | LoadBatch | DropTrack | None] = queue.SimpleQueue()
+        self._wanted: set[int] = set()
+        threading.Thread(target=self._read, name="pliant-inbox", daemon=True).start()
+
+    def get(self) -> OpenTrack | LoadBatch | DropTrack | None:
+        """The next message; None: this is the end."""
+        message = self._messages.get()
+        return None if self._ended else message
+
+    def is_wanted(self, track: int) -> bool:
+        return track in self._wanted
+
+    _ended = False
+
+    def _read(self) -> None:
+        message = None
+        while not self._ended:
+            try:
+                message = self._tasks.recv()
+            except (EOFError, OSError):
+                message = None
+            match message:
+                case OpenTrack():
+                    self._wanted.add(message.track)
+                case DropTrack():
+                    self._wanted.discard(message.track)
+                case None:
+                    self._ended = True
+            self._messages.put(message)
+
+
+@dataclass(frozen=True, slots=True)
+class _SeededWorker:
+    """A loader worker before its first batch."""
+
+    state: RngState
+    failure: ExceptionWrapper | None
+
+
+class _LoaderWorkers:
+    """The loader workers that one process plays, by track."""
+
+    def __init__(self, recipe: LoaderSpec, worker: int) -> None:
+        self._recipe, self._worker = recipe, worker
+        self._states: dict[int, RngState] = {}
+        self._seeds: dict[int, int] = {}
+        self._beginnings: dict[int, _SeededWorker] = {}
+
+    def open(self, message: OpenTrack) -> None:
+        """Make a loader worker, and bring it to the given state."""
+        self._seeds[message.track] = message.base_seed
+        self._introduce(message.track)
+        # Of the loader workers with one base seed, only the first begins in earnest: so `worker_init_fn` is not called
+        # again for every epoch of a persistent loader, nor for batches that are loaded again.
+        if message.base_seed not in self._beginnings:
+            self._beginnings[message.base_seed] = self._begin(message.base_seed)
+        self._states[message.track] = (
+            self._beginnings[message.base_seed].state if message.state is None else RngState.from_bytes(message.state)
+        )
+
+    def _begin(self, base_seed: int) -> _SeededWorker:
+        """What a loader worker of torch's does before its first batch."""
+        seed = base_seed + self._worker
+        random.seed(seed)
+        torch.manual_seed(seed)
+        np.random.seed(torch_worker._generate_state(base_seed, self._worker))  # type: ignore[no-untyped-call]
+        failure = None
+        if self._recipe.worker_init_fn is not None:
+            try:
+                self._recipe.worker_init_fn(self._worker)
+            except Exception:
+                failure = wrap_exception(f"in worker_init_fn of loader process {self._worker}")
+        return _SeededWorker(capture_rng(), failure)
+
+    def load(self, message: LoadBatch) -> LoadedBatch:
+        track = message.track
+        self._introduce(track)
+        restore_rng(self._states[track])
+        data: Any = self._beginnings[self._seeds[track]].failure
+        if data is None:
+            try:
+                data = fetch_batch(self._recipe.dataset, self._recipe.collate_fn, message.indices)
+            except Exception:
+                data = wrap_exception(f"in loader process {self._worker}")
+        state = self._states[track] = capture_rng()
+        return LoadedBatch(track, message.batch, data, state.to_bytes())
+
+    def drop(self, track: int) -> None:
+        self._states.pop(track, None)
+        self._seeds.pop(track, None)
+
+    def _introduce(self, track: int) -> None:
+        """Let `torch.utils.data.get_worker_info` tell whose loader worker this is now."""
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=self._worker,
+            num_workers=self._recipe.num_workers,
+            seed=self._seeds[track] + self._worker,
+            dataset=self._recipe.dataset,
+        )
+
+
+# --- parcel ---
+
+
+_HEADER = struct.Struct("<QI")
+
+_MAX_DESCRIPTORS = 253
+"""The most that the kernel lets one message carry (SCM_MAX_FD)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMessage:
+    """A packed object. Owns its shared memory until it is sent."""
+
+    data: bytes
+    storages: list[UntypedStorage]
+
+
+def pack_shared(thing: Any) -> SharedMessage:
+    """Pickle `thing`, with the memory of its tensors moved into shared memory. Raises what pickling raises."""
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer)
+    pickler.dump(thing)
+    return SharedMessage(buffer.getvalue(), pickler.storages)
+
+
+def send_shared(to: socket.socket, parcel: SharedMessage) -> None:
+    """Send it; raises OSError if nobody receives."""
+    descriptors = []
+    sizes = []
+    for storage in parcel.storages:
+        descriptor, size = storage._share_fd_cpu_()
+        descriptors.append(descriptor)  # the storage's own; it is closed with it
+        sizes.append(size)
+    to.sendall(_HEADER.pack(len(parcel.data), len(sizes)))
+    for first in range(0, len(descriptors), _MAX_DESCRIPTORS):
+        # A byte is needed to carry descriptors.
+        socket.send_fds(to, [b"\0"], descriptors[first : first + _MAX_DESCRIPTORS])
+    to.sendall(struct.pack(f"<{len(sizes)}Q", *sizes) + parcel.data)
+
+
+def receive_shared(source: socket.socket) -> Any:
+    """The next object; waits for it.
+
+    Raises:
+        EOFError: the other end was closed.
+        TrainError: this process has too many open files.
+    """
+    length, count = _HEADER.unpack(_receive_exactly(source, _HEADER.size))
+    descriptors: list[int] = []
+    try:
+        while len(descriptors) < count:
+            expected = min(_MAX_DESCRIPTORS, count - len(descriptors))
+            carried, arrived, _, _ = socket.recv_fds(source, 1, expected)
+            descriptors += arrived
+            if not carried:
+                raise EOFError
+            if len(arrived) < expected:
+                raise TrainError(
+                    f"only {len(arrived)} of {expected} descriptors of a batch arrived: this process has too many open "
+                    "files. Raise `ulimit -n`, lower prefetch_factor, or do not keep batches"
+                )
+        sizes = struct.unpack(f"<{count}Q", _receive_exactly(source, 8 * count))
+        data = _receive_exactly(source, length)
+        return _Unpickler(io.BytesIO(data), _map_storages(descriptors, sizes)).load()
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)  # the mapping has its own
+
+
+def _map_storages(descriptors: list[int], sizes: tuple[int, ...]) -> list[UntypedStorage]:
+    pairs = zip(descriptors, sizes, strict=True)
+    return [UntypedStorage._new_shared_fd_cpu(descriptor, size) for descriptor, size in pairs]  # type: ignore[attr-defined]
+
+
+def _receive_exactly(source: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = source.recv_into(view)
+        if count == 0:
+            raise EOFError
+        view = view[count:]
+    return data
+
+
+class _Pickler(ForkingPickler):
+    """Puts a number in place of each piece of CPU memory that tensors are made of."""
+
+    def __init__(self, buffer: io.BytesIO) -> None:
+        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
+        self.storages: list[UntypedStorage] = []
+        self._numbers: dict[int, int] = {}
+        # Whoever has chosen files by name (for want of descriptors) gets them.
+        self._by_descriptor = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
+
+    def persistent_id(self, thing: Any) -> int | None:
+        if not isinstance(thing, UntypedStorage) or thing.device.type != "cpu":
+            return None
+        if not self._by_descriptor or thing.nbytes() == 0:
+            return None
+        # Tensors that share memory here must share it there; each has its own Python object for it.
+        identity = thing._cdata
+        if identity not in self._numbers:
+            self._numbers[identity] = len(self.storages)
+            self.storages.append(thing)
+        return self._numbers[identity]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, buffer: io.BytesIO, storages: list[UntypedStorage]) -> None:
+        super().__init__(buffer)
+        self._storages = storages
+
+    def persistent_load(self, number: int) -> UntypedStorage:
+        return self._storages[number]

@@ -1,0 +1,309 @@
+"""Parameters whose next value is on its way, and optimizer steps for single parameters.
+
+While the sum of a parameter's gradients is under way, its class is `Pending`, and torch calls us whenever anything uses
+it. Whoever uses it (a layer of the next forward, `state_dict`, a print) waits for this one parameter and goes on with an
+ordinary one. So it does not matter who uses a parameter, where, and in which order: tied weights, functional use and
+branches are right without any knowledge of them. A stale weight is impossible as long as it is used through torch's
+Python functions. Compiled or scripted code is not covered.
+
+The optimizer's own `step` updates single parameters: it is called while its groups hold just these. Its state is kept by
+parameter, so it stays right. This needs an optimizer that treats parameters one by one. `UndoLog` keeps what is needed to
+undo such updates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.nn import Parameter
+
+from pliant.comm.handle import Handle
+
+_Tensor: Any = torch.Tensor
+
+_READ_GRADIENT = _Tensor.grad.__get__
+
+_METADATA = frozenset(
+    getattr(found, "__get__", found) if not callable(found) else found
+    for found in (
+        getattr(_Tensor, name, None)  # some are of some versions of torch only
+        for name in (
+            "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim", "is_cuda", "is_cpu", "is_sparse",
+            "is_meta", "is_quantized", "is_nested", "names", "itemsize", "nbytes", "is_mps", "is_xpu", "grad_fn",
+            "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "output_nr", "size", "dim", "numel",
+            "nelement", "ndimension", "stride", "element_size", "is_contiguous", "storage_offset", "is_floating_point",
+            "is_complex", "is_signed", "get_device", "__len__", "register_hook", "is_pinned", "is_shared",
+            "register_post_accumulate_grad_hook", "__hash__",
+        )
+    )
+    if found is not None
+)  # fmt: skip
+"""What can be asked of a parameter without using its values."""
+
+
+class PendingOwner(Protocol):
+    """Who knows how to make a parameter ready."""
+
+    def use(self, index: int) -> None:
+        """Something is about to use this parameter: have it ready, and release it."""
+
+    def gradient_is_read(self, index: int) -> None:
+        """Somebody reads its gradient, which is a use as well."""
+
+
+_owners: dict[int, tuple[PendingOwner, int]] = {}
+"""By id: whose they are, and their number there. (An attribute would be pickled with the parameter.)"""
+
+
+class Pending(Parameter):
+    """A parameter whose next value is on its way. Whatever uses it waits for that."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func == _READ_GRADIENT and isinstance(args[0], Pending) and id(args[0]) in _owners:
+            owner, index = _owners[id(args[0])]
+            owner.gradient_is_read(index)
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        _complete_all(args)
+        if kwargs:
+            _complete_all(list(kwargs.values()))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def suspend_parameter(parameter: Parameter, owner: PendingOwner, index: int) -> None:
+    """From now on a use of this parameter asks its owner first."""
+    _owners[id(parameter)] = (owner, index)
+    parameter.__class__ = Pending
+
+
+def release_parameter(parameter: Parameter) -> None:
+    """It is an ordinary parameter again."""
+    _make_plain(parameter)
+    _owners.pop(id(parameter), None)
+
+
+def _make_plain(parameter: Parameter) -> None:
+    if isinstance(parameter, Pending):
+        parameter.__class__ = Parameter  # type: ignore[assignment]
+
+
+def _complete_all(values: Any) -> None:
+    """Have all pending parameters among these ready."""
+    for value in values:
+        if isinstance(value, Pending):
+            owner = _owners.get(id(value))
+            if owner is None:
+                _make_plain(value)  # a copy of one, whose values are its own
+            else:
+                owner[0].use(owner[1])
+        elif isinstance(value, list | tuple):
+            _complete_all(value)
+        elif isinstance(value, dict):
+            _complete_all(value.values())
+
+
+# --- partial_step ---
+
+
+_optimizers: Any = importlib.import_module("torch.optim.optimizer")  # torch hides it behind a name of its own
+
+ParameterGroups = list[dict[str, Any]]
+"""As `param_groups` has them."""
+
+
+@dataclass(slots=True, eq=False)
+class DeferredStep:
+    """A call of `optimizer.step()` that has not happened yet for some parameters."""
+
+    optimizer: torch.optim.Optimizer
+    options: ParameterGroups
+    """Of each group, as they were at the call: a scheduler may have changed them since."""
+    state: Any
+    """The optimizer's, at the call: the program may have put another in its place since, for later steps."""
+
+    def apply(self, groups: list[list[Parameter]]) -> None:
+        """Let it happen for these parameters, which are of these groups."""
+        given = [{**options, "params": group} for options, group in zip(self.options, groups, strict=True)]
+        present, self.optimizer.state = self.optimizer.state, self.state
+        try:
+            with_groups(self.optimizer, given, lambda: _bare_step(self.optimizer))
+        finally:
+            self.optimizer.state = present
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> ParameterGroups:
+    """The options of each group, as they are now."""
+    return [_copy_options(group) for group in optimizer.param_groups]
+
+
+def _copy_options(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def members_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The ids of its parameters."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def with_groups(optimizer: torch.optim.Optimizer, groups: ParameterGroups, act: Callable[[], Any]) -> Any:
+    """`act` while the optimizer believes these to be its groups. Its state is by parameter, so it stays right."""
+    own = optimizer.param_groups
+    optimizer.param_groups = groups
+    try:
+        return act()
+    finally:
+        optimizer.param_groups = own
+
+
+def _bare_step(optimizer: torch.optim.Optimizer) -> None:
+    """The update alone, without what torch and schedulers have put around `step`: that has happened at the call."""
+    function: Any = type(optimizer).step
+    if getattr(function, "hooked", False):
+        function = function.__wrapped__
+    # Where a compiled function is the first to use a parameter, torch believes that it compiles, and its optimizers compute
+    # other bits then.
+    compiler: Any = torch.compiler
+    compiling, compiler._is_compiling_flag = compiler._is_compiling_flag, False
+    try:
+        function(optimizer)
+    finally:
+        compiler._is_compiling_flag = compiling
+
+
+@contextlib.contextmanager
+def default_modes() -> Iterator[None]:
+    """What happens to be the mode of whoever uses a parameter first is none of the optimizer's business."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def why_inseparable(optimizer: torch.optim.Optimizer) -> str:
+    """Why this optimizer cannot update one parameter after the other; empty if it can."""
+    name = type(optimizer).__name__
+    if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:
+        return f"{name} is not one of torch's own optimizers, and may need all gradients at once"
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _optimizers._global_optimizer_pre_hooks,
+        _optimizers._global_optimizer_post_hooks,
+    )
+    if any(hooks):
+        return f"{name} has step hooks, which expect one step for all parameters"
+    known = list(wrappers(type(optimizer).step))
+    for function in wrappers(optimizer.step):
+        plain = getattr(function, "__func__", function)
+        if plain not in known and not any(hasattr(plain, mark) for mark in ("of_pliant", "_wrapped_by_lr_sched")):
+            return f"{name}.step was replaced by the program"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name} is differentiable"
+    return ""
+
+
+def wrappers(function: Any) -> Iterator[Any]:
+    """A patched method and all that it wraps."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+# --- kept ---
+
+
+@dataclass(slots=True)
+class SavedParameter:
+    """A parameter and its optimizer state before an update that may have to be taken back."""
+
+    parameter: Parameter
+    values: torch.Tensor
+    states: list[tuple[torch.optim.Optimizer, dict[str, Any] | None]]
+
+
+class UndoLog:
+    """The way back to where a step began."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._before: list[SavedParameter] = []
+        self._states: list[tuple[torch.optim.Optimizer, Any]] = []
+        """The optimizers' whole states, as objects: the program may put another in its place."""
+        self._options: list[tuple[torch.optim.Optimizer, ParameterGroups]] = []
+        """Of all groups, when backward was over."""
+
+    def begin(self) -> None:
+        """Backward is over: what is updated from now on may have to be taken back."""
+        self.clear()
+        self._options = [(optimizer, options_of(optimizer)) for optimizer in self._optimizers]
+
+    def keep_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer steps now, with this state."""
+        self._states.append((optimizer, optimizer.state))
+
+    def keep(self, parameter: Parameter) -> None:
+        """As it is, with whatever optimizers know of it: it may be updated at once, or by the program itself."""
+        states = []
+        for optimizer in self._optimizers:
+            state = optimizer.state.get(parameter)
+            kept = None if state is None else {
+                name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()
+            }  # fmt: skip
+            states.append((optimizer, kept))
+        self._before.append(SavedParameter(parameter, parameter.detach().clone(), states))
+
+    def put_back(self) -> None:
+        """Everything is as it was when backward was over."""
+        for optimizer, state in self._states:
+            optimizer.state = state
+        with torch.no_grad():
+            for before in reversed(self._before):
+                before.parameter.copy_(before.values)
+                for optimizer, of_parameter in before.states:
+                    if of_parameter is None:
+                        optimizer.state.pop(before.parameter, None)
+                    else:
+                        optimizer.state[before.parameter] = of_parameter
+        for optimizer, groups in self._options:
+            for group, options in zip(optimizer.param_groups, groups, strict=True):
+                group.update(options)
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing has to be taken back any more."""
+        self._before.clear()
+        self._states.clear()
+        self._options.clear()
+
+
+# --- crossing ---
+
+
+@dataclass(slots=True, eq=False)
+class PendingSum:
+    """Parameters whose sums come with one collective."""
+
+    handle: Handle
+    members: list[tuple[int, torch.Tensor | None]]
+    """The number of each parameter, and where its sum will be; None where no replica has used it."""

@@ -1,1 +1,0 @@
-"""The state of a job outside of its workers' memory: as JSON and tensors, in files, on its way to newcomers."""
