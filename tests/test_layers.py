@@ -91,7 +91,7 @@ TORCH_FREE = [
     "pliant.comm.plan",
     "pliant.comm.order",
     "pliant.comm.topology",
-    "pliant.ui.page",
+    "pliant.ui.timeline",
     "pliant.ui.sources",
     "pliant.elastic.membership",
     "pliant.elastic.server",

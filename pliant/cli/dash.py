@@ -15,7 +15,7 @@ Given = Annotated[
     typer.Argument(
         metavar="[RECORD|DIR|URL]...",
         show_default=False,
-        help="Records, folders with some, the state of a cluster, or addresses of servers; default: what runs here.",
+        help="RecordSource, folders with some, the state of a cluster, or addresses of servers; default: what runs here.",
     ),
 ]
 
@@ -44,14 +44,14 @@ def dash(
     tls_key: Annotated[str, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")] = "",
 ) -> None:
     """Show jobs in the browser: curves with what happened, workers, topology, the cluster, logs. Works offline."""
+    from pliant.ui.jobs import Watcher
     from pliant.ui.server import DashConfig, serve
     from pliant.ui.sources import sources
-    from pliant.ui.watch import Watch
 
     known = token_given(token_file)
     token, is_new = known or secrets.token_urlsafe(18), not known
     config = DashConfig(host=host, port=whole(port, "--port", 9300), token=token, tls_cert=tls_cert, tls_key=tls_key)
-    watch = Watch(sources(given or []))
+    watcher = Watcher(sources(given or []))
 
     def say(url: str) -> None:
         print(f"the page is at {url}", flush=True)
@@ -59,4 +59,4 @@ def dash(
             what = "resizing and stopping" if config.is_loopback else "looking, resizing and stopping"
             print(f"its token, for {what}: {token}", flush=True)
 
-    serve(config, watch, say)
+    serve(config, watcher, say)

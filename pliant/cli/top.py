@@ -18,8 +18,7 @@ from pliant.errors import ConfigError
 from pliant.launch.duration import parse_duration
 
 if TYPE_CHECKING:
-    from pliant.ui.jobs import Job
-    from pliant.ui.seen import Seen
+    from pliant.ui.jobs import DashboardState, ShownJob
 
 
 def register(app: typer.Typer) -> None:
@@ -38,67 +37,66 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
+    from pliant.ui.jobs import Watcher
     from pliant.ui.sources import sources
     from pliant.ui.terminal import neighbour, screen
-    from pliant.ui.watch import Watch
 
     interval_s = parse_duration(interval, "--interval")
     if interval_s < 0.1:
         raise ConfigError(f"--interval {interval}: use 100ms or more")
     console = Console()
     with shown_waiting("reading the records"):
-        watch = Watch(sources(given or []))
-        watch.look()
+        watcher = Watcher(sources(given or []))
+        watcher.poll()
     if once or as_json or not console.is_terminal:
-        _check_known(job, watch.seen)  # elsewhere it may still come
+        _check_known(job, watcher.known)  # elsewhere it may still come
     if as_json:
-        print_json(_as_json(watch.seen, time.time(), job))
+        print_json(_as_json(watcher.known, time.time(), job))
         return
     if once or not console.is_terminal:
-        console.print(screen(watch.seen, time.time(), console.width, job))
+        console.print(screen(watcher.known, time.time(), console.width, job))
         return
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())
     with Live(console=console, screen=True, auto_refresh=False) as live, keys.pressed() as key:
         while not over.is_set():
-            live.update(screen(watch.seen, time.time(), console.width, job, console.height), refresh=True)
+            live.update(screen(watcher.known, time.time(), console.width, job, console.height), refresh=True)
             match key(interval_s, over.is_set):
                 case "q":
                     return
                 case keys.UP | "k":
-                    job = neighbour(watch.seen, time.time(), job, -1)
+                    job = neighbour(watcher.known, time.time(), job, -1)
                 case keys.DOWN | "j":
-                    job = neighbour(watch.seen, time.time(), job, 1)
+                    job = neighbour(watcher.known, time.time(), job, 1)
                 case _:
-                    watch.look()
+                    watcher.poll()
 
 
-def _check_known(wanted: str, seen: Seen) -> None:
-    known = {name for job in seen.jobs.values() for name in (job.name, job.key)}
-    if wanted and wanted not in known:
-        names = ", ".join(sorted(job.name for job in seen.jobs.values())) or "none"
+def _check_known(wanted: str, known: DashboardState) -> None:
+    if wanted and not any(wanted in (job.name, job.key) for job in known.jobs.values()):
+        names = ", ".join(sorted(job.name for job in known.jobs.values())) or "none"
         raise ConfigError(f"--job {wanted}: nobody knows such a job; there are: {names}")
 
 
-def _as_json(seen: Seen, now_s: float, wanted: str) -> dict[str, object]:
-    chosen = [job for job in seen.jobs.values() if not wanted or wanted in (job.name, job.key)]
-    clusters = {each.where: each.status for each in seen.clusters.values() if each.status is not None}
+def _as_json(known: DashboardState, now_s: float, wanted: str) -> dict[str, object]:
+    chosen = [job for job in known.jobs.values() if not wanted or wanted in (job.name, job.key)]
+    clusters = {each.where: each.status for each in known.clusters.values() if each.status is not None}
     return {
         "jobs": [_job(job, now_s) for job in chosen],
         "clusters": [{"where": where} | status.model_dump(mode="json") for where, status in clusters.items()],
-        "problems": list(seen.problems.values()),
+        "problems": list(known.problems.values()),
     }
 
 
-def _job(job: Job, now_s: float) -> dict[str, object]:
-    story = job.story
+def _job(job: ShownJob, now_s: float) -> dict[str, object]:
+    timeline = job.timeline
     return {
         "name": job.name, "key": job.key, "where": job.where, "state": job.state(now_s), "why": job.why,
-        "unit": story.unit, "step": job.step,
+        "unit": timeline.unit, "step": job.step,
         "workers": job.num_workers, "devices": job.devices, "started_s": job.started_s,
-        "values": {name: series.last for name, series in story.values.items()},
-        "figures": {name: series.last for name, series in story.figures.items()},
-        "accuracy_percent": story.federation.best if story.federation is not None else None,
+        "values": {name: series.last for name, series in timeline.values.items()},
+        "figures": {name: series.last for name, series in timeline.figures.items()},
+        "accuracy_percent": timeline.federated.best if timeline.federated is not None else None,
         "events": [dataclasses.asdict(event) for event in job.events],
     }  # fmt: skip

@@ -1,7 +1,8 @@
-"""Charts of training jobs by step, as options of Apache ECharts: plain dictionaries. Pure.
+"""Charts of jobs as options of Apache ECharts: plain dictionaries. Pure.
 
-Text that others have written (reasons, names) goes into tooltips escaped, and never becomes a key: the page runs keys
-that begin with a colon.
+Text that others have written (reasons, names) is escaped in tooltips and never becomes a key, because the page runs
+the values of keys that begin with a colon. Colours are from the middle of the scale, so that one set of options serves
+on a dark and on a light page.
 """
 
 from __future__ import annotations
@@ -10,10 +11,77 @@ import html
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from pliant.ui.frames import COLOURS, MOST_MEANS, MOST_POINTS, ROUND, TEXT, Options, frame, line, tooltip
-from pliant.ui.series import Series
-from pliant.ui.story import LR, Event, Story
+from pliant.launch.duration import span_text
+from pliant.ui.timeline import LR, FederatedTimeline, JobTimeline, Point, Series, TimelineEvent
+
+# --- frames and lines ---
+
+
+Options = dict[str, Any]
+
+COLOURS = ("#4c8dff", "#f59e0b", "#22b07d", "#e5484d", "#8e6cf0", "#12a5b8", "#d6409f", "#8d8d86")
+TEXT, LINE = "#79818d", "rgba(128,136,150,.22)"
+MOST_POINTS = 800
+MOST_MEANS = 240
+"""A curve: the points of its outline, and those of its means."""
+ROUND = "v => v == null ? '' : (Math.abs(v) >= 1000 ? Math.round(v).toLocaleString('en') : String(Number(v.toPrecision(4))))"
+
+
+def frame(legend: bool, x_name: str, y_name: str) -> Options:
+    return {
+        "grid": {"left": 8, "right": 20, "top": 34 if legend else 26, "bottom": 22, "containLabel": True},
+        "legend": {"show": legend, "top": 0, "right": 8, "textStyle": {"color": TEXT}, "icon": "roundRect", "itemHeight": 4,
+                   "type": "scroll"},
+        "tooltip": {**tooltip("axis"), ":valueFormatter": ROUND},
+        "xAxis": {
+            "type": "value",
+            "name": x_name,
+            "nameLocation": "middle",
+            "nameGap": 24,
+            "nameTextStyle": {"color": TEXT, "fontSize": 11},
+            "axisLabel": {"color": TEXT, "hideOverlap": True, "fontSize": 11, "alignMaxLabel": "right"},
+            "axisLine": {"lineStyle": {"color": LINE}},
+            "splitLine": {"show": False},
+        },
+        "yAxis": axis(y_name),
+        "series": [],
+    }  # fmt: skip
+
+
+def axis(name: str) -> Options:
+    return {
+        "type": "value",
+        "name": name,
+        "scale": True,
+        "nameTextStyle": {"color": TEXT, "fontSize": 11, "align": "left"},
+        "axisLabel": {"color": TEXT, "fontSize": 11},
+        "splitLine": {"lineStyle": {"color": LINE}},
+    }
+
+
+def tooltip(trigger: str) -> Options:
+    return {"trigger": trigger, "confine": True, "className": "chart-tip", "transitionDuration": 0,
+            "axisPointer": {"type": "line", "lineStyle": {"color": TEXT}}}  # fmt: skip
+
+
+def line(name: str, points: Sequence[Point], colour: str, *, pale: bool = False) -> Options:
+    return {
+        "type": "line",
+        "name": name,
+        "data": [[x, float(f"{y:.6g}")] for x, y in points],
+        "showSymbol": False,
+        "lineStyle": {"width": 1 if pale else 2, "opacity": 0.3 if pale else 1},
+        "itemStyle": {"color": colour},
+        "z": 2 if pale else 3,
+        "animation": False,
+        "silent": pale,
+    }
+
+
+# --- training jobs ---
+
 
 EVENT_COLOURS = {
     "start": "#8d8d86",
@@ -30,30 +98,30 @@ MOST_APART, FEW_APART = 50, 10
 BATCH = "global batch"
 FAR_ABOVE = 20
 NOISE = {"noise scale": "noise_scale", "variance": "variance", BATCH: "batch_size"}
-"""What the noise's chart calls the figures of a story."""
+"""What the noise's chart calls the figures of a timeline."""
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class StepWindow:
     """The steps that are drawn, and what happened in them."""
 
     begin: int
     end: int
-    events: tuple[Event, ...] = ()
+    events: tuple[TimelineEvent, ...] = ()
 
     @classmethod
     def of(
-        cls, story: Story, events: Iterable[Event] | None = None, chosen: tuple[int, int | None] = (0, None)
-    ) -> Window:
-        """All steps, or those that were chosen; to the newest, where there is no end. The events default to the story's."""
-        begin, end = max(0, chosen[0]), max(1, story.step if chosen[1] is None else chosen[1])
+        cls, timeline: JobTimeline, events: Iterable[TimelineEvent] | None = None, chosen: tuple[int, int | None] = (0, None)
+    ) -> StepWindow:
+        """All steps, or those that were chosen; to the newest, where there is no end. The events default to the timeline's."""
+        begin, end = max(0, chosen[0]), max(1, timeline.step if chosen[1] is None else chosen[1])
         begin = min(begin, end - 1)
-        known = story.events if events is None else events
+        known = timeline.events if events is None else events
         inside = [event for event in known if event.step is not None and begin <= event.step <= end]
         return cls(begin, end, tuple(marks(inside)))
 
 
-def curves(given: Mapping[str, Series], window: Window, *, unit: str = "", least: float | None = None) -> Options:
+def curves(given: Mapping[str, Series], window: StepWindow, *, unit: str = "", least: float | None = None) -> Options:
     """Series by step, with what happened as vertical lines; near one of those, the tooltip tells what and why."""
     lines: list[Options] = []
     for (name, whole), colour in zip(given.items(), COLOURS, strict=False):
@@ -72,7 +140,7 @@ def curves(given: Mapping[str, Series], window: Window, *, unit: str = "", least
     return options
 
 
-def spoken(given: Mapping[str, Series], window: Window) -> str:
+def description(given: Mapping[str, Series], window: StepWindow) -> str:
     """The same in words, for who cannot see it."""
     told = []
     for name, whole in given.items():
@@ -84,7 +152,7 @@ def spoken(given: Mapping[str, Series], window: Window) -> str:
     return f"steps {window.begin} to {window.end}: {'; '.join(told) or 'nothing yet'}{events}"
 
 
-def marks(events: Iterable[Event], most: int = MOST_MARKS) -> list[Event]:
+def marks(events: Iterable[TimelineEvent], most: int = MOST_MARKS) -> list[TimelineEvent]:
     """The events that are drawn: where there are too many, losses and decisions first, and the newest of all."""
     drawn = [event for event in events if event.kind not in ("start", "end")]
     if len(drawn) <= most:
@@ -94,11 +162,11 @@ def marks(events: Iterable[Event], most: int = MOST_MARKS) -> list[Event]:
     return sorted(grave + rest, key=lambda event: event.time_s)
 
 
-def apart(window: Window) -> list[Event]:
+def apart(window: StepWindow) -> list[TimelineEvent]:
     """Those that get a line: of a kind, none nearer to another than can be told apart. Learning rates, which may follow the batch
     in every step, give way to what else was decided; a lost worker to nothing."""
     span = window.end - window.begin
-    drawn: list[Event] = []
+    drawn: list[TimelineEvent] = []
     for event in sorted(window.events, key=lambda event: (event.kind != "lost", event.what.startswith(LR))):
         gap = span / (FEW_APART if event.what.startswith(LR) else MOST_APART)
         near = (each for each in drawn if each.kind == event.kind and abs((each.step or 0) - (event.step or 0)) < gap)
@@ -107,26 +175,26 @@ def apart(window: Window) -> list[Event]:
     return drawn[::-1]  # what is grave is drawn over the rest
 
 
-def crew_map(story: Story, window: Window, most_rows: int = 128) -> tuple[Options, int]:
+def worker_map(timeline: JobTimeline, window: StepWindow, most_rows: int = 128) -> tuple[Options, int]:
     """Who was there from which step to which, and with how many replicas; and the number of rows. Hosts, if workers are many."""
-    stays = [
+    device_uses = [
         (name, max(begin, window.begin), min(end, window.end), count)
-        for name, begin, end, count in _stays(story)
+        for name, begin, end, count in _stays(timeline)
         if end > window.begin and begin < window.end
     ]
-    there = {name for name, *_ in stays}
-    names = [name for name in dict.fromkeys(name for crew in story.crews for name in crew.workers) if name in there]
+    there = {name for name, *_ in device_uses}
+    names = [name for name in dict.fromkeys(name for view in timeline.views for name in view.workers) if name in there]
     if len(names) > most_rows:
-        stays = _by_host(stays)
+        device_uses = _by_host(device_uses)
         names = list(dict.fromkeys(_host(name) for name in names))[:most_rows]
     row = {name: number for number, name in enumerate(names)}
-    most = max((count for *_, count in stays), default=1)
+    most = max((count for *_, count in device_uses), default=1)
     data = [
         {
             "value": [row[name], begin, end, count],
             "itemStyle": {"color": COLOURS[0], "opacity": round(0.3 + 0.7 * count / max(1, most), 3)},
         }
-        for name, begin, end, count in stays
+        for name, begin, end, count in device_uses
         if name in row
     ]
     options = frame(False, "step", "")
@@ -167,7 +235,7 @@ def crew_map(story: Story, window: Window, most_rows: int = 128) -> tuple[Option
     return options, len(names)
 
 
-def noise(given: Mapping[str, Series], window: Window) -> Options:
+def noise(given: Mapping[str, Series], window: StepWindow) -> Options:
     """The gradients' noise scale beside the batch of all replicas: both in samples."""
     options = curves(given, window, unit="samples")
     highest = {name: max((y for _, y in series.thinned(MOST_POINTS)), default=0) for name, series in given.items()}
@@ -183,28 +251,28 @@ def noise(given: Mapping[str, Series], window: Window) -> Options:
     return options
 
 
-def _stays(story: Story) -> list[tuple[str, int, int, int]]:
+def _stays(timeline: JobTimeline) -> list[tuple[str, int, int, int]]:
     """(worker, first step, last step, replicas), neighbours that are alike as one."""
     found: list[tuple[str, int, int, int]] = []
     open_: dict[str, tuple[int, int]] = {}
-    begins = [0, *(crew.step - 1 for crew in story.crews[1:])]
-    for crew, begin in zip(story.crews, begins, strict=True):
-        share, more = divmod(crew.replicas, len(crew.workers))
-        now = {name: share + (rank < more) for rank, name in enumerate(crew.workers)}
+    begins = [0, *(view.step - 1 for view in timeline.views[1:])]
+    for view, begin in zip(timeline.views, begins, strict=True):
+        share, more = divmod(view.replicas, len(view.workers))
+        now = {name: share + (rank < more) for rank, name in enumerate(view.workers)}
         for name, (since, count) in list(open_.items()):
             if now.get(name) != count:
                 found.append((name, since, begin, count))
                 del open_[name]
         for name, count in now.items():
             open_.setdefault(name, (begin, count))
-    found += [(name, since, max(since, story.step), count) for name, (since, count) in open_.items()]
+    found += [(name, since, max(since, timeline.step), count) for name, (since, count) in open_.items()]
     return found
 
 
-def _by_host(stays: Sequence[tuple[str, int, int, int]]) -> list[tuple[str, int, int, int]]:
-    """The stays of each host's workers, with their replicas added up where they begin and end together."""
+def _by_host(device_uses: Sequence[tuple[str, int, int, int]]) -> list[tuple[str, int, int, int]]:
+    """The device_uses of each host's workers, with their replicas added up where they begin and end together."""
     sums: dict[tuple[str, int, int], int] = {}
-    for name, begin, end, count in stays:
+    for name, begin, end, count in device_uses:
         key = (_host(name), begin, end)
         sums[key] = sums.get(key, 0) + count
     return [(*key, count) for key, count in sums.items()]
@@ -214,7 +282,7 @@ def _host(worker: str) -> str:
     return worker.rpartition(":")[0] or worker
 
 
-def _mark_lines(events: Sequence[Event]) -> Options:
+def _mark_lines(events: Sequence[TimelineEvent]) -> Options:
     return {
         "symbol": "none",
         "silent": True,
@@ -235,7 +303,7 @@ def _mark_lines(events: Sequence[Event]) -> Options:
     }
 
 
-def _formatter(window: Window) -> str:
+def _formatter(window: StepWindow) -> str:
     """The tooltip of a curve: the values here, and what happened near here."""
     told = [
         [event.step, EVENT_COLOURS.get(event.kind, TEXT), html.escape(event.what), html.escape(event.why)]
@@ -252,3 +320,124 @@ def _formatter(window: Window) -> str:
         " out += `<div class='event-tip' style='border-color:${colour}'><b>${what}</b> at step ${step}<br>${why}</div>`;"
         " return out; }"
     )
+
+
+# --- federated jobs ---
+
+
+OUTCOME_COLOURS = {"aggregated": COLOURS[2], "cut": COLOURS[1], "lost": COLOURS[3]}
+
+
+def fed_accuracy(told: FederatedTimeline) -> Options:
+    """The test's accuracy over the virtual clock."""
+    given = {"accuracy": told.accuracy, "top-5": told.top_5}
+    shown = {name: series for name, series in given.items() if len(series)}
+    unit, scale = ("hours", 1) if told.clock_s >= 7200 else ("minutes", 60)
+    options = frame(len(shown) > 1, f"{unit} of the virtual clock", "%")
+    options["series"] = [
+        {**line(name, [(x * scale, y) for x, y in series.thinned(MOST_POINTS)], colour), "showSymbol": len(series) < 40}
+        for (name, series), colour in zip(shown.items(), COLOURS, strict=False)
+    ]
+    if told.target is not None and options["series"]:
+        options["series"][0]["markLine"] = {
+            "symbol": "none",
+            "silent": True,
+            "label": {"formatter": "target", "position": "insideStartBottom", "color": TEXT},
+            "data": [{"yAxis": told.target, "lineStyle": {"color": COLOURS[2], "type": "dashed"}}],
+        }
+    return options
+
+
+def fed_loss(told: FederatedTimeline) -> Options:
+    """The loss in training, of those who were aggregated, and in tests of the model."""
+    shown = {name: series for name, series in fed_losses(told).items() if len(series)}
+    options = frame(True, "round", "")
+    options["series"] = [
+        line(name, series.mean(MOST_MEANS), colour)
+        for (name, series), colour in zip(shown.items(), COLOURS, strict=False)
+    ]
+    return options
+
+
+def fed_losses(told: FederatedTimeline) -> dict[str, Series]:
+    return {"training": told.loss, "test": told.test_loss}
+
+
+def fed_rounds(told: FederatedTimeline) -> Options:
+    """How many clients were aggregated, cut and lost in each round, and how long it took."""
+    options = frame(True, "round", "")
+    options["yAxis"] = [{**options["yAxis"], "min": 0}, {**axis(""), "min": 0, "splitLine": {"show": False}}]
+    options["series"] = [
+        {
+            **line(name, told.outcomes[name].mean(MOST_MEANS), colour),
+            "stack": "clients",
+            "areaStyle": {"opacity": 0.4},
+        }
+        for name, colour in OUTCOME_COLOURS.items()
+        if name in told.outcomes
+    ]
+    options["series"].append({**line("duration in s", told.duration_s.mean(MOST_MEANS), COLOURS[4]), "yAxisIndex": 1})
+    return options
+
+
+def fed_picked(told: FederatedTimeline) -> Options:
+    """Who was picked in the newest rounds, a dot for each."""
+    options = frame(False, "round", "client")
+    options["xAxis"] |= {"min": "dataMin", "max": "dataMax"}
+    options["tooltip"] = {**tooltip("item"), ":formatter": "p => `round ${p.value[0]}, client ${p.value[1]}`"}
+    options["legend"]["show"], options["grid"]["top"] = True, 34
+    options["series"] = [
+        {
+            "type": "scatter",
+            "name": outcome,
+            "symbolSize": 5,
+            "itemStyle": {"color": colour, "opacity": 0.8},
+            "data": [[number, client] for number, clients in told.recent.items() for client in clients[outcome]],
+            "animation": False,
+        }
+        for outcome, colour in OUTCOME_COLOURS.items()
+    ]
+    return options
+
+
+def fed_fairness(told: FederatedTimeline) -> Options:
+    """How many clients were picked how often."""
+    counts: dict[int, int] = {}
+    for often in told.picks.values():
+        counts[often] = counts.get(often, 0) + 1
+    often_most = max(counts, default=0)
+    bins = max(1, -(-often_most // 40))
+    heights: dict[int, int] = {}
+    for often, clients in counts.items():
+        heights[(often - 1) // bins] = heights.get((often - 1) // bins, 0) + clients
+    places = range(max(heights, default=-1) + 1)
+    labels = [str(place + 1) if bins == 1 else f"{place * bins + 1}-{(place + 1) * bins}" for place in places]
+    options = frame(False, "times picked", "clients")
+    options["xAxis"] |= {"type": "category", "data": labels}
+    options["series"] = [
+        {
+            "type": "bar",
+            "name": "clients",
+            "data": [heights.get(place, 0) for place in places],
+            "itemStyle": {"color": COLOURS[0], "borderRadius": [3, 3, 0, 0]},
+            "animation": False,
+        }
+    ]
+    return options
+
+
+def fed_description(told: FederatedTimeline) -> dict[str, str]:
+    """The charts in words, for who cannot see them."""
+    target = "" if told.target is None else f", target {told.target:g} %"
+    newest = told.recent[max(told.recent)] if told.recent else {}
+    counts = ", ".join(f"{len(clients)} {outcome}" for outcome, clients in newest.items())
+    best = "none yet" if told.best is None else f"{told.best:.2f} % at best"
+    last = {name: series.last for name, series in fed_losses(told).items()}
+    said = ", ".join(f"{name} {value:.4g}" for name, value in last.items() if value is not None)
+    return {
+        "accuracy": f"accuracy over the virtual clock: {best} after {span_text(told.clock_s)}{target}",
+        "loss": f"loss by round: {said or 'none yet'}",
+        "rounds": f"{told.rounds} rounds; the newest: {counts}",
+        "picked": f"who was picked in the newest rounds; round {told.rounds}: {', '.join(map(str, newest.get('invited', ())))}",
+        "fairness": f"{len(told.picks)} clients were picked, the most frequent {max(told.picks.values(), default=0)} times",
+    }

@@ -1,21 +1,240 @@
-"""The page: the list of jobs with the cluster, the head that all pages have, and the way to each job."""
+"""The pages of `pliant dash`: the list of jobs with the cluster, and one page for each job, redrawn as its timeline grows."""
 
 from __future__ import annotations
 
 import html
 import time
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
-from nicegui import ui
+from nicegui import run, ui
 
-from pliant.ui import charts_cluster, pieces
-from pliant.ui.acting import Acting
-from pliant.ui.allocation import stays
-from pliant.ui.job_page import DRAW_S, JobPage
-from pliant.ui.jobs import Job
-from pliant.ui.look import CSS
-from pliant.ui.pieces import ChartCard, HtmlCard
-from pliant.ui.seen import Cluster, Seen
-from pliant.ui.watch import Watch
+from pliant.errors import PliantError
+from pliant.launch.duration import span_text
+from pliant.ui import charts, widgets
+from pliant.ui.charts import StepWindow
+from pliant.ui.cluster_chart import allocation_chart, allocation_description, device_uses
+from pliant.ui.controls import JobActions, StepRange
+from pliant.ui.jobs import DashboardState, ShownCluster, ShownJob, Watcher
+from pliant.ui.timeline import FederatedTimeline, JobTimeline, Series, ViewWorkers
+from pliant.ui.topology_chart import topology_chart, topology_description, topology_graph
+from pliant.ui.widgets import CSS, ChartCard, HtmlCard
+
+# --- one job ---
+
+
+DRAW_S = 1.0
+LOG_LINES = 400
+MOST_OTHERS = 4
+"""Charts for what a program reports beside its loss; what is more comes together in the last one."""
+
+
+class JobPage:
+    """Made anew for each visitor."""
+
+    def __init__(self, job: ShownJob, watcher: Watcher, actions: JobActions) -> None:
+        self._job, self._watcher, self._actions = job, watcher, actions
+        self._drawn: tuple[object, ...] = ()
+        self._view_drawn: tuple[object, ...] = ()
+        self._log_name, self._log_drawn = "", ("", -1)
+
+    def open(self) -> None:
+        with ui.element("section").classes("card"):
+            self._facts = ui.html("", sanitize=False).mark("facts")
+            self._buttons = ui.row().style("padding: 6px 0; gap: 8px; align-items: center")
+            with self._buttons:
+                self._resize, self._stop = self._actions.buttons(self._job)
+            self._steps = StepRange(self.draw)
+        with ui.element("div").classes("grid"):
+            self._accuracy = ChartCard("Time to accuracy", wide=True)
+            self._values = ChartCard("Loss", wide=True)
+            self._others = [ChartCard("Reported by the program") for _ in range(MOST_OTHERS)]
+            self._speed = ChartCard("Throughput")
+            self._noise = ChartCard("Noise scale and batch size")
+            self._map = ChartCard("Workers over time")
+            self._graph = ChartCard("Topology")
+            self._rounds = ChartCard("Rounds")
+            self._picked = ChartCard("Who was picked")
+            self._fair = ChartCard("How often clients were picked")
+            self._events = HtmlCard("Events")
+            self._now = HtmlCard("Workers and replicas now")
+            with ui.element("section").classes("card wide").mark("logs") as self._log_card:
+                ui.html("<h2>Log</h2>", sanitize=False)
+                self._log_choice = (
+                    ui.select([], label="Of", on_change=self._choose_log)
+                    .props("dense options-dense")
+                    .style("max-width: 100%; min-width: 160px; align-self: flex-start")
+                )
+                self._log = ui.html("", sanitize=False).style("width: 100%")
+        self._log_card.set_visibility(False)
+        self.draw()
+        ui.timer(DRAW_S, self.draw)
+        ui.timer(DRAW_S, self._draw_log)
+
+    def draw(self) -> None:
+        """Whatever has changed."""
+        job, now_s = self._job, time.time()
+        state = job.state(now_s)
+        version = (*job.version, state, self._steps.chosen)
+        if self._drawn == version:
+            return
+        self._drawn = version
+        can_act = job.control is not None and state in ("running", "starting", "put-off", "waiting")
+        self._resize.set_visibility(can_act and job.control is not None and job.control.can_resize)
+        self._stop.set_visibility(can_act)
+        self._buttons.set_visibility(can_act)
+        with self._watcher.lock:
+            self._facts.set_content(headline(job, state))
+            if job.timeline.federated is None:
+                self._draw_training(job.timeline)
+            else:
+                self._draw_federated(job.timeline.federated)
+            self._draw_view(job)
+            self._events.show(widgets.event_list(job.events, job.timeline.unit))
+
+    def _draw_training(self, timeline: JobTimeline) -> None:
+        self._steps.follow(timeline.step)
+        window = StepWindow.of(timeline, self._job.events, self._steps.chosen)
+        key, figures = widgets.event_key(window.events), timeline.figures
+        first, *others = grouped(timeline.values) or [{}]
+        self._curves(self._values, first, window, title="Loss" if is_loss(*first) else " and ".join(first), key=key)
+        for number, card in enumerate(self._others):
+            given = others[number] if number < len(others) else {}
+            self._curves(card, given, window, title=", ".join(given) if len(given) < 3 else "Also reported")
+        speed = {"samples/s": figures["samples_per_s"]} if "samples_per_s" in figures else {}
+        self._curves(self._speed, speed, window, unit="samples/s", least=0, key="" if first else key)
+        noise = {name: figures[figure] for name, figure in charts.NOISE.items() if figure in figures}
+        sizes = noise[charts.BATCH].thinned(50) if charts.BATCH in noise else []
+        shown = any(name != charts.BATCH for name in noise) or len({size for _, size in sizes}) > 1
+        self._noise.show(charts.noise(noise, window) if shown else None, charts.description(noise, window))
+        if not timeline.views:
+            self._map.show(None)
+            return
+        views, rows = charts.worker_map(timeline, window)
+        told = f"{widgets.plural(len(timeline.views[-1].workers), 'worker')} now; {len(timeline.views)} views so far"
+        self._map.show(views, told, height_px=min(340, max(150, 70 + 22 * rows)))
+
+    def _curves(
+        self,
+        card: ChartCard,
+        given: Mapping[str, Series],
+        window: StepWindow,
+        *,
+        title: str = "",
+        unit: str = "",
+        least: float | None = None,
+        key: str = "",
+    ) -> None:
+        drawn = charts.curves(given, window, unit=unit, least=least) if given else None
+        card.show(drawn, charts.description(given, window), title=title, key=key)
+
+    def _draw_view(self, job: ShownJob) -> None:
+        """Who trains now, and who sends to whom; only where that has changed: a thousand workers are much to draw."""
+        timeline = job.timeline
+        view = timeline.views[-1] if timeline.views else ViewWorkers(0, job.members, 0) if job.members else None
+        now = (view, timeline.links)
+        if self._view_drawn == now:
+            return
+        self._view_drawn = now
+        self._now.show(widgets.worker_squares(view) if view is not None else "")
+        if view is None or not timeline.views or len(view.workers) < 2:
+            self._graph.show(None)
+            return
+        found = topology_graph(view, timeline.links)
+        rates = "" if timeline.links is None else f"rates measured at step {timeline.links.step}"
+        roots = "sums end at the orange ones" if any(node.is_root for node in found.nodes) else ""
+        note = "; ".join(filter(None, [view.strategy or "AUTO", found.note, roots, rates]))
+        self._graph.show(topology_chart(found), topology_description(found), note=note, height_px=300)
+
+    def _draw_federated(self, told: FederatedTimeline) -> None:
+        description = charts.fed_description(told)
+        has_loss = any(len(series) for series in charts.fed_losses(told).values())
+        self._accuracy.show(charts.fed_accuracy(told) if len(told.accuracy) else None, description["accuracy"])
+        self._values.show(charts.fed_loss(told) if has_loss else None, description["loss"])
+        self._rounds.show(charts.fed_rounds(told) if told.rounds else None, description["rounds"])
+        self._picked.show(charts.fed_picked(told) if told.recent else None, description["picked"])
+        self._fair.show(charts.fed_fairness(told) if told.picks else None, description["fairness"])
+
+    # --- logs ---
+
+    def _choose_log(self) -> None:
+        self._log_name, self._log_drawn = str(self._log_choice.value or ""), ("", -1)
+
+    async def _draw_log(self) -> None:
+        names = list(self._job.logs)
+        if names != self._log_choice.options:
+            self._log_name = self._log_name or (names[0] if names else "")
+            self._log_choice.set_options(names, value=self._log_name or None)
+            self._log_choice.set_visibility(len(names) > 1)
+            self._log_card.set_visibility(bool(names))
+        log = self._job.logs.get(self._log_name)
+        if log is None:
+            return
+        try:
+            await run.io_bound(log.poll)
+        except PliantError as error:
+            self._log.set_content(widgets.log_text([str(error)]))
+            return
+        if self._log_drawn != (self._log_name, log.num_lines):
+            self._log_drawn = (self._log_name, log.num_lines)
+            newest = islice(reversed(log.text), LOG_LINES)
+            self._log.set_content(widgets.log_text(list(newest)[::-1]))
+
+
+def is_loss(*names: str) -> bool:
+    return bool(names) and all("loss" in name.lower() for name in names)
+
+
+def grouped(values: Mapping[str, Series]) -> list[dict[str, Series]]:
+    """Which values share a chart: all losses in the first one, else the first value; each other has its own scale."""
+    losses = {name: series for name, series in values.items() if is_loss(name)} or dict(islice(values.items(), 1))
+    rest = [(name, series) for name, series in values.items() if name not in losses]
+    apart = [{name: series} for name, series in rest[: MOST_OTHERS - 1]]
+    together = dict(rest[MOST_OTHERS - 1 :])
+    return [group for group in (losses, *apart, together) if group]
+
+
+def headline(job: ShownJob, state: str) -> str:
+    """Name, state and figures, as HTML."""
+    given = _federated_facts(job.timeline.federated) if job.timeline.federated is not None else _training_facts(job)
+    why = f'<div class="note">{html.escape(told)}</div>' if (told := job.why) else ""
+    where = html.escape(job.command or job.where)
+    return (
+        f'<h2 style="display:flex; gap:10px; align-items:center; min-width:0"><span class="crumb" style="color:inherit">'
+        f'{html.escape(job.name)}</span>{widgets.chip(state)}</h2><div class="note crumb">{where}</div>{why}'
+        f"{widgets.facts(given)}"
+    )
+
+
+def _federated_facts(told: FederatedTimeline) -> Sequence[tuple[str, str]]:
+    given = [("round", str(told.rounds)), ("virtual clock", span_text(told.clock_s))]
+    if told.best is not None:
+        given.append(("best accuracy", f"{told.best:.2f} %"))
+    if told.target is not None:
+        hours = told.time_to(told.target)
+        given.append((f"time to {told.target:g} %", "not yet" if hours is None else span_text(3600 * hours)))
+    if told.epsilon.last is not None:
+        given.append(("epsilon", f"{told.epsilon.last:.3g}"))
+    return given
+
+
+def _training_facts(job: ShownJob) -> Sequence[tuple[str, str]]:
+    timeline = job.timeline
+    given: list[tuple[str, str]] = []
+    if job.step is not None:
+        given += [("step", f"{job.step:,}"), ("replicas", str(timeline.replicas))]
+    given.append(("workers", f"{job.num_workers}" + (f" ({job.devices})" if job.devices else "")))
+    for name, series in list(timeline.values.items())[:3]:
+        if series.last is not None:
+            given.append((name, f"{series.last:.4g}"))
+    for label, figure in (("samples/s", "samples_per_s"), (charts.BATCH, "batch_size"), ("noise scale", "noise_scale")):
+        if figure in timeline.figures and (last := timeline.figures[figure].last) is not None:
+            given.append((label, widgets.number(last)))
+    return given
+
+
+# --- all jobs ---
+
 
 ORDER = ("running", "starting", "put-off", "waiting", "silent", "failed")
 """In the list, what needs eyes comes first."""
@@ -23,33 +242,33 @@ MOST_ROWS = 100
 """Each is sent again when any of them changes: the others are a click away."""
 
 
-def lay_out(watch: Watch, acting: Acting) -> None:
+def register_pages(watcher: Watcher, actions: JobActions) -> None:
     """Register the pages with NiceGUI, of which there is one in a process."""
 
     @ui.page("/", title="pliant")
     def index() -> None:
-        _dress("jobs")
-        Index(watch, None if "all" in ui.context.client.request.query_params else MOST_ROWS).open()
+        _add_frame("jobs")
+        Index(watcher, None if "all" in ui.context.client.request.query_params else MOST_ROWS).open()
 
     @ui.page("/job/{key}", title="pliant")
     def one(key: str) -> None:
-        job = watch.seen.jobs.get(key)
+        job = watcher.known.jobs.get(key)
         if job is None:
-            _dress("no such job")
+            _add_frame("no such job")
             ui.html('<p>No such job is known here yet. <a href="/" class="cool">All jobs</a></p>', sanitize=False)
             # After a restart of the page, jobs are found one by one.
-            ui.timer(DRAW_S, lambda: ui.navigate.reload() if key in watch.seen.jobs else None)
+            ui.timer(DRAW_S, lambda: ui.navigate.reload() if key in watcher.known.jobs else None)
             return
         ui.page_title(f"{job.name} · pliant")
-        _dress(job.name)
-        JobPage(job, watch, acting).open()
+        _add_frame(job.name)
+        JobPage(job, watcher, actions).open()
 
 
 class Index:
     """All jobs, and the cluster."""
 
-    def __init__(self, watch: Watch, most: int | None) -> None:
-        self._watch, self._most = watch, most
+    def __init__(self, watcher: Watcher, most: int | None) -> None:
+        self._watcher, self._most = watcher, most
         self._drawn: tuple[float, ...] = ()
 
     def open(self) -> None:
@@ -61,37 +280,37 @@ class Index:
         ui.timer(DRAW_S, self.draw)
 
     def draw(self) -> None:
-        seen, now_s = self._watch.seen, time.time()
-        with self._watch.lock:
-            content = job_list(seen, now_s, self._most)
+        known, now_s = self._watcher.known, time.time()
+        with self._watcher.lock:
+            content = job_list(known, now_s, self._most)
         if self._jobs.content != content:
             self._jobs.set_content(content)
-        version = (round(now_s, -1), len(seen.clusters), *(len(job.happenings) for job in list(seen.jobs.values())))
+        version = (round(now_s, -1), len(known.clusters), *(len(job.cluster_events) for job in list(known.jobs.values())))
         if version != self._drawn:
             self._drawn = version
             # Of the first cluster; there is hardly ever a second.
-            self._draw_cluster(next((each for each in list(seen.clusters.values()) if each.status), None), now_s)
+            self._draw_cluster(next((each for each in list(known.clusters.values()) if each.status), None), now_s)
 
-    def _draw_cluster(self, cluster: Cluster | None, now_s: float) -> None:
+    def _draw_cluster(self, cluster: ShownCluster | None, now_s: float) -> None:
         if cluster is None or cluster.status is None:
             self._cluster.show(None)
             self._decided.show("")
             return
-        jobs = [self._watch.seen.jobs[key] for key in cluster.jobs if key in self._watch.seen.jobs]
-        happenings = [happening for job in jobs for happening in job.happenings]
-        found, status = stays(happenings), cluster.status
+        jobs = [self._watcher.known.jobs[key] for key in cluster.jobs if key in self._watcher.known.jobs]
+        cluster_events = [event for job in jobs for event in job.cluster_events]
+        found, status = device_uses(cluster_events), cluster.status
         free = ", ".join(f"{status.free.get(kind, 0)} of {count} {kind} free" for kind, count in status.devices.items())
         reserved = ", ".join(f"{count} {kind}" for kind, count in status.reserved.items() if count)
         devices = sum(status.devices.values())
         self._cluster.show(
-            charts_cluster.allocation(found, devices, now_s),
-            charts_cluster.spoken(found, devices),
+            allocation_chart(found, devices, now_s),
+            allocation_description(found, devices),
             note=free + (f"; reserved: {reserved}" if reserved else ""),
         )
-        self._decided.show(pieces.decision_list(happenings))
+        self._decided.show(widgets.decision_list(cluster_events))
 
 
-def _dress(where: str) -> None:
+def _add_frame(where: str) -> None:
     """What all pages have: the look, the head, the switch between dark and light."""
     ui.add_css(CSS)
     # The choice is kept by the browser; without one, the system's counts.
@@ -112,16 +331,16 @@ def _dress(where: str) -> None:
             ui.menu_item("As the system", lambda: switch(None, "auto"))
 
 
-def job_list(seen: Seen, now_s: float, most: int | None = None) -> str:
+def job_list(known: DashboardState, now_s: float, most: int | None = None) -> str:
     """All jobs, or the first so many, as HTML; before them, what cannot be looked at."""
 
-    def place(job: Job) -> tuple[int, float]:
+    def place(job: ShownJob) -> tuple[int, float]:
         state = job.state(now_s)
         return (ORDER.index(state) if state in ORDER else len(ORDER), -(job.started_s or 0.0))
 
-    jobs = sorted(seen.jobs.values(), key=place)
-    rows = "".join(pieces.job_row(job, now_s) for job in jobs[:most])
-    told = "".join(f'<p class="warn">{html.escape(text)}</p>' for text in list(seen.problems.values()))
+    jobs = sorted(known.jobs.values(), key=place)
+    rows = "".join(widgets.job_row(job, now_s) for job in jobs[:most])
+    told = "".join(f'<p class="warn">{html.escape(text)}</p>' for text in list(known.problems.values()))
     if not rows:
         return (
             f"{told}<p>No jobs yet. <code>pliant run -w --record run.jsonl train.py</code> starts one; "

@@ -1,21 +1,113 @@
-"""Serves the page until it is told to end. NiceGUI is imported here and below, and nowhere else."""
+"""Server of the page: runs until it is signalled, and lets in only who may look.
+
+On loopback, reading is free for requests that name loopback as their host; a page of another site whose name points to
+loopback is kept out by that name. On other addresses the token is asked for, and kept in a cookie that scripts cannot
+read. NiceGUI is imported only when the server starts.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import hashlib
+import hmac
 import ipaddress
 import os
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from urllib.parse import parse_qs
 
 import uvicorn
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pliant.elastic.serving import loaded, until_signalled
 from pliant.errors import ConfigError
-from pliant.ui.gate import LOOPBACK, Gate
-from pliant.ui.watch import Watch
+from pliant.ui.jobs import Watcher
+
+# --- access ---
+
+
+COOKIE = "pliant_dash"
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
+MAX_BODY_BYTES = 4096
+WRONG_S = 0.5
+"""After a wrong token: guessing shall be slow."""
+_FORM = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>pliant</title><style>:root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;display:grid;
+place-items:center;min-height:90vh;margin:0 16px}form{max-width:22rem}input,button{font:inherit;padding:.3rem .6rem;
+box-sizing:border-box}input{width:100%;margin:.3rem 0 .7rem}</style>
+<form method="post" action="/enter"><h1>pliant</h1><p role="alert">SAID</p><label for="token">Token of this page</label>
+<input id="token" name="token" type="password" autocomplete="current-password" autofocus required><button>Enter</button></form></html>"""
+_WHERE = "It is PLIANT_TOKEN, or what is in --token-file, or was printed where the page was started."
+
+
+class TokenGate:
+    """In front of the whole application, its sockets included."""
+
+    def __init__(self, app: ASGIApp, token: str, *, open_to: frozenset[str] | None) -> None:
+        self.app = app
+        self._token = token
+        self._open_to = open_to
+        """Host names under which all may read; None: nobody without the token."""
+        self._mark = hmac.new(token.encode(), b"pliant dash", hashlib.sha256).hexdigest()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        refusal = await self._refusal(scope, receive)
+        if refusal is None:
+            await self.app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "the token is needed"})
+        else:
+            await refusal(scope, receive, send)
+
+    async def _refusal(self, scope: Scope, receive: Receive) -> Response | None:
+        """What to answer instead of the page; None: let it pass."""
+        connection = HTTPConnection(scope)
+        if self._open_to is not None:
+            host = connection.headers.get("host", "")
+            if _name(host) in self._open_to:
+                return None
+            return PlainTextResponse(
+                f"this page is not at {host!r:.80}: open it by the address it was started with\n", 403
+            )
+        if hmac.compare_digest(connection.cookies.get(COOKIE, "").encode(), self._mark.encode()):
+            return None
+        if scope["type"] == "http" and scope["path"] == "/enter" and scope["method"] == "POST":
+            return await self._enter(Request(scope, receive))
+        return HTMLResponse(_FORM.replace("SAID", f"This page needs its token. {_WHERE}"), 401)
+
+    async def _enter(self, request: Request) -> Response:
+        body = b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > MAX_BODY_BYTES:
+                return PlainTextResponse("too long\n", 413)
+        given = parse_qs(body.decode(errors="replace")).get("token", [""])[0]
+        if not hmac.compare_digest(given.encode(), self._token.encode()):
+            await asyncio.sleep(WRONG_S)
+            return HTMLResponse(_FORM.replace("SAID", f"That is not the token. {_WHERE}"), 401)
+        answer = RedirectResponse("/", 303)
+        secure = request.url.scheme == "https"
+        answer.set_cookie(COOKIE, self._mark, httponly=True, samesite="strict", max_age=30 * 86400, secure=secure)
+        return answer
+
+
+def _name(host: str) -> str:
+    """A Host header without its port."""
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.partition(":")[0]
+
+
+# --- server ---
+
 
 MISSING = "the page needs NiceGUI: pip install 'pliant[dash]'; `pliant top` shows the same in a terminal"
 
@@ -49,8 +141,8 @@ class DashConfig:
             return self.host == "localhost"
 
 
-def serve(config: DashConfig, watch: Watch, say: Callable[[str], None]) -> None:
-    """Show what `watch` sees until SIGTERM or SIGINT. Call it from the main thread.
+def serve(config: DashConfig, watcher: Watcher, say: Callable[[str], None]) -> None:
+    """Show what `watcher` sees until SIGTERM or SIGINT. Call it from the main thread.
 
     Raises:
         ConfigError: the address cannot be used, or NiceGUI is not installed.
@@ -60,13 +152,13 @@ def serve(config: DashConfig, watch: Watch, say: Callable[[str], None]) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pliant-dash-"))
         os.environ.setdefault("NICEGUI_STORAGE_PATH", folder)
         listener = stack.enter_context(_listening(config.host, config.port))
-        server = uvicorn.Server(_settings(config, application(config, watch)))
-        stack.enter_context(watch.running())
+        server = uvicorn.Server(_settings(config, application(config, watcher)))
+        stack.enter_context(watcher.running())
         say(_url("https" if config.tls_cert else "http", config.host, listener.getsockname()[1]))
         until_signalled(server, listener)
 
 
-def _settings(config: DashConfig, app: Gate) -> uvicorn.Config:
+def _settings(config: DashConfig, app: TokenGate) -> uvicorn.Config:
     settings = uvicorn.Config(
         app,
         log_config=None,
@@ -81,19 +173,19 @@ def _settings(config: DashConfig, app: Gate) -> uvicorn.Config:
     return loaded(settings)
 
 
-def application(config: DashConfig, watch: Watch) -> Gate:
+def application(config: DashConfig, watcher: Watcher) -> TokenGate:
     """The page behind its door. There can be one in a process."""
     try:
         from fastapi import FastAPI
         from nicegui import ui
     except ImportError:
         raise ConfigError(MISSING) from None
-    from pliant.ui.acting import Acting
-    from pliant.ui.look import ICON
-    from pliant.ui.page import lay_out
+    from pliant.ui.controls import JobActions
+    from pliant.ui.page import register_pages
+    from pliant.ui.widgets import ICON
 
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    lay_out(watch, Acting(config.token))
+    register_pages(watcher, JobActions(config.token))
     ui.run_with(
         app,
         title="pliant",
@@ -105,7 +197,7 @@ def application(config: DashConfig, watch: Watch) -> Gate:
         reconnect_timeout=10,
     )
     open_to = LOOPBACK | {config.host} if config.is_loopback else None
-    return Gate(app, config.token, open_to=open_to)
+    return TokenGate(app, config.token, open_to=open_to)
 
 
 @contextlib.contextmanager

@@ -15,14 +15,10 @@ from rich.text import Text
 from pliant.errors import PliantError
 from pliant.launch.duration import span_text
 from pliant.sched.live.client import ClusterStatus
-from pliant.ui.allocation import in_use, stays
-from pliant.ui.charts_topology import rate_text
-from pliant.ui.federation import Federation
-from pliant.ui.follow import plain
-from pliant.ui.jobs import Job
-from pliant.ui.seen import Cluster, Seen
-from pliant.ui.series import Series
-from pliant.ui.story import Event, Links
+from pliant.ui.cluster_chart import device_uses, in_use
+from pliant.ui.jobs import DashboardState, ShownCluster, ShownJob, strip_controls
+from pliant.ui.timeline import FederatedTimeline, MeasuredLinks, Series, TimelineEvent
+from pliant.ui.topology_chart import rate_text
 
 BARS = "▁▂▃▄▅▆▇█"
 STATE_STYLES = {
@@ -40,26 +36,26 @@ FIGURES = {
     "global batch": "batch_size",
     "noise scale": "noise_scale",
 }
-"""What is shown of a story's figures."""
+"""What is shown of a timeline's figures."""
 NEWS = 6
 LOG_LINES = 5
 MOST_JOBS = 20
 
 
-def screen(seen: Seen, now_s: float, width: int, wanted: str = "", height: int = 0) -> RenderableType:
+def screen(known: DashboardState, now_s: float, width: int, wanted: str = "", height: int = 0) -> RenderableType:
     """All jobs, the cluster, and more about one: the wanted, or else the first that runs. 0: any height will do."""
-    jobs = listed(seen, now_s)
+    jobs = sorted_jobs(known, now_s)
     chosen = next(
         (job for job in jobs if wanted and wanted in (job.name, job.key)), None if wanted else next(iter(jobs), None)
     )
     most = MOST_JOBS if not height else max(3, min(MOST_JOBS, height // 3))
     parts: list[RenderableType] = [_table(jobs, now_s, most, chosen)]
-    for cluster in list(seen.clusters.values()):
+    for cluster in list(known.clusters.values()):
         if cluster.status is not None:
-            parts += _devices(cluster, cluster.status, seen, now_s, width)
-    parts += [Text(text, "yellow") for text in list(seen.problems.values())]
+            parts += _devices(cluster, cluster.status, known, now_s, width)
+    parts += [Text(text, "yellow") for text in list(known.problems.values())]
     if chosen is not None:
-        parts.append(_one(chosen, now_s, width, logged=LOG_LINES if not height or height >= 30 else 0))
+        parts.append(_job_panel(chosen, now_s, width, logged=LOG_LINES if not height or height >= 30 else 0))
     elif wanted:
         parts.append(Text(f"no job is called {wanted} yet", "yellow"))
     if not jobs:
@@ -67,14 +63,14 @@ def screen(seen: Seen, now_s: float, width: int, wanted: str = "", height: int =
     return Group(*parts)
 
 
-def listed(seen: Seen, now_s: float) -> list[Job]:
+def sorted_jobs(known: DashboardState, now_s: float) -> list[ShownJob]:
     """All jobs in the order of the table: those that run first, then the newest."""
-    return sorted(seen.jobs.values(), key=lambda job: (job.state(now_s) != "running", -(job.started_s or 0.0)))
+    return sorted(known.jobs.values(), key=lambda job: (job.state(now_s) != "running", -(job.started_s or 0.0)))
 
 
-def neighbour(seen: Seen, now_s: float, wanted: str, step: int) -> str:
+def neighbour(known: DashboardState, now_s: float, wanted: str, step: int) -> str:
     """Which job is so many lines below the wanted one, by its key; at an end of the table, the last one there."""
-    jobs = listed(seen, now_s)
+    jobs = sorted_jobs(known, now_s)
     place = next((number for number, job in enumerate(jobs) if wanted in (job.name, job.key)), 0)
     return jobs[min(max(place + step, 0), len(jobs) - 1)].key if jobs else ""
 
@@ -87,19 +83,19 @@ def bars(series: Series, width: int) -> str:
     return "".join(BARS[min(7, math.floor(8 * (y - low) / reach))] for y in points)
 
 
-def _table(jobs: Sequence[Job], now_s: float, most: int, chosen: Job | None) -> Table:
+def _table(jobs: Sequence[ShownJob], now_s: float, most: int, chosen: ShownJob | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
     for name in ("JOB", "STATE", "STEP", "WORKERS", "SPEED", "VALUE", "AGE"):
         right = name in ("STEP", "WORKERS", "SPEED", "VALUE", "AGE")
         table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
-    # What is chosen stays in sight.
+    # What is chosen device_uses in sight.
     first = max(0, jobs.index(chosen) - most + 1) if chosen is not None else 0
     for job in jobs[first : first + most]:
         state = job.state(now_s)
         begun_s = job.started_s
-        age = "-" if begun_s is None else span_text((now_s if job.control is not None else job.story.last_s) - begun_s)
+        age = "-" if begun_s is None else span_text((now_s if job.control is not None else job.timeline.last_s) - begun_s)
         table.add_row(
-            Text(plain(job.name), "reverse" if job is chosen and len(jobs) > 1 else ""),
+            Text(strip_controls(job.name), "reverse" if job is chosen and len(jobs) > 1 else ""),
             Text(state, STATE_STYLES.get(state, "dim")),
             *(Text(cell) for cell in _figures(job)),
             age,
@@ -109,14 +105,14 @@ def _table(jobs: Sequence[Job], now_s: float, most: int, chosen: Job | None) -> 
     return table
 
 
-def _figures(job: Job) -> tuple[str, str, str, str]:
-    story = job.story
-    if (told := story.federation) is not None:
+def _figures(job: ShownJob) -> tuple[str, str, str, str]:
+    timeline = job.timeline
+    if (told := timeline.federated) is not None:
         best = "-" if told.best is None else f"{told.best:.2f} %"
         return f"{told.rounds} rounds", "-", f"{told.clock_s / 3600:.2f} h", best
-    speed = story.figures["samples_per_s"].last if "samples_per_s" in story.figures else None
-    name, series = next(iter(story.values.items()), ("", Series()))
-    value = "-" if series.last is None else plain(f"{name} {series.last:.4g}")
+    speed = timeline.figures["samples_per_s"].last if "samples_per_s" in timeline.figures else None
+    name, series = next(iter(timeline.values.items()), ("", Series()))
+    value = "-" if series.last is None else strip_controls(f"{name} {series.last:.4g}")
     step = "-" if job.step is None else str(job.step)
     return step, job.devices or str(job.num_workers or "-"), _speed(speed), value
 
@@ -125,59 +121,59 @@ def _speed(samples_per_s: float | None) -> str:
     return "-" if samples_per_s is None else f"{samples_per_s:,.0f}/s"
 
 
-def _one(job: Job, now_s: float, width: int, logged: int) -> Panel:
-    story, room = job.story, max(10, width - 34)
+def _job_panel(job: ShownJob, now_s: float, width: int, logged: int) -> Panel:
+    timeline, room = job.timeline, max(10, width - 34)
     lines = Table.grid(padding=(0, 1))
     lines.add_column(width=14, no_wrap=True, overflow="ellipsis", style="dim")
     lines.add_column(width=room, no_wrap=True)
     lines.add_column(justify="right", no_wrap=True)
-    curves = dict(list(story.values.items())[:4])
-    curves |= {name: story.figures[figure] for name, figure in FIGURES.items() if figure in story.figures}
-    if story.federation is not None:
-        told = story.federation
+    curves = dict(list(timeline.values.items())[:4])
+    curves |= {name: timeline.figures[figure] for name, figure in FIGURES.items() if figure in timeline.figures}
+    if timeline.federated is not None:
+        told = timeline.federated
         curves |= {"accuracy in %": told.accuracy, "loss": told.loss, "round in s": told.duration_s}
     for (name, series), style in zip(curves.items(), ("blue", "green", "cyan", "magenta") * 3, strict=False):
         if series.last is not None:
-            lines.add_row(Text(plain(name)), Text(bars(series, room), style), f"{series.last:,.4g}")
+            lines.add_row(Text(strip_controls(name)), Text(bars(series, room), style), f"{series.last:,.4g}")
     parts: list[RenderableType] = [lines]
     if job.why:
-        parts.append(Text(plain(job.why), "dim"))
-    if story.crews:
-        parts.append(_crew(job, width))
-    if story.links is not None:
-        parts.append(_links(story.links))
-    if story.federation is not None and story.federation.recent:
-        parts.append(_picked(story.federation))
-    parts += [_event(event, story.unit) for event in job.events[-NEWS:]]
+        parts.append(Text(strip_controls(job.why), "dim"))
+    if timeline.views:
+        parts.append(_view_line(job, width))
+    if timeline.links is not None:
+        parts.append(_links(timeline.links))
+    if timeline.federated is not None and timeline.federated.recent:
+        parts.append(_picked(timeline.federated))
+    parts += [_event(event, timeline.unit) for event in job.events[-NEWS:]]
     parts += [Text(line, "dim", no_wrap=True, overflow="ellipsis") for line in _log(job, logged)]
     return Panel(
-        Group(*parts), title=Text(plain(f"{job.name}: {job.state(now_s)}")), title_align="left", border_style="dim"
+        Group(*parts), title=Text(strip_controls(f"{job.name}: {job.state(now_s)}")), title_align="left", border_style="dim"
     )
 
 
-def _crew(job: Job, width: int) -> Text:
+def _view_line(job: ShownJob, width: int) -> Text:
     """How many workers each host has."""
-    crew = job.story.crews[-1]
+    view = job.timeline.views[-1]
     hosts: dict[str, int] = {}
-    for name in crew.workers:
+    for name in view.workers:
         host = name.rpartition(":")[0] or "here"
         hosts[host] = hosts.get(host, 0) + 1
     told = "  ".join(f"{host} {'■' * count if count <= 8 else f'■×{count}'}" for host, count in hosts.items())
-    shown = plain(f"{crew.replicas} replicas on {told}  ({crew.strategy or 'AUTO'})")
+    shown = strip_controls(f"{view.replicas} replicas on {told}  ({view.strategy or 'AUTO'})")
     text = Text(shown, no_wrap=True, overflow="ellipsis")
     text.truncate(max(20, width - 4), overflow="ellipsis")
     return text
 
 
-def _event(event: Event, unit: str) -> Text:
+def _event(event: TimelineEvent, unit: str) -> Text:
     told = Text(f"{_clock(event.time_s)} {'' if event.step is None else f'{unit} {event.step}':<12} ", "dim")
-    told.append(plain(event.what), EVENT_STYLES.get(event.kind, ""))
-    told.append(plain(f"  {event.why}") if event.why else "", "dim")
+    told.append(strip_controls(event.what), EVENT_STYLES.get(event.kind, ""))
+    told.append(strip_controls(f"  {event.why}") if event.why else "", "dim")
     told.no_wrap, told.overflow = True, "ellipsis"
     return told
 
 
-def _links(links: Links) -> Text:
+def _links(links: MeasuredLinks) -> Text:
     """The slowest way and the fastest, between hosts."""
     rates = [
         (rate, f"{links.hosts[source]} → {links.hosts[target]}")
@@ -189,10 +185,10 @@ def _links(links: Links) -> Text:
         return Text("links: none measured", "dim")
     (slow, slowest), (fast, fastest) = min(rates), max(rates)
     told = f"links at step {links.step}: slowest {rate_text(slow)} ({slowest}), fastest {rate_text(fast)} ({fastest})"
-    return Text(plain(told), no_wrap=True, overflow="ellipsis")
+    return Text(strip_controls(told), no_wrap=True, overflow="ellipsis")
 
 
-def _picked(told: Federation) -> Text:
+def _picked(told: FederatedTimeline) -> Text:
     """Who was picked in the newest round, and how many clients so far."""
     number = max(told.recent)
     newest = told.recent[number]
@@ -202,19 +198,19 @@ def _picked(told: Federation) -> Text:
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 
-def _log(job: Job, most: int) -> list[str]:
+def _log(job: ShownJob, most: int) -> list[str]:
     """The newest lines of its first log. Reads them."""
     log = next(iter(job.logs.values()), None)
     if log is None or not most:
         return []
     try:
-        log.look()
+        log.poll()
     except PliantError as error:
         return [str(error)]
-    return [plain(line).expandtabs() for line in islice(reversed(log.text), most)][::-1]
+    return [strip_controls(line).expandtabs() for line in islice(reversed(log.text), most)][::-1]
 
 
-def _devices(cluster: Cluster, status: ClusterStatus, seen: Seen, now_s: float, width: int) -> list[RenderableType]:
+def _devices(cluster: ShownCluster, status: ClusterStatus, known: DashboardState, now_s: float, width: int) -> list[RenderableType]:
     """The cluster's devices by who has them now, and how many were in use until now."""
     told = Text(no_wrap=True, overflow="ellipsis")
     for kind, count in status.devices.items():
@@ -225,8 +221,8 @@ def _devices(cluster: Cluster, status: ClusterStatus, seen: Seen, now_s: float, 
         if status.reserved.get(kind):
             told.append(f"{status.reserved[kind]} reserved ", "yellow")
         told.append(f"{status.free.get(kind, 0)} of {count} free  ", "dim")
-    jobs = [seen.jobs[key] for key in cluster.jobs if key in seen.jobs]
-    busy = in_use(stays([happening for job in jobs for happening in job.happenings]), now_s, max(10, width - 40))
+    jobs = [known.jobs[key] for key in cluster.jobs if key in known.jobs]
+    busy = in_use(device_uses([event for job in jobs for event in job.cluster_events]), now_s, max(10, width - 40))
     if not busy:
         return [told]
     total = max(1, sum(status.devices.values()))

@@ -1,4 +1,4 @@
-"""Records for the page's tests, as jobs would have written them."""
+"""RecordSource for the page's tests, as jobs would have written them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def write(path: Path, facts: Iterator[dict[str, Any]]) -> Path:
 def training(steps: int = 1200, begun_s: float = 1_790_000_000.0) -> Iterator[dict[str, Any]]:
     """A job that grows, loses a worker, doubles its batch, and changes its topology."""
     draw = random.Random(1)
-    crews = {1: 2, 301: 4, 601: 6, 801: 5}
+    views = {1: 2, 301: 4, 601: 6, 801: 5}
     batch, workers = 16, 2
     for step in range(steps + 1):
         at: dict[str, Any] = {"step": step, "time_s": begun_s + step * 0.4}
         if step == 0:
             yield {"kind": "start", **at, "replicas": 8, "batch_size": batch, "workers": 2}
             continue
-        if step in crews:
-            old, workers = workers, crews[step]
+        if step in views:
+            old, workers = workers, views[step]
             names = [f"{HOSTS[rank // 2]}:{10000 + rank % 2}" for rank in range(workers)]
             if step > 1:
                 lost = step == 801
@@ -125,8 +125,8 @@ EVIL = "<img src=x onerror=window.evil=1>"
 def evil(steps: int = 40) -> Iterator[dict[str, Any]]:
     """Names and reasons that would run in a browser, were they not escaped; a decision in the middle."""
     yield {"kind": "start", "step": 0, "time_s": 1.0, "replicas": 2, "batch_size": 8, "workers": 2}
-    crew = {"workers": [f"{EVIL}:1", "b:2"], "replicas": 2, "strategy": EVIL}
-    yield {"kind": "workers", "step": 1, "time_s": 1.0, **crew}
+    view = {"workers": [f"{EVIL}:1", "b:2"], "replicas": 2, "strategy": EVIL}
+    yield {"kind": "workers", "step": 1, "time_s": 1.0, **view}
     for step in range(1, steps + 1):
         values = {"loss": 1 / step, EVIL: 0.5, ":formatter": 0.1}
         yield {"kind": "step", "step": step, "time_s": 1.0, "workers": 2, "samples_per_s": 9.0, "values": values}

@@ -140,7 +140,7 @@ def test_much_is_drawn_soon_in_both_themes_and_on_a_phone(home: Home, browser: B
     page.get_by_role("button", name="All steps").click()
     until(lambda: page.evaluate(FIRST_X) < 10, "all steps again")
 
-    # As the system says, then as the user does; the choice stays.
+    # As the system says, then as the user does; the choice device_uses.
     dark = background(page)
     page.get_by_label("Theme").click()
     page.get_by_role("menuitem", name="Light").or_(page.locator(".q-item", has_text="Light")).first.click()

@@ -35,12 +35,9 @@ from pliant.sched.live.client import LiveClient, Server
 from pliant.sched.live.jobfile import JobSpec
 from pliant.sched.live.scheduler import Scheduler
 from pliant.sched.live.web import LiveWeb
-from pliant.ui.clusters import AtCluster
-from pliant.ui.jobs import ByCluster, ByConfigServer
-from pliant.ui.records import Records
-from pliant.ui.sources import Here, sources
+from pliant.ui.jobs import ConfigServerControl, SchedulerControl, Watcher
+from pliant.ui.sources import ForegroundSource, RecordSource, ServerSource, sources
 from pliant.ui.terminal import neighbour, screen
-from pliant.ui.watch import Watch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sched"))
 
@@ -55,11 +52,11 @@ def test_a_folder_of_records(tmp_path: Path) -> None:
     (tmp_path / "a" / "log").write_text("hello\n")
     (tmp_path / "b" / "worker").mkdir()
     (tmp_path / "b" / "worker" / "log_1").write_text("hello\n")
-    watch = Watch([Records(tmp_path)])
-    watch.look()
-    named = {job.name: job for job in watch.seen.jobs.values()}
+    watcher = Watcher([RecordSource(tmp_path)])
+    watcher.poll()
+    named = {job.name: job for job in watcher.known.jobs.values()}
     assert sorted(named) == ["a", "b/aggregator"]
-    assert (named["a"].story.step, named["b/aggregator"].story.step) == (20, 10)
+    assert (named["a"].timeline.step, named["b/aggregator"].timeline.step) == (20, 10)
     assert [list(job.logs) for job in named.values()] == [["log"], ["log_1"]]
     assert named["a"].state(time.time()) == "silent"
     assert named["b/aggregator"].state(time.time()) == "finished"
@@ -77,14 +74,14 @@ def test_a_running_job_is_found_with_its_record_and_resized(tmp_path: Path) -> N
         with registered(
             server.url, ["train.py"], host="127.0.0.1", token="t", record=str(record), environ=environ
         ) as listed:
-            watch = Watch([Here(environ)])
+            watcher = Watcher([ForegroundSource(environ)])
             with Recorder(record) as recorder:
                 recorder.write("step", 7, workers=2)
-            watch.look()
-            jobs = [job for job in watch.seen.jobs.values() if job.name == listed.id]
+            watcher.poll()
+            jobs = [job for job in watcher.known.jobs.values() if job.name == listed.id]
             (job,) = jobs
-            assert (job.state(0), job.num_workers, job.story.step) == ("running", 2, 7)
-            assert isinstance(job.control, ByConfigServer)
+            assert (job.state(0), job.num_workers, job.timeline.step) == ("running", 2, 7)
+            assert isinstance(job.control, ConfigServerControl)
             assert "1 worker " in job.control.resize(1)
             view = client.get()
             assert view is not None
@@ -92,15 +89,15 @@ def test_a_running_job_is_found_with_its_record_and_resized(tmp_path: Path) -> N
             with pytest.raises(ConfigError, match="use 1 or more"):
                 job.control.resize(0)
             with pytest.raises(ConfigError, match="token"):
-                ByConfigServer(server.url, "wrong").resize(2)
-        watch.look()
+                ConfigServerControl(server.url, "wrong").resize(2)
+        watcher.poll()
         assert (job.state(0), job.control) == ("ended", None)
 
 
-def _text(watch: Watch, wanted: str = "", height: int = 0) -> str:
+def _text(watcher: Watcher, wanted: str = "", height: int = 0) -> str:
     console = Console(width=140)
     with console.capture() as shown:
-        console.print(screen(watch.seen, time.time(), 140, wanted, height))
+        console.print(screen(watcher.known, time.time(), 140, wanted, height))
     return shown.get()
 
 
@@ -108,27 +105,27 @@ def test_a_terminal_shows_what_the_page_does(tmp_path: Path) -> None:
     records.write(tmp_path / "grows" / "record.jsonl", records.training())
     records.write(tmp_path / "speech" / "record.jsonl", records.federated(30))
     (tmp_path / "grows" / "log").write_text("\x1b[31mstep 1200\x1b[0m: loss 0.2\n")
-    watch = Watch([Records(tmp_path)])
-    watch.look()
-    text = _text(watch, "grows")
+    watcher = Watcher([RecordSource(tmp_path)])
+    watcher.poll()
+    text = _text(watcher, "grows")
     for told in ("loss", "samples/s", "global batch", "512", "noise scale", "8 replicas on 10.0.0.1 ■■", "(AUTO)"):
         assert told in text, told
     assert "slowest 92.8 Mbit/s (10.0.0.2 → 10.0.0.3), fastest 960 Mbit/s (10.0.0.1 → 10.0.0.3)" in text
     assert "a worker was lost: 6 → 5" in text
     assert "gns: noise scale" in text, "a decision with its reason"
     assert "step 1200: loss 0.2" in text, "the newest lines of its log, without what a terminal would obey"
-    text = _text(watch, "speech")
+    text = _text(watcher, "speech")
     for told in ("accuracy in %", "round in s", "clients picked so far; round 30: 10 aggregated, "):
         assert told in text, told
-    assert "no job is called ghost" in _text(watch, "ghost")
-    known = {job.name: job.key for job in watch.seen.jobs.values()}
-    below = neighbour(watch.seen, time.time(), "", 1)
-    assert {below, neighbour(watch.seen, time.time(), below, -1)} == set(known.values())
-    assert neighbour(watch.seen, time.time(), below, 1) == below, "there is an end"
+    assert "no job is called ghost" in _text(watcher, "ghost")
+    known = {job.name: job.key for job in watcher.known.jobs.values()}
+    below = neighbour(watcher.known, time.time(), "", 1)
+    assert {below, neighbour(watcher.known, time.time(), below, -1)} == set(known.values())
+    assert neighbour(watcher.known, time.time(), below, 1) == below, "there is an end"
     for number in range(30):
-        watch.seen.job(f"more {number}", f"more {number}")
-    assert "and 23 more" in _text(watch, "more 29", height=27)
-    assert "more 29" in _text(watch, "more 29", height=27), "what is chosen stays in sight"
+        watcher.known.job(f"more {number}", f"more {number}")
+    assert "and 23 more" in _text(watcher, "more 29", height=27)
+    assert "more 29" in _text(watcher, "more 29", height=27), "what is chosen device_uses in sight"
 
 
 def test_keys_are_taken_as_they_are_pressed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,35 +169,35 @@ def test_a_cluster_tells_who_had_what(tmp_path: Path) -> None:
         until(lambda: "one" in ground.runs, "its start")
         ground.runs["one"].step(1, 3)
         until(lambda: client.job("one").state == "running", "its first step")
-        watch = Watch([AtCluster(server, None)])
-        watch.look()
-        (job,) = watch.seen.jobs.values()
+        watcher = Watcher([ServerSource(server, None)])
+        watcher.poll()
+        (job,) = watcher.known.jobs.values()
         assert (job.name, job.state(0)) == ("one", "running")
         assert job.devices.startswith("cpu=")
-        assert {"submitted", "decision", "starting", "running"} <= {each.what for each in job.happenings}
-        assert any(each.devices.get("cpu") for each in job.happenings)
-        (found,) = watch.seen.clusters.values()
+        assert {"submitted", "decision", "starting", "running"} <= {each.what for each in job.cluster_events}
+        assert any(each.devices.get("cpu") for each in job.cluster_events)
+        (found,) = watcher.known.clusters.values()
         assert found.status is not None
         assert found.status.devices == {"cpu": 4}
-        text = _text(watch)
+        text = _text(watcher)
         assert "one" in text
         assert "of 4 free" in text
-        assert isinstance(job.control, ByCluster)
-        watch.seen.problems.clear()
-        AtCluster(server.model_copy(update={"token": "wrong"}), None).look(watch.seen)
-        assert "token" in next(iter(watch.seen.problems.values()))
-        assert (job.control, watch.seen.clusters) == (None, {}), "who cannot ask does not know, and cannot act"
-        watch.look()
-        assert isinstance(job.control, ByCluster)
+        assert isinstance(job.control, SchedulerControl)
+        watcher.known.problems.clear()
+        ServerSource(server.model_copy(update={"token": "wrong"}), None).poll(watcher.known)
+        assert "token" in next(iter(watcher.known.problems.values()))
+        assert (job.control, watcher.known.clusters) == (None, {}), "who cannot ask does not know, and cannot act"
+        watcher.poll()
+        assert isinstance(job.control, SchedulerControl)
         job.control.stop()
         until(lambda: client.job("one").is_over, "its end")
-        watch.look()
+        watcher.poll()
         assert job.control is None
         assert sources([server.url], {"PLIANT_TOKEN": "t"}), "an address is asked what it is"
         with pytest.raises(ConfigError, match="the token we gave is not its own: set PLIANT_TOKEN"):
             sources([server.url], {"PLIANT_TOKEN": "wrong"})
-    watch.look()
-    assert "no server answers" in next(iter(watch.seen.problems.values()))
+    watcher.poll()
+    assert "no server answers" in next(iter(watcher.known.problems.values()))
 
 
 @pytest.mark.processes
@@ -220,7 +217,7 @@ def test_top_follows_a_record_in_a_terminal(home: Home, tmp_path: Path) -> None:
                 shown += os.read(ours, 65536).decode(errors="replace")
             return what in shown
 
-        until(lambda: sees("0.5"), "the first picture")
+        until(lambda: sees("0.5"), "the first graph")
         assert "41" in shown
         recorder.write("step", 4242, workers=2, samples_per_s=123.0, values={"loss": 0.25})
         until(lambda: sees("4242"), "the next step")

@@ -1,4 +1,7 @@
-"""Buttons that act on a job: each asks first, and does it only for who knows the page's token."""
+"""Controls of the page: buttons that act on a job, and the slider that chooses the steps of its curves.
+
+A button asks for confirmation, and acts only if the page's token is given.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ import logging
 from collections.abc import Callable
 
 from nicegui import run, ui
+from nicegui.events import GenericEventArguments
 
 from pliant.errors import PliantError
-from pliant.ui.jobs import Control, Job
+from pliant.ui.jobs import JobControl, ShownJob
 
 log = logging.getLogger(__name__)
 
@@ -19,16 +23,16 @@ WRONG_S = 1.0
 MOST_WORKERS = 100_000
 
 
-class Acting:
+class JobActions:
     """Makes the buttons. The token is the one that `pliant dash` says at its start."""
 
     def __init__(self, token: str) -> None:
         self._token = token
 
-    def knows(self, given: str) -> bool:
+    def accepts_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self._token.encode())
 
-    def buttons(self, job: Job) -> tuple[ui.button, ui.button]:
+    def buttons(self, job: ShownJob) -> tuple[ui.button, ui.button]:
         """Resize and stop, in the place where they are made."""
         remembered = _Remembered()
         resize = ui.button("Resize", icon="open_in_full", on_click=lambda: self._ask_resize(job, remembered))
@@ -37,17 +41,17 @@ class Acting:
         stop.props("outline dense no-caps color=negative padding='4px 12px'").mark("stop")
         return resize, stop
 
-    def _ask_resize(self, job: Job, remembered: _Remembered) -> None:
+    def _ask_resize(self, job: ShownJob, remembered: _Remembered) -> None:
         now = job.num_workers
         with ui.dialog() as dialog, ui.card().style("width: 360px; max-width: 92vw"):
             ui.label(f"Resize {job.name}?").style("font-weight: 600; overflow-wrap: anywhere")
-            ui.label(f"It runs on {now} worker{'s' * (now != 1)} now. The result stays the same, to the bit.").classes(
+            ui.label(f"It runs on {now} worker{'s' * (now != 1)} now. The result device_uses the same, to the bit.").classes(
                 "note"
             )
             size = ui.number("Workers", value=now, min=1, max=MOST_WORKERS, precision=0, step=1).mark("size")
             size.style("width: 100%").props("autofocus")
 
-            def act(control: Control) -> str:
+            def act(control: JobControl) -> str:
                 if not isinstance(size.value, int | float) or size.value < 1:
                     return "give a number of workers from 1"
                 return control.resize(int(size.value))
@@ -55,7 +59,7 @@ class Acting:
             self._finish(dialog, job, "Resize", act, remembered)
         dialog.open()
 
-    def _ask_stop(self, job: Job, remembered: _Remembered) -> None:
+    def _ask_stop(self, job: ShownJob, remembered: _Remembered) -> None:
         with ui.dialog() as dialog, ui.card().style("width: 360px; max-width: 92vw"):
             ui.label(f"Stop {job.name}?").style("font-weight: 600; overflow-wrap: anywhere")
             ui.label("It ends after the step that it is in. This cannot be taken back.").classes("note")
@@ -63,7 +67,7 @@ class Acting:
         dialog.open()
 
     def _finish(
-        self, dialog: ui.dialog, job: Job, verb: str, act: Callable[[Control], str], remembered: _Remembered
+        self, dialog: ui.dialog, job: ShownJob, verb: str, act: Callable[[JobControl], str], remembered: _Remembered
     ) -> None:
         """The token, and the two ways out."""
         token = ui.input("Token of this page", value=remembered.token, password=True).style("width: 100%").mark("token")
@@ -71,7 +75,7 @@ class Acting:
 
         async def go() -> None:
             button.disable()
-            if not self.knows(str(token.value or "")):
+            if not self.accepts_token(str(token.value or "")):
                 log.warning("%s of %s refused: a wrong token", verb.lower(), job.name)
                 await asyncio.sleep(WRONG_S)
                 said.set_text("Wrong token: it is PLIANT_TOKEN, or was printed where the page was started.")
@@ -103,3 +107,53 @@ class _Remembered:
     """The token, once it was right, for as long as this page is open."""
 
     token = ""
+
+
+NOTCHES = 200
+LEAST_STEPS = 20
+"""A job with fewer has nothing to choose from."""
+
+
+class StepRange:
+    """What was chosen device_uses as it is while the job goes on; an end that was not chosen goes with the newest step."""
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self._changed = changed
+        self._last = 0
+        self.chosen: tuple[int, int | None] = (0, None)
+        with ui.element("div").classes("zoom") as self._row:
+            self._told = ui.label("").classes("note")
+            self._slider = ui.range(min=0, max=NOTCHES, value={"min": 0, "max": NOTCHES})
+            self._slider.props('dense drag-range aria-label="Steps that the curves show"')
+            self._slider.on("change", self._moved, [None])  # when a handle is let go: each redraw costs
+            self._all = ui.button("All steps", on_click=lambda: self.choose(0, None)).props("flat dense no-caps")
+        self._row.set_visibility(False)
+
+    def follow(self, last_step: int) -> None:
+        """The job has come so far."""
+        self._last = last_step
+        self._row.set_visibility(last_step >= LEAST_STEPS)
+        self._show()
+
+    def choose(self, begin: int, end: int | None) -> None:
+        self.chosen = (begin, end)
+        self._show()
+        self._changed()
+
+    def _moved(self, event: GenericEventArguments) -> None:
+        low, high = (int(event.args[name]) for name in ("min", "max"))
+        end = None if high >= NOTCHES else max(1, self._last * high // NOTCHES)
+        self.choose(self._last * min(low, NOTCHES - 1) // NOTCHES, end)
+
+    def _show(self) -> None:
+        begin, end = self.chosen
+        whole = self.chosen == (0, None)
+        self._told.set_text(f"all {self._last:,} steps" if whole else f"steps {begin:,} to {end or self._last:,}")
+        self._all.set_visibility(not whole)
+        # Handles move only with what was chosen: a slider that moves by itself is hard to hold.
+        places = {
+            "min": round(NOTCHES * begin / max(1, self._last)),
+            "max": NOTCHES if end is None else round(NOTCHES * end / max(1, self._last)),
+        }
+        if self._slider.value != places:
+            self._slider.value = places

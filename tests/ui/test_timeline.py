@@ -1,4 +1,4 @@
-"""A record's facts as a story: values in, values out."""
+"""A record's facts as a timeline: values in, values out."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ import numpy as np
 import pytest
 
 from pliant.record import Fact, Recorder
-from pliant.ui import charts, charts_cluster, charts_fed, charts_topology, pieces
-from pliant.ui.allocation import Happening, Stay, in_use, stays, used
-from pliant.ui.charts import Window
-from pliant.ui.follow import LogFile, RecordFile, plain
-from pliant.ui.job_page import grouped
-from pliant.ui.jobs import Job
-from pliant.ui.page import job_list
-from pliant.ui.seen import Seen
-from pliant.ui.series import Series, thin
-from pliant.ui.story import Crew, Story
-from pliant.ui.topology import Link, Node, lanes_of, picture
+from pliant.ui import charts, cluster_chart, widgets
+from pliant.ui.charts import StepWindow
+from pliant.ui.cluster_chart import (
+    DeviceUse,
+    allocation_chart,
+    allocation_description,
+    device_uses,
+    devices_by_job,
+    in_use,
+)
+from pliant.ui.jobs import ClusterEvent, DashboardState, LogTail, RecordFile, ShownJob, strip_controls
+from pliant.ui.page import grouped, job_list
+from pliant.ui.timeline import JobTimeline, Series, ViewWorkers, thin
+from pliant.ui.topology_chart import GraphLink, GraphNode, lanes_of, topology_chart, topology_graph
 
 A, B, C = "10.0.0.1:9000", "10.0.0.1:9001", "10.0.0.2:9000"
 
@@ -37,14 +40,14 @@ def step(number: int, workers: int = 2, loss: float = 1.0, **more: Any) -> Fact:
     return fact("step", number, **figures, **more)
 
 
-def crew(number: int, *names: str, strategy: str = "AUTO") -> Fact:
+def view(number: int, *names: str, strategy: str = "AUTO") -> Fact:
     return fact("workers", number, view=number, workers=list(names), replicas=4, strategy=strategy)
 
 
-def told(*facts: Fact) -> Story:
-    story = Story()
-    story.tell([fact("start", 0, replicas=4, batch_size=8, workers=2), *facts])
-    return story
+def told(*facts: Fact) -> JobTimeline:
+    timeline = JobTimeline()
+    timeline.add([fact("start", 0, replicas=4, batch_size=8, workers=2), *facts])
+    return timeline
 
 
 # --- thinning ---
@@ -80,7 +83,7 @@ def test_means_are_of_neighbours() -> None:
 
 
 def test_a_series_does_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pliant.ui.series.MOST_KEPT", 1000)
+    monkeypatch.setattr("pliant.ui.timeline.MOST_KEPT", 1000)
     series = Series()
     for x in range(10_000):
         series.add(x, 99.0 if x == 1234 else x % 7)
@@ -101,27 +104,27 @@ def test_a_step_that_is_done_again_replaces_itself_and_what_followed() -> None:
 
 
 def test_steps_become_series() -> None:
-    story = told(step(1, loss=2.0), step(2, loss=1.5, noise_scale=64.0))
-    assert list(story.values["loss"]) == [(1, 2.0), (2, 1.5)]
-    assert list(story.figures["samples_per_s"]) == [(1, 320.0), (2, 320.0)]
-    assert list(story.figures["batch_size"]) == [(1, 32.0), (2, 32.0)], "of all replicas"
-    assert list(story.figures["noise_scale"]) == [(2, 64.0)]
-    assert (story.step, story.num_workers, story.over) == (2, 2, False)
+    timeline = told(step(1, loss=2.0), step(2, loss=1.5, noise_scale=64.0))
+    assert list(timeline.values["loss"]) == [(1, 2.0), (2, 1.5)]
+    assert list(timeline.figures["samples_per_s"]) == [(1, 320.0), (2, 320.0)]
+    assert list(timeline.figures["batch_size"]) == [(1, 32.0), (2, 32.0)], "of all replicas"
+    assert list(timeline.figures["noise_scale"]) == [(2, 64.0)]
+    assert (timeline.step, timeline.num_workers, timeline.over) == (2, 2, False)
 
 
 def test_what_was_undone_is_not_shown() -> None:
     changed = fact("decision", 5, policy="p", decision={"kind": "set_batch_size", "size": 16, "reason": "r"})
-    story = told(*(step(n) for n in range(1, 6)), changed, fact("resumed", 3), step(4, loss=0.5))
-    assert [x for x, _ in story.values["loss"]] == [1, 2, 3, 4]
-    assert [event.kind for event in story.events] == ["start", "resumed"]
-    story.tell([fact("start", 0, replicas=4)])  # the next run in the same file
-    assert len(story.values["loss"]) == 0
-    assert [event.kind for event in story.events] == ["start"]
+    timeline = told(*(step(n) for n in range(1, 6)), changed, fact("resumed", 3), step(4, loss=0.5))
+    assert [x for x, _ in timeline.values["loss"]] == [1, 2, 3, 4]
+    assert [event.kind for event in timeline.events] == ["start", "resumed"]
+    timeline.add([fact("start", 0, replicas=4)])  # the next run in the same file
+    assert len(timeline.values["loss"]) == 0
+    assert [event.kind for event in timeline.events] == ["start"]
 
 
 def test_events_say_what_and_why() -> None:
-    story = told(
-        crew(1, A, B),
+    timeline = told(
+        view(1, A, B),
         step(1),
         fact("view", 1, old=2, new=3, pause_s=0.0123, lost=False, repeated=0),
         fact("view", 2, old=3, new=2, pause_s=0.5, lost=True, repeated=2),
@@ -130,7 +133,7 @@ def test_events_say_what_and_why() -> None:
         fact("refused", 4, policy="gns", decision={"kind": "set_batch_size", "size": 9999}, why="too large"),
         fact("end", 9),
     )
-    assert [(event.kind, event.what, event.why) for event in story.events] == [
+    assert [(event.kind, event.what, event.why) for event in timeline.events] == [
         ("start", "starts on 2 workers", ""),
         ("resize", "2 → 3 workers", "pause of 12 ms"),
         ("lost", "a worker was lost: 3 → 2", "pause of 500 ms, 2 steps done again"),
@@ -139,9 +142,9 @@ def test_events_say_what_and_why() -> None:
         ("refused", "batch size 9999 per replica cannot be done", "gns: too large"),
         ("end", "finished after step 9", ""),
     ]
-    assert story.strategy == "0,0"
-    assert story.over
-    assert not story.is_running(now_s=1010.0)
+    assert timeline.strategy == "0,0"
+    assert timeline.over
+    assert not timeline.is_running(now_s=1010.0)
 
 
 @pytest.mark.parametrize(
@@ -158,13 +161,13 @@ def test_events_say_what_and_why() -> None:
     ids=lambda each: each.kind,
 )
 def test_damaged_and_unknown_facts_are_passed_over(broken: Fact) -> None:
-    story = told(broken, step(2))
-    assert story.values["loss"].last == 1.0
+    timeline = told(broken, step(2))
+    assert timeline.values["loss"].last == 1.0
 
 
 def test_the_map_of_workers_follows_the_views() -> None:
-    story = told(crew(1, A, B), step(1), step(4), crew(5, A, B, C), step(5), step(9))
-    options, rows = charts.crew_map(story, Window.of(story))
+    timeline = told(view(1, A, B), step(1), step(4), view(5, A, B, C), step(5), step(9))
+    options, rows = charts.worker_map(timeline, StepWindow.of(timeline))
     assert rows == 3
     found = [each["value"] for each in options["series"][0]["data"]]
     assert options["yAxis"]["data"] == [A, B, C]
@@ -173,44 +176,44 @@ def test_the_map_of_workers_follows_the_views() -> None:
 
 
 def test_the_map_of_workers_shows_the_chosen_steps_only() -> None:
-    story = told(crew(1, A, B), step(1), step(4), crew(5, A, B, C), step(5), step(9))
-    options, rows = charts.crew_map(story, Window.of(story, chosen=(6, 8)))
+    timeline = told(view(1, A, B), step(1), step(4), view(5, A, B, C), step(5), step(9))
+    options, rows = charts.worker_map(timeline, StepWindow.of(timeline, chosen=(6, 8)))
     assert sorted(each["value"][1:] for each in options["series"][0]["data"]) == [[6, 8, 1], [6, 8, 1], [6, 8, 2]]
     assert (options["xAxis"]["min"], options["xAxis"]["max"], rows) == (6, 8, 3)
 
 
 def test_each_worker_is_a_square_with_its_replicas() -> None:
-    shown = pieces.squares(Crew(1, (A, B, C), 4))
+    shown = widgets.worker_squares(ViewWorkers(1, (A, B, C), 4))
     assert re.findall(r'title="([^"]*)">([^<]*)<', shown) == [
         (f"{A}: rank 0, replicas 0-1", "0-1"),
         (f"{B}: rank 1, replicas 2", "2"),
         (f"{C}: rank 2, replicas 3", "3"),
     ]
     assert re.findall(r">([^<]*)</span><span class=.squares", shown) == ["10.0.0.1", "10.0.0.2"]
-    assert re.findall(r'title="([^"]*)">([^<]*)<', pieces.squares(Crew(1, (A,), 0))) == [(f"{A}: rank 0", "0")]
+    assert re.findall(r'title="([^"]*)">([^<]*)<', widgets.worker_squares(ViewWorkers(1, (A,), 0))) == [(f"{A}: rank 0", "0")]
 
 
 def test_records_without_names_have_ranks() -> None:
-    story = told(step(1), fact("view", 2, old=2, new=3, pause_s=0, lost=False), step(3, workers=3))
-    assert [each.workers for each in story.crews] == [("rank 0", "rank 1"), ("rank 0", "rank 1", "rank 2")]
+    timeline = told(step(1), fact("view", 2, old=2, new=3, pause_s=0, lost=False), step(3, workers=3))
+    assert [each.workers for each in timeline.views] == [("rank 0", "rank 1"), ("rank 0", "rank 1", "rank 2")]
 
 
 # --- what is drawn of a curve ---
 
 
 def test_a_part_of_many_steps_is_drawn_with_each_of_them() -> None:
-    story = told(*(step(number, loss=float(number % 7)) for number in range(1, 10_001)))
+    timeline = told(*(step(number, loss=float(number % 7)) for number in range(1, 10_001)))
     decided = fact("decision", 5050, policy="p", decision={"kind": "set_batch_size", "size": 16, "reason": "r"})
-    story.tell([decided, fact("view", 9000, old=2, new=3, pause_s=0, lost=False)])
-    window = Window.of(story, chosen=(5000, 5100))
-    (line,) = charts.curves(story.values, window)["series"]
+    timeline.add([decided, fact("view", 9000, old=2, new=3, pause_s=0, lost=False)])
+    window = StepWindow.of(timeline, chosen=(5000, 5100))
+    (line,) = charts.curves(timeline.values, window)["series"]
     assert [x for x, _ in line["data"]] == list(range(4999, 5102)), (
-        "one more on each side, so that it leaves the picture"
+        "one more on each side, so that it leaves the graph"
     )
     assert [each["xAxis"] for each in line["markLine"]["data"]] == [5050], "what happened elsewhere is not there"
-    assert "5000 to 5100: loss" in charts.spoken(story.values, window)
-    assert Window.of(story).end == 10_000
-    assert (Window.of(story, chosen=(50_000, None)).begin, Window.of(story, chosen=(0, 0)).end) == (9_999, 1)
+    assert "5000 to 5100: loss" in charts.description(timeline.values, window)
+    assert StepWindow.of(timeline).end == 10_000
+    assert (StepWindow.of(timeline, chosen=(50_000, None)).begin, StepWindow.of(timeline, chosen=(0, 0)).end) == (9_999, 1)
 
 
 def test_learning_rates_that_follow_the_batch_hide_nothing() -> None:
@@ -220,12 +223,12 @@ def test_learning_rates_that_follow_the_batch_hide_nothing() -> None:
     rates = [decided(number, "set_learning_rate", factor=number / 100) for number in range(100, 200)]
     lost = fact("view", 150, old=3, new=2, pause_s=0.1, lost=True)
     facts = [*rates[:50], decided(149, "set_batch_size", size=64), lost, *(rates[50:])]
-    story = told(*facts, step(1000))
-    window = Window.of(story)
+    timeline = told(*facts, step(1000))
+    window = StepWindow.of(timeline)
     drawn = charts.apart(window)
     assert len(drawn) < 10 < len(window.events)
     assert {(event.kind, event.step) for event in drawn} >= {("lost", 150), ("decision", 149)}
-    listed = re.findall("<span>(.*?)</span><small>(.*?)</small>", pieces.event_list(story.events, "step"))
+    listed = re.findall("<span>(.*?)</span><small>(.*?)</small>", widgets.event_list(timeline.events, "step"))
     assert [what for what, _ in listed[:2]] == ["learning rate × 1.99", "a worker was lost: 3 → 2"]
     assert listed[0][1].endswith("p: r (again and again since step 150)")
     assert len(listed) == 5
@@ -233,9 +236,9 @@ def test_learning_rates_that_follow_the_batch_hide_nothing() -> None:
 
 def test_a_noise_that_scatters_does_not_hide_the_batch() -> None:
     noises = [40.0, -3.0, 90_000.0, 60.0]
-    story = told(*(step(number, noise_scale=noise) for number, noise in enumerate(noises, 1)))
-    given = {name: story.figures[figure] for name, figure in charts.NOISE.items() if figure in story.figures}
-    options = charts.noise(given, Window.of(story))
+    timeline = told(*(step(number, noise_scale=noise) for number, noise in enumerate(noises, 1)))
+    given = {name: timeline.figures[figure] for name, figure in charts.NOISE.items() if figure in timeline.figures}
+    options = charts.noise(given, StepWindow.of(timeline))
     assert options["yAxis"]["type"] == "log"
     assert [y for _, y in options["series"][0]["data"]] == [40.0, 90_000.0, 60.0], "a logarithm has nothing below 0"
 
@@ -251,11 +254,11 @@ def test_values_of_other_kinds_do_not_share_a_scale() -> None:
 
 
 def test_what_a_cluster_decides_is_on_the_curves_where_it_was_decided() -> None:
-    job = Job("k", "one", "here", story=told(*(step(number) for number in range(1, 11))))
-    job.happenings = [
-        Happening("one", 900.0, "submitted", "", {}),
-        Happening("one", 1004.5, "decision", "shrinks", {"cpu": 1}),
-        Happening("one", 1011.0, "finished", "", {}),
+    job = ShownJob("k", "one", "here", timeline=told(*(step(number) for number in range(1, 11))))
+    job.cluster_events = [
+        ClusterEvent("one", 900.0, "submitted", "", {}),
+        ClusterEvent("one", 1004.5, "decision", "shrinks", {"cpu": 1}),
+        ClusterEvent("one", 1011.0, "finished", "", {}),
     ]
     events = [event for event in job.events if event.what in ("submitted", "decision", "finished")]
     assert [(event.what, event.step, event.kind) for event in events] == [
@@ -263,7 +266,7 @@ def test_what_a_cluster_decides_is_on_the_curves_where_it_was_decided() -> None:
         ("decision", 4, "decision"),
         ("finished", 10, "end"),
     ]
-    assert [(event.step, event.why) for event in Window.of(job.story, job.events).events] == [(4, "shrinks")]
+    assert [(event.step, event.why) for event in StepWindow.of(job.timeline, job.events).events] == [(4, "shrinks")]
 
 
 # --- topology ---
@@ -271,22 +274,22 @@ def test_what_a_cluster_decides_is_on_the_curves_where_it_was_decided() -> None:
 
 def test_a_topology_has_its_links_rates() -> None:
     rates = [[0, 12_500_000], [25_000_000, 0]]
-    story = told(
-        crew(1, A, B, C, strategy="0,0,0"), fact("links", 1, hosts=["10.0.0.1", "10.0.0.2"], bytes_per_s=rates)
+    timeline = told(
+        view(1, A, B, C, strategy="0,0,0"), fact("links", 1, hosts=["10.0.0.1", "10.0.0.2"], bytes_per_s=rates)
     )
-    found = picture(story.crews[-1], story.links)
-    assert found.nodes == (Node(A, 1, True), Node(B, 1, False), Node(C, 1, False))
-    assert found.links == (Link(1, 0, 1, None), Link(2, 0, 1, 25_000_000.0))
-    drawn = charts_topology.graph(found)["series"][0]["links"]
+    found = topology_graph(timeline.views[-1], timeline.links)
+    assert found.nodes == (GraphNode(A, 1, True), GraphNode(B, 1, False), GraphNode(C, 1, False))
+    assert found.links == (GraphLink(1, 0, 1, None), GraphLink(2, 0, 1, 25_000_000.0))
+    drawn = topology_chart(found)["series"][0]["links"]
     assert [each["label"]["formatter"] for each in drawn] == ["", "200 Mbit/s"]
 
 
 def test_a_thousand_workers_are_drawn_as_hosts() -> None:
     names = [f"10.0.{number // 8}.1:{9000 + number % 8}" for number in range(1000)]
-    story = told(crew(1, *names), step(1))
+    timeline = told(view(1, *names), step(1))
     begun_s = time.perf_counter()
-    found = picture(story.crews[-1], None)
-    rows = charts.crew_map(story, Window.of(story))[1]
+    found = topology_graph(timeline.views[-1], None)
+    rows = charts.worker_map(timeline, StepWindow.of(timeline))[1]
     assert time.perf_counter() - begun_s < 2
     assert len(found.nodes) == 64
     assert found.nodes[0].workers == 8
@@ -295,8 +298,8 @@ def test_a_thousand_workers_are_drawn_as_hosts() -> None:
 
 
 def test_a_topology_that_fits_no_crew_is_said() -> None:
-    story = told(crew(1, A, B, strategy="0,0,0"))
-    assert "3 fathers for 2 workers" in picture(story.crews[-1], None).note
+    timeline = told(view(1, A, B, strategy="0,0,0"))
+    assert "3 fathers for 2 workers" in topology_graph(timeline.views[-1], None).note
     assert len(lanes_of("RING", ["a", "b", "c"])) == 3
 
 
@@ -304,86 +307,86 @@ def test_a_topology_that_fits_no_crew_is_said() -> None:
 
 
 def test_time_to_accuracy_and_who_was_picked() -> None:
-    story = Story()
-    story.tell([fact("start", 0)])
+    timeline = JobTimeline()
+    timeline.add([fact("start", 0)])
     for number in (1, 2, 3):
         picks = [number, number + 1]
-        story.tell(
+        timeline.add(
             [
                 fact("round", number, round=number, clock_s=3600.0 * number, duration_s=60.0, loss=1 / number,
                      invited=picks, aggregated=picks[:1], cut=picks[1:], lost=[], picked=2),
                 fact("test", number, round=number, clock_s=3600.0 * number, accuracy=0.2 * number, loss=2.0),
             ]
         )  # fmt: skip
-    federation = story.federation
+    federation = timeline.federated
     assert federation is not None
     assert federation.accuracy.thinned(9) == [(1, 20), (2, 40), (3, pytest.approx(60))]
     assert (federation.time_to(40), federation.time_to(61)) == (2.0, None)
     assert federation.picks == {1: 1, 2: 2, 3: 2, 4: 1}
-    assert [each["data"][-1] for each in charts_fed.loss(federation)["series"]] == [[3, 0.333333], [3, 2.0]]
-    assert charts_fed.spoken(federation)["picked"].endswith("round 3: 3, 4")
-    assert charts_fed.fairness(federation)["series"][0]["data"] == [2, 2]
-    assert [each["data"] for each in charts_fed.picked(federation)["series"]] == [
+    assert [each["data"][-1] for each in charts.fed_loss(federation)["series"]] == [[3, 0.333333], [3, 2.0]]
+    assert charts.fed_description(federation)["picked"].endswith("round 3: 3, 4")
+    assert charts.fed_fairness(federation)["series"][0]["data"] == [2, 2]
+    assert [each["data"] for each in charts.fed_picked(federation)["series"]] == [
         [[1, 1], [2, 2], [3, 3]],
         [[1, 2], [2, 3], [3, 4]],
         [],
     ]
-    story.tell([fact("round", 2, round=2, clock_s=7200.0, invited=[9])])  # begun anew from a checkpoint
+    timeline.add([fact("round", 2, round=2, clock_s=7200.0, invited=[9])])  # begun anew from a checkpoint
     assert federation.picks == {1: 1, 2: 1, 9: 1}
-    assert story.step == 2
+    assert timeline.step == 2
 
 
 # --- the cluster ---
 
 
 def test_devices_over_time() -> None:
-    found = stays(
+    found = device_uses(
         [
-            Happening("a", 1, "submitted", "", {}),
-            Happening("a", 1, "decision", "", {"cpu": 2}),
-            Happening("a", 2, "starting", "", {"cpu": 2}),
-            Happening("a", 3, "running", "", {"cpu": 2}),
-            Happening("b", 4, "starting", "", {"cpu": 1}),
-            Happening("a", 5, "decision", "shrinks", {"cpu": 1}),
-            Happening("a", 8, "finished", "", {}),
+            ClusterEvent("a", 1, "submitted", "", {}),
+            ClusterEvent("a", 1, "decision", "", {"cpu": 2}),
+            ClusterEvent("a", 2, "starting", "", {"cpu": 2}),
+            ClusterEvent("a", 3, "running", "", {"cpu": 2}),
+            ClusterEvent("b", 4, "starting", "", {"cpu": 1}),
+            ClusterEvent("a", 5, "decision", "shrinks", {"cpu": 1}),
+            ClusterEvent("a", 8, "finished", "", {}),
         ]
     )
     assert found == [
-        Stay("a", 2, 5, 2, "cpu=2"),
-        Stay("b", 4, None, 1, "cpu=1"),
-        Stay("a", 5, 8, 1, "cpu=1"),
+        DeviceUse("a", 2, 5, 2, "cpu=2"),
+        DeviceUse("b", 4, None, 1, "cpu=1"),
+        DeviceUse("a", 5, 8, 1, "cpu=1"),
     ]
-    assert used(found, 10) == {
+    assert devices_by_job(found, 10) == {
         "a": [(2, 2), (4, 2), (5, 1), (8, 0), (10, 0)],
         "b": [(2, 0), (4, 1), (5, 1), (8, 1), (10, 1)],
     }
-    options = charts_cluster.allocation(found, 4, 10)
+    options = allocation_chart(found, 4, 10)
     assert options["yAxis"]["max"] == 4
     assert options["series"][0]["data"][0] == [2000, 2]
     assert in_use(found, 10, 4) == [(4, 3), (6, 2), (8, 1), (10, 1)]
-    assert charts_cluster.spoken(found, 4) == "4 devices; b has cpu=1"
+    assert allocation_description(found, 4) == "4 devices; b has cpu=1"
 
 
 def test_a_cluster_with_many_jobs_is_drawn_with_those_that_had_most() -> None:
-    found = [Stay(f"job {number}", number, number + 5.0, 1 + number % 7, "") for number in range(1000)]
+    found = [DeviceUse(f"job {number}", number, number + 5.0, 1 + number % 7, "") for number in range(1000)]
     begun_s = time.perf_counter()
-    options = charts_cluster.allocation(found, 40, 2000)
+    options = allocation_chart(found, 40, 2000)
     assert time.perf_counter() - begun_s < 2
-    assert len(options["series"]) == charts_cluster.MOST_JOBS + 1
-    assert charts_cluster.OTHERS in [each["name"] for each in options["series"]]
-    assert all(len(each["data"]) <= charts_cluster.MOST_MOMENTS + 1 for each in options["series"])
+    assert len(options["series"]) == cluster_chart.MOST_JOBS + 1
+    assert cluster_chart.OTHERS in [each["name"] for each in options["series"]]
+    assert all(len(each["data"]) <= cluster_chart.MOST_MOMENTS + 1 for each in options["series"])
 
 
 def test_a_long_list_is_cut_and_the_rest_is_a_click_away() -> None:
-    seen = Seen()
+    known = DashboardState()
     for number in range(5):
-        seen.job(f"/runs/{number}", f"job {number}").begun_s = float(number)
-    seen.job("/runs/5", "busy").told_state = "running"
-    shown = job_list(seen, 10.0, most=3)
+        known.job(f"/runs/{number}", f"job {number}").begun_s = float(number)
+    known.job("/runs/5", "busy").reported_state = "running"
+    shown = job_list(known, 10.0, most=3)
     assert re.findall("<b>(.*?)</b>", shown) == ["busy", "job 4", "job 3"]
     assert 'href="/?all">All 6 jobs' in shown
-    assert "/?all" not in job_list(seen, 10.0)
-    assert "No jobs yet" in job_list(Seen(), 10.0)
+    assert "/?all" not in job_list(known, 10.0)
+    assert "No jobs yet" in job_list(DashboardState(), 10.0)
 
 
 # --- files ---
@@ -414,23 +417,23 @@ def test_a_record_is_read_as_it_grows(tmp_path: Path) -> None:
 def test_a_log_keeps_its_newest_lines(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"".join(b"line %d\n" % number for number in range(3000)) + b"\xff torn")
-    log = LogFile(path)
-    log.look()
+    log = LogTail(path)
+    log.poll()
     assert log.text[-1] == "line 2999"
     assert len(log.text) == 2000
     with path.open("ab") as out:
         out.write(b" no more\n")
-    log.look()
+    log.poll()
     assert log.text[-1] == "\ufffd torn no more"
 
 
 def test_a_hundred_thousand_steps_are_drawn_at_once() -> None:
     random.seed(1)
-    story = told(*(step(number, loss=3 / number**0.2 + random.random() / 9) for number in range(1, 100_001)))
+    timeline = told(*(step(number, loss=3 / number**0.2 + random.random() / 9) for number in range(1, 100_001)))
     begun_s = time.perf_counter()
-    options = charts.curves(story.values, Window.of(story))
+    options = charts.curves(timeline.values, StepWindow.of(timeline))
     drawn_s = time.perf_counter() - begun_s
-    assert story.step == 100_000
+    assert timeline.step == 100_000
     assert len(json.dumps(options)) < 60_000
     assert drawn_s < 2, "about 30 ms on a quiet machine"
 
@@ -439,14 +442,14 @@ def test_a_hundred_thousand_steps_are_drawn_at_once() -> None:
 
 
 def test_a_terminal_obeys_nothing_of_it() -> None:
-    assert plain("\x1b[31mred\x1b[0m\ttab\x1b]0;title\x07 \x9b2J\x08bell\x07") == "red\ttab 2Jbell"
+    assert strip_controls("\x1b[31mred\x1b[0m\ttab\x1b]0;title\x07 \x9b2J\x08bell\x07") == "red\ttab 2Jbell"
 
 
 def test_text_of_others_is_escaped() -> None:
     evil = "<img src=x onerror=alert(1)>"
     decided = fact("decision", 1, policy=evil, decision={"kind": "resize", "workers": 3, "reason": evil})
-    story = told(crew(1, evil, B), step(1), decided)
-    shown = charts.curves(story.values, Window.of(story))["tooltip"][":formatter"]
-    drawn = charts_topology.graph(picture(story.crews[-1], None))["series"][0]
+    timeline = told(view(1, evil, B), step(1), decided)
+    shown = charts.curves(timeline.values, StepWindow.of(timeline))["tooltip"][":formatter"]
+    drawn = topology_chart(topology_graph(timeline.views[-1], None))["series"][0]
     assert "&lt;img" in shown
     assert "<img" not in shown + drawn["data"][0]["told"] + drawn["links"][0]["told"]

@@ -1,0 +1,470 @@
+"""Timelines of jobs: the facts of a record, one after the other, as series and events that a page can draw. Pure.
+
+Facts that were undone (a step after which a worker was lost, steps after the checkpoint that a run resumed from) are
+undone here, too. Unknown kinds of facts and damaged fields are ignored, because a newer pliant may write more.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pliant.record import Fact
+
+# --- series of numbers ---
+
+
+MOST_KEPT = 500_000
+"""Points of a series; beyond that it is thinned to half, so that a job of a month fits into memory."""
+Floats = NDArray[np.float64]
+Point = tuple[float, float]
+
+
+class Series:
+    """Points with growing x. What has not happened after all is cut off again."""
+
+    def __init__(self) -> None:
+        self._x, self._y = array("d"), array("d")
+
+    def __len__(self) -> int:
+        return len(self._x)
+
+    def __iter__(self) -> Iterator[Point]:
+        return zip(self._x, self._y, strict=True)
+
+    @property
+    def last(self) -> float | None:
+        return self._y[-1] if self._y else None
+
+    def add(self, x: float, y: float) -> None:
+        """One more point; what lies at x or after it is replaced. What is no number, as of a model that has diverged, is a gap."""
+        if self._x and x <= self._x[-1]:
+            self.cut(math.nextafter(x, -math.inf))
+        self._x.append(x)
+        self._y.append(y if math.isfinite(y) else math.nan)
+        if len(self._x) > MOST_KEPT:
+            kept = self.thinned(MOST_KEPT // 2)
+            self._x, self._y = array("d", (x for x, _ in kept)), array("d", (y for _, y in kept))
+
+    def part(self, begin: float, end: float) -> Series:
+        """The points from `begin` to `end`, and one more on each side, so that a line through them leaves the graph."""
+        first = max(0, bisect_left(self._x, begin) - 1)
+        last = bisect_right(self._x, end) + 1
+        found = Series()
+        found._x, found._y = self._x[first:last], self._y[first:last]
+        return found
+
+    def x_at(self, y: float) -> float | None:
+        """The last x at which the series had not grown over `y`; None: it had at once. For what never falls, such as time."""
+        place = bisect_right(self._y, y)
+        return self._x[place - 1] if place else None
+
+    def cut(self, after: float) -> None:
+        """Forget what is after this x."""
+        keep = bisect_right(self._x, after)
+        del self._x[keep:], self._y[keep:]
+
+    def thinned(self, most: int) -> list[Point]:
+        """As `thin`, of all points; gaps are left out."""
+        # Copies: a view would keep the arrays from growing.
+        return thin(np.array(self._x), np.array(self._y), most)
+
+    def mean(self, most: int) -> list[Point]:
+        """At most so many points, each the mean of its neighbours: for what jumps so much that extremes say nothing."""
+        x, y = _finite(np.array(self._x), np.array(self._y))
+        if len(x) <= most:
+            return _points(x, y)
+        starts = np.unique(np.linspace(0, len(x), most, endpoint=False).astype(np.int64))
+        counts = np.diff(np.append(starts, len(x)))
+        return _points(x[starts], np.add.reduceat(y, starts) / counts)
+
+
+def thin(x: Floats, y: Floats, most: int) -> list[Point]:
+    """At most `most` of the points, with the same outline: of each run of neighbours, the first, last, least and greatest.
+
+    So no spike is lost, whatever its width; a mean would hide it, and every n-th point would miss it.
+    """
+    x, y = _finite(x, y)
+    if len(x) <= most:
+        return _points(x, y)
+    runs = max(1, most // 4)
+    edges = np.linspace(0, len(x), runs + 1).astype(np.int64)
+    kept = set()
+    for begin, end in pairwise(edges.tolist()):
+        part = y[begin:end]
+        kept |= {begin, end - 1, begin + int(part.argmin()), begin + int(part.argmax())}
+    places = np.fromiter(sorted(kept), np.int64)
+    return _points(x[places], y[places])
+
+
+def _finite(x: Floats, y: Floats) -> tuple[Floats, Floats]:
+    good = np.isfinite(y)
+    return (x, y) if good.all() else (x[good], y[good])
+
+
+def _points(x: Floats, y: Floats) -> list[Point]:
+    return list(zip(x.tolist(), y.tolist(), strict=True))
+
+
+# --- federated jobs ---
+
+
+MOST_ROUNDS_KEPT = 50
+"""Whose picks are kept one by one, for the newest rounds."""
+OUTCOMES = ("invited", "aggregated", "cut", "lost")
+
+
+@dataclass(slots=True)
+class FederatedTimeline:
+    """What `round` and `test` facts tell."""
+
+    rounds: int = 0
+    clock_s: float = 0.0
+    accuracy: Series = field(default_factory=Series)
+    """In per cent, by hours of the virtual clock, as is the top-5 accuracy."""
+    top_5: Series = field(default_factory=Series)
+    epsilon: Series = field(default_factory=Series)
+    loss: Series = field(default_factory=Series)
+    """Of training; by round, as the following."""
+    test_loss: Series = field(default_factory=Series)
+    duration_s: Series = field(default_factory=Series)
+    outcomes: dict[str, Series] = field(default_factory=dict)
+    """How many clients were invited, aggregated, cut and lost."""
+    picks: Counter[int] = field(default_factory=Counter)
+    """How often each client was picked."""
+    recent: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)
+    """The clients of the newest rounds, by what became of them."""
+    target: float | None = None
+    """The accuracy that the job is after, in per cent."""
+
+    def add(self, fact: Fact) -> None:
+        """A round, or a test of the model."""
+        number = _whole(fact.data, "round", fact.step)
+        clock_s = _number(fact.data.get("clock_s"))
+        self.clock_s = clock_s if clock_s is not None else self.clock_s
+        if fact.kind == "test":
+            self._test(fact, number)
+        else:
+            self._round(fact, number)
+
+    def time_to(self, accuracy: float) -> float | None:
+        """Hours of the virtual clock until the model was first so good, in per cent; None: it has not been."""
+        return next((hour for hour, reached in self.accuracy if reached >= accuracy), None)
+
+    @property
+    def best(self) -> float | None:
+        return max((reached for _, reached in self.accuracy), default=None)
+
+    def _test(self, fact: Fact, number: int) -> None:
+        hour = self.clock_s / 3600
+        for name, series, at, scale in (
+            ("accuracy", self.accuracy, hour, 100.0),
+            ("top_5", self.top_5, hour, 100.0),
+            ("epsilon", self.epsilon, hour, 1.0),
+            ("loss", self.test_loss, number, 1.0),
+        ):
+            if (value := _number(fact.data.get(name))) is not None:
+                series.add(at, value * scale)
+
+    def _round(self, fact: Fact, number: int) -> None:
+        self.rounds = number
+        for name, series in (("loss", self.loss), ("duration_s", self.duration_s)):
+            if (value := _number(fact.data.get(name))) is not None:
+                series.add(number, value)
+        for name in OUTCOMES:
+            told = fact.data.get(name)
+            value = float(len(told)) if isinstance(told, list) else _number(told)
+            if value is not None:
+                self.outcomes.setdefault(name, Series()).add(number, value)
+        clients = {name: _clients(fact.data.get(name)) for name in OUTCOMES}
+        self._forget(number)
+        self.picks.update(clients["invited"])
+        self.recent[number] = clients
+        if len(self.recent) > MOST_ROUNDS_KEPT:
+            del self.recent[min(self.recent)]
+
+    def _forget(self, number: int) -> None:
+        """A job that was begun anew from its checkpoint does rounds once more."""
+        again = [each for each in self.recent if each >= number]
+        for each in again:
+            self.picks.subtract(self.recent.pop(each)["invited"])
+        if again:
+            self.picks += Counter()  # without those that are at 0
+
+
+def _clients(value: object) -> tuple[int, ...]:
+    items: Iterable[object] = value if isinstance(value, list) else ()
+    return tuple(item for item in items if isinstance(item, int) and not isinstance(item, bool))
+
+
+# --- jobs ---
+
+
+MOST_EVENTS = 5000
+MEASURED = ("noise_scale", "variance")
+LR = "learning rate"
+"""How decisions on it begin."""
+WORKING_S = 30.0
+"""A job whose record has grown within this time is held for running, where nobody knows better."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEvent:
+    """Something that a curve should be read with."""
+
+    kind: str
+    """start, resize, lost, decision, refused, resumed, or end."""
+    step: int | None
+    """None: told by somebody who does not know the steps, such as a cluster."""
+    time_s: float
+    what: str
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ViewWorkers:
+    """The workers of one view, from a step on."""
+
+    step: int
+    workers: tuple[str, ...]
+    """host:port by rank; made up of their ranks, where the record has no names."""
+    replicas: int
+    strategy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLinks:
+    """Rates that were measured between hosts."""
+
+    step: int
+    hosts: tuple[str, ...]
+    bytes_per_s: tuple[tuple[float, ...], ...]
+
+
+@dataclass(slots=True)
+class JobTimeline:
+    """What a record has told so far."""
+
+    values: dict[str, Series] = field(default_factory=dict)
+    """What the program has reported (the loss, say), by name and step."""
+    figures: dict[str, Series] = field(default_factory=dict)
+    """samples_per_s, step_s, batch_size (of all replicas together), workers, noise_scale, variance; by step."""
+    times: Series = field(default_factory=Series)
+    """When each step was done."""
+    events: deque[TimelineEvent] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
+    views: list[ViewWorkers] = field(default_factory=list)
+    links: MeasuredLinks | None = None
+    federated: FederatedTimeline | None = None
+    replicas: int = 1
+    step: int = 0
+    began_s: float | None = None
+    last_s: float = 0.0
+    over: bool = False
+    num_facts: int = 0
+    """Grows with each fact: whoever has drawn the timeline sees by it whether there is news."""
+
+    @property
+    def strategy(self) -> str:
+        return self.views[-1].strategy if self.views else ""
+
+    @property
+    def unit(self) -> str:
+        """What steps are called."""
+        return "round" if self.federated is not None else "step"
+
+    @property
+    def num_workers(self) -> int:
+        """Of the last step, or of the view if it is newer."""
+        told = self.figures["workers"].last if "workers" in self.figures else None
+        return int(told) if told is not None else len(self.views[-1].workers) if self.views else 0
+
+    def step_at(self, time_s: float) -> int | None:
+        """The last step that was done by then; None: none was."""
+        step = self.times.x_at(time_s)
+        return None if step is None else int(step)
+
+    def is_running(self, now_s: float) -> bool:
+        return not self.over and self.num_facts > 0 and now_s - self.last_s < WORKING_S
+
+    def add(self, facts: Iterable[Fact]) -> None:
+        """Hear some more."""
+        for fact in facts:
+            self.num_facts += 1
+            self.began_s = fact.time_s if self.began_s is None else self.began_s
+            self.last_s = max(self.last_s, fact.time_s)
+            handle = _HANDLERS.get(fact.kind)
+            if handle is not None:
+                handle(self, fact)
+
+    # --- training ---
+
+    def _start(self, fact: Fact) -> None:
+        self.over = False
+        self.replicas = max(1, _whole(fact.data, "replicas", self.replicas))
+        workers = _whole(fact.data, "workers")
+        # A file may hold several runs: the last one counts.
+        self._undo(-1)
+        self.links, self.federated, self.step = None, None, fact.step
+        if isinstance(config := fact.data.get("config"), dict) and "participants" in config:
+            target = _number(config.get("target"))
+            self.federated = FederatedTimeline(target=100 * target if target else None)
+        what = f"starts on {_count(workers, 'worker')}" if workers else "starts"
+        self._add(fact, "start", what)
+
+    def _resumed(self, fact: Fact) -> None:
+        self.over = False
+        self._undo(fact.step)
+        self._add(fact, "resumed", f"goes on from the checkpoint of step {fact.step}")
+
+    def _undo(self, after: int) -> None:
+        """The steps after this one have not happened."""
+        for series in (*self.values.values(), *self.figures.values(), self.times):
+            series.cut(after)
+        self.views = [view for view in self.views if view.step <= after]
+        self.events = deque((event for event in self.events if (event.step or 0) <= after), MOST_EVENTS)
+        self.step = after
+
+    def _step(self, fact: Fact) -> None:
+        self.step, data = fact.step, fact.data
+        self.times.add(fact.step, fact.time_s)
+        for name in ("samples_per_s", "step_s", "workers", *MEASURED):
+            if (value := _number(data.get(name))) is not None and (value > 0 or name in MEASURED):
+                self.figures.setdefault(name, Series()).add(fact.step, value)
+        if (batch := _number(data.get("batch_size"))) is not None:
+            self.figures.setdefault("batch_size", Series()).add(fact.step, batch * self.replicas)
+        values = data.get("values")
+        for name, given in values.items() if isinstance(values, dict) else ():
+            if (value := _number(given)) is not None:
+                self.values.setdefault(str(name), Series()).add(fact.step, value)
+        if not self.views and (workers := _whole(data, "workers")):
+            self._nameless(fact.step, workers)
+
+    def _nameless(self, step: int, workers: int) -> None:
+        """As records were before they had names: ranks will do."""
+        self.views.append(ViewWorkers(step, tuple(f"rank {rank}" for rank in range(workers)), self.replicas))
+
+    def _view(self, fact: Fact) -> None:
+        old, new = _whole(fact.data, "old"), _whole(fact.data, "new")
+        pause_s, lost = _number(fact.data.get("pause_s")) or 0.0, bool(fact.data.get("lost"))
+        repeated = _whole(fact.data, "repeated")
+        if lost:
+            self._undo(fact.step)
+        why = f"pause of {pause_s * 1e3:.0f} ms" + (f", {_count(repeated, 'step')} done again" if repeated > 1 else "")
+        told = f"a worker was lost: {old} → {new}" if lost else f"{old} → {_count(new, 'worker')}"
+        self._add(fact, "lost" if lost else "resize", told, why)
+        if self.views and self.views[-1].workers[:1] == ("rank 0",) and new:
+            self._nameless(fact.step, new)
+
+    def _workers(self, fact: Fact) -> None:
+        names = fact.data.get("workers")
+        if not isinstance(names, list) or not names:
+            return
+        self.replicas = max(1, _whole(fact.data, "replicas", self.replicas))
+        strategy = str(fact.data.get("strategy") or "")
+        self.views = [view for view in self.views if view.step < fact.step]
+        self.views.append(ViewWorkers(fact.step, tuple(map(str, names)), self.replicas, strategy))
+
+    def _links(self, fact: Fact) -> None:
+        hosts, rates = fact.data.get("hosts"), fact.data.get("bytes_per_s")
+        if not isinstance(hosts, list) or not isinstance(rates, list) or len(rates) != len(hosts):
+            return
+        if not all(isinstance(row, list) and len(row) == len(hosts) for row in rates):
+            return
+        square = tuple(tuple(_number(rate) or 0.0 for rate in row) for row in rates)
+        self.links = MeasuredLinks(fact.step, tuple(map(str, hosts)), square)
+
+    def _decision(self, fact: Fact) -> None:
+        decision = fact.data.get("decision")
+        if not isinstance(decision, dict) or decision.get("kind") == "probe_links":
+            return
+        policy = str(fact.data.get("policy") or "policy")
+        if decision.get("kind") == "set_topology" and self.views:
+            self.views.append(_with_strategy(self.views[-1], fact.step, decision.get("strategy")))
+        refused = fact.kind == "refused"
+        why = f"{policy}: {fact.data.get('why') if refused else decision.get('reason', '')}"
+        self._add(fact, fact.kind, summary(decision) + (" cannot be done" if refused else ""), why)
+
+    def _end(self, fact: Fact) -> None:
+        self.over = True
+        self._add(
+            fact,
+            "end",
+            f"finished after {_count(self.federated.rounds, 'round')}"
+            if self.federated
+            else f"finished after step {fact.step}",
+        )
+
+    # --- federated ---
+
+    def _federated(self, fact: Fact) -> None:
+        if self.federated is None:
+            self.federated = FederatedTimeline()
+        self.federated.add(fact)
+        self.step = self.federated.rounds
+
+    def _add(self, fact: Fact, kind: str, what: str, why: str = "") -> None:
+        self.events.append(TimelineEvent(kind, fact.step, fact.time_s, what, why))
+
+
+_HANDLERS = {
+    "start": JobTimeline._start,
+    "resumed": JobTimeline._resumed,
+    "step": JobTimeline._step,
+    "view": JobTimeline._view,
+    "workers": JobTimeline._workers,
+    "links": JobTimeline._links,
+    "decision": JobTimeline._decision,
+    "refused": JobTimeline._decision,
+    "round": JobTimeline._federated,
+    "test": JobTimeline._federated,
+    "end": JobTimeline._end,
+}
+
+
+def summary(decision: Mapping[str, Any]) -> str:
+    """What was decided, in few words."""
+    match decision.get("kind"):
+        case "set_batch_size":
+            return f"batch size {decision.get('size')} per replica"
+        case "set_learning_rate":
+            factor = _number(decision.get("factor"))
+            return f"{LR} × {factor:.4g}" if factor is not None else LR
+        case "resize":
+            return f"asks for {_count(_whole(decision, 'workers'), 'worker')}"
+        case "set_topology":
+            return f"topology {strategy_text(decision.get('strategy'))}"
+        case kind:
+            return str(kind)
+
+
+def strategy_text(strategy: object) -> str:
+    """A strategy's name, or each rank's father, as `Observation.strategy` writes it."""
+    if isinstance(strategy, list | tuple):
+        return ",".join(map(str, strategy))
+    return str(strategy or "")
+
+
+def _with_strategy(view: ViewWorkers, step: int, strategy: object) -> ViewWorkers:
+    return ViewWorkers(step, view.workers, view.replicas, strategy_text(strategy))
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _whole(data: Mapping[str, Any], name: str, default: int = 0) -> int:
+    value = data.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) else default
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
