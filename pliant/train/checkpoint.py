@@ -21,7 +21,7 @@ import torch
 
 from pliant.errors import CheckpointError, TrainError
 from pliant.train import determinism
-from pliant.train.checkpoint_file import Checkpoint, Image, opened, read, read_header, verify
+from pliant.train.checkpoint_file import Checkpoint, CheckpointImage, read, read_step, verify
 from pliant.train.context import DataPosition, ReplicaContext, RngState, capture_rng, seeded_rng
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class CheckpointWriter:
         path = self._directory / _file_name(checkpoint.step, name)
         with self._lock:
             self._join()
-            image = Image(checkpoint, into=self._copies)
+            image = CheckpointImage(checkpoint, into=self._copies)
             self._copies = image.tensors
             # No daemon: the interpreter waits for it, so that a program that ends in good order loses no checkpoint.
             self._thread = threading.Thread(target=self._write, args=(path, image), name="pliant-checkpoint")
@@ -88,7 +88,7 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
 
-    def _write(self, path: Path, image: Image) -> None:
+    def _write(self, path: Path, image: CheckpointImage) -> None:
         try:
             image.write(path)
         except OSError as error:
@@ -111,7 +111,7 @@ class CheckpointWriter:
 
 def write_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
     """Write one checkpoint to this file, now. Raises CheckpointError if it cannot be written."""
-    image = Image(checkpoint, into=None)
+    image = CheckpointImage(checkpoint, into=None)
     try:
         image.write(Path(path))
     except OSError as error:
@@ -150,8 +150,7 @@ def _newest_first(directory: Path, say: Callable[[str], None]) -> Iterator[Path]
     found: list[tuple[int, float, Path]] = []
     for path in directory.glob(f"*{SUFFIX}"):
         try:
-            with opened(path) as file:
-                found.append((read_header(file, path).step, path.stat().st_mtime, path))
+            found.append((read_step(path), path.stat().st_mtime, path))
         except (CheckpointError, OSError) as error:
             if _step_of(path) is not None:
                 say(f"{error}; the one before it is used")

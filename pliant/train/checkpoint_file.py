@@ -1,141 +1,231 @@
-"""One checkpoint as the bytes of one file, and back."""
+"""One checkpoint as one safetensors file.
+
+Any safetensors reader can read the tensors by name, and nothing in the file can run code. The metadata holds the JSON
+skeleton of the state, the type and shape of each tensor, and a SHA-256 of everything else in the file. The contexts of
+the replicas are tensors of bytes. `checkpoint` decides which files there are and which to keep.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import hashlib
-import io
 import json
 import os
+import re
 import secrets
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
-from pliant.errors import CheckpointError, TrainError
+from pliant.errors import CheckpointError, TrainError, reason
 from pliant.train import state_tree
 
-FORMAT = "1"
-
+FORMAT = "2"
+FORMAT_0_1 = "1"
+"""Version 0.1 put the SHA-256 of all bytes before it into the last 32 bytes of the file."""
 FORMAT_KEY = "pliant.checkpoint"
-
-BLOCK_BYTES = 1 << 22
-"""Summed and written at once: small enough to stay in the cache between the two."""
-
+DIGEST_KEY = "pliant.sha256"
 MAX_HEADER_BYTES = 100_000_000
-"""As the safetensors format has it."""
-
-DIGEST_BYTES = 32
-
+"""The limit of the safetensors format."""
 TEMPORARY = ".pliant-writing"
-
-_OURS = "pliant."
-
+_BLOCK_BYTES = 1 << 22
+_RESERVED = "pliant."
 _CONTEXT = "pliant.context."
-
-_DIGEST = "pliant.sha256"
-
-# The types that all readers of the format know. Others are stored as bytes; we restore them by our own list.
-_FORMAT_DTYPES = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "float16": "F16", "bfloat16": "BF16",
-    "uint32": "U32", "int32": "I32", "float32": "F32", "uint64": "U64", "int64": "I64", "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+# The types that all safetensors readers know. Others are stored as bytes, and restored by the metadata.
+_STORABLE = {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
 }  # fmt: skip
 
 
 @dataclass
 class Checkpoint:
-    """A job between two steps."""
+    """The whole state of a job between two steps."""
 
     step: int
-    """Global steps that are done."""
+    """Steps committed so far."""
     epoch: int
     num_replicas: int
     meta: dict[str, object] = field(default_factory=dict)
-    """Whatever JSON can hold: torch's version, the fingerprint, the layout of the buckets, ..."""
+    """Values that JSON can hold, such as torch's version."""
     state: object = None
-    """A tree of tensors and plain values, as `tree` takes it."""
+    """A tree of tensors and plain values, as `state_tree` takes it."""
     contexts: list[bytes] = field(default_factory=list)
-    """One for each replica."""
+    """The context of each replica."""
 
 
-class Image:
-    """A checkpoint ready to be written: its header, and its data in the order of the file."""
+class CheckpointImage:
+    """A checkpoint that is ready to be written: its tensors in host memory, and its metadata."""
 
     def __init__(self, checkpoint: Checkpoint, into: Sequence[torch.Tensor] | None) -> None:
-        """Copies the tensors, where their shapes fit to the memory of `into`; without a list they are only borrowed."""
+        """Copy the tensors, into the memory of `into` where the shapes fit. If `into` is None, borrow them instead."""
         skeleton, tensors = state_tree.flatten(checkpoint.state)
         if into is None:
             self.tensors = [tensor.cpu().contiguous() for tensor in tensors]
         else:
-            self.tensors = host_copies(tensors, into)
+            self.tensors = _copy_to_host(tensors, into)
+        found = state_tree.tensor_names(skeleton, len(tensors))
+        names = [f"{name}#{i}" if name.startswith(_RESERVED) else name for i, name in enumerate(found)]
         specs = state_tree.describe_tensors(self.tensors)
-        names = [f"{name}#{i}" if name.startswith(_OURS) else name
-                 for i, name in enumerate(state_tree.tensor_names(skeleton, len(specs)))]  # fmt: skip
-        # The largest elements first, so that each tensor lies on a multiple of its element's size.
-        order = sorted(range(len(specs)), key=lambda i: -self.tensors[i].itemsize)
-        contents = [(names[i], *_stored_as(specs[i]), _memory(self.tensors[i])) for i in order]
+        self._contents = {name: _storable(tensor) for name, tensor in zip(names, self.tensors, strict=True)}
         for replica, context in enumerate(checkpoint.contexts):
-            contents.append((f"{_CONTEXT}{replica}", "U8", [len(context)], memoryview(context)))
-        self.parts = [data for _, _, _, data in contents]
-        contents.append((_DIGEST, "U8", [DIGEST_BYTES], memoryview(bytes(DIGEST_BYTES))))
-        metadata = {
+            data = bytearray(context)
+            self._contents[f"{_CONTEXT}{replica}"] = (
+                torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            )
+        self._metadata = {
             "format": "pt",
             FORMAT_KEY: FORMAT,
             "step": str(checkpoint.step),
             "epoch": str(checkpoint.epoch),
             "num_replicas": str(checkpoint.num_replicas),
-            "meta": _json(checkpoint.meta),
+            "meta": _to_json(checkpoint.meta),
             "skeleton": skeleton,
             "tensors": json.dumps([[name, spec.dtype, spec.shape] for name, spec in zip(names, specs, strict=True)]),
         }
-        header: dict[str, object] = {"__metadata__": metadata}
-        offset = 0
-        for name, dtype, shape, data in contents:
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + len(data)]}
-            offset += len(data)
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        if len(text) > MAX_HEADER_BYTES:
+        header_bytes = len(json.dumps(self._metadata)) + sum(len(name) + 100 for name in self._contents)
+        if header_bytes > MAX_HEADER_BYTES:
             raise TrainError(
-                f"the state without its tensors takes {len(text)} bytes as JSON, more than the {MAX_HEADER_BYTES} of a "
+                f"the state without its tensors takes {header_bytes} bytes as JSON, more than the {MAX_HEADER_BYTES} of a "
                 "safetensors header: keep large data in tensors"
             )
-        self.header = len(text).to_bytes(8, "little") + text
-        self.nbytes = len(self.header) + offset
+        self.nbytes = header_bytes + sum(tensor.nbytes for tensor in self._contents.values())
 
     def write(self, path: Path) -> None:
-        """Atomically: under its name there is the old file or the new one, whole. Raises OSError, leaving nothing."""
+        """Write the file atomically: under its name there is the old content or the new content, never a part.
+
+        Raises:
+            OSError: it could not be written; nothing is left behind.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(path.parent)
-        temporary, file = _create(path)
-        try:
-            with file:
-                digest = hashlib.sha256()
-                for part in (memoryview(self.header), *self.parts):
-                    for begin in range(0, len(part), BLOCK_BYTES):
-                        digest.update(part[begin : begin + BLOCK_BYTES])
-                        _write_all(file, part[begin : begin + BLOCK_BYTES])
-                _write_all(file, memoryview(digest.digest()))
-                os.fsync(file.fileno())
-                temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)  # the name, too, must survive a power cut
-        finally:
-            os.close(directory)
+        metadata = {**self._metadata, DIGEST_KEY: _digest(self._metadata, self._contents)}
+        specs = {
+            name: TensorSpec(
+                dtype=state_tree.dtype_name(tensor.dtype),
+                shape=tensor.shape,
+                data_ptr=tensor.data_ptr(),
+                data_len=tensor.nbytes,
+            )
+            for name, tensor in self._contents.items()
+        }
+        with _temporary_folder(path) as folder:
+            written = folder / path.name
+            try:
+                serialize_file(specs, written, metadata)
+            except SafetensorError as error:
+                raise _as_os_error(error) from None
+            _sync_to_disk(written)
+            written.replace(path)
+        _sync_to_disk(path.parent)  # the new name, too, must survive a power cut
 
 
-def host_copies(tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of the tensors in host memory. A tensor of the same place in `into` that fits is overwritten: fresh
-    memory costs more than the copy, and pinned memory much more."""
+def verify(path: Path) -> None:
+    """Raise CheckpointError unless the file is a complete checkpoint whose digest is right."""
+    with _opened(path) as file:
+        metadata = _checked_metadata(file, path)
+        _check_digest(path, metadata, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+
+
+def read_step(path: Path) -> int:
+    """Return the step of a checkpoint without a look at its tensors; raise CheckpointError if it is none."""
+    with _opened(path) as file:
+        return int(_checked_metadata(file, path)["step"])
+
+
+def read(path: Path) -> Checkpoint:
+    """Read a checkpoint; its tensors are on the CPU.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or no checkpoint of this version or the last.
+    """
+    with _opened(path) as file:
+        metadata = _checked_metadata(file, path)
+        # Cloned, because the library maps the file: the memory would keep a file that was removed on the disk.
+        contents = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    _check_digest(path, metadata, contents)
+    try:
+        listed: list[tuple[str, str, list[int]]] = json.loads(metadata["tensors"])
+        tensors = [contents.pop(name).view(state_tree.dtype_of(dtype)).view(shape) for name, dtype, shape in listed]
+        num_contexts = sum(name.startswith(_CONTEXT) for name in contents)
+        return Checkpoint(
+            step=int(metadata["step"]),
+            epoch=int(metadata["epoch"]),
+            num_replicas=int(metadata["num_replicas"]),
+            meta=json.loads(metadata["meta"]),
+            state=state_tree.unflatten(metadata["skeleton"], tensors),
+            contexts=[contents[f"{_CONTEXT}{replica}"].numpy().tobytes() for replica in range(num_contexts)],
+        )
+    except (ValueError, TypeError, KeyError, RuntimeError):
+        raise CheckpointError(f"{path} is damaged: its metadata does not describe its tensors") from None
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file for reading; every failure to read it becomes a CheckpointError."""
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from None
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is no checkpoint, or it is torn or damaged ({error})") from None
+
+
+def _checked_metadata(file: Any, path: Path) -> dict[str, str]:
+    metadata: dict[str, str] = file.metadata() or {}
+    if FORMAT_KEY not in metadata:
+        raise CheckpointError(
+            f"{path} is no checkpoint of pliant: a safetensors file needs {FORMAT_KEY} in its metadata"
+        )
+    if metadata[FORMAT_KEY] not in (FORMAT, FORMAT_0_1):
+        raise CheckpointError(
+            f"{path} has format {metadata[FORMAT_KEY]!r}, this pliant reads {FORMAT_0_1!r} and {FORMAT!r}: use the pliant "
+            "that wrote it"
+        )
+    if not metadata.get("step", "").isdecimal():
+        raise CheckpointError(f"{path} is damaged: its metadata has no step")
+    return metadata
+
+
+def _digest(metadata: Mapping[str, str], contents: Mapping[str, torch.Tensor]) -> str:
+    """Return the SHA-256 of the metadata and of all tensors with their names, types and shapes."""
+    digest = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
+    for name, tensor in sorted(contents.items()):
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        if tensor.numel():
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _check_digest(path: Path, metadata: dict[str, str], contents: Mapping[str, torch.Tensor]) -> None:
+    if metadata[FORMAT_KEY] == FORMAT_0_1:
+        is_right = _has_digest_0_1(path)
+    else:
+        is_right = metadata.pop(DIGEST_KEY, "") == _digest(metadata, contents)
+    if not is_right:
+        raise CheckpointError(f"{path} is damaged: its content does not have the SHA-256 it was written with")
+
+
+def _has_digest_0_1(path: Path) -> bool:
+    digest = hashlib.sha256()
+    left = path.stat().st_size - digest.digest_size
+    with path.open("rb") as file:
+        while left > 0 and (block := file.read(min(left, _BLOCK_BYTES))):
+            digest.update(block)
+            left -= len(block)
+        return file.read() == digest.digest()
+
+
+def _copy_to_host(tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy the tensors to host memory. A tensor at the same place in `into` that fits is overwritten: fresh memory costs
+    more than the copy, and pinned memory much more."""
     copies = []
     for index, tensor in enumerate(tensors):
         room = into[index] if index < len(into) else None
@@ -147,140 +237,12 @@ def host_copies(tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -
     return copies
 
 
-@dataclass(frozen=True)
-class Header:
-    """What the beginning of a file says about it. Nothing is yet known about the sum."""
-
-    raw: bytes
-    metadata: dict[str, str]
-    offsets: dict[str, tuple[int, int]]
-    """Where each tensor lies, behind the header; in the order of the file, without gaps."""
-
-    @property
-    def step(self) -> int:
-        return int(self.metadata["step"])
+def _storable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or its bytes if safetensors does not know its type."""
+    return tensor if tensor.dtype in _STORABLE else tensor.reshape(-1).view(torch.uint8)
 
 
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """The file, for reading; whatever is wrong with reading it becomes a CheckpointError."""
-    try:
-        with path.open("rb") as file:
-            yield file
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def read_header(file: BinaryIO, path: Path) -> Header:
-    """Raises CheckpointError if this is no checkpoint, or one of which some is missing."""
-    size = os.fstat(file.fileno()).st_size
-    prefix = file.read(8)
-    length = int.from_bytes(prefix, "little")
-    if len(prefix) < 8 or not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-        raise CheckpointError(f"{path} ({size} bytes) is no checkpoint, or was cut off in its header")
-    raw = file.read(length)
-    try:
-        entries = json.loads(raw)
-        metadata = entries.pop("__metadata__", {})
-        if FORMAT_KEY not in metadata:
-            raise CheckpointError(f"{path} is no checkpoint of pliant: a safetensors file needs {FORMAT_KEY} in it")
-        spans = sorted((*entry["data_offsets"], name) for name, entry in entries.items())
-        offsets = {name: (int(begin), int(end)) for begin, end, name in spans}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise CheckpointError(f"{path} is no checkpoint, or its header is damaged") from None
-    if metadata[FORMAT_KEY] != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {metadata[FORMAT_KEY]!r}, this pliant reads {FORMAT!r}: use the pliant that wrote it"
-        )
-    position = 0
-    for begin, end in offsets.values():
-        if begin != position or end < begin:
-            raise CheckpointError(f"{path} is damaged: the header does not cover the data")
-        position = end
-    if 8 + length + position != size:
-        raise CheckpointError(f"{path} is torn: it has {size} of {8 + length + position} bytes")
-    return Header(prefix + raw, metadata, offsets)
-
-
-def verify(path: Path) -> None:
-    """Raises CheckpointError unless the file is whole."""
-    with opened(path) as file:
-        header = read_header(file, path)
-        digest = hashlib.sha256(header.raw)
-        block = memoryview(bytearray(BLOCK_BYTES))
-        left = max((end for _, end in header.offsets.values()), default=0) - DIGEST_BYTES
-        while left > 0 and (got := file.readinto(block[: min(left, BLOCK_BYTES)])):  # type: ignore[attr-defined]
-            digest.update(block[:got])
-            left -= got
-        _compare(file.read(DIGEST_BYTES), digest.digest(), path)
-
-
-def read(path: Path) -> Checkpoint:
-    """The checkpoint in this file; the sum is checked in the same pass."""
-    with opened(path) as file:
-        header = read_header(file, path)
-        try:
-            listed = json.loads(header.metadata["tensors"])
-            specs = {
-                name: state_tree.TensorSpec.from_json({"dtype": dtype, "shape": shape, "device": "cpu"})
-                for name, dtype, shape in listed
-            }
-            meta = json.loads(header.metadata["meta"])
-            step, epoch, num_replicas = (int(header.metadata[key]) for key in ("step", "epoch", "num_replicas"))
-            skeleton = header.metadata["skeleton"]
-            fits = all(header.offsets[name][1] - header.offsets[name][0] == spec.nbytes for name, spec in specs.items())
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            fits = False
-        if not fits:
-            raise CheckpointError(f"{path} is damaged: the header does not describe the tensors")
-        digest = hashlib.sha256(header.raw)
-        contents: dict[str, torch.Tensor] = {}
-        found = b""
-        for name, (begin, end) in header.offsets.items():
-            if name == _DIGEST:
-                found = file.read(DIGEST_BYTES)
-                break
-            spec = specs.get(name) or state_tree.TensorSpec("uint8", (end - begin,), "cpu")
-            contents[name] = spec.empty()
-            _read_into(_memory(contents[name]), file, digest)
-        _compare(found, digest.digest(), path)
-    contexts = [name for name in contents if name.startswith(_CONTEXT) and name not in specs]
-    return Checkpoint(
-        step,
-        epoch,
-        num_replicas,
-        meta=meta,
-        state=state_tree.unflatten(skeleton, [contents[name] for name in specs]),
-        contexts=[contents[f"{_CONTEXT}{replica}"].numpy().tobytes() for replica in range(len(contexts))],
-    )
-
-
-def _read_into(memory: memoryview, file: BinaryIO, digest: hashlib._Hash) -> None:
-    for begin in range(0, len(memory), BLOCK_BYTES):
-        block = memory[begin : begin + BLOCK_BYTES]
-        file.readinto(block)  # type: ignore[attr-defined]
-        digest.update(block)
-
-
-def _compare(found: bytes, computed: bytes, path: Path) -> None:
-    if found != computed:
-        raise CheckpointError(f"{path} is damaged: its content does not have the SHA-256 it was written with")
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory."""
-    if not tensor.numel():
-        return memoryview(b"")
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _stored_as(spec: state_tree.TensorSpec) -> tuple[str, list[int]]:
-    if spec.dtype in _FORMAT_DTYPES:
-        return _FORMAT_DTYPES[spec.dtype], list(spec.shape)
-    return "U8", [spec.nbytes]
-
-
-def _json(meta: dict[str, object]) -> str:
+def _to_json(meta: dict[str, object]) -> str:
     try:
         return json.dumps(meta, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -289,32 +251,48 @@ def _json(meta: dict[str, object]) -> str:
         ) from None
 
 
-def _write_all(file: io.FileIO, block: memoryview) -> None:
-    while block:
-        block = block[file.write(block) :]
+def _as_os_error(error: SafetensorError) -> OSError:
+    """Return the OSError that the library reports as text, such as "No space left on device (os error 28)"."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else OSError(str(error))
 
 
-def _create(path: Path) -> tuple[Path, io.FileIO]:
-    """A new temporary file beside `path`. Its lock tells others that its writer is alive, on any host."""
+def _sync_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _temporary_folder(path: Path) -> Iterator[Path]:
+    """Make a folder beside `path` for a file that is being written. Its lock shows others that its writer is alive."""
     while True:
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
-        file = temporary.open("xb", buffering=0)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if os.stat(temporary).st_ino == os.fstat(file.fileno()).st_ino:
-                return temporary, file
-        except FileNotFoundError:
-            pass  # somebody took it for a leftover before it was locked
-        except BaseException:
-            file.close()
-            temporary.unlink(missing_ok=True)
-            raise
-        file.close()
+        folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
+        folder.mkdir()
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if folder.exists():
+            break
+        os.close(descriptor)  # another writer took it for a leftover before it was locked
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove the temporary files whose writers are dead."""
+    """Remove what dead writers have left behind."""
     for leftover in directory.glob(f".*{TEMPORARY}"):
-        with contextlib.suppress(OSError), leftover.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            leftover.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            descriptor = os.open(leftover, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if leftover.is_dir():
+                    shutil.rmtree(leftover)
+                else:
+                    leftover.unlink()  # version 0.1 wrote to a temporary file
+            finally:
+                os.close(descriptor)

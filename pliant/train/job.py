@@ -272,6 +272,11 @@ class Job:
         self._view_listeners.append(listener)
 
     @property
+    def has_pending_updates(self) -> bool:
+        """Whether sums of the last committed step are still on their way, as they may be with sync="priority"."""
+        return self._trainer is not None and self._trainer.crossing.is_open
+
+    @property
     def committed_buffers(self) -> list[torch.Tensor]:
         """Copies of replica 0's buffers at the last committed step: those that DDP would keep."""
         return self._need_trainer().first_buffers

@@ -165,7 +165,7 @@ def test_a_checkpoint_that_was_cut_short_is_refused(folder: Path, tmp_path: Path
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path) -> None:
     stranger = checkpoint_file.Checkpoint(7, 0, 4, state={"weight": torch.zeros(3)})
-    checkpoint_file.Image(stranger, None).write(tmp_path / CHECKPOINT_FILE)
+    checkpoint_file.CheckpointImage(stranger, None).write(tmp_path / CHECKPOINT_FILE)
     with pytest.raises(CheckpointError, match="no checkpoint of a federated job"):
         loop_of(config_of(), tmp_path).run()
     (tmp_path / CHECKPOINT_FILE).write_bytes(pickle.dumps({"round": 3}) * 20)

@@ -238,14 +238,15 @@ def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
     if task.fault is not None and task.fault.moment == "saving":
         from pliant.train import checkpoint_file
 
-        write_all = checkpoint_file._write_all
+        serialize_file = checkpoint_file.serialize_file
 
-        def write_half(file: Any, block: memoryview) -> None:
-            write_all(file, block[: len(block) // 2])
+        def write_half(specs: Any, path: Path, metadata: Any) -> None:
+            serialize_file(specs, path, metadata)
+            os.truncate(path, path.stat().st_size // 2)
             _fail_at(task, "saving", task.fault.step if task.fault else 0)
-            write_all(file, block[len(block) // 2 :])
+            serialize_file(specs, path, metadata)
 
-        checkpoint_file._write_all = write_half
+        checkpoint_file.serialize_file = write_half
 
 
 _noticed: set[Fault] = set()

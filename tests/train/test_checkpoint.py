@@ -239,9 +239,27 @@ def test_wrong_files(tmp_path: Path, said: list[str]) -> None:
 def test_another_format_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     write_checkpoint(path, at(1))
-    path.write_bytes(path.read_bytes().replace(b'"pliant.checkpoint":"1"', b'"pliant.checkpoint":"9"'))
+    path.write_bytes(path.read_bytes().replace(b'"pliant.checkpoint":"2"', b'"pliant.checkpoint":"9"'))
     with pytest.raises(CheckpointError, match="format '9'"):
         load_checkpoint(path)
+
+
+def test_a_checkpoint_of_version_0_1_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "old.safetensors"
+    path.write_bytes((Path(__file__).parent / "checkpoint-0.1.safetensors").read_bytes())
+    assert newest_checkpoint(tmp_path) == path
+    found = load_checkpoint(path)
+    assert (found.step, found.epoch, found.num_replicas, found.meta) == (123, 12, 4, {"torch": "2.13"})
+    assert found.contexts == at(123).contexts
+    assert_equal(
+        found.state, {"w": torch.arange(6.0).reshape(2, 3), "c": torch.ones(2, dtype=torch.complex128), "lr": 0.1}
+    )
+    for position in (-1, -40, -100):
+        raw = bytearray(path.read_bytes())
+        raw[position] ^= 1
+        (tmp_path / "damaged").write_bytes(raw)
+        with pytest.raises(CheckpointError, match="damaged"):
+            load_checkpoint(tmp_path / "damaged")
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def save_checkpoint(folder: Path, config: FedConfig, saved: FederatedCheckpoint)
     whole = checkpoint_file.Checkpoint(saved.round, 0, 0, meta=meta, state=dict(saved.state))
     path = folder / CHECKPOINT_FILE
     try:
-        checkpoint_file.Image(whole, None).write(path)
+        checkpoint_file.CheckpointImage(whole, None).write(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror}; the last one is as it was") from None
 
