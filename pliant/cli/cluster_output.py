@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -10,12 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from pliant.cli import completion
-from pliant.cli.progress import shown_waiting
+from pliant.cli.output import show_waiting
 from pliant.errors import ConfigError, ServerUnavailable, UnknownJob
 from pliant.launch.duration import span_text as span_text
 
@@ -35,25 +31,12 @@ StateFlag = Annotated[
 JobArgument = Annotated[
     str, typer.Argument(metavar="NAME", show_default=False, help="The job.", autocompletion=completion.jobs)
 ]
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 AWAY_S = 300.0
 """How long a server that has gone may take to come back."""
 RETRY_S = 0.5
 
 Answer = TypeVar("Answer")
-
-COLOURS = {
-    "running": "green",
-    "starting": "green",
-    "put-off": "yellow",
-    "failed": "red",
-    "stopped": "dim",
-    "finished": "dim",
-    "ok": "green",
-    "warn": "yellow",
-    "missing": "red",
-}
 
 
 def connected(server: str, state: str) -> LiveClient:
@@ -67,41 +50,6 @@ def check_named(*names: str) -> None:
     """Refuse an empty name in one line; click would answer with a page of usage."""
     if not all(names):
         raise ConfigError("which job? give its name; `pliant list` shows the names")
-
-
-def is_read_by_people() -> bool:
-    """Whether stdout is a terminal; if not, it is read by a program, which wants values and nothing else."""
-    return sys.stdout.isatty()
-
-
-def print_json(value: object) -> None:
-    print(json.dumps(value, indent=1))
-
-
-def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = (), *, cut: bool = False
-) -> None:
-    """A table on a terminal; else lines of columns with tabs between them, and no heading.
-
-    Where it is narrow, the last column, which is words, is continued below, or cut.
-    """
-    if not is_read_by_people():
-        for row in rows:
-            print("\t".join(" ".join(cell.split()) for cell in row))
-        return
-    table = Table(box=None, pad_edge=False, header_style="bold", show_header=any(columns))
-    for number, column in enumerate(columns):
-        is_last = number == len(columns) - 1
-        table.add_column(column.upper(), justify="right" if column in right else "left", no_wrap=not is_last)
-    for row in rows:
-        colours = [
-            COLOURS.get(cell, "") if column == "state" else "" for column, cell in zip(columns, row, strict=True)
-        ]
-        cells = zip(row, colours, strict=True)
-        table.add_row(
-            *(Text(cell, colour, no_wrap=cut, overflow="ellipsis" if cut else "fold") for cell, colour in cells)
-        )
-    Console().print(table)
 
 
 def devices_text(devices: Mapping[str, int]) -> str:
@@ -156,7 +104,7 @@ def await_end(
     server: Patient, names: Sequence[str], deadline_s: float, ended: Callable[[JobStatus], None]
 ) -> list[str]:
     """Until all of `names` have ended, or `deadline_s` has passed: those that have not. A terminal shows how far they are."""
-    with shown_waiting("waiting") as say:
+    with show_waiting("waiting") as say:
         return _await_end(server, list(names), deadline_s, ended, say)
 
 

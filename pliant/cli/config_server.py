@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from pliant.cli.amounts import whole
+from pliant.cli.output import parse_int
 from pliant.cli.tokens import token_given
 from pliant.cluster import PortRange, View, Worker, check_host, parse_hosts
 from pliant.elastic.membership import NO_LIMITS, Limits
@@ -60,7 +60,7 @@ def config_server(
 
     config = ServerConfig(
         host=host,
-        port=whole(port, "-port", 9100),
+        port=parse_int(port, "-port", 9100),
         endpoint=endpoint,
         initial=_view_from(init) if init else None,
         limits=_limits(hosts, port_range),

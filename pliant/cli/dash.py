@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pliant.cli.amounts import whole
+from pliant.cli.output import parse_int
 from pliant.cli.tokens import token_given
 
 Given = Annotated[
@@ -50,7 +50,7 @@ def dash(
 
     known = token_given(token_file)
     token, is_new = known or secrets.token_urlsafe(18), not known
-    config = DashConfig(host=host, port=whole(port, "--port", 9300), token=token, tls_cert=tls_cert, tls_key=tls_key)
+    config = DashConfig(host=host, port=parse_int(port, "--port", 9300), token=token, tls_cert=tls_cert, tls_key=tls_key)
     watcher = Watcher(sources(given or []))
 
     def say(url: str) -> None:

@@ -14,10 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pliant.cli.cluster_output import print_table
-from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
-from pliant.cli.progress import shown_waiting
-from pliant.cli.writable import check_writable
+from pliant.cli.output import JsonCommand, JsonFile, check_writable, is_stdout, print_table, save_json, show_waiting
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +28,7 @@ WIDTH = 160
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("doctor", cls=BareJson)(doctor)
+    app.command("doctor", cls=JsonCommand)(doctor)
 
 
 def doctor(
@@ -50,9 +47,9 @@ def doctor(
         raise ConfigError(f"--replicas {replicas}: use 1 or more")
     check_writable(json_file)
     if target is None:
-        healthy, report = _examine_machine(replicas, quiet=is_alone(json_file))
+        healthy, report = _examine_machine(replicas, quiet=is_stdout(json_file))
     else:
-        healthy, report = _examine_model(target, replicas, quiet=is_alone(json_file))
+        healthy, report = _examine_model(target, replicas, quiet=is_stdout(json_file))
     save_json(report, json_file)
     if not healthy:
         raise typer.Exit(1)
@@ -62,7 +59,7 @@ def _examine_machine(replicas: int, *, quiet: bool) -> tuple[bool, dict[str, obj
     from pliant.cli.doctor_machine import Finding, examine
 
     found: list[Finding] = []
-    with shown_waiting("looking at this machine") as say:
+    with show_waiting("looking at this machine") as say:
         for finding in examine(replicas):
             say(f"looked at {finding.what}")
             found.append(finding)
@@ -75,7 +72,7 @@ def _examine_machine(replicas: int, *, quiet: bool) -> tuple[bool, dict[str, obj
 
 def _examine_model(target: str, replicas: int, *, quiet: bool) -> tuple[bool, dict[str, object]]:
     aside = contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext()
-    with shown_waiting(f"looking at {target}"), aside:  # a user's module may print as it likes
+    with show_waiting(f"looking at {target}"), aside:  # a user's module may print as it likes
         from pliant.train import determinism, obstacles
 
         model = _built(target)

@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pliant.cli import completion, fed_jobs
-from pliant.cli.cluster_output import is_read_by_people, print_json, print_table
-from pliant.cli.progress import shown_waiting
+from pliant.cli.output import is_read_by_people, print_json, print_table, show_waiting
 from pliant.errors import ConfigError, PliantError
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def run(
     elif file is None:
         raise ConfigError("which job? give its file, as in `pliant fed run conf.yml`")
     else:
-        with shown_waiting(f"reading {file}, and what it names"):
+        with show_waiting(f"reading {file}, and what it names"):
             job = _read(file, name, workers)
             fed_jobs.tell_remarks(job)
             folder = jobs.create(job if job.is_named else job.renumbered(jobs.names()))
@@ -212,7 +211,7 @@ def select(
         given = given.model_copy(
             update={"selector": NamedOptions(kind=kind, options={"preset": preset} if preset else {})}
         )
-    with shown_waiting(f"picking in {rounds} rounds"):
+    with show_waiting(f"picking in {rounds} rounds"):
         found = replay_selection(given, _devices(trace, len(given.clients)), rounds=rounds, seed=seed)
     if as_json or not is_read_by_people():
         print_json(found)

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pliant.cli.cluster_output import clock_text, is_read_by_people, span_text
-from pliant.cli.progress import shown_waiting
+from pliant.cli.cluster_output import clock_text, span_text
+from pliant.cli.output import is_read_by_people, show_waiting
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable, UnknownJob
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def awaited(folders: Sequence[JobFolder], *, is_told: bool) -> int:
 
     code = 0
     for folder in folders:
-        with shown_waiting(f"waiting for {folder.job().config.name}"):
+        with show_waiting(f"waiting for {folder.job().config.name}"):
             detached.await_end(folder, float("inf"))
         status = folder.status()
         if is_told:
@@ -149,7 +149,7 @@ def stop(folders: Sequence[JobFolder], *, kill: bool, wait: bool, deadline_s: fl
             running.append(folder)
     if not wait:
         said += [f"{folder.job().config.name} was told to end" for folder in running]
-    with shown_waiting("each finishes its round"):
+    with show_waiting("each finishes its round"):
         late = [folder for folder in running if wait and not detached.await_end(folder, deadline_s)]
     said += [ended_text(folder.status()) for folder in running if wait and folder not in late]
     if late:

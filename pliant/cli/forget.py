@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from pliant.cli import completion
-from pliant.cli.cluster_output import check_named, is_read_by_people
+from pliant.cli.cluster_output import check_named
+from pliant.cli.output import is_read_by_people
 from pliant.errors import ConfigError
 
 

@@ -10,17 +10,8 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from pliant.cli import completion, fed_jobs
-from pliant.cli.cluster_output import (
-    JsonFlag,
-    ServerFlag,
-    StateFlag,
-    connected,
-    devices_text,
-    is_read_by_people,
-    print_json,
-    print_table,
-    span_text,
-)
+from pliant.cli.cluster_output import ServerFlag, StateFlag, connected, devices_text, span_text
+from pliant.cli.output import JsonFlag, is_read_by_people, print_json, print_table
 from pliant.errors import ConfigError, ServerUnavailable
 
 if TYPE_CHECKING:

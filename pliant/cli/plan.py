@@ -9,9 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pliant.cli.amounts import counts, numbers
-from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
-from pliant.cli.writable import check_writable
+from pliant.cli.output import JsonCommand, JsonFile, check_writable, is_stdout, parse_counts, parse_numbers, save_json
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("plan", cls=BareJson)(plan)
+    app.command("plan", cls=JsonCommand)(plan)
 
 
 def plan(
@@ -47,11 +45,11 @@ def plan(
     from pliant.sched.planner import DeviceType, best_plan, proposals
 
     speeds, fit, factors = (
-        numbers(speed, "--speed"),
-        counts(executors, "--executors"),
-        numbers(interference, "--interference"),
+        parse_numbers(speed, "--speed"),
+        parse_counts(executors, "--executors"),
+        parse_numbers(interference, "--interference"),
     )
-    held, offered = counts(have, "--have"), counts(free, "--free")
+    held, offered = parse_counts(have, "--have"), parse_counts(free, "--free")
     for flag, named in (("--have", held), ("--free", offered), ("--executors", fit), ("--interference", factors)):
         for name in named:
             if name not in speeds:
@@ -72,7 +70,7 @@ def plan(
             "interference": factors,
         }  # fmt: skip
         save_json(_answer(asked, found, types, given, wishes), json_file)
-    if not is_alone(json_file):
+    if not is_stdout(json_file):
         _print(replicas, found, types, given, wishes)
 
 

@@ -22,8 +22,7 @@ from typing import Annotated
 
 import typer
 
-from pliant.cli.amounts import whole
-from pliant.cli.progress import shown_progress, shown_waiting
+from pliant.cli.output import parse_int, show_progress, show_waiting
 from pliant.cli.run import _hosts
 from pliant.cluster import Host
 from pliant.errors import ConfigError, LaunchError
@@ -60,9 +59,9 @@ def remote_install(
     listed = _hosts(hosts, hostfile)
     if not listed:
         raise ConfigError("remote-install needs to know the hosts: give -hostfile FILE or -H HOST,...")
-    limit_s = whole(timeout, "--timeout")
+    limit_s = parse_int(timeout, "--timeout")
     with tempfile.TemporaryDirectory(prefix="pliant-wheel-") as folder:
-        with shown_waiting("building the wheel"):
+        with show_waiting("building the wheel"):
             wheel = None if spec else (Path(folder) / _wheel_name() if dry_run else build_wheel(Path(folder)))
         script = install_script(
             venv, python, spec or (wheel.name if wheel else ""), is_file=not spec, pip_args=pip_args
@@ -72,7 +71,7 @@ def remote_install(
             for command in commands.values():
                 print(shlex.join(command) + (f" < {wheel.name}" if wheel else ""))
             return
-        with ThreadPoolExecutor(MAX_AT_ONCE, "install") as pool, shown_progress() as progress:
+        with ThreadPoolExecutor(MAX_AT_ONCE, "install") as pool, show_progress() as progress:
             content = wheel.read_bytes() if wheel else b""
             futures = [pool.submit(_install, host, command, content, limit_s) for host, command in commands.items()]
             done = itertools.count(1)

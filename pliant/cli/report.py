@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pliant.cli import completion
-from pliant.cli.cluster_output import JsonFlag, print_json, print_table
-from pliant.cli.progress import shown_waiting
-from pliant.cli.writable import check_picture
+from pliant.cli.output import JsonFlag, check_picture, print_json, print_table, show_waiting
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,13 +61,13 @@ def report(
         raise ConfigError("which jobs? give names, folders or files, as in `pliant report --compare logs/a logs/b`")
     goal = _number(target)
     check_picture(plot)
-    with shown_waiting("reading what the jobs have written") as say:
+    with show_waiting("reading what the jobs have written") as say:
         found = compared([read_curve(_path(job)) for job in jobs], target=goal, metric=metric)
         if plot is not None:
-            from pliant.cli import accuracy_plot
+            from pliant.cli import plotting
 
             say("drawing")
-            accuracy_plot.curves(found, plot)
+            plotting.accuracy_curves(found, plot)
     if as_json:
         print_json(found.as_json())
     else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pliant.cli import completion
-from pliant.cli.progress import shown_waiting
+from pliant.cli.output import show_waiting
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
 from pliant.launch.duration import format_duration, parse_duration
 from pliant.launch.registry import START_ONE, choose, running_jobs
@@ -58,7 +58,7 @@ def resize(
         view = _wish(client, num_workers)
         if not wait:
             return
-        with shown_waiting(
+        with show_waiting(
             f"waiting until the job {f'runs on {_workers(num_workers)}' if num_workers else 'has ended'}"
         ):
             _await(client, view, num_workers, begun_s + timeout_s, timeout)

@@ -15,10 +15,9 @@ import typer
 from typer.core import TyperCommand
 
 from pliant.cli import completion
-from pliant.cli.amounts import whole
 from pliant.cli.embedded import page
+from pliant.cli.output import check_future_file, check_future_folder, parse_int
 from pliant.cli.run_ray import check_place, on_ray
-from pliant.cli.writable import check_future_file, check_future_folder
 from pliant.cluster import DEFAULT_RUNNER_PORT, Host, PortRange, parse_hostfile, parse_hosts
 from pliant.errors import ConfigError, reason
 from pliant.identity import DEFAULT_STRATEGY, parse_schedule
@@ -77,7 +76,7 @@ def register(app: typer.Typer) -> None:
 def run(
     ctx: typer.Context,
     program: Annotated[list[str] | None, typer.Argument(metavar="PROGRAM [ARGS]...", show_default=False)] = None,
-    np: Annotated[str, typer.Option("-np", "--np", metavar="N", help="Workers in the whole job.")] = "1",
+    np: Annotated[str, typer.Option("-np", "--np", metavar="N", help="Workers in the parse_int job.")] = "1",
     hosts: Annotated[
         str,
         typer.Option("-H", "--hosts", metavar="HOST:SLOTS,...", help="The machines; default: this one, enough slots."),
@@ -280,12 +279,12 @@ def run(
         record, logdir = record or str(place / "record.jsonl"), logdir or str(place / "logs")
     options = RunOptions(
         program=tuple(program or ()),
-        np=whole(np, "-np"),
+        np=parse_int(np, "-np"),
         hosts=_hosts(hosts, hostfile),
         self_host=self_host,
         nic=nic,
         port_range=PortRange.parse(port_range),
-        port=whole(port, "-port"),
+        port=parse_int(port, "-port"),
         strategy=strategy,
         timeout_s=parse_duration(timeout, "-timeout"),
         grace_s=parse_duration(grace, "--grace"),
@@ -298,21 +297,21 @@ def run(
         watch=watch,
         keep=keep,
         warm=warm,
-        copies=whole(copies, "--copies"),
+        copies=parse_int(copies, "--copies"),
         determinism=determinism.upper(),
         checkpoint_dir=_absolute(checkpoint_dir),
-        checkpoint_every=whole(checkpoint_every, "--checkpoint-every"),
+        checkpoint_every=parse_int(checkpoint_every, "--checkpoint-every"),
         resume=resume if resume == "auto" else _absolute(resume),
         resize_schedule=parse_schedule(resize_schedule),
         adapting=_adapting(monitor, policy or [], record, replay, metrics, tensorboard),
-        max_restarts=whole(max_restarts, "--max-restarts"),
+        max_restarts=parse_int(max_restarts, "--max-restarts"),
         config_server=config_server,
-        builtin_config_port=whole(builtin_config_port, "-builtin-config-port"),
-        init_version=whole(init_version, "-init-version"),
+        builtin_config_port=parse_int(builtin_config_port, "-builtin-config-port"),
+        init_version=parse_int(init_version, "-init-version"),
         secret_file=secret_file,
         state_file=_absolute(state_file),
         slot_devices=_absolute(slot_devices),
-        debug_port=whole(debug_port, "-debug-port"),
+        debug_port=parse_int(debug_port, "-debug-port"),
         delay_s=parse_duration(delay, "-delay"),
         start_time_s=_start_time(start_time),
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from pliant.cli.amounts import counts
+from pliant.cli.output import parse_counts
 from pliant.cli.run_ssh import forwarded
 from pliant.errors import CapacityError, ConfigError
 
@@ -108,7 +108,7 @@ def _devices(text: str, np: int | None) -> dict[str, int]:
     """What the job may have, best first; without --devices, as many CPUs as workers, and more where it grows."""
     if not text:
         return {"cpu": np or 1}
-    wanted = counts(text, "--devices")
+    wanted = parse_counts(text, "--devices")
     room = sum(wanted.values())
     if not room:
         raise ConfigError(f"--devices {text}: use at least one device")

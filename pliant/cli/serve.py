@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pliant.cli import completion
-from pliant.cli.amounts import counts, whole
 from pliant.cli.cluster_output import ServerFlag, connected, devices_text
 from pliant.cli.embedded import page
+from pliant.cli.output import parse_counts, parse_int
 from pliant.cli.tokens import token_given
 from pliant.errors import ConfigError
 from pliant.launch.duration import parse_duration
@@ -83,7 +83,7 @@ def serve(
 ) -> None:
     """Share devices among the jobs of `pliant submit`. Jobs outlive it: start it again, and it takes them up."""
     if reserve:
-        _reserve(counts(reserve, "--reserve"), server, state)
+        _reserve(parse_counts(reserve, "--reserve"), server, state)
         return
     if server:
         raise ConfigError(f"--server {server} names a server that runs: add --reserve TYPE=N, or leave it out")
@@ -99,7 +99,7 @@ def serve(
     config = LiveConfig(
         state=Path(state).absolute() if state else state_dir(),
         host=host,
-        port=whole(port, "--port", 9200),
+        port=parse_int(port, "--port", 9200),
         token=token_given(token_file),
         interval_s=parse_duration(interval, "--interval"),
     )
@@ -117,7 +117,7 @@ def serve(
             if text.startswith("pliant serve at"):  # from now on there is something to show
                 stack.enter_context(page(dash, shown, token_file=shown_token))
 
-        run(config, lambda: _ground(on, counts(devices, "--devices"), ray_address), schedulers.make_policy(policy), say)
+        run(config, lambda: _ground(on, parse_counts(devices, "--devices"), ray_address), schedulers.make_policy(policy), say)
 
 
 def _reserve(wanted: dict[str, int], server: str, state: str) -> None:

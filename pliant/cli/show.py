@@ -12,17 +12,15 @@ import typer
 from pliant.cli import fed_jobs
 from pliant.cli.cluster_output import (
     JobArgument,
-    JsonFlag,
     ServerFlag,
     StateFlag,
     check_named,
     clock_text,
     connected,
     devices_text,
-    print_json,
-    print_table,
     span_text,
 )
+from pliant.cli.output import JsonFlag, print_json, print_table
 
 if TYPE_CHECKING:
     from pliant.sched.live.jobfile import JobSpec

@@ -8,15 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
-from pliant_repro.cli.bench_output import ended_by_sigterm, wide_console
 from rich import box
 from rich.table import Table
 
 from pliant.cli import completion
-from pliant.cli.amounts import numbers
-from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
-from pliant.cli.progress import shown_progress, shown_waiting
-from pliant.cli.writable import check_picture, check_writable
+from pliant.cli.output import (
+    JsonCommand,
+    JsonFile,
+    check_picture,
+    check_writable,
+    exit_on_sigterm,
+    is_stdout,
+    parse_numbers,
+    save_json,
+    show_progress,
+    show_waiting,
+    wide_console,
+)
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +43,7 @@ WHOLE = 1e5
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("sim", cls=BareJson)(sim)
+    app.command("sim", cls=JsonCommand)(sim)
 
 
 def sim(
@@ -107,7 +115,7 @@ def sim(
     check_picture(plot)
     if processes < 0:
         raise ConfigError(f"--processes {processes}: use 1 or more, or 0 for one on each core")
-    with shown_waiting(f"reading {trace}"):
+    with show_waiting(f"reading {trace}"):
         found = traces.read(trace, form, seed=seed, limit=limit)
     setting = SimulationSetting(
         trace=found,
@@ -117,10 +125,10 @@ def sim(
         restart_s=restart,
         live_pause_s=pause if pause >= 0 else None,
         seed=seed,
-        speeds=tuple(numbers(speed, "--speed").items()),
+        speeds=tuple(parse_numbers(speed, "--speed").items()),
         reservations=tuple(each for text in reserve or () for each in Reservation.parse(text)),
     )
-    with ended_by_sigterm(), shown_progress() as progress:
+    with exit_on_sigterm(), show_progress() as progress:
         outcomes = compare(chosen, setting, processes=processes, progress=progress)
     args = {
         "trace": trace, "format": found.form, "cluster": setting.cluster, "policy": chosen, "interval": interval, "seed": seed,
@@ -129,14 +137,14 @@ def sim(
     }  # fmt: skip
     answer = simulation.result(setting, outcomes, args)
     save_json(answer, json_file)
-    if not is_alone(json_file):
+    if not is_stdout(json_file):
         _print(answer)
     if table_file is not None:
         _write_table(outcomes, table_file)
     if plot is not None:
-        from pliant.cli import cluster_plot
+        from pliant.cli import plotting
 
-        cluster_plot.policies(answer, plot)
+        plotting.policies(answer, plot)
 
 
 def _print(answer: Json) -> None:

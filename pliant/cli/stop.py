@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pliant.cli import completion, fed_jobs
-from pliant.cli.cluster_output import Patient, ServerFlag, StateFlag, await_end, check_named, is_read_by_people
+from pliant.cli.cluster_output import Patient, ServerFlag, StateFlag, await_end, check_named
+from pliant.cli.output import is_read_by_people
 from pliant.errors import LaunchError
 from pliant.launch.duration import parse_duration
 

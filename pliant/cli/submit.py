@@ -10,17 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pliant.cli import completion, fed_jobs
-from pliant.cli.cluster_output import (
-    JsonFlag,
-    Patient,
-    ServerFlag,
-    StateFlag,
-    await_end,
-    connected,
-    is_read_by_people,
-    print_json,
-)
-from pliant.cli.progress import shown_waiting
+from pliant.cli.cluster_output import Patient, ServerFlag, StateFlag, await_end, connected
+from pliant.cli.output import JsonFlag, is_read_by_people, print_json, show_waiting
 from pliant.errors import ConfigError, NameTaken, ServerUnavailable
 
 if TYPE_CHECKING:
@@ -65,7 +56,7 @@ def submit(
         raise ConfigError("no job file: give one or several, as in `pliant submit job.yml`")
     if name and len(files or ()) > 1:
         raise ConfigError(f"--name {name} for {len(files or ())} files: names are unique, so submit them one by one")
-    with shown_waiting("reading the jobs, and what they name"):
+    with show_waiting("reading the jobs, and what they name"):
         jobs, federated = _all_read(files or [], name)
     given: list[JobStatus] = []
     folders = [fed_jobs.resume(resume, is_told=not as_json)] if resume else []

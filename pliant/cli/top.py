@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pliant.cli import keys
-from pliant.cli.cluster_output import print_json
 from pliant.cli.dash import Given
-from pliant.cli.progress import shown_waiting
+from pliant.cli.output import print_json, show_waiting
 from pliant.errors import ConfigError
 from pliant.launch.duration import parse_duration
 
@@ -45,7 +44,7 @@ def top(
     if interval_s < 0.1:
         raise ConfigError(f"--interval {interval}: use 100ms or more")
     console = Console()
-    with shown_waiting("reading the records"):
+    with show_waiting("reading the records"):
         watcher = Watcher(sources(given or []))
         watcher.poll()
     if once or as_json or not console.is_terminal:

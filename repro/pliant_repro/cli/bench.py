@@ -11,14 +11,21 @@ import typer
 from rich.table import Table
 
 from pliant.cli import completion
-from pliant.cli.amounts import check_time
-from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
-from pliant.cli.progress import shown_waiting
-from pliant.cli.writable import check_writable
+from pliant.cli.output import (
+    JsonCommand,
+    JsonFile,
+    check_time,
+    check_writable,
+    exit_on_sigterm,
+    is_stdout,
+    save_json,
+    show_waiting,
+    wide_console,
+)
 from pliant.errors import ConfigError
 from pliant.machine import Json
 from pliant_repro.cli import bench_fed, bench_preemption, bench_priority, bench_training
-from pliant_repro.cli.bench_output import ended_by_sigterm, measured, milliseconds, ratio, wide_console
+from pliant_repro.cli.bench_output import measured, milliseconds, ratio
 
 if TYPE_CHECKING:
     from pliant.comm.topology import Topology
@@ -27,8 +34,8 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     bench = typer.Typer(help="Measure ours beside its peers, interleaved, in one run.", no_args_is_help=True)
-    bench.command("allreduce", cls=BareJson)(allreduce)
-    bench.command("traffic", cls=BareJson)(traffic)
+    bench.command("allreduce", cls=JsonCommand)(allreduce)
+    bench.command("traffic", cls=JsonCommand)(traffic)
     bench_training.register(bench)
     bench_priority.register(bench)
     bench_preemption.register(bench)
@@ -115,7 +122,7 @@ def _dump(graphs: Iterable[tuple[str, int, Topology]], json_file: Path | None) -
     found = [(name, number, graph.reduce_edges, graph.bcast_edges) for name, number, graph in graphs]
     keys = ("strategy", "number", "reduce", "broadcast")
     save_json({"graphs": [dict(zip(keys, each, strict=True)) for each in found]}, json_file)
-    if not is_alone(json_file):
+    if not is_stdout(json_file):
         for name, number, reduce, broadcast in found:
             print(f"{name}[{number}] reduce {_arrows(reduce)}  broadcast {_arrows(broadcast)}")
 
@@ -183,16 +190,16 @@ def traffic(
     if listen is not None and not 0 <= listen < 65536:
         raise ConfigError(f"--listen {listen} is not a port: use a number from 1 to 65535, or 0 for any free one")
     check_writable(json_file)
-    aside = sys.stderr if is_alone(json_file) else None
+    aside = sys.stderr if is_stdout(json_file) else None
     if to is not None:
         target, bits_per_s, count = wire.check_target(to), parse_rate(rate), wire.check_connections(connections)
-        with ended_by_sigterm(), shown_waiting(f"sending to {target} for {seconds:g} s"):
+        with exit_on_sigterm(), show_waiting(f"sending to {target} for {seconds:g} s"):
             done, verb = wire.send(target, bits_per_s, seconds, count), "sent"
     else:
-        with ended_by_sigterm(), shown_waiting(f"taking what comes for {seconds:g} s"):
+        with exit_on_sigterm(), show_waiting(f"taking what comes for {seconds:g} s"):
             done = wire.sink(listen or 0, seconds, lambda where: print(f"listening on {where}", file=aside, flush=True))
         verb = "took"
-    if not is_alone(json_file):
+    if not is_stdout(json_file):
         print(f"{verb} {done.num_bytes / 1e6:.1f} MB in {done.seconds:.2f} s, {done.bits_per_s / 1e6:.1f} Mbit/s")
     args = {"to": to, "listen": listen, "rate": rate, "seconds": seconds, "connections": connections}
     numbers = {"num_bytes": done.num_bytes, "seconds": done.seconds, "bits_per_s": done.bits_per_s}

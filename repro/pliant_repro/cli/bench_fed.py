@@ -10,15 +10,15 @@ import typer
 from rich.table import Table
 
 from pliant.cli import completion
-from pliant.cli.json_output import BareJson, JsonFile
+from pliant.cli.output import JsonCommand, JsonFile, wide_console
 from pliant.errors import ConfigError
 from pliant.machine import Json
-from pliant_repro.cli.bench_output import measured, milliseconds, ratio, wide_console
+from pliant_repro.cli.bench_output import measured, milliseconds, ratio
 
 
 def register(bench: typer.Typer) -> None:
     """Add the command to `bench`."""
-    bench.command("fed", cls=BareJson)(fed)
+    bench.command("fed", cls=JsonCommand)(fed)
 
 
 def fed(

@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 import typer
-from rich.console import Console
 
-from pliant.cli.json_output import is_alone, save_json
-from pliant.cli.progress import shown_progress
-from pliant.cli.writable import check_writable
+from pliant.cli.output import check_writable, exit_on_sigterm, is_stdout, save_json, show_progress, wide_console
 from pliant.machine import Json
-
-PIPED_WIDTH = 120
-"""Of a table that no terminal shows: whoever reads a file or a pipe wants whole numbers."""
-
-
-def wide_console() -> Console:
-    """For tables on stdout."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPED_WIDTH)
-
-
-@contextlib.contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind as Ctrl-C does, so that everything started is ended."""
-
-    def leave(number: int, frame: object) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def measured(
@@ -46,10 +17,10 @@ def measured(
 ) -> None:
     """Measure, keep the result where `--json` says, show it with its remarks; code 1 where it is not ok."""
     check_writable(json_file)
-    with ended_by_sigterm(), shown_progress() as progress:
+    with exit_on_sigterm(), show_progress() as progress:
         result = measure(progress)
     save_json(result, json_file)
-    if not is_alone(json_file):
+    if not is_stdout(json_file):
         show(result)
         for remark in cast("list[str]", result["remarks"]):
             wide_console().print(f"note: {remark}", highlight=False, markup=False)

@@ -8,15 +8,15 @@ from typing import Annotated, cast
 import typer
 from rich.table import Table
 
-from pliant.cli.json_output import BareJson, JsonFile
+from pliant.cli.output import JsonCommand, JsonFile, wide_console
 from pliant.errors import ConfigError
 from pliant.machine import Json
-from pliant_repro.cli.bench_output import measured, milliseconds, wide_console
+from pliant_repro.cli.bench_output import measured, milliseconds
 
 
 def register(bench: typer.Typer) -> None:
     """Add the command to `bench`."""
-    bench.command("preemption", cls=BareJson)(preemption)
+    bench.command("preemption", cls=JsonCommand)(preemption)
 
 
 def preemption(

@@ -12,11 +12,10 @@ import typer
 from rich.table import Table
 
 from pliant.cli import completion
-from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
-from pliant.cli.writable import check_writable
+from pliant.cli.output import JsonCommand, JsonFile, check_writable, is_stdout, save_json, wide_console
 from pliant.errors import ConfigError
 from pliant.machine import Json
-from pliant_repro.cli.bench_output import measured, milliseconds, wide_console
+from pliant_repro.cli.bench_output import measured, milliseconds
 
 Cell = Mapping[str, object]
 _COLUMNS = (
@@ -26,7 +25,7 @@ _COLUMNS = (
 
 def register(bench: typer.Typer) -> None:
     """Add the command to `bench`."""
-    bench.command("priority", cls=BareJson)(priority)
+    bench.command("priority", cls=JsonCommand)(priority)
 
 
 def priority(
@@ -168,7 +167,7 @@ def _validate(path: Path, json_file: Path | None) -> None:
     done = [check for check in checks if check.ok]
     is_well = bool(done) and not failed
     save_json({"validated": str(path), "checks": [asdict(check) for check in checks], "ok": is_well}, json_file)
-    if not is_alone(json_file):
+    if not is_stdout(json_file):
         for check in checks:
             print(check)
         print(f"{len(done)} hold, {len(failed)} do not, {len(checks) - len(done) - len(failed)} not judged")

@@ -9,10 +9,9 @@ import typer
 from rich.table import Table
 
 from pliant.cli import completion
-from pliant.cli.amounts import check_time
-from pliant.cli.json_output import BareJson, JsonFile
+from pliant.cli.output import JsonCommand, JsonFile, check_time, wide_console
 from pliant.machine import Json
-from pliant_repro.cli.bench_output import measured, milliseconds, ratio, wide_console
+from pliant_repro.cli.bench_output import measured, milliseconds, ratio
 
 Cell = Mapping[str, object]
 
@@ -28,10 +27,10 @@ QuickModel = Annotated[str, _models("resnet18", "transformer", "small")]
 
 def register(bench: typer.Typer) -> None:
     """Add the commands to `bench`."""
-    bench.command("train", cls=BareJson)(train)
-    bench.command("replicas", cls=BareJson)(replicas)
-    bench.command("resize", cls=BareJson)(resize)
-    bench.command("recover", cls=BareJson)(recover)
+    bench.command("train", cls=JsonCommand)(train)
+    bench.command("replicas", cls=JsonCommand)(replicas)
+    bench.command("resize", cls=JsonCommand)(resize)
+    bench.command("recover", cls=JsonCommand)(recover)
 
 
 def train(

@@ -19,9 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from pliant.cli.amounts import check_time
-from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
-from pliant.cli.writable import check_writable
+from pliant.cli.output import JsonCommand, JsonFile, check_time, check_writable, is_stdout, save_json
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ FRAMES_PER_S = 4
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("demo", cls=BareJson)(demo)
+    app.command("demo", cls=JsonCommand)(demo)
 
 
 def demo(
@@ -61,17 +59,17 @@ def demo(
         raise ConfigError(f"--png {png}: give a name that ends in .png")
     for file, flag in ((png, "--png"), (json_file, "--json")):
         check_writable(file, flag)
-    console = Console(highlight=False, stderr=is_alone(json_file))
+    console = Console(highlight=False, stderr=is_stdout(json_file))
     begun_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="pliant-demo-") as folder, _ended_by_signals():
         shown = Demo(options, Path(folder))
         with _view(console, shown) as watch:
             verdict = shown.run(watch)
     save_json(_as_json(shown, verdict), json_file)
-    if not is_alone(json_file):
+    if not is_stdout(json_file):
         _print_result(console, shown, verdict)
     picture = _draw(shown, verdict, png)
-    if not is_alone(json_file):
+    if not is_stdout(json_file):
         console.print(f"{picture}; took {time.monotonic() - begun_s:.0f} s", soft_wrap=True, markup=False)
     if not verdict.identical:
         raise typer.Exit(1)

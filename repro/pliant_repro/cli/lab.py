@@ -10,9 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
-from pliant.cli.progress import shown_waiting
-from pliant.cli.writable import check_writable
+from pliant.cli.output import JsonCommand, JsonFile, check_writable, is_stdout, save_json, show_waiting
 from pliant.errors import ConfigError
 from pliant_repro.cli import completion as repro_completion
 from pliant_repro.lab.hosts import Lab, host_index
@@ -31,7 +29,7 @@ def register(app: typer.Typer) -> None:
     lab = typer.Typer(help="Hosts as network namespaces with rate limits (needs root).", no_args_is_help=True)
     lab.command("up")(up)
     lab.command("down")(down)
-    lab.command("list", cls=BareJson)(show)
+    lab.command("list", cls=JsonCommand)(show)
     lab.command("rate")(rate)
     # Options after HOST belong to the program, with or without `--`.
     lab.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(execute)
@@ -50,7 +48,7 @@ def up(
     ended = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, ended)  # from here on they wait for sigtimedwait
     with ExitStack() as up:
-        with shown_waiting(f"making {hosts} hosts"):
+        with show_waiting(f"making {hosts} hosts"):
             up.enter_context(lab.up())
         print(f"lab {lab.name}: {hosts} hosts, {lab.addresses[0]} to {lab.addresses[-1]}, rate {rate}")
         print(f"try: pliant lab exec --name {lab.name} h0 -- ping -c1 {lab.addresses[-1]}", flush=True)
@@ -82,7 +80,7 @@ def down(
     if not everything and name is None and len(found) != 1:
         raise ConfigError(f"there are {len(found)} labs ({', '.join(found) or 'none'}): give a name or --all")
     for each in found if everything or name is None else [name]:
-        with shown_waiting(f"removing {each}"):
+        with show_waiting(f"removing {each}"):
             remove(each)
         print(f"lab {each} removed")
 
@@ -95,7 +93,7 @@ def show(json_file: JsonFile = None) -> None:
     keys = ("host", "address", "rate")
     listed = [{"name": name, "hosts": [dict(zip(keys, each, strict=True)) for each in hosts[name]]} for name in hosts]
     save_json({"labs": listed}, json_file)
-    if is_alone(json_file):
+    if is_stdout(json_file):
         return
     if not found:
         print("no lab; make one with `pliant lab up`")

@@ -17,13 +17,21 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from pliant.cli import completion
-from pliant.cli.cluster_output import is_read_by_people, print_table
-from pliant.cli.json_output import BareJson, JsonFile, is_alone, save_json
-from pliant.cli.progress import moving_line, shown_progress, shown_waiting
-from pliant.cli.writable import check_writable
+from pliant.cli.output import (
+    JsonCommand,
+    JsonFile,
+    check_writable,
+    exit_on_sigterm,
+    is_read_by_people,
+    is_stdout,
+    moving_line,
+    print_table,
+    save_json,
+    show_progress,
+    show_waiting,
+)
 from pliant.errors import ConfigError
 from pliant_repro.cli import completion as repro_completion
-from pliant_repro.cli.bench_output import ended_by_sigterm
 
 if TYPE_CHECKING:
     from pliant.machine import Json
@@ -37,7 +45,7 @@ MARKS = {"here": "", "kept": "~"}
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("reproduce", cls=BareJson)(reproduce)
+    app.command("reproduce", cls=JsonCommand)(reproduce)
 
 
 def reproduce(
@@ -101,10 +109,10 @@ def reproduce(
     if names[0] == REPORT:
         _check_report(names)
         check_writable(json_file)
-        with shown_progress() as progress:
+        with show_progress() as progress:
             path = gather.write(Path(names[1]) if len(names) > 1 else out, watch=progress)
         save_json({"report": str(path)}, json_file)
-        if not is_alone(json_file):
+        if not is_stdout(json_file):
             print(f"wrote {path}")
         return
     chosen = figures.find(names)
@@ -130,8 +138,8 @@ def reproduce(
     _check_out(out, json_file)
     if again:
         kept.forget_parts(out)
-    apart = contextlib.redirect_stdout(sys.stderr) if is_alone(json_file) else contextlib.nullcontext()
-    with ended_by_sigterm(), apart:
+    apart = contextlib.redirect_stdout(sys.stderr) if is_stdout(json_file) else contextlib.nullcontext()
+    with exit_on_sigterm(), apart:
         if len(chosen) == 1 or replot:
             results = [_one(figure, options, out, plot=plot, replot=replot, verbose=verbose) for figure in chosen]
             all_well = all(result["ok"] for result in results)
@@ -159,7 +167,7 @@ def _list(out: Path, json_file: Path | None) -> None:
     found = [kept.standing(out, name) for name in figures.FIGURES]
     listed = [_listed(figures.FIGURES[each.name], each) for each in found]
     save_json({"experiments": listed, "usual_s": sum(each.usual[0] for each in found)}, json_file)
-    if is_alone(json_file):
+    if is_stdout(json_file):
         return
     rows = []
     for each in found:
@@ -205,7 +213,7 @@ def _one(figure: Figure, options: Options, out: Path, *, plot: bool, replot: boo
     _print_result(result, figure.module.table(result))
     files = [str(path)]
     if plot or replot:
-        with shown_waiting(f"drawing {figure.name}"):
+        with show_waiting(f"drawing {figure.name}"):
             figure.module.plot(result, path.with_suffix(".png"))
         files.append(str(path.with_suffix(".png")))
     print(f"wrote {' and '.join(files)}\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import cast
 
-from pliant.cli import cluster_plot, plotting
+from pliant.cli import plotting
 from pliant.machine import Json
 from pliant.sched import compare as simulation
 from pliant_repro.figures.easyscale import cluster_runs
@@ -109,7 +109,7 @@ def plot(result: Json, path: Path) -> None:
                 "paper": [PUBLISHED[name][place] if name in PUBLISHED else None for name in labels],
             }
             plotting.bars(
-                axes, labels, series, {"ours": cluster_plot.COLOURS["easyscale-heter"], "paper": plotting.PAPER}
+                axes, labels, series, {"ours": plotting.POLICY_COLOURS["easyscale-heter"], "paper": plotting.PAPER}
             )
             plotting.log_heights(axes)
             axes.set(ylabel=label)

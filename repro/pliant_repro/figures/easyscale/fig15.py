@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from pliant.cli import cluster_plot, plotting
+from pliant.cli import plotting
 from pliant.machine import Json
 from pliant.sched.compare import PolicyRun
 from pliant.sched.simulate import SimulationOutcome, in_use, summary
@@ -86,16 +86,16 @@ def table(result: Json) -> TableRows:
 
 
 def plot(result: Json, path: Path) -> None:
-    series = cast("dict[str, cluster_plot.Series]", result.get("published", {}))
+    series = cast("dict[str, plotting.Series]", result.get("published", {}))
     caption = "Dashed: the paper. Every start and change of devices is charged 30 s in ours; step times of the paper were not published."
     cells = cast("list[Json]", result["cells"])
     with plotting.picture(path, "GPUs in use over time", caption, panels=len(cells)) as panels:
         for axes, one in zip(panels, cells, strict=True):
             name = str(one["policy"])
-            cluster_plot.in_use(
-                axes, name, cast("cluster_plot.Series", cast("Json", one["ours"])["allocated"]), unit_s=60
+            plotting.devices_in_use(
+                axes, name, cast("plotting.Series", cast("Json", one["ours"])["allocated"]), unit_s=60
             )
             if name in series:
-                cluster_plot.in_use(axes, "paper", series[name], unit_s=60, dashed=True)
+                plotting.devices_in_use(axes, "paper", series[name], unit_s=60, dashed=True)
             axes.set(xlabel="minutes", ylabel="GPUs in use", ylim=(0, 66))
             axes.legend(fontsize=8)
