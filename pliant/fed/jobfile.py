@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -131,6 +132,39 @@ def rounds_text(count: int, why: str, config: FedConfig) -> str:
         "stopped": " until it was told to stop",
     }
     return f"{count} round{'' if count == 1 else 's'}{words.get(why, '')}"
+
+
+def make_job_folder(job: FederatedJob) -> Path:
+    """Make LOG_PATH/logs/NAME/TIME with `aggregator` and `worker`, as the artifact does, and write `job.json` into it.
+
+    Raises:
+        ConfigError: the folder cannot be made, or is another job's.
+    """
+    runs = Path(job.placement.log_path) / "logs" / job.name
+    try:
+        folder = _make_new_folder(runs, job.time)
+        (folder / "job.json").write_text(job.model_dump_json(indent=1))
+        (folder / "aggregator").mkdir()
+        (folder / "worker").mkdir()
+    except OSError as error:
+        where = f"{job.log_path_line}: " if job.log_path_line else ""
+        raise ConfigError(
+            f"{where}log_path {job.placement.log_path}: {error.strerror or error}; give a folder that can be written to"
+        ) from None
+    return folder
+
+
+def _make_new_folder(runs: Path, time_stamp: str) -> Path:
+    """Make a folder named after the time; two jobs of one second get a number."""
+    stamp = time_stamp or time.strftime("%m%d_%H%M%S")
+    for number in range(1000):
+        path = runs / (stamp if not number else f"{stamp}-{number}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+            return path
+        if time_stamp:
+            raise ConfigError(f"{path} is there already: leave time_stamp out, or give another")
+    raise ConfigError(f"{runs}: a thousand jobs began in this second")
 
 
 # --- our form ---
