@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+from collections.abc import Callable
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -59,3 +60,20 @@ def until_signalled(server: uvicorn.Server, listener: socket.socket) -> None:
         signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     thread.start()
     thread.join()
+
+
+class HoldingServer(uvicorn.Server):
+    """Uvicorn that tells when it listens, and that calls `closing` before it stops, so that held requests are answered."""
+
+    def __init__(self, config: uvicorn.Config, closing: Callable[[], object]) -> None:
+        super().__init__(config)
+        self.listening = threading.Event()
+        self._closing = closing
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._closing()
+        await super().shutdown(sockets)

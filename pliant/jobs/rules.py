@@ -13,9 +13,7 @@ from typing import Any
 
 from pliant.errors import CapacityError, ConfigError, NameTaken
 from pliant.sched import planner
-from pliant.sched.job import Job
-from pliant.sched.machines import Cluster
-from pliant.sched.schedulers.base import Changes, Policy
+from pliant.sched.cluster import Changes, Cluster, ScheduledJob, SchedulingPolicy
 from pliant.sched.throughput import Counts, Devices, Throughput, device_key
 
 RESERVE_GRACE_S = 0.4
@@ -198,7 +196,7 @@ class ManagedJob:
         """Whether the job's speed on its devices is known; before that, it gets no more."""
         return self.state == RUNNING and self.asked == self.target and self.throughput.steps_per_s is not None
 
-    def for_policy(self, rank: int, kinds: Counts, total: Counts, now_s: float) -> Job:
+    def for_policy(self, rank: int, kinds: Counts, total: Counts, now_s: float) -> ScheduledJob:
         """Return the job as policies see it; `kinds` and `total` count the devices that are free now, and all there are.
 
         Policies order jobs by their time of submission only, so `rank` takes its place: priority comes before age.
@@ -213,7 +211,7 @@ class ManagedJob:
         least = demand.min
         if demand.rigid:
             least = most = sum(held.values()) or max(1, min(demand.max, total[preferred]))
-        return Job(
+        return ScheduledJob(
             name=self.name,
             submitted_s=float(rank),
             number=rank,
@@ -257,7 +255,7 @@ class SchedulerState:
     """All jobs of a cluster and who has which devices. `now_s` is Unix time, because jobs outlive the scheduler."""
 
     def __init__(
-        self, policy: Policy, devices: Counts, jobs: Iterable[ManagedJob] = (), reserved: Counts | None = None
+        self, policy: SchedulingPolicy, devices: Counts, jobs: Iterable[ManagedJob] = (), reserved: Counts | None = None
     ) -> None:
         self.policy = policy
         self.devices = dict(devices)
@@ -491,7 +489,7 @@ class SchedulerState:
         old, new = job.throughput.known.get(before), job.throughput.steps_per_s
         if old is None or new is None:
             return
-        kept = planner.settled(dict(before), old, job.asked, new)
+        kept = planner.devices_to_keep(dict(before), old, job.asked, new)
         if device_key(kept) == before:
             job.avoided[device_key(job.asked)] = now_s + AVOID_S
             job.target = dict(before)

@@ -46,7 +46,7 @@ from pliant.jobs.status import (
     stored_statuses,
 )
 from pliant.jobs.store import JobStore, StoredJob, check_not_running
-from pliant.sched.schedulers.base import Policy
+from pliant.sched.cluster import SchedulingPolicy
 from pliant.sched.throughput import Counts
 
 log = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ class Scheduler:
     def __init__(
         self,
         backend: Backend,
-        policy: Policy,
+        policy: SchedulingPolicy,
         store: JobStore,
         *,
         interval_s: float = 5.0,
@@ -246,8 +246,9 @@ class Scheduler:
         self._changed = threading.Condition(threading.RLock())
         self._stopping = False
         self._allocate_at_s = 0.0
-        self.busy_at_s = clock()
-        """When the last job was waiting or running, or the last request changed something."""
+        self._busy_at_s = clock()
+        """When a job was last waiting or running."""
+        self._idle: tuple[float, Callable[[], object]] | None = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Scheduler]:
@@ -264,6 +265,11 @@ class Scheduler:
                 self._changed.notify_all()
             thread.join()
             self._backend.close()
+
+    def when_idle(self, after_s: float, act: Callable[[], object]) -> None:
+        """Call `act` once no job has been waiting or running for `after_s`."""
+        with self._changed:
+            self._idle = after_s, act
 
     # --- requests, from any thread ---
 
@@ -284,6 +290,11 @@ class Scheduler:
             others = self._unscheduled()
             mine = [self._status(job) for job in sorted(self._state.jobs.values(), key=lambda job: job.number)]
             return mine + others
+
+    def status(self, name: str) -> JobStatus:
+        """Return the status of a job."""
+        with self._changed:
+            return self._find(name)
 
     def detail(self, name: str) -> JobDetail:
         """Return the status, the history and the specification of a job."""
@@ -486,7 +497,9 @@ class Scheduler:
         for name, kill in list(self._untold.items()):
             self._tell(name, kill=kill)
         if any(not job.is_over for job in self._state.jobs.values()):
-            self.busy_at_s = now_s
+            self._busy_at_s = now_s
+        elif self._idle is not None and now_s - self._busy_at_s > self._idle[0]:
+            self._idle[1]()
 
     def _look_at(self, name: str) -> None:
         handle = self._runs[name]
@@ -537,7 +550,6 @@ class Scheduler:
             reserved=state.reserved,
         )
         self._unsaved = []
-        self.busy_at_s = self._clock()
         for note in notes:
             log.info("job %s: %s", note.job, note.why)
         for action in actions:

@@ -33,7 +33,7 @@ class Throughput:
 
     A step on k devices of one type, each of which hosts up to A = ceil(N/k) replicas, takes A/C seconds. So C, the
     replica-steps per second that the planner uses, is A times the steps per second. C contains the cost of summing as far
-    as k devices show it; where that makes more devices slower, `planner.settled` says to go back.
+    as k devices show it; where that makes more devices slower, `planner.devices_to_keep` says to go back.
     """
 
     replicas: int
