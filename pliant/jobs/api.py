@@ -137,7 +137,7 @@ class JobsApi:
             # The state is read first: what the job prints last may come between the two.
             status = await run_in_threadpool(self._scheduler.status, name)
             text = await run_in_threadpool(read_log, log_path(status), begin)
-            over = status.is_over or not status.folder
+            over = status.is_over
             if text or over or left <= 0 or self._closing or await request.is_disconnected():
                 break
             left -= 1

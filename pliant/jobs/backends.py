@@ -132,7 +132,11 @@ class ProcessRun:
         with open(os.open(self._place / "token", os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             file.write(token)
         kept = {name: value for name, value in environ.items() if name not in NOT_INHERITED}
-        ours = {"PLIANT_TOKEN": token, JOB_NAME: self._run.spec.name, "PLIANT_HOME": str(self._run.directory.parents[1])}
+        ours = {
+            "PLIANT_TOKEN": token,
+            JOB_NAME: self._run.spec.name,
+            "PLIANT_HOME": str(self._run.directory.parents[1]),
+        }
         lock = os.open(self._place / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             # Locked before there is a keeper: whoever looks later sees it held, or a run that was never begun.

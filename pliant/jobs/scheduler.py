@@ -278,7 +278,9 @@ class Scheduler:
         with self._changed:
             self._check_name(spec)
             if isinstance(spec, TrainJob) and spec.hosts:
-                raise ConfigError(f"hosts {spec.hosts}: the scheduler places jobs by itself; use `pliant run -f` instead")
+                raise ConfigError(
+                    f"hosts {spec.hosts}: the scheduler places jobs by itself; use `pliant run -f` instead"
+                )
             folder = make_job_folder(spec) if isinstance(spec, FederatedJob) else self._directory(spec.name)
             self._specs[spec.name], self._folders[spec.name] = spec, str(folder)
             self._do(self._state.submit(demand_of(spec), self._clock()))

@@ -242,7 +242,13 @@ def check_forgettable(status: JobStatus) -> None:
 
 
 def log_path(status: JobStatus) -> Path:
-    """Return the file with the job's output."""
+    """Return the file with the job's output.
+
+    Raises:
+        ConfigError: the job runs in the foreground and prints to its own terminal.
+    """
+    if not status.folder:
+        raise ConfigError(f"{status.name} runs in the foreground: its output is on its own terminal")
     return Path(status.folder) / ("aggregator/log" if status.kind == "federated" else "log")
 
 
