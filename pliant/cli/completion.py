@@ -107,34 +107,26 @@ def _selectors() -> Words:
 def _states() -> Words:
     from typing import get_args
 
-    from pliant.fed.jobs.folders import State as FedState
-    from pliant.sched.live.client import State
+    from pliant.jobs.status import State
 
-    return dict.fromkeys((*get_args(State), *get_args(FedState)))
+    return get_args(State)
 
 
 def _federated() -> Words:
-    from pliant.fed.jobs.folders import Jobs
-
-    return sorted(Jobs.of_user().names())
+    return _jobs("federated")
 
 
-def _jobs() -> Words:
-    from pliant.errors import PliantError
-    from pliant.sched.live.client import LiveClient, find_server
+def _jobs(kind: str = "") -> Words:
+    from pliant.jobs.client import open_jobs
 
-    names = list(_federated())
-    try:
-        with LiveClient(find_server(), timeout_s=ANSWER_S) as client:
-            return [*(job.name for job in client.jobs()), *names]
-    except PliantError:
-        return names
+    with open_jobs(timeout_s=ANSWER_S) as opened:
+        return [job.name for job in opened.jobs() if kind in ("", job.kind)]
 
 
 def _running() -> Words:
-    from pliant.launch.registry import running_jobs
+    from pliant.jobs.store import running_jobs
 
-    return [(job.id, job.command) for job in running_jobs()]
+    return [(run.name, run.command) for run in running_jobs()]
 
 
 strategies = values(_strategies)

@@ -14,14 +14,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pliant.cli import completion, fed_jobs
+from pliant.cli import completion
 from pliant.cli.output import is_read_by_people, print_json, print_table, show_waiting
-from pliant.errors import ConfigError, PliantError
+from pliant.errors import ConfigError, NameTaken, PliantError
 
 if TYPE_CHECKING:
     from pliant.fed.history import History
-    from pliant.fed.jobs.folders import JobFolder
-    from pliant.fed.jobs.job import FedJob
+    from pliant.fed.jobfile import FederatedJob
+    from pliant.jobs.federated import FederatedFolder
 
 
 def register(app: typer.Typer) -> None:
@@ -51,91 +51,119 @@ def run(
     ] = "",
 ) -> None:
     """Run a federated job in the foreground; SIGTERM ends it after its round, Ctrl-C at once."""
-    from pliant.fed.jobs.folders import Jobs
+    from pliant.fed.jobfile import make_job_folder
+    from pliant.jobs.federated import FederatedFolder
 
-    jobs = Jobs.of_user()
     if resume:
         if file is not None or name or workers:
             raise ConfigError("--resume goes on with what was begun: leave file, --name and --workers out")
-        folder = jobs.find(resume)
-        if folder.status().state == "finished":
-            raise ConfigError(f"{resume} has finished: there is nothing to go on with; run it again for a new run")
+        folder = FederatedFolder(_resumable(resume))
     elif file is None:
         raise ConfigError("which job? give its file, as in `pliant fed run conf.yml`")
     else:
         with show_waiting(f"reading {file}, and what it names"):
-            job = _read(file, name, workers)
-            fed_jobs.tell_remarks(job)
-            folder = jobs.create(job if job.is_named else job.renumbered(jobs.names()))
-    raise typer.Exit(_minded(folder))
+            job = _with_checked_name(_read(file, name, workers))
+            for remark in job.remarks:
+                print(f"pliant: {remark}", file=sys.stderr, flush=True)
+            folder = FederatedFolder(make_job_folder(job))
+    raise typer.Exit(_run_in_foreground(folder))
 
 
-def _read(file: Path, name: str, workers: str) -> FedJob:
-    from pliant.fed.jobs.job import Ground
-    from pliant.fed.jobs.jobfile import is_federated, read_fed_job
-    from pliant.yaml_source import YamlSource, validation_messages
+def _resumable(name: str) -> Path:
+    """Return the folder of a job that can go on."""
+    from pliant.jobs.client import open_jobs
 
-    page = YamlSource.read(file)
-    if not is_federated(page):
+    with open_jobs() as opened:
+        job = opened.job(name)
+    if job.kind != "federated":
+        raise ConfigError(f"{name} is a training job: `pliant submit --resume {name}` lets it go on")
+    if job.state == "finished":
+        raise ConfigError(f"{name} has finished: there is nothing to go on with; run it again for a new run")
+    return Path(job.folder)
+
+
+def _with_checked_name(job: FederatedJob) -> FederatedJob:
+    """Return the job under a name that no job in the store has; an ended federated job gives its name to the next one."""
+    from pliant.jobs.client import open_jobs
+
+    with open_jobs() as opened:
+        known = {each.name: each for each in opened.jobs()}
+    if not job.is_named:
+        return job.with_free_name(known)
+    before = known.get(job.name)
+    if before is not None and (before.kind != "federated" or not (before.is_over or before.state == "interrupted")):
+        raise NameTaken(f"the name {job.name} is taken by a job that is {before.state}: stop it first, or give --name")
+    return job
+
+
+def _read(file: Path, name: str, workers: str) -> FederatedJob:
+    from pliant.fed.jobfile import FederatedJob, FedPlacement
+    from pliant.jobs.schema import read_job
+    from pliant.yaml_source import validation_messages
+
+    job = read_job(file, name).job
+    if not isinstance(job, FederatedJob):
         raise ConfigError(
             f"{file}: no federated job: one says `participants: N`, or has the job_conf of Oort's artifact; `pliant submit` takes others"
         )
-    job = read_fed_job(page, name)
     if not workers:
         return job
     from pydantic import ValidationError
 
     try:
-        ground = Ground(**{**job.ground.model_dump(), "workers": workers.split(",")})
+        placement = FedPlacement(**{**job.placement.model_dump(), "workers": workers.split(",")})
     except ValidationError as error:
-        raise ConfigError(f"--{next(iter(validation_messages(error, Ground).values()))}") from None
-    return job.model_copy(update={"ground": ground})
+        raise ConfigError(f"--{next(iter(validation_messages(error, FedPlacement).values()))}") from None
+    return job.model_copy(update={"placement": placement})
 
 
-def _minded(folder: JobFolder) -> int:
-    """Do the job in this process, in the keeper's place; the exit code."""
-    from pliant.fed.jobs.folders import one_line
+def _run_in_foreground(folder: FederatedFolder) -> int:
+    """Run the job in this process, and write into the store how it ended; returns the exit code."""
+    from pliant.fed.jobfile import rounds_text
+    from pliant.jobs.store import foreground_job
 
-    told: list[int] = []
-    with folder.minded(), _signals(told), _shown(folder) as (say, watch):
-        folder.forget_end()
-        folder.note_keeper()
+    job = folder.job()
+    signalled: list[int] = []
+    entry = foreground_job(job.model_dump(mode="json"), job.name, folder.path, folder.record)
+    with entry as stored, _signals(signalled), _shown(folder) as (say, watch):
+
+        def end(state: str, code: int, why: str = "") -> None:
+            stored.update(state=state, exit_code=code, why=why)
+
         try:
-            history = _history(folder, lambda: bool(told), say, watch)
+            history = _history(folder, lambda: bool(signalled), say, watch)
         except PliantError as error:
-            folder.end("failed", 2 if isinstance(error, ConfigError) else 1, str(error))
+            end("failed", 2 if isinstance(error, ConfigError) else 1, str(error))
             raise
         except (Exception, SystemExit) as error:  # such as a function of the user's raises
-            folder.end("failed", 1, one_line(error))
+            end("failed", 1, f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": "))
             with folder.log.open("a") as log:
                 traceback.print_exc(file=log)
             raise
         except KeyboardInterrupt:
-            folder.end("stopped", 130, "ended at once")
-            said = f"pliant: ended; `pliant fed run --resume {folder.job().config.name}` goes on {folder.begin}"
-            print(said, file=sys.stderr)
+            end("stopped", 130, "ended at once")
+            message = f"pliant: ended; `pliant fed run --resume {job.name}` goes on {folder.start_point}"
+            print(message, file=sys.stderr)
             return 130
         stopped = history.why == "stopped"
-        folder.end("stopped" if stopped else "finished", 128 + signal.SIGTERM if stopped else 0)
-    from pliant.fed.jobs.job import rounds_text
-
+        end("stopped" if stopped else "finished", 128 + signal.SIGTERM if stopped else 0)
     best = "" if history.best is None else f"; best accuracy {history.best.accuracy:.2%} in round {history.best.round}"
-    print(f"{rounds_text(len(history.rounds), history.why, folder.job().config)}{best}; {folder.path}")
+    print(f"{rounds_text(len(history.rounds), history.why, job.config)}{best}; {folder.path}")
     return 128 + signal.SIGTERM if stopped else 0
 
 
 def _history(
-    folder: JobFolder, stop: Callable[[], bool], say: Callable[[str], None], watch: Callable[[str, Any], None]
+    folder: FederatedFolder, stop: Callable[[], bool], say: Callable[[str], None], watch: Callable[[str, Any], None]
 ) -> History:
-    from pliant.fed.jobs.server import run
+    from pliant.jobs.federated import run_job
 
     with contextlib.chdir(folder.job().directory):  # where functions that the job names are looked for
-        return run(folder, stop=stop, say=say, watch=watch)
+        return run_job(folder, stop=stop, say=say, watch=watch)
 
 
 @contextlib.contextmanager
-def _signals(told: list[int]) -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+def _signals(signalled: list[int]) -> Iterator[None]:
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signalled.append(number))
     try:
         yield
     finally:
@@ -146,7 +174,7 @@ Shown = tuple[Callable[[str], None], Callable[[str, Any], None]]
 
 
 @contextlib.contextmanager
-def _shown(folder: JobFolder) -> Iterator[Shown]:
+def _shown(folder: FederatedFolder) -> Iterator[Shown]:
     """What to call with lines, and with facts: a line that moves on a terminal, and the tests."""
     console = Console(highlight=False)
     rounds = folder.job().config.rounds

@@ -24,7 +24,7 @@ from pliant.errors import ConfigError, PliantError
 
 COMMANDS = (
     "run", "remote_install", "resize", "config_server",
-    "dash", "top", "fed", "report", "serve", "submit", "list_jobs", "show", "logs", "stop", "forget", "plan", "sim", "doctor",
+    "dash", "top", "fed", "report", "serve", "submit", "jobs", "plan", "sim", "doctor",
 )  # fmt: skip
 PLUGIN_GROUP = "pliant.commands"
 """Entry points in this group add commands: each is a function that takes the Typer application."""

@@ -15,7 +15,7 @@ from pliant.machine import Json
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from pliant.fed.jobs.report import Comparison
+    from pliant.fed.report import Comparison
 
 PAPER = "0.6"
 """Colour of other people's numbers: grey."""
@@ -80,7 +80,7 @@ def log_heights(axes: Axes) -> None:
 
 def accuracy_curves(found: Comparison, path: Path) -> None:
     """Draw the picture of `pliant report`: accuracy over hours of the virtual clock, and over rounds."""
-    from pliant.fed.jobs.report import value_of
+    from pliant.fed.report import value_of
 
     scale = 1 if found.metric == "loss" else 100
     label = found.metric if found.metric == "loss" else f"{found.metric.replace('_', '-')}, %"

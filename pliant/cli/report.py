@@ -13,7 +13,7 @@ from pliant.cli.output import JsonFlag, check_picture, print_json, print_table, 
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pliant.fed.jobs.report import Comparison, Reached
+    from pliant.fed.report import Comparison, TargetReached
 
 COLUMNS = ("job", "selector", "rounds", "best", "final", "at round", "hours", "speedup")
 
@@ -54,8 +54,8 @@ def report(
     as_json: JsonFlag = False,
 ) -> None:
     """How long federated jobs took, on the virtual clock, to reach an accuracy."""
-    from pliant.fed.jobs.perf_files import read_curve
-    from pliant.fed.jobs.report import compare as compared
+    from pliant.fed.report import compare as compared
+    from pliant.fed.report import read_curve
 
     if not jobs:
         raise ConfigError("which jobs? give names, folders or files, as in `pliant report --compare logs/a logs/b`")
@@ -89,9 +89,10 @@ def _path(job: str) -> Path:
     path = Path(job)
     if path.exists() or "/" in job:
         return path
-    from pliant.fed.jobs.folders import Jobs
+    from pliant.jobs.client import open_jobs
 
-    return Jobs.of_user().find(job).path
+    with open_jobs() as opened:
+        return Path(opened.job(job).folder)
 
 
 def _print(found: Comparison) -> None:
@@ -109,7 +110,7 @@ def _print(found: Comparison) -> None:
     print(f"target: {found.metric} {told(found.target)}{by}; hours of the virtual clock")
 
 
-def _row(name: str, run: Reached, told: Callable[[float | None], str]) -> list[str]:
+def _row(name: str, run: TargetReached, told: Callable[[float | None], str]) -> list[str]:
     return [
         name,
         run.curve.about.get("sample_mode", "-"),

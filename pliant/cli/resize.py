@@ -11,8 +11,8 @@ import typer
 from pliant.cli import completion
 from pliant.cli.output import show_waiting
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
+from pliant.jobs.store import START_ONE, choose_run, running_jobs
 from pliant.launch.duration import format_duration, parse_duration
-from pliant.launch.registry import START_ONE, choose, running_jobs
 
 if TYPE_CHECKING:
     from pliant.cluster import View
@@ -77,7 +77,7 @@ def _server(url: str, job: str) -> tuple[str, str]:
     url = url or ("" if job else os.environ.get("PLIANT_CONFIG_SERVER", ""))
     if url:
         return url, token
-    found = choose(running_jobs(), job)
+    found = choose_run(running_jobs(), job)
     return found.config_server, found.token or token
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pliant.cli import completion
-from pliant.cli.cluster_output import ServerFlag, connected, devices_text
+from pliant.cli.connection import ServerFlag, connected, devices_text
 from pliant.cli.embedded import page
 from pliant.cli.output import parse_counts, parse_int
 from pliant.cli.tokens import token_given
@@ -19,9 +19,9 @@ from pliant.errors import ConfigError
 from pliant.launch.duration import parse_duration
 
 if TYPE_CHECKING:
-    from pliant.sched.live.ground import Ground
+    from pliant.jobs.scheduler import Backend
 
-GROUNDS = ("local", "ray")
+BACKENDS = ("local", "ray")
 LIVE_POLICIES = ("easyscale-heter", "easyscale-homo", "yarn-cs-gang", "yarn-cs")
 """Those that need not know how long a job will take."""
 
@@ -65,7 +65,7 @@ def serve(
     ] = "",
     on: Annotated[
         str,
-        typer.Option("--on", metavar="local|ray", help="Where jobs run.", autocompletion=completion.one_of(*GROUNDS)),
+        typer.Option("--on", metavar="local|ray", help="Where jobs run.", autocompletion=completion.one_of(*BACKENDS)),
     ] = "local",
     ray_address: Annotated[
         str,
@@ -80,6 +80,7 @@ def serve(
         ),
     ] = "",
     server: ServerFlag = "",
+    embedded: Annotated[bool, typer.Option("--embedded", hidden=True)] = False,
 ) -> None:
     """Share devices among the jobs of `pliant submit`. Jobs outlive it: start it again, and it takes them up."""
     if reserve:
@@ -87,28 +88,29 @@ def serve(
         return
     if server:
         raise ConfigError(f"--server {server} names a server that runs: add --reserve TYPE=N, or leave it out")
+    from pliant.jobs.api import JobServerConfig
+    from pliant.jobs.api import serve as run
+    from pliant.jobs.store import state_directory
     from pliant.sched import policies as schedulers
-    from pliant.sched.live.client import state_dir
-    from pliant.sched.live.server import LiveConfig
-    from pliant.sched.live.server import serve as run
 
-    if on not in GROUNDS:
-        raise ConfigError(f"--on {on!r} is not known: use {' or '.join(GROUNDS)}")
+    if on not in BACKENDS:
+        raise ConfigError(f"--on {on!r} is not known: use {' or '.join(BACKENDS)}")
     if policy not in LIVE_POLICIES:
         raise ConfigError(f"--policy {policy!r} cannot be used live: use {', '.join(LIVE_POLICIES)}")
-    config = LiveConfig(
-        state=Path(state).absolute() if state else state_dir(),
+    config = JobServerConfig(
+        state=Path(state).absolute() if state else state_directory(),
         host=host,
-        port=parse_int(port, "--port", 9200),
-        token=token_given(token_file),
+        port=0 if embedded else parse_int(port, "--port", 9200),
+        token="" if embedded else token_given(token_file),
         interval_s=parse_duration(interval, "--interval"),
+        embedded=embedded,
     )
     logging.basicConfig(level=logging.INFO, format="[serve] %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # The page's token is the server's: from the file, from PLIANT_TOKEN, or the one that the server keeps.
     shown_token = token_file or ("" if config.token else str(config.state / "token"))
     # This user's own cluster is shown with all else that runs here, as by `pliant list`; another one alone.
-    is_mine = config.state == state_dir() and not os.environ.get("PLIANT_SERVER")
+    is_mine = config.state == state_directory() and not os.environ.get("PLIANT_SERVER")
     shown = "" if is_mine else str(config.state)
     with ExitStack() as stack:
 
@@ -117,7 +119,15 @@ def serve(
             if text.startswith("pliant serve at"):  # from now on there is something to show
                 stack.enter_context(page(dash, shown, token_file=shown_token))
 
-        run(config, lambda: _ground(on, parse_counts(devices, "--devices"), ray_address), schedulers.make_policy(policy), say)
+        given = parse_counts(devices, "--devices")
+        if embedded:
+            on, given, ray_address = _embedded_backend(config.state)
+        run(
+            config,
+            lambda: _backend(config.state, on, given, ray_address, embedded=embedded),
+            schedulers.make_policy(policy),
+            say,
+        )
 
 
 def _reserve(wanted: dict[str, int], server: str, state: str) -> None:
@@ -129,13 +139,29 @@ def _reserve(wanted: dict[str, int], server: str, state: str) -> None:
         print("nothing is reserved: all devices are for jobs")
 
 
-def _ground(on: str, devices: dict[str, int], ray_address: str) -> Ground:
-    if on == "ray":
-        from pliant.sched.live.ray_ground import RayGround
+def _backend(state: Path, on: str, devices: dict[str, int], ray_address: str, *, embedded: bool) -> Backend:
+    from pliant.jobs.backends import LocalBackend, RayBackend
+    from pliant.jobs.store import JobStore
 
-        return RayGround(devices, ray_address)
-    from pliant.sched.live.local import LocalGround
-
-    if not any(devices.values()):
+    if on == "local" and not any(devices.values()):
         raise ConfigError("no devices to give: say how many, as in --devices cpu=4")
-    return LocalGround(devices)
+    backend = RayBackend(devices, ray_address) if on == "ray" else LocalBackend(devices)
+    if not embedded:  # an embedded server that takes up these jobs must have the same devices
+        with JobStore(state) as store:
+            store.set("server", {"on": on, "devices": devices, "ray_address": ray_address})
+    return backend
+
+
+def _embedded_backend(state: Path) -> tuple[str, dict[str, int], str]:
+    """Return the backend of the last server if it has left jobs; else all GPUs, or all processors, of this machine."""
+    from pliant.jobs.store import JobStore
+    from pliant.launch.devices import device_files, visible_devices
+
+    with JobStore(state) as store:
+        last = store.setting("server")
+        is_needed = any(job["state"] not in ("finished", "failed", "stopped") for job in store.jobs(scheduled=True))
+    if last and is_needed:
+        return last["on"], last["devices"], last["ray_address"]
+    if gpus := len(visible_devices(os.environ, device_files())):
+        return "local", {"gpu": gpus}, ""
+    return "local", {"cpu": len(os.sched_getaffinity(0))}, ""

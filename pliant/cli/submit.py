@@ -1,24 +1,24 @@
-"""The `pliant submit` command: hands jobs to the cluster's server; federated ones run by themselves."""
+"""The `pliant submit` command: gives jobs of any kind to the server, which it starts if none runs."""
 
 from __future__ import annotations
 
 import functools
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pliant.cli import completion, fed_jobs
-from pliant.cli.cluster_output import Patient, ServerFlag, StateFlag, await_end, connected
+from pliant.cli import completion
+from pliant.cli.connection import ReconnectingClient, ServerFlag, StateFlag, await_end
 from pliant.cli.output import JsonFlag, is_read_by_people, print_json, show_waiting
-from pliant.errors import ConfigError, NameTaken, ServerUnavailable
+from pliant.errors import ConfigError, NameTaken
 
 if TYPE_CHECKING:
-    from pliant.fed.jobs.folders import JobFolder
-    from pliant.fed.jobs.job import FedJob
-    from pliant.sched.live.client import JobStatus, LiveClient
-    from pliant.sched.live.jobfile import JobFile
+    from pliant.jobs.client import JobsClient
+    from pliant.jobs.schema import JobFile
+    from pliant.jobs.status import JobStatus
 
 TRIES = 100
 
@@ -41,134 +41,129 @@ def submit(
         typer.Option(
             "--resume",
             metavar="NAME",
-            help="A federated job that was interrupted goes on from its checkpoint.",
-            autocompletion=completion.federated,
+            help="Let a job that was stopped, has failed or was interrupted go on from its checkpoint.",
+            autocompletion=completion.jobs,
         ),
     ] = "",
     as_json: JsonFlag = False,
     server: ServerFlag = "",
     state: StateFlag = "",
 ) -> None:
-    """Submit jobs to the cluster, federated ones to this machine; none of them if a file is wrong. Piped: their names."""
+    """Submit jobs; none of them if a file is wrong. Without a server, one is started. Piped: their names."""
     if resume and (files or name):
         raise ConfigError("--resume goes on with what was submitted: leave the file and --name out")
     if not files and not resume:
         raise ConfigError("no job file: give one or several, as in `pliant submit job.yml`")
     if name and len(files or ()) > 1:
         raise ConfigError(f"--name {name} for {len(files or ())} files: names are unique, so submit them one by one")
+    if resume:
+        _check_resumable(resume, server, state)
     with show_waiting("reading the jobs, and what they name"):
-        jobs, federated = _all_read(files or [], name)
-    given: list[JobStatus] = []
-    folders = [fed_jobs.resume(resume, is_told=not as_json)] if resume else []
-    if jobs:
-        given = _to_cluster(jobs, server, state, wait=wait and not federated, as_json=as_json)
-    folders += _by_themselves(federated, server, state, is_told=not as_json)
-    codes = []
-    if wait:
-        is_told = not as_json and is_read_by_people()
-        if given and federated:
-            with Patient(server, state) as patient:
-                given = _awaited(patient, given, is_told=is_told)
-        codes = [code for job in given if (code := _code(job))]
-        codes += [code] if (code := fed_jobs.awaited(folders, is_told=is_told)) else []
+        jobs = _read_all(files or [], name)
+    is_shown = not as_json
+    with ReconnectingClient(server, state, start=True) as client:
+        if resume:
+            given = [client.ask(lambda asked: asked.resume(resume), wait=False)]
+            _print_submitted(given[0], is_shown=is_shown)
+        else:
+            given = _submit_all(client, jobs, is_shown=is_shown)
+        if wait:
+            given = _wait_for_end(client, given, is_shown=is_shown and is_read_by_people())
     if as_json:
-        found: dict[str, object] = {"jobs": [job.model_dump(mode="json") for job in given]}
-        if folders:
-            found["federated"] = [folder.status().model_dump(mode="json") for folder in folders]
-        print_json(found)
-    if codes:
+        print_json({"jobs": [job.model_dump(mode="json") for job in given]})
+    if wait and (codes := [code for job in given if (code := _exit_code(job))]):
         raise typer.Exit(codes[0])
 
 
-def _all_read(files: list[Path], name: str) -> tuple[list[JobFile], list[FedJob]]:
-    """The jobs of all files, and the federated ones; the mistakes of all files are told together."""
-    from pliant.fed.jobs.jobfile import is_federated, read_fed_job
-    from pliant.sched.live.jobfile import read_job
-    from pliant.yaml_source import YamlSource
+def _check_resumable(name: str, server: str, state: str) -> None:
+    """Refuse a name that no job has, before a server is started for it."""
+    from pliant.jobs.client import open_jobs
 
-    jobs, federated, refusals = [], [], []
+    with open_jobs(server, state) as opened:
+        opened.job(name)
+
+
+def _read_all(files: list[Path], name: str) -> list[JobFile]:
+    """Return the jobs of all files; the mistakes of all files are reported together."""
+    from pliant.jobs.schema import read_job
+
+    jobs, refusals = [], []
     for file in files:
         try:
-            page = YamlSource.read(file)
-            if is_federated(page):
-                federated.append(read_fed_job(page, name))
-            else:
-                jobs.append(read_job(page, name))
+            jobs.append(read_job(file, name))
         except ConfigError as error:
             refusals.append(str(error))
     if refusals:
         raise ConfigError("\n".join(refusals))
-    return jobs, federated
+    return jobs
 
 
-def _to_cluster(jobs: list[JobFile], server: str, state: str, *, wait: bool, as_json: bool) -> list[JobStatus]:
-    given: list[JobStatus] = []
-    with Patient(server, state) as patient:
-        patient.ask(functools.partial(_check_names, jobs), wait=False)
-        for job in jobs:
-            given.append(patient.ask(functools.partial(_handed_over, job), wait=False))
-            if not as_json:
-                name, now = given[-1].name, given[-1].state
-                print(f"submitted {name} ({now})" if is_read_by_people() else name, flush=True)
-        return _awaited(patient, given, is_told=not as_json and is_read_by_people()) if wait else given
-
-
-def _by_themselves(federated: list[FedJob], server: str, state: str, *, is_told: bool) -> list[JobFolder]:
-    """Start federated jobs; no name may be a cluster's job's, too: `pliant stop` could mean either."""
-    if not federated:
-        return []
-    taken: set[str] = set()
-    try:
-        with connected(server, state) as client:
-            taken = {job.name for job in client.jobs()}
-    except ServerUnavailable:
-        pass  # they need none
-    for job in federated:
-        if job.is_named and job.config.name in taken:
-            raise ConfigError(
-                f"the name {job.config.name} is taken by a job of the cluster: choose another with --name"
-            )
-    return [fed_jobs.submit(job, taken, is_told=is_told) for job in federated]
-
-
-def _check_names(jobs: list[JobFile], client: LiveClient) -> None:
-    """Refuse names that are taken, before any job is submitted."""
-    taken = {job.name for job in client.jobs()} | fed_jobs.names()
+def _submit_all(client: ReconnectingClient, jobs: list[JobFile], *, is_shown: bool) -> list[JobStatus]:
+    client.ask(functools.partial(_check_names, jobs), wait=False)
+    given = []
     for job in jobs:
-        if job.is_named and job.spec.name in taken:
+        for remark in getattr(job.job, "remarks", ()):
+            print(f"pliant: {remark}", file=sys.stderr, flush=True)
+        given.append(client.ask(functools.partial(_submit_one, job), wait=False))
+        _print_submitted(given[-1], is_shown=is_shown)
+    return given
+
+
+def _print_submitted(job: JobStatus, *, is_shown: bool) -> None:
+    if not is_shown:
+        return
+    where = f", in {job.folder}" if job.kind == "federated" else ""
+    if is_read_by_people():
+        print(f"submitted {job.name} ({job.state}){where}", flush=True)
+    else:
+        print(job.name, flush=True)
+        if where:
+            print(f"pliant: {job.name} is in {job.folder}", file=sys.stderr, flush=True)
+
+
+def _check_names(jobs: list[JobFile], client: JobsClient) -> None:
+    """Refuse names that are taken before any job is submitted; an ended federated job gives its name to the next one."""
+    known = {job.name: job for job in client.jobs()}
+    taken: set[str] = set()
+    for job in jobs:
+        before = known.get(job.name)
+        is_free = before is None or (
+            job.job.kind == before.kind == "federated" and (before.is_over or before.state == "interrupted")
+        )
+        if job.is_named and (not is_free or job.name in taken):
             raise ConfigError(
-                f"the name {job.spec.name} is taken: choose another with --name, or give none for a numbered one"
+                f"the name {job.name} is taken: choose another with --name, or give none for a numbered one"
             )
-        taken |= {job.spec.name} if job.is_named else set()
+        taken |= {job.name} if job.is_named else set()
 
 
-def _handed_over(job: JobFile, client: LiveClient) -> JobStatus:
+def _submit_one(job: JobFile, client: JobsClient) -> JobStatus:
     """Submit under the name in the file, or under the first number that is free."""
     for _ in range(TRIES):
         if not job.is_named:
-            job = job.renumbered({known.name for known in client.jobs()} | fed_jobs.names())
+            job = job.with_free_name({known.name for known in client.jobs()})
         try:
-            return client.submit(job.spec)
+            return client.submit(job.job)
         except NameTaken:
             if job.is_named:
                 raise
-    raise ConfigError(f"{TRIES} names up to {job.spec.name} were taken while we asked: give --name")
+    raise ConfigError(f"{TRIES} names up to {job.name} were taken while we asked: give --name")
 
 
-def _awaited(server: Patient, jobs: list[JobStatus], *, is_told: bool) -> list[JobStatus]:
+def _wait_for_end(client: ReconnectingClient, jobs: list[JobStatus], *, is_shown: bool) -> list[JobStatus]:
     ends: dict[str, JobStatus] = {}
 
     def ended(job: JobStatus) -> None:
         ends[job.name] = job
-        if is_told:
+        if is_shown:
             print(f"{job.name} {job.state}" + (f" with exit code {job.exit_code}" if job.exit_code else ""), flush=True)
 
-    await_end(server, [job.name for job in jobs], math.inf, ended)
+    await_end(client, [job.name for job in jobs], math.inf, ended)
     return [ends[job.name] for job in jobs]
 
 
-def _code(job: JobStatus) -> int:
-    """What a shell is told of the job's end; one that was stopped has not done what was asked."""
+def _exit_code(job: JobStatus) -> int:
+    """Return what a shell is told; a job that was stopped has not done what was asked."""
     if job.exit_code is not None and job.exit_code < 0:
-        return 128 - job.exit_code  # by a signal, as a shell says it
+        return 128 - job.exit_code  # killed by a signal, as a shell says it
     return job.exit_code or (0 if job.state == "finished" else 1)

@@ -1,0 +1,346 @@
+"""The commands `pliant list`, `show`, `logs`, `stop` and `forget`: jobs of any kind, with or without a running server."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from pliant.cli import completion
+from pliant.cli.connection import (
+    ReconnectingClient,
+    ServerFlag,
+    StateFlag,
+    await_end,
+    check_named,
+    clock_text,
+    devices_text,
+    print_for_people,
+)
+from pliant.cli.output import JsonFlag, is_read_by_people, print_json, print_table, show_waiting
+from pliant.errors import ConfigError, LaunchError
+from pliant.launch.duration import parse_duration, span_text
+
+if TYPE_CHECKING:
+    from pliant.jobs.client import JobsClient, StoredJobs
+    from pliant.jobs.status import ClusterStatus, JobDetail, JobStatus, LogPart
+
+COLUMNS = ("name", "state", "devices", "replicas", "step", "steps/s", "age", "why")
+NUMBERS = ("replicas", "step", "steps/s", "age")
+HOLD_S = 30.0
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", show_default=False, help="The job.", autocompletion=completion.jobs)
+]
+NamesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="NAME", show_default=False, help="Jobs.", autocompletion=completion.jobs),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `app`."""
+    app.command("list")(list_jobs)
+    app.command("show")(show)
+    app.command("logs")(logs)
+    app.command("stop")(stop)
+    app.command("forget")(forget)
+
+
+def _opened(server: str, state: str) -> JobsClient | StoredJobs:
+    from pliant.jobs.client import StoredJobs, open_jobs
+
+    found = open_jobs(server, state)
+    if isinstance(found, StoredJobs) and found.ended is not None:
+        url, pid = found.ended.url, found.ended.pid
+        print(
+            f"pliant: the server at {url} (pid {pid}) has ended; its jobs run on: start `pliant serve` again",
+            file=sys.stderr,
+        )
+    return found
+
+
+# --- list ---
+
+
+def list_jobs(
+    only: Annotated[
+        str,
+        typer.Option(
+            "--only", metavar="STATE,...", help="Jobs in these states only.", autocompletion=completion.states
+        ),
+    ] = "",
+    names: Annotated[bool, typer.Option("-q", "--quiet", help="Names only, one per line.")] = False,
+    as_json: JsonFlag = False,
+    server: ServerFlag = "",
+    state: StateFlag = "",
+) -> None:
+    """List jobs, the first submitted first. Piped: columns with tabs, and no heading."""
+    wanted = _states(only)
+    with _opened(server, state) as opened:
+        jobs = [job for job in opened.jobs() if not wanted or job.state in wanted]
+        cluster = None if names else opened.cluster()
+    if as_json:
+        shown = {} if cluster is None else {"cluster": cluster.model_dump(mode="json")}
+        print_json({"jobs": [job.model_dump(mode="json") for job in jobs]} | shown)
+        return
+    if names:
+        for job in jobs:
+            print(job.name)
+        return
+    now_s = time.time()
+    if jobs or not is_read_by_people():
+        print_table(COLUMNS, [_row(job, now_s) for job in jobs], NUMBERS, cut=True)
+    else:
+        print(f"no jobs{' in these states' if wanted else ''}; `pliant submit job.yml` starts one")
+    if cluster is not None:
+        print_for_people(_cluster_line(cluster))
+
+
+def _row(job: JobStatus, now_s: float) -> list[str]:
+    return [
+        job.name,
+        job.state,
+        devices_text(job.devices),
+        str(job.replicas or "-"),
+        "-" if job.step is None else str(job.step),
+        "-" if job.steps_per_s is None else f"{job.steps_per_s:.3g}",
+        span_text((job.ended_s or now_s) - job.submitted_s),
+        "; ".join(filter(None, [_federated_text(job), job.why])) or "-",
+    ]
+
+
+def _federated_text(job: JobStatus) -> str:
+    """Return the progress of a federated job; empty for other kinds."""
+    if (done := job.federated) is None:
+        return ""
+    accuracy = "" if done.accuracy is None else f", accuracy {done.accuracy:.2%}"
+    return f"round {done.round} of {done.rounds}{accuracy}, {done.clock_s / 3600:.2f} h"
+
+
+def _cluster_line(cluster: ClusterStatus) -> str:
+    """Return such as `cpu: 4 devices, 1 free, 2 reserved`."""
+    parts = []
+    for kind, count in cluster.devices.items():
+        reserved = cluster.reserved.get(kind, 0)
+        parts.append(
+            f"{kind}: {count} devices, {cluster.free.get(kind, 0)} free"
+            + (f", {reserved} reserved" if reserved else "")
+        )
+    return "; ".join(parts) or "no devices"
+
+
+def _states(only: str) -> set[str]:
+    from pliant.jobs.status import State
+
+    wanted = {word.strip() for word in only.split(",") if word.strip()}
+    if strange := wanted - set(get_args(State)):
+        raise ConfigError(f"--only {', '.join(sorted(strange))}: no such state; use {', '.join(get_args(State))}")
+    return wanted
+
+
+# --- show ---
+
+
+def show(name: NameArgument = "", as_json: JsonFlag = False, server: ServerFlag = "", state: StateFlag = "") -> None:
+    """Show one job: its state, and what was decided about it, and when."""
+    check_named(name)
+    with _opened(server, state) as opened:
+        job = opened.job(name)
+    if as_json:
+        print_json(job.model_dump(mode="json"))
+        return
+    now_s = time.time()
+    print_table(("", ""), [*_facts(job, now_s), *_spec_rows(job.spec or {})])
+    if job.events:
+        print()
+        print_table(
+            ("at", "what", "why"), [(clock_text(event.at, now_s), event.what, event.why) for event in job.events]
+        )
+
+
+def _facts(job: JobDetail, now_s: float) -> list[tuple[str, str]]:
+    begun_s = job.started_s if job.started_s is not None else job.submitted_s
+    facts = [
+        ("name", job.name),
+        ("state", job.state + (f" (exit code {job.exit_code})" if job.exit_code is not None else "")),
+        ("why", job.why or "-"),
+        ("devices", devices_text(job.devices)),
+    ]
+    if (done := job.federated) is not None:
+        facts += [
+            ("workers", ", ".join(done.workers) or "none: the coordinator trains"),
+            ("round", f"{done.round} of {done.rounds}, {done.participants} participants in each"),
+            ("virtual clock", f"{done.clock_s / 3600:.2f} h"),
+            ("accuracy", "-" if done.accuracy is None else f"{done.accuracy:.2%}"),
+        ]
+    else:
+        facts += [
+            ("replicas", f"{job.replicas or '-'} on {job.workers} workers"),
+            ("step", "-" if job.step is None else str(job.step)),
+            ("steps/s", "-" if job.steps_per_s is None else f"{job.steps_per_s:.3g}"),
+        ]
+    return [
+        *facts,
+        ("submitted", clock_text(job.submitted_s, now_s)),
+        ("started", clock_text(job.started_s, now_s)),
+        ("ended", clock_text(job.ended_s, now_s)),
+        ("took", span_text((job.ended_s or now_s) - begun_s)),
+        *([("folder", job.folder)] if job.folder else []),
+    ]
+
+
+def _spec_rows(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what a train job's file says, as far as it is not the default."""
+    if not spec or spec.get("kind") == "federated":
+        return []
+    from pliant.jobs.schema import TrainJob
+
+    job = TrainJob.model_validate(spec)
+    said = job.model_dump(mode="json", exclude={"name", "kind", "replicas"}, exclude_defaults=True)
+    shown = {**said, "program": shlex.join([job.program, *job.args]), "min": job.min, "max": job.max}
+    shown.pop("args", None)
+    return [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in shown.items()]
+
+
+# --- logs ---
+
+
+def logs(
+    name: NameArgument = "",
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job has ended.")] = False,
+    lines: Annotated[str, typer.Option("-n", "--lines", metavar="N", help="Begin with the last N lines only.")] = "",
+    server: ServerFlag = "",
+    state: StateFlag = "",
+) -> None:
+    """Print the job's output. With -f also what comes; a server that restarts meanwhile is waited for."""
+    from pliant.jobs.client import StoredJobs, open_jobs
+
+    last = _line_count(lines)
+    check_named(name)
+    with open_jobs(server, state) as opened:
+        if isinstance(opened, StoredJobs):
+            _print_logs(functools.partial(_stored_part, opened, name), last, follow=follow)
+            return
+    with ReconnectingClient(server, state) as client:
+        client.ask(lambda asked: asked.job(name), wait=False)
+        _print_logs(functools.partial(_server_part, client, name), last, follow=follow)
+
+
+def _stored_part(jobs: StoredJobs, name: str, begin: int, wait_s: float) -> LogPart:
+    return jobs.logs(name, begin, wait_s)
+
+
+def _server_part(client: ReconnectingClient, name: str, begin: int, wait_s: float) -> LogPart:
+    return client.ask(lambda asked: asked.logs(name, begin, wait_s))
+
+
+def _print_logs(read: functools.partial[LogPart], last: int | None, *, follow: bool) -> None:
+    for part in _existing_parts(read, last):
+        _write(part.text)
+    while follow and (not part.over or part.text):
+        part = read(part.end, HOLD_S)
+        _write(part.text)
+
+
+def _existing_parts(read: functools.partial[LogPart], last: int | None) -> Iterator[LogPart]:
+    """Yield what there is by now, or its last lines."""
+    part = read(0, 0.0)
+    kept = ""
+    while part.text:
+        if last is None:
+            yield part
+        else:
+            kept = "".join((kept + part.text).splitlines(keepends=True)[-last:]) if last else ""
+        part = read(part.end, 0.0)
+    yield part.model_copy(update={"text": kept})
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _line_count(text: str) -> int | None:
+    if not text:
+        return None
+    if not text.isascii() or not text.isdecimal() or len(text) > 9:
+        raise ConfigError(f"-n {text!r} is not a number of lines: use 0 or more")
+    return int(text)
+
+
+# --- stop and forget ---
+
+
+def stop(
+    names: NamesArgument = None,
+    kill: Annotated[bool, typer.Option("--kill", help="At once, not after the step they are in.")] = False,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Return only when they have ended.")] = True,
+    timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="How long to wait.")] = "60s",
+    server: ServerFlag = "",
+    state: StateFlag = "",
+) -> None:
+    """End jobs in good order: each finishes its step, or its round. None of them if a name is unknown."""
+    check_named(*(names or ("",)))
+    deadline_s = time.monotonic() + parse_duration(timeout, "--timeout")
+    with _opened(server, state) as opened:
+        found = [opened.job(name) for name in dict.fromkeys(names or ())]
+    for job in found:
+        if job.is_over:
+            print_for_people(f"{job.name} has ended before ({job.state})")
+    foreground = [job.name for job in found if not job.is_over and not job.scheduled]
+    scheduled = [job.name for job in found if not job.is_over and job.scheduled]
+    late = _stop_foreground(foreground, deadline_s, kill=kill, wait=wait)
+    if scheduled:
+        with ReconnectingClient(server, state, start=True) as client:
+            for name in scheduled:
+                client.ask(functools.partial(_tell_to_stop, name, kill))
+            late += await_end(client, scheduled, deadline_s, _print_end) if wait else []
+    if late:
+        raise LaunchError(
+            f"still running after {timeout}: {', '.join(late)}; they were told to end, --kill does not wait for their step"
+        )
+
+
+def _tell_to_stop(name: str, kill: bool, client: JobsClient) -> None:
+    client.stop(name, kill=kill)
+
+
+def _stop_foreground(names: list[str], deadline_s: float, *, kill: bool, wait: bool) -> list[str]:
+    """Tell foreground runs to end; returns those that still run at the deadline."""
+    from pliant.jobs.client import open_jobs, stop_foreground
+
+    left = [name for name in names if stop_foreground(name, kill=kill)]
+    with show_waiting("each finishes its step"):
+        while wait and left and time.monotonic() < deadline_s:
+            with open_jobs() as opened:
+                running = {job.name for job in opened.jobs() if job.state == "running"}
+            for name in [name for name in left if name not in running]:
+                left.remove(name)
+                print_for_people(f"{name} has ended")
+            time.sleep(0.1 if left else 0)
+    return left if wait else []
+
+
+def _print_end(job: JobStatus) -> None:
+    unit = "step" if job.federated is None else "round"
+    print_for_people(f"{job.name} {job.state}" + (f" after {unit} {job.step}" if job.step is not None else ""))
+
+
+def forget(names: NamesArgument = None, server: ServerFlag = "", state: StateFlag = "") -> None:
+    """Take jobs that have ended off the list; their files stay. None of them if a name is unknown, or one runs."""
+    from pliant.jobs.status import check_forgettable
+
+    check_named(*(names or ("",)))
+    with _opened(server, state) as opened:
+        found = [opened.job(name) for name in dict.fromkeys(names or ())]
+        for job in found:
+            check_forgettable(job)
+        for job in found:
+            opened.forget(job.name)
+            print_for_people(f"{job.name} is off the list; its files stay in {job.folder}")
