@@ -330,6 +330,7 @@ def run(
 
 
 def _launch(options: RunOptions) -> int:
+    from pliant.jobs.store import registered
     from pliant.launch.output import Console
     from pliant.launch.plan import Machine, describe, make_plan
     from pliant.launch.runner import launch
@@ -343,7 +344,7 @@ def _launch(options: RunOptions) -> int:
         for line in describe(plan, machine):
             log.info("%s", line)
     try:
-        outcome = launch(plan, machine)
+        outcome = launch(plan, machine, register=registered)
     except KeyboardInterrupt:
         return 130  # before there were workers; later it is an event like any other
     if outcome.summary:

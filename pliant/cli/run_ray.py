@@ -65,6 +65,7 @@ def check_place(on: str, address: str, devices: str) -> bool:
 
 def on_ray(ctx: typer.Context, options: RunOptions, *, address: str, devices: str, directory: str) -> int:
     """Run what `options` say on the Ray cluster at `address`; the exit code."""
+    from pliant.jobs.store import registered
     from pliant.launch.on_ray.driver import RayJob
     from pliant.launch.on_ray.run import run_on_ray
     from pliant.launch.plan import find_command
@@ -99,7 +100,7 @@ def on_ray(ctx: typer.Context, options: RunOptions, *, address: str, devices: st
         resumes=bool(options.checkpoint_dir),
     )
     try:
-        return run_on_ray(job)
+        return run_on_ray(job, register=registered)
     except KeyboardInterrupt:
         return 130  # before there were workers; later it is an event like any other
 

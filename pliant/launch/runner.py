@@ -24,7 +24,6 @@ from pliant.launch.events import Arrived, Rolled, Tell
 from pliant.launch.inbox import Inbox
 from pliant.launch.plan import LaunchPlan, Machine, first_view
 from pliant.launch.ports import bind_ports
-from pliant.launch.registry import registered
 from pliant.launch.secret import job_secret
 from pliant.launch.supervisor import TIMEOUT_EXIT, Supervisor
 from pliant.launch.watch import Follower, follower
@@ -42,8 +41,16 @@ class Outcome:
     """The last line for the user; empty where a failure has been told already."""
 
 
-def launch(plan: LaunchPlan, machine: Machine, clock: Callable[[], float] = time.monotonic) -> Outcome:
+def launch(
+    plan: LaunchPlan,
+    machine: Machine,
+    clock: Callable[[], float] = time.monotonic,
+    *,
+    register: Callable[..., contextlib.AbstractContextManager[object]] | None = None,
+) -> Outcome:
     """Run the job's part of this host to its end. Call it from the main thread.
+
+    `register` lists the job for the time of a block (`jobs.store.registered`), so that `pliant resize` finds it.
 
     Raises:
         ConfigError, LaunchError: before any worker was started, with the reason.
@@ -96,9 +103,9 @@ def launch(plan: LaunchPlan, machine: Machine, clock: Callable[[], float] = time
             port = stack.enter_context(serve_state(plan.self_host, options.debug_port, crew.state))
             log.info("state at http://%s/", Worker(plan.self_host, port))
         _give_first_view(plan, ports, inbox, followed)
-        if plan.is_head and followed.url and options.init_version >= 0:
+        if register is not None and plan.is_head and followed.url and options.init_version >= 0:
             stack.enter_context(
-                registered(
+                register(
                     followed.url,
                     options.program,
                     host=plan.self_host,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pliant.launch.registry import start_ticks
+from pliant.child import start_ticks
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from patience import until
-
 from pliant.cli.cluster_output import devices_text, span_text
+
 from pliant.errors import ConfigError, ServerUnavailable
 from pliant.sched.live.client import LiveClient, Server, find_server, state_dir
 

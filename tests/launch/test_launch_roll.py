@@ -34,7 +34,7 @@ from pliant.launch.events import (
     Tick,
     Verdict,
 )
-from pliant.launch.registry import running_jobs
+from pliant.jobs.store import running_jobs
 from pliant.launch.replacement import Replacements
 from pliant.launch.supervisor import Supervisor
 

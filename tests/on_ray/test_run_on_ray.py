@@ -19,9 +19,9 @@ from patience import open_gate, until
 from subject import compare, history
 from two_nodes import CPUS, HEAD, OTHER, PATIENCE_S, Nodes
 
+from pliant.child import start_ticks
 from pliant.errors import ConfigError
 from pliant.launch.on_ray.cluster import connected
-from pliant.launch.registry import start_ticks
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 

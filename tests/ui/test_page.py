@@ -15,7 +15,7 @@ from patience import until
 from playwright.sync_api import Error as PlaywrightError
 
 from pliant.elastic.client import ConfigClient
-from pliant.launch.registry import running_jobs
+from pliant.jobs.store import running_jobs
 
 PROGRAM = Path(__file__).with_name("job_program.py")
 LAST_X = """() => {
@@ -62,7 +62,7 @@ def test_a_real_job_is_watched_resized_and_stopped(home: Home, browser: Browser,
     job = until(
         lambda: next((each for each in running_jobs(home.environ) if str(tmp_path) in each.record), None), "the job"
     )
-    page.locator(".job", has_text=job.id).click()
+    page.locator(".job", has_text=job.name).click()
     assert page.locator(".chip").first.inner_text() in ("running", "starting")
 
     # The curve moves while the job trains.

@@ -13,6 +13,7 @@ import logging
 import queue
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from pliant.elastic.client import ConfigClient
@@ -23,7 +24,6 @@ from pliant.launch.duration import format_duration
 from pliant.launch.on_ray import cluster
 from pliant.launch.on_ray.driver import Driver, Event, RayJob
 from pliant.launch.output import Console
-from pliant.launch.registry import registered
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +32,12 @@ JOB_FILE = "ray-job"
 killed, or Ray is gone, and something of the job may still live."""
 
 
-def run_on_ray(job: RayJob) -> int:
+def run_on_ray(
+    job: RayJob, *, register: Callable[..., contextlib.AbstractContextManager[object]] | None = None
+) -> int:
     """Run the job to its end; the exit code. Call it from the main thread.
+
+    `register` lists the job for the time of a block (`jobs.store.registered`), so that `pliant resize` finds it.
 
     Raises:
         ConfigError, LaunchError: before any worker was started, with the reason.
@@ -53,10 +57,11 @@ def run_on_ray(job: RayJob) -> int:
         )
         server = stack.enter_context(ConfigServer(config).running())
         client = stack.enter_context(ConfigClient(server.url, token))
-        known = registered(
-            server.url, job.program, host=config.host, token=token, record=job.record, environ=job.environ
-        )
-        stack.enter_context(known)
+        if register is not None:
+            known = register(
+                server.url, job.program, host=config.host, token=token, record=job.record, environ=job.environ
+            )
+            stack.enter_context(known)
         log.info("config server at %s", server.url)
         if job.state_file:
             # First this: who waits for the other file finds both.

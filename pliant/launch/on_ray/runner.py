@@ -23,10 +23,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pliant import child
+from pliant.child import start_ticks
 from pliant.launch import guardian, state_file
 from pliant.launch.ports import listen_on
 from pliant.launch.processes import script
-from pliant.launch.registry import start_ticks
 from pliant.launch.ssh import FAR_END, Letter
 
 CHUNK_BYTES = 64 << 10

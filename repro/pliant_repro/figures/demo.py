@@ -22,7 +22,7 @@ from pathlib import Path
 from pliant import child
 from pliant.elastic.client import ConfigClient
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
-from pliant.launch.registry import running_jobs
+from pliant.jobs.store import running_jobs
 from pliant_repro.figures import images
 from pliant_repro.figures.ledger import Change, Ledger, Verdict, compare
 
