@@ -13,6 +13,7 @@ from launching import Launcher, Runner
 from pliant.cluster import View, Worker
 from pliant.elastic.client import ConfigClient
 from pliant.elastic.roll import Roll
+from pliant.jobs.store import running_jobs
 from pliant.launch.events import (
     Action,
     Arrived,
@@ -34,7 +35,6 @@ from pliant.launch.events import (
     Tick,
     Verdict,
 )
-from pliant.jobs.store import running_jobs
 from pliant.launch.replacement import Replacements
 from pliant.launch.supervisor import Supervisor
 
