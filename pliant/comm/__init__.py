@@ -1,4 +1,4 @@
-"""Collectives between the workers of a view: topologies and orders as pure values, and the engine that carries them out.
+"""Collectives between the workers of a view: pure topologies, orders and plans, and the engine that carries them out.
 
-Tensors in, sums out: what a gradient, a replica or a step is, nobody knows here.
+The package knows tensors and ranks. It does not know what a gradient, a replica's state or a training step is.
 """

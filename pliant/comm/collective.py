@@ -1,15 +1,8 @@
-"""What peers say of a collective, matched with what was submitted here; what comes too early is kept until it is.
+"""The state machine of all collectives of one rank in one view: frames and submissions in, folds and frames out.
 
-By channel, number and slice: nobody waits for a global order, and there is no coordinator. Engine's thread
-only. What is done with operands that are all there is `steps`' business.
-
-The engine's mind: frames and submissions in, folds and frames out. One thread, no waiting.
-
-Message-driven: a step of a plan is taken when its operands are there; nobody waits for a global order,
-and there is no coordinator. Here everything comes in, and here it is decided what the loss of a worker
-and the end of a view mean; the parts do the rest: `matching` what peers say, `steps` the folding,
-`delivery` what is sent, `ledger` what has ended. `comm.reactor` owns the thread and the sockets'
-readiness. A core lives as long as its view; memory, links and the store are the station's, and outlive it.
+It is message-driven: a step of a plan is taken when its operands are there. Nobody waits for a global order, and there
+is no coordinator. It runs on one thread, which `comm.reactor` owns, and never blocks. It lives as long as its view;
+memory, links and stored tensors belong to the transport and outlive it.
 """
 
 from __future__ import annotations
@@ -21,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pliant.comm.execution import Delivery, Intake, Ledger, Steps
+from pliant.comm.execution import OpenOperations, ReceiveBuffers, SliceSender, StepRunner
 from pliant.comm.frames import (
     FINISHED,
     KIND,
@@ -32,181 +25,196 @@ from pliant.comm.frames import (
     SPEC,
     TAGGED,
     Frame,
-    Kind,
+    FrameKind,
     header,
     unpack_places,
 )
 from pliant.comm.kernels import dtype_of
-from pliant.comm.memory import Landing, SharedMemory, Span, Store
-from pliant.comm.operations import ARRIVED, Known, Operation
-from pliant.comm.peers import Answer, Answered, Notices, Peers, Pings, Reach, Requests, Vocabulary
-from pliant.comm.plan import Spec, Step
+from pliant.comm.memory import OperandBuffer, SharedMemory, Span, TensorStore
+from pliant.comm.operations import ARRIVED, Operation, RegisteredSpec
+from pliant.comm.peers import (
+    NoticeBatch,
+    OnPong,
+    OnResponse,
+    Peers,
+    Pings,
+    SharedMemoryMap,
+    SpecRegistry,
+    TensorRequests,
+)
+from pliant.comm.plan import SliceStep, Spec
 from pliant.errors import CommError, Mismatch
 
 if TYPE_CHECKING:
     from pliant.cluster import View
-    from pliant.comm.connection import Link
-    from pliant.comm.telemetry import Watcher
+    from pliant.comm.connection import PeerLink
+    from pliant.comm.telemetry import SliceWatcher
+
+log = logging.getLogger(__name__)
 
 
-class Matching:
-    """Frames about collectives in, operands and results in their places."""
+class FrameMatcher:
+    """Matches frames about collectives with submitted operations, and puts operands and results in their places.
+
+    Frames are matched by channel, number and slice. A frame that comes before the operation is submitted here is kept
+    until it is.
+    """
 
     def __init__(
         self,
         peers: Peers,
         memory: SharedMemory,
-        vocabulary: Vocabulary,
-        reach: Reach,
-        ledger: Ledger,
-        delivery: Delivery,
-        steps: Steps,
+        specs: SpecRegistry,
+        memory_map: SharedMemoryMap,
+        operations: OpenOperations,
+        sender: SliceSender,
+        runner: StepRunner,
     ) -> None:
         self.early_errors: dict[int, CommError] = {}
-        """Of collectives that have failed elsewhere before they were submitted here."""
+        """Errors of operations that failed on a peer before they were submitted here."""
         self._peers = peers
         self._memory = memory
-        self._vocabulary = vocabulary
-        self._reach = reach
-        self._ledger = ledger
-        self._open = ledger.open
-        self._delivery = delivery
-        self._steps = steps
-        self._runnable = steps.runnable
+        self._specs = specs
+        self._memory_map = memory_map
+        self._operations = operations
+        self._by_key = operations.by_key
+        self._sender = sender
+        self._runner = runner
+        self._runnable = runner.runnable
         self._early: dict[int, list[Callable[[], None]]] = {}
-        self._early_offers: dict[int, list[tuple[Link, Known, int, int]]] = {}
+        self._early_offers: dict[int, list[tuple[PeerLink, RegisteredSpec, int, int]]] = {}
 
-    def catch_up(self, operation: Operation) -> None:
-        """A collective has begun here: take what has come for it before."""
+    def replay_early(self, operation: Operation) -> None:
+        """Handle the frames that came before this operation was submitted here."""
         key = operation.key
         if key in self._early_offers:
-            for link, known, arena, offset in self._early_offers.pop(key):
-                if operation.program.known is known:
-                    self._offered(operation, link, arena, offset)
+            for link, registered, arena, offset in self._early_offers.pop(key):
+                if operation.compiled.registered is registered:
+                    self._on_offer(operation, link, arena, offset)
                 elif not operation.failed:
-                    self._disagree(operation, link, known.spec)
+                    self._fail_mismatch(operation, link, registered.spec)
         if key in self._early:
-            for arrival in self._early.pop(key):
-                arrival()
+            for replay in self._early.pop(key):
+                replay()
 
     def close(self) -> None:
-        """The view is left: nothing that came early begins any more."""
+        """Drop the early frames, because the view is left."""
         self._early.clear()
         self._early_offers.clear()
 
-    def _match(self, link: Link, number: int, seq: int, act: Callable[[Operation], None]) -> None:
-        """Let `act` happen on the operation that a frame speaks of, now or when it is submitted."""
-        known = self._vocabulary.theirs[link.rank].get(number)
-        if known is None:
-            raise _unexplained(number)
-        key = known.channel << 32 | seq
-        operation = self._open.get(key)
+    def _match(self, link: PeerLink, number: int, seq: int, act: Callable[[Operation], None]) -> None:
+        """Call `act` with the operation that a frame refers to, now or when it is submitted."""
+        registered = self._specs.by_peer[link.rank].get(number)
+        if registered is None:
+            raise _undefined(number)
+        key = registered.channel << 32 | seq
+        operation = self._by_key.get(key)
         if operation is None:
             self._early.setdefault(key, []).append(lambda: self._match(link, number, seq, act))
-        elif operation.program.known is not known:
-            self._disagree(operation, link, known.spec)
+        elif operation.compiled.registered is not registered:
+            self._fail_mismatch(operation, link, registered.spec)
         else:
             act(operation)
 
     # --- memory of this host ---
 
-    def on_offers(self, link: Link, payload: bytes) -> None:
-        """A peer says where its memory lies, for one collective after the other."""
-        theirs, operations = self._vocabulary.theirs[link.rank], self._open
-        # `_match` in place: there are as many as tensors, and most of a step's are here before ours are.
+    def on_offers(self, link: PeerLink, payload: bytes) -> None:
+        """Handle a batch of offers: places of a peer's memory, one per operation."""
+        theirs, operations = self._specs.by_peer[link.rank], self._by_key
+        # `_match` inlined: there are as many offers as tensors, and most of a step's come before our own submission.
         for number, seq, arena, offset in OFFERED.iter_unpack(payload):
-            known = theirs.get(number)
-            if known is None:
-                raise _unexplained(number)
-            key = known.channel << 32 | seq
+            registered = theirs.get(number)
+            if registered is None:
+                raise _undefined(number)
+            key = registered.channel << 32 | seq
             operation = operations.get(key)
             if operation is None:
-                self._early_offers.setdefault(key, []).append((link, known, arena, offset))
-            elif operation.program.known is not known:
-                self._disagree(operation, link, known.spec)
+                self._early_offers.setdefault(key, []).append((link, registered, arena, offset))
+            elif operation.compiled.registered is not registered:
+                self._fail_mismatch(operation, link, registered.spec)
             else:
-                self._offered(operation, link, arena, offset)
+                self._on_offer(operation, link, arena, offset)
 
-    def _offered(self, operation: Operation, link: Link, arena: int, offset: int) -> None:
-        program = operation.program
+    def _on_offer(self, operation: Operation, link: PeerLink, arena: int, offset: int) -> None:
+        compiled = operation.compiled
         key = (link.rank, arena, offset)
-        spans = program.offers.get(key)
+        spans = compiled.offers.get(key)
         if spans is None:
-            spans = program.offers[key] = [self._reach.span(key, operation.out.flat.dtype, program.plan.out_length)]
-        self._take_offer(operation, link, spans)
+            span = self._memory_map.span(key, operation.out.flat.dtype, compiled.plan.out_length)
+            spans = compiled.offers[key] = [span]
+        self._accept_offer(operation, link, spans)
 
-    def on_parts(self, link: Link, frame: Frame, payload: bytes) -> None:
-        """The same for one collective, with operands that lie apart from the result."""
-        self._match(link, frame[SPEC], frame[SEQ], lambda operation: self._offered_parts(operation, link, payload))
+    def on_offer_parts(self, link: PeerLink, frame: Frame, payload: bytes) -> None:
+        """Handle an offer for one operation whose operands lie apart from the result."""
+        self._match(link, frame[SPEC], frame[SEQ], lambda operation: self._on_parts(operation, link, payload))
 
-    def _offered_parts(self, operation: Operation, link: Link, payload: bytes) -> None:
-        program, dtype = operation.program, operation.out.flat.dtype
+    def _on_parts(self, operation: Operation, link: PeerLink, payload: bytes) -> None:
+        compiled, dtype = operation.compiled, operation.out.flat.dtype
         out, *own = unpack_places(payload)
-        operands = [self._reach.span(place, dtype, program.spec.length) for place in own]
-        self._take_offer(operation, link, [self._reach.span(out, dtype, program.plan.out_length), *operands])
+        operands = [self._memory_map.span(place, dtype, compiled.spec.length) for place in own]
+        result = self._memory_map.span(out, dtype, compiled.plan.out_length)
+        self._accept_offer(operation, link, [result, *operands])
 
-    def _take_offer(self, operation: Operation, link: Link, spans: list[Span]) -> None:
-        """A peer's memory is known now: read what it contributes, write what it is owed."""
-        program = operation.program
+    def _accept_offer(self, operation: Operation, link: PeerLink, spans: list[Span]) -> None:
+        """Use a peer's memory: read its operands, and write the results that are owed to it."""
+        compiled = operation.compiled
         operation.offers[link.rank] = spans
-        link.ingress_bytes += program.read_bytes.get(link.rank, 0)
+        link.ingress_bytes += compiled.read_bytes.get(link.rank, 0)
         missing = operation.missing
-        for index in program.by_offer.get(link.rank, ()):
+        for index in compiled.by_offer.get(link.rank, ()):
             missing[index] -= 1
             if missing[index] == 0:
                 self._runnable.push(operation.priority, (operation, index))
         if operation.owed:
             for index in operation.owed.pop(link.rank, ()):
-                self._delivery.push(operation, program.plan.steps[index], index, link, spans[0])
-                self._ledger.finish_part(operation)
+                self._sender.write_result(operation, compiled.plan.steps[index], index, link, spans[0])
+                self._operations.finish_part(operation)
 
-    def on_ready(self, link: Link, frame: Frame, payload: bytes) -> None:
-        """Operands of a slice lie in the memory of this host."""
+    def on_ready(self, link: PeerLink, frame: Frame, payload: bytes) -> None:
+        """Handle operands of a slice that lie in the shared memory of this host."""
         index = frame[PIECE]
         self._match(link, frame[SPEC], frame[SEQ], lambda operation: self._ready(operation, link, index, payload))
 
-    def _ready(self, operation: Operation, link: Link, index: int, payload: bytes) -> None:
-        step = operation.program.plan.steps[index]
+    def _ready(self, operation: Operation, link: PeerLink, index: int, payload: bytes) -> None:
+        step = operation.compiled.plan.steps[index]
         dtype = operation.out.flat.dtype
         places = unpack_places(payload)
-        if not self._reach.covers(places, lambda: self._ready(operation, link, index, payload)):
+        if not self._memory_map.is_mapped(places, lambda: self._ready(operation, link, index, payload)):
             return
-        spans = [self._reach.span(place, dtype, step.length) for place in places]
+        spans = [self._memory_map.span(place, dtype, step.length) for place in places]
         link.ingress_bytes += len(spans) * step.length * dtype.itemsize
-        operation.hear(index, link.rank, spans)
-        self._steps.heard(operation, index)
+        operation.add_operands(index, link.rank, spans)
+        self._runner.on_operands(operation, index)
 
-    def on_done(self, link: Link, payload: bytes) -> None:
-        """A peer has written results into our memory, or needs it no more."""
-        theirs, operations = self._vocabulary.theirs[link.rank], self._open
+    def on_done(self, link: PeerLink, payload: bytes) -> None:
+        """Handle slices whose results a peer has written into our memory, or for which it needs our memory no more."""
+        theirs, operations = self._specs.by_peer[link.rank], self._by_key
         for number, seq, index in FINISHED.iter_unpack(payload):
             operation = operations.get(theirs[number].channel << 32 | seq)
-            if operation is not None:  # else it has failed here meanwhile
+            if operation is not None:  # otherwise it has failed here meanwhile
                 self._done(operation, link, index)
 
-    def _done(self, operation: Operation, link: Link, index: int) -> None:
-        step = operation.program.plan.steps[index]
+    def _done(self, operation: Operation, link: PeerLink, index: int) -> None:
+        step = operation.compiled.plan.steps[index]
         if step.source is not None:
             link.ingress_bytes += step.length * operation.out.flat.dtype.itemsize
             operation.missing[index] = ARRIVED
             if step.listeners:
-                self._delivery.tell(operation, step, index)
+                self._sender.send_result(operation, step, index)
         else:
-            self._delivery.release(operation, step, index)
-        self._ledger.finish_part(operation)
+            self._sender.release_children(operation, step, index)
+        self._operations.finish_part(operation)
 
     # --- payloads from other hosts ---
 
-    def on_payload(self, link: Link, frame: Frame, target: Operation | Landing) -> None:
-        """All of a payload is in its place: in the collective's result, or where it has landed."""
+    def on_payload(self, link: PeerLink, frame: Frame, target: Operation | OperandBuffer) -> None:
+        """Handle a whole payload, which is in the memory of the result or in a buffer."""
         index = frame[PIECE]
         if isinstance(target, Operation):
             self._on_result(target, index)
-        elif frame[KIND] == Kind.BCAST:
-            scratch = target.scratch
-            self._match(
-                link, frame[SPEC], frame[SEQ], lambda operation: self._on_early_result(operation, index, scratch)
-            )
+        elif frame[KIND] == FrameKind.BCAST:
+            early = target.scratch
+            self._match(link, frame[SPEC], frame[SEQ], lambda operation: self._on_early_result(operation, index, early))
         else:
             self._match(
                 link, frame[SPEC], frame[SEQ], lambda operation: self._on_operands(operation, link, frame, target)
@@ -214,30 +222,32 @@ class Matching:
 
     def _on_result(self, operation: Operation, index: int) -> None:
         operation.missing[index] = ARRIVED
-        watcher = self._delivery.watcher
+        watcher = self._sender.watcher
         if watcher is not None:
             now_s = time.monotonic()
-            watcher("back", operation.program.spec.name, index, self._peers.rank, now_s, now_s)
-        self._delivery.tell(operation, operation.program.plan.steps[index], index)
-        self._ledger.finish_part(operation)
+            watcher("back", operation.compiled.spec.name, index, self._peers.rank, now_s, now_s)
+        self._sender.send_result(operation, operation.compiled.plan.steps[index], index)
+        self._operations.finish_part(operation)
 
     def _on_early_result(self, operation: Operation, index: int, scratch: torch.Tensor) -> None:
-        step = operation.program.plan.steps[index]
+        step = operation.compiled.plan.steps[index]
         operation.cut(step).copy_(scratch.view(operation.out.flat.dtype))
         self._on_result(operation, index)
 
-    def _on_operands(self, operation: Operation, link: Link, frame: Frame, landing: Landing) -> None:
+    def _on_operands(self, operation: Operation, link: PeerLink, frame: Frame, buffer: OperandBuffer) -> None:
         index = frame[PIECE]
-        step = operation.program.plan.steps[index]
-        if landing.step is not step:
-            landing.parts = self._parts(operation, step, link, landing.scratch)
-            landing.step = step
-        operation.hear(index, link.rank, landing.parts)
-        operation.landings.append(((link.rank, frame[SPEC], index, frame[LENGTH]), landing))
-        self._steps.heard(operation, index)
+        step = operation.compiled.plan.steps[index]
+        if buffer.step is not step:
+            buffer.parts = self._operand_spans(operation, step, link, buffer.scratch)
+            buffer.step = step
+        operation.add_operands(index, link.rank, buffer.parts)
+        operation.buffers.append(((link.rank, frame[SPEC], index, frame[LENGTH]), buffer))
+        self._runner.on_operands(operation, index)
 
-    def _parts(self, operation: Operation, step: Step, link: Link, scratch: torch.Tensor) -> list[Span]:
-        """The operands in what a peer has sent for a step."""
+    def _operand_spans(
+        self, operation: Operation, step: SliceStep, link: PeerLink, scratch: torch.Tensor
+    ) -> list[Span]:
+        """Return the operands in the payload that a peer has sent for a step."""
         flat = scratch.view(operation.out.flat.dtype)
         count = next(count for child, count in step.children if child == link.rank)
         if flat.numel() != count * step.length:
@@ -249,30 +259,31 @@ class Matching:
             for k in range(count)
         ]
 
-    # --- what goes wrong ---
+    # --- errors ---
 
-    def on_error(self, link: Link, frame: Frame, payload: bytes) -> None:
-        """A collective has failed on a peer."""
-        key = self._vocabulary.theirs[link.rank][frame[SPEC]].channel << 32 | frame[SEQ]
+    def on_error(self, link: PeerLink, frame: Frame, payload: bytes) -> None:
+        """Handle a collective that has failed on a peer."""
+        key = self._specs.by_peer[link.rank][frame[SPEC]].channel << 32 | frame[SEQ]
         error = Mismatch(payload.decode(errors="replace"))
-        operation = self._open.get(key)
+        operation = self._by_key.get(key)
         if operation is None:
             self.early_errors[key] = error
         else:
-            self._ledger.fail(operation, error)
+            self._operations.fail(operation, error)
 
-    def _disagree(self, operation: Operation, link: Link, theirs: Spec) -> None:
-        ours = operation.program.spec
+    def _fail_mismatch(self, operation: Operation, link: PeerLink, theirs: Spec) -> None:
+        """Fail an operation, here and on all members, because a peer submitted another spec under its name."""
+        ours = operation.compiled.spec
         text = (
             f"{ours.kind} {ours.name!r}: rank {self._peers.rank} submitted {_describe(ours)}, rank {link.rank} "
             f"{_describe(theirs)}; one name must mean the same on every rank"
         )
-        self._delivery.say_error(operation, text)
-        self._ledger.fail(operation, Mismatch(text))
+        self._sender.send_error(operation, text)
+        self._operations.fail(operation, Mismatch(text))
 
 
-def _unexplained(number: int) -> CommError:
-    return CommError(f"a frame speaks of spec {number}, which was never explained")
+def _undefined(number: int) -> CommError:
+    return CommError(f"a frame refers to spec {number}, which was never defined")
 
 
 def _describe(spec: Spec) -> str:
@@ -281,235 +292,234 @@ def _describe(spec: Spec) -> str:
     return f"{spec.length} x {dtype_of(spec.dtype)} ({spec.op}, {order}, root {spec.root}, parts {spec.parts or 1}{slices})"
 
 
-log = logging.getLogger(__name__)
-
-
-class Core:
+class Collectives:
     """All collectives of one rank in one view.
 
-    `retire` is its end: it has then said all that it owed, and never again writes to any memory, its
-    own or a peer's, nor answers anybody. A peer that is still in the old view may write for a while: to
-    the memory of collectives that were open here, because it does not know yet. That ends when it
-    enters the new view. So once a collective of all members of the new view is complete, which takes
-    everybody's part in it, all of them have left the old view, and the memory is free to be used again.
+    `retire` ends it. From then on it has sent everything it owed, never again writes to any memory, its own or a
+    peer's, and answers nobody. A peer that is still in the old view may write for a while to the memory of collectives
+    that were open here, because it does not know yet. That ends when the peer enters the new view. So once a
+    collective of all members of the new view is complete, all of them have left the old view, and the memory may be
+    used again.
     """
 
-    def __init__(self, view: View, rank: int, memory: SharedMemory, store: Store) -> None:
+    def __init__(self, view: View, rank: int, memory: SharedMemory, store: TensorStore) -> None:
         self.view = view
         self.rank = rank
         self.peers = Peers(view, rank)
-        self._vocabulary = Vocabulary(view.number)
-        self.reach = Reach(memory, self.peers)
-        operations: dict[int, Operation] = {}
-        self._intake = Intake(memory, self._vocabulary, operations)
-        self._ledger = Ledger(self.peers, operations, self._intake)
-        self._notices = Notices(self.peers)
-        self._delivery = Delivery(self.peers, self.reach, self._vocabulary, self._notices, self._ledger)
-        self._steps = Steps(self.peers, memory, self.reach, self._notices, self._ledger, self._delivery)
-        self._matching = Matching(
-            self.peers, memory, self._vocabulary, self.reach, self._ledger, self._delivery, self._steps
+        self.memory_map = SharedMemoryMap(memory, self.peers)
+        self._specs = SpecRegistry(view.number)
+        by_key: dict[int, Operation] = {}
+        self._buffers = ReceiveBuffers(memory, self._specs, by_key)
+        self._operations = OpenOperations(self.peers, by_key, self._buffers)
+        self._notices = NoticeBatch(self.peers)
+        self._sender = SliceSender(self.peers, self.memory_map, self._specs, self._notices, self._operations)
+        self._runner = StepRunner(
+            self.peers, memory, self.memory_map, self._notices, self._operations, self._sender
         )
-        self._requests = Requests(self.peers, store)
+        self._matcher = FrameMatcher(
+            self.peers, memory, self._specs, self.memory_map, self._operations, self._sender, self._runner
+        )
+        self._requests = TensorRequests(self.peers, store)
         self._pings = Pings(self.peers)
-        self.runnable = self._steps.runnable
-        """Steps that can be taken now."""
-        self.lanes = self._ledger.lanes
+        self.runnable = self._runner.runnable
+        """The steps that can be taken now."""
+        self.lanes = self._operations.lanes
         self.ended: Exception | None = None
-        """Why nothing begins here any more."""
-        self.given_up: list[Link] = []
-        """Links to workers that others have reported lost: to be closed."""
+        """The reason why nothing begins here any more."""
+        self.links_to_drop: list[PeerLink] = []
+        """Links to workers that peers have reported lost."""
 
-    # --- what users submit ---
+    # --- submissions ---
 
-    def know(self, spec: Spec) -> Known:
-        """What stands for this spec here; any thread."""
-        return self._vocabulary.know(spec)
+    def register(self, spec: Spec) -> RegisteredSpec:
+        """Return the registered spec of `spec`. Thread-safe."""
+        return self._specs.register(spec)
 
     def begin(self, operation: Operation) -> None:
-        """Begin a collective; if that goes wrong, it alone fails."""
+        """Begin an operation; if that raises, only this operation fails."""
         if self.ended is not None:
             operation.handle.fail(self.ended)
             return
-        self._ledger.confined(operation, self._begin, operation)
+        self._operations.guard(operation, self._begin, operation)
 
     def _begin(self, operation: Operation) -> None:
-        program, ledger, matching = operation.program, self._ledger, self._matching
-        ledger.submitted[program.known.channel] = operation.seq + 1
-        if self.peers.absent or matching.early_errors:
-            gone = self.peers.missing_in(program.spec, operation.seq)
-            error = gone or matching.early_errors.pop(operation.key, None)
+        compiled, operations, matcher = operation.compiled, self._operations, self._matcher
+        operations.num_begun[compiled.registered.channel] = operation.seq + 1
+        if self.peers.absent or matcher.early_errors:
+            absent = self.peers.why_incomplete(compiled.spec, operation.seq)
+            error = absent or matcher.early_errors.pop(operation.key, None)
             if error is not None:
-                ledger.fail(operation, error)
+                operations.fail(operation, error)
                 return
-        ledger.open[operation.key] = operation
+        operations.by_key[operation.key] = operation
         operation.began_s = time.monotonic()
         if operation.left == 0:
-            ledger.complete(operation)
+            operations.complete(operation)
             return
-        if program.offer_to:
-            self._delivery.offer(operation)
-        for index in program.ready:
+        if compiled.offer_to:
+            self._sender.offer(operation)
+        for index in compiled.ready:
             self.runnable.push(operation.priority, (operation, index))
-        matching.catch_up(operation)
+        matcher.replay_early(operation)
 
-    def request(self, rank: int, name: str, version: int | None, out: torch.Tensor, answer: Answer) -> None:
+    def request(self, rank: int, name: str, version: int | None, out: torch.Tensor, on_response: OnResponse) -> None:
         """Fetch what a rank has stored into the flat CPU tensor `out`."""
         if self.ended is not None:
-            answer(self.ended)
+            on_response(self.ended)
         else:
-            self._requests.ask(rank, name, version, out, answer)
+            self._requests.request(rank, name, version, out, on_response)
 
-    def ping(self, answered: Answered) -> None:
-        """Measure the way to every peer and back."""
+    def ping(self, on_pong: OnPong) -> None:
+        """Measure the round-trip time to every peer."""
         for rank, link in self.peers.links.items():
             if self.ended is not None:
-                answered(rank, float("inf"))
+                on_pong(rank, float("inf"))
             else:
-                self._pings.send(link, answered)
+                self._pings.send(link, on_pong)
 
-    def unanswered(self) -> list[int]:
-        """Who has not answered a ping yet; any thread."""
+    def unanswered_pings(self) -> list[int]:
+        """Return the ranks that have not answered a ping yet. Thread-safe."""
         return self._pings.waiting_for()
 
-    # --- what is to be done in a turn ---
+    # --- work of a turn ---
 
     def work(self, until_s: float) -> None:
-        """Take steps that can be taken, and tell the peers of this host what was offered and done."""
-        self._steps.work(until_s)
-        self._notices.say()
+        """Run runnable steps until `until_s`, and send the peers of this host the notices of this turn."""
+        self._runner.work(until_s)
+        self._notices.send()
 
     @property
-    def has_news(self) -> bool:
-        """Whether something is complete and nobody was told."""
-        return bool(self._ledger.completed)
+    def has_completed(self) -> bool:
+        """Whether some operation is complete and its waiters are not notified."""
+        return bool(self._operations.completed)
 
-    def announce(self, everything: bool) -> None:
-        """Wake those who wait for what is complete: whole bursts, or `everything` there is."""
-        self._ledger.announce(everything)
+    def notify_waiters(self, everything: bool) -> None:
+        """Finish the handles of completed operations: of whole bursts, or of all if `everything`."""
+        self._operations.notify_waiters(everything)
 
-    def watch(self, watcher: Watcher | None) -> None:
-        """Have `watcher` told of every slice that goes out and comes back."""
-        self._delivery.watcher = watcher
+    def watch(self, watcher: SliceWatcher | None) -> None:
+        """Call `watcher` for every slice that leaves and comes back."""
+        self._sender.watcher = watcher
 
-    # --- what arrives ---
+    # --- arriving frames ---
 
-    def on_frame(self, link: Link, frame: Frame, payload: bytes) -> None:
+    def on_frame(self, link: PeerLink, frame: Frame, payload: bytes) -> None:
         kind, _, _, view, number, _, piece, extra, _ = frame
         match kind:
-            case Kind.OFFER:
-                self._matching.on_offers(link, payload)
-            case Kind.DONE:
-                self._matching.on_done(link, payload)
-            case Kind.READY:
-                self._matching.on_ready(link, frame, payload)
-            case Kind.PARTS:
-                self._matching.on_parts(link, frame, payload)
-            case Kind.DEFINE:
-                self._vocabulary.learn(link, number, Spec.unpack(payload))
-            case Kind.ARENA:
-                link.take_arena(piece, extra)
-                self.reach.on_arena(link.rank, piece)
-            case Kind.ERROR:
-                self._matching.on_error(link, frame, payload)
-            case Kind.LOST:
+            case FrameKind.OFFER:
+                self._matcher.on_offers(link, payload)
+            case FrameKind.DONE:
+                self._matcher.on_done(link, payload)
+            case FrameKind.READY:
+                self._matcher.on_ready(link, frame, payload)
+            case FrameKind.OFFER_PARTS:
+                self._matcher.on_offer_parts(link, frame, payload)
+            case FrameKind.DEFINE:
+                self._specs.on_definition(link, number, Spec.unpack(payload))
+            case FrameKind.ARENA:
+                link.map_arena(piece, extra)
+                self.memory_map.on_arena(link.rank, piece)
+            case FrameKind.ERROR:
+                self._matcher.on_error(link, frame, payload)
+            case FrameKind.LOST:
                 if piece != self.rank and piece not in self.peers.lost:
-                    self.lose(piece, payload.decode(errors="replace"), reported_by=link.rank)
-            case Kind.PING:
-                link.say(header(Kind.PONG, self.view.number, extra=extra))
-            case Kind.PONG:
+                    self.on_lost(piece, payload.decode(errors="replace"), reported_by=link.rank)
+            case FrameKind.PING:
+                link.send_control(header(FrameKind.PONG, self.view.number, extra=extra))
+            case FrameKind.PONG:
                 self._pings.on_pong(link, extra)
-            case Kind.ASK:
-                self._requests.on_ask(link, frame, payload)
-            case Kind.BYE:
+            case FrameKind.REQUEST:
+                self._requests.on_request(link, frame, payload)
+            case FrameKind.BYE:
                 self.peers.on_bye(link, view, payload)
-            case Kind.MOVED:
+            case FrameKind.MOVED:
                 error = self.peers.on_moved(link, payload)
-                self._fail_what_needs(link.rank, error)
+                self._fail_dependents(link.rank, error)
                 self._requests.fail(error, link.rank)
-            case Kind.HEARTBEAT:
+            case FrameKind.HEARTBEAT:
                 pass
             case _:
                 raise CommError(f"a frame of unknown kind {kind}: do all workers run the same version?")
 
-    def place_for(self, link: Link, frame: Frame) -> memoryview | None:
-        if frame[KIND] == Kind.TELL:
+    def place_for(self, link: PeerLink, frame: Frame) -> memoryview | None:
+        if frame[KIND] == FrameKind.RESPONSE:
             return self._requests.place_for(frame)
-        return self._intake.place_for(link, frame)
+        return self._buffers.place_for(link, frame)
 
-    def on_bulk(self, link: Link, frame: Frame) -> None:
+    def on_bulk(self, link: PeerLink, frame: Frame) -> None:
         link.ingress_bytes += frame[LENGTH]
-        if frame[KIND] == Kind.TELL:
-            self._requests.on_told(link, frame)
+        if frame[KIND] == FrameKind.RESPONSE:
+            self._requests.on_response(link, frame)
             return
-        arrived = self._intake.arrived(link, frame)
+        arrived = self._buffers.on_payload(link, frame)
         if arrived is not None:
             whole, target = arrived
             if target is not None:
-                self._matching.on_payload(link, whole, target)
+                self._matcher.on_payload(link, whole, target)
 
-    # --- workers that go ---
+    # --- workers that leave ---
 
-    def lose(self, rank: int, why: str, reported_by: int | None = None) -> None:
-        """A worker is gone: end all that it is part of, and tell the others."""
+    def on_lost(self, rank: int, why: str, reported_by: int | None = None) -> None:
+        """Handle the loss of a worker: fail every collective that it takes part in, and tell the other peers."""
         if rank in self.peers.lost:
             return
-        error = self.peers.lose(rank, why if reported_by is None else f"{why} (reported by rank {reported_by})")
+        error = self.peers.mark_lost(rank, why if reported_by is None else f"{why} (reported by rank {reported_by})")
         log.debug("rank %d: %s", self.rank, error)
         if reported_by is not None:
-            self.given_up.append(self.peers.links[rank])
-        self.peers.tell_all(Kind.LOST, why.encode(), piece=rank)
-        for operation in self._ledger.with_member(rank):
-            self._ledger.fail(operation, error)
-        self._forget(rank, error)
+            self.links_to_drop.append(self.peers.links[rank])
+        self.peers.send_to_all(FrameKind.LOST, why.encode(), piece=rank)
+        for operation in self._operations.involving(rank):
+            self._operations.fail(operation, error)
+        self._drop_peer(rank, error)
 
-    def leave(self, rank: int) -> None:
-        """A worker has left in good order: what it had finished needs nothing more from it, all else fails."""
+    def on_left(self, rank: int) -> None:
+        """Handle a worker that left in good order: collectives that it had not finished fail."""
         if rank in self.peers.lost:
             return
-        error = self.peers.lose(rank, "it left the job")
-        self._fail_what_needs(rank, error)
-        self._forget(rank, error)
+        error = self.peers.mark_lost(rank, "it left the job")
+        self._fail_dependents(rank, error)
+        self._drop_peer(rank, error)
 
-    def _fail_what_needs(self, rank: int, error: Exception) -> None:
-        for operation in self._ledger.with_member(rank):
-            if self.peers.needs(rank, operation.program.spec, operation.seq):
-                self._ledger.fail(operation, error)
+    def _fail_dependents(self, rank: int, error: Exception) -> None:
+        for operation in self._operations.involving(rank):
+            if self.peers.is_missing(rank, operation.compiled.spec, operation.seq):
+                self._operations.fail(operation, error)
 
-    def _forget(self, rank: int, error: Exception) -> None:
-        self._intake.forget(rank)
+    def _drop_peer(self, rank: int, error: Exception) -> None:
+        self._buffers.drop_peer(rank)
         self._requests.fail(error, rank)
-        self._pings.give_up(rank)
+        self._pings.cancel(rank)
 
     # --- the end ---
 
-    def farewell(self) -> bytes:
-        """For each channel, how many collectives this rank has finished: what peers need to know when it leaves."""
-        tags = self._vocabulary.tags()
-        return b"".join(TAGGED.pack(tags[channel], count) for channel, count in self._ledger.finished().items())
+    def pack_finished(self) -> bytes:
+        """Return the number of finished collectives of each channel, which peers need to know when this rank leaves."""
+        tags = self._specs.channel_tags()
+        return b"".join(TAGGED.pack(tags[channel], count) for channel, count in self._operations.num_finished().items())
 
     def abort(self, error: Exception) -> None:
-        """End all that is open with `error`, and whatever is submitted later."""
+        """Fail everything that is open, and everything that is submitted later, with `error`."""
         self.ended = error
         self.fail_all(error)
 
     def fail_all(self, error: Exception) -> None:
-        """The engine ends: so does everything that waits for it."""
-        self._ledger.fail_all(error)
-        self._pings.give_up()
+        """Fail everything that is open with `error`."""
+        self._operations.fail_all(error)
+        self._pings.cancel()
         self._requests.fail(error)
 
     def retire(self, error: Exception) -> None:
-        """The worker moves to another view. What peers were owed is queued; all else ends with `error`."""
+        """End, because the worker moves to another view: queue what peers are owed, and fail the rest with `error`."""
         self.peers.retired = True
-        self._notices.say()
-        # Whoever still waits for us in this view waits in vain, and must be told: it may have been asked to move on later
-        # than we were, or have got further than we had.
-        self.peers.tell_all(Kind.MOVED, self.farewell())
+        self._notices.send()
+        # A peer that still waits for us in this view waits in vain and must be told: it may have been asked to move on
+        # later than we were, or it may have got further than we had.
+        self.peers.send_to_all(FrameKind.MOVED, self.pack_finished())
         self.abort(error)
         self.runnable.clear()
-        self._matching.close()
-        self._intake.close()
+        self._matcher.close()
+        self._buffers.close()
 
-    def succeed(self, former: Core) -> None:
-        """Begin where a retired core ended: keep the memory that peers may still write to."""
-        self._ledger.inherit(former._ledger)
+    def take_over_from(self, former: Collectives) -> None:
+        """Keep the memory of a retired view to which peers may still write."""
+        self._operations.keep_memory_of(former._operations)

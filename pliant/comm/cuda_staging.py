@@ -1,8 +1,8 @@
-"""CUDA tensors in collectives: copied to pinned host memory and back, beside the compute.
+"""Copies of CUDA tensors to pinned host memory and back, so that collectives can work on them beside the compute.
 
-The copies run on a stream of their own and wait for the user's stream by events, so neither the
-user's thread nor the engine's is held up. The host memory is the worker's shared memory itself,
-registered with CUDA, so between the workers of a host nothing is copied twice.
+The copies run on a stream of their own and wait for the user's stream by events, so they block neither the user's
+thread nor the engine's. The host memory is the worker's shared memory itself, registered with CUDA, so nothing is
+copied twice between the workers of a host.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from pliant.comm.operations import Operation
 
 
-class CudaStage:
-    """One copying thread and one stream per device."""
+class CudaStaging:
+    """One copying thread, and one stream per device."""
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
@@ -32,16 +32,16 @@ class CudaStage:
         self._thread.start()
 
     def submit(self, source: torch.Tensor, operation: Operation, begin: Callable[[], None]) -> None:
-        """Copy `source` to the operation's memory once the work queued so far has produced it, then `begin`."""
+        """Copy `source` to the memory of the operation once the work queued so far has produced it, then call `begin`."""
         ready = torch.cuda.current_stream(source.device).record_event()
         self._todo.put(lambda: self._copy_in(source, operation, ready, begin))
 
     def finish(self, target: torch.Tensor, staging: torch.Tensor, write: bool, operation: Operation) -> None:
-        """Copy the result back, then finish the handle; whoever waits has its stream wait for the copy."""
+        """Copy the result back, then finish the handle; the stream of a waiting thread waits for the copy."""
         self._todo.put(lambda: self._copy_out(target, staging, write, operation))
 
-    def after(self, event: torch.cuda.Event, act: Callable[[], None]) -> None:
-        """Have `act` called, on the copying thread, when the device has come to `event`."""
+    def call_after(self, event: torch.cuda.Event, act: Callable[[], None]) -> None:
+        """Call `act` on the copying thread when the device has reached `event`."""
 
         def wait_and_act() -> None:
             event.synchronize()
@@ -98,7 +98,7 @@ class CudaStage:
         return self._streams[device]
 
     def pin(self, flat: torch.Tensor) -> None:
-        """Register the shared memory that a tensor lies in with CUDA; any thread. Elsewhere nothing is done."""
+        """Register the arena of a tensor with CUDA; do nothing if the tensor is not in shared memory. Thread-safe."""
         place = self._memory.locate(flat)
         with self._pinning:
             if place is None or place[0] in self._pinned:

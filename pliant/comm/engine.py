@@ -1,8 +1,7 @@
-"""Asynchronous collectives between the workers of a view: the public face.
+"""Asynchronous collectives between the workers of a view: the public interface.
 
-Any thread may submit any name at any time; ranks need not agree on an order. A submission returns a
-`Handle` at once. The work is done by `comm.collective`, in the thread of `comm.reactor`. An engine is
-good for one view; `comm.station` makes it, and the next one.
+Any thread may submit any name at any time; ranks need not agree on an order. A submission returns a `Handle` at once.
+The engine's thread does the work (`comm.reactor`). An engine is valid for one view; `comm.transport` makes it.
 """
 
 from __future__ import annotations
@@ -15,41 +14,42 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from pliant.comm.collective import Core
+from pliant.comm.collective import Collectives
 from pliant.comm.handle import Handle
 from pliant.comm.kernels import Reducer, reducer
-from pliant.comm.operations import Known, Operation
-from pliant.comm.plan import INTERNAL, Portion, Strategies, checked, furthest, local_ranks, pack_counts
-from pliant.comm.reactor import Errand
-from pliant.comm.submission import Array, Binding, Submission, as_tensor, finish_in_place, without_result
-from pliant.comm.telemetry import Counters, Delivered, LaneThroughput, Pressure, Watcher
-from pliant.comm.topology import Strategy, masters
+from pliant.comm.operations import Operation, RegisteredSpec
+from pliant.comm.plan import INTERNAL, Portion, StrategyHistory, highest_counts, local_ranks, pack_counts
+from pliant.comm.reactor import ReactorCall
+from pliant.comm.submission import Array, Submitter, TensorBinder, as_tensor, finish_in_place, without_result
+from pliant.comm.telemetry import AcknowledgedBytes, Backpressure, Counters, LaneThroughput, SliceWatcher
+from pliant.comm.topology import Strategy, check_strategy, host_leaders
 from pliant.errors import ConfigError, Mismatch
 
 if TYPE_CHECKING:
     from pliant.cluster import View
     from pliant.comm.memory import Span
-    from pliant.comm.peers import Answered
-    from pliant.comm.transport import Workshop
+    from pliant.comm.peers import OnPong
+    from pliant.comm.transport import Transport
 
 Determinism = Literal["exact", "fast"]
+
 AUTO = Strategy("AUTO")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """How an engine behaves; equal on all ranks except for the timeouts."""
+    """Settings of an engine, equal on all ranks except for the timeouts."""
 
     determinism: Determinism = "exact"
     """`exact`: the bits of torch's all_reduce on gloo, on any topology. `fast`: the topology's own fixed order."""
     strategy: Strategy = AUTO
-    """The topologies that collectives start with."""
+    """The strategy that collectives start with."""
     slice_bytes: int = 1 << 20
     """Tensors are cut into slices of at most this size."""
     heartbeat_timeout_s: float = 10.0
-    """A peer that says nothing for this long is lost."""
+    """A peer that is silent for this long is lost."""
     collective_timeout_s: float = 300.0
-    """How long `wait` waits if it is not told otherwise."""
+    """Default timeout of `Handle.wait`."""
     linger_s: float = 5.0
     """How long `close` waits for what is still to be sent."""
 
@@ -63,49 +63,51 @@ class EngineConfig:
 
 
 class Engine:
-    """The collectives of one rank in one view. Made by `comm.station` or by `comm.loopback`."""
+    """The collectives of one rank in one view. Made by `Transport.enter`; it borrows the transport."""
 
-    def __init__(self, view: View, rank: int, config: EngineConfig, workshop: Workshop) -> None:
+    def __init__(self, view: View, rank: int, config: EngineConfig, transport: Transport) -> None:
         self.view = view
         self.rank = rank
         self.size = view.size
         self.config = config
         self.local_ranks = local_ranks(view.hosts, rank)
         """The ranks on this host: pass them as `ranks` for a collective within the host."""
-        self.cross_ranks = masters(view.hosts)
+        self.cross_ranks = host_leaders(view.hosts)
         """The first rank of every host: pass them as `ranks` for a collective between hosts."""
         self.timeout_s = config.collective_timeout_s
-        self._workshop = workshop
-        self._reactor = workshop.reactor
-        self._core = Core(view, rank, workshop.memory, workshop.store)
-        self._strategies = Strategies(config.strategy)
-        self._binding = Binding(workshop, self._core.reach, rank, self.local_ranks)
-        self._submission = Submission(self._core, workshop, self._strategies, self, slice_bytes=config.slice_bytes)
-        self._submit = self._submission.submit
-        self._prepared: dict[tuple[object, ...], tuple[Known, Span, list[Span], Reducer]] = {}
-        """What followed from calls that come again at every step."""
+        self._transport = transport
+        self._reactor = transport.reactor
+        self._collectives = Collectives(view, rank, transport.memory, transport.store)
+        self._strategies = StrategyHistory(config.strategy)
+        self._binder = TensorBinder(transport, self._collectives.memory_map, rank, self.local_ranks)
+        self._submitter = Submitter(
+            self._collectives, transport, self._strategies, self, slice_bytes=config.slice_bytes
+        )
+        self._submit = self._submitter.submit
+        self._prepared: dict[tuple[object, ...], tuple[RegisteredSpec, Span, list[Span], Reducer]] = {}
+        """The arguments of `_submit` for calls that come again at every step."""
 
     # --- lifetime ---
 
     def enter(self) -> None:
-        """Begin, on the connections that the worker has. On the engine's thread; by `comm.station`.
+        """Begin, on the connections of the worker. Called by the transport, on the engine's thread.
 
         Raises:
-            CommError: there is none to some member; nothing has changed.
+            CommError: there is no connection to some member; nothing has changed.
         """
-        self._reactor.enter(self._core)
+        self._reactor.enter(self._collectives)
 
     def abort(self, error: Exception) -> None:
-        """Fail all that is open with `error`, and what is submitted later; from any thread."""
-        self._reactor.post(Errand(partial(self._core.abort, error), lambda _: None))
+        """Fail everything that is open, and everything that is submitted later, with `error`. Thread-safe."""
+        self._reactor.post(ReactorCall(partial(self._collectives.abort, error), lambda _: None))
 
     def close(self) -> None:
         """Send what is still queued, say goodbye and end. Handles that still wait fail with EngineClosed."""
-        self._workshop.close()
+        self._transport.close_engine()
 
-    def hurry(self) -> None:
-        """Somebody waits for a result now."""
-        self._reactor.hurry()
+    def wake(self) -> None:
+        """Make progress at once, because somebody waits for a result."""
+        self._reactor.wake()
 
     def __enter__(self) -> Engine:
         return self
@@ -116,15 +118,15 @@ class Engine:
     # --- memory ---
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """An uninitialised tensor in memory that the workers of this host share: collectives on it copy nothing."""
-        return self._workshop.empty(shape, dtype)
+        """Return an uninitialised tensor in memory that the workers of this host share: collectives on it copy nothing."""
+        return self._transport.empty(shape, dtype)
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """Make copies between a GPU and this tensor, which is from `empty`, as fast as they can be."""
-        self._workshop.stage().pin(tensor)
+        """Pin the memory of a tensor from `empty`, so that copies between it and a GPU are fast."""
+        self._transport.cuda_staging().pin(tensor)
 
     def after(self, event: torch.cuda.Event, submit: Callable[[], Handle], name: str) -> Handle:
-        """The handle of a collective that is submitted when a device has come to `event`; returns at once."""
+        """Call `submit` when a device has reached `event`; return a handle of its collective at once."""
         awaited = Handle(name, self, self.rank)
 
         def act() -> None:
@@ -133,9 +135,9 @@ class Engine:
             except Exception as error:
                 awaited.fail(error)
                 return
-            submitted.then(lambda: awaited.follow(submitted))
+            submitted.add_done_callback(lambda: awaited.copy_outcome(submitted))
 
-        self._workshop.stage().after(event, act)
+        self._transport.cuda_staging().call_after(event, act)
         return awaited
 
     # --- collectives ---
@@ -154,18 +156,18 @@ class Engine:
         portion: Portion | None = None,
         prompt: bool = False,
     ) -> Handle:
-        """Reduce `tensor` over all ranks, in place; returns at once.
+        """Reduce `tensor` over all ranks, in place; return at once.
 
-        Every rank of `ranks` (default: all) must submit the same names, in any order and from any
-        thread; a name may be used again at any time. Lower `priority` goes first. The order of
-        summation follows from `determinism` alone, never from arrival, so equal inputs give equal bits.
+        Every rank of `ranks` (default: all) must submit the same names, in any order and from any thread; a name may
+        be used again at any time. Lower `priority` goes first. The order of summation follows from `determinism`
+        alone, never from arrival, so equal inputs give equal bits.
 
-        A rank that hosts several replicas brings one tensor for each of them as `contributions`, and
-        `parts` says how many each rank brings; the result goes to `tensor`.
+        A rank that hosts several replicas passes one tensor for each of them as `contributions`, and `parts` is the
+        number that each rank passes; the result goes to `tensor`.
 
-        A `portion` says that `tensor` is a run of a larger one, whose order of summation it keeps, and how
-        it is sliced. Whoever waits for a `prompt` one is woken as soon as it is done; otherwise when all is
-        that was submitted about the same time.
+        A `portion` says that `tensor` is a run of a larger one, whose order of summation it keeps, and how it is
+        sliced. A thread that waits for a `prompt` collective is woken as soon as it is done; otherwise when everything
+        is done that was submitted at about the same time.
 
         Raises:
             ConfigError: this type or operation cannot be reduced.
@@ -179,17 +181,17 @@ class Engine:
             if prepared is not None and target.is_contiguous():
                 return self._submit(*prepared, priority, finish_in_place, result=target, prompt=prompt)
         exact = self._is_exact(determinism)
-        known = self._submission.describe("all_reduce", name, target, op, exact, ranks, -1, parts, portion)
+        registered = self._submitter.register_spec("all_reduce", name, target, op, exact, ranks, -1, parts, portion)
         reduce = reducer(op, target.dtype)
-        out, finished = self._binding.bind(target, known.spec, read=contributions is None, write=True)
+        out, on_complete = self._binder.bind(target, registered.spec, read=contributions is None, write=True)
         if memo is not None and out.lasting:
-            # The same memory under the same name at every step: what follows from it need not be found again.
-            self._prepared[memo] = (known, out, [out], reduce)
+            # A training step submits the same memory under the same name again: skip the lookups next time.
+            self._prepared[memo] = (registered, out, [out], reduce)
         if contributions is None:
-            return self._submit(known, out, [out], reduce, priority, finished, result=target, prompt=prompt)
-        own = self._binding.bind_contributions(contributions, target, known.spec)
+            return self._submit(registered, out, [out], reduce, priority, on_complete, result=target, prompt=prompt)
+        own = self._binder.bind_contributions(contributions, target, registered.spec)
         return self._submit(
-            known, out, own, reduce, priority, finished, result=target, kept=tuple(contributions), prompt=prompt
+            registered, out, own, reduce, priority, on_complete, result=target, kept=tuple(contributions), prompt=prompt
         )
 
     def _is_exact(self, determinism: Determinism | None) -> bool:
@@ -208,13 +210,13 @@ class Engine:
         portion: Portion | None = None,
         prompt: bool = False,
     ) -> Handle:
-        """Reduce `tensor` over all ranks into the root's; the others' stay as they are."""
+        """Reduce `tensor` over all ranks into the root's tensor; the tensors of other ranks stay as they are."""
         target = as_tensor(tensor)
         exact = self._is_exact(determinism)
-        known = self._submission.describe("reduce", name, target, op, exact, ranks, root, portion=portion)
+        registered = self._submitter.register_spec("reduce", name, target, op, exact, ranks, root, portion=portion)
         reduce = reducer(op, target.dtype)
-        out, finished = self._binding.bind(target, known.spec, read=True, write=self.rank == root)
-        return self._submit(known, out, [out], reduce, priority, finished, result=target, prompt=prompt)
+        out, on_complete = self._binder.bind(target, registered.spec, read=True, write=self.rank == root)
+        return self._submit(registered, out, [out], reduce, priority, on_complete, result=target, prompt=prompt)
 
     def broadcast(
         self,
@@ -226,54 +228,55 @@ class Engine:
         ranks: Sequence[int] | None = None,
         prompt: bool = False,
     ) -> Handle:
-        """Make `tensor` on all ranks what it is on the root."""
+        """Copy the root's `tensor` to the tensors of all ranks."""
         target = as_tensor(tensor)
-        known = self._submission.describe("broadcast", name, target, "none", False, ranks, root)
-        out, finished = self._binding.bind(target, known.spec, read=self.rank == root, write=self.rank != root)
-        return self._submit(known, out, [], None, priority, finished, result=target, prompt=prompt)
+        is_root = self.rank == root
+        registered = self._submitter.register_spec("broadcast", name, target, "none", False, ranks, root)
+        out, on_complete = self._binder.bind(target, registered.spec, read=is_root, write=not is_root)
+        return self._submit(registered, out, [], None, priority, on_complete, result=target, prompt=prompt)
 
     def all_gather(self, name: str, tensor: Array, *, priority: int = 0, ranks: Sequence[int] | None = None) -> Handle:
-        """Everybody's `tensor` on every rank: `wait` returns them stacked, in the order of ranks."""
+        """Gather the tensors of all ranks on every rank: `wait` returns them stacked, in the order of ranks."""
         return self._gather("all_gather", name, as_tensor(tensor), -1, priority, ranks)
 
     def gather(
         self, name: str, tensor: Array, root: int = 0, *, priority: int = 0, ranks: Sequence[int] | None = None
     ) -> Handle:
-        """Everybody's `tensor` on the root: there `wait` returns them stacked, elsewhere None."""
+        """Gather the tensors of all ranks on the root: there `wait` returns them stacked, elsewhere None."""
         return self._gather("gather", name, as_tensor(tensor), root, priority, ranks)
 
     def _gather(
         self, kind: str, name: str, part: torch.Tensor, root: int, priority: int, ranks: Sequence[int] | None
     ) -> Handle:
-        known = self._submission.describe(kind, name, part, "none", False, ranks, root)
-        me = known.spec.members.index(self.rank)
+        registered = self._submitter.register_spec(kind, name, part, "none", False, ranks, root)
+        me = registered.spec.members.index(self.rank)
         if kind == "gather" and self.rank != root:
-            out, finished = self._binding.bind(part, known.spec, read=True, write=False)
-            base = me * part.numel()
-            return self._submit(known, out, [], None, priority, without_result(finished), result=part, base=base)
-        out, stacked = self._binding.gathered(part, len(known.spec.members), me)
+            out, on_complete = self._binder.bind(part, registered.spec, read=True, write=False)
+            ending = without_result(on_complete)
+            return self._submit(registered, out, [], None, priority, ending, result=part, base=me * part.numel())
+        out, stacked = self._binder.bind_gathered(part, len(registered.spec.members), me)
 
         def finish(operation: Operation) -> None:
             operation.handle.finish(stacked.to(part.device))
 
-        return self._submit(known, out, [], None, priority, finish)
+        return self._submit(registered, out, [], None, priority, finish)
 
     def barrier(
         self, name: str = "barrier", *, ranks: Sequence[int] | None = None, timeout_s: float | None = None
     ) -> None:
-        """Return when every rank has called this."""
+        """Block until every rank has called this."""
         token = torch.zeros(1, dtype=torch.uint8)
         self.all_reduce(f"{INTERNAL}barrier:{name}", token, op="max", determinism="fast", ranks=ranks).wait(timeout_s)
 
     def consensus(self, name: str, data: bytes, *, timeout_s: float | None = None) -> bool:
-        """Whether all ranks have called this with the same bytes; the same answer on every rank."""
+        """Return whether all ranks have called this with the same bytes; the answer is the same on every rank."""
         digest = torch.frombuffer(bytearray(hashlib.sha256(data).digest()), dtype=torch.uint8)
         digests = self.all_gather(f"{INTERNAL}consensus:{name}", digest).wait(timeout_s)
         assert digests is not None, "an all_gather has a result on every rank"
         return bool((digests == digests[0]).all())
 
     def all_gather_bytes(self, name: str, data: bytes, *, timeout_s: float | None = None) -> list[bytes]:
-        """Everybody's `data`, which may differ in length; blocks."""
+        """Gather the `data` of all ranks, which may differ in length, on every rank; blocks."""
         lengths = self.all_gather(f"{name}:length", torch.tensor([len(data)])).wait(timeout_s)
         assert lengths is not None, "an all_gather has a result on every rank"
         longest = int(lengths.max())
@@ -284,12 +287,12 @@ class Engine:
         assert rows is not None, "an all_gather has a result on every rank"
         return [bytes(row[: int(length)].numpy()) for row, length in zip(rows, lengths, strict=True)]
 
-    # --- the store ---
+    # --- stored tensors ---
 
     def save(self, name: str, tensor: Array, version: int | None = None) -> None:
-        """Keep a copy for others to `request`; of versioned ones the last three."""
+        """Keep a copy of `tensor` for other ranks to `request`; the last three versions are kept."""
         _check_version(version)
-        self._workshop.store.save(name, as_tensor(tensor), version)
+        self._transport.store.save(name, as_tensor(tensor), version)
 
     def request(self, rank: int, name: str, out: Array, version: int | None = None) -> Handle:
         """Fetch what `rank` saved under `name` into `out`.
@@ -303,108 +306,109 @@ class Engine:
             raise ConfigError(f"request: rank {rank} is not one of 0..{self.size - 1}")
         _check_version(version)
         target = as_tensor(out)
-        landing = torch.empty(target.numel(), dtype=target.dtype)
+        received = torch.empty(target.numel(), dtype=target.dtype)
         handle = Handle(f"request {name!r}", self, rank)
 
-        def answer(error: Exception | None) -> None:
+        def on_response(error: Exception | None) -> None:
             if error is not None:
                 handle.fail(error)
             else:
-                target.copy_(landing.view(target.shape))
+                target.copy_(received.view(target.shape))
                 handle.finish(target)
 
-        ask = partial(self._core.request, rank, name, version, landing, answer)
-        self._submission.post(Errand(ask, answer))
+        send = partial(self._collectives.request, rank, name, version, received, on_response)
+        self._submitter.post(ReactorCall(send, on_response))
         return handle
 
-    # --- topologies ---
+    # --- strategies ---
 
     @property
     def num_lanes(self) -> int:
-        """How many topologies the strategy has: between how many owners slices can be shared."""
+        """The number of topologies of the strategy, over which slices can be spread."""
         return len(self.strategy.topologies(self.view.hosts, exact=True))
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy that collectives submitted from now on use."""
+        """The strategy of collectives that are submitted from now on."""
         return self._strategies[self._strategies.latest]
 
     def set_strategy(self, strategy: str | Sequence[int] | Strategy, *, timeout_s: float | None = None) -> None:
-        """Change the topology while collectives are in flight. Every rank calls this; none is lost.
+        """Change the strategy while collectives are in flight. Every rank must call this; no collective is lost.
 
-        Each collective runs wholly on the old or wholly on the new topology, the same on all ranks:
-        what any rank had submitted before the change still takes the old one everywhere.
+        Each collective uses either the old or the new topology, the same on all ranks: what any rank had submitted
+        before the change still uses the old one everywhere.
 
         Raises:
-            ConfigError: no such strategy, or no tree.
-            Mismatch: the ranks asked for different ones; nothing has changed.
+            ConfigError: there is no such strategy, or the parents are not a tree.
+            Mismatch: the ranks asked for different strategies; nothing has changed.
         """
-        wanted = checked(strategy, self.view.hosts)
+        wanted = check_strategy(strategy, self.view.hosts)
         change = self._strategies.latest + 1
         if not self.consensus(f"strategy:{change}", repr(wanted).encode(), timeout_s=timeout_s):
             raise Mismatch(f"the ranks ask for different strategies (this one for {wanted}): nothing is changed")
         # From here on every rank is inside this call, so holding back submissions cannot block anybody.
-        with self._submission.held() as mine:
+        with self._submitter.hold_submissions() as mine:
             everybodys = self.all_gather_bytes(f"{INTERNAL}cut:{change}", pack_counts(mine), timeout_s=timeout_s)
-            self._strategies.change(wanted, mine, furthest(everybodys))
+            self._strategies.change(wanted, mine, highest_counts(everybodys))
 
-    # --- looking at it ---
+    # --- telemetry ---
 
     @property
     def may_be_written_to(self) -> bool:
         """Whether a lost worker may still live and write to the memory of collectives that have failed here."""
-        return any(lost.may_live for lost in list(self._core.peers.lost.values()))
+        return any(lost.may_live for lost in list(self._collectives.peers.lost.values()))
 
     def counters(self) -> Counters:
-        """Payload bytes to and from each peer so far."""
-        links = self._core.peers.links.values()
+        """Return the payload bytes to and from each peer so far."""
+        links = self._collectives.peers.links.values()
         return Counters(
             {str(link.worker): link.egress_bytes for link in links},
             {str(link.worker): link.ingress_bytes for link in links},
         )
 
-    def pressure(self) -> Pressure:
-        """What went out so far while the network was the limit, and how long that was: together, its rate."""
-        return self._workshop.connections.pressure.total
+    def backpressure(self) -> Backpressure:
+        """Return the bytes sent, and the time passed, while the network was the limit."""
+        return self._transport.connections.backpressure.total
 
     @property
     def wire_bytes(self) -> int:
-        """What was handed to the kernel for other hosts so far, headers and all, on the connections of this view."""
-        return sum(link.sent_bytes for link in list(self._core.peers.links.values()) if not link.shared)
+        """The bytes handed to the kernel for other hosts so far, headers included, on the connections of this view."""
+        return sum(link.sent_bytes for link in list(self._collectives.peers.links.values()) if not link.shared)
 
-    def delivered(self, rank: int) -> Delivered | None:
-        """What `rank` has acknowledged so far, by the kernel's count; None where the connection is no TCP."""
-        link = self._core.peers.links.get(rank)
-        return link.delivered() if link is not None else None
+    def acknowledged(self, rank: int) -> AcknowledgedBytes | None:
+        """Return what `rank` has acknowledged so far by the kernel's count; None if the connection is not TCP."""
+        link = self._collectives.peers.links.get(rank)
+        return link.acknowledged() if link is not None else None
 
-    def keep_below(self, num_bytes: int) -> None:
-        """How much may lie in the kernel's queues to other hosts, where no priority reaches it; from any thread."""
-        self._reactor.post(Errand(partial(self._workshop.connections.keep_below, num_bytes), lambda _: None))
+    def limit_kernel_queue(self, num_bytes: int) -> None:
+        """Let at most about `num_bytes` lie in the kernel's queues to other hosts, where no priority applies. Thread-safe."""
+        limit = partial(self._transport.connections.limit_kernel_queue, num_bytes)
+        self._reactor.post(ReactorCall(limit, lambda _: None))
 
-    def watch(self, watcher: Watcher | None) -> None:
-        """Have `watcher` told of every slice that goes out and comes back, on the engine's thread."""
-        self._core.watch(watcher)
+    def watch(self, watcher: SliceWatcher | None) -> None:
+        """Call `watcher` for every slice that leaves and comes back, on the engine's thread."""
+        self._collectives.watch(watcher)
 
     def throughput(self) -> dict[int, LaneThroughput]:
-        """What each topology of the strategy carried since the last call."""
-        return self._core.lanes.take()
+        """Return what each topology of the strategy carried since the last call."""
+        return self._collectives.lanes.take()
 
-    def ping(self, answered: Answered) -> None:
-        """Have `answered(rank, seconds)` called for every other rank, on the engine's thread; infinite for the lost."""
+    def ping(self, on_pong: OnPong) -> None:
+        """Call `on_pong(rank, seconds)` for every other rank, on the engine's thread; infinite for lost ranks."""
 
-        def give_up(_: Exception) -> None:
+        def fail(_: Exception) -> None:
             for rank in range(self.size):
                 if rank != self.rank:
-                    answered(rank, float("inf"))
+                    on_pong(rank, float("inf"))
 
-        self._submission.post(Errand(partial(self._core.ping, answered), give_up))
+        self._submitter.post(ReactorCall(partial(self._collectives.ping, on_pong), fail))
 
-    def unanswered(self) -> tuple[str, ...]:
-        """Who has not answered a ping."""
-        return tuple(str(self.view.workers[rank]) for rank in self._core.unanswered())
+    def unanswered_pings(self) -> tuple[str, ...]:
+        """Return the workers that have not answered a ping."""
+        return tuple(str(self.view.workers[rank]) for rank in self._collectives.unanswered_pings())
 
     def missing(self, handle: Handle) -> tuple[str, ...]:
-        """Whom a collective of this engine is waiting for."""
+        """Return the workers that a collective of this engine waits for."""
         subject = handle.subject
         ranks = sorted(subject.waiting_for()) if isinstance(subject, Operation) else [subject]
         return tuple(f"{self.view.workers[rank]} (rank {rank})" for rank in ranks if isinstance(rank, int))

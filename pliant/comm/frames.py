@@ -1,7 +1,6 @@
-"""What travels between two workers: frames, and what small ones say.
+"""The wire format between two workers: frames with a fixed header and a payload of raw bytes or JSON.
 
-A frame is a fixed header and a payload of raw bytes or JSON; nothing is ever unpickled. How two
-workers come to trust each other before the first frame is `handshake`'s.
+Nothing is ever unpickled. Before the first frame two workers authenticate each other, see `comm.mesh`.
 """
 
 from __future__ import annotations
@@ -9,16 +8,12 @@ from __future__ import annotations
 import hashlib
 import struct
 from enum import IntEnum
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from pliant.comm.plan import Channel
 
 MAX_CONTROL_BYTES = 16 << 20
 
 
-class Kind(IntEnum):
-    """What a frame says."""
+class FrameKind(IntEnum):
+    """The meaning of a frame."""
 
     DEFINE = 1  # from now on this number stands for this spec
     OFFER = 2  # my memory for these collectives lies here: read my operands, write my results
@@ -32,38 +27,41 @@ class Kind(IntEnum):
     PING = 10
     PONG = 11
     ARENA = 12  # a descriptor of shared memory comes with this frame
-    ASK = 13  # send me what you stored
-    TELL = 14  # here it is
-    BYE = 15  # I am leaving in good order
-    MOVED = 17  # I have left this view for another one; this is what I had finished in it
-    PARTS = 16  # like OFFER, for one collective whose operands lie apart from its result
+    REQUEST = 13  # send me the tensor that you stored under this name
+    RESPONSE = 14  # the stored tensor
+    BYE = 15  # I am leaving the job in good order
+    OFFER_PARTS = 16  # like OFFER, for one collective whose operands lie apart from its result
+    MOVED = 17  # I have left this view for another one; these are the collectives that I had finished in it
 
 
 HEADER = struct.Struct("<BBHIIIIQQ")
 """kind, flags, unused, view, spec, seq, piece, extra, length of the payload."""
+
 Frame = tuple[int, int, int, int, int, int, int, int, int]
-"""A header, unpacked: a plain tuple, as one is made for every frame."""
+"""An unpacked header: a plain tuple, because one is made for every frame."""
 KIND, FLAGS, _, VIEW, SPEC, SEQ, PIECE, EXTRA, LENGTH = range(9)
-"""What is where in a `Frame`; a piece is the index of a slice."""
+"""The index of each field in a `Frame`; a piece is the index of a slice."""
 FRAGMENT = 1
 """The flag of a frame that carries a part of a payload; `extra` says where it begins, and how long the whole is."""
-BULK = frozenset((Kind.REDUCE, Kind.BCAST, Kind.TELL))
-"""Kinds whose payload is received straight into its place; all others are small and arrive whole."""
-ANYTIME = frozenset((Kind.HEARTBEAT, Kind.PING, Kind.PONG, Kind.ARENA, Kind.BYE))
-"""Kinds that concern the connection and not a view: they are taken whatever view they were sent in."""
+BULK = frozenset((FrameKind.REDUCE, FrameKind.BCAST, FrameKind.RESPONSE))
+"""Kinds whose payload is received straight into its destination; all others are small and arrive whole."""
+ANY_VIEW = frozenset((FrameKind.HEARTBEAT, FrameKind.PING, FrameKind.PONG, FrameKind.ARENA, FrameKind.BYE))
+"""Kinds that concern the connection and not a view: they are accepted whatever view they were sent in."""
+
 OFFERED = struct.Struct("<IIIQ")
 """One collective in an OFFER: spec, seq, arena, offset."""
 FINISHED = struct.Struct("<III")
 """One slice in a DONE: spec, seq, slice."""
 TAGGED = struct.Struct("<8sQ")
-"""A channel's tag, and a count."""
+"""The tag of a channel, and a count."""
 _PLACE = struct.Struct("<IIQ")
+
 Place = tuple[int, int, int]
-"""(owner's rank, arena, offset): where something lies in the shared memory of a host."""
+"""(rank of the owner, arena, offset): an address in the shared memory of a host."""
 
 
 def header(
-    kind: Kind,
+    kind: FrameKind,
     view: int,
     *,
     spec: int = 0,
@@ -84,6 +82,6 @@ def unpack_places(payload: bytes) -> list[Place]:
     return [(owner, arena, offset) for owner, arena, offset in _PLACE.iter_unpack(payload)]
 
 
-def channel_tag(channel: Channel) -> bytes:
-    """Eight bytes that stand for a channel on every rank."""
+def channel_tag(channel: tuple[str, str, tuple[int, ...]]) -> bytes:
+    """Return eight bytes that stand for a channel on every rank."""
     return hashlib.sha256(repr(channel).encode()).digest()[:8]

@@ -1,5 +1,4 @@
-"""What a submitted collective gives back at once: something to wait for.
-"""
+"""The handle that a submitted collective returns at once: wait for it, or have a function called when it is done."""
 
 from __future__ import annotations
 
@@ -12,126 +11,129 @@ import torch
 from pliant.errors import CollectiveTimeout
 
 
-class Patron(Protocol):
-    """Who works on what a handle stands for."""
+class HandleOwner(Protocol):
+    """The engine that works on what a handle stands for."""
 
     timeout_s: float
-    """How long to wait where nothing else is said."""
+    """Default for the timeout of `Handle.wait`."""
 
-    def hurry(self) -> None:
-        """Somebody waits now."""
+    def wake(self) -> None:
+        """Make progress at once, because somebody waits."""
 
     def missing(self, handle: Handle) -> tuple[str, ...]:
-        """Whom the work is waiting for."""
+        """Return the workers that the collective waits for."""
 
 
-_making = _thread.allocate_lock()
+_making_lock = _thread.allocate_lock()
 
 
 class Handle:
     """The outcome of one collective. Any thread may wait, any number of times."""
 
-    __slots__ = ("_acts", "_after", "_done", "_error", "_lock", "_patron", "_result", "name", "subject")
+    __slots__ = ("_after", "_callbacks", "_done", "_error", "_lock", "_owner", "_result", "name", "subject")
 
-    def __init__(self, name: str, patron: Patron, subject: object) -> None:
+    def __init__(self, name: str, owner: HandleOwner, subject: object) -> None:
         self.name = name
         self.subject = subject
-        """What the patron knows it by."""
-        self._patron = patron
+        """The operation, or whatever else the owner identifies the work by."""
+        self._owner = owner
         self._result: torch.Tensor | None = None
         self._error: Exception | None = None
         self._after: Callable[[], None] | None = None
-        self._acts: list[Callable[[], None]] | None = None
+        self._callbacks: list[Callable[[], None]] | None = None
         self._done = False
         self._lock: _thread.LockType | None = None
-        """Made by the first thread that has to wait: most of a burst's handles are done before anybody asks."""
+        """Made by the first thread that has to wait: most handles of a burst are done before anybody asks."""
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or badly."""
+        """Whether the collective has ended, with a result or an error."""
         return self._done
 
     @property
     def succeeded(self) -> bool:
-        """Whether it has ended well."""
+        """Whether the collective has ended without an error."""
         return self._done and self._error is None
 
     @property
     def error(self) -> Exception | None:
-        """What went wrong."""
+        """The error of a collective that has failed."""
         return self._error
 
-    def then(self, act: Callable[[], None]) -> None:
-        """Have `act` called when it has ended, well or badly: on the thread that ended it, which must not be kept."""
-        if self._acts is None:
-            self._acts = []
-        self._acts.append(act)
-        if self._done:  # perhaps since before it was noted
-            self._act()
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called when the collective ends, with a result or an error.
 
-    def _act(self) -> None:
-        while self._acts:
+        It is called on the thread that ends the collective, which it must not block; at once if it has ended.
+        """
+        if self._callbacks is None:
+            self._callbacks = []
+        self._callbacks.append(callback)
+        if self._done:  # perhaps since before the callback was added
+            self._run_callbacks()
+
+    def _run_callbacks(self) -> None:
+        while self._callbacks:
             try:
-                act = self._acts.pop()
+                callback = self._callbacks.pop()
             except IndexError:  # another thread has taken it
                 return
-            act()
+            callback()
 
     def wait(self, timeout_s: float | None = None) -> torch.Tensor | None:
-        """Block until the collective has ended; its result, where it has one on this rank.
+        """Block until the collective has ended; return its result if it has one on this rank.
 
         Raises:
-            CollectiveTimeout: not in time (the engine's own limit if `timeout_s` is None); it goes on.
+            CollectiveTimeout: it has not ended within `timeout_s` (default: the engine's limit). It continues.
             CommError: what went wrong, on this rank or any other.
         """
         if not self._done:
-            limit_s = self._patron.timeout_s if timeout_s is None else timeout_s
+            limit_s = self._owner.timeout_s if timeout_s is None else timeout_s
             if not self._block(limit_s):
-                raise CollectiveTimeout(self.name, limit_s, self._patron.missing(self))
+                raise CollectiveTimeout(self.name, limit_s, self._owner.missing(self))
         if self._error is not None:
-            # Without the traceback of whoever waited before: one error may end many collectives.
+            # Without the traceback of earlier waiters: one error may end many collectives.
             raise self._error.with_traceback(None)
         if self._after is not None:
             self._after()
         return self._result
 
     def _block(self, limit_s: float) -> bool:
-        with _making:
+        with _making_lock:
             if self._lock is None:
                 self._lock = _thread.allocate_lock()
                 self._lock.acquire()
-        # Looked at again after the lock is there to be released: whoever ends the work sees one or the other.
+        # Checked again now that there is a lock to release: the thread that ends the work sees one or the other.
         if self._done:
             return True
-        self._patron.hurry()
+        self._owner.wake()
         if not self._lock.acquire(timeout=limit_s):
             return self._done
         self._lock.release()
         return True
 
     def finish(self, result: torch.Tensor | None, after: Callable[[], None] | None = None) -> None:
-        """Called once, by the engine. `after` runs in each thread that waits (a CUDA stream's own wait)."""
+        """End with a result; called once, by the engine. `after` runs in each waiting thread (to wait on a stream)."""
         self._result, self._after = result, after
         self._end()
 
     def fail(self, error: Exception) -> None:
-        """Called once, by the engine."""
+        """End with an error; called once, by the engine."""
         self._error = error
         self._end()
 
-    def follow(self, other: Handle) -> None:
-        """End as `other` has ended."""
+    def copy_outcome(self, other: Handle) -> None:
+        """End with the outcome of `other`, which has ended."""
         if other.error is not None:
             self.fail(other.error)
         else:
             self.finish(other._result, other._after)
 
     def _end(self) -> None:
-        # The subject refers back to this handle and holds the memory it worked on: without the
-        # circle that memory is free at once, and not when the collector next comes by.
+        # The subject refers back to this handle and holds the memory it worked on. Without the
+        # cycle that memory is free at once, and not at the next garbage collection.
         self.subject = None
         self._done = True
         if self._lock is not None:
             self._lock.release()
-        if self._acts:
-            self._act()
+        if self._callbacks:
+            self._run_callbacks()

@@ -1,7 +1,7 @@
-"""Arithmetic on slices: the folds of a plan, carried out on tensors.
+"""Arithmetic on slices: executes the folds of a plan on tensors.
 
-Every fold is elementwise and rounds to the tensor's own type at each operand, as gloo does, so the
-order given by the plan decides the bits and nothing else does.
+Every fold is elementwise and rounds to the tensor's own type at each operand, as gloo does. Only the order given by
+the plan decides the bits.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pliant.errors import ConfigError
 OPS = ("sum", "min", "max", "prod")
 Operand = torch.Tensor | np.ndarray
 Reducer = Callable[..., object]
-"""out = a (op) b, written as reducer(a, b, out=out)."""
+"""Computes out = a (op) b when called as reducer(a, b, out=out)."""
 BLOCK_BYTES = 1 << 20
-"""Folded at once. Operands and results of a block stay in the cache while it is worked on."""
+"""Size of the blocks that are folded at a time, so that operands and results of a block stay in the cache."""
 _TORCH: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "min": torch.minimum,
@@ -26,8 +26,8 @@ _TORCH: dict[str, Callable[..., torch.Tensor]] = {
     "prod": torch.mul,
 }
 _NUMPY: dict[str, np.ufunc] = {"sum": np.add, "min": np.minimum, "max": np.maximum, "prod": np.multiply}
-# Torch's kernels for these two are much faster (or the only ones); for all others NumPy gives the same
-# bits at less than half the cost per call, and it has arithmetic for the unsigned types.
+# For these two types torch's kernels are much faster (or the only ones). For all others NumPy gives the same bits at
+# less than half the cost per call, and it has arithmetic for the unsigned types.
 _BY_TORCH = {torch.float16, torch.bfloat16}
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -40,7 +40,11 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Raises ConfigError for a type that cannot be reduced."""
+    """Return the name of `dtype` in a spec.
+
+    Raises:
+        ConfigError: the type cannot be reduced.
+    """
     try:
         return _NAMES[dtype]
     except KeyError:
@@ -52,7 +56,11 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def reducer(op: str, dtype: torch.dtype) -> Reducer:
-    """The function for one operation, on what `operand` makes of tensors; raises ConfigError where there is none."""
+    """Return the function that computes `op` on what `operand` returns for tensors.
+
+    Raises:
+        ConfigError: the operation is unknown or not defined for the type.
+    """
     if op not in OPS:
         raise ConfigError(f"op={op!r} is unknown: use one of {', '.join(OPS)}")
     if dtype.is_complex and op in ("min", "max"):
@@ -61,7 +69,7 @@ def reducer(op: str, dtype: torch.dtype) -> Reducer:
 
 
 def operand(tensor: torch.Tensor) -> Operand:
-    """The same memory, in the form that is reduced."""
+    """Return the memory of `tensor` in the form that `reducer` takes: a NumPy array for most types."""
     return tensor if tensor.dtype in _BY_TORCH else tensor.numpy()
 
 
@@ -72,8 +80,8 @@ def _copy(target: Operand, source: Operand) -> None:
         target.copy_(source)
 
 
-class Recipe:
-    """The calls that carry out one step's folds, with all their views made: run it as often as you like.
+class PreparedFold:
+    """The calls that execute the folds of one step, with all views made, ready to run any number of times.
 
     A training job folds the same memory at every step, and making a view costs as much as adding a bias.
     """
@@ -89,7 +97,7 @@ class Recipe:
         out: torch.Tensor,
         copies: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Fold `operands` into `out`, and write the result to `copies` as well.
+        """Prepare to fold `operands` into `out` and to write the result to `copies` as well.
 
         `out` and `copies` may be operands: a block is written only after all its operands were read.
         """
@@ -123,7 +131,7 @@ _Call = tuple[Operand, Operand, Operand]
 def _calls(
     operands: Sequence[Operand], order: Sequence[int], scratch: Operand, out: Operand, begin: int, end: int
 ) -> list[_Call]:
-    """acc = first; acc = next + acc; ...; the last one into `out`, all others into scratch."""
+    """Return the calls acc = first; acc = next + acc; ...: the last one writes to `out`, all others to scratch."""
     views = [operands[index][begin:end] for index in order]
     partial, result = scratch[: end - begin], out[begin:end]
     calls: list[_Call] = []
@@ -136,7 +144,7 @@ def _calls(
 
 
 class Scratch:
-    """A block of each type for partial sums. One thread only."""
+    """One block per type for partial sums. Not thread-safe."""
 
     def __init__(self) -> None:
         self._blocks: dict[torch.dtype, torch.Tensor] = {}

@@ -1,8 +1,9 @@
-"""How the workers of a job find each other: one authenticated connection for each pair.
+"""How the workers of a job connect: one authenticated connection for each pair.
 
-Workers of one host meet on an abstract Unix socket (no file is left behind), the others over TCP.
-Of each pair the greater worker (by host, then port) connects, whatever their ranks. Strangers are
-refused and logged, by a thread of their own, so that they can neither stop nor slow the job.
+Workers of one host meet on an abstract Unix socket (no file is left behind), the others over TCP. Of each pair the
+greater worker (by host, then port) connects, whatever their ranks. Every newcomer must prove that it knows the job's
+secret (`pliant.channel`). Others are refused and logged on a thread of their own, so that they can neither stop nor slow
+the job.
 """
 
 from __future__ import annotations
@@ -16,19 +17,21 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from pliant.comm import handshake
+from pliant.channel import accept_handshake, certificate_digest, connect_handshake, send_refusal, send_welcome
+from pliant.cluster import Worker
 from pliant.errors import CommError, ConfigError, HandshakeRefused
 
-if TYPE_CHECKING:
-    from pliant.cluster import Worker
-
 log = logging.getLogger(__name__)
+
+PURPOSE = "worker"
 HANDSHAKE_S = 5.0
-"""A stranger may keep a connection for this long."""
+"""Time limit of a handshake."""
 MAX_STRANGERS = 256
+"""Connections whose handshake is not done, at once; more are closed at once."""
 RETRY_S = 0.05
+REMEDY = "another job's worker listens there, or PLIANT_SECRET (or the secret file) differs between the hosts"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,41 +39,41 @@ class MeshConfig:
     """How connections are made."""
 
     secret: bytes = field(repr=False)
-    """What every worker of the job knows."""
+    """The secret that every worker of the job knows."""
     join_timeout_s: float = 60.0
-    """How long to wait for all the others."""
+    """How long to wait for all other workers."""
     tls_cert: str = ""
-    """Certificate file for TLS between hosts; self-signed will do, the secret vouches for it."""
+    """Certificate file for TLS between hosts. It may be self-signed, because the secret vouches for it."""
     tls_key: str = ""
-    """Its private key."""
+    """File with the private key of the certificate."""
     listen_fd: int | None = None
     """A listening TCP socket inherited from the runner."""
 
 
-class Door(Protocol):
-    """Who decides about workers that come and have proved to be of this job."""
+class ConnectionOwner(Protocol):
+    """The object that accepts workers that have proved to belong to this job."""
 
     def admit(self, worker: Worker) -> bool:
-        """Whether it may come in: not if it is connected already. May take a while."""
+        """Return whether a newcomer may use this name: not if that worker is connected. May take a while."""
 
-    def take(self, worker: Worker, sock: socket.socket) -> None:
-        """Here is its connection; raises CommError if it is too late for that."""
+    def add_connection(self, worker: Worker, sock: socket.socket) -> None:
+        """Take over an authenticated connection; raises CommError if it is too late for that."""
 
 
 class Mesh:
-    """Where one worker listens for others, and how it calls them."""
+    """The listening sockets of one worker, and its way to connect to others."""
 
-    def __init__(self, me: Worker, config: MeshConfig, door: Door) -> None:
+    def __init__(self, me: Worker, config: MeshConfig, owner: ConnectionOwner) -> None:
         self._me = me
         self._config = config
-        self._door = door
-        self._coming: set[Worker] = set()
-        """Who is being looked at: of two that claim one name at once, the second has to wait."""
-        self._settled = threading.Condition()
+        self._owner = owner
+        self._admitting: set[Worker] = set()
+        """Names that are being checked: of two newcomers under one name, the second has to wait."""
+        self._admitted = threading.Condition()
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
         self._listeners: list[socket.socket] = []
         self._underway: set[socket.socket] = set()
-        """Connections that are neither taken nor closed yet."""
+        """Connections that are neither accepted nor closed yet."""
         self._threads: list[threading.Thread] = []
         self._closing = False
         self._server_tls = self._client_tls = None
@@ -100,27 +103,34 @@ class Mesh:
         for thread in self._threads:
             thread.join(timeout=5)
 
-    def abandon(self) -> None:
-        """In a forked child: close what belongs to the parent."""
+    def close_in_child(self) -> None:
+        """In a forked child: close the parent's sockets."""
         for sock in [*self._listeners, *self._underway]:
             sock.close()
 
-    # --- calling ---
+    # --- connecting ---
 
-    def call(self, worker: Worker, number: int, deadline_s: float, given_up: Callable[[], bool]) -> socket.socket:
-        """Call the worker until it answers, for it may still be starting; its connection is the caller's to close.
+    def connect(self, worker: Worker, deadline_s: float, given_up: Callable[[], bool]) -> socket.socket:
+        """Connect to a worker, with retries because it may still be starting. The caller must close the socket.
 
         Raises:
             CommError: it did not answer in time, or the caller has given up.
-            HandshakeRefused: it would not have us.
+            HandshakeRefused: it refused the connection.
         """
         while True:
             sock: socket.socket | None = None
             try:
                 sock = self._dial(worker, deadline_s)
                 self._underway.add(sock)
-                binding, patience_s = _peer_certificate(sock), min(deadline_s, time.monotonic() + HANDSHAKE_S)
-                handshake.greet(sock, self._config.secret, number, self._me, binding, patience_s)
+                connect_handshake(
+                    sock,
+                    self._config.secret,
+                    purpose=PURPOSE,
+                    name=str(self._me),
+                    deadline_s=min(deadline_s, time.monotonic() + HANDSHAKE_S),
+                    binding=_peer_certificate(sock),
+                    remedy=REMEDY,
+                )
                 return sock
             except HandshakeRefused as error:
                 sock.close() if sock else None
@@ -149,7 +159,7 @@ class Mesh:
             return self._client_tls.wrap_socket(sock)
         return sock
 
-    # --- being called ---
+    # --- accepting ---
 
     def _tcp_listener(self) -> socket.socket:
         if self._config.listen_fd is not None:
@@ -170,8 +180,8 @@ class Mesh:
             except OSError as error:
                 if self._closing:
                     return
-                log.warning("%s cannot take a connection now: %s", self._me, error)
-                time.sleep(RETRY_S)  # out of descriptors: asking again at once would only spin
+                log.warning("%s cannot accept a connection now: %s", self._me, error)
+                time.sleep(RETRY_S)  # out of descriptors: trying again at once would only spin
                 continue
             if self._closing:
                 sock.close()
@@ -181,12 +191,12 @@ class Mesh:
                 log.warning("%s refused a connection from %s: %s", self._me, address or "this host", busy)
                 sock.close()
                 continue
-            threading.Thread(target=self._examine, args=(sock, address), name="pliant-hello", daemon=True).start()
+            threading.Thread(target=self._authenticate, args=(sock, address), name="pliant-hello", daemon=True).start()
 
-    def _examine(self, sock: socket.socket, address: object) -> None:
-        """Take a caller in, or turn it away."""
+    def _authenticate(self, sock: socket.socket, address: object) -> None:
+        """Accept a newcomer or refuse it."""
         deadline_s = time.monotonic() + HANDSHAKE_S
-        coming: Worker | None = None
+        admitting: Worker | None = None
         self._underway.add(raw := sock)
         try:
             binding = b""
@@ -195,41 +205,50 @@ class Mesh:
                 sock = self._server_tls.wrap_socket(sock, server_side=True)
                 self._underway.add(sock)
                 binding = _own_certificate(self._config.tls_cert)
-            worker = handshake.answer(sock, self._config.secret, binding, deadline_s)
-            if self._begin(worker, deadline_s):
-                coming = worker
-            if coming is None or not self._door.admit(worker):
-                reason = f"{worker} is not expected here, or already connected"
-                handshake.turn_away(sock, reason, deadline_s)
-                raise HandshakeRefused(reason)
-            handshake.welcome(sock, deadline_s)
-            self._door.take(worker, sock)
+            name, _ = accept_handshake(
+                sock, self._config.secret, purpose=PURPOSE, deadline_s=deadline_s, binding=binding
+            )
+            try:
+                worker = Worker.parse(name)
+            except ConfigError as error:
+                raise _refuse(sock, f"not the name of a worker: {error}", deadline_s) from None
+            if self._begin_admission(worker, deadline_s):
+                admitting = worker
+            if admitting is None or not self._owner.admit(worker):
+                raise _refuse(sock, f"{worker} is not expected here, or already connected", deadline_s)
+            send_welcome(sock, deadline_s)
+            self._owner.add_connection(worker, sock)
         except (CommError, OSError, ValueError) as error:
             if not self._closing:
                 log.warning("%s refused a connection from %s: %s", self._me, address or "this host", error)
             sock.close()
         finally:
             self._underway -= {raw, sock}
-            if coming is not None:
-                with self._settled:
-                    self._coming.discard(coming)
-                    self._settled.notify_all()
+            if admitting is not None:
+                with self._admitted:
+                    self._admitting.discard(admitting)
+                    self._admitted.notify_all()
             self._strangers.release()
 
-    def _begin(self, worker: Worker, deadline_s: float) -> bool:
-        """Take the turn of looking at who comes under this name; False if nobody may, for it is we who call it."""
-        with self._settled:
+    def _begin_admission(self, worker: Worker, deadline_s: float) -> bool:
+        """Wait for the turn of this newcomer; False if no worker of this name may connect, because we connect to it."""
+        with self._admitted:
             if worker <= self._me:
                 return False
-            while worker in self._coming:
-                if not self._settled.wait(deadline_s - time.monotonic()):
+            while worker in self._admitting:
+                if not self._admitted.wait(deadline_s - time.monotonic()):
                     return False
-            self._coming.add(worker)
+            self._admitting.add(worker)
             return True
 
 
+def _refuse(sock: socket.socket, reason: str, deadline_s: float) -> HandshakeRefused:
+    send_refusal(sock, reason, deadline_s)
+    return HandshakeRefused(reason)
+
+
 def _unix_name(worker: Worker, secret: bytes) -> str:
-    """An abstract address: it needs no file, and another job has another one even for the same port."""
+    """Return an abstract address: it needs no file, and another job has another one even for the same port."""
     tag = hashlib.sha256(b"unix" + secret).hexdigest()[:16]
     return f"\0pliant-{worker.label}-{tag}"
 
@@ -262,16 +281,15 @@ def _tls_contexts(config: MeshConfig) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 def _own_certificate(path: str) -> bytes:
-    with open(path, encoding="ascii") as file:
-        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(_first_certificate(file.read()))).digest()
-
-
-def _first_certificate(pem: str) -> str:
+    """Return the digest of the first certificate in a PEM file."""
     begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
-    return begin + pem.partition(begin)[2].partition(end)[0] + end
+    with open(path, encoding="ascii") as file:
+        pem = begin + file.read().partition(begin)[2].partition(end)[0] + end
+    return certificate_digest(ssl.PEM_cert_to_DER_cert(pem))
 
 
 def _peer_certificate(sock: socket.socket) -> bytes:
+    """Return the digest of the peer's certificate; empty without TLS."""
     if isinstance(sock, ssl.SSLSocket):
-        return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
+        return certificate_digest(sock.getpeercert(binary_form=True) or b"")
     return b""

@@ -1,9 +1,4 @@
-"""What follows from a spec for all collectives that have it: its numbers here, its plan, whom it concerns.
-
-Not one collective's own state, which is `operation`'s.
-
-One collective in progress on one rank: its memory, its program, and what it still waits for.
-"""
+"""Values of the engine: registered specs, their compiled plans, and one collective in progress on one rank."""
 
 from __future__ import annotations
 
@@ -13,20 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import torch
-
 if TYPE_CHECKING:
-    from pliant.comm.connection import Link
+    import torch
+
+    from pliant.comm.connection import PeerLink
     from pliant.comm.handle import Handle
-    from pliant.comm.kernels import Recipe, Reducer
-    from pliant.comm.memory import Landing, Span
-    from pliant.comm.plan import Plan, Spec, Step
+    from pliant.comm.kernels import PreparedFold, Reducer
+    from pliant.comm.memory import OperandBuffer, Span
+    from pliant.comm.plan import RankPlan, SliceStep, Spec
 
 T = TypeVar("T")
 
 
 class PriorityQueue(Generic[T]):
-    """Lowest priority number first, and among equals the oldest."""
+    """A queue that returns the lowest priority number first, and the oldest item among equals."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, T]] = []
@@ -46,64 +41,72 @@ class PriorityQueue(Generic[T]):
         self._heap.clear()
 
 
-class Known:
-    """A spec that this rank or a peer has used, with the numbers that stand for it here. One object for all equal
-    specs, so that comparing them is comparing objects."""
+# --- what all collectives of one spec have in common ---
 
-    __slots__ = ("channel", "number", "programs", "spec", "told")
+
+class RegisteredSpec:
+    """A spec that this rank or a peer has used, with the numbers that stand for it here.
+
+    There is one object for all equal specs, so specs are compared by identity.
+    """
+
+    __slots__ = ("channel", "defined_for", "number", "plans", "spec")
 
     def __init__(self, spec: Spec, number: int, channel: int) -> None:
         self.spec = spec
         self.number = number
         self.channel = channel
-        self.told: set[int] = set()
-        """Peers to whom the number was explained."""
-        self.programs: dict[int, Program] = {}
-        """What it means here, by the number of the strategy."""
+        self.defined_for: set[int] = set()
+        """The peers to which the meaning of the number was sent."""
+        self.plans: dict[int, CompiledPlan] = {}
+        """The compiled plans by the number of the strategy."""
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
-    """A step as it was taken last: good for the next time if the memory is the same."""
+class CachedStep:
+    """A step that can be repeated as it is if all its memory is the same as last time."""
 
     out: Span
     own: list[Span]
     offers: dict[int, list[Span]]
-    recipe: Recipe
-    links: list[Link]
-    """Whom to tell."""
+    prepared: PreparedFold
+    links: list[PeerLink]
+    """The links on which completion is announced."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Program:
-    """A plan with what follows from it for every collective of the same spec, computed once."""
+class CompiledPlan:
+    """A plan with everything that follows from it for all collectives of the same spec, computed once."""
 
-    known: Known
+    registered: RegisteredSpec
     spec: Spec
-    plan: Plan
+    plan: RankPlan
     ready: tuple[int, ...]
-    """Steps that this rank can take at once."""
+    """The steps that this rank can take at once."""
     missing: dict[int, int]
-    """For the other steps that this rank takes: how many children it must hear first."""
+    """For the other steps that this rank takes: the number of children whose operands it must receive first."""
     offer_to: tuple[int, ...]
-    """Peers of this host who read or write this rank's memory."""
+    """The peers of this host that read or write this rank's memory."""
     by_offer: dict[int, tuple[int, ...]]
-    """Steps that come nearer when this child offers its memory."""
+    """The steps that depend on the memory that each child offers."""
     offered_bytes: dict[int, int]
-    """Operands that each peer reads from this rank's memory."""
+    """The bytes of operands that each peer reads from this rank's memory."""
     read_bytes: dict[int, int]
-    """Operands that this rank reads from each peer's memory."""
+    """The bytes of operands that this rank reads from each peer's memory."""
     lane_bytes: dict[int, int]
-    offering: list[tuple[Link, int]]
-    """The links to `offer_to`, and the bytes each reads; filled when they know the spec."""
-    again: dict[int, Again]
-    """Steps made ready for the next time; filled as they are taken."""
+    """The bytes that this rank handles on each topology."""
+    offering: list[tuple[PeerLink, int]]
+    """The links to `offer_to` with the bytes that each reads; filled when the peers know the spec."""
+    cached_steps: dict[int, CachedStep]
+    """Steps prepared for the next time; filled as they are taken."""
     offers: dict[tuple[int, int, int], list[Span]]
     """Memory that peers have offered before, by (rank, arena, offset)."""
 
 
-def make_program(known: Known, plan: Plan, shares_memory: Callable[[int], bool], item_bytes: int) -> Program:
-    """Derive the program; `shares_memory(rank)` says who is on this host."""
+def compile_plan(
+    registered: RegisteredSpec, plan: RankPlan, shares_memory: Callable[[int], bool], item_bytes: int
+) -> CompiledPlan:
+    """Derive the compiled plan; `shares_memory(rank)` says which ranks are on this host."""
     ready, missing = [], {}
     offer_to: set[int] = set()
     by_offer: defaultdict[int, list[int]] = defaultdict(list)
@@ -125,67 +128,71 @@ def make_program(known: Known, plan: Plan, shares_memory: Callable[[int], bool],
                 read[child] += counts[child] * step.length * item_bytes
         elif step.reduces or step.source is None:
             ready.append(index)
-    by_child = {child: tuple(steps) for child, steps in by_offer.items()}
-    return Program(
-        known=known,
-        spec=known.spec,
+    return CompiledPlan(
+        registered=registered,
+        spec=registered.spec,
         plan=plan,
         ready=tuple(ready),
         missing=missing,
         offer_to=tuple(sorted(offer_to)),
-        by_offer=by_child,
+        by_offer={child: tuple(steps) for child, steps in by_offer.items()},
         offered_bytes=dict(offered),
         read_bytes=dict(read),
         lane_bytes=dict(lanes),
         offering=[],
-        again={},
+        cached_steps={},
         offers={},
     )
 
 
+# --- one collective ---
+
+
 class Burst:
-    """Collectives that were submitted together. A thread that waits for the first would only be in the way of
-    the others if it were woken before them."""
+    """Collectives that were submitted together.
+
+    A thread that waits for the first one would only compete with the others if it were woken before they are done.
+    """
 
     __slots__ = ("open",)
 
     def __init__(self, size: int) -> None:
         self.open = size
-        """How many have not ended."""
+        """The number of collectives that have not ended."""
 
 
 ARRIVED = -1
-LandingKey = tuple[int, int, int, int]
+OperandBufferKey = tuple[int, int, int, int]
 """The peer, its number of the spec, the slice, and the length in bytes."""
 _NOTHING: dict[Any, Any] = {}
 
 
 class Operation:
-    """The state of one submitted collective; touched by the engine's thread only, once submitted.
+    """The state of one submitted collective. Once submitted, only the engine's thread uses it.
 
-    A plain class with slots: one is made for every tensor and step.
+    A plain class with slots, because one is made for every tensor and step.
     """
 
     __slots__ = (
         "base",
         "began_s",
         "begin",
+        "buffers",
         "burst",
+        "compiled",
         "failed",
-        "finished",
         "handle",
         "kept",
         "key",
-        "landings",
         "left",
         "missing",
         "offers",
+        "on_complete",
         "operands",
         "out",
         "owed",
         "own",
         "priority",
-        "program",
         "prompt",
         "reduce",
         "result",
@@ -195,77 +202,77 @@ class Operation:
     handle: Handle
     burst: Burst
     prompt: bool
-    """Whether it is announced by itself, whatever it was submitted with."""
+    """Whether waiters are notified as soon as it is complete, whatever it was submitted with."""
     begin: Callable[[Operation], None]
-    """What the engine's thread shall do with it."""
+    """The function that the engine's thread calls to begin it."""
 
     def __init__(
         self,
-        program: Program,
+        compiled: CompiledPlan,
         seq: int,
         priority: int,
         out: Span,
         own: list[Span],
         reduce: Reducer | None,
         result: torch.Tensor | None,
-        finished: Callable[[Operation], None],
+        on_complete: Callable[[Operation], None],
         base: int = 0,
     ) -> None:
-        self.program = program
+        self.compiled = compiled
         self.seq = seq
-        self.key = program.known.channel << 32 | seq
+        self.key = compiled.registered.channel << 32 | seq
         self.priority = priority
         self.out = out
-        """Where the result belongs."""
+        """The memory of the result."""
         self.own = own
-        """This rank's operands; `[out]` where it reduces in place."""
+        """The operands of this rank; `[out]` if it reduces in place."""
         self.base = base
-        """The element of the whole that `out` begins with (a gather's senders hold only their own part)."""
+        """The element of the whole with which `out` begins (the senders of a gather hold only their own part)."""
         self.reduce = reduce
         self.result = result
-        """What `wait` shall return."""
-        self.finished = finished
-        """What remains to be done when the result is in place, such as copying it to where the user wants it."""
+        """The tensor that `wait` returns."""
+        self.on_complete = on_complete
+        """Called when the result is in `out`: copies it where the user wants it, and finishes the handle."""
         self.began_s = 0.0
         self.prompt = False
-        self.left = len(program.plan.steps)
-        """Steps and frames that are not done yet."""
-        self.missing = program.missing.copy()
-        """For each step, how many children have not been heard; ARRIVED once its result has come."""
+        self.left = len(compiled.plan.steps)
+        """The number of steps and frames that are not done yet."""
+        self.missing = compiled.missing.copy()
+        """For each step the number of children whose operands are missing; ARRIVED once its result has come."""
         self.offers: dict[int, list[Span]] = {}
-        """The memory of peers: where their result belongs, then their operands if these lie elsewhere."""
-        # The rest is not needed where all peers share memory, and an empty dict has its price, too:
+        """The memory of peers: the span of their result, then those of their operands if these lie elsewhere."""
+        # What follows is not needed if all peers share memory, and even an empty dict has its price:
         # between two steps of a model hundreds of megabytes pass through the cache.
         self.operands: dict[tuple[int, int], list[Span]] = _NOTHING
-        """(step, child) -> what it sent."""
+        """Received operands by (step, child)."""
         self.owed: dict[int, list[int]] = _NOTHING
-        """Results for peers that have not yet said where they belong."""
+        """Steps whose result is owed to a peer that has not yet offered memory for it."""
         self.kept: tuple[object, ...] = ()
-        """Memory that others may still read."""
-        self.landings: list[tuple[LandingKey, Landing]] = []
-        """Where operands have arrived, to be used again when this is complete."""
+        """Objects that own memory which peers may still read."""
+        self.buffers: list[tuple[OperandBufferKey, OperandBuffer]] = []
+        """The buffers of received operands, which are reused when the collective is complete."""
         self.failed = False
 
-    def cut(self, step: Step) -> torch.Tensor:
-        """The place of a slice's result."""
+    def cut(self, step: SliceStep) -> torch.Tensor:
+        """Return the memory of the result of a slice."""
         return self.out.cut(step.begin - self.base, step.end - self.base)
 
-    def hear(self, index: int, child: int, spans: list[Span]) -> None:
-        """Note what a child sent for a step."""
+    def add_operands(self, index: int, child: int, spans: list[Span]) -> None:
+        """Keep the operands that a child sent for a step."""
         if self.operands is _NOTHING:
             self.operands = {}
         self.operands[index, child] = spans
 
-    def owe(self, peer: int, index: int) -> None:
-        """Note that a peer must get the result of a step, once it says where."""
+    def owe_result(self, peer: int, index: int) -> None:
+        """Note that the result of a step must be written to a peer's memory once the peer offers it."""
         if self.owed is _NOTHING:
             self.owed = {}
         self.owed.setdefault(peer, []).append(index)
 
     def waiting_for(self) -> set[int]:
-        """The ranks from which something is missing."""
+        """Return the ranks from which something is missing."""
         ranks: set[int] = set()
-        for index, step in list(self.program.plan.steps.items()):
+        for index, step in list(self.compiled.plan.steps.items()):
             missing = self.missing.get(index, 0)
             if missing > 0:
                 ranks |= {c for c, _ in step.children if (index, c) not in self.operands and c not in self.offers}

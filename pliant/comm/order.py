@@ -1,10 +1,10 @@
-"""The exact summation order: what meets in which order, so that every topology has the bits of torch's all_reduce on gloo.
+"""The exact order of summation, which gives every topology the bits of torch's all_reduce on gloo.
 
-gloo cuts a tensor into N chunks and passes each round a ring; the sum of chunk c is taken as
-x_c + (... (x_{c-3} + (x_{c-2} + x_{c-1}))), indices modulo N, rounded at each hop. Addition of
-floats is not associative, so a partial sum may be formed on the way only if it is the beginning
-of that chain; all other operands must travel un-summed. This module says where the chunks lie
-and what may be folded where. It knows neither tensors nor sockets.
+gloo cuts a tensor into N chunks and passes each round a ring. It computes the sum of chunk c as
+x_c + (... (x_{c-3} + (x_{c-2} + x_{c-1}))), indices modulo N, rounded at each hop. Addition of floats is not
+associative, so a rank may form a partial sum on the way only if it is the beginning of that chain; it must forward all
+other operands un-summed. This module says where the chunks lie and what may be folded where. It is pure: it knows
+neither tensors nor sockets.
 """
 
 from __future__ import annotations
@@ -18,8 +18,23 @@ if TYPE_CHECKING:
     from pliant.comm.topology import Topology
 
 GLOO_SEGMENT_BYTES = 1 << 20
+
 Term = tuple[int, ...]
-"""The replicas whose values are folded into one operand, in the order in which they were folded."""
+"""The replicas whose values were folded into one operand, in the order of folding."""
+
+
+def even_partition(num_elements: int, parts: int) -> list[tuple[int, int]]:
+    """Return `parts` ranges that cover all elements; the first ones are longer by one if it does not divide."""
+    size, longer = divmod(num_elements, parts)
+    ranges, begin = [], 0
+    for part in range(parts):
+        end = begin + size + (part < longer)
+        ranges.append((begin, end))
+        begin = end
+    return ranges
+
+
+# --- chunks ---
 
 
 def _ceil(a: int, b: int) -> int:
@@ -27,9 +42,10 @@ def _ceil(a: int, b: int) -> int:
 
 
 def chunk_length(num_elements: int, item_bytes: int, num_replicas: int) -> int:
-    """How many elements the chunks have into which gloo's ring cuts a tensor (the last ones may be shorter).
+    """Return the length in elements of the chunks into which gloo's ring cuts a tensor; the last may be shorter.
 
-    The segments only pipeline the ring; but chunk borders fall on segment borders, so their rounding matters.
+    gloo's segments only pipeline the ring, but the borders of chunks fall on borders of segments, so the rounding of
+    segments matters.
     """
     total = num_elements * item_bytes
     largest = item_bytes * max(1, GLOO_SEGMENT_BYTES // item_bytes)
@@ -39,12 +55,12 @@ def chunk_length(num_elements: int, item_bytes: int, num_replicas: int) -> int:
 
 
 def chain(chunk: int, num_replicas: int) -> Term:
-    """The order in which the replicas' values of this chunk are folded: first c-1, last c."""
+    """Return the order in which the replicas' values of chunk c are folded: first replica c-1, last replica c."""
     return tuple((chunk - k) % num_replicas for k in range(1, num_replicas + 1))
 
 
 def chunks_between(begin: int, end: int, length: int) -> list[tuple[int, int, int]]:
-    """The pieces (begin, end, chunk) of a range of elements, split at the borders of chunks."""
+    """Split a range of elements at the borders of chunks; return the pieces as (begin, end, chunk)."""
     pieces = []
     while begin < end:
         chunk = begin // length
@@ -54,39 +70,42 @@ def chunks_between(begin: int, end: int, length: int) -> list[tuple[int, int, in
     return pieces
 
 
+# --- folds ---
+
+
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """What one rank does with its operands on the way up.
+    """How one rank treats its operands on the way up.
 
-    Operands are numbered: this rank's own first, then those of each child in the order of ranks.
+    Operands are numbered: the rank's own come first, then those of each child in the order of ranks.
     """
 
     operands: tuple[Term, ...]
-    """What each operand consists of."""
+    """The replicas in each operand."""
     folded: tuple[int, ...]
-    """Folded from left to right into one (acc = b + acc); empty, or two and more."""
+    """The operands that are folded from left to right into one (acc = b + acc): none, or at least two."""
     passed_on: tuple[int, ...]
-    """Forwarded as they are, behind the folded one."""
+    """The operands that are forwarded as they are, after the folded one."""
 
     @property
     def result(self) -> tuple[Term, ...]:
-        """What this rank hands on."""
+        """The operands that this rank hands to its parent."""
         merged = tuple(replica for index in self.folded for replica in self.operands[index])
         return ((merged,) if merged else ()) + tuple(self.operands[index] for index in self.passed_on)
 
 
 @lru_cache(maxsize=4096)
 def exact_fold(topology: Topology, blocks: tuple[Term, ...], raw: frozenset[int], rank: int, chunk: int) -> Fold:
-    """What `rank` may fold when the sum must be gloo's; `blocks[r]` lists the replicas that rank r hosts.
+    """Return what `rank` may fold if the sum must have gloo's order; `blocks[r]` lists the replicas of rank r.
 
-    The ranks in `raw` fold nothing: their fathers read their memory in place.
+    The ranks in `raw` fold nothing, because their parents read their memory in place.
     """
     order = chain(chunk, sum(map(len, blocks)))
     operands = _operands(topology, blocks, rank, lambda child: exact_fold(topology, blocks, raw, child, chunk))
     where = {term[0]: index for index, term in enumerate(operands)}
     folded: list[int] = []
     done = 0
-    # The chain's beginning may sit in a partial sum; what follows must be at hand one by one.
+    # The beginning of the chain may be a partial sum; what follows must be available one by one.
     while rank not in raw and done < len(order) and order[done] in where:
         index = where[order[done]]
         if operands[index] != order[done : done + len(operands[index])]:
@@ -100,14 +119,14 @@ def exact_fold(topology: Topology, blocks: tuple[Term, ...], raw: frozenset[int]
 
 @lru_cache(maxsize=4096)
 def carrying_fold(topology: Topology, blocks: tuple[Term, ...], rank: int) -> Fold:
-    """Nothing is folded on the way: for slices that span several chunks, whose orders differ."""
+    """Return a fold that forwards everything, for slices that span several chunks with different orders."""
     operands = _operands(topology, blocks, rank, lambda child: carrying_fold(topology, blocks, child))
     return Fold(operands, (), tuple(range(len(operands))))
 
 
 @lru_cache(maxsize=4096)
 def fast_fold(topology: Topology, blocks: tuple[Term, ...], raw: frozenset[int], rank: int) -> Fold:
-    """Fold all there is: own replicas first, then the children by rank. Fixed, but the topology's own order."""
+    """Return a fold of everything: own replicas first, then the children by rank. The order depends on the topology."""
     operands = _operands(topology, blocks, rank, lambda child: fast_fold(topology, blocks, raw, child))
     everything = tuple(range(len(operands)))
     return Fold(operands, (), everything) if rank in raw or len(operands) == 1 else Fold(operands, everything, ())
@@ -123,17 +142,6 @@ def _operands(
 
 
 def fold_order(operands: Sequence[Term], chunk: int, num_replicas: int) -> tuple[int, ...]:
-    """For single-replica operands: their indices in the order of the chunk's chain."""
+    """Return the indices of single-replica operands in the order of the chunk's chain."""
     where = {term[0]: index for index, term in enumerate(operands)}
     return tuple(where[replica] for replica in chain(chunk, num_replicas))
-
-
-def even_partition(num_elements: int, parts: int) -> list[tuple[int, int]]:
-    """`parts` ranges that cover all elements; the first ones are longer by one where it does not divide."""
-    size, longer = divmod(num_elements, parts)
-    ranges, begin = [], 0
-    for part in range(parts):
-        end = begin + size + (part < longer)
-        ranges.append((begin, end))
-        begin = end
-    return ranges

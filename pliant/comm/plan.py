@@ -1,18 +1,8 @@
-"""Slices: pieces of a tensor that travel alone, and the queue that decides which goes next.
+"""The plan of one rank for one collective: per slice, whose operands it receives, what it folds, and what it sends.
 
-Pure: element ranges and priorities, no tensors and no sockets.
-
-What one rank does for one collective: for each slice, whom it hears, what it folds, whom it tells.
-
-Pure. A `Spec` is what all ranks must agree on; `make_plan` turns it, together with a strategy and
-the hosts, into this rank's steps. Every rank derives the same slices and topologies from the same
-spec, so no rank ever has to ask another what comes next.
-
-Which strategy a collective takes: the same on every rank, though strategies change while collectives are in flight.
-
-Pure. After a change, what any rank had submitted before it still takes the old strategy everywhere; so a
-rank that lagged behind goes on with the old one until it has caught up, channel by channel. That the
-ranks ask for the same, and how far each has come, is brought here by `comm.engine`.
+Pure: element ranges and ranks, no tensors and no sockets. A `Spec` is what all ranks must agree on. `make_plan` turns
+it, together with a strategy and the hosts, into the steps of one rank. Every rank derives the same slices and
+topologies from the same spec, so no rank ever has to ask another what comes next.
 """
 
 from __future__ import annotations
@@ -26,37 +16,57 @@ from functools import lru_cache
 from pliant.comm import order
 from pliant.comm.frames import TAGGED, channel_tag
 from pliant.comm.order import Fold, Term, chunk_length, chunks_between, even_partition
-from pliant.comm.topology import Strategy, Topology, parse_strategy, rerooted
-from pliant.errors import CommError, ConfigError
+from pliant.comm.topology import Strategy, Topology, reroot
+from pliant.errors import CommError
 
 WHOLE_BYTES = 64 << 10
-"""A tensor up to this size is not cut: a message costs more than its bytes."""
+"""A tensor up to this size is not cut, because a message costs more than its bytes."""
 WHOLE_SHARED_BYTES = 512 << 10
-"""The same, where all ranks share memory and the bytes cost still less."""
+"""The same limit if all ranks share memory, where bytes cost even less."""
+INTERNAL = "pliant:"
+"""Prefix of the names that the engine uses for collectives of its own."""
+
+
+# --- slices ---
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Elements [begin, end) of a tensor, travelling on topology number `lane`."""
+    """Elements [begin, end) of a tensor, which travel by themselves on topology number `lane`."""
 
     begin: int
     end: int
     lane: int
     chunk: int | None
-    """The chunk of the exact order it lies in; None where it spans several, or where the order is free."""
+    """The chunk of the exact order that contains it; None if it spans several chunks or if the order is free."""
 
     @property
     def length(self) -> int:
         return self.end - self.begin
 
 
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """A run of a larger tensor that is reduced by itself, with slices and owners of its own.
+
+    It is summed in the exact order of the larger tensor, so the bits do not depend on how the larger one is cut.
+    """
+
+    whole: int
+    """The number of elements of the larger tensor."""
+    begin: int
+    """The first element of the run within the larger tensor."""
+    lanes: tuple[int, ...]
+    """The lane of each slice. The run is cut evenly into this many slices."""
+
+
 def name_hash(name: str) -> int:
-    """The sum of the squared code points (KungFu's hash of names)."""
+    """Return the sum of the squared code points: KungFu's hash of names."""
     return sum(ord(letter) ** 2 for letter in name)
 
 
-def spread(name: str) -> int:
-    """Spreads names over topologies, equally on every rank.
+def _first_lane(name: str) -> int:
+    """Return a number that spreads names over lanes, equal on every rank.
 
     Squares are 0 or 1 modulo 4, so KungFu's hash alone would give two of four owners nearly everything.
     """
@@ -66,13 +76,13 @@ def spread(name: str) -> int:
 def cut(
     name: str, num_elements: int, item_bytes: int, lanes: int, slice_bytes: int, whole_bytes: int = WHOLE_BYTES
 ) -> list[Slice]:
-    """Slices of about equal size, dealt out to the lanes in turn. Their order of summation is free."""
+    """Cut a tensor into slices of about equal size, spread over the lanes. Their order of summation is free."""
     if num_elements == 0:
         return []
     parts = max(1, -(-num_elements * item_bytes // slice_bytes))
     if parts < lanes and num_elements * item_bytes > whole_bytes:
         parts = min(lanes, num_elements)
-    first = spread(name)
+    first = _first_lane(name)
     return [
         Slice(begin, end, (first + index) % lanes, None)
         for index, (begin, end) in enumerate(even_partition(num_elements, parts))
@@ -88,14 +98,14 @@ def cut_exact(
     num_replicas: int,
     whole_bytes: int = WHOLE_BYTES,
 ) -> list[Slice]:
-    """Slices that each lie in one chunk of the exact order; the chunks are spread over the lanes.
+    """Cut a tensor into slices that each lie in one chunk of the exact order; chunks are spread over the lanes.
 
-    A small tensor stays whole and spans all its chunks: whoever folds it folds each part in its order.
+    A small tensor stays whole and spans all its chunks. The rank that folds it folds each chunk in its own order.
     """
     if num_elements == 0:
         return []
     if num_elements * item_bytes <= whole_bytes:
-        return [Slice(0, num_elements, spread(name) % lanes, 0 if num_replicas == 1 else None)]
+        return [Slice(0, num_elements, _first_lane(name) % lanes, 0 if num_replicas == 1 else None)]
     slices = []
     for begin, end, chunk in chunks_between(0, num_elements, chunk_length(num_elements, item_bytes, num_replicas)):
         parts = max(1, -(-(end - begin) * item_bytes // slice_bytes))
@@ -104,25 +114,10 @@ def cut_exact(
     return slices
 
 
-@dataclass(frozen=True, slots=True)
-class Portion:
-    """A run of a larger tensor that travels by itself, in slices and with owners of its own.
-
-    Its exact order is that of the larger tensor: however the larger one is cut, the bits of the sum are the same.
-    """
-
-    whole: int
-    """Elements of the larger tensor."""
-    begin: int
-    """Where the run begins in it."""
-    lanes: tuple[int, ...]
-    """The lane of each slice; the run is cut evenly into as many."""
-
-
 def cut_portion(
     portion: Portion, num_elements: int, item_bytes: int, lanes: int, num_replicas: int | None
 ) -> list[Slice]:
-    """The slices of a run of `num_elements`; `num_replicas` is None where the order of summation is free."""
+    """Cut a run of `num_elements` elements; `num_replicas` is None if the order of summation is free."""
     length = chunk_length(portion.whole, item_bytes, num_replicas) if num_replicas else 0
     slices = []
     ranges = even_partition(num_elements, max(1, min(len(portion.lanes), num_elements)))
@@ -133,39 +128,42 @@ def cut_portion(
     return slices if num_elements else []
 
 
+# --- specs ---
+
 Channel = tuple[str, str, tuple[int, ...]]
-"""Kind, name and members: what successive collectives under one name have in common."""
+"""Kind, name and members of a collective: what successive collectives under one name have in common."""
+
 KINDS = ("all_reduce", "reduce", "broadcast", "gather", "all_gather")
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A collective as all ranks must see it. Ranks are those of the view."""
+    """The description of a collective on which all ranks must agree. Ranks are those of the view."""
 
     kind: str
     name: str
     members: tuple[int, ...]
-    """Who takes part, in ascending order."""
+    """The ranks that take part, in ascending order."""
     dtype: str
     length: int
-    """Elements in one rank's tensor."""
+    """The number of elements in the tensor of one rank."""
     op: str
     exact: bool
-    """Whether the sum has the order of `comm.order`."""
+    """Whether the sum is computed in the order of `comm.order`."""
     root: int
-    """For reduce, broadcast and gather: the rank at the centre; else -1."""
+    """The root of a reduce, broadcast or gather; -1 for other kinds."""
     parts: tuple[int, ...] = ()
-    """How many contributions each member brings (its replicas); empty means one each."""
+    """The number of contributions (replicas) of each member; empty means one each."""
     portion: Portion | None = None
-    """For an all_reduce or a reduce: which run of which larger tensor this is, if it is one."""
+    """For an all_reduce or reduce of a run of a larger tensor: which run it is."""
 
     @property
     def channel(self) -> Channel:
-        """What successive collectives under one name have in common, whatever their shapes."""
+        """The key that successive collectives under one name share, whatever their shapes."""
         return self.kind, self.name, self.members
 
     def pack(self) -> bytes:
-        """Return the spec as it travels in a DEFINE frame."""
+        """Return the spec as the payload of a DEFINE frame."""
         portion = self.portion and (self.portion.whole, self.portion.begin, self.portion.lanes)
         fields = (self.kind, self.name, self.members, self.dtype, self.length, self.op, self.exact, self.root, self.parts)
         return json.dumps((*fields, portion)).encode()
@@ -188,31 +186,35 @@ class Spec:
         return spec
 
 
+# --- plans ---
+
+
 @dataclass(frozen=True, slots=True)
-class Step:
-    """One rank's part in one slice. Elements [begin, end) of the whole; peers are ranks of the view."""
+class SliceStep:
+    """The part of one rank in one slice: elements [begin, end) of the whole. Peers are ranks of the view."""
 
     begin: int
     end: int
     children: tuple[tuple[int, int], ...]
-    """Who sends operands, and how many each."""
+    """The ranks that send operands, and the number of operands of each."""
     folds: tuple[tuple[int, int, tuple[int, ...]], ...]
     """(low, high, operands in order) relative to `begin`: acc = first; acc = next + acc; ..."""
     passed_on: tuple[int, ...]
+    """The operands that are forwarded without folding."""
     up: int | None
-    """Who gets the outcome; None at the root, and where nothing is reduced."""
+    """The rank that gets the folded and forwarded operands; None at the root and if nothing is reduced."""
     source: int | None
-    """From whom the result comes; None where it is already here."""
+    """The rank that sends the result; None if the result is computed or present here."""
     listeners: tuple[int, ...]
-    """Whom to tell the result."""
+    """The ranks to which this rank sends the result."""
     reduces: bool
-    """Whether there is a phase of reduction at all."""
+    """Whether the collective has a reduction phase."""
     lane: int = 0
-    """The number of the topology it travels on."""
+    """The number of the topology that the slice uses."""
     offered: tuple[int, ...] = ()
-    """Children whose operands are read in place, from the memory they offered with the whole tensor."""
+    """The children whose operands are read in place, from the memory that they offered for the whole tensor."""
     offers: bool = False
-    """Whether this rank's own operands are read in place: it has nothing to send up."""
+    """Whether the parent reads this rank's operands in place."""
 
     @property
     def length(self) -> int:
@@ -220,20 +222,20 @@ class Step:
 
     @property
     def num_up(self) -> int:
-        """How many operands go up."""
+        """The number of operands that go up."""
         return bool(self.folds) + len(self.passed_on)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """This rank's steps, by the index of the slice; a slice it has no part in is absent."""
+class RankPlan:
+    """The steps of one rank by the index of the slice. A slice in which the rank has no part is absent."""
 
-    steps: Mapping[int, Step]
+    steps: Mapping[int, SliceStep]
     out_length: int
-    """Elements in the tensor that the steps' ranges refer to."""
+    """The number of elements in the tensor that the ranges of the steps refer to."""
 
     def egress(self, item_bytes: int) -> Counter[int]:
-        """Payload bytes that this rank sends to each peer: the proof of what travels."""
+        """Return the payload bytes that this rank sends to each peer."""
         sent: Counter[int] = Counter()
         for step in self.steps.values():
             if step.up is not None:
@@ -245,30 +247,30 @@ class Plan:
 
 def make_plan(
     spec: Spec, rank: int, hosts: Sequence[str], strategy: Strategy, item_bytes: int, slice_bytes: int
-) -> Plan:
-    """The plan of `rank`, one of `spec.members`; `hosts` holds the host of every rank of the view."""
+) -> RankPlan:
+    """Return the plan of `rank`, one of `spec.members`; `hosts` holds the host of every rank of the view."""
     me = spec.members.index(rank)
     member_hosts = tuple(hosts[member] for member in spec.members)
     if strategy.names_ranks and len(spec.members) < len(hosts):
         strategy = Strategy()
     match spec.kind:
         case "all_reduce" | "reduce":
-            return _reducing(spec, me, member_hosts, strategy, item_bytes, slice_bytes)
+            return _plan_reduce(spec, me, member_hosts, strategy, item_bytes, slice_bytes)
         case "broadcast":
-            return _broadcasting(spec, me, member_hosts, strategy, item_bytes, slice_bytes)
+            return _plan_broadcast(spec, me, member_hosts, strategy, item_bytes, slice_bytes)
         case "gather" | "all_gather":
-            return _gathering(spec, me, item_bytes, slice_bytes)
+            return _plan_gather(spec, me, item_bytes, slice_bytes)
     raise AssertionError(f"no such kind of collective: {spec.kind}")
 
 
-def _reducing(
+def _plan_reduce(
     spec: Spec, me: int, hosts: tuple[str, ...], strategy: Strategy, item_bytes: int, slice_bytes: int
-) -> Plan:
-    blocks = _blocks(spec)
+) -> RankPlan:
+    blocks = _replica_blocks(spec)
     num_replicas = sum(map(len, blocks))
     trees = strategy.topologies(hosts, spec.exact)
     if spec.kind == "reduce":
-        trees = (_rooted(trees, spec.members.index(spec.root)),)
+        trees = (_with_root(trees, spec.members.index(spec.root)),)
     whole_bytes = min(slice_bytes, WHOLE_SHARED_BYTES if len(set(hosts)) == 1 else WHOLE_BYTES)
     if spec.portion is not None:
         slices = cut_portion(spec.portion, spec.length, item_bytes, len(trees), num_replicas if spec.exact else None)
@@ -282,11 +284,15 @@ def _reducing(
     for index, piece in enumerate(slices):
         tree = trees[piece.lane]
         raw = _read_in_place(tree, hosts)
-        fold, folds = _folding(spec, tree, blocks, raw, me, piece, borders, offset)
-        steps[index] = Step(
+        fold = _fold(spec, tree, blocks, raw, me, piece.chunk)
+        folds = _fold_ranges(spec, tree, fold, me, piece, borders, offset)
+        steps[index] = SliceStep(
             begin=piece.begin,
             end=piece.end,
-            children=_children(spec, tree, blocks, raw, me, piece),
+            children=tuple(
+                (spec.members[child], len(_fold(spec, tree, blocks, raw, child, piece.chunk).result))
+                for child in tree.children(me)
+            ),
             folds=folds,
             passed_on=fold.passed_on if tree.reduce_to[me] != me or not folds else (),
             up=None if tree.reduce_to[me] == me else spec.members[tree.reduce_to[me]],
@@ -297,26 +303,26 @@ def _reducing(
             offered=tuple(spec.members[child] for child in tree.children(me) if child in raw),
             offers=me in raw,
         )
-    return Plan(steps, spec.length)
+    return RankPlan(steps, spec.length)
 
 
-def _rooted(trees: Sequence[Topology], root: int) -> Topology:
-    """The topology that has this root, or else the first one hung up there."""
+def _with_root(trees: Sequence[Topology], root: int) -> Topology:
+    """Return the topology that has this root, or else the first one with its root moved there."""
     tree = next((tree for tree in trees if tree.bcast_from[root] == root), trees[0])
-    fathers = rerooted(tree.bcast_from, root)
-    return Topology(fathers, fathers)
+    parents = reroot(tree.bcast_from, root)
+    return Topology(parents, parents)
 
 
 @lru_cache(maxsize=1024)
 def _read_in_place(tree: Topology, hosts: tuple[str, ...]) -> frozenset[int]:
-    """The leaves whose father is on the same host."""
-    fathers = set(tree.reduce_edges)
-    inner = {father for _, father in fathers}
-    return frozenset(leaf for leaf, father in fathers if leaf not in inner and hosts[leaf] == hosts[father])
+    """Return the leaves whose parent is on the same host."""
+    edges = set(tree.reduce_edges)
+    inner = {parent for _, parent in edges}
+    return frozenset(leaf for leaf, parent in edges if leaf not in inner and hosts[leaf] == hosts[parent])
 
 
-def _blocks(spec: Spec) -> tuple[Term, ...]:
-    """The replicas of each member: contiguous, in the order of ranks."""
+def _replica_blocks(spec: Spec) -> tuple[Term, ...]:
+    """Return the replicas of each member: contiguous, in the order of ranks."""
     blocks, first = [], 0
     for count in spec.parts or (1,) * len(spec.members):
         blocks.append(tuple(range(first, first + count)))
@@ -334,92 +340,67 @@ def _fold(
     return order.exact_fold(tree, blocks, raw, who, chunk)
 
 
-Folds = tuple[tuple[int, int, tuple[int, ...]], ...]
-
-
-def _folding(
-    spec: Spec,
-    tree: Topology,
-    blocks: tuple[Term, ...],
-    raw: frozenset[int],
-    me: int,
-    piece: Slice,
-    borders: int,
-    offset: int,
-) -> tuple[Fold, Folds]:
-    """What is folded here, with the ranges it is folded over; chunks are counted from `offset` elements before."""
-    fold = _fold(spec, tree, blocks, raw, me, piece.chunk)
+def _fold_ranges(
+    spec: Spec, tree: Topology, fold: Fold, me: int, piece: Slice, borders: int, offset: int
+) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """Return the ranges that are folded here and the order in each; chunks are counted from `offset` elements before."""
     if spec.exact and piece.chunk is None and tree.reduce_to[me] == me and len(fold.operands) > 1:
         first = offset + piece.begin
         pieces = order.chunks_between(first, offset + piece.end, borders)
-        return fold, tuple(
+        return tuple(
             (begin - first, end - first, order.fold_order(fold.operands, chunk, len(fold.operands)))
             for begin, end, chunk in pieces
         )
-    return fold, ((0, piece.length, fold.folded),) if fold.folded else ()
-
-
-def _children(
-    spec: Spec, tree: Topology, blocks: tuple[Term, ...], raw: frozenset[int], me: int, piece: Slice
-) -> tuple[tuple[int, int], ...]:
-    return tuple(
-        (spec.members[child], len(_fold(spec, tree, blocks, raw, child, piece.chunk).result))
-        for child in tree.children(me)
-    )
+    return ((0, piece.length, fold.folded),) if fold.folded else ()
 
 
 def _listeners(spec: Spec, tree: Topology, me: int) -> tuple[int, ...]:
     return tuple(spec.members[listener] for listener in tree.listeners(me))
 
 
-def _broadcasting(
+def _plan_broadcast(
     spec: Spec, me: int, hosts: tuple[str, ...], strategy: Strategy, item_bytes: int, slice_bytes: int
-) -> Plan:
+) -> RankPlan:
     root = spec.members.index(spec.root)
     trees = strategy.topologies(hosts, False)
-    direct = _rooted(trees, root)
-    if _crowded(direct, root, hosts) and len(trees) > 1 and spec.length * item_bytes > WHOLE_BYTES:
-        # The root's link would carry the tensor once for each host. Instead everybody passes on a share of it: each
-        # link carries it about twice, however many there are.
-        relays = [rerooted(tree.bcast_from, root) for tree in trees]
-        hung = [Topology(fathers, fathers) for fathers in relays]
+    direct = _with_root(trees, root)
+    hosts_served = {hosts[rank] for rank in direct.listeners(root)} - {hosts[root]}
+    if len(hosts_served) > 2 and len(trees) > 1 and spec.length * item_bytes > WHOLE_BYTES:
+        # The root's link would carry the tensor once for each host. Instead every rank passes on a share of it, so that
+        # each link carries it about twice, however many hosts there are.
+        relays = [reroot(tree.bcast_from, root) for tree in trees]
+        routes = [Topology(parents, parents) for parents in relays]
     else:
-        hung = [direct]
-    slices = cut(spec.name, spec.length, item_bytes, len(hung), slice_bytes)
-    steps = {index: _telling(spec, hung[s.lane], me, s.begin, s.end) for index, s in enumerate(slices)}
-    return Plan(steps, spec.length)
+        routes = [direct]
+    slices = cut(spec.name, spec.length, item_bytes, len(routes), slice_bytes)
+    steps = {index: _step_down(spec, routes[s.lane], me, s.begin, s.end) for index, s in enumerate(slices)}
+    return RankPlan(steps, spec.length)
 
 
-def _crowded(tree: Topology, root: int, hosts: Sequence[str]) -> bool:
-    """Whether the root tells more than two other hosts itself."""
-    return len({hosts[rank] for rank in tree.listeners(root)} - {hosts[root]}) > 2
-
-
-def _gathering(spec: Spec, me: int, item_bytes: int, slice_bytes: int) -> Plan:
-    """Everybody's tensor goes straight to the root, or to everybody."""
+def _plan_gather(spec: Spec, me: int, item_bytes: int, slice_bytes: int) -> RankPlan:
+    """Plan a gather or all_gather: each tensor goes straight to the root, or to every rank."""
     size = len(spec.members)
     steps, index = {}, 0
     if spec.kind == "gather":
         root = spec.members.index(spec.root)
     for sender in range(size):
-        fathers = [sender] * size if spec.kind == "all_gather" else list(range(size))
+        parents = [sender] * size if spec.kind == "all_gather" else list(range(size))
         if spec.kind == "gather":
-            fathers[root] = sender
-        tree = Topology(tuple(fathers), tuple(fathers))
+            parents[root] = sender
+        tree = Topology(tuple(parents), tuple(parents))
         parts = max(1, -(-spec.length * item_bytes // slice_bytes)) if spec.length else 0
         for low, high in even_partition(spec.length, parts) if parts else ():
-            involved = spec.kind == "all_gather" or me in (sender, root)
-            if involved:
+            if spec.kind == "all_gather" or me in (sender, root):
                 offset = sender * spec.length
-                steps[index] = _telling(spec, tree, me, offset + low, offset + high, sender)
+                steps[index] = _step_down(spec, tree, me, offset + low, offset + high, sender)
             index += 1
-    return Plan(steps, spec.length * size)
+    return RankPlan(steps, spec.length * size)
 
 
-def _telling(spec: Spec, tree: Topology, me: int, begin: int, end: int, origin: int | None = None) -> Step:
-    """A slice that only travels down, from the root of `tree` or from `origin`."""
+def _step_down(spec: Spec, tree: Topology, me: int, begin: int, end: int, origin: int | None = None) -> SliceStep:
+    """Return the step for a slice that only travels down, from the root of `tree` or from `origin`."""
     at_source = tree.bcast_from[me] == me if origin is None else me == origin
-    return Step(
+    return SliceStep(
         begin=begin,
         end=end,
         children=(),
@@ -434,76 +415,62 @@ def _telling(spec: Spec, tree: Topology, me: int, begin: int, end: int, origin: 
 
 @lru_cache(maxsize=64)
 def local_ranks(hosts: tuple[str, ...], rank: int) -> tuple[int, ...]:
-    """The ranks on the host of `rank`."""
+    """Return the ranks on the host of `rank`."""
     return tuple(other for other, host in enumerate(hosts) if host == hosts[rank])
 
 
+# --- changes of the strategy ---
+
 Counts = Mapping[bytes, int]
-"""For each channel, by its tag: how many collectives were submitted."""
+"""The number of collectives submitted on each channel, by the tag of the channel."""
 
 
-class Strategies:
-    """The strategies of one rank, one after the other; their numbers are the same on every rank."""
+class StrategyHistory:
+    """The successive strategies of one rank. A strategy has the same number on every rank.
+
+    A strategy may change while collectives are in flight. What any rank had submitted before the change still uses the
+    old strategy on all ranks, so a rank that lagged behind uses the old one, channel by channel, until it catches up.
+    """
 
     def __init__(self, first: Strategy) -> None:
         self._all = [first]
-        self._late: dict[bytes, list[tuple[int, int]]] = {}
-        """Channels on which this rank lagged behind at a change: (collectives before, number of the strategy)."""
+        self._lagging: dict[bytes, list[tuple[int, int]]] = {}
+        """Channels on which this rank lagged at a change: (number of collectives before it, number of the strategy)."""
 
     def __getitem__(self, number: int) -> Strategy:
         return self._all[number]
 
     @property
     def latest(self) -> int:
-        """The number of the strategy that collectives submitted from now on use, where this rank does not lag behind."""
+        """The number of the newest strategy; it applies to new submissions on channels where this rank does not lag."""
         return len(self._all) - 1
 
     def number_for(self, spec: Spec, seq: int) -> int:
-        """The number of the strategy that this collective takes, on every rank."""
-        if self._late:
+        """Return the number of the strategy that this collective uses on every rank."""
+        if self._lagging:
             tag = channel_tag(spec.channel)
-            for before, number in self._late.get(tag, ()):
+            for before, number in self._lagging.get(tag, ()):
                 if seq < before:
                     return number
-            self._late.pop(tag, None)
+            self._lagging.pop(tag, None)
         return len(self._all) - 1
 
-    def change(self, wanted: Strategy, mine: Counts, furthest: Counts) -> None:
-        """Take `wanted` from now on; this rank has submitted `mine`, the furthest one `furthest`."""
-        for tag, count in furthest.items():
+    def change(self, wanted: Strategy, mine: Counts, most: Counts) -> None:
+        """Use `wanted` from now on. This rank has submitted `mine`, the rank furthest ahead has submitted `most`."""
+        for tag, count in most.items():
             if count > mine.get(tag, 0):
-                self._late.setdefault(tag, []).append((count, self.latest))
+                self._lagging.setdefault(tag, []).append((count, self.latest))
         self._all.append(wanted)
-
-
-def checked(strategy: str | Sequence[int] | Strategy, hosts: Sequence[str]) -> Strategy:
-    """What was asked for, a name or everybody's father, as a strategy that these hosts can have.
-
-    Raises:
-        ConfigError: no such strategy, or no tree over these hosts.
-    """
-    wanted = strategy if isinstance(strategy, Strategy) else parse_strategy(strategy)
-    # One that was made before may be of another view; it falls back where it does not fit.
-    if wanted is not strategy and wanted.name == "FOREST" and len(wanted.forest) != len(hosts):
-        raise ConfigError(
-            f"forest {list(wanted.forest)} has {len(wanted.forest)} entries, but there are {len(hosts)} ranks"
-        )
-    wanted.topologies(hosts, exact=False)
-    return wanted
 
 
 def pack_counts(counts: Counts) -> bytes:
     return b"".join(TAGGED.pack(tag, count) for tag, count in counts.items())
 
 
-def furthest(packed: Iterable[bytes]) -> dict[bytes, int]:
-    """For each channel, what the furthest rank has submitted."""
+def highest_counts(packed: Iterable[bytes]) -> dict[bytes, int]:
+    """Return for each channel the number of collectives that the rank furthest ahead has submitted."""
     most: dict[bytes, int] = {}
     for counts in packed:
         for tag, count in TAGGED.iter_unpack(counts):
             most[tag] = max(most.get(tag, 0), count)
     return most
-
-
-INTERNAL = "pliant:"
-"""Names that begin so are the engine's own."""

@@ -1,19 +1,7 @@
-"""What arrives outside the view that a worker is in: from workers that are not in it, or sent in another one.
+"""The engine's thread: waits for sockets and submissions, and lets `comm.collective` act on them.
 
-Only what concerns the connection itself matters then. The rest is of a view that has passed.
-
-All connections of one worker, to members of its view and others: reading, writing, and noticing who is gone.
-
-They outlive views; `enter` moves them into the next one. On the engine's thread only, which `comm.reactor`
-owns. What a frame means is the core's business, or the lobby's.
-
-How a worker leaves the job in good order: what is queued goes out, then its goodbye, and the others close first.
-
-The engine's thread: waits for sockets and submissions, and lets `comm.collective.core` act on them.
-
-One thread per worker does all reading, writing and folding, through all views. It sleeps in epoll and
-never polls. Who is connected is `comm.connections`' to say, and what a frame or a submission means
-the core's.
+One thread per worker does all reading, writing and folding, through all views. It sleeps in epoll and never polls.
+`Connections` holds the links of the worker and notices which peers are gone; `Reactor` owns the thread.
 """
 
 from __future__ import annotations
@@ -29,212 +17,230 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pliant.comm.connection import READABLE, WRITABLE, Link, Poller, hung_up
-from pliant.comm.frames import LENGTH, Frame, Kind, header
+from pliant.comm.connection import READABLE, WRITABLE, PeerLink, Poller
+from pliant.comm.frames import LENGTH, Frame, FrameKind, header
 from pliant.comm.operations import Burst, Operation
-from pliant.comm.telemetry import PressureGauge
+from pliant.comm.telemetry import BackpressureGauge
 from pliant.errors import CommError, EngineClosed, ViewChanged, WorkerLost
 
 if TYPE_CHECKING:
     from pliant.cluster import Worker
-    from pliant.comm.collective import Core
+    from pliant.comm.collective import Collectives
+
+log = logging.getLogger(__name__)
+
+GAUGE_S = 0.01
+"""Interval at which outgoing bytes are measured while the network is the limit."""
+DUPLICATE_S = 1.0
+"""A newcomer under the name of a connected worker replaces it if that worker does not react for this long."""
+GOODBYE_S = 1.0
+"""A worker that leaves waits this long for its peers to close."""
+DOZE_S = 0.001
+"""Submissions come in bursts. When the first one wakes the thread, and after the last one it has seen, the thread dozes
+for this long. What is submitted meanwhile is found when it wakes, without a system call and a fight for the interpreter
+lock for each tensor. A thread that waits for a result wakes it at once."""
+NOTIFY_S = 0.01
+"""Waiters are notified when a whole burst is done, or this long after the last time."""
+WORK_S = 0.001
+"""Folding continues for at most about this long before the sockets have their turn."""
+SHARED_WORK_S = 0.004
+"""The same if all peers share memory: no network link runs idle meanwhile, and fewer notices cost less."""
 
 
-class Lobby:
-    """Takes frames that belong to no view, or to one that this worker has left."""
+# --- connections ---
+
+
+class OutOfViewReceiver:
+    """Handles frames from workers outside the view, and frames that were sent in a view that this worker has left.
+
+    Only frames that concern the connection itself matter; the rest belongs to a view that has passed.
+    """
 
     def __init__(self) -> None:
-        self.core: Core | None = None
-        """The view that the worker is in."""
+        self.collectives: Collectives | None = None
+        """The collectives of the view that the worker is in."""
 
-    def on_frame(self, link: Link, frame: Frame, payload: bytes) -> None:
+    def on_frame(self, link: PeerLink, frame: Frame, payload: bytes) -> None:
         kind, _, _, view, _, _, piece, extra, _ = frame
-        core = self.core
-        if core is not None and core.peers.links.get(link.rank) is not link:
-            core = None
+        collectives = self.collectives
+        if collectives is not None and collectives.peers.links.get(link.rank) is not link:
+            collectives = None
         match kind:
-            case Kind.ARENA:
-                link.take_arena(piece, extra)
-                if core is not None:
-                    core.reach.on_arena(link.rank, piece)
-            case Kind.BYE:
-                link.said_bye = True
-                if core is not None:
-                    core.peers.on_bye(link, view, payload)
-            case Kind.PING:
-                link.say(header(Kind.PONG, view, extra=extra))
-            case _ if kind not in frozenset(Kind):
+            case FrameKind.ARENA:
+                link.map_arena(piece, extra)
+                if collectives is not None:
+                    collectives.memory_map.on_arena(link.rank, piece)
+            case FrameKind.BYE:
+                link.is_leaving = True
+                if collectives is not None:
+                    collectives.peers.on_bye(link, view, payload)
+            case FrameKind.PING:
+                link.send_control(header(FrameKind.PONG, view, extra=extra))
+            case _ if kind not in frozenset(FrameKind):
                 raise CommError(f"a frame of unknown kind {kind}: do all workers run the same version?")
             case _:
                 pass
 
-    def place_for(self, link: Link, frame: Frame) -> memoryview | None:
+    def place_for(self, link: PeerLink, frame: Frame) -> memoryview | None:
         return None
 
-    def on_bulk(self, link: Link, frame: Frame) -> None:
+    def on_bulk(self, link: PeerLink, frame: Frame) -> None:
         link.ingress_bytes += frame[LENGTH]
 
 
-log = logging.getLogger(__name__)
-GAUGE_S = 0.01
-"""How often what goes out is looked at, while it is the network that limits it."""
-CLAIM_S = 1.0
-"""Who comes under the name of a connected worker is taken in if that one does not stir for this long."""
-
-
 class Connections:
-    """The links of worker `me`, by worker."""
+    """The links of worker `me`, to members of its view and others. They outlive views. Engine's thread only."""
 
     def __init__(self, me: Worker, poller: Poller, *, heartbeat_timeout_s: float) -> None:
         self.me = me
-        self.core: Core | None = None
-        """The view that the worker is in."""
-        self.links: dict[Worker, Link] = {}
+        self.collectives: Collectives | None = None
+        """The collectives of the view that the worker is in."""
+        self.links: dict[Worker, PeerLink] = {}
         """The open connections, to members of the view and others."""
-        self.lobby = Lobby()
-        self.gone: dict[Worker, str] = {}
-        """Why there is no connection to these any more."""
-        self.unsent: set[Link] = set()
-        """Links with something to write."""
-        self.full: set[Link] = set()
-        """Those of them that the kernel takes no more from: epoll watches them."""
-        self.pressure = PressureGauge()
+        self.out_of_view = OutOfViewReceiver()
+        self.closed_because: dict[Worker, str] = {}
+        """The reason why there is no connection to a worker any more."""
+        self.unsent: set[PeerLink] = set()
+        """The links with something to write."""
+        self.full: set[PeerLink] = set()
+        """Those of them from which the kernel takes no more; epoll watches them."""
+        self.backpressure = BackpressureGauge()
         self.on_lost: Callable[[Worker, str], None] | None = None
         self.on_change: Callable[[], None] = lambda: None
-        """Called when a connection has come or gone."""
+        """Called when a connection has been added or dropped."""
         self._poller = poller
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._hearts_due_s = 0.0
-        self._claims: dict[Link, tuple[float, Callable[[bool], None]]] = {}
-        """Connected workers as whom another process has come: since when they are looked at, and who wants to know."""
-        self._pressed = False
+        self._next_heartbeat_s = 0.0
+        self._duplicates: dict[PeerLink, tuple[float, Callable[[bool], None]]] = {}
+        """Links whose worker's name another process has claimed: since when they are tested, and the answer function."""
+        self._limited = False
         """Whether a full link leads to another host."""
-        self._writable: set[Link] = set()
-        self._gauge_due_s = 0.0
-        self._below_bytes = 0
-        """What may lie in the kernel's queues to other hosts, all together; 0: as much as links take by themselves."""
+        self._writable: set[PeerLink] = set()
+        self._next_gauge_s = 0.0
+        self._max_kernel_bytes = 0
+        """How much may lie in the kernel's queues to other hosts, all together; 0 sets no limit."""
 
     def close(self) -> None:
-        for _, answer in self._claims.values():
+        for _, answer in self._duplicates.values():
             answer(False)
         for link in self.links.values():
             link.close()
 
-    def abandon(self) -> None:
-        """In a forked child: close what belongs to the parent. Nothing that it shares with the parent is changed."""
+    def close_in_child(self) -> None:
+        """In a forked child: close the parent's sockets without changing anything that is shared with the parent."""
         for link in list(self.links.values()):
             link.sock.close()
 
     # --- views ---
 
-    def enter(self, core: Core) -> None:
-        """Move to another view, on the connections that are there.
+    def enter(self, collectives: Collectives) -> None:
+        """Move to another view, on the connections that exist.
 
         Raises:
-            CommError: to a member there is none; nothing has changed.
+            CommError: there is no connection to a member; nothing has changed.
         """
-        self.drop_given_up()
+        self.drop_reported_lost()
         links = {
-            rank: self._member(rank, worker, core.view.number)
-            for rank, worker in enumerate(core.view.workers)
-            if rank != core.rank
+            rank: self._member_link(rank, worker, collectives.view.number)
+            for rank, worker in enumerate(collectives.view.workers)
+            if rank != collectives.rank
         }
-        if self.core is not None:
-            here = f"{self.me} has moved from view {self.core.view.number} to {core.view.number}"
-            self.core.retire(ViewChanged(f"{here} while this was in progress: submit it to the new engine"))
-            core.succeed(self.core)
-        core.peers.links.update(links)
-        self.core = self.lobby.core = core
+        if self.collectives is not None:
+            moved = f"{self.me} has moved from view {self.collectives.view.number} to {collectives.view.number}"
+            self.collectives.retire(ViewChanged(f"{moved} while this was in progress: submit it to the new engine"))
+            collectives.take_over_from(self.collectives)
+        collectives.peers.links.update(links)
+        self.collectives = self.out_of_view.collectives = collectives
         ranks = {link: rank for rank, link in links.items()}
         for link in self.links.values():
             rank = ranks.get(link, -1)
-            link.enter(core.view.number, rank, self.lobby if rank < 0 else core)
+            link.enter_view(collectives.view.number, rank, self.out_of_view if rank < 0 else collectives)
         for link in [link for link in self.links.values() if link.paused]:
             self._read(link)
 
-    def _member(self, rank: int, worker: Worker, number: int) -> Link:
+    def _member_link(self, rank: int, worker: Worker, number: int) -> PeerLink:
         link = self.links.get(worker)
-        if link is not None and not link.said_bye:
+        if link is not None and not link.is_leaving:
             return link
-        if link is None and worker not in self.gone:
+        if link is None and worker not in self.closed_because:
             raise CommError(f"{self.me} has no connection to {worker} of view {number}: connect to it first")
-        raise WorkerLost(str(worker), rank, "it left the job" if link is not None else self.gone[worker])
+        raise WorkerLost(str(worker), rank, "it left the job" if link is not None else self.closed_because[worker])
 
-    # --- who comes ---
+    # --- new connections ---
 
-    def add(self, link: Link) -> None:
-        """Serve a new connection; it takes the place of an older one to the same worker."""
+    def add(self, link: PeerLink) -> None:
+        """Serve a new connection; it replaces an older one to the same worker."""
         old = self.links.get(link.worker)
         if old is not None:
             self._drop(old, "another connection has taken the place of this one")
-        link.view = -1 if self.core is None else self.core.view.number
+        link.view = -1 if self.collectives is None else self.collectives.view.number
         link.last_seen_s = link.last_sent_s = time.monotonic()
         self.links[link.worker] = link
-        self.gone.pop(link.worker, None)
+        self.closed_because.pop(link.worker, None)
         self._watch(link)
-        self._share_out()
+        self._share_kernel_queue()
         self.on_change()
 
-    def claim(self, worker: Worker, answer: Callable[[bool], None]) -> None:
-        """Somebody comes as this worker: answer whether there is no living connection to it. A dead one is dropped.
+    def check_duplicate(self, worker: Worker, answer: Callable[[bool], None]) -> None:
+        """Answer whether a newcomer may use the name of `worker`: only if there is no living connection to it.
 
-        Takes `CLAIM_S` at most.
+        A dead connection is dropped. The answer takes `DUPLICATE_S` at most.
         """
         link = self.links.get(worker)
-        if link is not None and hung_up(link):
+        if link is not None and link.has_hung_up():
             if not link.paused:
                 self._read(link)
             if not link.closed:
                 self._drop(link, "its connection closed (the process ended or was killed)")
-        if link is not None and link.said_bye:
+        if link is not None and link.is_leaving:
             self._drop(link, "it left the job")
         if link is None or link.closed:
             answer(True)
-        elif link.paused or link in self._claims:
-            # We do not listen to it now, so its silence means nothing; or another newcomer is being looked at.
+        elif link.paused or link in self._duplicates:
+            # We do not read from it now, so its silence means nothing; or another newcomer is being checked.
             answer(False)
         else:
-            self._claims[link] = (time.monotonic(), answer)
-            link.say(header(Kind.PING, max(0, link.view)))
+            self._duplicates[link] = (time.monotonic(), answer)
+            link.send_control(header(FrameKind.PING, max(0, link.view)))
 
-    def _check_claims(self, now_s: float) -> None:
-        for link, (since_s, answer) in list(self._claims.items()):
-            if not link.closed and link.last_seen_s <= since_s and now_s - since_s > CLAIM_S:
-                self._drop(link, "it did not stir while another process came under its name")
+    def _answer_duplicates(self, now_s: float) -> None:
+        for link, (since_s, answer) in list(self._duplicates.items()):
+            if not link.closed and link.last_seen_s <= since_s and now_s - since_s > DUPLICATE_S:
+                self._drop(link, "it did not react while another process came under its name")
             if link.closed or link.last_seen_s > since_s:
-                del self._claims[link]
+                del self._duplicates[link]
                 answer(link.closed)
 
     # --- reading ---
 
     def on_events(self, events: Iterable[tuple[int, int]]) -> None:
-        """Read what has come, and note what can be written to."""
+        """Read from readable links, and note the writable ones."""
         poller = self._poller
         for fd, mask in events:
-            if fd == poller.bell:
-                poller.hush()
+            if fd == poller.wakeup_fd:
+                poller.clear_wakeup()
                 continue
             link, wanted = poller.watched.get(fd, (None, 0))
             if link is None:
-                continue  # dropped, by what another one has said
+                continue  # dropped, because of what another link has brought
             if mask & READABLE and wanted & select.EPOLLIN:
                 self._read(link)
             if mask & WRITABLE and wanted & select.EPOLLOUT:
                 self._writable.add(link)
 
-    def _read(self, link: Link) -> None:
+    def _read(self, link: PeerLink) -> None:
         if link.closed:
             return
-        if self.core is not None and link.rank in self.core.peers.lost:
-            # A peer has told us before we saw it ourselves; a dead socket is always readable.
-            self._drop(link, self.core.peers.lost[link.rank].why)
+        if self.collectives is not None and link.rank in self.collectives.peers.lost:
+            # A peer has reported the loss before we saw it; a dead socket is always readable.
+            self._drop(link, self.collectives.peers.lost[link.rank].why)
             return
         was_paused = link.paused
         self._guarded(link, link.read, time.monotonic())
         if link.paused != was_paused and not link.closed:
             self._watch(link)
 
-    def _watch(self, link: Link) -> None:
+    def _watch(self, link: PeerLink) -> None:
         self._poller.watch(link, writing=link in self.full)
 
     # --- writing ---
@@ -246,203 +252,187 @@ class Connections:
             if link.closed or self.is_lost(link):
                 self.unsent.discard(link)
             elif link not in self.full or link in self._writable:
-                # A link that was full is left alone until the kernel says so: else every turn would
+                # A link that was full is left alone until epoll reports it: otherwise every turn would
                 # stuff a few bytes into it.
                 self._guarded(link, self._flush_link, link, now_s)
         self._writable.clear()
-        self._gauge(now_s)
+        limited = self._limited
+        if limited != self.backpressure.in_interval or (limited and now_s > self._next_gauge_s):
+            self._next_gauge_s = now_s + GAUGE_S
+            sent_bytes = sum(link.sent_bytes for link in self.links.values() if not link.shared)
+            self.backpressure.update(limited, sent_bytes, now_s)
 
-    def _flush_link(self, link: Link, now_s: float) -> None:
+    def _flush_link(self, link: PeerLink, now_s: float) -> None:
         more = link.flush(now_s)
         if not more:
             self.unsent.discard(link)
         if more != (link in self.full):
             (self.full.add if more else self.full.discard)(link)
-            self._pressed = any(not other.shared for other in self.full)
+            self._limited = any(not other.shared for other in self.full)
             self._watch(link)
 
-    def _gauge(self, now_s: float) -> None:
-        """Note how much has gone out while some link was full: at its begin and end, and now and then between."""
-        pressed = self._pressed
-        if pressed != self.pressure.pressed or (pressed and now_s > self._gauge_due_s):
-            self._gauge_due_s = now_s + GAUGE_S
-            self.pressure.note(pressed, sum(link.sent_bytes for link in self.links.values() if not link.shared), now_s)
+    def limit_kernel_queue(self, num_bytes: int) -> None:
+        """Let at most about `num_bytes` lie in the kernel's queues to other hosts."""
+        self._max_kernel_bytes = num_bytes
+        self._share_kernel_queue()
 
-    def keep_below(self, num_bytes: int) -> None:
-        """Let at most about this much lie in the kernel's queues to other hosts."""
-        self._below_bytes = num_bytes
-        self._share_out()
-
-    def _share_out(self) -> None:
+    def _share_kernel_queue(self) -> None:
         remote = [link for link in self.links.values() if not link.shared]
-        for link in remote if self._below_bytes else ():
-            link.keep_below(self._below_bytes // len(remote))
-            link.fit_buffer()
+        for link in remote if self._max_kernel_bytes else ():
+            link.limit_kernel_queue(self._max_kernel_bytes // len(remote))
+            link.fit_send_buffer()
 
-    # --- who goes ---
+    # --- liveness ---
 
     @property
-    def patience_s(self) -> float:
-        """After how long `tend` has something to do at the latest."""
-        return (min(CLAIM_S, self._heartbeat_timeout_s) if self._claims else self._heartbeat_timeout_s) / 8
-
-    def tend(self, now_s: float) -> None:
-        """Look now and then for peers that say nothing."""
-        if now_s > self._hearts_due_s:
-            self._hearts_due_s = now_s + self._heartbeat_timeout_s / 16
-            self._check_hearts(now_s)
-        if self._claims:
-            self._check_claims(now_s)
-
-    def _check_hearts(self, now_s: float) -> None:
+    def poll_timeout_s(self) -> float:
+        """The time after which `check_liveness` must be called again."""
         timeout_s = self._heartbeat_timeout_s
-        for link in list(self.links.values()):
-            if self.is_lost(link):
-                continue
-            if self._below_bytes and not link.shared:
-                link.fit_buffer()
-            if now_s - link.last_sent_s > timeout_s / 4:
-                link.say(header(Kind.HEARTBEAT, max(0, link.view)))
-                link.last_sent_s = now_s
-            if link.paused:
-                link.last_seen_s = now_s  # it may have said much; it is we who do not listen
-                continue
-            if now_s - link.last_seen_s > timeout_s:
-                # In the middle of a payload the kernel may hold back what is too little to wake us for.
-                self._read(link)
-            if now_s - link.last_seen_s > timeout_s and not link.closed and not link.paused:
-                silent_s = now_s - link.last_seen_s
-                self._drop(link, f"silent for {silent_s:.1f} s (heartbeat_timeout_s={timeout_s:g}); "
-                                 "raise --heartbeat-timeout if it was only slow")  # fmt: skip
+        return (min(DUPLICATE_S, timeout_s) if self._duplicates else timeout_s) / 8
 
-    def is_lost(self, link: Link) -> bool:
-        """Whether it leads to a member of the view that is known to be gone."""
-        return self.core is not None and link.rank in self.core.peers.lost
+    def check_liveness(self, now_s: float) -> None:
+        """Send heartbeats and drop silent peers, if it is time for that."""
+        if now_s > self._next_heartbeat_s:
+            self._next_heartbeat_s = now_s + self._heartbeat_timeout_s / 16
+            for link in list(self.links.values()):
+                if not self.is_lost(link):
+                    self._check_heartbeat(link, now_s)
+        if self._duplicates:
+            self._answer_duplicates(now_s)
 
-    def _guarded(self, link: Link, act: Callable[..., None], *args: object) -> None:
-        """Read from or write to a link; if it is gone, so is the worker."""
+    def _check_heartbeat(self, link: PeerLink, now_s: float) -> None:
+        timeout_s = self._heartbeat_timeout_s
+        if self._max_kernel_bytes and not link.shared:
+            link.fit_send_buffer()
+        if now_s - link.last_sent_s > timeout_s / 4:
+            link.send_control(header(FrameKind.HEARTBEAT, max(0, link.view)))
+            link.last_sent_s = now_s
+        if link.paused:
+            link.last_seen_s = now_s  # it may have sent much; it is we who do not read
+            return
+        if now_s - link.last_seen_s > timeout_s:
+            # In the middle of a payload the kernel may hold back what is less than the low-water mark.
+            self._read(link)
+        if now_s - link.last_seen_s > timeout_s and not link.closed and not link.paused:
+            silent_s = now_s - link.last_seen_s
+            self._drop(link, f"silent for {silent_s:.1f} s (heartbeat_timeout_s={timeout_s:g}); "
+                             "raise --heartbeat-timeout if it was only slow")  # fmt: skip
+
+    def is_lost(self, link: PeerLink) -> bool:
+        """Return whether a link leads to a member of the view that is known to be gone."""
+        return self.collectives is not None and link.rank in self.collectives.peers.lost
+
+    def _guarded(self, link: PeerLink, act: Callable[..., None], *args: object) -> None:
+        """Read from or write to a link; if the connection is gone, drop the worker."""
         try:
             act(*args)
         except EOFError:
             self._drop(link, "its connection closed (the process ended or was killed)")
         except OSError as error:
-            # Writing failed, but its last words may still lie in the receive buffer: perhaps it has left.
+            # Writing failed, but a last BYE may still lie in the receive buffer.
             with contextlib.suppress(EOFError, OSError, CommError):
-                while not link.said_bye:
+                while not link.is_leaving:
                     before = link.last_seen_s
                     link.read(time.monotonic())
                     if link.last_seen_s == before:
                         break
             self._drop(link, f"its connection broke ({error.strerror or error})")
         except Exception as error:  # whatever a faulty peer sends must not end this engine
-            log.error("%s: %s sent nonsense: %r", self.me, link.worker, error)
-            self._drop(link, f"it sent nonsense: {error!r}")
+            log.error("%s: %s sent an invalid frame: %r", self.me, link.worker, error)
+            self._drop(link, f"it sent an invalid frame: {error!r}")
 
-    def _drop(self, link: Link, why: str) -> None:
-        """Close a connection that is of no use any more, and let everybody know."""
+    def _drop(self, link: PeerLink, why: str) -> None:
+        """Close a connection, and notify collectives, listeners and waiters."""
         if link.closed:
             return
-        member = self.core is not None and self.core.peers.links.get(link.rank) is link
+        member = self.collectives is not None and self.collectives.peers.links.get(link.rank) is link
         self._poller.unwatch(link)
         self.unsent.discard(link)
         self.full.discard(link)
-        self._pressed = any(not other.shared for other in self.full)
-        self.pressure.forget()
+        self._limited = any(not other.shared for other in self.full)
+        self.backpressure.drop_interval()
         link.close()
         if self.links.get(link.worker) is link:
             del self.links[link.worker]
-            self.gone[link.worker] = "it left the job" if link.said_bye else why
-        if self.core is not None and member:
-            (self.core.leave(link.rank) if link.said_bye else self.core.lose(link.rank, why))
-        if not link.said_bye and self.on_lost is not None:
+            self.closed_because[link.worker] = "it left the job" if link.is_leaving else why
+        if self.collectives is not None and member:
+            (self.collectives.on_left(link.rank) if link.is_leaving else self.collectives.on_lost(link.rank, why))
+        if not link.is_leaving and self.on_lost is not None:
             try:
                 self.on_lost(link.worker, why)
             except Exception:
-                log.exception("%s: what was to be done at the loss of %s failed", self.me, link.worker)
+                log.exception("%s: the callback for the loss of %s failed", self.me, link.worker)
         self.on_change()
 
-    def drop_given_up(self) -> None:
-        """Close what leads to workers that others have reported lost; so one that lives learns it."""
-        while self.core is not None and self.core.given_up:
-            link = self.core.given_up.pop()
-            self._drop(link, self.core.peers.lost[link.rank].why)
+    def drop_reported_lost(self) -> None:
+        """Close the connections to workers that peers have reported lost; a worker that lives learns it that way."""
+        while self.collectives is not None and self.collectives.links_to_drop:
+            link = self.collectives.links_to_drop.pop()
+            self._drop(link, self.collectives.peers.lost[link.rank].why)
+
+    # --- leaving the job ---
+
+    def leave_job(self, linger_s: float) -> None:
+        """Send what is queued, then BYE, then wait briefly for the peers to read it. Nothing may be called after it."""
+        deadline_s = time.monotonic() + linger_s
+        finished = b"" if self.collectives is None else self.collectives.pack_finished()
+        links = [link for link in self.links.values() if not self.is_lost(link)]
+        for link in links:
+            link.send_control(header(FrameKind.BYE, max(0, link.view), length=len(finished)), finished)
+        while self.unsent and time.monotonic() < deadline_s:
+            self.flush()
+            if self.unsent:
+                self.on_events(self._poller.poll(0.05))
+        self._await_close(links, min(deadline_s, time.monotonic() + GOODBYE_S))
+
+    def _await_close(self, links: Sequence[PeerLink], deadline_s: float) -> None:
+        """Let the peers close first: closing with something unread resets the connection, and a reset may overtake BYE."""
+        poller = self._poller
+        poller.enable_wakeup(False)
+        for link in links:
+            if not link.closed:
+                link.paused = False  # what it sends no longer matters, but must be read
+                poller.watch(link, writing=False)
+                with contextlib.suppress(OSError):
+                    link.sock.shutdown(socket.SHUT_WR)
+        while poller.watched and time.monotonic() < deadline_s:
+            for fd, _ in poller.poll(max(0.0, deadline_s - time.monotonic())):
+                link = poller.watched[fd][0]
+                try:
+                    more = link.sock.recv(1 << 16)
+                except BlockingIOError:
+                    continue
+                except OSError:
+                    more = b""
+                if not more:
+                    poller.unwatch(link)
 
 
-PARTING_S = 1.0
-"""Who leaves waits this long for the others to take note."""
-
-
-def part(connections: Connections, poller: Poller, linger_s: float) -> None:
-    """Send what is queued, then BYE, then wait briefly for the peers to read it. The last use of both."""
-    deadline_s = time.monotonic() + linger_s
-    farewell = b"" if connections.core is None else connections.core.farewell()
-    leaving = [link for link in connections.links.values() if not connections.is_lost(link)]
-    for link in leaving:
-        link.say(header(Kind.BYE, max(0, link.view), length=len(farewell)), farewell)
-    while connections.unsent and time.monotonic() < deadline_s:
-        connections.flush()
-        if connections.unsent:
-            connections.on_events(poller.poll(0.05))
-    _await_closing(leaving, poller, min(deadline_s, time.monotonic() + PARTING_S))
-
-
-def _await_closing(leaving: Sequence[Link], poller: Poller, deadline_s: float) -> None:
-    """Let the peers close first. Closing with something unread would reset the connection, and a reset may
-    overtake our goodbye."""
-    poller.listen(to_bell=False)
-    for link in leaving:
-        if not link.closed:
-            link.paused = False  # what it says is of no interest now, but must be read
-            poller.watch(link, writing=False)
-            with contextlib.suppress(OSError):
-                link.sock.shutdown(socket.SHUT_WR)
-    while poller.watched and time.monotonic() < deadline_s:
-        for fd, _ in poller.poll(max(0.0, deadline_s - time.monotonic())):
-            link = poller.watched[fd][0]
-            try:
-                more = link.sock.recv(1 << 16)
-            except BlockingIOError:
-                continue
-            except OSError:
-                more = b""
-            if not more:
-                poller.unwatch(link)
-
-
-DOZE_S = 0.001
-"""Submissions come in bursts. When the first one wakes the thread, and after the last one it has seen, the
-thread dozes for this long: what is submitted meanwhile is found when it wakes, without a system call and a
-fight for the interpreter for each tensor. Whoever waits for a result wakes it at once."""
-ANNOUNCE_S = 0.01
-"""Results are announced when all that was submitted together is done, or this long after the last time."""
-WORK_S = 0.001
-"""Folding goes on for at most about this long before the sockets have their turn."""
-SHARED_WORK_S = 0.004
-"""The same where all peers share memory: no wire runs dry meanwhile, and fewer notices cost less."""
+# --- the thread ---
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
-    """Something else than a collective for the engine's thread to do."""
+class ReactorCall:
+    """A call for the engine's thread that is not a collective."""
 
     run: Callable[[], None]
     fail: Callable[[Exception], None]
-    """Called instead if the engine ends first."""
+    """Called instead of `run` if the engine ends first."""
 
 
 class Reactor:
-    """The thread of one worker. Any thread may `post` and `hurry`."""
+    """The engine's thread of one worker. Any thread may call `post` and `wake`."""
 
     def __init__(self, connections: Connections, poller: Poller, *, linger_s: float) -> None:
         self._connections = connections
         self._poller = poller
         self._linger_s = linger_s
-        self._inbox: deque[Operation | Errand] = deque()
+        self._inbox: deque[Operation | ReactorCall] = deque()
         self._asleep = False
         self._dozing = False
         self._busy = False
         self._hurried = False
-        self._announced_s = 0.0
+        self._notified_s = 0.0
         self._work_s = WORK_S
         self._closing = False
         self._ended = False
@@ -452,80 +442,74 @@ class Reactor:
     # --- for any thread ---
 
     def start(self) -> None:
-        """Begin to serve."""
-        self._poller.listen(to_bell=True)
+        self._poller.enable_wakeup(True)
         self._thread.start()
 
     def close(self) -> None:
-        """Send what is queued, say goodbye, end. What still waits fails with EngineClosed."""
+        """Send what is queued, say goodbye to all peers, and end. What still waits fails with EngineClosed."""
         self._closing = True
         if self._thread.ident is None:  # never started
             self._poller.close()
             return
-        self._poller.ring()
+        self._poller.wake()
         self._thread.join(timeout=self._linger_s + 5)
 
-    def abandon(self) -> None:
-        """In a forked child: close what belongs to the parent. Nothing that it shares with the parent is changed."""
-        self._connections.abandon()
-        self._poller.abandon()
+    def close_in_child(self) -> None:
+        """In a forked child: close the parent's descriptors without changing anything that is shared with it."""
+        self._connections.close_in_child()
+        self._poller.close_in_child()
         self._closing = self._ended = True
 
-    def post(self, call: Operation | Errand) -> None:
-        """Have the engine's thread begin this, or do this."""
+    def post(self, call: Operation | ReactorCall) -> None:
+        """Have the engine's thread begin an operation or make a call."""
         if self._broken is not None:
             raise self._broken
         if self._closing:
             raise EngineClosed("the engine is closed: submit before leaving its `with`")
         self._inbox.append(call)
         if self._asleep:
-            self._poller.ring()
-        if self._ended:  # between the look at `_closing` and now
+            self._poller.wake()
+        if self._ended:  # between the check of `_closing` and now
             self._refuse_inbox()
 
-    def hasten(self, errand: Errand) -> None:
-        """The same for somebody who waits for it now."""
-        self.post(errand)
-        self.hurry()
-
-    def hurry(self) -> None:
-        """Somebody waits: what lies in the inbox shall not wait as well."""
+    def wake(self) -> None:
+        """Have the inbox handled at once, because somebody waits."""
         self._hurried = True
         if self._dozing and self._inbox:
-            self._poller.ring()
+            self._poller.wake()
 
     @property
     def is_current(self) -> bool:
-        """Whether this is the engine's own thread, which must never wait for itself."""
+        """Whether this is called on the engine's own thread, which must never wait for itself."""
         return threading.current_thread() is self._thread
 
-    def enter(self, core: Core) -> None:
-        """Move to another view, on the connections that are there. By an errand.
+    def enter(self, collectives: Collectives) -> None:
+        """Move to another view, on the connections that exist. To be called on the engine's thread.
 
         Raises:
-            CommError: to a member there is none; nothing has changed.
+            CommError: there is no connection to a member; nothing has changed.
         """
-        self._connections.enter(core)
-        shared = all(link.shared for link in core.peers.links.values())
+        self._connections.enter(collectives)
+        shared = all(link.shared for link in collectives.peers.links.values())
         self._work_s = SHARED_WORK_S if shared else WORK_S
 
-    # --- the thread itself ---
+    # --- on the engine's thread ---
 
     def _run(self) -> None:
         connections = self._connections
         try:
             while not self._closing:
                 self._turn()
-            self._begin(len(self._inbox))  # so that the goodbye does not count them as finished
-            part(connections, self._poller, self._linger_s)
+            self._begin_inbox(len(self._inbox))  # so that the goodbye does not count them as finished
+            connections.leave_job(self._linger_s)
         except Exception as error:
             log.exception("%s: the engine's thread failed", connections.me)
             self._broken = CommError(f"the engine's thread failed: {error!r}")
-            if connections.core is not None:
-                connections.core.fail_all(self._broken)
+            if connections.collectives is not None:
+                connections.collectives.fail_all(self._broken)
         finally:
-            if connections.core is not None:
-                connections.core.fail_all(EngineClosed("the engine was closed while this was in progress"))
+            if connections.collectives is not None:
+                connections.collectives.fail_all(EngineClosed("the engine was closed while this was in progress"))
             self._ended = True
             self._refuse_inbox()
             connections.close()
@@ -533,54 +517,54 @@ class Reactor:
 
     def _turn(self) -> None:
         """Wait for something to do, and do it."""
-        was_asleep = self._take_in(self._patience_s())
+        was_asleep = self._poll(self._poll_timeout_s())
         if was_asleep and self._inbox and not self._hurried:
             self._dozing = True
-            self._take_in(0.0 if self._hurried else DOZE_S)
+            self._poll(0.0 if self._hurried else DOZE_S)
         self._hurried = False
         if self._inbox:
             self._busy = True
-            self._begin(len(self._inbox))
+            self._begin_inbox(len(self._inbox))
         connections = self._connections
-        core = connections.core
-        if core is not None:
-            if core.given_up:
-                connections.drop_given_up()
-            core.work(time.monotonic() + self._work_s)
+        collectives = connections.collectives
+        if collectives is not None:
+            if collectives.links_to_drop:
+                connections.drop_reported_lost()
+            collectives.work(time.monotonic() + self._work_s)
         now_s = time.monotonic()
-        connections.tend(now_s)
+        connections.check_liveness(now_s)
         connections.flush()
-        if core is not None and core.has_news:
-            late = now_s - self._announced_s > ANNOUNCE_S
+        if collectives is not None and collectives.has_completed:
+            late = now_s - self._notified_s > NOTIFY_S
             if late:
-                self._announced_s = now_s
-            core.announce(everything=late)
+                self._notified_s = now_s
+            collectives.notify_waiters(everything=late)
 
-    def _take_in(self, patience_s: float) -> bool:
-        """Read what has come; whether the thread had been asleep before."""
-        events = self._poller.poll(patience_s)
+    def _poll(self, timeout_s: float) -> bool:
+        """Wait for events and read what has come; return whether the thread had been asleep."""
+        events = self._poller.poll(timeout_s)
         was_asleep = self._asleep
         self._asleep = self._dozing = False
         self._connections.on_events(events)
         return was_asleep
 
-    def _patience_s(self) -> float:
+    def _poll_timeout_s(self) -> float:
         connections = self._connections
-        core = connections.core
-        if (core is not None and len(core.runnable)) or not connections.unsent <= connections.full:
+        collectives = connections.collectives
+        if (collectives is not None and len(collectives.runnable)) or not connections.unsent <= connections.full:
             return 0.0
         if self._busy:
             self._busy, self._dozing = False, True
             return 0.0 if self._inbox else DOZE_S
         self._asleep = True
-        # Set before the last look: who submits after it sees the flag and rings the bell.
+        # Set before the last look at the inbox: a thread that submits after it sees the flag and wakes us.
         if self._inbox:
             return 0.0
-        if core is not None and core.has_news:
-            return ANNOUNCE_S
-        return connections.patience_s
+        if collectives is not None and collectives.has_completed:
+            return NOTIFY_S
+        return connections.poll_timeout_s
 
-    def _begin(self, size: int) -> None:
+    def _begin_inbox(self, size: int) -> None:
         """Begin what was submitted, as one burst."""
         items = [self._inbox.popleft() for _ in range(size)]
         burst = Burst(sum(isinstance(item, Operation) and not item.prompt for item in items))
@@ -592,7 +576,7 @@ class Reactor:
                 item.run()
 
     def _refuse_inbox(self) -> None:
-        """What comes too late fails at once; whoever gets an item here, the ending thread or a submitting one."""
+        """Fail what was posted too late. The ending thread and a posting thread may both do it."""
         error = EngineClosed("the engine was closed while this was submitted")
         with contextlib.suppress(IndexError):
             while True:

@@ -1,8 +1,8 @@
-"""Choosing a topology by what the links between the workers carry now. Pure: rates in, a strategy out.
+"""Selection of a strategy by the measured rates of the links between the workers. Pure: rates in, a strategy out.
 
-The time of an all-reduce is predicted from the bytes that each link and each host has to send and receive: the busiest
-one decides. How many bytes travel where follows from the topology and from the exact order of summation, as in
-`comm.plan`, but without slices, so that dozens of topologies can be compared in a moment.
+The time of an all-reduce is predicted from the bytes that each link and each host has to send and receive; the busiest
+one decides. The bytes follow from the topology and from the exact order of summation, as in `comm.plan`, but without
+slices, so that dozens of topologies can be compared in a moment.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pliant.comm.topology import (
     Strategy,
     Topology,
     forest_of_edges,
-    masters,
+    host_leaders,
     minimum_spanning_tree,
-    rerooted,
+    reroot,
 )
 
 Rates = Sequence[Sequence[float]]
@@ -28,62 +28,62 @@ Rates = Sequence[Sequence[float]]
 NAMES = ("MULTI_STAR", "RING", "TREE", "BINARY_TREE_STAR", "MULTI_BINARY_TREE_STAR", "STAR", "CLIQUE", "BINARY_TREE")
 SLICE_BYTES = 1 << 20
 SAME = 1.02
-"""Times that differ by less are equal."""
-MOST_ROOTS = 8
-"""Of many hosts, only the best are tried as roots."""
-MOST_TREES = 48
-"""With more hosts than that, trees whose links differ are not looked for: it would take seconds."""
-MOST_CLIMBED = 12
-"""Up to so many hosts, trees are improved host by host."""
+"""Predicted times that differ by less than this factor count as equal."""
+MAX_ROOTS = 8
+"""Only this many of the best hosts are tried as roots."""
+MAX_TREE_HOSTS = 48
+"""With more hosts, trees along the best links are not searched: it would take seconds."""
+MAX_CLIMB_HOSTS = 12
+"""Up to this many hosts, trees are improved host by host."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """Workers on hosts, and how fast each link between them is."""
+    """The workers, their hosts, and the rate of each link between them."""
 
     hosts: tuple[str, ...]
-    """Of each rank."""
+    """The host of each rank."""
     rates: Rates
     replicas: int = 0
-    """In all; 0: one per worker."""
+    """The number of replicas in total; 0 means one per worker."""
     exact: bool = True
 
     @cached_property
-    def heads(self) -> tuple[int, ...]:
+    def leaders(self) -> tuple[int, ...]:
         """The first rank of each host."""
-        return masters(self.hosts)
+        return host_leaders(self.hosts)
 
     @cached_property
     def place(self) -> tuple[int, ...]:
         """The number of each rank's host."""
-        number = {self.hosts[head]: index for index, head in enumerate(self.heads)}
+        number = {self.hosts[leader]: index for index, leader in enumerate(self.leaders)}
         return tuple(number[host] for host in self.hosts)
 
     @cached_property
     def links(self) -> tuple[tuple[float, ...], ...]:
-        """Bytes per second from host to host. Nothing passes at less than a byte per second: no time is infinite."""
-        return tuple(tuple(max(1.0, self.rates[a][b]) for b in self.heads) for a in self.heads)
+        """Bytes per second from host to host, at least 1, so that no predicted time is infinite."""
+        return tuple(tuple(max(1.0, self.rates[a][b]) for b in self.leaders) for a in self.leaders)
 
     @cached_property
     def egress(self) -> tuple[float, ...]:
-        """What each host can send: as much as the better half of its links have shown."""
-        return tuple(_better([rate for j, rate in enumerate(row) if j != i]) for i, row in enumerate(self.links))
+        """The rate at which each host can send: the mean of the better half of its links."""
+        return tuple(_better_half_mean([rate for j, rate in enumerate(row) if j != i]) for i, row in enumerate(self.links))
 
     @cached_property
     def ingress(self) -> tuple[float, ...]:
-        """What each host can receive."""
-        size = len(self.heads)
-        return tuple(_better([self.links[i][j] for i in range(size) if i != j]) for j in range(size))
+        """The rate at which each host can receive."""
+        size = len(self.leaders)
+        return tuple(_better_half_mean([self.links[i][j] for i in range(size) if i != j]) for j in range(size))
 
     @cached_property
     def best_first(self) -> tuple[int, ...]:
-        """The hosts' numbers, those that can send and receive most first."""
+        """The numbers of the hosts, those that can send and receive fastest first."""
         able = [min(out, into) for out, into in zip(self.egress, self.ingress, strict=True)]
         return tuple(sorted(range(len(able)), key=lambda host: (-able[host], host)))
 
     @cached_property
     def blocks(self) -> tuple[int, ...]:
-        """The replicas of each rank, as bits."""
+        """The replicas of each rank as a bit mask."""
         ranges = even_partition(self.num_replicas, len(self.hosts))
         return tuple(sum(1 << replica for replica in range(*each)) for each in ranges)
 
@@ -92,8 +92,8 @@ class Network:
         return max(self.replicas, len(self.hosts))
 
 
-def _better(rates: Sequence[float]) -> float:
-    """The mean of the better half: the peers' own limits do not matter, and single errors little."""
+def _better_half_mean(rates: Sequence[float]) -> float:
+    """Return the mean of the better half, which limits of single peers and single errors affect little."""
     if not rates:
         return 1.0
     half = sorted(rates)[len(rates) // 2 :]
@@ -101,18 +101,18 @@ def _better(rates: Sequence[float]) -> float:
 
 
 def operands_up(tree: Topology, network: Network, chunks: Sequence[int]) -> list[float]:
-    """How many operands each rank hands to its father, on average over these chunks of the exact order.
+    """Return the number of operands that each rank hands to its parent, averaged over these chunks of the exact order.
 
-    Of a chunk's chain of summation, only the beginning can be folded on the way: as far as it lies in one subtree.
+    Only the beginning of a chunk's chain of summation can be folded on the way, as far as it lies in one subtree.
     """
     inside = list(network.blocks)
     for rank in _leaves_first(tree.reduce_to):
         inside[tree.reduce_to[rank]] |= inside[rank]
-    fathers = {father for rank, father in enumerate(tree.reduce_to) if father != rank}
+    parents = {parent for rank, parent in enumerate(tree.reduce_to) if parent != rank}
     found = []
     for rank, replicas in enumerate(inside):
         size = replicas.bit_count()
-        read_in_place = rank not in fathers and network.hosts[rank] == network.hosts[tree.reduce_to[rank]]
+        read_in_place = rank not in parents and network.hosts[rank] == network.hosts[tree.reduce_to[rank]]
         if not network.exact:
             found.append(1.0)
         elif size == 1 or read_in_place:
@@ -124,22 +124,22 @@ def operands_up(tree: Topology, network: Network, chunks: Sequence[int]) -> list
 
 
 def _prefix(chunk: int, replicas: int, num_replicas: int) -> int:
-    """How much of the chunk's chain (`comm.order.chain`) lies in `replicas` before the first one that does not."""
+    """Return how many replicas at the beginning of the chunk's chain (`comm.order.chain`) are in `replicas`."""
     length = 0
     while length < num_replicas and replicas >> (chunk - 1 - length) % num_replicas & 1:
         length += 1
     return length
 
 
-def _leaves_first(fathers: Forest) -> list[int]:
-    """All ranks, each before its father."""
+def _leaves_first(parents: Forest) -> list[int]:
+    """Return all ranks, each before its parent."""
     children: dict[int, list[int]] = defaultdict(list)
     root = -1
-    for rank, father in enumerate(fathers):
-        if rank == father:
+    for rank, parent in enumerate(parents):
+        if rank == parent:
             root = rank
         else:
-            children[father].append(rank)
+            children[parent].append(rank)
     order = [root]
     for rank in order:
         order.extend(children[rank])
@@ -147,11 +147,11 @@ def _leaves_first(fathers: Forest) -> list[int]:
 
 
 Lane = tuple[float, Topology, list[float]]
-"""A topology with its share of the tensor, and the operands that each rank hands up on it."""
+"""Share of the tensor, topology, and the number of operands that each rank hands up on it."""
 
 
 def lanes(strategy: Strategy, network: Network) -> list[Lane]:
-    """Each topology of the strategy that has a share."""
+    """Return each topology of the strategy that has a share of the tensor."""
     trees = strategy.topologies(network.hosts, network.exact)
     if not network.exact:
         return [(1 / len(trees), tree, operands_up(tree, network, (0,))) for tree in trees]
@@ -167,32 +167,32 @@ def lanes(strategy: Strategy, network: Network) -> list[Lane]:
 
 
 def traffic(each_lane: Sequence[Lane]) -> dict[tuple[int, int], float]:
-    """Bytes from rank to rank for each byte of a tensor that is all-reduced."""
+    """Return the bytes from rank to rank for each byte of a tensor that is all-reduced."""
     sent: dict[tuple[int, int], float] = defaultdict(float)
     for share, tree, ups in each_lane:
-        for rank, father in enumerate(tree.reduce_to):
-            if father != rank:
-                sent[rank, father] += share * ups[rank]
-        for rank, father in enumerate(tree.bcast_from):
-            if father != rank:
-                sent[father, rank] += share
+        for rank, parent in enumerate(tree.reduce_to):
+            if parent != rank:
+                sent[rank, parent] += share * ups[rank]
+        for rank, parent in enumerate(tree.bcast_from):
+            if parent != rank:
+                sent[parent, rank] += share
     return sent
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """An all-reduce that has not taken place."""
+    """The predicted time and load of an all-reduce."""
 
     seconds: float
-    """Until the busiest link or host is done, and the last slice through."""
+    """Time until the busiest link or host is done and the last slice has passed."""
     load: float
-    """How unevenly the hosts are busy: the mean square of the seconds of each."""
+    """The mean square of the seconds for which each host is busy; lower is more even."""
 
 
 def predict(strategy: Strategy, network: Network, num_bytes: float) -> Prediction:
-    """How long an all-reduce of `num_bytes` takes.
+    """Predict an all-reduce of `num_bytes`.
 
-    A host's links share what one of them can carry; links within a host cost nothing.
+    The links of a host share the rate of the host; links within a host cost nothing.
     """
     each_lane = lanes(strategy, network)
     place, links = network.place, network.links
@@ -211,44 +211,44 @@ def predict(strategy: Strategy, network: Network, num_bytes: float) -> Predictio
 
 
 def predict_s(strategy: Strategy, network: Network, num_bytes: float) -> float:
-    """Only the time of it."""
+    """Predict the seconds of an all-reduce of `num_bytes`."""
     return predict(strategy, network, num_bytes).seconds
 
 
 def _slice_s(lane: Lane, network: Network, num_bytes: float) -> float:
-    """How long one slice is on its way up and down again."""
+    """Return the seconds that one slice takes up the tree and down again."""
     share, tree, ups = lane
     order = _leaves_first(tree.reduce_to)
     up = [0.0] * tree.size
     for rank in order:
-        father = tree.reduce_to[rank]
-        up[father] = max(up[father], up[rank] + ups[rank] * _cost(network, rank, father))
+        parent = tree.reduce_to[rank]
+        up[parent] = max(up[parent], up[rank] + ups[rank] * _cost(network, rank, parent))
     down = [0.0] * tree.size
     for rank in reversed(order if tree.bcast_from == tree.reduce_to else _leaves_first(tree.bcast_from)):
-        father = tree.bcast_from[rank]
-        down[rank] = down[father] + _cost(network, father, rank)
+        parent = tree.bcast_from[rank]
+        down[rank] = down[parent] + _cost(network, parent, rank)
     return min(SLICE_BYTES, share * num_bytes) * (max(up) + max(down))
 
 
 def _cost(network: Network, source: int, target: int) -> float:
-    """Seconds per byte."""
+    """Return the seconds per byte from `source` to `target`."""
     a, b = network.place[source], network.place[target]
     return 0.0 if a == b else 1 / network.links[a][b]
 
 
 # --- candidates ---
 def candidates(network: Network) -> Iterator[Strategy]:
-    """What is worth a look: the named strategies, stars and shared stars on the best hosts, and trees along the best links."""
+    """Yield named strategies, stars and shared stars on the best hosts, and trees along the best links."""
     yield from map(Strategy, NAMES)
-    size, best = len(network.heads), network.best_first
+    size, best = len(network.leaders), network.best_first
     if size < 2:
         return
     for count in sorted({size - 1, size - 2, size - 3, size - 4, 3 * size // 4, size // 2, 2}, reverse=True):
         if 2 <= count < size:
-            yield Strategy("MULTI_STAR@" + ",".join(str(network.heads[host]) for host in sorted(best[:count])))
-    for root in best[:MOST_ROOTS]:
+            yield Strategy("MULTI_STAR@" + ",".join(str(network.leaders[host]) for host in sorted(best[:count])))
+    for root in best[:MAX_ROOTS]:
         yield _over_hosts((root,) * size, network)
-    if size > MOST_TREES:
+    if size > MAX_TREE_HOSTS:
         return
     heap = list(range(size))
     for position, host in enumerate(best):
@@ -257,76 +257,75 @@ def candidates(network: Network) -> Iterator[Strategy]:
     edges = minimum_spanning_tree(
         [[-min(network.links[i][j], network.links[j][i]) for j in range(size)] for i in range(size)]
     )
-    for root in best[:MOST_ROOTS]:
+    for root in best[:MAX_ROOTS]:
         yield _over_hosts(forest_of_edges(edges, size, root), network)
 
 
-def _over_hosts(fathers: Forest, network: Network) -> Strategy:
-    """A tree of hosts, given by the fathers of their numbers, with a star on each."""
-    forest = [network.heads[place] for place in network.place]
-    for host, father in enumerate(fathers):
-        forest[network.heads[host]] = network.heads[father]
+def _over_hosts(parents: Forest, network: Network) -> Strategy:
+    """Return the strategy with this tree between hosts, given as parents of host numbers, and a star on each host."""
+    forest = [network.leaders[place] for place in network.place]
+    for host, parent in enumerate(parents):
+        forest[network.leaders[host]] = network.leaders[parent]
     return Strategy("FOREST", tuple(forest))
 
 
 def climb(start: Strategy, network: Network, num_bytes: float) -> Strategy:
-    """The best tree that can be reached from a tree by hanging one host after the other elsewhere, or by another root."""
-    heads, size = network.heads, len(network.heads)
-    fathers = tuple(network.place[start.forest[head]] for head in heads)
+    """Improve a tree as long as moving one host to another parent, or choosing another root, makes it faster."""
+    leaders, size = network.leaders, len(network.leaders)
+    parents = tuple(network.place[start.forest[leader]] for leader in leaders)
     found_s = predict_s(start, network, num_bytes)
     while True:
-        near = {rerooted(fathers, root) for root in range(size)}
+        near = {reroot(parents, root) for root in range(size)}
         for host in range(size):
-            if fathers[host] != host:
-                below = _below(fathers, host)
-                near |= {(*fathers[:host], other, *fathers[host + 1 :]) for other in range(size) if other not in below}
+            if parents[host] != host:
+                below = _below(parents, host)
+                near |= {(*parents[:host], other, *parents[host + 1 :]) for other in range(size) if other not in below}
         timed = sorted((predict_s(_over_hosts(other, network), network, num_bytes), other) for other in near)
         if not timed or timed[0][0] >= found_s / 1.001:
-            return _over_hosts(fathers, network)
-        found_s, fathers = timed[0]
+            return _over_hosts(parents, network)
+        found_s, parents = timed[0]
 
 
-def _below(fathers: Forest, top: int) -> set[int]:
-    """`top`, and whoever reaches it going up."""
+def _below(parents: Forest, top: int) -> set[int]:
+    """Return `top` and all its descendants."""
     found = set()
-    for host in range(len(fathers)):
+    for host in range(len(parents)):
         path = [host]
-        while path[-1] != top and fathers[path[-1]] != path[-1]:
-            path.append(fathers[path[-1]])
+        while path[-1] != top and parents[path[-1]] != path[-1]:
+            path.append(parents[path[-1]])
         if path[-1] == top:
             found.update(path)
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """The best topology, and what it is better than."""
+class StrategyChoice:
+    """The chosen strategy, with its predicted time and that of the present one."""
 
     strategy: Strategy
     predicted_s: float
     present_s: float
-    """What the present one would take."""
 
     @property
     def gain(self) -> float:
-        """How much faster than the present one: 0.5 is half as fast again."""
+        """The speedup over the present strategy minus 1: 0.5 means 1.5 times as fast."""
         return self.present_s / self.predicted_s - 1 if self.predicted_s > 0 else 0.0
 
 
 def choose(
     network: Network, num_bytes: float, present: Strategy, *, preferred: Sequence[Strategy] = (), margin: float = 0.15
-) -> Choice:
-    """The strategy that is predicted to be fastest; the present one, unless another is so by more than `margin`.
+) -> StrategyChoice:
+    """Return the strategy with the least predicted time; the present one, unless another is faster by `margin`.
 
-    Of equals, the `preferred` are taken first, then the one that spreads the load best: where a slow host decides
-    in any case, the others need not be as busy.
+    Of equals the `preferred` come first, then the one that spreads the load best: if a slow host decides in any case,
+    the others need not be as busy.
     """
     present_s = predict_s(present, network, num_bytes)
     listed: dict[tuple[Topology, ...], Strategy] = {}
     for each in (*preferred, *candidates(network)):
         listed.setdefault(each.topologies(network.hosts, network.exact), each)
     timed = [(each, predict(each, network, num_bytes)) for each in listed.values()]
-    if 3 <= len(network.heads) <= MOST_CLIMBED:
+    if 3 <= len(network.leaders) <= MAX_CLIMB_HOSTS:
         start = min((each for each in timed if each[0].forest), key=lambda each: each[1].seconds, default=None)
         climbed = climb(start[0], network, num_bytes) if start is not None else timed[0][0]
         timed.append((climbed, predict(climbed, network, num_bytes)))
@@ -336,10 +335,10 @@ def choose(
         key=lambda each: (each[0] not in preferred, each[1].load),
     )
     if present_s <= found.seconds * (1 + margin):
-        return Choice(present, present_s, present_s)
-    return Choice(strategy, found.seconds, present_s)
+        return StrategyChoice(present, present_s, present_s)
+    return StrategyChoice(strategy, found.seconds, present_s)
 
 
 def is_faster(one: Strategy, other: Strategy, network: Network, num_bytes: float, margin: float) -> bool:
-    """Whether `one` is predicted to be faster than `other` by more than `margin`."""
+    """Return whether `one` is predicted to be faster than `other` by more than `margin`."""
     return predict_s(one, network, num_bytes) * (1 + margin) < predict_s(other, network, num_bytes)

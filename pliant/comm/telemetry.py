@@ -1,12 +1,14 @@
-"""What the engine counts: bytes per peer, and throughput per topology.
-"""
+"""Counters of the engine: bytes per peer, throughput per topology, and how often the network was the limit."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pliant.comm.operations import CompiledPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +21,11 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class LaneThroughput:
-    """What one topology of the strategy has carried since the last look."""
+    """Bytes that one topology of the strategy has carried since the last call."""
 
     num_bytes: int
     busy_s: float
-    """From the first beginning to the last end."""
+    """Time from the first beginning to the last end."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -31,40 +33,43 @@ class LaneThroughput:
 
 
 @dataclass(frozen=True, slots=True)
-class Delivered:
-    """What a connection's other end has acknowledged, and for how long something was on its way to where there was room."""
+class AcknowledgedBytes:
+    """Bytes that the other end of a connection has acknowledged, and the time in which bytes were on their way.
+
+    The time in which the receiver had no room does not count.
+    """
 
     num_bytes: int
     busy_s: float
 
-    def rate_since(self, earlier: Delivered) -> float:
-        """Bytes per second of the time that something was on its way; 0 if nothing was."""
+    def rate_since(self, earlier: AcknowledgedBytes) -> float:
+        """Return bytes per second of the time in which bytes were on their way; 0 if there was none."""
         busy_s = self.busy_s - earlier.busy_s
         return (self.num_bytes - earlier.num_bytes) / busy_s if busy_s > 0 else 0.0
 
 
-Watcher = Callable[[str, str, int, int, float, float], None]
-"""Told of slices: what happened (push, reply, back), the collective's name, the slice, the peer, from when to when."""
+SliceWatcher = Callable[[str, str, int, int, float, float], None]
+"""Called for slices with the event (push, reply, back), the collective's name, the slice, the peer, begin and end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pressure:
-    """What went out while the network was the limit."""
+class Backpressure:
+    """Bytes sent, and time passed, while the network was the limit."""
 
     num_bytes: int
     seconds: float
 
-    def rate_since(self, earlier: Pressure) -> float:
-        """Bytes per second since then; 0 if the network was never the limit."""
+    def rate_since(self, earlier: Backpressure) -> float:
+        """Return bytes per second since `earlier`; 0 if the network was never the limit."""
         seconds = self.seconds - earlier.seconds
         return (self.num_bytes - earlier.num_bytes) / seconds if seconds > 0 else 0.0
 
 
-class PressureGauge:
+class BackpressureGauge:
     """Adds up the times in which some link had more to send than the kernel would take.
 
-    Counted from the moment that the kernel's queue is full to the moment that ours is empty: it is full at both, so
-    what was handed over meanwhile is what has left.
+    An interval lasts from the moment at which the kernel's queue is full to the moment at which ours is empty. The
+    kernel's queue is full at both, so what was handed over in between is what has left.
     """
 
     def __init__(self) -> None:
@@ -72,59 +77,50 @@ class PressureGauge:
         self._since: tuple[int, float] | None = None
         """Bytes sent, and the time, when the present interval began."""
 
-    def note(self, pressed: bool, sent_bytes: int, now_s: float) -> None:
-        """`sent_bytes` in all have been handed over by now; `pressed` says whether the kernel refuses more."""
+    def update(self, limited: bool, sent_bytes: int, now_s: float) -> None:
+        """Note that `sent_bytes` were handed over in total; `limited` says whether the kernel refuses more."""
         if self._since is not None:
             self._num_bytes += sent_bytes - self._since[0]
             self._seconds += now_s - self._since[1]
-        self._since = (sent_bytes, now_s) if pressed else None
+        self._since = (sent_bytes, now_s) if limited else None
 
     @property
-    def pressed(self) -> bool:
-        """Whether an interval is open."""
+    def in_interval(self) -> bool:
         return self._since is not None
 
-    def forget(self) -> None:
-        """A link is gone, and with it what it had sent: the present interval does not count."""
+    def drop_interval(self) -> None:
+        """Discard the present interval: a link is gone, and with it the count of what it had sent."""
         self._since = None
 
     @property
-    def total(self) -> Pressure:
-        """So far; from any thread."""
-        return Pressure(self._num_bytes, self._seconds)
-
-
-class Carried(Protocol):
-    """A collective's program, as far as this module cares."""
-
-    @property
-    def lane_bytes(self) -> Mapping[int, int]:
-        """What it puts on each topology."""
+    def total(self) -> Backpressure:
+        """The sum of all intervals so far; any thread may read it."""
+        return Backpressure(self._num_bytes, self._seconds)
 
 
 class LaneStats:
-    """Adds up what each topology carried. The engine's thread writes; `take` may be called from any.
+    """Adds up what each topology carried. The engine's thread writes; any thread may call `take`.
 
-    Collectives are only counted here, as there are many; the bytes follow when somebody asks.
+    Collectives are only counted here, because there are many; `take` computes the bytes.
     """
 
     def __init__(self) -> None:
-        self._counts: dict[Carried, int] = {}
+        self._counts: dict[CompiledPlan, int] = {}
         self._first_s = self._last_s = 0.0
 
-    def add(self, program: Carried, began_s: float, ended_s: float) -> None:
+    def add(self, compiled: CompiledPlan, began_s: float, ended_s: float) -> None:
         counts = self._counts
         if not counts or began_s < self._first_s:
             self._first_s = began_s
         self._last_s = ended_s
-        counts[program] = counts.get(program, 0) + 1
+        counts[compiled] = counts.get(compiled, 0) + 1
 
     def take(self) -> dict[int, LaneThroughput]:
-        """The throughput of each topology since the last call."""
+        """Return the throughput of each topology since the last call."""
         counts, self._counts = self._counts, {}
         lanes: Counter[int] = Counter()
-        for program, count in counts.items():
-            for lane, num_bytes in program.lane_bytes.items():
+        for compiled, count in counts.items():
+            for lane, num_bytes in compiled.lane_bytes.items():
                 lanes[lane] += count * num_bytes
         busy_s = self._last_s - self._first_s
         return {lane: LaneThroughput(num_bytes, busy_s) for lane, num_bytes in sorted(lanes.items())}

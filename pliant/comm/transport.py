@@ -1,16 +1,9 @@
-"""What the engines of one worker have in common in all views: memory, stored tensors, connections, thread, GPU copies.
+"""The transport of one worker: its connections, shared memory and I/O thread, through all views.
 
-One worker's place in the job's traffic, through all views: where it listens, whom it is connected to.
-
-A station outlives views. `connect` sees to it that there is a connection to everybody of the next view,
-while the present one goes on; `enter` moves to it, on connections that live on. Of each pair the
-greater worker (by host, then port) calls and the lesser waits, so it does not matter who is in which
-view, or has which rank. A connection to a worker outside the view stays open until that one leaves.
-
-All ranks in one process: for tests, and for reading how a collective runs.
-
-The stations are the real ones, each with its thread; only the sockets are pairs made here instead
-of connections between processes. Ranks on one host share memory as they would elsewhere.
+A transport outlives views. `connect` makes sure that there is a connection to every member of the next view while the
+present one continues; `enter` moves to it on the existing connections. Of each pair the greater worker (by host, then
+port) connects and the lesser waits, so it does not matter who is in which view, or has which rank. A connection to a
+worker outside the view stays open until that worker leaves.
 """
 
 from __future__ import annotations
@@ -27,77 +20,46 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from pliant.cluster import View, Worker
-from pliant.comm.connection import Link, Poller
-from pliant.comm.cuda_staging import CudaStage
+from pliant.comm.connection import PeerLink, Poller
+from pliant.comm.cuda_staging import CudaStaging
 from pliant.comm.engine import Engine, EngineConfig
-from pliant.comm.memory import SharedMemory, Store
+from pliant.comm.memory import SharedMemory, TensorStore
 from pliant.comm.mesh import Mesh, MeshConfig
-from pliant.comm.reactor import Connections, Errand, Reactor
+from pliant.comm.reactor import Connections, Reactor, ReactorCall
 from pliant.errors import CommError, ConfigError, HandshakeRefused
 
-
-class Workshop:
-    """Made once per worker, used by one engine after the other."""
-
-    def __init__(self, me: Worker, *, heartbeat_timeout_s: float, linger_s: float) -> None:
-        self.memory = SharedMemory()
-        self.store = Store()
-        poller = Poller()
-        self.connections = Connections(me, poller, heartbeat_timeout_s=heartbeat_timeout_s)
-        self.reactor = Reactor(self.connections, poller, linger_s=linger_s)
-        self._cuda: CudaStage | None = None
-        self._making = threading.Lock()
-
-    def stage(self) -> CudaStage:
-        """What copies CUDA tensors; the memory that it has pinned stays so over views."""
-        with self._making:
-            if self._cuda is None:
-                self._cuda = CudaStage(self.memory)
-            return self._cuda
-
-    def empty(self, shape: int | Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor in memory that the workers of this host share."""
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        return self.memory.empty(math.prod(sizes), dtype).view(sizes)
-
-    def close(self) -> None:
-        """Send what is still queued, say goodbye and end. Handles that still wait fail with EngineClosed."""
-        self.reactor.close()
-        with self._making:
-            if self._cuda is not None:
-                self._cuda.close()
-            self._cuda = None
-        self.memory.close()
-
-
 CANCEL_S = 0.02
-"""How often a waiting `connect` looks whether it shall go on."""
+"""Interval at which a waiting `connect` calls `cancelled`."""
 
 
-class Station:
-    """The connections, memory and thread of one worker; `enter` gives the engine of a view."""
+class Transport:
+    """Connections, shared memory and the I/O thread of one worker. Outlives a view; each Engine borrows it."""
 
     def __init__(self, me: Worker, mesh: MeshConfig, config: EngineConfig) -> None:
+        self.memory = SharedMemory()
+        self.store = TensorStore()
+        poller = Poller()
+        self.connections = Connections(me, poller, heartbeat_timeout_s=config.heartbeat_timeout_s)
+        self.connections.on_change = self._notify_changed
+        self.reactor = Reactor(self.connections, poller, linger_s=config.linger_s)
         self._me = me
         self._config = config
-        self._workshop = Workshop(me, heartbeat_timeout_s=config.heartbeat_timeout_s, linger_s=config.linger_s)
-        self._reactor = self._workshop.reactor
-        self._connections = self._workshop.connections
-        self._connections.on_change = self._wake
         self._mesh = Mesh(me, mesh, self)
         self._engine: Engine | None = None
+        self._cuda: CudaStaging | None = None
+        self._making_cuda = threading.Lock()
         self._changed = threading.Condition()
-        """Connections have come or gone, or calls have failed."""
-        self._calling: set[Worker] = set()
+        """Notified when connections were added or dropped, or could not be made."""
+        self._connecting: set[Worker] = set()
 
     # --- lifetime ---
 
     @contextlib.contextmanager
-    def open(self) -> Iterator[Station]:
-        """Listen, and serve until the end of the `with`; then say goodbye to all.
+    def open(self) -> Iterator[Transport]:
+        """Listen, and serve until the end of the `with`; then say goodbye to all peers.
 
         Raises:
-            CommError: the port, or the worker's name on this host, is taken.
+            CommError: the port, or the worker's name on this host, is in use.
         """
         self.start()
         try:
@@ -107,36 +69,48 @@ class Station:
             self.close()
 
     def start(self) -> None:
-        """Serve connections, without listening for any: for those that `take` brings."""
-        _stations.add(self)
-        self._reactor.start()
+        """Serve connections that `add_connection` brings, without listening for any."""
+        _transports.add(self)
+        self.reactor.start()
 
     def close(self) -> None:
-        """Say goodbye to all and close everything."""
+        """Say goodbye to all peers and close everything."""
         self._mesh.close()
-        self._workshop.close()
-        _stations.discard(self)
+        self.close_engine()
+        _transports.discard(self)
 
-    def abandon(self) -> None:
-        """In a forked child: let go of the parent's connections, or its peers would not see it die."""
-        self._mesh.abandon()
-        self._reactor.abandon()
+    def close_engine(self) -> None:
+        """Send what is still queued, say goodbye and end the thread. Handles that still wait fail with EngineClosed."""
+        self.reactor.close()
+        with self._making_cuda:
+            if self._cuda is not None:
+                self._cuda.close()
+            self._cuda = None
+        self.memory.close()
 
-    # --- whom it is connected to ---
+    def close_in_child(self) -> None:
+        """In a forked child: close the parent's connections, or the parent's peers would not see it die."""
+        self._mesh.close_in_child()
+        self.reactor.close_in_child()
+
+    # --- connections ---
 
     @property
     def on_lost(self) -> Callable[[Worker, str], None] | None:
-        """Called when a connection broke without a goodbye, or a peer fell silent; on the engine's thread: be quick."""
-        return self._connections.on_lost
+        """Called with worker and reason when a connection broke without a goodbye, or a peer fell silent.
+
+        It is called on the engine's thread and must not block.
+        """
+        return self.connections.on_lost
 
     @on_lost.setter
     def on_lost(self, call: Callable[[Worker, str], None] | None) -> None:
-        self._connections.on_lost = call
+        self.connections.on_lost = call
 
     def is_connected(self, worker: Worker) -> bool:
-        """Whether there is a connection to `worker` that is not known to be dead."""
-        link = self._connections.links.get(worker)
-        return link is not None and not link.said_bye
+        """Return whether there is a connection to `worker` that is not known to be dead."""
+        link = self.connections.links.get(worker)
+        return link is not None and not link.is_leaving
 
     def connect(
         self,
@@ -146,13 +120,13 @@ class Station:
         timeout_s: float,
         cancelled: Callable[[], bool] | None = None,
     ) -> None:
-        """Return when there is a connection to each of `workers`; from any thread. Those that are there cost nothing.
+        """Block until there is a connection to each of `workers`. Thread-safe. Existing connections cost nothing.
 
-        `number` is that of the view in which they are to meet.
+        `number` is the number of the view in which they will meet; error messages show it.
 
         Raises:
-            CommError: somebody did not come in time, or `cancelled` has become true; says who is missing.
-            HandshakeRefused: somebody would not have us.
+            CommError: a worker did not come in time, or `cancelled` returned true; says who is missing.
+            HandshakeRefused: a worker refused the connection.
         """
         deadline_s = time.monotonic() + timeout_s
         others = [worker for worker in workers if worker != self._me]
@@ -166,37 +140,32 @@ class Station:
                             raise refusal
                     stopped = cancelled is not None and cancelled()
                     if stopped or time.monotonic() > deadline_s:
-                        raise self._missing(missing, number, errors, None if stopped else timeout_s)
+                        raise self._missing_error(missing, number, errors, None if stopped else timeout_s)
                     for worker in missing:
-                        if worker < self._me and worker not in self._calling and worker not in errors:
-                            self._calling.add(worker)
-                            self._begin_call(worker, number, deadline_s, given_up, errors)
+                        if worker < self._me and worker not in self._connecting and worker not in errors:
+                            self._connecting.add(worker)
+                            self._start_connecting(worker, deadline_s, given_up, errors)
                     left_s = max(0.001, deadline_s - time.monotonic())
                     self._changed.wait(left_s if cancelled is None else min(left_s, CANCEL_S))
         finally:
             given_up.set()
 
-    def _begin_call(
-        self,
-        worker: Worker,
-        number: int,
-        deadline_s: float,
-        given_up: threading.Event,
-        errors: dict[Worker, CommError],
+    def _start_connecting(
+        self, worker: Worker, deadline_s: float, given_up: threading.Event, errors: dict[Worker, CommError]
     ) -> None:
-        def call() -> None:
+        def connect() -> None:
             try:
-                self.take(worker, self._mesh.call(worker, number, deadline_s, given_up.is_set))
+                self.add_connection(worker, self._mesh.connect(worker, deadline_s, given_up.is_set))
             except CommError as error:
                 errors[worker] = error
             finally:
                 with self._changed:
-                    self._calling.discard(worker)
+                    self._connecting.discard(worker)
                     self._changed.notify_all()
 
-        threading.Thread(target=call, name="pliant-call", daemon=True).start()
+        threading.Thread(target=connect, name="pliant-connect", daemon=True).start()
 
-    def _missing(
+    def _missing_error(
         self, missing: Sequence[Worker], number: int, errors: dict[Worker, CommError], timeout_s: float | None
     ) -> CommError:
         names = ", ".join(map(str, missing))
@@ -209,7 +178,7 @@ class Station:
         )
 
     def admit(self, worker: Worker) -> bool:
-        """Whether a worker that has come may have a connection: not if it has one that lives."""
+        """Return whether a newcomer may use the name of `worker`: not if there is a living connection to it."""
         free: list[bool] = []
         done = threading.Event()
 
@@ -217,26 +186,27 @@ class Station:
             free.append(value)
             done.set()
 
-        self._reactor.post(Errand(lambda: self._connections.claim(worker, answer), lambda _: answer(False)))
+        check = lambda: self.connections.check_duplicate(worker, answer)  # noqa: E731
+        self.reactor.post(ReactorCall(check, lambda _: answer(False)))
         done.wait()
         return free[0]
 
-    def take(self, worker: Worker, sock: socket.socket) -> None:
+    def add_connection(self, worker: Worker, sock: socket.socket) -> None:
         """Serve an authenticated connection; an older one to the same worker is dropped.
 
         Raises:
-            CommError: the station is closed; so is the connection.
+            CommError: the transport is closed; the connection is closed, too.
         """
         shared = worker.host == self._me.host
-        lobby, unsent = self._connections.lobby, self._connections.unsent
-        link = Link(-1, worker, sock, shared=shared, receiver=lobby, unsent=unsent, view=-1)
+        receiver, unsent = self.connections.out_of_view, self.connections.unsent
+        link = PeerLink(-1, worker, sock, shared=shared, receiver=receiver, unsent=unsent, view=-1)
         try:
-            self._call(lambda: self._connections.add(link))
+            self._call(lambda: self.connections.add(link))
         except CommError:
             link.close()
             raise
 
-    def _wake(self) -> None:
+    def _notify_changed(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -250,37 +220,37 @@ class Station:
     def enter(self, view: View) -> Engine:
         """Move to another view, at once, and return its engine.
 
-        The old engine's open collectives and requests fail with ViewChanged, and it refuses further
-        calls. What this worker owed its peers in the old view is still delivered. Frames of faster peers
-        wait until this worker has entered.
+        Open collectives and requests of the old engine fail with ViewChanged, and it refuses further calls. What this
+        worker owed its peers in the old view is still delivered. Frames of faster peers wait until this worker has
+        entered.
 
-        Memory: the old view writes to none of this worker's from here on, but a peer that is still in it
-        may. Tensors of collectives that have *completed* are free at once. Those of failed ones are
-        free when a collective of all members of the new view (such as a barrier) is complete: each took
-        part in it, so each has left the old view. Nothing holds back a worker that was given up while
-        it still lives; end it before its peers' memory is used again.
+        Memory: the old view writes to none of this worker's memory from here on, but a peer that is still in it may.
+        Tensors of collectives that have *completed* are free at once. Those of failed ones are free when a collective
+        of all members of the new view (such as a barrier) is complete: each member took part in it, so each has left
+        the old view. Nothing holds back a worker that was given up while it still lives; end it before its peers'
+        memory is used again.
 
         Raises:
             ConfigError: `view` does not come after the present one, or this worker is not in it.
             WorkerLost: the connection to a member is gone; nothing has changed.
-            CommError: there was never one; nothing has changed.
+            CommError: there was never a connection to a member; nothing has changed.
         """
         rank = view.rank_of(self._me)
         if self._engine is not None and view.number <= self._engine.view.number:
             raise ConfigError(f"view {view.number} does not come after {self._engine.view.number}: views only go on")
-        engine = Engine(view, rank, self._config, self._workshop)
+        engine = Engine(view, rank, self._config, self)
         self._call(engine.enter)
         self._engine = engine
         return engine
 
     def abort(self, error: Exception) -> None:
-        """Fail all that is open in the present view with `error`, and what is submitted to it later; any thread."""
+        """Fail everything that is open or submitted later in the present view with `error`. Thread-safe."""
         if self._engine is not None:
             self._engine.abort(error)
 
     def _call(self, act: Callable[[], None]) -> None:
-        """Do this on the engine's thread, and wait for it."""
-        if self._reactor.is_current:
+        """Call `act` on the engine's thread and wait for it."""
+        if self.reactor.is_current:
             raise ConfigError("the engine's thread cannot wait for itself: leave `on_lost` first, then do this")
         outcome: list[Exception | None] = []
         done = threading.Event()
@@ -297,82 +267,96 @@ class Station:
             else:
                 end(None)
 
-        self._reactor.hasten(Errand(run, end))
+        self.reactor.post(ReactorCall(run, end))
+        self.reactor.wake()
         done.wait()
         if outcome[0] is not None:
             raise outcome[0]
 
     # --- memory ---
 
+    def cuda_staging(self) -> CudaStaging:
+        """Return the object that copies CUDA tensors; memory that it has pinned stays pinned over views."""
+        with self._making_cuda:
+            if self._cuda is None:
+                self._cuda = CudaStaging(self.memory)
+            return self._cuda
+
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """An uninitialised tensor in memory that the workers of this host share; good in every view."""
-        return self._workshop.empty(shape, dtype)
+        """Return an uninitialised tensor in memory that the workers of this host share; valid in every view."""
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        return self.memory.empty(math.prod(sizes), dtype).view(sizes)
 
     def publish(self, name: str, tensor: torch.Tensor) -> None:
-        """Let others `request` this very memory, without a copy: they get what is there when it is sent.
+        """Let peers `request` this very memory, without a copy: they get what is there when it is sent.
 
         Raises:
             ConfigError: the tensor is not contiguous CPU memory.
         """
         if tensor.is_cuda or not tensor.is_contiguous():
             raise ConfigError(f"publish {name!r}: only contiguous CPU memory can be read as it is; use `save`")
-        self._workshop.store.publish(name, tensor.detach().view(-1))
+        self.store.publish(name, tensor.detach().view(-1))
 
     def unpublish(self, prefix: str) -> None:
-        """Forget what was published under names that begin so; what has been asked for is still sent."""
-        self._workshop.store.unpublish(prefix)
+        """Remove what was published under names that begin with `prefix`; what was requested is still sent."""
+        self.store.unpublish(prefix)
 
 
 @contextlib.contextmanager
 def connected(view: View, me: Worker, mesh: MeshConfig, config: EngineConfig) -> Iterator[Engine]:
-    """The engine of worker `me`, connected to all others of the view.
+    """Open a transport for worker `me`, connect it to all others of the view, and yield its engine.
 
     Raises:
-        CommError: somebody did not come, or would not have us.
+        CommError: a worker did not come, or refused the connection.
     """
-    with Station(me, mesh, config).open() as station:
-        station.connect(view.workers, view.number, timeout_s=mesh.join_timeout_s)
-        yield station.enter(view)
+    with Transport(me, mesh, config).open() as transport:
+        transport.connect(view.workers, view.number, timeout_s=mesh.join_timeout_s)
+        yield transport.enter(view)
 
 
-_stations: weakref.WeakSet[Station] = weakref.WeakSet()
+_transports: weakref.WeakSet[Transport] = weakref.WeakSet()
 
 
-def _abandon_all() -> None:
-    for station in list(_stations):
-        station.abandon()
-    _stations.clear()
+def _close_all_in_child() -> None:
+    for transport in list(_transports):
+        transport.close_in_child()
+    _transports.clear()
 
 
-os.register_at_fork(after_in_child=_abandon_all)
+os.register_at_fork(after_in_child=_close_all_in_child)
+
+
+# --- all ranks in one process: for tests, and for jobs with a single worker ---
+# The transports are the real ones, each with its thread; only the sockets are pairs made here instead of connections
+# between processes.
 
 
 def view_of(hosts: Sequence[str], number: int = 0) -> View:
-    """A view with one worker for each entry of `hosts` (names or addresses)."""
+    """Return a view with one worker for each entry of `hosts` (names or addresses)."""
     workers = tuple(Worker(host, 10000 + rank) for rank, host in enumerate(hosts))
     runners = tuple(Worker(host, 38080) for host in dict.fromkeys(hosts))
     return View(number, workers, runners)
 
 
 @contextlib.contextmanager
-def loopback_stations(workers: Sequence[Worker], config: EngineConfig | None = None) -> Iterator[list[Station]]:
-    """One station for each worker, connected to one another, in no view yet."""
-    made = [Station(worker, MeshConfig(secret=b"loopback"), config or EngineConfig()) for worker in workers]
+def loopback_transports(workers: Sequence[Worker], config: EngineConfig | None = None) -> Iterator[list[Transport]]:
+    """Yield one transport for each worker, connected to one another, in no view yet."""
+    made = [Transport(worker, MeshConfig(secret=b"loopback"), config or EngineConfig()) for worker in workers]
     with contextlib.ExitStack() as stack:
-        for station in made:
-            station.start()
-            stack.callback(station.close)
-        for index, station in enumerate(made):
+        for transport in made:
+            transport.start()
+            stack.callback(transport.close)
+        for index, transport in enumerate(made):
             for other in range(index):
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-                station.take(workers[other], ours)
-                made[other].take(workers[index], theirs)
+                transport.add_connection(workers[other], ours)
+                made[other].add_connection(workers[index], theirs)
         yield made
 
 
 @contextlib.contextmanager
 def loopback_engines(hosts: Sequence[str], config: EngineConfig | None = None) -> Iterator[list[Engine]]:
-    """One engine for each rank, connected to one another."""
+    """Yield one engine for each rank, connected to one another."""
     view = view_of(hosts)
-    with loopback_stations(view.workers, config) as made:
-        yield [station.enter(view) for station in made]
+    with loopback_transports(view.workers, config) as made:
+        yield [transport.enter(view) for transport in made]
