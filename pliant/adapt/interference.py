@@ -289,7 +289,7 @@ class Interference(Policy):
 
 def _host_rates(network: Network) -> dict[str, list[float]]:
     """Return the rates at which each host can send and receive."""
-    names = [network.hosts[head] for head in network.heads]
+    names = [network.hosts[head] for head in network.leaders]
     return {host: [*able] for host, *able in zip(names, network.egress, network.ingress, strict=True)}
 
 

@@ -37,7 +37,7 @@ from pliant.comm.frames import (
 )
 from pliant.comm.kernels import PreparedFold, Reducer, Scratch
 from pliant.comm.memory import CachedFold, OperandBuffer, SharedMemory, Span
-from pliant.comm.operations import CachedStep, Operation, OperandBufferKey, PriorityQueue
+from pliant.comm.operations import CachedStep, OperandBufferKey, Operation, PriorityQueue
 from pliant.comm.order import even_partition
 from pliant.comm.telemetry import LaneStats, SliceWatcher
 from pliant.errors import CommError

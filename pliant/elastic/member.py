@@ -1,4 +1,4 @@
-"""One worker as a member of its job: the roll it follows, and the station that connects it to the others.
+"""One worker as a member of its job: the roll it follows, and the transport that connects it to the others.
 
 Two threads keep `Member` up to date while the program trains: one holds a request at the config server and learns of
 each new roll, the other connects to whoever is new in it. The program only asks which roll is
@@ -19,7 +19,7 @@ from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.mesh import MeshConfig
 from pliant.comm.topology import Strategy
-from pliant.comm.transport import Station, loopback_engines
+from pliant.comm.transport import Transport, loopback_engines
 from pliant.elastic.client import ConfigClient
 from pliant.elastic.roll import Roll
 from pliant.errors import CommError, ConfigError, EngineClosed, PliantError, ServerUnavailable, ViewChanged
@@ -44,13 +44,13 @@ COLLECTIVE_S = 1800.0
 class Member:
     """This worker's membership. Made by `member_of`; a job that is not elastic has one roll, for ever."""
 
-    def __init__(self, spec: WorkerSpec, station: Station) -> None:
+    def __init__(self, spec: WorkerSpec, transport: Transport) -> None:
         self.me = spec.worker
         self.elastic = spec.elastic
         self.max_members: int | None = None
         """How many of a roll take part: the others stand by. Set before `ready`."""
         self._spec = spec
-        self._station = station
+        self._transport = transport
         self._changed = threading.Condition()
         self._latest = Roll()
         self._prepared: dict[int, Roll] = {}
@@ -88,10 +88,10 @@ class Member:
         """Begin to follow the roll; a job that is not elastic connects to its only one."""
         if not self.elastic:
             roll = Roll(number=self._spec.view.number, members=self._spec.view.workers)
-            self._station.connect(roll.members, roll.number, timeout_s=GATHER_S)
+            self._transport.connect(roll.members, roll.number, timeout_s=GATHER_S)
             self._latest, self._prepared = roll, {roll.number: roll}
             return
-        self._station.on_lost = self._on_lost
+        self._transport.on_lost = self._on_lost
         for act in (self._follow, self._prepare, self._run_errands):
             thread = threading.Thread(target=act, name=f"pliant-member{act.__name__}", daemon=True)
             thread.start()
@@ -99,7 +99,7 @@ class Member:
 
     def close(self) -> None:
         self._closing = True
-        self._station.on_lost = None
+        self._transport.on_lost = None
         self._errands.put(None)
         with self._changed:
             self._changed.notify_all()
@@ -138,11 +138,11 @@ class Member:
             if self._entered >= 0 and not self._closing:
                 with contextlib.suppress(EngineClosed):  # the program may be leaving just now
                     if roll.urgent > self._entered:
-                        self._station.abort(ViewChanged(f"roll {roll.urgent} excludes a lost worker"))
+                        self._transport.abort(ViewChanged(f"roll {roll.urgent} excludes a lost worker"))
                     elif self.settling and roll.number > self._entered:
-                        self._station.abort(ViewChanged(f"roll {roll.number} has come meanwhile"))
+                        self._transport.abort(ViewChanged(f"roll {roll.number} has come meanwhile"))
                     elif roll.over and not roll.members and not self._finished:
-                        self._station.abort(ViewChanged("the job is over"))
+                        self._transport.abort(ViewChanged("the job is over"))
             self._changed.notify_all()
 
     def _prepare(self) -> None:
@@ -156,7 +156,7 @@ class Member:
             if self.me in members:
                 try:
                     stale = partial(self._stale, roll)
-                    self._station.connect(members, roll.number, timeout_s=CONNECT_S, cancelled=stale)
+                    self._transport.connect(members, roll.number, timeout_s=CONNECT_S, cancelled=stale)
                 except CommError as error:
                     if not self._stale(roll):
                         log.warning("%s cannot prepare roll %d: %s", self.me, roll.number, error)
@@ -249,17 +249,17 @@ class Member:
         """Move to this roll's view. Raises CommError if a member is gone already."""
         view = self.view_of(roll)
         with self._changed:
-            engine = self._station.enter(view)
+            engine = self._transport.enter(view)
             self._entered, self._current = roll.number, view.workers
             if self._latest.number > roll.number:
                 raise ViewChanged(f"roll {self._latest.number} has come meanwhile")
         return engine
 
     def publish(self, name: str, tensor: object) -> None:
-        self._station.publish(name, tensor)  # type: ignore[arg-type]
+        self._transport.publish(name, tensor)  # type: ignore[arg-type]
 
     def unpublish(self, prefix: str) -> None:
-        self._station.unpublish(prefix)
+        self._transport.unpublish(prefix)
 
     def settled(self) -> None:
         """Say that this worker has the state of the job; returns at once."""
@@ -361,8 +361,8 @@ def member_of(spec: WorkerSpec | None) -> Iterator[Member | Alone]:
         heartbeat_timeout_s=spec.heartbeat_timeout_s,
         collective_timeout_s=COLLECTIVE_S,
     )
-    with Station(spec.worker, mesh, config).open() as station:
-        member = Member(spec, station)
+    with Transport(spec.worker, mesh, config).open() as transport:
+        member = Member(spec, transport)
         try:
             yield member
         finally:

@@ -35,7 +35,7 @@ from pliant.adapt.monitors import check_monitors, parse_monitors
 from pliant.adapt.policy import LinkRates, decision_from_json, maths_decisions
 from pliant.comm import probe as links
 from pliant.comm.engine import Engine
-from pliant.comm.topology import masters
+from pliant.comm.topology import host_leaders
 from pliant.errors import ConfigError
 from pliant.identity import WorkerSpec
 
@@ -584,6 +584,6 @@ def step_fact(seen: Observation, values: Mapping[str, float]) -> dict[str, Any]:
 
 def links_fact(hosts: Sequence[str], rates: LinkRates) -> dict[str, Any]:
     """Between hosts, each told by its first worker: those of one host share its memory. `hosts` are the workers'."""
-    firsts = masters(hosts)
+    firsts = host_leaders(hosts)
     between = [[round(rates[one][other]) for other in firsts] for one in firsts]
     return {"hosts": [hosts[first] for first in firsts], "bytes_per_s": between}

@@ -362,7 +362,7 @@ def fold(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     for begin, end, chunk in pieces:
         views = [tensor[begin:end] for tensor in inputs]
         folds = [(0, end - begin, order.chain(chunk, num_replicas))]
-        kernels.Recipe(kernels.reducer("sum", first.dtype), views, folds, scratch[begin:end], out[begin:end]).run()
+        kernels.PreparedFold(kernels.reducer("sum", first.dtype), views, folds, scratch[begin:end], out[begin:end]).run()
     return out
 
 

@@ -47,12 +47,12 @@ class _Sum:
         engine, owner = self._engine, self._owners[part]
         pushed = engine.reduce(f"{self._name}/{part}", piece, owner, portion=portion, prompt=True)
         if engine.rank == owner:
-            pushed.then(partial(self._summed, part, pushed))
+            pushed.add_done_callback(partial(self._summed, part, pushed))
         else:
             notice = engine.broadcast(
                 f"{self._name}/{part}/notice", torch.zeros(1, dtype=torch.uint8), owner, prompt=True
             )
-            notice.then(partial(self._heard, notice))
+            notice.add_done_callback(partial(self._heard, notice))
 
     def _summed(self, part: int, pushed: Handle) -> None:
         """At the owner: keep the sum for those who will ask, and tell them."""
@@ -81,7 +81,7 @@ class _Sum:
                 except CommError as error:  # this is the engine's thread: nobody else would hear of it
                     self.handle.fail(error)
                     return
-                pulled.then(partial(self._got, pulled))
+                pulled.add_done_callback(partial(self._got, pulled))
 
     def _got(self, pulled: Handle) -> None:
         if self._failed(pulled):

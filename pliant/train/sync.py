@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pliant.comm.engine import Engine
-from pliant.comm.telemetry import Pressure
+from pliant.comm.telemetry import Backpressure
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -295,7 +295,7 @@ class SyncController:
             self._crossing.observe()
         if way is not None and way.in_flight_bytes != self._in_flight_bytes:
             self._in_flight_bytes = way.in_flight_bytes
-            engine.keep_below(way.in_flight_bytes)
+            engine.limit_kernel_queue(way.in_flight_bytes)
         self._now = way or SyncConfig()
         self._gradients.sums.travel(self._now, self._crossing.order)
 
@@ -341,17 +341,17 @@ class StepTimer:
     _turn_began_s: float = 0.0
     _waited_s: float = 0.0
     """At gates, when the turn began."""
-    _pressure: Pressure = field(default_factory=lambda: Pressure(0, 0.0))
+    _pressure: Backpressure = field(default_factory=lambda: Backpressure(0, 0.0))
     _sent_bytes: int = 0
 
     @classmethod
     def of(cls, engine: Engine) -> StepTimer:
         """In a new view, where nobody has done a step yet."""
-        return cls(_pressure=engine.pressure(), _sent_bytes=engine.wire_bytes)
+        return cls(_pressure=engine.backpressure(), _sent_bytes=engine.wire_bytes)
 
     def begin_step(self, engine: Engine) -> None:
         """Start the timer of a step. The step before it has ended."""
-        now_s, sent, pressure = time.monotonic(), engine.wire_bytes, engine.pressure()
+        now_s, sent, pressure = time.monotonic(), engine.wire_bytes, engine.backpressure()
         self.last = StepMeasurement(self.compute_s, sent - self._sent_bytes, pressure.rate_since(self._pressure))
         self.began_s, self.compute_s = now_s, 0.0
         self._sent_bytes, self._pressure = sent, pressure

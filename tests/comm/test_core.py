@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from pliant.cluster import View
-from pliant.comm.collective import Core
-from pliant.comm.connection import Link
+from pliant.comm.collective import Collectives
+from pliant.comm.connection import PeerLink
 from pliant.comm.handle import Handle
 from pliant.comm.kernels import reducer
-from pliant.comm.memory import SharedMemory, Span, Store
-from pliant.comm.operations import Burst, Operation, make_program
+from pliant.comm.memory import SharedMemory, Span, TensorStore
+from pliant.comm.operations import Burst, Operation, compile_plan
 from pliant.comm.plan import Spec, make_plan
 from pliant.comm.submission import finish_in_place
 from pliant.comm.topology import Strategy
@@ -27,46 +27,46 @@ LENGTH = 5000
 
 
 class Rank:
-    """A core with its links, and nobody to drive it but the test."""
+    """A collectives with its links, and nobody to drive it but the test."""
 
     timeout_s = 0.0
 
     def __init__(self, view: View, rank: int) -> None:
         self.memory = SharedMemory()
-        self.core = Core(view, rank, self.memory, Store())
-        self.unsent: set[Link] = set()
+        self.collectives = Collectives(view, rank, self.memory, TensorStore())
+        self.unsent: set[PeerLink] = set()
         self._seqs: dict[int, int] = {}
 
-    def hurry(self) -> None: ...
+    def wake(self) -> None: ...
 
     def missing(self, handle: Handle) -> tuple[str, ...]:
         return ()
 
     def submit(self, name: str, tensor: torch.Tensor, strategy: str = "STAR") -> Handle:
         """An all-reduce of a tensor from shared memory, as `comm.submission` would make it."""
-        view, rank = self.core.view, self.core.rank
+        view, rank = self.collectives.view, self.collectives.rank
         members = tuple(range(view.size))
-        known = self.core.know(Spec("all_reduce", name, members, "float32", len(tensor), "sum", True, -1))
-        plan = make_plan(known.spec, rank, view.hosts, Strategy(strategy), 4, 4096)
+        registered = self.collectives.register(Spec("all_reduce", name, members, "float32", len(tensor), "sum", True, -1))
+        plan = make_plan(registered.spec, rank, view.hosts, Strategy(strategy), 4, 4096)
         local = [other for other, host in enumerate(view.hosts) if host == view.hosts[rank]]
-        program = known.programs.setdefault(0, make_program(known, plan, local.__contains__, 4))
-        seq = self._seqs.get(known.channel, 0)
-        self._seqs[known.channel] = seq + 1
+        program = registered.plans.setdefault(0, compile_plan(registered, plan, local.__contains__, 4))
+        seq = self._seqs.get(registered.channel, 0)
+        self._seqs[registered.channel] = seq + 1
         place = self.memory.locate(tensor)
         assert place is not None
-        out: Span = self.core.reach.span((rank, *place), tensor.dtype, len(tensor))
+        out: Span = self.collectives.memory_map.span((rank, *place), tensor.dtype, len(tensor))
         operation = Operation(program, seq, 0, out, [out], reducer("sum", tensor.dtype), tensor, finish_in_place)
         operation.burst = Burst(1)
         operation.handle = handle = Handle(name, self, operation)
-        self.core.begin(operation)
+        self.collectives.begin(operation)
         return handle
 
     def tensor(self, value: float) -> torch.Tensor:
         return self.memory.empty(LENGTH, torch.float32).fill_(value)
 
     def work(self) -> None:
-        self.core.work(0.0)
-        self.core.announce(everything=True)
+        self.collectives.work(0.0)
+        self.collectives.notify_waiters(everything=True)
 
     def write(self) -> None:
         for link in list(self.unsent):
@@ -74,7 +74,7 @@ class Rank:
                 self.unsent.discard(link)
 
     def read(self) -> None:
-        for link in self.core.peers.links.values():
+        for link in self.collectives.peers.links.values():
             link.read(0.0)
 
 
@@ -86,11 +86,11 @@ def ranks_on(hosts: str) -> Iterator[list[Rank]]:
         for other, there in enumerate(ranks[:one]):
             shared = hosts[one] == hosts[other]
             for near, far, sock in zip((here, there), (other, one), socket.socketpair(), strict=True):
-                link = Link(far, view.workers[far], sock, shared=shared, receiver=near.core, unsent=near.unsent)
-                near.core.peers.links[far] = link
+                link = PeerLink(far, view.workers[far], sock, shared=shared, receiver=near.collectives, unsent=near.unsent)
+                near.collectives.peers.links[far] = link
     yield ranks
     for rank in ranks:
-        for link in rank.core.peers.links.values():
+        for link in rank.collectives.peers.links.values():
             link.close()
         rank.memory.close()
 
@@ -148,9 +148,9 @@ def test_a_name_that_means_two_things_fails_on_both_ranks(hosts: str, first: int
 def test_who_is_reported_lost_is_given_up_by_all() -> None:
     with ranks_on("ABC") as ranks:
         handles = [ranks[number].submit("x", ranks[number].tensor(1.0)) for number in (0, 1)]
-        ranks[0].core.lose(2, "it was killed")
+        ranks[0].collectives.on_lost(2, "it was killed")
         settle(ranks[:2])
-        assert [link.rank for link in ranks[1].core.given_up] == [2]
+        assert [link.rank for link in ranks[1].collectives.links_to_drop] == [2]
         assert all(isinstance(handle.error, WorkerLost) for handle in handles)
         late = ranks[1].submit("y", ranks[1].tensor(1.0))
         assert isinstance(late.error, WorkerLost)
@@ -162,7 +162,7 @@ def test_what_the_view_owes_a_peer_is_still_said_when_it_is_left() -> None:
         done = [rank.submit("x", tensor) for rank, tensor in zip(ranks, tensors, strict=True)]
         settle(ranks)
         never = ranks[0].submit("y", ranks[0].tensor(1.0))
-        ranks[0].core.retire(ViewChanged("it has moved"))
+        ranks[0].collectives.retire(ViewChanged("it has moved"))
         assert isinstance(never.error, ViewChanged)
         late = ranks[1].submit("y", ranks[1].tensor(1.0))
         for _ in range(5):

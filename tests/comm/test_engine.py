@@ -216,7 +216,7 @@ def test_ranks_that_want_different_topologies_keep_the_old_one() -> None:
             with pytest.raises(Mismatch, match="different strategies"):
                 engine.set_strategy("RING" if engine.rank else "STAR")
             assert engine.strategy == Strategy("AUTO")
-            with pytest.raises(ConfigError, match="circle"):
+            with pytest.raises(ConfigError, match="cycle"):
                 engine.set_strategy([1, 0])
             engine.set_strategy("RING")
             assert engine.strategy == Strategy("RING")

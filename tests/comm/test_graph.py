@@ -55,10 +55,10 @@ def test_every_topology_is_a_tree_in_both_directions(strategy: str, hosts: str) 
 @pytest.mark.parametrize(
     ("forest", "reason"),
     [
-        ([1, 0], "circle"),
+        ([1, 0], "cycle"),
         ([0, 1], "2 roots"),
         ([0, 2], "not a rank"),
-        ([1, 2, 1, 3], "circle"),
+        ([1, 2, 1, 3], "cycle"),
         ([-1, 0], "not a rank"),
     ],
     ids=str,
@@ -76,7 +76,7 @@ def test_an_unknown_strategy_lists_the_known_ones() -> None:
 @pytest.mark.parametrize("root", range(5))
 def test_rerooting_keeps_the_edges(root: int) -> None:
     forest = (0, 0, 1, 1, 3)
-    turned = topology.rerooted(forest, root)
+    turned = topology.reroot(forest, root)
     assert topology.tree(turned).root == root
     assert {frozenset((i, f)) for i, f in enumerate(turned) if i != f} == {
         frozenset((i, f)) for i, f in enumerate(forest) if i != f

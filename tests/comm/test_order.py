@@ -9,7 +9,7 @@ import pytest
 from pliant.comm import order
 from pliant.comm.operations import PriorityQueue
 from pliant.comm.order import even_partition
-from pliant.comm.plan import Plan, Portion, Spec, cut, cut_exact, make_plan, name_hash
+from pliant.comm.plan import Portion, RankPlan, Spec, cut, cut_exact, make_plan, name_hash
 from pliant.comm.topology import STRATEGIES, Strategy
 
 Expr = object
@@ -42,7 +42,7 @@ def test_slices_cover_everything_once(length: int, replicas: int) -> None:
         assert all(0 <= s.lane < replicas and s.length * 4 <= 1 << 20 for s in slices)
 
 
-def run(plans: list[Plan], blocks: list[list[int]]) -> list[dict[int, Expr]]:
+def run(plans: list[RankPlan], blocks: list[list[int]]) -> list[dict[int, Expr]]:
     """Walk the plans of all ranks in one process; the expression that each rank ends up with, per slice and piece."""
     ranks = range(len(plans))
 

@@ -25,7 +25,7 @@ def test_control_goes_first_then_data_by_priority_then_age() -> None:
     outbox = Outbox()
     for priority, payload in [(5, b"c"), (1, b"a"), (5, b"d"), (1, b"b")]:
         push(outbox, priority, payload)
-    outbox.say(b"con", b"trol", None)
+    outbox.add_control(b"con", b"trol", None)
     assert outbox
     assert drain(outbox) == b"control<a<b<c<d"
     assert not outbox
@@ -56,7 +56,7 @@ def test_what_has_begun_is_not_overtaken() -> None:
     outbox.fill()
     outbox.advance(2)
     push(outbox, 0, b"urgent")
-    outbox.say(b"control", b"", None)
+    outbox.add_control(b"control", b"", None)
     assert drain(outbox) == b"lowcontrol<urgent"
 
 
@@ -64,18 +64,18 @@ def test_what_was_queued_in_a_view_leaves_before_the_next() -> None:
     outbox = Outbox()
     push(outbox, 9, b"late")
     push(outbox, 1, b"early")
-    outbox.say(b"old", b"", None)
+    outbox.add_control(b"old", b"", None)
     outbox.end_view()
     push(outbox, 0, b"new")
-    outbox.say(b"word", b"", None)
+    outbox.add_control(b"word", b"", None)
     assert drain(outbox) == b"old<early<lateword<new"
 
 
 def test_a_descriptor_goes_alone_and_before_what_may_speak_of_it() -> None:
     outbox = Outbox()
-    outbox.say(b"first", b"", 7)
-    outbox.say(b"second", b"", 8)
-    outbox.say(b"about both", b"", None)
+    outbox.add_control(b"first", b"", 7)
+    outbox.add_control(b"second", b"", 8)
+    outbox.add_control(b"about both", b"", None)
     seen = []
     while outbox.fill():
         seen.append((b"".join(outbox.views(100)), list(outbox.fds)))

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pliant.comm.connection import Link
-from pliant.comm.frames import TAGGED, Kind, channel_tag
+from pliant.comm.connection import PeerLink
+from pliant.comm.frames import TAGGED, FrameKind, channel_tag
 from pliant.comm.peers import Peers
 from pliant.comm.plan import Spec
 from pliant.comm.transport import view_of
@@ -21,9 +21,9 @@ AMONG_TWO = Spec("all_reduce", "y", (0, 2), "float32", 10, "sum", True, -1)
 class Deaf:
     """Hears nothing."""
 
-    def on_frame(self, link: Link, frame: object, payload: bytes) -> None: ...
-    def place_for(self, link: Link, frame: object) -> None: ...
-    def on_bulk(self, link: Link, frame: object) -> None: ...
+    def on_frame(self, link: PeerLink, frame: object, payload: bytes) -> None: ...
+    def place_for(self, link: PeerLink, frame: object) -> None: ...
+    def on_bulk(self, link: PeerLink, frame: object) -> None: ...
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def peers() -> Iterator[Peers]:
     for rank in (1, 2):
         near, far = socket.socketpair()
         far_ends.append(far)
-        link = Link(rank, view.workers[rank], near, shared=False, receiver=Deaf(), unsent=set(), view=4)
+        link = PeerLink(rank, view.workers[rank], near, shared=False, receiver=Deaf(), unsent=set(), view=4)
         found.links[rank] = link
     yield found
     for link in found.links.values():
@@ -49,39 +49,39 @@ def finished(count: int) -> bytes:
 
 
 def test_who_dies_is_missing_in_all_that_it_is_part_of(peers: Peers) -> None:
-    assert peers.missing_in(SPEC, 0) is None
-    peers.lose(1, "killed")
-    assert isinstance(peers.missing_in(SPEC, 0), WorkerLost)
-    assert peers.missing_in(AMONG_TWO, 0) is None
+    assert peers.why_incomplete(SPEC, 0) is None
+    peers.mark_lost(1, "killed")
+    assert isinstance(peers.why_incomplete(SPEC, 0), WorkerLost)
+    assert peers.why_incomplete(AMONG_TWO, 0) is None
 
 
 def test_who_leaves_is_missing_in_what_it_had_not_finished(peers: Peers) -> None:
     peers.on_bye(peers.links[1], 4, finished(3))
-    peers.lose(1, "it left the job")
-    assert peers.missing_in(SPEC, 2) is None
-    assert isinstance(peers.missing_in(SPEC, 3), WorkerLost)
+    peers.mark_lost(1, "it left the job")
+    assert peers.why_incomplete(SPEC, 2) is None
+    assert isinstance(peers.why_incomplete(SPEC, 3), WorkerLost)
 
 
 @pytest.mark.parametrize(("view", "missing"), [(3, True), (5, False)])
 def test_who_leaves_from_another_view(peers: Peers, view: int, missing: bool) -> None:
     """From a later one: it had finished with ours. From an earlier one: what it tells is of that one."""
     peers.on_bye(peers.links[1], view, finished(3))
-    peers.lose(1, "it left the job")
-    assert (peers.missing_in(SPEC, 0) is not None) is missing
+    peers.mark_lost(1, "it left the job")
+    assert (peers.why_incomplete(SPEC, 0) is not None) is missing
 
 
 def test_who_moves_on_can_still_be_lost(peers: Peers) -> None:
     assert isinstance(peers.on_moved(peers.links[2], finished(1)), ViewChanged)
-    assert peers.missing_in(SPEC, 0) is None
-    assert isinstance(peers.missing_in(SPEC, 1), ViewChanged)
+    assert peers.why_incomplete(SPEC, 0) is None
+    assert isinstance(peers.why_incomplete(SPEC, 1), ViewChanged)
     assert 2 not in peers.lost
-    peers.lose(2, "killed")
-    assert isinstance(peers.missing_in(SPEC, 1), WorkerLost)
+    peers.mark_lost(2, "killed")
+    assert isinstance(peers.why_incomplete(SPEC, 1), WorkerLost)
 
 
 def test_all_who_are_there_are_told(peers: Peers) -> None:
-    peers.lose(1, "killed")
-    peers.tell_all(Kind.LOST, b"killed", piece=1)
+    peers.mark_lost(1, "killed")
+    peers.send_to_all(FrameKind.LOST, b"killed", piece=1)
     assert not peers.links[1].flush(0.0)
     assert peers.links[1].sent_bytes == 0
     assert not peers.links[2].flush(0.0)

@@ -19,7 +19,7 @@ from pliant.comm import probe
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.mesh import MeshConfig
 from pliant.comm.strategy_selection import Network
-from pliant.comm.transport import Station, loopback_engines, view_of
+from pliant.comm.transport import Transport, loopback_engines, view_of
 from pliant.errors import CommError, ConfigError
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -45,11 +45,11 @@ def test_everybody_meets_everybody_once(size: int) -> None:
 
 def test_among_many_only_some_rounds_are_played_and_the_rest_is_estimated() -> None:
     played = probe.rounds(200)
-    assert len(played) <= probe.MOST_ROUNDS
+    assert len(played) <= probe.MAX_ROUNDS
     assert all(len(pairs) >= 99 for pairs in played)
     # Host 0 sends slowly; the links 0 -> 3 and 3 -> 0 were not measured.
     known = [[0.0, 2.0, 2.0, 0.0], [9.0, 0.0, 9.0, 9.0], [9.0, 9.0, 0.0, 9.0], [0.0, 9.0, 9.0, 0.0]]
-    full = probe.completed(known)
+    full = probe.complete_rates(known)
     assert full[0][3] == 2.0
     assert full[3][0] == 9.0
     assert [full[i][i] for i in range(4)] == [0.0] * 4
@@ -141,16 +141,16 @@ def across(lab: Lab, server: int, client: int) -> tuple[socket.socket, socket.so
 def lab_engines(lab: Lab) -> Iterator[list[Engine]]:
     """An engine on each host of a lab, all in this process."""
     view = view_of(lab.addresses)
-    made = [Station(worker, MeshConfig(secret=b"lab"), QUICK) for worker in view.workers]
+    made = [Transport(worker, MeshConfig(secret=b"lab"), QUICK) for worker in view.workers]
     with contextlib.ExitStack() as stack:
-        for station in made:
-            station.start()
-            stack.callback(station.close)
+        for transport in made:
+            transport.start()
+            stack.callback(transport.close)
         for server, client in itertools.combinations(range(view.size), 2):
             here, there = across(lab, server, client)
-            made[server].take(view.workers[client], here)
-            made[client].take(view.workers[server], there)
-        yield [station.enter(view) for station in made]
+            made[server].add_connection(view.workers[client], here)
+            made[client].add_connection(view.workers[server], there)
+        yield [transport.enter(view) for transport in made]
 
 
 @pytest.mark.root

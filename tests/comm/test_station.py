@@ -10,7 +10,7 @@ from viewing import QUICK, everybody_sums, subview
 
 from pliant.cluster import Worker
 from pliant.comm.probe import latencies
-from pliant.comm.transport import loopback_stations, view_of
+from pliant.comm.transport import loopback_transports, view_of
 from pliant.errors import CommError, ConfigError, InvalidView, ViewChanged
 
 pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(60)]
@@ -18,14 +18,14 @@ pytestmark = [pytest.mark.usefixtures("no_leaks"), pytest.mark.timeout(60)]
 
 def test_ranks_change_and_the_connections_stay() -> None:
     workers = view_of("AAB").workers
-    with loopback_stations(workers, QUICK) as made:
+    with loopback_transports(workers, QUICK) as made:
         for number, order in enumerate([(0, 1, 2), (2, 0, 1), (1, 2), (2, 1, 0)]):
             everybody_sums([made[i] for i in order], subview(number, [workers[i] for i in order]))
 
 
 def test_a_view_of_one_folds_alone_and_grows() -> None:
     workers = view_of("AAB").workers
-    with loopback_stations(workers, QUICK) as made:
+    with loopback_transports(workers, QUICK) as made:
         alone = made[0].enter(subview(0, workers[:1]))
         parts, total = [torch.full((10,), float(i)) for i in range(3)], torch.empty(10)
         alone.all_reduce("sum", total, contributions=parts, parts=[3]).wait()
@@ -35,8 +35,8 @@ def test_a_view_of_one_folds_alone_and_grows() -> None:
 
 def test_open_collectives_end_and_the_old_engine_refuses() -> None:
     workers = view_of("AB").workers
-    with loopback_stations(workers, QUICK) as made:
-        old = [station.enter(subview(0, workers)) for station in made]
+    with loopback_transports(workers, QUICK) as made:
+        old = [transport.enter(subview(0, workers)) for transport in made]
         waiting = [old[0].all_reduce("never", torch.ones(100_000)), old[0].broadcast("nor this", torch.ones(5), root=1)]
         made[0].enter(subview(1, workers))
         for handle in waiting:
@@ -57,8 +57,8 @@ def test_open_collectives_end_and_the_old_engine_refuses() -> None:
 
 def test_frames_of_a_later_view_wait_and_those_of_an_earlier_one_go_nowhere() -> None:
     workers = view_of("ABB").workers
-    with loopback_stations(workers, QUICK) as made:
-        old = [station.enter(subview(0, workers)) for station in made]
+    with loopback_transports(workers, QUICK) as made:
+        old = [transport.enter(subview(0, workers)) for transport in made]
         tensors = [torch.ones(3_000_000) for _ in made]  # more than the kernel holds
         slow = old[2].all_reduce("unfinished", tensors[2])
         unfinished = old[1].all_reduce("unfinished", tensors[1])
@@ -79,8 +79,8 @@ def test_frames_of_a_later_view_wait_and_those_of_an_earlier_one_go_nowhere() ->
 def test_a_slower_peer_completes_what_the_faster_has_left() -> None:
     """Rank 0 is done with view 0 as soon as its bytes are with the kernel; rank 1 has not even begun."""
     workers = view_of("AB").workers
-    with loopback_stations(workers, QUICK) as made:
-        old = [station.enter(subview(0, workers)) for station in made]
+    with loopback_transports(workers, QUICK) as made:
+        old = [transport.enter(subview(0, workers)) for transport in made]
         old[0].broadcast("last", torch.full((5000,), 7.0), root=0).wait()
         new = made[0].enter(subview(1, workers))
         sums = new.all_reduce("sum", torch.ones(1_000_000))
@@ -93,7 +93,7 @@ def test_a_slower_peer_completes_what_the_faster_has_left() -> None:
 
 def test_abort_ends_what_is_open_and_what_comes_later() -> None:
     workers = view_of("AB").workers
-    with loopback_stations(workers, QUICK) as made:
+    with loopback_transports(workers, QUICK) as made:
         made[0].abort(CommError("nothing to end yet"))
         engine = made[0].enter(subview(0, workers))
         made[1].enter(subview(0, workers))
@@ -108,14 +108,14 @@ def test_abort_ends_what_is_open_and_what_comes_later() -> None:
 
 def test_published_memory_is_read_as_it_is_through_views() -> None:
     workers = view_of("AAB").workers
-    with loopback_stations(workers, QUICK) as made:
+    with loopback_transports(workers, QUICK) as made:
         state = made[0].empty((300, 1000))
         made[0].publish("state:a", state)
         made[0].publish("other", state)
         with pytest.raises(ConfigError, match="contiguous CPU memory"):
             made[0].publish("strided", torch.ones(4, 4).t())
         for number in range(3):
-            ranks = [station.enter(subview(number, workers)) for station in made]
+            ranks = [transport.enter(subview(number, workers)) for transport in made]
             state.fill_(number)  # no copy was made: this is what they get
             for engine in ranks:
                 assert bool((engine.request(0, "state:a", torch.empty(300, 1000)).wait() == number).all())
@@ -127,14 +127,14 @@ def test_published_memory_is_read_as_it_is_through_views() -> None:
 
 def test_who_answers_keeps_its_name_and_who_does_not_loses_it() -> None:
     workers = (*view_of("AB").workers, Worker("C", 10009))
-    with loopback_stations(workers[:2], QUICK) as made:
+    with loopback_transports(workers[:2], QUICK) as made:
         lost: list[tuple[Worker, str]] = []
         made[0].on_lost = lambda worker, why: lost.append((worker, why))
         assert made[0].admit(workers[2]), "nobody has this name"
         assert not made[0].admit(workers[1]), "it is connected, and lives"
         ours, silent = socket.socketpair()
         with silent:
-            made[0].take(workers[2], ours)
+            made[0].add_connection(workers[2], ours)
             assert made[0].is_connected(workers[2])
             assert made[0].admit(workers[2]), "it does not answer"
         assert not made[0].is_connected(workers[2])
@@ -150,7 +150,7 @@ def test_who_answers_keeps_its_name_and_who_does_not_loses_it() -> None:
         made[0].on_lost = enter
         ours, gone = socket.socketpair()
         gone.close()
-        made[0].take(workers[2], ours)
+        made[0].add_connection(workers[2], ours)
         assert made[0].admit(workers[2]), "it has hung up"
         assert "cannot wait for itself" in refused[0]
         everybody_sums(made, subview(0, workers[:2]))
@@ -158,7 +158,7 @@ def test_who_answers_keeps_its_name_and_who_does_not_loses_it() -> None:
 
 def test_a_member_without_a_connection_is_named_and_nothing_changes() -> None:
     workers = (*view_of("AB").workers, Worker("C", 10009))
-    with loopback_stations(workers[:2], QUICK) as made:
+    with loopback_transports(workers[:2], QUICK) as made:
         engine = made[0].enter(subview(0, workers[:2]))
         waiting = engine.all_reduce("sum", torch.ones(10))
         with pytest.raises(CommError, match="no connection to C:10009"):

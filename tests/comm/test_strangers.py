@@ -24,8 +24,9 @@ import pytest
 import torch
 from gang import SECRET, Gang, addresses, gang, joined, left_behind, listen, say, specs, told
 
+from pliant import channel
 from pliant.cluster import View, Worker
-from pliant.comm import handshake, mesh
+from pliant.comm import mesh
 from pliant.comm.engine import Engine
 from pliant.comm.mesh import HANDSHAKE_S, MAX_STRANGERS
 from pliant.errors import HandshakeRefused
@@ -33,8 +34,8 @@ from pliant.identity import WorkerSpec
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("fork_server", "no_leaks")]
 
-HELLO = struct.Struct("<6sHIB")
-"""As documented in comm/transport/handshake.py, written down again: a change of the protocol must show."""
+HELLO = struct.Struct("<6sHBB")
+"""The first bytes of a connection, as in `pliant.channel`: a change of the protocol must show."""
 
 
 # --- in the workers ---
@@ -172,16 +173,16 @@ both_ways = pytest.mark.parametrize("way", [Job.tcp, Job.unix], ids=["tcp", "uni
 Way = Callable[[Job, str], socket.socket]
 
 
-def greeting(job: Job, *, protocol: int = handshake.PROTOCOL, view: int = 5, name: str = "") -> bytes:
+def greeting(job: Job, *, protocol: int = channel.PROTOCOL, purpose: str = "worker", name: str = "") -> bytes:
     text = (name or str(job.members[2].worker)).encode()
-    return HELLO.pack(b"PLIANT", protocol, view, len(text)) + text + os.urandom(16)
+    return HELLO.pack(b"PLIANT", protocol, len(purpose), len(text)) + purpose.encode() + text + os.urandom(16)
 
 
 def refusal(sock: socket.socket) -> str:
     """What a refused client is told before the connection closes."""
     with sock, sock.makefile("rb") as answer:
         assert answer.read(1) == b"\0", "taken in"
-        text = answer.read(answer.read(1)[0]).decode()
+        text = answer.read(int.from_bytes(answer.read(2), "little")).decode()
         assert answer.read() == b"", "more after the refusal"
         return text
 
@@ -210,12 +211,14 @@ def test_strangers_are_refused_and_told_why(way: Way) -> None:
         reason = "does not know this job's secret"
         assert reason in refusal(prove(way(job, reason), greeting(job), b"a wrong secret"))
         for flaw, reason in (
-            (greeting(job, protocol=99), "protocol 99, but this worker speaks 3"),
-            (greeting(job, name="no worker at all"), "no worker's name"),
+            (greeting(job, protocol=99), "protocol 99, but this side speaks 4"),
+            (greeting(job, purpose="runner"), "this port is for a worker, not for a runner"),
         ):
             sock = way(job, reason)
             sock.sendall(flaw)
             assert reason in refusal(sock)
+        reason = "not the name of a worker"
+        assert reason in refusal(prove(way(job, reason), greeting(job, name="no worker at all"), SECRET))
         reason = "is not expected here, or already connected"
         for name in (
             "127.0.0.1:1",  # lesser than the target: it would have to wait for the target's call
@@ -229,13 +232,10 @@ def test_strangers_are_refused_and_told_why(way: Way) -> None:
 @both_ways
 def test_our_own_client_says_why_it_was_refused(way: Way) -> None:
     with under_attack() as job:
-        late = time.monotonic() + 20
-        # It notices first that the other side has another secret, and hangs up.
-        with way(job, "closed") as sock, pytest.raises(HandshakeRefused, match="does not know this job's secret"):
-            handshake.greet(sock, b"another", 5, job.members[2].worker, b"", late)
-        for view in (5, 7):  # from whatever view it comes
-            with way(job, "already connected") as sock, pytest.raises(HandshakeRefused, match="already connected"):
-                handshake.greet(sock, SECRET, view, job.members[2].worker, b"", late)
+        name, late = str(job.members[2].worker), time.monotonic() + 20
+        for secret, reason in ((b"another", "does not know this job's secret"), (SECRET, "already connected")):
+            with way(job, reason) as sock, pytest.raises(HandshakeRefused, match=reason):
+                channel.connect_handshake(sock, secret, purpose="worker", name=name, deadline_s=late)
 
 
 def test_garbage_and_silence() -> None:
@@ -252,14 +252,14 @@ def test_garbage_and_silence() -> None:
                 b"\0" * 70_000,
                 b"PLIANX" + b"x" * 20,
             ):
-                sock = way(job, "not a pliant worker")
+                sock = way(job, "not a pliant process")
                 with suppress(BrokenPipeError, ConnectionResetError):
                     sock.sendall(garbage)
                 closed(sock)
             short = way(job, "closed during the handshake")
             short.sendall(b"PLIANT")
             short.close()
-        tls_hello(job.tcp("not a pliant worker"))
+        tls_hello(job.tcp("not a pliant process"))
         begin_s = time.monotonic()
         for sock in silent:
             closed(sock)

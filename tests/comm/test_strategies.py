@@ -7,23 +7,23 @@ import random
 import pytest
 
 from pliant.comm.frames import channel_tag
-from pliant.comm.plan import Spec, Strategies, checked, furthest, pack_counts
-from pliant.comm.topology import Strategy
+from pliant.comm.plan import Spec, StrategyHistory, highest_counts, pack_counts
+from pliant.comm.topology import Strategy, check_strategy
 from pliant.errors import ConfigError
 
 SPECS = [Spec("all_reduce", name, (0, 1, 2), "float32", 10, "sum", True, -1) for name in ("a", "b", "c")]
 
 
-def change_on_all(ranks: list[Strategies], submitted: list[dict[str, int]], wanted: str) -> None:
+def change_on_all(ranks: list[StrategyHistory], submitted: list[dict[str, int]], wanted: str) -> None:
     """As `Engine.set_strategy` does it, with what each rank had submitted under each name."""
     counts = [{channel_tag(spec.channel): each[spec.name] for spec in SPECS if spec.name in each} for each in submitted]
-    most = furthest([pack_counts(mine) for mine in counts])
+    most = highest_counts([pack_counts(mine) for mine in counts])
     for rank, mine in zip(ranks, counts, strict=True):
         rank.change(Strategy(wanted), mine, most)
 
 
 def test_who_lags_behind_goes_on_with_the_old_one_until_it_has_caught_up() -> None:
-    ranks = [Strategies(Strategy("STAR")) for _ in range(2)]
+    ranks = [StrategyHistory(Strategy("STAR")) for _ in range(2)]
     change_on_all(ranks, [{"a": 5}, {"a": 3, "b": 1}], "RING")
     ahead, behind = ranks
     assert [behind[behind.number_for(SPECS[0], seq)].name for seq in (3, 4, 5)] == ["STAR", "STAR", "RING"]
@@ -35,7 +35,7 @@ def test_who_lags_behind_goes_on_with_the_old_one_until_it_has_caught_up() -> No
 @pytest.mark.parametrize("seed", range(5))
 def test_all_ranks_take_the_same_whatever_they_had_submitted(seed: int) -> None:
     chance = random.Random(seed)
-    ranks = [Strategies(Strategy("STAR")) for _ in range(3)]
+    ranks = [StrategyHistory(Strategy("STAR")) for _ in range(3)]
     taken: list[dict[tuple[str, int], int]] = [{} for _ in ranks]
     done: list[dict[str, int]] = [{} for _ in ranks]
 
@@ -57,10 +57,10 @@ def test_all_ranks_take_the_same_whatever_they_had_submitted(seed: int) -> None:
 
 
 def test_what_is_no_strategy_is_told() -> None:
-    assert checked("ring", ["A", "A"]) == Strategy("RING")
-    assert checked([0, 0, 1], ["A", "A", "B"]) == checked("0,0,1", ["A", "A", "B"]) == Strategy("FOREST", (0, 0, 1))
+    assert check_strategy("ring", ["A", "A"]) == Strategy("RING")
+    assert check_strategy([0, 0, 1], ["A", "A", "B"]) == check_strategy("0,0,1", ["A", "A", "B"]) == Strategy("FOREST", (0, 0, 1))
     with pytest.raises(ConfigError, match="has 2 entries, but there are 3 ranks"):
-        checked([0, 0], ["A", "A", "B"])
+        check_strategy([0, 0], ["A", "A", "B"])
     for nonsense in ("no such", "0,x", ["x"]):
         with pytest.raises(ConfigError):
-            checked(nonsense, ["A", "A"])
+            check_strategy(nonsense, ["A", "A"])

@@ -40,12 +40,12 @@ def plan(workers: Sequence[Worker], count: int) -> list[View]:
 
 def wanderer(rank: int, spec: WorkerSpec, planned: list[View]) -> int:
     """Go through all views at the same points as the others, without a word about it."""
-    with opened(spec) as station:
-        station.connect(spec.view.workers, 0, timeout_s=20)
+    with opened(spec) as transport:
+        transport.connect(spec.view.workers, 0, timeout_s=20)
         entered = 0
         for view in planned:
             if spec.worker in view.workers:
-                check_sums(station.enter(view), spec.worker, length=20_000)
+                check_sums(transport.enter(view), spec.worker, length=20_000)
                 entered += 1
         return entered
 
@@ -67,13 +67,13 @@ def hasty(rank: int, spec: WorkerSpec, planned: list[View]) -> tuple[int, int]:
     """Leave each view in the midst of its collectives; how many of them were complete, and how many not."""
     chance, buffers = random.Random(rank), []
     complete = given_up = 0
-    with opened(spec) as station:
-        buffers = [station.empty(size) for size in (10, 1000, 300_000)]
-        station.connect(spec.view.workers, 0, timeout_s=20)
+    with opened(spec) as transport:
+        buffers = [transport.empty(size) for size in (10, 1000, 300_000)]
+        transport.connect(spec.view.workers, 0, timeout_s=20)
         for view in planned:
             if spec.worker not in view.workers:
                 continue
-            engine = station.enter(view)
+            engine = transport.enter(view)
             engine.barrier()  # nobody is in the old view any more
             check_sums(engine, spec.worker, length=5_000)
             for buffer in buffers:
@@ -82,7 +82,7 @@ def hasty(rank: int, spec: WorkerSpec, planned: list[View]) -> tuple[int, int]:
             waiting += [engine.all_reduce(f"private {i}", torch.ones(100_000)) for i in range(5)]
             waiting += [engine.all_gather("gather", torch.ones(100_000)), engine.request(0, "nothing", torch.ones(1))]
             time.sleep(chance.choice([0, 0, 0.001, 0.003, 0.01]))  # where it leaves is what varies
-            station.abort(ViewChanged("left"))
+            transport.abort(ViewChanged("left"))
             for handle in waiting[:-1]:
                 try:
                     value = handle.wait()
@@ -106,11 +106,11 @@ def test_views_are_left_at_odd_moments(hosts: str) -> None:
 
 def bereaved(rank: int, spec: WorkerSpec) -> tuple[str, bool, str]:
     """Reduce until somebody dies; go on without, on the same buffers."""
-    with opened(spec) as station:
+    with opened(spec) as transport:
         lost: list[str] = []
-        station.on_lost = lambda worker, why: lost.append(str(worker))
-        station.connect(spec.view.workers, 0, timeout_s=20)
-        engine, buffer = station.enter(spec.view), station.empty(400_000)
+        transport.on_lost = lambda worker, why: lost.append(str(worker))
+        transport.connect(spec.view.workers, 0, timeout_s=20)
+        engine, buffer = transport.enter(spec.view), transport.empty(400_000)
         try:
             for step in range(1_000_000):
                 buffer.fill_(rank + 1)
@@ -121,8 +121,8 @@ def bereaved(rank: int, spec: WorkerSpec) -> tuple[str, bool, str]:
             dead = error.worker
         left = [worker for worker in spec.view.workers if str(worker) != dead]
         with pytest.raises(WorkerLost):
-            station.enter(View(1, spec.view.workers, spec.view.runners))
-        engine = station.enter(subview(1, left))
+            transport.enter(View(1, spec.view.workers, spec.view.runners))
+        engine = transport.enter(subview(1, left))
         engine.barrier()  # from here on nobody is in the old view, so the buffer is ours alone
         for _ in range(20):
             buffer.fill_(rank + 1)
@@ -145,20 +145,20 @@ def test_survivors_go_on_without_the_dead(hosts: str, victim: int) -> None:
 
 def stayer(rank: int, spec: WorkerSpec) -> str:
     """Meet the others, lose rank 1, meet it again."""
-    with opened(spec) as station:
-        station.connect(spec.view.workers, 0, timeout_s=20)
-        check_sums(station.enter(spec.view), spec.worker)
+    with opened(spec) as transport:
+        transport.connect(spec.view.workers, 0, timeout_s=20)
+        check_sums(transport.enter(spec.view), spec.worker)
         say("met")
         assert listen() == "again"
-        station.connect(spec.view.workers, 1, timeout_s=20)
-        check_sums(station.enter(View(1, spec.view.workers, spec.view.runners)), spec.worker)
+        transport.connect(spec.view.workers, 1, timeout_s=20)
+        check_sums(transport.enter(View(1, spec.view.workers, spec.view.runners)), spec.worker)
         return "met again"
 
 
 def mortal(rank: int, spec: WorkerSpec, number: int) -> str:
-    with opened(spec) as station:
-        station.connect(spec.view.workers, number, timeout_s=20)
-        check_sums(station.enter(View(number, spec.view.workers, spec.view.runners)), spec.worker)
+    with opened(spec) as transport:
+        transport.connect(spec.view.workers, number, timeout_s=20)
+        check_sums(transport.enter(View(number, spec.view.workers, spec.view.runners)), spec.worker)
         say("met")
         return str(listen())
 
@@ -181,9 +181,9 @@ def test_a_worker_that_was_killed_comes_back_under_its_name(hosts: str) -> None:
 
 def parent(rank: int, spec: WorkerSpec) -> float:
     """Rank 0 forks a child that lives on; rank 1 waits until it has lost rank 0, and says when."""
-    with opened(spec) as station:
-        station.connect(spec.view.workers, 0, timeout_s=20)
-        engine = station.enter(spec.view)
+    with opened(spec) as transport:
+        transport.connect(spec.view.workers, 0, timeout_s=20)
+        engine = transport.enter(spec.view)
         engine.barrier()
         if rank == 0:
             child = os.fork()
@@ -215,10 +215,10 @@ def test_a_child_does_not_hide_its_parents_death(hosts: str) -> None:
 def waiting(rank: int, spec: WorkerSpec) -> list[str]:
     """Wait for a worker that never comes: until the time is up, and until it is told not to."""
     found = []
-    with opened(spec) as station:
+    with opened(spec) as transport:
         for cancelled in (None, lambda: True):
             with pytest.raises(CommError) as caught:
-                station.connect(spec.view.workers, 7, timeout_s=0.3 if cancelled is None else 20, cancelled=cancelled)
+                transport.connect(spec.view.workers, 7, timeout_s=0.3 if cancelled is None else 20, cancelled=cancelled)
             found.append(str(caught.value))
     return found
 
@@ -247,12 +247,12 @@ def test_the_moving_on_of_others_is_no_loss() -> None:
 
 
 def slow(rank: int, spec: WorkerSpec) -> str:
-    with opened(spec) as station:
-        station.connect(spec.view.workers, 0, timeout_s=20)
-        check_sums(station.enter(spec.view), spec.worker)
+    with opened(spec) as transport:
+        transport.connect(spec.view.workers, 0, timeout_s=20)
+        check_sums(transport.enter(spec.view), spec.worker)
         if rank == 0:
             time.sleep(1.5)  # longer than the heartbeats' timeout: this is what is being tested
-        check_sums(station.enter(View(1, spec.view.workers, spec.view.runners)), spec.worker)
+        check_sums(transport.enter(View(1, spec.view.workers, spec.view.runners)), spec.worker)
         return "done"
 
 
@@ -263,11 +263,11 @@ def test_a_collective_that_is_given_up_ends_with_view_changed() -> None:
 
 
 def quitter(rank: int, spec: WorkerSpec) -> str:
-    with opened(spec) as station:
-        station.connect(spec.view.workers, 0, timeout_s=20)
-        engine = station.enter(spec.view)
+    with opened(spec) as transport:
+        transport.connect(spec.view.workers, 0, timeout_s=20)
+        engine = transport.enter(spec.view)
         half = engine.all_reduce("half", torch.ones(4_000_000)) if rank == 0 else None
-        new = station.enter(View(1, spec.view.workers, spec.view.runners))
+        new = transport.enter(View(1, spec.view.workers, spec.view.runners))
         if half is not None:
             with pytest.raises(ViewChanged):
                 half.wait()

@@ -22,8 +22,8 @@ from gang import FULL, addresses, gang, joined, left_behind, specs
 
 from pliant.cluster import Worker
 from pliant.comm import connection as link_module
-from pliant.comm.connection import Link
-from pliant.comm.frames import Frame, Kind, header
+from pliant.comm.connection import PeerLink
+from pliant.comm.frames import Frame, FrameKind, header
 from pliant.identity import WorkerSpec
 
 pytestmark = [
@@ -194,16 +194,16 @@ def test_what_tls_has_already_decrypted_is_not_left_lying(
     monkeypatch.setattr(link_module, "READ_BYTES", 4 * record)
     sender, receiver = tls_pair(certificates[0])
     ear = Ear()
-    link = Link(0, Worker("127.0.0.1", 1), receiver, shared=False, receiver=ear, unsent=set())
+    link = PeerLink(0, Worker("127.0.0.1", 1), receiver, shared=False, receiver=ear, unsent=set())
     with sender:
         # A short record first, so that what a link reads in one turn ends within the fifth one: with the
         # payload's last byte. The frame behind it is decrypted along with it.
-        sender.sendall(header(Kind.DEFINE, 0, length=1000) + bytes(1000))
+        sender.sendall(header(FrameKind.DEFINE, 0, length=1000) + bytes(1000))
         payload = bytes(3 * record + 15_800)
-        sender.sendall(header(Kind.BCAST, 0, length=len(payload)) + payload + header(Kind.PING, 0, seq=77))
+        sender.sendall(header(FrameKind.BCAST, 0, length=len(payload)) + payload + header(FrameKind.PING, 0, seq=77))
         with selectors.DefaultSelector() as waiting:
             waiting.register(receiver, selectors.EVENT_READ)
-            while (Kind.PING, 77) not in ear.heard:
+            while (FrameKind.PING, 77) not in ear.heard:
                 assert waiting.select(2), f"nothing more to read, but only {ear.heard} was heard"
                 link.read(0.0)
     link.close()
@@ -215,17 +215,17 @@ def test_a_blocked_write_is_tried_again_in_full_though_less_may_be_written_at_on
     """OpenSSL calls it a bad retry otherwise, and the connection is gone."""
     ends = tls_pair(certificates[0])
     ear = Ear()
-    sender, receiver = (Link(0, Worker("127.0.0.1", 1), end, shared=False, receiver=ear, unsent=set()) for end in ends)
+    sender, receiver = (PeerLink(0, Worker("127.0.0.1", 1), end, shared=False, receiver=ear, unsent=set()) for end in ends)
     payload = memoryview(bytes(4 << 20))
-    sender.send(0, header(Kind.BCAST, 0, seq=5, length=len(payload)), [payload], None)
+    sender.send(0, header(FrameKind.BCAST, 0, seq=5, length=len(payload)), [payload], None)
     for _ in range(100):  # until nothing fits any more
         assert sender.flush(0.0)
-    sender.keep_below(8 << 10)
+    sender.limit_kernel_queue(8 << 10)
     while sender.flush(0.0):
         receiver.read(0.0)
     while not ear.heard:
         receiver.read(0.0)
-    assert ear.heard == [(Kind.BCAST, 5)]
+    assert ear.heard == [(FrameKind.BCAST, 5)]
     sender.close()
     receiver.close()
 
@@ -236,13 +236,13 @@ class Ear:
     def __init__(self) -> None:
         self.heard: list[tuple[int, int]] = []
 
-    def on_frame(self, link: Link, frame: Frame, payload: bytes) -> None:
+    def on_frame(self, link: PeerLink, frame: Frame, payload: bytes) -> None:
         self.heard.append((frame[0], frame[5]))
 
-    def place_for(self, link: Link, frame: Frame) -> memoryview:
+    def place_for(self, link: PeerLink, frame: Frame) -> memoryview:
         return memoryview(bytearray(frame[8]))
 
-    def on_bulk(self, link: Link, frame: Frame) -> None:
+    def on_bulk(self, link: PeerLink, frame: Frame) -> None:
         self.heard.append((frame[0], frame[5]))
 
 

@@ -1,4 +1,4 @@
-"""For tests that move workers from view to view: stations, views of some workers, and sums that are checked."""
+"""For tests that move workers from view to view: transports, views of some workers, and sums that are check_strategy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from pliant.cluster import View, Worker
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.mesh import MeshConfig
-from pliant.comm.transport import Station
+from pliant.comm.transport import Transport
 from pliant.identity import WorkerSpec
 
 QUICK = EngineConfig(collective_timeout_s=20, slice_bytes=64 << 10)
@@ -23,13 +23,13 @@ def subview(number: int, workers: Sequence[Worker]) -> View:
 
 
 @contextlib.contextmanager
-def opened(spec: WorkerSpec) -> Iterator[Station]:
-    """In a worker: its station, listening."""
+def opened(spec: WorkerSpec) -> Iterator[Transport]:
+    """In a worker: its transport, listening."""
     config = EngineConfig(
         heartbeat_timeout_s=spec.heartbeat_timeout_s, collective_timeout_s=20, slice_bytes=64 << 10, linger_s=1
     )
-    with Station(spec.worker, MeshConfig(secret=spec.secret), config).open() as station:
-        yield station
+    with Transport(spec.worker, MeshConfig(secret=spec.secret), config).open() as transport:
+        yield transport
 
 
 def on_all(made: Sequence[Any], act: Callable[[Any], Any]) -> list[Any]:
@@ -38,9 +38,9 @@ def on_all(made: Sequence[Any], act: Callable[[Any], Any]) -> list[Any]:
         return list(pool.map(act, made))
 
 
-def everybody_sums(stations: Sequence[Station], view: View) -> list[Engine]:
+def everybody_sums(transports: Sequence[Transport], view: View) -> list[Engine]:
     """Enter the view with all its members, and check what they sum."""
-    engines = [station.enter(view) for station in stations]
+    engines = [transport.enter(view) for transport in transports]
     on_all(list(zip(engines, view.workers, strict=True)), lambda pair: check_sums(*pair))
     return engines
 

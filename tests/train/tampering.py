@@ -12,9 +12,9 @@ import torch
 
 from pliant.comm import order
 from pliant.comm.engine import Engine
-from pliant.comm.execution import Steps
+from pliant.comm.execution import StepRunner
 from pliant.comm.operations import Operation
-from pliant.comm.reactor import Errand
+from pliant.comm.reactor import ReactorCall
 from pliant.train import gradients, pending
 from pliant.train.context import DataPosition, ReplicaContext, restore_rng
 from pliant.train.deferred import DeferredUpdates
@@ -162,13 +162,13 @@ def nothing_kept() -> Iterator[None]:
 @contextlib.contextmanager
 def withholding(first: int = 3) -> Iterator[None]:
     """From this step of a view on, this worker's part of all sums but the most urgent ones is never done. Over TCP only."""
-    original = Steps._take
+    original = StepRunner._run_step
 
-    def step(self: Steps, operation: Operation, index: int) -> None:
+    def step(self: StepRunner, operation: Operation, index: int) -> None:
         if not (_is_gradient(operation) and operation.priority > 0 and operation.seq >= first - 1):
             original(self, operation, index)
 
-    with mock.patch.object(Steps, "_take", step):
+    with mock.patch.object(StepRunner, "_run_step", step):
         yield
 
 
@@ -180,13 +180,13 @@ def withholding_the_last_of_an_epoch() -> contextlib.AbstractContextManager[None
 def slow_rest() -> Iterator[None]:
     """All sums but the most urgent ones are done when the program has updated its first layer, as if the network were
     slow; or when it waits for everything. Over TCP only."""
-    held: list[tuple[Steps, Operation, int]] = []
+    held: list[tuple[StepRunner, Operation, int]] = []
     engines: list[Engine] = []
     flowing = False
-    step, work_in = Steps._take, Trainer.work_in
+    step, work_in = StepRunner._run_step, Trainer.work_in
     take_in, flush, leftover = DeferredUpdates._take_in, DeferredUpdates.flush, DeferredUpdates.leftover
 
-    def held_step(self: Steps, operation: Operation, index: int) -> None:
+    def held_step(self: StepRunner, operation: Operation, index: int) -> None:
         if _is_gradient(operation) and operation.priority > 0 and not flowing:
             held.append((self, operation, index))
         else:
@@ -201,7 +201,7 @@ def slow_rest() -> Iterator[None]:
         nonlocal flowing
         flowing = True
         for engine in engines[-1:]:
-            engine._reactor.post(Errand(release, lambda _: None))
+            engine._reactor.post(ReactorCall(release, lambda _: None))
 
     def noted_work_in(self: Trainer, engine: Engine) -> None:
         engines.append(engine)
@@ -222,7 +222,7 @@ def slow_rest() -> Iterator[None]:
         return found
 
     with (
-        mock.patch.object(Steps, "_take", held_step),
+        mock.patch.object(StepRunner, "_run_step", held_step),
         mock.patch.object(Trainer, "work_in", noted_work_in),
         mock.patch.object(DeferredUpdates, "_take_in", noted_take_in),
         mock.patch.object(DeferredUpdates, "flush", noted_flush),
@@ -232,7 +232,7 @@ def slow_rest() -> Iterator[None]:
 
 
 def _is_gradient(operation: Operation) -> bool:
-    return operation.program.spec.name.startswith("grad:")
+    return operation.compiled.spec.name.startswith("grad:")
 
 
 @contextlib.contextmanager

@@ -194,7 +194,7 @@ class DeviceGroup:
         with self._lock:
             return self._order.order
 
-    def hurry(self) -> None:
+    def wake(self) -> None:
         """Nothing waits here that could be hurried."""
 
     def missing(self, handle: Handle) -> tuple[str, ...]:

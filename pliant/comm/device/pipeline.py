@@ -23,7 +23,7 @@ from torch._C import _distributed_c10d as c10d
 from pliant.comm.device.config import DeviceGroupConfig
 from pliant.comm.device.torch_group import TorchGroup
 from pliant.comm.engine import Engine
-from pliant.comm.handle import Handle, Patron
+from pliant.comm.handle import Handle, HandleOwner
 from pliant.errors import CommError
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Request:
 
     __slots__ = ("buffer", "crossed", "handle", "name", "ready", "tensor")
 
-    def __init__(self, name: str, tensor: torch.Tensor, patron: Patron) -> None:
+    def __init__(self, name: str, tensor: torch.Tensor, patron: HandleOwner) -> None:
         self.name = name
         self.tensor = tensor
         self.buffer = tensor.detach()
