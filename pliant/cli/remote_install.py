@@ -23,7 +23,7 @@ from typing import Annotated
 import typer
 
 from pliant.cli.output import parse_int, show_progress, show_waiting
-from pliant.cli.run import _hosts
+from pliant.cli.run import read_hosts
 from pliant.cluster import Host
 from pliant.errors import ConfigError, LaunchError
 
@@ -56,7 +56,7 @@ def remote_install(
     """Install pliant on every host over ssh; then `pliant run --ssh --remote-python PATH/bin/python` uses it."""
     from pliant.launch.ssh import ssh_command
 
-    listed = _hosts(hosts, hostfile)
+    listed = read_hosts(hosts, hostfile)
     if not listed:
         raise ConfigError("remote-install needs to know the hosts: give -hostfile FILE or -H HOST,...")
     limit_s = parse_int(timeout, "--timeout")

@@ -1,15 +1,22 @@
-"""The `pliant run` command: reads its flags, and leaves the rest to `pliant.launch`."""
+"""The `pliant run` command: reads its options, or a job file, and leaves the rest to `pliant.launch`.
+
+`RunArguments` lists the options by panel of the help page. Options that few people need are hidden from it; they are
+listed in docs/cli.md. KungFu's spellings with one dash (`-port-range`) and Go's `-q=true` are accepted for all of them.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -24,309 +31,291 @@ from pliant.identity import DEFAULT_STRATEGY, parse_schedule
 from pliant.launch.duration import parse_duration
 
 if TYPE_CHECKING:
+    from pliant.jobs.schema import TrainJob
     from pliant.launch.options import RunOptions
 
 log = logging.getLogger(__name__)
 
 PRINTED = {"printed": True}
-"""Marks what stdout shows already, so that stderr does not."""
-SWITCHES = {"-q", "-w", "-k", "-v", "-allow-nvlink"}
-"""Flags without a value, which Go's users also write as `-q=true`."""
-OFF = {"-v": "--no-v"}
+"""Marks log records that stdout shows already, so that stderr does not."""
+JOB = "pliant.job"
+"""Key of the job that `-f` has read, in the context of the command."""
 
 
-def go_switches(arguments: Sequence[str], with_value: frozenset[str]) -> list[str]:
-    """`arguments` with Go's `-flag=true|false` for switches in our own form; the program's are untouched.
-
-    `with_value` are the flags that take the next argument. A switch set to false is left out
-    where that is its default.
-    """
-    rest = list(arguments)
-    done: list[str] = []
-    while rest and rest[0].startswith("-") and rest[0] != "--":
-        flag = rest.pop(0)
-        name, equals, value = flag.partition("=")
-        short = name[1:] if name.startswith("--") else name
-        if equals and short in SWITCHES and value.lower() in ("true", "false", "1", "0"):
-            is_on = value.lower() in ("true", "1")
-            done.extend([name] if is_on else [OFF[short]] if short in OFF else [])
-            continue
-        done.append(flag)
-        if flag in with_value and rest:
-            done.append(rest.pop(0))
-    return done + rest
+# --- options ---
 
 
-class GoCommand(TyperCommand):
-    """A command whose switches may be written as Go does."""
+def _panel(title: str) -> Any:
+    """Return a function that makes the options of one panel of the help page; with an empty title, hidden ones."""
+
+    def option(names: str, metavar: str, help: str, complete: completion.Completer | None = None) -> Any:
+        return typer.Option(
+            *names.split(),
+            metavar=metavar or None,
+            help=help,
+            autocompletion=complete,
+            rich_help_panel=title or None,
+            hidden=not title,
+            show_default=False,
+        )
+
+    return option
+
+
+_where, _elastic, _state = _panel("Where it runs"), _panel("Elasticity"), _panel("State")
+_adapt, _output, _hidden = _panel("Adaptation"), _panel("Output"), _panel("")
+
+
+# Numbers are taken as text and parsed below: click would answer a wrong one with a page of usage.
+@dataclass
+class RunArguments:
+    """The options of `pliant run` as text."""
+
+    # fmt: off
+    np: Annotated[str, _where("-np --np", "N", "Workers in the whole job; default 1.")] = "1"
+    file: Annotated[str, _where("-f --file", "JOB.YML", "Job file, as `pliant submit` reads it; other options override it.")] = ""
+    hosts: Annotated[str, _where("-H --hosts", "HOST:SLOTS,...", "Machines; default: this one.")] = ""
+    hostfile: Annotated[str, _where("--hostfile", "FILE", "One host per line, HOST slots=N.")] = ""
+    ssh: Annotated[bool, _where("--ssh", "", "Start the runners of all hosts from here, over ssh without passwords.")] = False
+    user: Annotated[str, _where("-u --user", "USER", "With --ssh, the user on the hosts.")] = ""
+    on: Annotated[str, _where("--on", "local|ray", "Run on hosts as above, or on a Ray cluster.", completion.one_of("local", "ray"))] = "local"
+    devices: Annotated[str, _where("--devices", "TYPE=N,...", "With --on ray, what the job may have, as in t4=2,cpu=4.")] = ""
+    remote_dir: Annotated[str, _where("--remote-dir", "DIR", "With --ssh or --on ray, the directory there; default: as here.")] = ""
+    secret_file: Annotated[str, _where("--secret-file", "FILE", "The job's secret, if runners are started one by one.")] = ""
+
+    watch: Annotated[bool, _elastic("-w --watch", "", "Let the job be resized, and replace workers that crash.")] = False
+    config_server: Annotated[str, _elastic("--config-server", "URL", "Follow this config server; default: one of the job's own.")] = ""
+    resize_schedule: Annotated[str, _elastic("--resize-schedule", "STEP:N,...", "Have N workers from STEP on; 0 stops. Implies -w.")] = ""
+    max_restarts: Annotated[str, _elastic("--max-restarts", "N", "Replace at most this many workers; default 100.")] = "100"
+    heartbeat_timeout: Annotated[str, _elastic("--heartbeat-timeout", "TIME", "A worker that is silent for longer is lost; default 10s.")] = "10s"
+    timeout: Annotated[str, _elastic("--timeout", "TIME", "End the job after this long.")] = "0"
+
+    checkpoint_dir: Annotated[str, _state("--checkpoint-dir", "DIR", "Directory of checkpoints, on all hosts.")] = ""
+    checkpoint_every: Annotated[str, _state("--checkpoint-every", "STEPS", "Steps between checkpoints.")] = "0"
+    resume: Annotated[str, _state("--resume", "auto|PATH", "Begin with the newest checkpoint, or with this one.", completion.one_of("auto"))] = ""
+    determinism: Annotated[str, _state("--determinism", "D0|D1|D2", "Equal bits for equal workers, any workers, any machines.", completion.one_of("D0", "D1", "D2"))] = ""
+
+    policy: Annotated[list[str] | None, _adapt("--policy", "NAME[:K=V,...]", "Adapt by this policy, or module:Class; repeatable.", completion.policies)] = None
+    monitor: Annotated[str, _adapt("--monitor", "NAME=STEPS,...", "Measure noise_scale or variance every STEPS steps.")] = ""
+    strategy: Annotated[str, _adapt("--strategy", "NAME", "Topology that collectives start with.", completion.strategies)] = DEFAULT_STRATEGY
+    replay: Annotated[str, _adapt("--replay", "FILE", "Repeat this record's decisions on batch and learning rate.")] = ""
+
+    record: Annotated[str, _output("--record", "FILE", "Append the facts of the run, as JSON lines.")] = ""
+    dash: Annotated[str, _output("--dash", "PORT", "Show the page of `pliant dash` there.")] = ""
+    logdir: Annotated[str, _output("--logdir", "DIR", "Write each worker's output there, too.")] = ""
+    tensorboard: Annotated[str, _output("--tensorboard", "DIR", "Write scalars for TensorBoard.")] = ""
+    metrics: Annotated[bool, _output("--metrics", "", "Serve Prometheus' /metrics on each worker's port + 10000.")] = False
+    quiet: Annotated[bool, _output("-q --quiet", "", "Do not log arguments, interfaces and environment.")] = False
+
+    ray_address: Annotated[str, _hidden("--ray-address", "HOST:PORT", "With --on ray, the cluster; auto: this machine's.")] = "auto"
+    remote_python: Annotated[str, _hidden("--remote-python", "PATH", "With --ssh, the hosts' Python; default: as here.")] = ""
+    self_host: Annotated[str, _hidden("--self", "HOST", "Which of the hosts this machine is.")] = ""
+    nic: Annotated[str, _hidden("--nic", "NAME", "Interface whose address says which host this is.")] = ""
+    port_range: Annotated[str, _hidden("--port-range", "BEGIN-END", "Ports for workers.")] = str(PortRange())
+    port: Annotated[str, _hidden("--port", "PORT", "Port at which runners of several hosts meet.")] = str(DEFAULT_RUNNER_PORT)
+    grace: Annotated[str, _hidden("--grace", "TIME", "Time from SIGTERM to SIGKILL for workers.")] = "10s"
+    rendezvous_timeout: Annotated[str, _hidden("--rendezvous-timeout", "TIME", "How long runners wait for each other.")] = "5m"
+    logfile: Annotated[str, _hidden("--logfile", "FILE", "Write the runner's own log there, too.")] = ""
+    show_output: Annotated[bool, _hidden("-v/--no-v --verbose", "", "Show workers' output.")] = True
+    allow_nvlink: Annotated[bool, _hidden("--allow-nvlink", "", "Leave CUDA_VISIBLE_DEVICES alone.")] = False
+    keep: Annotated[bool, _hidden("-k --keep", "", "With -w, stay after the workers have finished.")] = False
+    copies: Annotated[str, _hidden("--copies", "N", "Least number of workers that keep a replica's context; all do.")] = "1"
+    warm: Annotated[bool, _hidden("--warm/--no-warm", "", "With -w, fork Python workers from one that has imported torch.")] = True
+    builtin_config_port: Annotated[str, _hidden("--builtin-config-port", "PORT", "Port of the job's own config server.")] = "0"
+    init_version: Annotated[str, _hidden("--init-version", "N", "Below 0: wait to be added.")] = "0"
+    state_file: Annotated[str, _hidden("--state-file", "FILE", "Keep the server's address and workers' pids there.")] = ""
+    slot_devices: Annotated[str, _hidden("--slot-devices", "FILE", "JSON list: the CUDA device of each slot.")] = ""
+    debug_port: Annotated[str, _hidden("--debug-port", "PORT", "Serve the runner's state as JSON.")] = "0"
+    delay: Annotated[str, _hidden("--delay", "TIME", "Wait before starting.")] = "0"
+    start_time: Annotated[str, _hidden("--t0", "UNIX", "When the job began, for workers to know.")] = ""
+    # fmt: on
+
+    def to_options(self, program: Sequence[str]) -> RunOptions:
+        """Parse and check all values.
+
+        Raises:
+            ConfigError: one of them is wrong.
+        """
+        from pliant.launch.options import RunOptions
+
+        return RunOptions(
+            program=tuple(program),
+            np=parse_int(self.np, "-np"),
+            hosts=read_hosts(self.hosts, self.hostfile),
+            self_host=self.self_host,
+            nic=self.nic,
+            port_range=PortRange.parse(self.port_range),
+            port=parse_int(self.port, "-port"),
+            strategy=self.strategy,
+            timeout_s=parse_duration(self.timeout, "-timeout"),
+            grace_s=parse_duration(self.grace, "--grace"),
+            rendezvous_timeout_s=parse_duration(self.rendezvous_timeout, "--rendezvous-timeout"),
+            heartbeat_timeout_s=parse_duration(self.heartbeat_timeout, "--heartbeat-timeout"),
+            logdir=self.logdir,
+            show_output=self.show_output,
+            quiet=self.quiet,
+            allow_nvlink=self.allow_nvlink,
+            watch=self.watch,
+            keep=self.keep,
+            warm=self.warm,
+            copies=parse_int(self.copies, "--copies"),
+            determinism=self.determinism.upper(),
+            checkpoint_dir=_absolute(self.checkpoint_dir),
+            checkpoint_every=parse_int(self.checkpoint_every, "--checkpoint-every"),
+            resume=self.resume if self.resume == "auto" else _absolute(self.resume),
+            resize_schedule=parse_schedule(self.resize_schedule),
+            adapting=self._adaptation(),
+            max_restarts=parse_int(self.max_restarts, "--max-restarts"),
+            config_server=self.config_server,
+            builtin_config_port=parse_int(self.builtin_config_port, "-builtin-config-port"),
+            init_version=parse_int(self.init_version, "-init-version"),
+            secret_file=self.secret_file,
+            state_file=_absolute(self.state_file),
+            slot_devices=_absolute(self.slot_devices),
+            debug_port=parse_int(self.debug_port, "-debug-port"),
+            delay_s=parse_duration(self.delay, "-delay"),
+            start_time_s=_start_time(self.start_time),
+        )
+
+    def _adaptation(self) -> dict[str, str]:
+        """Return the settings of adaptation that workers read."""
+        settings = {
+            "monitor": self.monitor,
+            "policy": "\n".join(self.policy or ()),
+            "record": _absolute(self.record),
+            "replay": _absolute(self.replay),
+            "metrics": "1" if self.metrics else "",
+            "tensorboard": _absolute(self.tensorboard),
+        }
+        return {name: value for name, value in settings.items() if value}
+
+
+# --- the command ---
+
+
+class RunCommand(TyperCommand):
+    """A command that accepts KungFu's spellings, and takes options and program from a job file."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        options = [param for param in self.params if not getattr(param, "is_flag", False)]
-        names = frozenset(name for param in options for name in param.opts if name.startswith("-"))
-        return super().parse_args(ctx, go_switches(args, names))
+        has_value = {
+            name: not getattr(param, "is_flag", False)
+            for param in self.params
+            for name in (*param.opts, *param.secondary_opts)
+            if name.startswith("-")
+        }
+        flags, program = split_flags(args, has_value)
+        file = next((value for flag, value in pairwise(flags) if flag in ("-f", "--file")), "")
+        if file and not ctx.resilient_parsing:
+            job = _read_train_job(file)
+            ctx.meta[JOB] = job
+            placed = ["--np", str(job.workers or job.max), *(["--hosts", job.hosts] if job.hosts else [])]
+            flags = [*placed, *job.run_flags(), *flags]
+            program = program or [job.program, *job.args]
+        return super().parse_args(ctx, [*flags, *program])
+
+
+def split_flags(arguments: Sequence[str], has_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """Split the arguments into options, in the spelling of `has_value`, and the program with its own arguments.
+
+    `-port-range 1-9` becomes `--port-range 1-9`, `-q=true` becomes `-q`, and `-q=false` is left out.
+
+    Args:
+        has_value: all options, and whether each takes a value.
+    """
+    rest = list(arguments)
+    flags: list[str] = []
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        name, equals, value = rest.pop(0).partition("=")
+        if name not in has_value and f"-{name}" in has_value:
+            name = f"-{name}"
+        if equals and has_value.get(name) is False and value.lower() in ("true", "false", "1", "0"):
+            is_on = value.lower() in ("true", "1")
+            off = "--no-v" if name in ("-v", "--v", "--verbose") else ""
+            flags += [name] if is_on else [off] if off else []
+        elif equals and has_value.get(name):
+            flags += [name, value]
+        else:
+            flags.append(f"{name}{equals}{value}")
+            if has_value.get(name) and rest:
+                flags.append(rest.pop(0))
+    return flags, rest
+
+
+def _read_train_job(file: str) -> TrainJob:
+    from pliant.jobs.schema import TrainJob, read_job
+
+    job = read_job(Path(file)).job
+    if not isinstance(job, TrainJob):
+        raise ConfigError(f"-f {file} describes a federated job: `pliant fed run {file}` runs it")
+    return job
 
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
     settings = {"allow_interspersed_args": False, "ignore_unknown_options": False}
-    app.command("run", cls=GoCommand, context_settings=settings)(run)
+    app.command("run", cls=RunCommand, context_settings=settings)(run)
 
 
-# Numbers are taken as text and read here: click would answer a wrong one with a page of usage.
 def run(
     ctx: typer.Context,
     program: Annotated[list[str] | None, typer.Argument(metavar="PROGRAM [ARGS]...", show_default=False)] = None,
-    np: Annotated[str, typer.Option("-np", "--np", metavar="N", help="Workers in the parse_int job.")] = "1",
-    hosts: Annotated[
-        str,
-        typer.Option("-H", "--hosts", metavar="HOST:SLOTS,...", help="The machines; default: this one, enough slots."),
-    ] = "",
-    hostfile: Annotated[
-        str,
-        typer.Option("-hostfile", "--hostfile", metavar="FILE", help="One host per line, HOST slots=N; overrides -H."),
-    ] = "",
-    ssh: Annotated[
-        bool, typer.Option("--ssh", help="Start the runners of all hosts from here, over ssh without passwords.")
-    ] = False,
-    user: Annotated[str, typer.Option("-u", "--user", metavar="USER", help="With --ssh, who to be there.")] = "",
-    remote_python: Annotated[
-        str, typer.Option("--remote-python", metavar="PATH", help="With --ssh, the hosts' Python; default: as here.")
-    ] = "",
-    remote_dir: Annotated[
-        str, typer.Option("--remote-dir", metavar="DIR", help="With --ssh, where to run there; default: as here.")
-    ] = "",
-    on: Annotated[
-        str,
-        typer.Option(
-            "--on",
-            metavar="local|ray",
-            help="Where: hosts as above, or a Ray cluster.",
-            autocompletion=completion.one_of("local", "ray"),
-        ),
-    ] = "local",
-    ray_address: Annotated[
-        str,
-        typer.Option("--ray-address", metavar="HOST:PORT", help="With --on ray, which cluster; auto: this machine's."),
-    ] = "auto",
-    devices: Annotated[
-        str,
-        typer.Option(
-            "--devices", metavar="TYPE=N,...", help="With --on ray, what the job may have, such as t4=2,cpu=4."
-        ),
-    ] = "",
-    self_host: Annotated[
-        str, typer.Option("-self", "--self", metavar="HOST", help="Which of the hosts this machine is.")
-    ] = "",
-    nic: Annotated[str, typer.Option("-nic", "--nic", metavar="NAME", help="Interface that says the same.")] = "",
-    port_range: Annotated[
-        str, typer.Option("-port-range", "--port-range", metavar="BEGIN-END", help="Ports for workers.")
-    ] = str(PortRange()),
-    port: Annotated[
-        str, typer.Option("-port", "--port", metavar="PORT", help="Where runners of several hosts meet.")
-    ] = str(DEFAULT_RUNNER_PORT),
-    strategy: Annotated[
-        str,
-        typer.Option(
-            "-strategy",
-            "--strategy",
-            metavar="NAME",
-            help="Topology that collectives start with.",
-            autocompletion=completion.strategies,
-        ),
-    ] = DEFAULT_STRATEGY,
-    timeout: Annotated[
-        str, typer.Option("-timeout", "--timeout", metavar="TIME", help="End the job after this long; 0: never.")
-    ] = "0",
-    grace: Annotated[
-        str, typer.Option("-grace", "--grace", metavar="TIME", help="From SIGTERM to SIGKILL for workers.")
-    ] = "10s",
-    rendezvous_timeout: Annotated[
-        str, typer.Option("--rendezvous-timeout", metavar="TIME", help="How long runners wait for each other.")
-    ] = "5m",
-    heartbeat_timeout: Annotated[
-        str, typer.Option("--heartbeat-timeout", metavar="TIME", help="Workers hold a silent peer for lost after this.")
-    ] = "10s",
-    logdir: Annotated[
-        str, typer.Option("-logdir", "--logdir", metavar="DIR", help="Write each worker's output there too.")
-    ] = "",
-    logfile: Annotated[
-        str, typer.Option("-logfile", "--logfile", metavar="FILE", help="Write the runner's own log there too.")
-    ] = "",
-    show_output: Annotated[bool, typer.Option("-v/--no-v", "--verbose", help="Show workers' output.")] = True,
-    quiet: Annotated[
-        bool, typer.Option("-q", "--quiet", help="Leave out arguments, interfaces and environment.")
-    ] = False,
-    allow_nvlink: Annotated[
-        bool, typer.Option("-allow-nvlink", "--allow-nvlink", help="Leave CUDA_VISIBLE_DEVICES alone.")
-    ] = False,
-    watch: Annotated[
-        bool, typer.Option("-w", "--watch", help="Start and stop workers as the config server says.")
-    ] = False,
-    keep: Annotated[bool, typer.Option("-k", "--keep", help="With -w, stay after the workers have finished.")] = False,
-    resize_schedule: Annotated[
-        str,
-        typer.Option(
-            "--resize-schedule", metavar="STEP:N,...", help="Ask for N workers after STEP steps; 0: stop. Implies -w."
-        ),
-    ] = "",
-    copies: Annotated[
-        str,
-        typer.Option("--copies", metavar="N", help="Other workers that keep a replica's context, at least: all do."),
-    ] = "1",
-    determinism: Annotated[
-        str,
-        typer.Option(
-            "--determinism",
-            metavar="D0|D1|D2",
-            help="How far equal bits go; D2: other machines too.",
-            autocompletion=completion.one_of("D0", "D1", "D2"),
-        ),
-    ] = "",
-    checkpoint_dir: Annotated[
-        str, typer.Option("--checkpoint-dir", metavar="DIR", help="Where checkpoints go, on all hosts.")
-    ] = "",
-    checkpoint_every: Annotated[
-        str, typer.Option("--checkpoint-every", metavar="STEPS", help="Steps between checkpoints.")
-    ] = "0",
-    resume: Annotated[
-        str,
-        typer.Option(
-            "--resume",
-            metavar="auto|PATH",
-            help="Begin with the newest checkpoint, or this one.",
-            autocompletion=completion.one_of("auto"),
-        ),
-    ] = "",
-    monitor: Annotated[
-        str,
-        typer.Option("--monitor", metavar="NAME=STEPS,...", help="Watch noise_scale or variance, every STEPS steps."),
-    ] = "",
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--policy",
-            metavar="NAME[:K=V,...]",
-            help="Adapt by this policy, or module:Class; may be repeated.",
-            autocompletion=completion.policies,
-        ),
-    ] = None,
-    record: Annotated[
-        str, typer.Option("--record", metavar="FILE", help="Append the facts of the run to this file, as JSON lines.")
-    ] = "",
-    dash: Annotated[
-        str, typer.Option("--dash", metavar="PORT", help="Show the page of `pliant dash` there while the job runs.")
-    ] = "",
-    replay: Annotated[
-        str, typer.Option("--replay", metavar="FILE", help="Take this record's decisions on batch and learning rate.")
-    ] = "",
-    metrics: Annotated[
-        bool, typer.Option("--metrics", help="Serve Prometheus' /metrics on each worker's port + 10000.")
-    ] = False,
-    tensorboard: Annotated[
-        str, typer.Option("--tensorboard", metavar="DIR", help="Write scalars for TensorBoard there.")
-    ] = "",
-    max_restarts: Annotated[
-        str, typer.Option("--max-restarts", metavar="N", help="With -w, replace this many crashed workers.")
-    ] = "100",
-    warm: Annotated[
-        bool, typer.Option("--warm/--no-warm", help="With -w, fork Python workers from one that has torch.")
-    ] = True,
-    config_server: Annotated[
-        str, typer.Option("-config-server", "--config-server", metavar="URL", help="The config server to follow.")
-    ] = "",
-    builtin_config_port: Annotated[
-        str,
-        typer.Option("-builtin-config-port", "--builtin-config-port", metavar="PORT", help="Run one here, on it."),
-    ] = "0",
-    init_version: Annotated[
-        str, typer.Option("-init-version", "--init-version", metavar="N", help="Below 0: wait to be added.")
-    ] = "0",
-    secret_file: Annotated[
-        str,
-        typer.Option("-secret-file", "--secret-file", metavar="FILE", help="The job's secret; or set PLIANT_SECRET."),
-    ] = "",
-    state_file: Annotated[
-        str, typer.Option("--state-file", metavar="FILE", help="Keep the server's address and workers' pids there.")
-    ] = "",
-    slot_devices: Annotated[
-        str,
-        typer.Option("--slot-devices", metavar="FILE", help="JSON list: the CUDA device of each slot, as it is now."),
-    ] = "",
-    debug_port: Annotated[
-        str, typer.Option("-debug-port", "--debug-port", metavar="PORT", help="Serve the runner's state as JSON.")
-    ] = "0",
-    delay: Annotated[str, typer.Option("-delay", "--delay", metavar="TIME", help="Wait before starting.")] = "0",
-    start_time: Annotated[
-        str, typer.Option("-t0", "--t0", metavar="UNIX", help="When the job began, for workers to know.")
-    ] = "",
+    **given: Any,
 ) -> None:
-    """Run PROGRAM in -np workers; on several hosts, start this with the same flags on each of them, or once with --ssh or --on ray.
+    """Run PROGRAM in -np workers. On several hosts, start this on each of them, or once with --ssh or --on ray.
 
-    The first failure ends the job. Times are such as 90s, 1m30s, 250ms, or seconds.
+    The first failure ends the job, unless -w is given. Times are such as 90s, 1m30s, 250ms, or seconds.
     """
-    from pliant.launch.options import RunOptions
     from pliant.launch.processes import fill_standard_descriptors
 
     fill_standard_descriptors()
-    far = ssh or on != "local"
-    if dash and far and not record:
+    arguments = RunArguments(**given)
+    far = arguments.ssh or arguments.on != "local"
+    if arguments.dash and far and not arguments.record:
         raise ConfigError(
             "--dash shows a job on other hosts by its record: add --record FILE, in a folder that this machine can read, too"
         )
-    kept = ExitStack()
-    if dash and not far and not (record and logdir):  # the page shows both; what nobody asked to keep goes with the job
-        place = Path(kept.enter_context(TemporaryDirectory(prefix="pliant-run-")))
-        record, logdir = record or str(place / "record.jsonl"), logdir or str(place / "logs")
-    options = RunOptions(
-        program=tuple(program or ()),
-        np=parse_int(np, "-np"),
-        hosts=_hosts(hosts, hostfile),
-        self_host=self_host,
-        nic=nic,
-        port_range=PortRange.parse(port_range),
-        port=parse_int(port, "-port"),
-        strategy=strategy,
-        timeout_s=parse_duration(timeout, "-timeout"),
-        grace_s=parse_duration(grace, "--grace"),
-        rendezvous_timeout_s=parse_duration(rendezvous_timeout, "--rendezvous-timeout"),
-        heartbeat_timeout_s=parse_duration(heartbeat_timeout, "--heartbeat-timeout"),
-        logdir=logdir,
-        show_output=show_output,
-        quiet=quiet,
-        allow_nvlink=allow_nvlink,
-        watch=watch,
-        keep=keep,
-        warm=warm,
-        copies=parse_int(copies, "--copies"),
-        determinism=determinism.upper(),
-        checkpoint_dir=_absolute(checkpoint_dir),
-        checkpoint_every=parse_int(checkpoint_every, "--checkpoint-every"),
-        resume=resume if resume == "auto" else _absolute(resume),
-        resize_schedule=parse_schedule(resize_schedule),
-        adapting=_adapting(monitor, policy or [], record, replay, metrics, tensorboard),
-        max_restarts=parse_int(max_restarts, "--max-restarts"),
-        config_server=config_server,
-        builtin_config_port=parse_int(builtin_config_port, "-builtin-config-port"),
-        init_version=parse_int(init_version, "-init-version"),
-        secret_file=secret_file,
-        state_file=_absolute(state_file),
-        slot_devices=_absolute(slot_devices),
-        debug_port=parse_int(debug_port, "-debug-port"),
-        delay_s=parse_duration(delay, "-delay"),
-        start_time_s=_start_time(start_time),
-    )
-    _set_up_log(logfile)
-    on_a_cluster = check_place(on, ray_address, devices)
-    with kept, page(dash, os.path.abspath(os.path.join(remote_dir if far else "", record))):
+    with ExitStack() as stack:
+        if arguments.dash and not far and not (arguments.record and arguments.logdir):
+            # The page shows both. Nobody asked to keep them, so they go with the job.
+            place = Path(stack.enter_context(TemporaryDirectory(prefix="pliant-run-")))
+            arguments.record = arguments.record or str(place / "record.jsonl")
+            arguments.logdir = arguments.logdir or str(place / "logs")
+        options = arguments.to_options(program or ())
+        _set_up_log(arguments.logfile)
+        on_a_cluster = check_place(arguments.on, arguments.ray_address, arguments.devices)
+        shown = os.path.abspath(os.path.join(arguments.remote_dir if far else "", arguments.record))
+        if JOB in ctx.meta:
+            job: TrainJob = ctx.meta[JOB]
+            os.environ.update(job.env)
+            os.chdir(job.directory)
+        stack.enter_context(page(arguments.dash, shown))
         if on_a_cluster:
-            code = on_ray(ctx, options, address=ray_address, devices=devices, directory=remote_dir)
-        elif ssh:
+            address, directory = arguments.ray_address, arguments.remote_dir
+            code = on_ray(ctx, options, address=address, devices=arguments.devices, directory=directory)
+        elif arguments.ssh:
             from pliant.cli.run_ssh import over_ssh
 
-            code = over_ssh(ctx, options, user=user, python=remote_python, directory=remote_dir)
+            python, directory = arguments.remote_python, arguments.remote_dir
+            code = over_ssh(ctx, options, user=arguments.user, python=python, directory=directory)
         else:
             code = _launch(options)
     raise typer.Exit(code)
+
+
+def _set_signature() -> None:
+    """Give `run` the options of `RunArguments` as parameters, which typer reads from its signature."""
+    hints = get_type_hints(RunArguments, include_extras=True)
+    own = list(inspect.signature(run, eval_str=True).parameters.values())[:2]
+    options = [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+        )
+        for field in fields(RunArguments)
+    ]
+    run.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+
+
+_set_signature()
 
 
 def _launch(options: RunOptions) -> int:
@@ -346,16 +335,16 @@ def _launch(options: RunOptions) -> int:
     try:
         outcome = launch(plan, machine, register=registered)
     except KeyboardInterrupt:
-        return 130  # before there were workers; later it is an event like any other
+        return 130  # before there were workers; afterwards the runner handles it
     if outcome.summary:
         log.info("%s", outcome.summary, extra=PRINTED)
-        # Past sys.stdout: a reader that has gone away must not turn a good end into an error.
+        # Not through sys.stdout: a reader that has gone away must not turn success into an error.
         Console(1, coloured=False).write(f"{outcome.summary}\n".encode())
     return outcome.code
 
 
 def _set_up_log(logfile: str) -> None:
-    """The runner's own messages: to stderr, and to `-logfile`."""
+    """Send the runner's own messages to stderr and to `--logfile`."""
     ours = logging.getLogger("pliant")
     ours.setLevel(logging.INFO)
     ours.propagate = False
@@ -373,7 +362,8 @@ def _set_up_log(logfile: str) -> None:
         ours.addHandler(file)
 
 
-def _hosts(listed: str, hostfile: str) -> tuple[Host, ...]:
+def read_hosts(listed: str, hostfile: str) -> tuple[Host, ...]:
+    """Return the hosts of `--hostfile`, or else of `--hosts`; empty means this machine."""
     if hostfile:
         try:
             text = Path(hostfile).read_text()
@@ -384,23 +374,8 @@ def _hosts(listed: str, hostfile: str) -> tuple[Host, ...]:
     return parse_hosts(listed) if listed else ()
 
 
-def _adapting(
-    monitor: str, policies: Sequence[str], record: str, replay: str, metrics: bool, tensorboard: str
-) -> dict[str, str]:
-    """What was said of adaptation, for the workers to read."""
-    said = {
-        "monitor": monitor,
-        "policy": "\n".join(policies),
-        "record": _absolute(record),
-        "replay": _absolute(replay),
-        "metrics": "1" if metrics else "",
-        "tensorboard": _absolute(tensorboard),
-    }
-    return {name: value for name, value in said.items() if value}
-
-
 def _absolute(path: str) -> str:
-    """`path` for programs that go to another directory; empty stays empty."""
+    """Return `path` for programs that change their directory; empty stays empty."""
     return os.path.abspath(path) if path else ""
 
 

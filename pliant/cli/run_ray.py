@@ -1,4 +1,4 @@
-"""`pliant run --on ray`: the same flags, carried out by a runner on every node that Ray gives."""
+"""`pliant run --on ray`: passes the options on to a runner on every node that Ray gives."""
 
 from __future__ import annotations
 
@@ -15,27 +15,11 @@ if TYPE_CHECKING:
     from pliant.launch.options import RunOptions
 
 HERE = (
-    "on",
-    "ray_address",
-    "devices",
-    "np",
-    "remote_dir",
-    "hosts",
-    "hostfile",
-    "self_host",
-    "nic",
-    "watch",
-    "timeout",
-    "logfile",
-    "delay",
-    "secret_file",
-    "builtin_config_port",
-    "start_time",
-    "state_file",
-    "dash",
+    "file", "on", "ray_address", "devices", "np", "remote_dir", "hosts", "hostfile", "self_host", "nic", "watch",
+    "timeout", "logfile", "delay", "secret_file", "builtin_config_port", "start_time", "state_file", "dash",
     "program",
-)
-"""Flags that the driver carries out itself, or tells the runners otherwise."""
+)  # fmt: skip
+"""Options that are not passed on to runners: the driver acts on them, or sends them in another way."""
 REFUSED = {
     "ssh": "starts runners over ssh, --on ray has Ray do it: give one of them",
     "hosts": "names hosts, but Ray chooses them: say with --devices what is needed",
@@ -50,10 +34,10 @@ REFUSED = {
 
 
 def check_place(on: str, address: str, devices: str) -> bool:
-    """Whether the job runs on Ray.
+    """Return whether the job runs on Ray.
 
     Raises:
-        ConfigError: there is no such place, or a flag is for another.
+        ConfigError: `--on` has another value, or an option is for Ray only.
     """
     if on not in ("local", "ray"):
         raise ConfigError(f"--on {on!r} is not known: use local or ray")
@@ -64,7 +48,7 @@ def check_place(on: str, address: str, devices: str) -> bool:
 
 
 def on_ray(ctx: typer.Context, options: RunOptions, *, address: str, devices: str, directory: str) -> int:
-    """Run what `options` say on the Ray cluster at `address`; the exit code."""
+    """Run the job on the Ray cluster at `address`; return its exit code."""
     from pliant.jobs.store import registered
     from pliant.launch.on_ray.driver import RayJob
     from pliant.launch.on_ray.run import run_on_ray
@@ -77,7 +61,7 @@ def on_ray(ctx: typer.Context, options: RunOptions, *, address: str, devices: st
             raise ConfigError(f"{param.opts[-1]} {REFUSED[param.name]}")
     environ = dict(os.environ)
     if not directory:
-        find_command(options.program, environ.get("PATH"))  # for its checks: nodes have what is here
+        find_command(options.program, environ.get("PATH"))  # only for its checks: the nodes have the same files
     wanted = _devices(devices, options.np if "np" in given else None)
     job = RayJob(
         program=options.program,
@@ -102,11 +86,11 @@ def on_ray(ctx: typer.Context, options: RunOptions, *, address: str, devices: st
     try:
         return run_on_ray(job, register=registered)
     except KeyboardInterrupt:
-        return 130  # before there were workers; later it is an event like any other
+        return 130  # before there were workers; afterwards the driver handles it
 
 
 def _devices(text: str, np: int | None) -> dict[str, int]:
-    """What the job may have, best first; without --devices, as many CPUs as workers, and more where it grows."""
+    """Return the devices that the job may have, best first; without --devices, a CPU for each worker."""
     if not text:
         return {"cpu": np or 1}
     wanted = parse_counts(text, "--devices")

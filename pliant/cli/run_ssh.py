@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pliant.launch.options import RunOptions
 
 LOCAL = (
+    "file",
     "ssh",
     "user",
     "remote_python",

@@ -46,10 +46,9 @@ def asked(pliant: Callable[..., Said], monkeypatch: pytest.MonkeyPatch) -> Calla
     [
         ("pliant rep", {"report", "reproduce"}),
         ("pliant bench pr", {"priority", "preemption"}),
-        ("pliant run -n", {"-np", "-nic"}),  # as KungFu writes them
+        ("pliant run -n", {"-np"}),
         ("pliant run -np 4 --np", set()),  # given once already
-        ("pliant run -builtin-config-p", {"-builtin-config-port"}),
-        ("pliant run -strategy MULTI_", {"MULTI_STAR", "MULTI_BINARY_TREE_STAR"}),
+        ("pliant run --strategy MULTI_", {"MULTI_STAR", "MULTI_BINARY_TREE_STAR"}),
         ("pliant run --policy schedu", {"scheduled-batch-size", "scheduled-size"}),
         ("pliant run --determinism ", {"D0", "D1", "D2"}),
         ("pliant serve --policy yarn", {"yarn-cs", "yarn-cs-gang"}),
@@ -125,9 +124,9 @@ def test_each_shell_is_taught(
     assert script.strip() in Path(out.split(" is in ")[1].split(";")[0]).read_text()
     # The protocol of zsh and fish is another one than that of bash.
     monkeypatch.setenv("_PLIANT_COMPLETE", f"complete_{shell}")
-    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "pliant run -strategy RI")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", "pliant run --strategy RI")
     monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
-    monkeypatch.setenv("COMP_WORDS", "pliant run -strategy RI")
+    monkeypatch.setenv("COMP_WORDS", "pliant run --strategy RI")
     monkeypatch.setenv("COMP_CWORD", "3")
     assert "RING" in pliant()[1]
 

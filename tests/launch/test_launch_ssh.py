@@ -93,7 +93,7 @@ def test_every_flag_is_passed_on_but_those_that_are_told_otherwise(monkeypatch: 
     words = "run --ssh -u me -nic eth0 -H 10.0.0.1:1 -np 1 -w -v=false -strategy STAR --no-warm --resize-schedule 10:1 p.py -np 9"
     assert CliRunner().invoke(build(), words.split()).exit_code == 0
     assert sorted(seen[0]) == sorted(
-        ["-np", "1", "-w", "--no-v", "-strategy", "STAR", "--no-warm", "--resize-schedule", "10:1"]
+        ["-np", "1", "-w", "--no-v", "--strategy", "STAR", "--no-warm", "--resize-schedule", "10:1"]
     )
 
 
