@@ -48,7 +48,6 @@ from pliant.errors import CommError, Mismatch
 if TYPE_CHECKING:
     from pliant.cluster import View
     from pliant.comm.connection import PeerLink
-    from pliant.comm.telemetry import SliceWatcher
 
 log = logging.getLogger(__name__)
 
@@ -307,23 +306,22 @@ class Collectives:
         self.rank = rank
         self.peers = Peers(view, rank)
         self.memory_map = SharedMemoryMap(memory, self.peers)
-        self._specs = SpecRegistry(view.number)
+        self.specs = SpecRegistry(view.number)
         by_key: dict[int, Operation] = {}
-        self._buffers = ReceiveBuffers(memory, self._specs, by_key)
-        self._operations = OpenOperations(self.peers, by_key, self._buffers)
+        self._buffers = ReceiveBuffers(memory, self.specs, by_key)
+        self.operations = OpenOperations(self.peers, by_key, self._buffers)
         self._notices = NoticeBatch(self.peers)
-        self._sender = SliceSender(self.peers, self.memory_map, self._specs, self._notices, self._operations)
+        self.sender = SliceSender(self.peers, self.memory_map, self.specs, self._notices, self.operations)
         self._runner = StepRunner(
-            self.peers, memory, self.memory_map, self._notices, self._operations, self._sender
+            self.peers, memory, self.memory_map, self._notices, self.operations, self.sender
         )
         self._matcher = FrameMatcher(
-            self.peers, memory, self._specs, self.memory_map, self._operations, self._sender, self._runner
+            self.peers, memory, self.specs, self.memory_map, self.operations, self.sender, self._runner
         )
         self._requests = TensorRequests(self.peers, store)
-        self._pings = Pings(self.peers)
+        self.pings = Pings(self.peers)
         self.runnable = self._runner.runnable
         """The steps that can be taken now."""
-        self.lanes = self._operations.lanes
         self.ended: Exception | None = None
         """The reason why nothing begins here any more."""
         self.links_to_drop: list[PeerLink] = []
@@ -331,19 +329,15 @@ class Collectives:
 
     # --- submissions ---
 
-    def register(self, spec: Spec) -> RegisteredSpec:
-        """Return the registered spec of `spec`. Thread-safe."""
-        return self._specs.register(spec)
-
     def begin(self, operation: Operation) -> None:
         """Begin an operation; if that raises, only this operation fails."""
         if self.ended is not None:
             operation.handle.fail(self.ended)
             return
-        self._operations.guard(operation, self._begin, operation)
+        self.operations.guard(operation, self._begin, operation)
 
     def _begin(self, operation: Operation) -> None:
-        compiled, operations, matcher = operation.compiled, self._operations, self._matcher
+        compiled, operations, matcher = operation.compiled, self.operations, self._matcher
         operations.num_begun[compiled.registered.channel] = operation.seq + 1
         if self.peers.absent or matcher.early_errors:
             absent = self.peers.why_incomplete(compiled.spec, operation.seq)
@@ -357,7 +351,7 @@ class Collectives:
             operations.complete(operation)
             return
         if compiled.offer_to:
-            self._sender.offer(operation)
+            self.sender.offer(operation)
         for index in compiled.ready:
             self.runnable.push(operation.priority, (operation, index))
         matcher.replay_early(operation)
@@ -375,31 +369,12 @@ class Collectives:
             if self.ended is not None:
                 on_pong(rank, float("inf"))
             else:
-                self._pings.send(link, on_pong)
-
-    def unanswered_pings(self) -> list[int]:
-        """Return the ranks that have not answered a ping yet. Thread-safe."""
-        return self._pings.waiting_for()
-
-    # --- work of a turn ---
+                self.pings.send(link, on_pong)
 
     def work(self, until_s: float) -> None:
         """Run runnable steps until `until_s`, and send the peers of this host the notices of this turn."""
         self._runner.work(until_s)
         self._notices.send()
-
-    @property
-    def has_completed(self) -> bool:
-        """Whether some operation is complete and its waiters are not notified."""
-        return bool(self._operations.completed)
-
-    def notify_waiters(self, everything: bool) -> None:
-        """Finish the handles of completed operations: of whole bursts, or of all if `everything`."""
-        self._operations.notify_waiters(everything)
-
-    def watch(self, watcher: SliceWatcher | None) -> None:
-        """Call `watcher` for every slice that leaves and comes back."""
-        self._sender.watcher = watcher
 
     # --- arriving frames ---
 
@@ -415,7 +390,7 @@ class Collectives:
             case FrameKind.OFFER_PARTS:
                 self._matcher.on_offer_parts(link, frame, payload)
             case FrameKind.DEFINE:
-                self._specs.on_definition(link, number, Spec.unpack(payload))
+                self.specs.on_definition(link, number, Spec.unpack(payload))
             case FrameKind.ARENA:
                 link.map_arena(piece, extra)
                 self.memory_map.on_arena(link.rank, piece)
@@ -427,7 +402,7 @@ class Collectives:
             case FrameKind.PING:
                 link.send_control(header(FrameKind.PONG, self.view.number, extra=extra))
             case FrameKind.PONG:
-                self._pings.on_pong(link, extra)
+                self.pings.on_pong(link, extra)
             case FrameKind.REQUEST:
                 self._requests.on_request(link, frame, payload)
             case FrameKind.BYE:
@@ -468,8 +443,8 @@ class Collectives:
         if reported_by is not None:
             self.links_to_drop.append(self.peers.links[rank])
         self.peers.send_to_all(FrameKind.LOST, why.encode(), piece=rank)
-        for operation in self._operations.involving(rank):
-            self._operations.fail(operation, error)
+        for operation in self.operations.involving(rank):
+            self.operations.fail(operation, error)
         self._drop_peer(rank, error)
 
     def on_left(self, rank: int) -> None:
@@ -481,21 +456,21 @@ class Collectives:
         self._drop_peer(rank, error)
 
     def _fail_dependents(self, rank: int, error: Exception) -> None:
-        for operation in self._operations.involving(rank):
+        for operation in self.operations.involving(rank):
             if self.peers.is_missing(rank, operation.compiled.spec, operation.seq):
-                self._operations.fail(operation, error)
+                self.operations.fail(operation, error)
 
     def _drop_peer(self, rank: int, error: Exception) -> None:
         self._buffers.drop_peer(rank)
         self._requests.fail(error, rank)
-        self._pings.cancel(rank)
+        self.pings.cancel(rank)
 
     # --- the end ---
 
     def pack_finished(self) -> bytes:
         """Return the number of finished collectives of each channel, which peers need to know when this rank leaves."""
-        tags = self._specs.channel_tags()
-        return b"".join(TAGGED.pack(tags[channel], count) for channel, count in self._operations.num_finished().items())
+        tags = self.specs.channel_tags()
+        return b"".join(TAGGED.pack(tags[channel], count) for channel, count in self.operations.num_finished().items())
 
     def abort(self, error: Exception) -> None:
         """Fail everything that is open, and everything that is submitted later, with `error`."""
@@ -504,8 +479,8 @@ class Collectives:
 
     def fail_all(self, error: Exception) -> None:
         """Fail everything that is open with `error`."""
-        self._operations.fail_all(error)
-        self._pings.cancel()
+        self.operations.fail_all(error)
+        self.pings.cancel()
         self._requests.fail(error)
 
     def retire(self, error: Exception) -> None:
@@ -522,4 +497,4 @@ class Collectives:
 
     def take_over_from(self, former: Collectives) -> None:
         """Keep the memory of a retired view to which peers may still write."""
-        self._operations.keep_memory_of(former._operations)
+        self.operations.keep_memory_of(former.operations)

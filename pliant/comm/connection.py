@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Protocol
 from pliant.comm.frames import ANY_VIEW, BULK, HEADER, KIND, LENGTH, MAX_CONTROL_BYTES, VIEW, Frame
 from pliant.comm.memory import Arena
 from pliant.comm.operations import PriorityQueue
-from pliant.comm.telemetry import AcknowledgedBytes
+from pliant.comm.telemetry import TimedBytes
 from pliant.errors import CommError
 
 if TYPE_CHECKING:
@@ -66,8 +66,11 @@ def _limit_unsent(sock: socket.socket, num_bytes: int) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, lowat, num_bytes)
 
 
-def _acknowledged(sock: socket.socket) -> AcknowledgedBytes | None:
-    """Return what the other end has acknowledged so far; None if that is unknown, or the socket is closed."""
+def _acknowledged(sock: socket.socket) -> TimedBytes | None:
+    """Return the bytes that the other end has acknowledged, and the time in which bytes were on their way.
+
+    None if that is unknown, or the socket is closed.
+    """
     if not _is_tcp(sock):
         return None
     try:
@@ -78,7 +81,7 @@ def _acknowledged(sock: socket.socket) -> AcknowledgedBytes | None:
         return None
     acknowledged, busy_us, full_us = (_U64.unpack_from(info, at)[0] for at in (_BYTES_ACKED, _BUSY_TIME, _RWND_LIMITED))
     # The time in which the receiver had no room does not count: then its process is late, and not the network.
-    return AcknowledgedBytes(acknowledged, (busy_us - full_us) / 1e6)
+    return TimedBytes(acknowledged, (busy_us - full_us) / 1e6)
 
 
 def _path_bytes(sock: socket.socket) -> int | None:
@@ -375,7 +378,7 @@ class PeerLink:
             self._kernel_bytes = wanted
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wanted)
 
-    def acknowledged(self) -> AcknowledgedBytes | None:
+    def acknowledged(self) -> TimedBytes | None:
         """Return what the peer has acknowledged so far; None if this is not an open TCP connection. Thread-safe."""
         return _acknowledged(self.sock)
 

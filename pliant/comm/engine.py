@@ -21,7 +21,7 @@ from pliant.comm.operations import Operation, RegisteredSpec
 from pliant.comm.plan import INTERNAL, Portion, StrategyHistory, highest_counts, local_ranks, pack_counts
 from pliant.comm.reactor import ReactorCall
 from pliant.comm.submission import Array, Submitter, TensorBinder, as_tensor, finish_in_place, without_result
-from pliant.comm.telemetry import AcknowledgedBytes, Backpressure, Counters, LaneThroughput, SliceWatcher
+from pliant.comm.telemetry import Counters, LaneThroughput, SliceWatcher, TimedBytes
 from pliant.comm.topology import Strategy, check_strategy, host_leaders
 from pliant.errors import ConfigError, Mismatch
 
@@ -366,7 +366,7 @@ class Engine:
             {str(link.worker): link.ingress_bytes for link in links},
         )
 
-    def backpressure(self) -> Backpressure:
+    def backpressure(self) -> TimedBytes:
         """Return the bytes sent, and the time passed, while the network was the limit."""
         return self._transport.connections.backpressure.total
 
@@ -375,7 +375,7 @@ class Engine:
         """The bytes handed to the kernel for other hosts so far, headers included, on the connections of this view."""
         return sum(link.sent_bytes for link in list(self._collectives.peers.links.values()) if not link.shared)
 
-    def acknowledged(self, rank: int) -> AcknowledgedBytes | None:
+    def acknowledged(self, rank: int) -> TimedBytes | None:
         """Return what `rank` has acknowledged so far by the kernel's count; None if the connection is not TCP."""
         link = self._collectives.peers.links.get(rank)
         return link.acknowledged() if link is not None else None
@@ -387,11 +387,11 @@ class Engine:
 
     def watch(self, watcher: SliceWatcher | None) -> None:
         """Call `watcher` for every slice that leaves and comes back, on the engine's thread."""
-        self._collectives.watch(watcher)
+        self._collectives.sender.watcher = watcher
 
     def throughput(self) -> dict[int, LaneThroughput]:
         """Return what each topology of the strategy carried since the last call."""
-        return self._collectives.lanes.take()
+        return self._collectives.operations.lanes.take()
 
     def ping(self, on_pong: OnPong) -> None:
         """Call `on_pong(rank, seconds)` for every other rank, on the engine's thread; infinite for lost ranks."""
@@ -405,7 +405,7 @@ class Engine:
 
     def unanswered_pings(self) -> tuple[str, ...]:
         """Return the workers that have not answered a ping."""
-        return tuple(str(self.view.workers[rank]) for rank in self._collectives.unanswered_pings())
+        return tuple(str(self.view.workers[rank]) for rank in self._collectives.pings.waiting_for())
 
     def missing(self, handle: Handle) -> tuple[str, ...]:
         """Return the workers that a collective of this engine waits for."""

@@ -174,29 +174,8 @@ class Operation:
     """
 
     __slots__ = (
-        "base",
-        "began_s",
-        "begin",
-        "buffers",
-        "burst",
-        "compiled",
-        "failed",
-        "handle",
-        "kept",
-        "key",
-        "left",
-        "missing",
-        "offers",
-        "on_complete",
-        "operands",
-        "out",
-        "owed",
-        "own",
-        "priority",
-        "prompt",
-        "reduce",
-        "result",
-        "seq",
+        "base", "began_s", "begin", "buffers", "burst", "compiled", "failed", "handle", "kept", "key", "left", "missing",
+        "offers", "on_complete", "operands", "out", "owed", "own", "priority", "prompt", "reduce", "result", "seq",
     )  # fmt: skip
 
     handle: Handle

@@ -534,11 +534,11 @@ class Reactor:
         now_s = time.monotonic()
         connections.check_liveness(now_s)
         connections.flush()
-        if collectives is not None and collectives.has_completed:
+        if collectives is not None and collectives.operations.completed:
             late = now_s - self._notified_s > NOTIFY_S
             if late:
                 self._notified_s = now_s
-            collectives.notify_waiters(everything=late)
+            collectives.operations.notify_waiters(everything=late)
 
     def _poll(self, timeout_s: float) -> bool:
         """Wait for events and read what has come; return whether the thread had been asleep."""
@@ -560,7 +560,7 @@ class Reactor:
         # Set before the last look at the inbox: a thread that submits after it sees the flag and wakes us.
         if self._inbox:
             return 0.0
-        if collectives is not None and collectives.has_completed:
+        if collectives is not None and collectives.operations.completed:
             return NOTIFY_S
         return connections.poll_timeout_s
 

@@ -180,7 +180,7 @@ class Submitter:
         dtype, length = dtype_name(tensor.dtype), tensor.numel()
         if portion is not None and (not portion.lanes or portion.begin < 0 or portion.begin + length > portion.whole):
             raise ConfigError(f"{kind} {name!r}: {portion} does not hold {length} elements in one slice or more")
-        return self._collectives.register(
+        return self._collectives.specs.register(
             Spec(kind, name, members, dtype, length, op, exact, int(root), tuple(map(int, parts or ())), portion)
         )
 

@@ -33,36 +33,20 @@ class LaneThroughput:
 
 
 @dataclass(frozen=True, slots=True)
-class AcknowledgedBytes:
-    """Bytes that the other end of a connection has acknowledged, and the time in which bytes were on their way.
-
-    The time in which the receiver had no room does not count.
-    """
-
-    num_bytes: int
-    busy_s: float
-
-    def rate_since(self, earlier: AcknowledgedBytes) -> float:
-        """Return bytes per second of the time in which bytes were on their way; 0 if there was none."""
-        busy_s = self.busy_s - earlier.busy_s
-        return (self.num_bytes - earlier.num_bytes) / busy_s if busy_s > 0 else 0.0
-
-
-SliceWatcher = Callable[[str, str, int, int, float, float], None]
-"""Called for slices with the event (push, reply, back), the collective's name, the slice, the peer, begin and end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Backpressure:
-    """Bytes sent, and time passed, while the network was the limit."""
+class TimedBytes:
+    """A count of bytes sent, and of the seconds in which they were sent."""
 
     num_bytes: int
     seconds: float
 
-    def rate_since(self, earlier: Backpressure) -> float:
-        """Return bytes per second since `earlier`; 0 if the network was never the limit."""
+    def rate_since(self, earlier: TimedBytes) -> float:
+        """Return bytes per second since `earlier`; 0 if no time was counted."""
         seconds = self.seconds - earlier.seconds
         return (self.num_bytes - earlier.num_bytes) / seconds if seconds > 0 else 0.0
+
+
+SliceWatcher = Callable[[str, str, int, int, float, float], None]
+"""Called for slices with the event (push, reply, back), the collective's name, the slice, the peer, begin and end."""
 
 
 class BackpressureGauge:
@@ -93,9 +77,9 @@ class BackpressureGauge:
         self._since = None
 
     @property
-    def total(self) -> Backpressure:
+    def total(self) -> TimedBytes:
         """The sum of all intervals so far; any thread may read it."""
-        return Backpressure(self._num_bytes, self._seconds)
+        return TimedBytes(self._num_bytes, self._seconds)
 
 
 class LaneStats:

@@ -14,16 +14,8 @@ from dataclasses import dataclass
 from pliant.errors import ConfigError
 
 STRATEGIES = (
-    "STAR",
-    "MULTI_STAR",
-    "CLIQUE",
-    "RING",
-    "TREE",
-    "BINARY_TREE",
-    "BINARY_TREE_STAR",
-    "MULTI_BINARY_TREE_STAR",
-    "AUTO",
-)
+    "STAR", "MULTI_STAR", "CLIQUE", "RING", "TREE", "BINARY_TREE", "BINARY_TREE_STAR", "MULTI_BINARY_TREE_STAR", "AUTO",
+)  # fmt: skip
 
 Edge = tuple[int, int]
 Forest = tuple[int, ...]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pliant.comm.engine import Engine
-from pliant.comm.telemetry import Backpressure
+from pliant.comm.telemetry import TimedBytes
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -341,7 +341,7 @@ class StepTimer:
     _turn_began_s: float = 0.0
     _waited_s: float = 0.0
     """At gates, when the turn began."""
-    _pressure: Backpressure = field(default_factory=lambda: Backpressure(0, 0.0))
+    _pressure: TimedBytes = field(default_factory=lambda: TimedBytes(0, 0.0))
     _sent_bytes: int = 0
 
     @classmethod

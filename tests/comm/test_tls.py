@@ -1,7 +1,7 @@
-"""TLS between hosts: it works, a man in the middle does not, and nobody on the wire can read along.
+"""TLS between hosts: collectives work, a man in the middle is refused, and nobody on the wire can read along.
 
-The wire is a proxy in the test: the view names the proxy's port, and rank 0 listens on another one
-with a socket that it was given, as it gets one from a runner.
+The wire is a proxy in the test: the view names the proxy's port, and rank 0 listens on another one with a socket
+that it was given, as it gets one from a runner.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from frame_recorder import FrameRecorder
 from gang import FULL, addresses, gang, joined, left_behind, specs
 
 from pliant.cluster import Worker
-from pliant.comm import connection as link_module
+from pliant.comm import connection
 from pliant.comm.connection import PeerLink
-from pliant.comm.frames import Frame, FrameKind, header
+from pliant.comm.frames import FrameKind, header
 from pliant.identity import WorkerSpec
 
 pytestmark = [
@@ -191,10 +192,10 @@ def test_what_tls_has_already_decrypted_is_not_left_lying(
 ) -> None:
     """A selector does not see it: a frame left there would wait for the next one, perhaps for ever."""
     record = 16384
-    monkeypatch.setattr(link_module, "READ_BYTES", 4 * record)
+    monkeypatch.setattr(connection, "READ_BYTES", 4 * record)
     sender, receiver = tls_pair(certificates[0])
-    ear = Ear()
-    link = PeerLink(0, Worker("127.0.0.1", 1), receiver, shared=False, receiver=ear, unsent=set())
+    recorder = FrameRecorder()
+    link = PeerLink(0, Worker("127.0.0.1", 1), receiver, shared=False, receiver=recorder, unsent=set())
     with sender:
         # A short record first, so that what a link reads in one turn ends within the fifth one: with the
         # payload's last byte. The frame behind it is decrypted along with it.
@@ -203,8 +204,8 @@ def test_what_tls_has_already_decrypted_is_not_left_lying(
         sender.sendall(header(FrameKind.BCAST, 0, length=len(payload)) + payload + header(FrameKind.PING, 0, seq=77))
         with selectors.DefaultSelector() as waiting:
             waiting.register(receiver, selectors.EVENT_READ)
-            while (FrameKind.PING, 77) not in ear.heard:
-                assert waiting.select(2), f"nothing more to read, but only {ear.heard} was heard"
+            while (FrameKind.PING, 77, b"") not in recorder.frames:
+                assert waiting.select(2), f"nothing more to read, but only {recorder.frames} arrived"
                 link.read(0.0)
     link.close()
 
@@ -214,8 +215,8 @@ def test_a_blocked_write_is_tried_again_in_full_though_less_may_be_written_at_on
 ) -> None:
     """OpenSSL calls it a bad retry otherwise, and the connection is gone."""
     ends = tls_pair(certificates[0])
-    ear = Ear()
-    sender, receiver = (PeerLink(0, Worker("127.0.0.1", 1), end, shared=False, receiver=ear, unsent=set()) for end in ends)
+    recorder = FrameRecorder()
+    sender, receiver = (PeerLink(0, Worker("127.0.0.1", 1), end, shared=False, receiver=recorder, unsent=set()) for end in ends)
     payload = memoryview(bytes(4 << 20))
     sender.send(0, header(FrameKind.BCAST, 0, seq=5, length=len(payload)), [payload], None)
     for _ in range(100):  # until nothing fits any more
@@ -223,27 +224,11 @@ def test_a_blocked_write_is_tried_again_in_full_though_less_may_be_written_at_on
     sender.limit_kernel_queue(8 << 10)
     while sender.flush(0.0):
         receiver.read(0.0)
-    while not ear.heard:
+    while not recorder.frames:
         receiver.read(0.0)
-    assert ear.heard == [(FrameKind.BCAST, 5)]
+    assert [frame[:2] for frame in recorder.frames] == [(FrameKind.BCAST, 5)]
     sender.close()
     receiver.close()
-
-
-class Ear:
-    """Writes down what a link delivers."""
-
-    def __init__(self) -> None:
-        self.heard: list[tuple[int, int]] = []
-
-    def on_frame(self, link: PeerLink, frame: Frame, payload: bytes) -> None:
-        self.heard.append((frame[0], frame[5]))
-
-    def place_for(self, link: PeerLink, frame: Frame) -> memoryview:
-        return memoryview(bytearray(frame[8]))
-
-    def on_bulk(self, link: PeerLink, frame: Frame) -> None:
-        self.heard.append((frame[0], frame[5]))
 
 
 def tls_pair(certificate: tuple[str, str]) -> tuple[ssl.SSLSocket, ssl.SSLSocket]:

@@ -1,15 +1,29 @@
-"""The exact order and the plans that keep it: proved symbolically, without tensors."""
+"""Plans and the exact order that they keep, proved symbolically; and changes of the strategy."""
 
 from __future__ import annotations
 
+import itertools
+import random
 from dataclasses import replace
 
 import pytest
 
 from pliant.comm import order
+from pliant.comm.frames import channel_tag
 from pliant.comm.operations import PriorityQueue
 from pliant.comm.order import even_partition
-from pliant.comm.plan import Portion, RankPlan, Spec, cut, cut_exact, make_plan, name_hash
+from pliant.comm.plan import (
+    Portion,
+    RankPlan,
+    Spec,
+    StrategyHistory,
+    cut,
+    cut_exact,
+    highest_counts,
+    make_plan,
+    name_hash,
+    pack_counts,
+)
 from pliant.comm.topology import STRATEGIES, Strategy
 
 Expr = object
@@ -93,6 +107,12 @@ def gloo(chunk: int, num: int) -> Expr:
     return acc
 
 
+def blocks_of(parts: tuple[int, ...]) -> list[list[int]]:
+    """Return the replicas of each rank."""
+    ends = list(itertools.accumulate(parts))
+    return [list(range(end - count, end)) for end, count in zip(ends, parts, strict=True)]
+
+
 def spec(size: int, length: int, *, exact: bool, parts: tuple[int, ...] = ()) -> Spec:
     return Spec("all_reduce", "g", tuple(range(size)), "float32", length, "sum", exact, -1, parts)
 
@@ -115,16 +135,12 @@ def test_every_strategy_sums_in_gloos_order(strategy: str, hosts: str, length: i
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_replicas_on_fewer_workers_sum_in_the_same_order(strategy: str, parts: tuple[int, ...]) -> None:
     size, num, length = len(parts), sum(parts), 2_000_000
-    blocks, first = [], 0
-    for count in parts:
-        blocks.append(list(range(first, first + count)))
-        first += count
     plans = [
         make_plan(spec(size, length, exact=True, parts=parts), rank, "ABC"[:size], Strategy(strategy), 4, 1 << 20)
         for rank in range(size)
     ]
     borders = order.chunk_length(length, 4, num)
-    for found in run(plans, blocks):
+    for found in run(plans, blocks_of(parts)):
         for begin, expression in found.items():
             assert expression == gloo(begin // borders, num)
 
@@ -146,11 +162,6 @@ def test_a_ring_that_descends_carries_one_operand_per_hop() -> None:
         assert sum(plan.egress(4).values()) == 2 * 3 * 4_000_000  # 2 (N-1)/N S, with S = 16 MB
 
 
-def test_a_plain_left_to_right_sum_is_another_expression() -> None:
-    left_to_right = ((0, 1), 2)
-    assert gloo(0, 3) != left_to_right
-
-
 def test_the_queue_serves_priority_first_and_age_among_equals() -> None:
     queue: PriorityQueue[str] = PriorityQueue()
     for priority, item in [(1, "b"), (0, "a"), (1, "c"), (-1, "z")]:
@@ -164,19 +175,16 @@ def test_the_queue_serves_priority_first_and_age_among_equals() -> None:
 def test_a_portion_sums_in_the_order_of_the_whole(hosts: str, parts: tuple[int, ...], lanes: tuple[int, ...]) -> None:
     size, whole, length = len(hosts), 100_000, 30_000
     counts = parts[:size] or (1,) * size
-    blocks, first = [], 0
-    for count in counts:
-        blocks.append(list(range(first, first + count)))
-        first += count
-    borders = order.chunk_length(whole, 4, first)
+    num = sum(counts)
+    borders = order.chunk_length(whole, 4, num)
     for begin in (0, 12_345, 70_000):
         asked = replace(spec(size, length, exact=True, parts=counts), portion=Portion(whole, begin, lanes))
         plans = [make_plan(asked, rank, hosts, Strategy("AUTO"), 4, 1 << 20) for rank in range(size)]
         assert all(len(plan.steps) == len(lanes) for plan in plans)
-        for found in run(plans, blocks):
+        for found in run(plans, blocks_of(counts)):
             assert sorted(found)[0] == 0
             for at, expression in found.items():
-                assert expression == gloo((begin + at) // borders, first)
+                assert expression == gloo((begin + at) // borders, num)
 
 
 def test_a_portion_that_forgets_its_place_sums_in_another_order() -> None:
@@ -185,3 +193,51 @@ def test_a_portion_that_forgets_its_place_sums_in_another_order() -> None:
     borders = order.chunk_length(100_000, 4, 4)
     found = run(plans, [[rank] for rank in range(4)])[0]
     assert any(expression != gloo((70_000 + at) // borders, 4) for at, expression in found.items())
+
+
+# --- changes of the strategy ---
+
+SPECS = [Spec("all_reduce", name, (0, 1, 2), "float32", 10, "sum", True, -1) for name in ("a", "b", "c")]
+
+
+def change_on_all(ranks: list[StrategyHistory], submitted: list[dict[str, int]], wanted: str) -> None:
+    """Change the strategy as `Engine.set_strategy` does, given what each rank has submitted under each name."""
+    counts = [{channel_tag(spec.channel): each[spec.name] for spec in SPECS if spec.name in each} for each in submitted]
+    most = highest_counts([pack_counts(mine) for mine in counts])
+    for rank, mine in zip(ranks, counts, strict=True):
+        rank.change(Strategy(wanted), mine, most)
+
+
+def test_a_rank_that_lags_uses_the_old_strategy_until_it_has_caught_up() -> None:
+    ranks = [StrategyHistory(Strategy("STAR")) for _ in range(2)]
+    change_on_all(ranks, [{"a": 5}, {"a": 3, "b": 1}], "RING")
+    ahead, behind = ranks
+    assert [behind[behind.number_for(SPECS[0], seq)].name for seq in (3, 4, 5)] == ["STAR", "STAR", "RING"]
+    assert ahead[ahead.number_for(SPECS[0], 5)].name == "RING"
+    assert ahead[ahead.number_for(SPECS[1], 0)].name == "STAR", "the other rank had submitted it before the change"
+    assert ahead[ahead.number_for(SPECS[2], 0)].name == "RING"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_all_ranks_use_the_same_strategy_whatever_they_had_submitted(seed: int) -> None:
+    chance = random.Random(seed)
+    ranks = [StrategyHistory(Strategy("STAR")) for _ in range(3)]
+    taken: list[dict[tuple[str, int], int]] = [{} for _ in ranks]
+    done: list[dict[str, int]] = [{} for _ in ranks]
+
+    def submit(rank: int, spec: Spec) -> None:
+        seq = done[rank].get(spec.name, 0)
+        done[rank][spec.name] = seq + 1
+        taken[rank][spec.name, seq] = ranks[rank].number_for(spec, seq)
+
+    for wanted in ("RING", "TREE", "CLIQUE", "STAR"):
+        for _ in range(30):
+            submit(chance.randrange(3), chance.choice(SPECS))
+        change_on_all(ranks, done, wanted)
+    for rank in range(3):
+        for spec in SPECS:
+            while done[rank].get(spec.name, 0) < 60:
+                submit(rank, spec)
+    assert taken[0] == taken[1] == taken[2]
+    assert set(taken[0].values()) == {0, 1, 2, 3, 4}
+

@@ -46,7 +46,7 @@ class Rank:
         """An all-reduce of a tensor from shared memory, as `comm.submission` would make it."""
         view, rank = self.collectives.view, self.collectives.rank
         members = tuple(range(view.size))
-        registered = self.collectives.register(Spec("all_reduce", name, members, "float32", len(tensor), "sum", True, -1))
+        registered = self.collectives.specs.register(Spec("all_reduce", name, members, "float32", len(tensor), "sum", True, -1))
         plan = make_plan(registered.spec, rank, view.hosts, Strategy(strategy), 4, 4096)
         local = [other for other, host in enumerate(view.hosts) if host == view.hosts[rank]]
         program = registered.plans.setdefault(0, compile_plan(registered, plan, local.__contains__, 4))
@@ -66,7 +66,7 @@ class Rank:
 
     def work(self) -> None:
         self.collectives.work(0.0)
-        self.collectives.notify_waiters(everything=True)
+        self.collectives.operations.notify_waiters(everything=True)
 
     def write(self) -> None:
         for link in list(self.unsent):

@@ -1,10 +1,11 @@
-"""Topologies: the golden vectors, the laws of trees, and what is refused."""
+"""Topologies and strategies: golden vectors, the laws of trees, and invalid input."""
 
 from __future__ import annotations
 
 import pytest
 
 from pliant.comm import topology
+from pliant.comm.topology import Strategy, check_strategy, parse_strategy
 from pliant.errors import ConfigError
 
 AABB = ("A", "A", "B", "B")
@@ -49,21 +50,15 @@ def test_every_topology_is_a_tree_in_both_directions(strategy: str, hosts: str) 
     for found in topology.topologies(strategy, tuple(hosts)):
         for forest in (found.reduce_to, found.bcast_from):
             assert topology.check_forest(forest) == forest
-            assert [rank for rank, father in enumerate(forest) if rank == father] == [found.root]
+            assert [rank for rank, parent in enumerate(forest) if rank == parent] == [found.root]
 
 
 @pytest.mark.parametrize(
     ("forest", "reason"),
-    [
-        ([1, 0], "cycle"),
-        ([0, 1], "2 roots"),
-        ([0, 2], "not a rank"),
-        ([1, 2, 1, 3], "cycle"),
-        ([-1, 0], "not a rank"),
-    ],
+    [([1, 0], "cycle"), ([0, 1], "2 roots"), ([0, 2], "not a rank"), ([1, 2, 1, 3], "cycle"), ([-1, 0], "not a rank")],
     ids=str,
 )
-def test_bad_forests_are_refused(forest: list[int], reason: str) -> None:
+def test_invalid_forests_are_refused(forest: list[int], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         topology.tree(forest)
 
@@ -78,9 +73,11 @@ def test_rerooting_keeps_the_edges(root: int) -> None:
     forest = (0, 0, 1, 1, 3)
     turned = topology.reroot(forest, root)
     assert topology.tree(turned).root == root
-    assert {frozenset((i, f)) for i, f in enumerate(turned) if i != f} == {
-        frozenset((i, f)) for i, f in enumerate(forest) if i != f
-    }
+    assert undirected(turned) == undirected(forest)
+
+
+def undirected(forest: tuple[int, ...]) -> set[frozenset[int]]:
+    return {frozenset((rank, parent)) for rank, parent in enumerate(forest) if rank != parent}
 
 
 def test_minimum_spanning_tree() -> None:
@@ -89,3 +86,19 @@ def test_minimum_spanning_tree() -> None:
     assert edges == ((0, 2), (2, 1), (2, 3))
     assert topology.forest_of_edges(edges, 4) == (0, 2, 0, 2)
     assert topology.forest_of_edges(edges, 4, root=3) == (2, 2, 3, 3)
+
+
+def test_strategies_are_parsed_and_checked() -> None:
+    hosts = ["A", "A", "B"]
+    assert parse_strategy("star") == Strategy("STAR")
+    assert parse_strategy("MULTI_STAR@1,2") == Strategy("MULTI_STAR@1,2")
+    assert check_strategy("ring", hosts) == Strategy("RING")
+    assert check_strategy([0, 0, 1], hosts) == check_strategy("0,0,1", hosts) == Strategy("FOREST", (0, 0, 1))
+    with pytest.raises(ConfigError, match="has 2 entries, but there are 3 ranks"):
+        check_strategy([0, 0], hosts)
+    for unknown in ("no such", "0,x", ["x"]):
+        with pytest.raises(ConfigError):
+            check_strategy(unknown, hosts)
+    for wrong in ("MULTI_STAR@", "MULTI_STAR@9", "MULTI_STAR@a", "MULTI_STAR@-1"):
+        with pytest.raises(ConfigError, match="list ranks below 4"):
+            topology.topologies(wrong, "ABCD")
