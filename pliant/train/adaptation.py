@@ -56,7 +56,7 @@ class Adaptable(Protocol):
     def use_batch_size(self, size: int) -> None:
         """It is dealt like that already."""
 
-    def ask_for(self, num_workers: int) -> None:
+    def request_workers(self, num_workers: int) -> None:
         """Have as many workers, some time."""
 
 
@@ -82,17 +82,17 @@ class Adaptation:
         subject: Adaptable,
         batch_size: int,
         monitor: GradientProbe | None,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         self.is_active = settings.is_active
         self.policies, self.monitor = settings.policies, monitor
         self.batch_size, self.learning_rate_factor = batch_size, 1.0
         """The factor is applied by `guards` whenever an optimizer steps."""
-        self.seen: Observation | None = None
+        self.observation: Observation | None = None
         """The job after the last step."""
         self.listeners: list[Callable[[Observation, int], None]] = []
         """Called after each step with what is seen, and this worker's rank."""
-        self.on_view: list[Callable[[Engine], None]] = []
+        self.view_listeners: list[Callable[[Engine], None]] = []
         """Called with the engine of each view."""
         self.resumed_at: int | None = None
         """The step of the checkpoint that this process has begun with."""
@@ -100,9 +100,9 @@ class Adaptation:
         """What the program has reported in the step in progress."""
         self.last_values: dict[str, float] = {}
         """What it has reported in the last committed step."""
-        self._subject, self._say = subject, say
+        self._subject, self._notify = subject, notify
         self._replayed = settings.replayed
-        self._facts = JobRecord(settings.record)
+        self._record_file = JobRecord(settings.record)
         self._engine: Engine | None = None
         self._began_s: float | None = None
         """The first worker's clock when the job began."""
@@ -114,19 +114,19 @@ class Adaptation:
         self._time_s = 0.0
         """Since the job began, by the first worker's clock, as far as it was heard."""
         self._before = (0.0, 0)
-        self._told_view = -1
+        self._recorded_view = -1
         """The newest view whose workers this worker has put into the record, or left to another one."""
         self._asked = {"train": False, "epoch": -1}
         self._next_step = 0
 
     # --- what travels with a step ---
 
-    def work_in(self, engine: Engine) -> None:
+    def enter_view(self, engine: Engine) -> None:
         """There is another view."""
         self._engine = engine
         if not self.is_active:
             return
-        for listener in self.on_view:
+        for listener in self.view_listeners:
             listener(engine)
         engine.throughput()  # what was carried before is of no interest
         self._before = (time.monotonic(), engine.wire_bytes)
@@ -134,20 +134,20 @@ class Adaptation:
         self._workers = tuple(WorkerFigures(name=str(worker)) for worker in engine.view.workers)
 
     @property
-    def row_bytes(self) -> int:
+    def row_size(self) -> int:
         """The same on all workers of a view."""
         if not self.is_active:
             return 0
-        return MESSAGE_BYTES + (self.monitor.needs_bytes if self.monitor is not None else 0)
+        return MESSAGE_BYTES + (self.monitor.row_size if self.monitor is not None else 0)
 
-    def row(self) -> bytes:
+    def pack_row(self) -> bytes:
         """How this worker's last step went, and how long its decisions are, as text."""
         if not self.is_active:
             return b""
-        probed = self.monitor.row() if self.monitor is not None else b""
+        probed = self.monitor.pack_row() if self.monitor is not None else b""
         return pack_message(self._figures, time.time(), self._pending, probed)
 
-    def read(self, rows: Sequence[bytes]) -> None:
+    def read_rows(self, rows: Sequence[bytes]) -> None:
         """Everybody's rows of the step in progress; then, if the first worker has decided something, what.
 
         Raises:
@@ -165,9 +165,9 @@ class Adaptation:
         self._time_s = max(self._time_s, clock_s - self._began_s)
         if self.monitor is not None:
             self.monitor.learn([each.probed for each in said])
-        self._agreed = self._hear_decisions(said[0].num_bytes) if said[0].num_bytes else []
+        self._agreed = self._receive_decisions(said[0].num_bytes) if said[0].num_bytes else []
 
-    def _hear_decisions(self, num_bytes: int) -> list[NamedDecision]:
+    def _receive_decisions(self, num_bytes: int) -> list[NamedDecision]:
         """The first worker's decisions, on all workers."""
         assert self._engine is not None
         if self._engine.size == 1:
@@ -186,11 +186,11 @@ class Adaptation:
         """Whether something is to be done at the end of the step in progress. Then it must be whole before."""
         return bool(self._agreed) or (self._replayed is not None and self._next_step in self._replayed)
 
-    def expect(self, step: int) -> None:
+    def set_next_step(self, step: int) -> None:
         """The step in progress will be the job's `step`-th."""
         self._next_step = step
 
-    def measured(self, compute_s: float) -> None:
+    def record_timing(self, compute_s: float) -> None:
         """The step has been done here."""
         if not self.is_active:
             return
@@ -207,7 +207,7 @@ class Adaptation:
         )
         self._before = (now_s, sent)
 
-    def settle(self, situation: Callable[[], JobPosition]) -> None:
+    def end_step(self, position: Callable[[], JobPosition]) -> None:
         """Do what was agreed on, look at the job, and ask the policies what to do next.
 
         Raises:
@@ -218,7 +218,7 @@ class Adaptation:
             return
         agreed, self._agreed = self._agreed, []
         self._pending = []  # the first worker's were told with this step, and nobody asks for the others'
-        at = situation()
+        at = position()
         if self._replayed is not None:
             agreed = [each for each in agreed if not each[1].is_maths]
             agreed += [("replay", decision) for decision in self._replayed.get(at.step, ())]
@@ -227,12 +227,12 @@ class Adaptation:
         for name, decision in sorted(agreed, key=lambda each: _order_of(each[1])):
             if decision.is_maths and name in refused:
                 continue  # a learning rate for a batch that cannot be
-            if not self._do(name, decision, at):
+            if not self._carry_out(name, decision, at):
                 refused.add(name)
-        self._look(situation())
+        self._observe_and_ask(position())
 
-    def _look(self, at: JobPosition) -> None:
-        seen = self.seen = self._observe(at)
+    def _observe_and_ask(self, at: JobPosition) -> None:
+        seen = self.observation = self._observe(at)
         assert self._engine is not None
         self._record_step(seen)
         for listener in self.listeners:
@@ -249,19 +249,21 @@ class Adaptation:
         kinds = {decision.kind for _, decision in decided}
         self._pending = [each for each in self._pending if each[1].kind not in kinds] + list(decided)
 
-    def begin(self, at: JobPosition) -> None:
+    def begin_epoch(self, at: JobPosition) -> None:
         """An epoch begins, or the job does."""
         if not self.is_active:
             return
         if self.resumed_at is not None:  # what the record says of later steps has not happened
-            self._fact("resumed", self.resumed_at)
+            self._record_if_first("resumed", self.resumed_at)
             self.resumed_at = None
         if self._asked["epoch"] == at.epoch:
             return
         seen = self._observe(at)
         hooks = ["before_epoch"] if self._asked["train"] else ["before_train", "before_epoch"]
         if not self._asked["train"]:
-            self._fact("start", at.step, replicas=at.replicas, batch_size=self.batch_size, workers=self._engine_size)
+            self._record_if_first(
+                "start", at.step, replicas=at.replicas, batch_size=self.batch_size, workers=self._engine_size
+            )
         self._asked = {"train": True, "epoch": at.epoch}
         for hook in hooks:
             self._decide(self.policies.ask(hook, seen))
@@ -270,16 +272,16 @@ class Adaptation:
     def _engine_size(self) -> int:
         return self._engine.size if self._engine is not None else 1
 
-    def end(self, at: JobPosition) -> None:
+    def end_job(self, at: JobPosition) -> None:
         """The job is over."""
         if not self.is_active:
             return
         seen = self._observe(at)
         self.policies.ask("after_train", seen)
-        self._fact("end", at.step, time_s_since_begin=round(seen.time_s, 3))
+        self._record_if_first("end", at.step, time_s_since_begin=round(seen.time_s, 3))
 
     def close(self) -> None:
-        self._facts.close()
+        self._record_file.close()
 
     def _observe(self, at: JobPosition, link_rates: LinkRates | None = None) -> Observation:
         figures = self.monitor.figures() if self.monitor is not None else {}
@@ -303,25 +305,25 @@ class Adaptation:
 
     # --- doing it ---
 
-    def _do(self, name: str, decision: Decision, at: JobPosition) -> bool:
+    def _carry_out(self, name: str, decision: Decision, at: JobPosition) -> bool:
         """Whether it could be done."""
         assert self._engine is not None
         try:
             if isinstance(decision, ProbeLinks):
-                self._probe(decision, at)
+                self._measure_links(decision, at)
             else:
-                self._change(decision)
+                self._apply(decision)
         except ConfigError as error:
             # Every worker refuses it, for the same reason.
-            self._tell(f"policy {name}: {decision.kind} at step {at.step} cannot be done: {error}")
-            self._fact("refused", at.step, policy=name, decision=decision.to_json(), why=str(error))
+            self._notify_first(f"policy {name}: {decision.kind} at step {at.step} cannot be done: {error}")
+            self._record_if_first("refused", at.step, policy=name, decision=decision.to_json(), why=str(error))
             return False
         if not isinstance(decision, ProbeLinks):
-            self._tell(f"policy {name}: {_summarise(decision)} after step {at.step}: {decision.reason}")
-        self._fact("decision", at.step, policy=name, decision=decision.to_json())
+            self._notify_first(f"policy {name}: {_summarise(decision)} after step {at.step}: {decision.reason}")
+        self._record_if_first("decision", at.step, policy=name, decision=decision.to_json())
         return True
 
-    def _change(self, decision: Decision) -> None:
+    def _apply(self, decision: Decision) -> None:
         assert self._engine is not None
         match decision:
             case SetBatchSize():
@@ -334,44 +336,46 @@ class Adaptation:
                     self._engine.set_strategy(decision.strategy)
             case Resize():
                 if self._engine.rank == 0:
-                    self._subject.ask_for(decision.workers)
+                    self._subject.request_workers(decision.workers)
             case _:
                 raise ConfigError(f"{type(decision).__name__} is no decision that a job can carry out")
 
-    def _probe(self, decision: ProbeLinks, at: JobPosition) -> None:
+    def _measure_links(self, decision: ProbeLinks, at: JobPosition) -> None:
         """Measure, and ask again at once: everybody is here."""
         assert self._engine is not None
         if self._engine.size == 1:
             return
         # As for every sum of training: a worker that is late is waited for, one that is lost tears the view.
         rates = links.measure(self._engine, decision.num_bytes)
-        self._fact("links", at.step, **links_fact([worker.host for worker in self._engine.view.workers], rates))
+        self._record_if_first(
+            "links", at.step, **links_fact([worker.host for worker in self._engine.view.workers], rates)
+        )
         decided = self.policies.ask("after_step", self._observe(at, rates))
         mine = encode_decisions([each for each in decided if isinstance(each[1], SetTopology)])
         heard = self._engine.all_gather_bytes("decision:probed", mine)[0]
         for name, each in decode_decisions(heard):
-            self._do(name, each, at)
+            self._carry_out(name, each, at)
 
     # --- files, and the state for newcomers ---
 
-    def _fact(self, kind: str, step: int, **data: Any) -> None:
+    def _record_if_first(self, kind: str, step: int, **data: Any) -> None:
         """Written by whoever is the first worker now."""
         if self._engine is not None and self._engine.rank == 0:
-            self.note(kind, step, **data)
+            self.record(kind, step, **data)
 
-    def note(self, kind: str, step: int, **data: Any) -> None:
+    def record(self, kind: str, step: int, **data: Any) -> None:
         """Put a fact into the record; one worker shall do so."""
-        self._facts.write(kind, step, **data)
+        self._record_file.write(kind, step, **data)
 
     def _record_step(self, seen: Observation) -> None:
-        if self._told_view != seen.view:
-            self._told_view = seen.view
-            self._fact("workers", seen.step, **workers_fact(seen))
-        self._fact("step", seen.step, **step_fact(seen, self.last_values))
+        if self._recorded_view != seen.view:
+            self._recorded_view = seen.view
+            self._record_if_first("workers", seen.step, **workers_fact(seen))
+        self._record_if_first("step", seen.step, **step_fact(seen, self.last_values))
 
-    def _tell(self, text: str) -> None:
+    def _notify_first(self, text: str) -> None:
         if self._engine is not None and self._engine.rank == 0:
-            self._say(text)
+            self._notify(text)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -400,7 +404,7 @@ class Adaptation:
             self.monitor.load_state_dict(state["monitor"])
         if state["batch_size"] != self.batch_size:
             if self.resumed_at is not None:
-                self._say(f"going on with the checkpoint's batch size, {state['batch_size']}, not {self.batch_size}")
+                self._notify(f"going on with the checkpoint's batch size, {state['batch_size']}, not {self.batch_size}")
             self._subject.use_batch_size(state["batch_size"])
             self.batch_size = state["batch_size"]
 
@@ -448,8 +452,8 @@ class AdaptationSettings:
         """What must be the same on all workers, for people to compare."""
         if not self.is_active:
             return "nothing to adapt by"
-        watched = ", ".join(f"{name} every {steps} steps" for name, steps in sorted(self.monitors.items()))
-        return f"{len(self.policies)} policies, {watched or 'no monitors'}"
+        stall_watch = ", ".join(f"{name} every {steps} steps" for name, steps in sorted(self.monitors.items()))
+        return f"{len(self.policies)} policies, {stall_watch or 'no monitors'}"
 
 
 def adaptation_settings(
@@ -460,21 +464,21 @@ def adaptation_settings(
     Raises:
         ConfigError: a monitor or policy that is not known, an interval that is none, a file said twice.
     """
-    told = spec.adapting if spec is not None else {}
-    every = Policies([*_parse_policies(told.get("policy", "")), *policies])
+    options = spec.adapting if spec is not None else {}
+    every = Policies([*_parse_policies(options.get("policy", "")), *policies])
     monitors = dict(every.needs)
-    for name, interval in [*parse_monitors(told.get("monitor", "")).items(), *check_monitors(monitor).items()]:
+    for name, interval in [*parse_monitors(options.get("monitor", "")).items(), *check_monitors(monitor).items()]:
         monitors[name] = min(interval, monitors.get(name, interval))
     for name, value in (("record", record), ("replay", replay)):
-        if value and told.get(name) and told[name] != value:
-            raise ConfigError(f"{name}={value!r} in the program, but --{name} {told[name]}: give one of them")
+        if value and options.get(name) and options[name] != value:
+            raise ConfigError(f"{name}={value!r} in the program, but --{name} {options[name]}: give one of them")
     return AdaptationSettings(
         policies=every,
         monitors=check_monitors(monitors),
-        record=record or told.get("record", ""),
-        replayed=maths_decisions(replay) if (replay := replay or told.get("replay", "")) else None,
-        metrics=told.get("metrics", "") == "1" or os.environ.get("KUNGFU_CONFIG_ENABLE_MONITORING") == "true",
-        tensorboard=told.get("tensorboard", ""),
+        record=record or options.get("record", ""),
+        replayed=maths_decisions(replay) if (replay := replay or options.get("replay", "")) else None,
+        metrics=options.get("metrics", "") == "1" or os.environ.get("KUNGFU_CONFIG_ENABLE_MONITORING") == "true",
+        tensorboard=options.get("tensorboard", ""),
     )
 
 

@@ -261,15 +261,15 @@ def gradient_slots(buckets: Sequence[Bucket]) -> list[GradientSlot]:
     return [places[index] for index in range(len(places))]
 
 
-def cut_unit_buffers(buckets: Sequence[Bucket], way: SyncConfig, num_lanes: int) -> list[UnitBuffer]:
+def cut_unit_buffers(buckets: Sequence[Bucket], config: SyncConfig, num_lanes: int) -> list[UnitBuffer]:
     """The units that travel by themselves, where sums go this way."""
     sizes = [bucket.sizes for bucket in buckets]
     item_bytes = [bucket.total.dtype.itemsize for bucket in buckets]
-    if way.mode == "baseline":
-        units = layer_units(sizes, item_bytes, way.slice_bytes // 4, num_lanes)
+    if config.mode == "baseline":
+        units = layer_units(sizes, item_bytes, config.slice_bytes // 4, num_lanes)
     else:
-        units = cut_units(sizes, item_bytes, way.slice_bytes, num_lanes)
-    runs = []
+        units = cut_units(sizes, item_bytes, config.slice_bytes, num_lanes)
+    made = []
     for unit in units:
         bucket = buckets[unit.bucket]
         members, elements = (
@@ -277,7 +277,7 @@ def cut_unit_buffers(buckets: Sequence[Bucket], way: SyncConfig, num_lanes: int)
             slice(unit.portion.begin, unit.portion.begin + unit.length),
         )
         parameters, total = bucket.parameters[members], bucket.total[elements]
-        runs.append(
+        made.append(
             UnitBuffer(
                 f"{bucket.name}:{unit.first}",
                 bucket.indices[members],
@@ -288,7 +288,7 @@ def cut_unit_buffers(buckets: Sequence[Bucket], way: SyncConfig, num_lanes: int)
                 unit.portion,
             )
         )
-    return runs
+    return made
 
 
 # --- device ---
@@ -325,15 +325,15 @@ class DeviceCopier:
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
-    def carry(self, flat: torch.Tensor, part: torch.Tensor) -> torch.cuda.Event:
+    def copy_to_host(self, flat: torch.Tensor, part: torch.Tensor) -> torch.cuda.Event:
         """Have `flat` leave the device; when it has."""
-        return self._beside(flat, lambda: part.copy_(flat, non_blocking=True))
+        return self._on_side_stream(flat, lambda: part.copy_(flat, non_blocking=True))
 
     def fold(self, flat: torch.Tensor, parts: Sequence[torch.Tensor], num_replicas: int) -> torch.cuda.Event:
         """Add the other replicas' gradients, which are on the host, to those of the last one, in place; when it is done."""
-        return self._beside(flat, lambda: _fold_on_device(flat, parts, num_replicas))
+        return self._on_side_stream(flat, lambda: _fold_on_device(flat, parts, num_replicas))
 
-    def _beside(self, flat: torch.Tensor, act: Callable[[], object]) -> torch.cuda.Event:
+    def _on_side_stream(self, flat: torch.Tensor, act: Callable[[], object]) -> torch.cuda.Event:
         present = torch.cuda.current_stream(flat.device)
         if self._stream is None:
             self._stream = torch.cuda.Stream(flat.device)  # type: ignore[no-untyped-call]
@@ -431,7 +431,7 @@ def cut_units(
     and come back in small ones, through many owners at once. Owners get equal shares by bytes: the largest slices are
     dealt first, each to whoever has least.
     """
-    runs: list[tuple[int, int, int, int, int]] = []
+    units: list[tuple[int, int, int, int, int]] = []
     """(bucket, first place, last place, begin, length), from behind"""
     limits: list[int] = []
     behind = 0
@@ -440,7 +440,7 @@ def cut_units(
         end, total, last, limit = sum(lengths), 0, len(lengths) - 1, 0
         for place in reversed(range(len(lengths))):
             if total and (total + lengths[place]) * size > limit:
-                runs.append((bucket, place + 1, last, end - total, total))
+                units.append((bucket, place + 1, last, end - total, total))
                 limits.append(limit)
                 behind += total * size
                 end, total, last = end - total, 0, place
@@ -448,18 +448,18 @@ def cut_units(
                 limit = max(min(slice_bytes, MIN_SLICE_BYTES), min(slice_bytes, behind // URGENT_SHARE))
             total += lengths[place]
         if lengths:
-            runs.append((bucket, 0, last, 0, total))
+            units.append((bucket, 0, last, 0, total))
             limits.append(limit)
             behind += total * size
-    totals = [length * item_bytes[bucket] for bucket, _, _, _, length in runs]
+    totals = [length * item_bytes[bucket] for bucket, _, _, _, length in units]
     counts = [
         max(1, min(MAX_SLICES, run[-1], -(-total // limit)))
-        for run, total, limit in zip(runs, totals, limits, strict=True)
+        for run, total, limit in zip(units, totals, limits, strict=True)
     ]
     lanes = _assign_lanes([total // count for total, count in zip(totals, counts, strict=True)], counts, num_lanes)
     return [
         SyncUnit(bucket, first, last, length, Portion(sum(sizes[bucket]), begin, lanes[index]))
-        for index, (bucket, first, last, begin, length) in enumerate(runs)
+        for index, (bucket, first, last, begin, length) in enumerate(units)
     ]
 
 

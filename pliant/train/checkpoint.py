@@ -46,12 +46,12 @@ class CheckpointWriter:
     `save` returns when the state is copied; a failure to write is told by `say`, and training goes on.
     """
 
-    def __init__(self, directory: str | Path, keep: int = 2, say: Callable[[str], None] = log.warning) -> None:
+    def __init__(self, directory: str | Path, keep: int = 2, notify: Callable[[str], None] = log.warning) -> None:
         if keep < 1:
             raise TrainError(f"keep={keep}: at least 1 checkpoint must be kept")
         self._directory = Path(directory)
         self._keep = keep
-        self._say = say
+        self._notify = notify
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._copies: list[torch.Tensor] = []  # the last snapshot: the next one has mostly the same shapes
@@ -92,7 +92,7 @@ class CheckpointWriter:
         try:
             image.write(path)
         except OSError as error:
-            self._say(f"{_failure(path, image.nbytes, error)}. Training goes on; the next save tries again")
+            self._notify(f"{_failure(path, image.nbytes, error)}. Training goes on; the next save tries again")
             return
         self.latest = path
         with contextlib.suppress(OSError):  # not worth a message: the next save tries again
@@ -118,34 +118,34 @@ def write_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
         raise CheckpointError(_failure(Path(path), image.nbytes, error)) from None
 
 
-def load_checkpoint(path: str | Path, say: Callable[[str], None] = log.warning) -> Checkpoint:
+def load_checkpoint(path: str | Path, notify: Callable[[str], None] = log.warning) -> Checkpoint:
     """The checkpoint in this file, or the newest good one of this directory; its tensors are on the CPU."""
     path = Path(path)
     if not path.is_dir():
         return read(path)
-    for candidate in _newest_first(path, say):
+    for candidate in _newest_first(path, notify):
         try:
             return read(candidate)
         except CheckpointError as error:
-            say(f"{error}; the one before it is used")
+            notify(f"{error}; the one before it is used")
     raise CheckpointError(f"{path} holds no whole checkpoint: name another file or directory, or start afresh")
 
 
-def newest_checkpoint(directory: str | Path, say: Callable[[str], None] = log.warning) -> Path | None:
+def newest_checkpoint(directory: str | Path, notify: Callable[[str], None] = log.warning) -> Path | None:
     """The newest checkpoint of the directory whose sum holds; None if there is none, or no such directory."""
     if not Path(directory).is_dir():
         return None
-    for candidate in _newest_first(Path(directory), say):
+    for candidate in _newest_first(Path(directory), notify):
         try:
             verify(candidate)
         except CheckpointError as error:
-            say(f"{error}; the one before it is used")
+            notify(f"{error}; the one before it is used")
         else:
             return candidate
     return None
 
 
-def _newest_first(directory: Path, say: Callable[[str], None]) -> Iterator[Path]:
+def _newest_first(directory: Path, notify: Callable[[str], None]) -> Iterator[Path]:
     """By step, then by age. Files of others are passed over in silence, ours with a damaged header with a warning."""
     found: list[tuple[int, float, Path]] = []
     for path in directory.glob(f"*{SUFFIX}"):
@@ -153,7 +153,7 @@ def _newest_first(directory: Path, say: Callable[[str], None]) -> Iterator[Path]
             found.append((read_step(path), path.stat().st_mtime, path))
         except (CheckpointError, OSError) as error:
             if _step_of(path) is not None:
-                say(f"{error}; the one before it is used")
+                notify(f"{error}; the one before it is used")
     for _, _, path in sorted(found, reverse=True):
         yield path
 
@@ -191,9 +191,9 @@ class Checkpointing:
     """The checkpoints of one job."""
 
     def __init__(
-        self, trainer: Trainer, state: JobState, directory: str, every: int, level: str, say: Callable[[str], None]
+        self, trainer: Trainer, state: JobState, directory: str, every: int, level: str, notify: Callable[[str], None]
     ) -> None:
-        self._trainer, self._state, self._level, self._say = trainer, state, level, say
+        self._trainer, self._state, self._level, self._notify = trainer, state, level, notify
         self._directory, self._every = directory, every
         """The job's own, empty if it has none; and after how many steps to write there, 0 for never."""
         self._asked: str | None = None
@@ -201,14 +201,14 @@ class Checkpointing:
         self._writer: CheckpointWriter | None = None
         self._written_to: Path | None = None
 
-    def ask(self, path: str) -> None:
+    def request(self, path: str) -> None:
         """Write the step in progress once it is committed; between steps, at once."""
         if self._trainer.turn is not None:
             self._asked = path
         elif self._trainer.is_first:
             self._write(path)
 
-    def committed(self) -> None:
+    def on_commit(self) -> None:
         """A step is done by all replicas."""
         asked, self._asked = self._asked, None
         is_due = self._every and self._trainer.progress.step % self._every == 0
@@ -232,7 +232,7 @@ class Checkpointing:
             self._writer = None
 
     def _write(self, path: str) -> None:
-        if self._trainer.finish_sums():  # else the step does not count, and will be written when it does
+        if self._trainer.wait_for_sums():  # else the step does not count, and will be written when it does
             self._write_whole(path)
 
     def _write_whole(self, path: str) -> None:
@@ -241,7 +241,7 @@ class Checkpointing:
         if self._writer is None or self._written_to != directory:
             if self._writer is not None:
                 self._writer.close()
-            self._writer, self._written_to = CheckpointWriter(directory, say=self._say), directory
+            self._writer, self._written_to = CheckpointWriter(directory, notify=self._notify), directory
         state = self._state.read()
         contexts = state.pop("contexts")
         self._writer.save(
@@ -264,7 +264,7 @@ Say = Callable[[str], None]
 
 
 def set_initial_state(
-    trainer: Trainer, state: JobState, had_state: bool, *, asked: str, directory: str, seed: int | None, say: Say
+    trainer: Trainer, state: JobState, had_state: bool, *, asked: str, directory: str, seed: int | None, notify: Say
 ) -> None:
     """Have a state.
 
@@ -277,22 +277,22 @@ def set_initial_state(
         CheckpointError: the checkpoint is no good, or of a job with another number of replicas.
     """
     if trainer.replicas.count > 1:
-        _check_fold(trainer.replicas.count, say)
+        _check_fold(trainer.replicas.count, notify)
     if not asked and had_state and directory:
         asked = "auto"
     found = newest_checkpoint(directory) if asked == "auto" else Path(asked) if asked else None
     if found is not None:
-        _resume(trainer, state, found, say)
+        _resume(trainer, state, found, notify)
         return
     if had_state:
-        say("all workers with the job's state were lost, and there is no checkpoint: beginning again at step 0")
+        notify("all workers with the job's state were lost, and there is no checkpoint: beginning again at step 0")
     trainer.first_buffers = trainer.buffers.save()
-    own = b"" if trainer.parts.sync_buffers else bytes(trainer.buffers.pack(trainer.first_buffers).numpy())
+    own = b"" if trainer.user.sync_buffers else bytes(trainer.buffers.pack(trainer.first_buffers).numpy())
     random = _first_random(trainer, seed)
     trainer.replicas.contexts = [ReplicaContext(each, DataPosition(), own) for each in random]
 
 
-def _resume(trainer: Trainer, state: JobState, path: Path, say: Say) -> None:
+def _resume(trainer: Trainer, state: JobState, path: Path, notify: Say) -> None:
     loaded, count = load_checkpoint(path), trainer.replicas.count
     if loaded.num_replicas != count:
         raise CheckpointError(
@@ -300,18 +300,18 @@ def _resume(trainer: Trainer, state: JobState, path: Path, say: Say) -> None:
             f"that is another experiment; use replicas={loaded.num_replicas}"
         )
     state.load({**loaded.state, "contexts": loaded.contexts})  # type: ignore[dict-item]
-    say(f"resumed from {path} at step {loaded.step}")
+    notify(f"resumed from {path} at step {loaded.step}")
     trainer.adaptation.resumed_at = loaded.step
 
 
-def _check_fold(num_replicas: int, say: Say) -> None:
+def _check_fold(num_replicas: int, notify: Say) -> None:
     found = determinism.self_check(num_replicas)
     if not found.ok:
-        say(f"torch {torch.__version__} does not sum as expected, so only D0 holds: {found.detail}")
+        notify(f"torch {torch.__version__} does not sum as expected, so only D0 holds: {found.detail}")
 
 
 def _first_random(trainer: Trainer, seed: int | None) -> list[RngState]:
-    device, count = trainer.parts.device, trainer.replicas.count
+    device, count = trainer.user.device, trainer.replicas.count
     if seed is None:
         return [capture_rng(device)] * count
     return [seeded_rng(seed + replica, device) for replica in range(count)]

@@ -65,36 +65,36 @@ class DeferredUpdates:
     names: Sequence[str]
     can_undo: bool
     """Whether a step may have to be taken back: its parameters are then kept until all of its sums are here."""
-    say: Callable[[str], None]
+    notify: Callable[[str], None]
     optimizers: Sequence[torch.optim.Optimizer] = ()
     on_lost: Callable[[CommError], None] = lambda _: None
     """Told when a sum will never come; returns if the step can be done again."""
-    on_whole: Callable[[], None] = lambda: None
+    on_complete: Callable[[], None] = lambda: None
     """Told when all sums of the step are here."""
-    watched: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+    stall_watch: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
     """Put around waits, for whoever looks for stalls."""
     on_sum: Callable[[int], None] = lambda _: None
     """Told that a parameter's sum is here, before anything is made of it."""
     waits: WaitTotals = field(default_factory=WaitTotals)
     order: list[int] = field(default_factory=list)
     """In which order the parameters were used, in a forward that was observed."""
-    _awaited: dict[int, PendingSum] = field(default_factory=dict)
+    _pending: dict[int, PendingSum] = field(default_factory=dict)
     _sums: dict[int, torch.Tensor | None] = field(default_factory=dict)
     _deferred: dict[int, tuple[DeferredStep, int]] = field(default_factory=dict)
     """For a parameter: what is to be done, and the number of its group."""
     _zeroed: dict[int, bool] = field(default_factory=dict)
     """Gradients that the program has cleared before they were here; the value is `set_to_none`."""
-    _open: list[Handle] = field(default_factory=list)
+    _open_handles: list[Handle] = field(default_factory=list)
     """The sums that may not be here yet, the last one wanted at the end."""
-    _kept: UndoLog = field(init=False)
+    _undo_log: UndoLog = field(init=False)
     _observing: bool = False
-    _crossing: bool = False
+    _is_deferring: bool = False
     _is_updating: bool = False
-    _told: set[str] = field(default_factory=set)
+    _warned: set[str] = field(default_factory=set)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
-        self._kept = UndoLog(self.optimizers)
+        self._undo_log = UndoLog(self.optimizers)
 
     # --- the step's end ---
 
@@ -113,20 +113,20 @@ class DeferredUpdates:
             for index in range(len(self.parameters)):
                 self._release(index)
 
-    def begin(self, awaited: Sequence[PendingSum], priorities: Sequence[int]) -> None:
+    def begin(self, pending: Sequence[PendingSum], priorities: Sequence[int]) -> None:
         """Backward is over, and these sums are under way: from now on every use of their parameters waits for them."""
-        wanted = sorted(awaited, key=lambda each: min(priorities[index] for index, _ in each.members))
-        self._open = [each.handle for each in wanted]
+        wanted = sorted(pending, key=lambda each: min(priorities[index] for index, _ in each.members))
+        self._open_handles = [each.handle for each in wanted]
         for each in wanted:
             for index, total in each.members:
-                self._awaited[index] = each
+                self._pending[index] = each
                 self._sums[index] = total
                 self._suspend(index)
-        self._crossing = True
+        self._is_deferring = True
         if self.can_undo:
-            self._kept.begin()
+            self._undo_log.begin()
         else:
-            self._kept.clear()
+            self._undo_log.clear()
 
     def _suspend(self, index: int) -> None:
         suspend_parameter(self.parameters[index], self, index)
@@ -139,20 +139,20 @@ class DeferredUpdates:
         members = members_of(optimizer)
         if any(id(self.parameters[index]) in members for index in self._deferred):
             self.flush()  # a second step, before the first is done
-        waiting = any(id(self.parameters[index]) in members for index in self._awaited)
+        waiting = any(id(self.parameters[index]) in members for index in self._pending)
         if waiting and (reason := why_inseparable(optimizer)):
-            self.tell(f"sync: {reason}: all sums are waited for before its step, so priority cannot help")
+            self.warn_once(f"sync: {reason}: all sums are waited for before its step, so priority cannot help")
             self.flush()
             return original(**kwargs)
         if not waiting:
             if members & {id(parameter) for parameter in self.parameters}:
-                self.tell(
+                self.warn_once(
                     "sync: gradients were used between backward and the optimizer's step (clipping, inf checks, ...): that "
                     "needs all sums, so there is a barrier in every step and priority cannot help"
                 )
             return original(**kwargs)
         call = DeferredStep(optimizer, options_of(optimizer), optimizer.state)
-        self._kept.keep_state(optimizer)
+        self._undo_log.save_state(optimizer)
         at_once, later = self._split(optimizer)
         self._deferred |= {index: (call, place) for index, place in later.items()}
         with self._updating():
@@ -160,7 +160,7 @@ class DeferredUpdates:
 
     def _split(self, optimizer: torch.optim.Optimizer) -> tuple[ParameterGroups, dict[int, int]]:
         """The optimizer's groups without the parameters that are under way, and the group of each of those."""
-        number = {id(self.parameters[index]): index for index in self._awaited}
+        number = {id(self.parameters[index]): index for index in self._pending}
         at_once: ParameterGroups = []
         later: dict[int, int] = {}
         for place, group in enumerate(optimizer.param_groups):
@@ -177,9 +177,9 @@ class DeferredUpdates:
         finally:
             self._is_updating = before
 
-    def before_state(self) -> None:
+    def before_state_access(self) -> None:
         """The program is about to look at an optimizer's state, or to change it."""
-        if self._awaited and not self._is_updating:
+        if self._pending and not self._is_updating:
             self.flush()
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, original: Callable[..., Any], set_to_none: bool) -> None:
@@ -198,89 +198,89 @@ class DeferredUpdates:
         with self._lock:
             if self._observing:
                 self.order.append(index)
-            awaited = self._awaited.get(index)
-            if awaited is None:
+            pending = self._pending.get(index)
+            if pending is None:
                 self._release(index)
                 return
-            if self._wait_for(awaited):
-                whole = self._is_whole()
-                self._take_in(list(self._awaited) if whole else self._arrived(awaited), whole)
-                if not self._awaited:
-                    self._close()
+            if self._wait_for(pending):
+                whole = self._all_arrived()
+                self._apply_sums(list(self._pending) if whole else self._ready_parameters(pending), whole)
+                if not self._pending:
+                    self._finish()
 
     def gradient_is_read(self, index: int) -> None:
         """Nothing wrong with that, but after the step it is probably meant otherwise."""
         if index in self._deferred:
-            self.tell(
+            self.warn_once(
                 "sync: gradients are read after the optimizer's step, which waits for all sums, so priority cannot help: to "
                 "clear them, use optimizer.zero_grad() instead of model.zero_grad()"
             )
 
-    def _arrived(self, first: PendingSum) -> list[int]:
+    def _ready_parameters(self, first: PendingSum) -> list[int]:
         """The parameters of `first`, and of others that are used soon and here already: an optimizer's call has its price.
         Not too many, where they must be kept as they were."""
-        ready = dict.fromkeys((index for index, _ in first.members if index in self._awaited), None)
-        for index, awaited in self._awaited.items():
+        ready = dict.fromkeys((index for index, _ in first.members if index in self._pending), None)
+        for index, pending in self._pending.items():
             if self.can_undo and len(ready) >= MAX_UPDATED_AT_ONCE:
                 break
-            if awaited.handle.succeeded:
+            if pending.handle.succeeded:
                 ready[index] = None
         return list(ready)
 
     def flush(self) -> None:
         """Wait for all there is: afterwards every parameter is what it should be."""
         with self._lock:
-            for awaited in dict.fromkeys(self._awaited.values()):
-                if not self._wait_for(awaited):
+            for pending in dict.fromkeys(self._pending.values()):
+                if not self._wait_for(pending):
                     return
-            if self._awaited:
-                self._take_in(list(self._awaited), whole=True)
-                self._close()
+            if self._pending:
+                self._apply_sums(list(self._pending), whole=True)
+                self._finish()
 
     @property
-    def is_open(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether sums of the last step may still be under way."""
-        return bool(self._awaited)
+        return bool(self._pending)
 
     @property
-    def is_crossing(self) -> bool:
+    def is_deferring(self) -> bool:
         """Whether this step's sums are taken in one by one."""
-        return self._crossing
+        return self._is_deferring
 
-    def leftover(self) -> set[int]:
+    def unused_parameters(self) -> set[int]:
         """Parameters that nobody has used since the last step, though backward begins: they can have no gradient."""
-        found = set(self._awaited)
+        found = set(self._pending)
         self.flush()
-        self._crossing = False
+        self._is_deferring = False
         self.stop_observing()
         return found
 
-    def _wait_for(self, awaited: PendingSum) -> bool:
+    def _wait_for(self, pending: PendingSum) -> bool:
         """Whether the sum is here now; if it will never be, the step in progress is given up."""
         began_s = time.monotonic()
-        blocked = not awaited.handle.done
+        blocked = not pending.handle.done
         try:
-            with self.watched(awaited.handle.name) if blocked else contextlib.nullcontext():
-                awaited.handle.wait()
+            with self.stall_watch(pending.handle.name) if blocked else contextlib.nullcontext():
+                pending.handle.wait()
         except CommError as error:
             self.on_lost(error)
-            self._give_up()
+            self._abandon()
             return False
         finally:
             if blocked:
                 ended_s = time.monotonic()
                 self.waits.add(began_s, ended_s)
                 if trace.enabled():
-                    trace.event("wait", self.names[awaited.members[0][0]], began_s, ended_s)
+                    trace.event("wait", self.names[pending.members[0][0]], began_s, ended_s)
         return True
 
-    def _is_whole(self) -> bool:
+    def _all_arrived(self) -> bool:
         """Whether all sums of the step are here: then it cannot be torn any more."""
-        while self._open and self._open[-1].succeeded:
-            self._open.pop()
-        return not self._open
+        while self._open_handles and self._open_handles[-1].succeeded:
+            self._open_handles.pop()
+        return not self._open_handles
 
-    def _take_in(self, indices: Sequence[int], whole: bool) -> None:
+    def _apply_sums(self, indices: Sequence[int], whole: bool) -> None:
         """The sums of these are here: make them the gradients, and do what was put off."""
         began_s = time.monotonic()
         by_call: dict[int, tuple[DeferredStep, list[list[Parameter]]]] = {}
@@ -297,7 +297,7 @@ class DeferredUpdates:
                     groups = by_call.setdefault(id(call), (call, [[] for _ in call.options]))[1]
                     groups[place].append(parameter)
                 if self.can_undo and not whole:
-                    self._kept.keep(parameter)
+                    self._undo_log.save(parameter)
             try:
                 for call, groups in by_call.values():
                     call.apply(groups)
@@ -306,7 +306,7 @@ class DeferredUpdates:
                     self._suspend(index)  # not updated: whoever uses it next tries again
                 raise
             for index in indices:
-                del self._awaited[index], self._sums[index]
+                del self._pending[index], self._sums[index]
                 if self._deferred.pop(index, None) is not None and index in self._zeroed:
                     self._clear(self.parameters[index], self._zeroed.pop(index))
         if by_call and trace.enabled():
@@ -318,45 +318,45 @@ class DeferredUpdates:
         elif parameter.grad is not None:
             parameter.grad.zero_()
 
-    def _close(self) -> None:
-        self._open.clear()
-        self._kept.clear()
+    def _finish(self) -> None:
+        self._open_handles.clear()
+        self._undo_log.clear()
         self._zeroed.clear()
-        self.on_whole()
+        self.on_complete()
 
     # --- a step that does not count ---
 
-    def _give_up(self) -> None:
+    def _abandon(self) -> None:
         """Sums are missing for good: what the program does until its next batch does not count."""
-        for index in list(self._awaited):
+        for index in list(self._pending):
             self._release(index)
             parameter = self.parameters[index]
             with torch._C.DisableTorchFunctionSubclass(), self._updating(), default_modes():
                 if self.can_undo:
-                    self._kept.keep(parameter)  # the program may change it yet
+                    self._undo_log.save(parameter)  # the program may change it yet
                 if index in self._zeroed:
                     # It has this replica's gradient; the program believes not.
                     self._clear(parameter, self._zeroed[index])
                 elif parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)  # the program's own code may touch it
-        self._awaited.clear()
+        self._pending.clear()
         self._sums.clear()
         self._deferred.clear()
         self._zeroed.clear()
         self._observing = False
 
-    def take_back(self) -> None:
+    def undo_step(self) -> None:
         """The last step is torn: be where it began. Only what was updated too early has to change."""
-        self._give_up()
+        self._abandon()
         with self._updating():
-            self._kept.put_back()
-        self._open.clear()
+            self._undo_log.restore()
+        self._open_handles.clear()
 
-    def tell(self, text: str) -> None:
+    def warn_once(self, text: str) -> None:
         """Say it, once."""
-        if text not in self._told:
-            self._told.add(text)
-            self.say(text)
+        if text not in self._warned:
+            self._warned.add(text)
+            self.notify(text)
 
 
 # --- gates ---
@@ -365,7 +365,7 @@ class DeferredUpdates:
 class GatedState(defaultdict[Any, Any]):
     """An optimizer's state: whoever looks at it sees all updates done."""
 
-    crossing: DeferredUpdates | None = None
+    deferred: DeferredUpdates | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return defaultdict, (dict, dict(self))
@@ -375,8 +375,8 @@ def _gated_method(name: str) -> Callable[..., Any]:
     original = getattr(defaultdict, name)
 
     def method(self: GatedState, *args: Any, **kwargs: Any) -> Any:
-        if self.crossing is not None:
-            self.crossing.before_state()
+        if self.deferred is not None:
+            self.deferred.before_state_access()
         return original(self, *args, **kwargs)
 
     return method
@@ -389,21 +389,21 @@ for _name in (
     setattr(GatedState, _name, _gated_method(_name))
 
 
-def watch_state(optimizer: torch.optim.Optimizer, crossing: DeferredUpdates) -> None:
+def watch_state(optimizer: torch.optim.Optimizer, deferred: DeferredUpdates) -> None:
     """See who looks at the state; also after the program has put another in its place."""
     if not isinstance(optimizer.state, GatedState):
         state = GatedState(dict, optimizer.state)
-        state.crossing = crossing
+        state.deferred = deferred
         optimizer.state = state
 
 
-def gate_state(optimizer: torch.optim.Optimizer, crossing: DeferredUpdates) -> None:
+def gate_state(optimizer: torch.optim.Optimizer, deferred: DeferredUpdates) -> None:
     """Have the optimizer's state looked at only when it is what it should be."""
 
-    watch_state(optimizer, crossing)
-    optimizer.register_load_state_dict_pre_hook(lambda *_: crossing.before_state())
-    optimizer.register_load_state_dict_post_hook(lambda _: watch_state(optimizer, crossing))
-    optimizer.register_state_dict_pre_hook(lambda _: crossing.before_state())
+    watch_state(optimizer, deferred)
+    optimizer.register_load_state_dict_pre_hook(lambda *_: deferred.before_state_access())
+    optimizer.register_load_state_dict_post_hook(lambda _: watch_state(optimizer, deferred))
+    optimizer.register_state_dict_pre_hook(lambda _: deferred.before_state_access())
 
 
 class EvalGate:
@@ -413,26 +413,26 @@ class EvalGate:
     training they do not.
     """
 
-    def __init__(self, crossing: DeferredUpdates) -> None:
-        self._crossing = crossing
+    def __init__(self, deferred: DeferredUpdates) -> None:
+        self._is_deferring = deferred
 
     def __call__(self, module: torch.nn.Module, _: object) -> None:
         if not module.training:
-            self._crossing.flush()
-            self._crossing.stop_observing()
+            self._is_deferring.flush()
+            self._is_deferring.stop_observing()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _detached_gate, ()  # a copy of the model is no part of the job
 
 
 def _detached_gate() -> EvalGate:
-    return EvalGate(DeferredUpdates((), (), can_undo=False, say=lambda _: None))
+    return EvalGate(DeferredUpdates((), (), can_undo=False, notify=lambda _: None))
 
 
-def gate_evaluation(model: torch.nn.Module, crossing: DeferredUpdates) -> Callable[[], None]:
+def gate_evaluation(model: torch.nn.Module, deferred: DeferredUpdates) -> Callable[[], None]:
     """Put gates where they are needed; returns how to take them away."""
     touchy = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder)
-    gate = EvalGate(crossing)
+    gate = EvalGate(deferred)
     hooks = [
         module.register_forward_pre_hook(gate)
         for module in model.modules()

@@ -40,7 +40,7 @@ class StepExchange:
     """What the step in progress has made so far; after `receive`, of all replicas."""
 
     def __init__(self, buffers: ModelBuffers, num_loader_workers: int) -> None:
-        self.rows = StepMessageCodec()
+        self.codec = StepMessageCodec()
         self.new_contexts: dict[int, ReplicaContext] = {}
         self.new_buffers: Tensors | None = None
         """Replica 0's."""
@@ -50,23 +50,23 @@ class StepExchange:
         self._engine: Engine | None = None
         self._root = 0
 
-    def arrange(self, engine: Engine, placement: Placement) -> None:
+    def enter_view(self, engine: Engine, placement: Placement) -> None:
         """Work in this view from now on."""
         self._engine, self._root = engine, placement.owner_of(0)
-        self.rows.arrange(placement.blocks, placement.hosted)
-        self.forget()
+        self.codec.enter_view(placement.blocks, placement.hosted)
+        self.clear()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """The step is over, or does not count."""
         self.new_contexts, self.new_buffers, self.new_order = {}, None, None
 
-    def send(self, said: StepMessage, known: Sequence[ReplicaContext], order_length: int) -> SentMessage:
+    def send(self, message: StepMessage, known: Sequence[ReplicaContext], order_length: int) -> SentMessage:
         """Have this worker's part on its way; `known` are the contexts that everybody has. With `order_length`, so many
         parameters wait for replica 0's order."""
         engine = self._engine
         assert engine is not None, "arrange() comes first"
-        row = self.rows.pack(said, self.new_contexts, known, self._num_loaders)
-        rows = engine.all_gather(self.rows.name, row, priority=FIRST_PRIORITY)
+        row = self.codec.pack(message, self.new_contexts, known, self._num_loaders)
+        rows = engine.all_gather(self.codec.name, row, priority=FIRST_PRIORITY)
         buffers = order = None
         if self._buffers.num_bytes:
             buffers = engine.broadcast("buffers", self._packed_buffers(), self._root, priority=FIRST_PRIORITY)
@@ -102,12 +102,14 @@ class StepExchange:
         new, loaders = self.new_contexts, self._num_loaders
         rows = row.wait()
         assert rows is not None, "an all_gather has a result on every rank"
-        said, complete = self.rows.read(rows, new, known, loaders, num_figures)
+        message, complete = self.codec.read(rows, new, known, loaders, num_figures)
         if not complete:
-            rest = self._engine.all_gather("contexts", self.rows.rest(new, loaders), priority=FIRST_PRIORITY).wait()
+            rest = self._engine.all_gather(
+                "contexts", self.codec.pack_contexts(new, loaders), priority=FIRST_PRIORITY
+            ).wait()
             assert rest is not None, "an all_gather has a result on every rank"
-            self.rows.read_rest(rest, new, loaders)
-        return said
+            self.codec.read_contexts(rest, new, loaders)
+        return message
 
 
 # --- rows ---
@@ -134,7 +136,7 @@ class StepMessage:
 
     step: int
     prepared: int
-    way: SyncConfig
+    sync_config: SyncConfig
     """How it would have the sums travel."""
     measured: StepMeasurement
     figures: bytes
@@ -145,22 +147,22 @@ class StepMessageCodec:
     """Packs this worker's row, and reads those of all. Contexts that everybody has are `known`."""
 
     def __init__(self) -> None:
-        self.brief = False
+        self.is_brief = False
         """Whether the next rows hold changes in place of contexts."""
         self._blocks: tuple[int, ...] = ()
         self._hosted = range(0)
 
-    def arrange(self, blocks: Sequence[int], hosted: range) -> None:
+    def enter_view(self, blocks: Sequence[int], hosted: range) -> None:
         """In this view rank r hosts `blocks[r]` replicas, and this worker `hosted`."""
-        self._blocks, self._hosted, self.brief = tuple(blocks), hosted, False
+        self._blocks, self._hosted, self.is_brief = tuple(blocks), hosted, False
 
     @property
     def name(self) -> str:
         """Of the collective that the next rows take."""
-        return "changes" if self.brief else "step"
+        return "changes" if self.is_brief else "step"
 
     def pack(
-        self, said: StepMessage, new: Mapping[int, ReplicaContext], known: Sequence[ReplicaContext], num_loaders: int
+        self, message: StepMessage, new: Mapping[int, ReplicaContext], known: Sequence[ReplicaContext], num_loaders: int
     ) -> torch.Tensor:
         """This worker's row."""
         whole = [new[replica].to_bytes(num_loaders) for replica in self._hosted]
@@ -169,12 +171,16 @@ class StepMessageCodec:
             for replica, data in zip(self._hosted, whole, strict=True)
         ]
         fits = None not in changes
-        head = _HEAD.pack(said.step, said.prepared, fits) + pack_sync(said.way, said.measured) + said.figures
-        if self.brief:
+        head = (
+            _HEAD.pack(message.step, message.prepared, fits)
+            + pack_sync(message.sync_config, message.measured)
+            + message.figures
+        )
+        if self.is_brief:
             return self._padded(head, [change or b"" for change in changes], CHANGES_BYTES)
         return self._padded(head, whole, len(whole[0]))
 
-    def rest(self, new: Mapping[int, ReplicaContext], num_loaders: int) -> torch.Tensor:
+    def pack_contexts(self, new: Mapping[int, ReplicaContext], num_loaders: int) -> torch.Tensor:
         """This worker's contexts, where changes were too little."""
         whole = [new[replica].to_bytes(num_loaders) for replica in self._hosted]
         return self._padded(b"", whole, len(whole[0]))
@@ -196,23 +202,23 @@ class StepMessageCodec:
         begin = _HEAD.size + SYNC_BYTES
         data = [bytes(row.numpy()) for row in rows]
         heads = [_HEAD.unpack_from(each) for each in data]
-        said = [
+        message = [
             StepMessage(
                 step, prepared, *unpack_sync(each[_HEAD.size : begin]), each[begin : begin + num_figures], fits
             )
             for each, (step, prepared, fits) in zip(data, heads, strict=True)
         ]  # fmt: skip
-        was_brief, self.brief = self.brief, all(each.fits for each in said)
-        if was_brief and not self.brief:
-            return said, False
+        was_brief, self.is_brief = self.is_brief, all(each.fits for each in message)
+        if was_brief and not self.is_brief:
+            return message, False
         bodies = [each[begin + num_figures :] for each in data]
         for replica, body in self._of_replicas(bodies, CHANGES_BYTES if was_brief else 0):
             if replica not in new:
                 whole = apply_changes(known[replica].to_bytes(num_loaders), body) if was_brief else body
                 new[replica] = ReplicaContext.from_bytes(whole, num_loaders)
-        return said, True
+        return message, True
 
-    def read_rest(self, rows: torch.Tensor, new: dict[int, ReplicaContext], num_loaders: int) -> None:
+    def read_contexts(self, rows: torch.Tensor, new: dict[int, ReplicaContext], num_loaders: int) -> None:
         for replica, whole in self._of_replicas([bytes(row.numpy()) for row in rows], 0):
             if replica not in new:
                 new[replica] = ReplicaContext.from_bytes(whole, num_loaders)

@@ -35,17 +35,17 @@ def start_exporters(
     settings: AdaptationSettings,
     worker: Worker,
     stack: contextlib.ExitStack,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> None:
     """Let `trainer` be seen until `stack` is closed; the page is at the worker's address."""
     adaptation, stalls = trainer.adaptation, None
     if wants_stall_detection():
-        stalls = stack.enter_context(StallDetector(say))
-        trainer.watched = trainer.crossing.watched = stalls.watch
+        stalls = stack.enter_context(StallDetector(notify))
+        trainer.stall_watch = trainer.deferred.stall_watch = stalls.watch
     if settings.metrics:
         metrics = MetricsServer.open(worker.host, worker.port, stalls)
         stack.callback(metrics.close)
-        adaptation.on_view.append(metrics.work_in)
+        adaptation.view_listeners.append(metrics.enter_view)
         adaptation.listeners.append(metrics.publish)
     if settings.tensorboard:
         scalars = TensorBoardExporter(settings.tensorboard)
@@ -131,7 +131,7 @@ class MetricsServer(Collector):
         metrics._stack.callback(metrics._end.set)
         return metrics
 
-    def work_in(self, engine: Engine) -> None:
+    def enter_view(self, engine: Engine) -> None:
         """There is another view."""
         self._engine = engine
         self._rates, self._latencies = {"egress": {}, "ingress": {}}, {}

@@ -287,7 +287,7 @@ class ReplicaLoader:
         self._dataset, self._options, self._num_replicas = dataset, options, num_replicas
         self._collate = options.collate_fn or default_collate
         self._pin = options.pin_memory and torch.cuda.is_available()
-        self._places: dict[int, _HostedReplica] = {}
+        self._hosted: dict[int, _HostedReplica] = {}
         self._pool: LoaderPool | None = None
         self._epoch: int | None = None
         self._track_numbers = itertools.count()
@@ -326,19 +326,21 @@ class ReplicaLoader:
             (self._epoch,) = epochs
             if not self._options.persistent_workers:
                 self._stop()
-        before, self._places = self._places, {}
+        before, self._hosted = self._hosted, {}
         orders: dict[int, Tensor] = {}
         for turn, (replica, stream) in enumerate(streams.items()):
-            place = before.get(replica)
-            if place is not None and not redealt and self._rewind(place, stream):
-                place.turn = turn
-                self._places[replica] = before.pop(replica)
+            hosted = before.get(replica)
+            if hosted is not None and not redealt and self._rewind(hosted, stream):
+                hosted.turn = turn
+                self._hosted[replica] = before.pop(replica)
                 continue
             if stream.consumed not in orders:
-                orders[stream.consumed] = self._dealt(stream)
-            self._places[replica] = self._placed(stream, turn, orders[stream.consumed][replica :: self._num_replicas])
-        for place in before.values():
-            self._forget(place)
+                orders[stream.consumed] = self._sample_order(stream)
+            self._hosted[replica] = self._make_hosted(
+                stream, turn, orders[stream.consumed][replica :: self._num_replicas]
+            )
+        for hosted in before.values():
+            self._drop_tracks(hosted)
         self._prefetch()
 
     def next(self, replica: int) -> Any:
@@ -347,60 +349,60 @@ class ReplicaLoader:
         The generators of this process must be those of the replica: its first batch of an epoch draws the base seed,
         and without loader processes the samples are made here.
         """
-        place = self._place(replica)
-        if place.base_seed is None:
-            place.base_seed = self._draw(place.stream.epoch)
-        if place.batch >= place.num_batches:
+        hosted = self._hosted_replica(replica)
+        if hosted.base_seed is None:
+            hosted.base_seed = self._draw(hosted.stream.epoch)
+        if hosted.batch >= hosted.num_batches:
             raise StopIteration
-        number = place.batch
+        number = hosted.batch
         if self._options.num_workers == 0:
-            place.batch += 1
-            data = fetch_batch(self._dataset, self._collate, batch_indices(place.share, number, self._options))
+            hosted.batch += 1
+            data = fetch_batch(self._dataset, self._collate, batch_indices(hosted.share, number, self._options))
             return pin_memory(data) if self._pin else data  # type: ignore[no-untyped-call]
         self._prefetch()
-        while number not in place.loaded:
+        while number not in hosted.loaded:
             self._receive(number)
-        loaded = place.loaded.pop(number)
-        track = place.tracks.pop(number)
-        if place.replays.get(track) == number:
-            del place.replays[track]
-            self._running().drop(track)
-        place.batch += 1
-        place.workers[number % self._options.num_workers] = loaded.state
+        loaded = hosted.loaded.pop(number)
+        track = hosted.tracks.pop(number)
+        if hosted.replays.get(track) == number:
+            del hosted.replays[track]
+            self._running_pool().drop(track)
+        hosted.batch += 1
+        hosted.workers[number % self._options.num_workers] = loaded.state
         self._prefetch()
         return loaded.take()
 
     def next_size(self, replica: int) -> int:
         """How many samples the next batch of `replica` has; 0 at the end of its epoch."""
-        place = self._place(replica)
-        begin = place.batch * self._options.batch_size
-        return max(0, min(len(place.share) - begin, self._options.batch_size))
+        hosted = self._hosted_replica(replica)
+        begin = hosted.batch * self._options.batch_size
+        return max(0, min(len(hosted.share) - begin, self._options.batch_size))
 
     def stream(self, replica: int) -> DataPosition:
         """Where `replica` stands after what was taken by `next`."""
-        place = self._place(replica)
+        hosted = self._hosted_replica(replica)
         return DataPosition(
-            place.stream.epoch, place.batch, place.stream.consumed, place.base_seed, tuple(place.workers)
+            hosted.stream.epoch, hosted.batch, hosted.stream.consumed, hosted.base_seed, tuple(hosted.workers)
         )
 
     def remaining(self, replica: int) -> int:
         """Batches of `replica` that are left in its epoch."""
-        place = self._place(replica)
-        return place.num_batches - place.batch
+        hosted = self._hosted_replica(replica)
+        return hosted.num_batches - hosted.batch
 
     def close(self) -> None:
         """End the loader processes; may be called twice."""
         self._stop()
-        self._places = {}
+        self._hosted = {}
 
-    def _place(self, replica: int) -> _HostedReplica:
+    def _hosted_replica(self, replica: int) -> _HostedReplica:
         try:
-            return self._places[replica]
+            return self._hosted[replica]
         except KeyError:
-            hosted = ", ".join(map(str, self._places)) or "none"
+            hosted = ", ".join(map(str, self._hosted)) or "none"
             raise TrainError(f"replica {replica} is not hosted here (hosted: {hosted}): call host() with it") from None
 
-    def _placed(self, stream: DataPosition, turn: int, share: Tensor) -> _HostedReplica:
+    def _make_hosted(self, stream: DataPosition, turn: int, share: Tensor) -> _HostedReplica:
         return _HostedReplica(
             stream=stream,
             turn=turn,
@@ -412,7 +414,7 @@ class ReplicaLoader:
             asked=stream.batch,
         )
 
-    def _dealt(self, stream: DataPosition) -> Tensor:
+    def _sample_order(self, stream: DataPosition) -> Tensor:
         return sample_order(len(self._dataset), self._num_replicas, stream.epoch, self._options, stream.consumed)
 
     def _draw(self, epoch: int) -> int:
@@ -426,24 +428,24 @@ class ReplicaLoader:
             _draw_int64(generator)
         return _draw_int64(generator)
 
-    def _rewind(self, place: _HostedReplica, stream: DataPosition) -> bool:
+    def _rewind(self, hosted: _HostedReplica, stream: DataPosition) -> bool:
         """Bring `place` to where `stream` is, keeping what was prefetched; False if it does not fit."""
-        again = range(stream.batch, place.batch)
+        again = range(stream.batch, hosted.batch)
         workers = fill_states(stream.workers, self._options.num_workers)
-        if (stream.epoch, stream.consumed) != (place.stream.epoch, place.stream.consumed):
+        if (stream.epoch, stream.consumed) != (hosted.stream.epoch, hosted.stream.consumed):
             return False
-        if stream.base_seed != place.base_seed or stream.batch > place.batch or len(again) > self._depth(1):
+        if stream.base_seed != hosted.base_seed or stream.batch > hosted.batch or len(again) > self._depth(1):
             return False
         if not again:
-            return workers == place.workers
-        if self._options.num_workers and place.base_seed is not None:
+            return workers == hosted.workers
+        if self._options.num_workers and hosted.base_seed is not None:
             # The loader workers' states have moved on to later batches, and stay there; the earlier batches come by
             # a track of their own.
-            track = self._open(place.base_seed, workers)
+            track = self._open(hosted.base_seed, workers)
             for number in again:
-                self._ask(place, track, number)
-            place.replays[track] = again[-1]
-        place.batch, place.workers = stream.batch, workers
+                self._request(hosted, track, number)
+            hosted.replays[track] = again[-1]
+        hosted.batch, hosted.workers = stream.batch, workers
         return True
 
     def _depth(self, num_hosted: int) -> int:
@@ -457,47 +459,47 @@ class ReplicaLoader:
 
     def _prefetch(self) -> None:
         """Ask for batches in the order in which the replicas will take them."""
-        if self._options.num_workers == 0 or not self._places:
+        if self._options.num_workers == 0 or not self._hosted:
             return
-        depth = self._depth(len(self._places))
+        depth = self._depth(len(self._hosted))
         while True:
             behind = [
-                place
-                for place in self._places.values()
-                if place.base_seed is not None and place.asked < min(place.num_batches, place.batch + depth)
+                hosted
+                for hosted in self._hosted.values()
+                if hosted.base_seed is not None and hosted.asked < min(hosted.num_batches, hosted.batch + depth)
             ]
             if not behind:
                 return
-            place = min(behind, key=lambda place: (place.asked, place.turn))
-            assert place.base_seed is not None, "only places with a seed are behind"
-            if place.track is None:
-                place.track = self._open(place.base_seed, place.workers)
-            self._ask(place, place.track, place.asked)
-            place.asked += 1
+            hosted = min(behind, key=lambda hosted: (hosted.asked, hosted.turn))
+            assert hosted.base_seed is not None, "only places with a seed are behind"
+            if hosted.track is None:
+                hosted.track = self._open(hosted.base_seed, hosted.workers)
+            self._request(hosted, hosted.track, hosted.asked)
+            hosted.asked += 1
 
     def _open(self, base_seed: int, workers: Sequence[bytes | None]) -> int:
         track = next(self._track_numbers)
-        self._running().open(track, base_seed, workers)
+        self._running_pool().open(track, base_seed, workers)
         return track
 
-    def _ask(self, place: _HostedReplica, track: int, number: int) -> None:
-        self._running().load(track, number, batch_indices(place.share, number, self._options))
-        place.tracks[number] = track
+    def _request(self, hosted: _HostedReplica, track: int, number: int) -> None:
+        self._running_pool().load(track, number, batch_indices(hosted.share, number, self._options))
+        hosted.tracks[number] = track
 
     def _receive(self, number: int) -> None:
-        arrived = {(each.track, each.batch): each for each in self._running().receive(number)}
-        for place in self._places.values():
-            for batch, track in place.tracks.items():
+        arrived = {(each.track, each.batch): each for each in self._running_pool().receive(number)}
+        for hosted in self._hosted.values():
+            for batch, track in hosted.tracks.items():
                 if (track, batch) in arrived:
-                    place.loaded[batch] = arrived[track, batch]
+                    hosted.loaded[batch] = arrived[track, batch]
 
-    def _forget(self, place: _HostedReplica) -> None:
+    def _drop_tracks(self, hosted: _HostedReplica) -> None:
         """Stop loading for a replica that is hosted here no more, or elsewhere in its epoch."""
-        tracks = [*place.replays] if place.track is None else [*place.replays, place.track]
+        tracks = [*hosted.replays] if hosted.track is None else [*hosted.replays, hosted.track]
         for track in tracks:
-            self._running().drop(track)
+            self._running_pool().drop(track)
 
-    def _running(self) -> LoaderPool:
+    def _running_pool(self) -> LoaderPool:
         if self._pool is None:
             recipe = LoaderSpec(self._dataset, self._collate, self._options.worker_init_fn, self._options.num_workers)
             context, timeout_s = self._options.multiprocessing_context, self._options.timeout_s
@@ -506,7 +508,7 @@ class ReplicaLoader:
 
     def _stop(self) -> None:
         """End the loader processes and forget all replicas, of whose prefetched batches nothing is left."""
-        self._places = {}
+        self._hosted = {}
         if self._pool is not None:
             self._pool.close()
             self._pool = None

@@ -102,7 +102,7 @@ class GradientProbe:
         """Of the last step, whose sums may still come."""
         self._done: ProbedStep | None = None
         """Of the last step, complete: what the next row tells."""
-        self._told: ProbedStep | None = None
+        self._reported: ProbedStep | None = None
         """What the last row has told. Meanwhile the next one may have become complete."""
         self._previous: torch.Tensor | None = None
         """One replica alone: its gradients of the step before."""
@@ -111,12 +111,12 @@ class GradientProbe:
 
     # --- which steps ---
 
-    def arrange(self, engine: Engine, blocks: Sequence[int]) -> None:
+    def enter_view(self, engine: Engine, blocks: Sequence[int]) -> None:
         """Work in this view from now on. What was not told yet is forgotten: its shares were those of other workers."""
         self._rank, self._size, self._replicas = engine.rank, engine.size, sum(blocks)
         self._filling = self._awaiting = self._done = None
         self._previous_at = NEVER
-        self._dispersion.arrange(engine, self._replicas)
+        self._dispersion.enter_view(engine, self._replicas)
 
     def begin(self, step: int) -> bool:
         """A step begins; whether it is looked at."""
@@ -143,14 +143,14 @@ class GradientProbe:
     def _is_due(step: int, interval: int) -> bool:
         return interval > 0 and step % interval == 0
 
-    def took(self, samples: float, scale: float = 1.0) -> None:
+    def record_samples(self, samples: float, scale: float = 1.0) -> None:
         """The gradient that a replica computes now is `scale` times a mean over so many samples."""
         if self._filling is not None:
             self._filling.batch, self._filling.scale = samples, scale
 
     # --- what is shown ---
 
-    def part(self, index: int, flat: torch.Tensor) -> None:
+    def add_gradient(self, index: int, flat: torch.Tensor) -> None:
         """A parameter's gradient of a replica hosted here, divided by N; flat, in the memory order of the parameter."""
         sample = self._filling
         if sample is None:
@@ -162,14 +162,14 @@ class GradientProbe:
         if sample.variance:
             self._dispersion.add(index, flat)
 
-    def parts(self, indices: Sequence[int], flats: Sequence[torch.Tensor]) -> None:
+    def add_gradients(self, indices: Sequence[int], flats: Sequence[torch.Tensor]) -> None:
         """Several at once, which on a device costs less."""
         sample = self._filling
         if sample is None:
             return
         if sample.noise and (self._replicas == 1 or self._denominators.are_used):
             for index, flat in zip(indices, flats, strict=True):
-                self.part(index, flat)
+                self.add_gradient(index, flat)
             return
         if sample.noise:
             sample.parts.append(_stacked_norms(flats))
@@ -187,7 +187,7 @@ class GradientProbe:
             sample.before += self._norms(sample, index, before, 0, 1)
         before.copy_(flat)
 
-    def parts_over(self) -> None:
+    def gradients_complete(self) -> None:
         """The last replica hosted here has shown all its gradients."""
         sample, self._filling = self._filling, None
         self._awaiting = sample
@@ -197,9 +197,9 @@ class GradientProbe:
             self._dispersion.exchange(sample.step)
         if self._replicas == 1:
             sample.pair = self._pair(sample)
-            self.sums_over()
+            self.sums_complete()
 
-    def total(self, index: int, flat: torch.Tensor) -> None:
+    def add_sum(self, index: int, flat: torch.Tensor) -> None:
         """The sum of a parameter's gradients over all replicas is here, and nobody has changed it yet."""
         sample = self._awaiting
         if sample is None or self._replicas == 1:
@@ -210,14 +210,14 @@ class GradientProbe:
         if sample.variance:
             self._dispersion.keep_mean(index, flat)
 
-    def totals(self, indices: Sequence[int], flats: Sequence[torch.Tensor]) -> None:
+    def add_sums(self, indices: Sequence[int], flats: Sequence[torch.Tensor]) -> None:
         """Several at once: here parameters are dealt to the workers, not chunks."""
         sample = self._awaiting
         if sample is None or self._replicas == 1:
             return
         if sample.noise and self._denominators.are_used:
             for index, flat in zip(indices, flats, strict=True):
-                self.total(index, flat)
+                self.add_sum(index, flat)
             return
         mine = [flat for index, flat in zip(indices, flats, strict=True) if index % self._size == self._rank]
         if sample.noise and mine:
@@ -226,7 +226,7 @@ class GradientProbe:
             for index, flat in zip(indices, flats, strict=True):
                 self._dispersion.keep_mean(index, flat)
 
-    def sums_over(self) -> None:
+    def sums_complete(self) -> None:
         """All sums of the step have been shown."""
         if self._awaiting is not None:
             self._done, self._awaiting = self._awaiting, None
@@ -255,13 +255,13 @@ class GradientProbe:
     # --- what is told, and learned ---
 
     @property
-    def needs_bytes(self) -> int:
+    def row_size(self) -> int:
         """Of a row."""
         return _ROW.size
 
-    def row(self) -> bytes:
+    def pack_row(self) -> bytes:
         """What this worker has found about the last step that was looked at, and not told yet."""
-        sample = self._told = self._done
+        sample = self._reported = self._done
         if sample is None:
             return _ROW.pack(-1, 0.0, 1.0, False, b"", b"", False, 0.0, 0.0, 0.0)
         squares = self._squares(sample) if sample.noise and sample.known else None
@@ -301,19 +301,19 @@ class GradientProbe:
 
     def learn(self, rows: Sequence[bytes]) -> None:
         """Everybody's rows. Where they do not speak of the same step, as with newcomers among them, they say nothing."""
-        told = [_ROW.unpack(row[: _ROW.size]) for row in rows]
-        if self._done is self._told:
+        rows_ = [_ROW.unpack(row[: _ROW.size]) for row in rows]
+        if self._done is self._reported:
             self._done = None
-        step, batch, scale = told[0][:3]
-        if step < 0 or any(each[:3] != (step, batch, scale) for each in told):
+        step, batch, scale = rows_[0][:3]
+        if step < 0 or any(each[:3] != (step, batch, scale) for each in rows_):
             return
-        if all(each[3] for each in told):
+        if all(each[3] for each in rows_):
             replicas = max(2, self._replicas)
-            small, big = (sum(int.from_bytes(each[place], "little") for each in told) for place in (4, 5))
+            small, big = (sum(int.from_bytes(each[place], "little") for each in rows_) for place in (4, 5))
             # Parts are divided by N, so the mean of N squares is N times the sum of theirs.
             self.noise.update(small * replicas / _ONE / scale**2, big / _ONE / scale**2, batch, replicas)
-        if all(each[6] for each in told):
-            norms = self._dispersion.merge([each[7:10] for each in told])
+        if all(each[6] for each in rows_):
+            norms = self._dispersion.merge([each[7:10] for each in rows_])
             self.variance.update([norm / scale**2 for norm in norms])
 
     def figures(self) -> dict[str, float | None]:
@@ -392,12 +392,12 @@ class GradientVariance:
         self._found: tuple[int, VarianceShare | None] = (NO_STEP, None)
         """The step that was looked at last, and what was found."""
         self._replicas = 1
-        self._buried: list[object] = []
+        self._retired: list[object] = []
 
-    def arrange(self, engine: Engine, replicas: int) -> None:
+    def enter_view(self, engine: Engine, replicas: int) -> None:
         """Work in this view from now on."""
         if self._engine is not None and self._engine.may_be_written_to:
-            self._buried.append((self._engine, self._squares, self._host))  # as with gradients: never use it again
+            self._retired.append((self._engine, self._squares, self._host))  # as with gradients: never use it again
         self._engine, self._replicas = engine, replicas
         length = self._offsets[-1]
         self._bounds = [length * rank // engine.size for rank in range(engine.size + 1)]
@@ -540,11 +540,11 @@ class GradientVariance:
         index = bisect_right(self._offsets, place) - 1
         return index if 0 <= index < len(self._offsets) - 1 and self._offsets[index] < place else -1
 
-    def merge(self, told: Sequence[Sequence[float]]) -> list[float]:
+    def merge(self, rows_: Sequence[Sequence[float]]) -> list[float]:
         """The norms, or sums of several, that follow from everybody's shares, in the order of ranks."""
-        norms = [inner for _, inner, _ in told]
+        norms = [inner for _, inner, _ in rows_]
         split: dict[int, float] = {}
-        for rank, (head, _, tail) in enumerate(told):
+        for rank, (head, _, tail) in enumerate(rows_):
             first, last = self._cut(self._bounds[rank]), self._cut(self._bounds[rank + 1])
             split[first] = split.get(first, 0.0) + head
             if last != first:

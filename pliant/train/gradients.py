@@ -86,7 +86,7 @@ class GradientCollector:
         self._leftover: set[int] = set()
         """Parameters that were not used in the forward before this backward, as far as can be seen."""
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._caught, index))  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(partial(self._collect, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self.parameters)
         ]
 
@@ -110,16 +110,16 @@ class GradientCollector:
         """Replace L1 by L2, for good."""
         self.use_layout(rebuilt_layout(self._items, ready_order, cap_bytes=self._cap_bytes))
 
-    def stay_apart(self) -> None:
+    def disable_sums(self) -> None:
         """Gradients are not to be summed: they stay where backward puts them."""
         self.sums.wanted = self.waits_for_order = False
 
     # --- views and turns ---
 
-    def arrange(self, engine: Engine, blocks: Sequence[int]) -> None:
+    def enter_view(self, engine: Engine, blocks: Sequence[int]) -> None:
         """Work in this view from now on: rank r hosts `blocks[r]` replicas."""
         self._expecting = self._halted = False
-        self.sums.arrange(engine, blocks)
+        self.sums.enter_view(engine, blocks)
 
     def begin_turn(self, slot: int) -> None:
         """The replica in this place among those hosted here computes next."""
@@ -131,11 +131,11 @@ class GradientCollector:
         """The step is torn: catch nothing until there is another view."""
         self._halted = True
 
-    def rest(self) -> None:
+    def end_turns(self) -> None:
         """No replica has its turn."""
         self._resting = True
 
-    def fill_in(self) -> None:
+    def fill_missing(self) -> None:
         """The step is torn, but the program's own code may touch gradients before its next batch."""
         for parameter in self.parameters:
             if parameter.grad is None:
@@ -143,7 +143,7 @@ class GradientCollector:
 
     # --- backward ---
 
-    def _caught(self, index: int, parameter: torch.nn.Parameter) -> None:
+    def _collect(self, index: int, parameter: torch.nn.Parameter) -> None:
         """A gradient is complete. Called for every parameter of every replica, so it does the least it can."""
         if parameter.__class__ is Pending or index in self._leftover:
             raise TrainError(
@@ -167,7 +167,7 @@ class GradientCollector:
             )
         self._leftover = self._before_backward()
         if index in self._leftover:
-            self._caught(index, self.parameters[index])
+            self._collect(index, self.parameters[index])
         self._queued = True
         self.ready_order = []
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
@@ -209,20 +209,20 @@ class GradientSums:
         self._places: list[GradientSlot] = []
         """Of each parameter."""
         self._on_device = parameters[0].is_cuda
-        self._ferry = DeviceCopier()
+        self._copier = DeviceCopier()
         self._engine: Engine | None = None
         self._blocks: tuple[int, ...] = ()
-        self._buried: list[tuple[Engine, list[Bucket]]] = []
-        self._way = SyncConfig()
+        self._retired: list[tuple[Engine, list[Bucket]]] = []
+        self._config = SyncConfig()
         """How sums travel in this step."""
-        self._runs: list[UnitBuffer] = []
+        self._units: list[UnitBuffer] = []
         """Where sums do not travel by buckets: what does. Empty else."""
-        self._run_of: list[UnitBuffer] = []
+        self._unit_of: list[UnitBuffer] = []
         self._cut_for: SyncConfig | None = None
         self._slot = 0
         self._scale = 1.0
         self._is_last = False
-        self._held: Bucket | None = None
+        self._held_back: Bucket | None = None
         self._used: torch.Tensor | None = None
         self._used_handle: Handle | None = None
 
@@ -231,19 +231,19 @@ class GradientSums:
     def use_layout(self, layout: BucketLayout, generation: int) -> None:
         """Put gradients there from now on; `generation` tells the names of one layout's buckets from another's."""
         self._layout, self._generation = layout, generation
-        self._buckets, self._runs = [], []
+        self._buckets, self._units = [], []
 
-    def arrange(self, engine: Engine, blocks: Sequence[int]) -> None:
+    def enter_view(self, engine: Engine, blocks: Sequence[int]) -> None:
         """Work in this view from now on: rank r hosts `blocks[r]` replicas."""
         if self._engine is not None and self._engine.may_be_written_to:
             # A worker that was given up for its silence, and is only stopped, would finish its part of a sum of
             # the old view when it goes on: into this memory, which must therefore never be used again.
-            self._buried.append((self._engine, self._buckets))
-        self._ferry.wait()  # before the memory that is being copied to is given away
+            self._retired.append((self._engine, self._buckets))
+        self._copier.wait()  # before the memory that is being copied to is given away
         self._engine, self._blocks = engine, tuple(blocks)
-        self._buckets, self._runs = [], []
+        self._buckets, self._units = [], []
         if self.probe is not None:
-            self.probe.arrange(engine, self._blocks)
+            self.probe.enter_view(engine, self._blocks)
 
     def _have_buckets(self, engine: Engine) -> None:
         if self._buckets or not self.wanted:
@@ -253,26 +253,26 @@ class GradientSums:
             self._layout, self._parameters, engine, hosted, generation=self._generation, on_device=self._on_device
         )
         self._places = gradient_slots(self._buckets)
-        self._runs, self._cut_for = [], None
+        self._units, self._cut_for = [], None
 
-    def travel(self, way: SyncConfig, order: Sequence[int]) -> None:
+    def plan_step(self, config: SyncConfig, order: Sequence[int]) -> None:
         """How the sums of the step that begins now travel; `order` is that in which they are wanted."""
         engine = self._engine
         assert engine is not None, "arrange() comes first"
         self._have_buckets(engine)
-        self._way = way
-        if way.mode == "fifo" or not self.wanted or engine.size == 1:
-            self._runs = []
+        self._config = config
+        if config.mode == "fifo" or not self.wanted or engine.size == 1:
+            self._units = []
             return
-        if not self._runs or self._cut_for != way:
-            self._runs = cut_unit_buffers(self._buckets, way, engine.num_lanes)
-            run_of = {index: run for run in self._runs for index in run.indices}
-            self._run_of = [run_of[index] for index in range(len(self._parameters))]
-        self._cut_for = way
+        if not self._units or self._cut_for != config:
+            self._units = cut_unit_buffers(self._buckets, config, engine.num_lanes)
+            unit_of = {index: unit for unit in self._units for index in unit.indices}
+            self._unit_of = [unit_of[index] for index in range(len(self._parameters))]
+        self._cut_for = config
         wanted = {index: place for place, index in enumerate(order)}
-        for run in self._runs:
-            first = min(wanted.get(index, len(self._parameters)) for index in run.indices)
-            run.priority = first if way.mode == "priority" else 0
+        for unit in self._units:
+            first = min(wanted.get(index, len(self._parameters)) for index in unit.indices)
+            unit.priority = first if config.mode == "priority" else 0
 
     # --- one replica's turn ---
 
@@ -281,11 +281,11 @@ class GradientSums:
         engine = self._engine
         assert engine is not None, "arrange() comes first"
         self._have_buckets(engine)
-        for run in self._runs:
-            run.missing, run.handle = len(run.indices), None
+        for unit in self._units:
+            unit.missing, unit.handle = len(unit.indices), None
         for bucket in self._buckets:
             bucket.seen, bucket.handle = 0, None
-        self._slot, self._is_last, self._held = slot, slot == self._blocks[engine.rank] - 1, None
+        self._slot, self._is_last, self._held_back = slot, slot == self._blocks[engine.rank] - 1, None
         self._scale = 1.0 / self.num_replicas
         if self._find_unused and self.wanted and slot == 0:
             self._used = torch.zeros(len(self._parameters), dtype=torch.uint8)
@@ -309,12 +309,12 @@ class GradientSums:
                 )
             torch.mul(gradient, self._scale, out=place.views[self._slot])
             if self.probe is not None and self.probe.wants_parts:
-                self.probe.part(index, bucket.parts[self._slot][place.begin : place.end])
-        if self._runs:
-            run = self._run_of[index]
-            run.missing -= 1
-            if run.missing == 0:
-                self._run_full(run)
+                self.probe.add_gradient(index, bucket.parts[self._slot][place.begin : place.end])
+        if self._units:
+            unit = self._unit_of[index]
+            unit.missing -= 1
+            if unit.missing == 0:
+                self._unit_full(unit)
         elif bucket.seen == bucket.whole:
             self._bucket_full(bucket)
 
@@ -329,8 +329,8 @@ class GradientSums:
                 self._used_handle = self._engine.all_reduce(
                     "grad:used", self._used, op="max", determinism="fast", priority=FIRST_PRIORITY
                 )
-        if self._held is not None:
-            self._send_off(self._held)
+        if self._held_back is not None:
+            self._send_from_device(self._held_back)
         if self.probe is not None and self.probe.wants_parts and self._is_last:
             self._parts_over(self.probe)
 
@@ -351,56 +351,56 @@ class GradientSums:
         if not self._on_device:
             for place in places:
                 place.views[self._slot].zero_()
-        if not self._runs:
+        if not self._units:
             for bucket in dict.fromkeys(place.bucket for place in places):
                 self._bucket_full(bucket)
-        for run in self._runs:
-            if run.missing:
-                self._run_full(run)
+        for unit in self._units:
+            if unit.missing:
+                self._unit_full(unit)
 
     # --- what is full leaves ---
 
     def _bucket_full(self, bucket: Bucket) -> None:
         if self._on_device:
             # One bucket late: backward has then freed more memory than is taken here.
-            late, self._held = self._held, bucket
+            late, self._held_back = self._held_back, bucket
             if late is not None:
-                self._send_off(late)
+                self._send_from_device(late)
         elif self._is_last:
             assert self._engine is not None
             bucket.handle = sum_bucket(self._engine, self._blocks, bucket)
 
-    def _send_off(self, bucket: Bucket) -> None:
+    def _send_from_device(self, bucket: Bucket) -> None:
         """Have a full bucket leave the device; or fold it there, if this worker hosts all replicas."""
-        flat = self._collected(bucket, bucket.gradients(), is_plain=bucket.is_plain)
+        flat = self._flatten(bucket, bucket.gradients(), is_plain=bucket.is_plain)
         if self._is_last and len(self._blocks) == 1:
-            bucket.copied = self._ferry.fold(flat, bucket.parts, self.num_replicas)
+            bucket.copied = self._copier.fold(flat, bucket.parts, self.num_replicas)
             bucket.flat = flat
         else:
-            bucket.copied = self._ferry.carry(flat, bucket.parts[self._slot])
+            bucket.copied = self._copier.copy_to_host(flat, bucket.parts[self._slot])
 
-    def _run_full(self, run: UnitBuffer) -> None:
+    def _unit_full(self, unit: UnitBuffer) -> None:
         assert self._engine is not None
         if self._on_device:
             gradients = [
                 parameter.grad if self._has_come(index) else None
-                for index, parameter in zip(run.indices, run.parameters, strict=True)
+                for index, parameter in zip(unit.indices, unit.parameters, strict=True)
             ]
-            copied = self._ferry.carry(self._collected(run, gradients), run.parts[self._slot])
+            copied = self._copier.copy_to_host(self._flatten(unit, gradients), unit.parts[self._slot])
             if self._is_last:
-                submit = partial(sum_unit, self._engine, self._blocks, self._way, run)
-                run.handle = self._engine.after(copied, submit, run.name)
+                submit = partial(sum_unit, self._engine, self._blocks, self._config, unit)
+                unit.handle = self._engine.after(copied, submit, unit.name)
         elif self._is_last:
-            run.handle = sum_unit(self._engine, self._blocks, self._way, run)
+            unit.handle = sum_unit(self._engine, self._blocks, self._config, unit)
 
-    def _collected(
+    def _flatten(
         self, what: Bucket | UnitBuffer, gradients: Sequence[torch.Tensor | None], *, is_plain: bool = False
     ) -> torch.Tensor:
         """The gradients of the replica whose turn it is, in one tensor on the device, which has been shown to the probe."""
         flat = flatten_gradients(what.parameters, gradients, self.num_replicas, is_plain=is_plain)
         if self.probe is not None and self.probe.wants_parts:
             sizes = [parameter.numel() for parameter in what.parameters]
-            self.probe.parts(what.indices, flat.split(sizes))  # type: ignore[no-untyped-call]
+            self.probe.add_gradients(what.indices, flat.split(sizes))  # type: ignore[no-untyped-call]
         if self._is_last:
             # The sum takes their place before the program sees them again.
             for parameter, found in zip(what.parameters, gradients, strict=True):
@@ -411,23 +411,23 @@ class GradientSums:
     # --- the sums ---
 
     @property
-    def crosses(self) -> bool:
+    def are_deferred(self) -> bool:
         """Whether sums are taken in one by one, when their parameters are used."""
-        return bool(self._runs)
+        return bool(self._units)
 
-    def under_way(self) -> list[PendingSum]:
+    def pending_sums(self) -> list[PendingSum]:
         """What is to be waited for, parameter by parameter. Raises CommError if it is known already that it fails."""
         used = self._wait_for_used()
         return [
             PendingSum(
-                run.handle,
+                unit.handle,
                 [
                     (i, total if used is None or used[i] else None)
-                    for i, total in zip(run.indices, run.sums, strict=True)
+                    for i, total in zip(unit.indices, unit.sums, strict=True)
                 ],
             )
-            for run in self._runs
-            if run.handle is not None
+            for unit in self._units
+            if unit.handle is not None
         ]
 
     def _wait_for_used(self) -> list[int] | None:
@@ -451,8 +451,8 @@ class GradientSums:
                 self._fetch(bucket)
             elif self.probe is not None and self.probe.wants_sums:
                 for index in bucket.indices:
-                    self.sum_is_here(index)
-        self.sums_are_whole()
+                    self.sum_arrived(index)
+        self.sums_complete()
         used = self._wait_for_used()
         # What no replica has used keeps whatever gradient it has, as with DDP.
         unused = {id(parameter) for index, parameter in enumerate(self._parameters) if used and not used[index]}
@@ -467,7 +467,7 @@ class GradientSums:
         """Bring the sum to the device, if it is not there."""
         flat = fetch_sum(bucket, was_folded=len(self._blocks) == 1)
         if self.probe is not None and self.probe.wants_sums:
-            self.probe.totals(bucket.indices, flat.split(bucket.sizes))  # type: ignore[no-untyped-call]
+            self.probe.add_sums(bucket.indices, flat.split(bucket.sizes))  # type: ignore[no-untyped-call]
         bucket.sums = unflatten_sum(flat, bucket)
 
     # --- what is looked at ---
@@ -477,29 +477,29 @@ class GradientSums:
         if self.probe is not None:
             self.probe.begin(step)
 
-    def took(self, samples: int, scale: Callable[[], float] = lambda: 1.0) -> None:
+    def record_samples(self, samples: int, scale: Callable[[], float] = lambda: 1.0) -> None:
         """A replica is about to compute on so many samples in all; `scale` says what its loss will be multiplied with."""
         if self.probe is not None and self.probe.wants_parts:
-            self.probe.took(samples, scale())
+            self.probe.record_samples(samples, scale())
 
     def _parts_over(self, probe: GradientProbe) -> None:
         """The last replica hosted here is done."""
         if not self.wanted:
             for index, parameter in enumerate(self._parameters):
                 if parameter.grad is not None:
-                    probe.part(index, in_memory_order(parameter, parameter.grad.detach()))
-        probe.parts_over()
+                    probe.add_gradient(index, in_memory_order(parameter, parameter.grad.detach()))
+        probe.gradients_complete()
 
-    def sum_is_here(self, index: int) -> None:
+    def sum_arrived(self, index: int) -> None:
         """The sum of this parameter's gradients is there, and nobody has touched it yet."""
         if self.probe is not None and self.probe.wants_sums:
             place = self._places[index]
-            self.probe.total(index, place.bucket.total[place.begin : place.end])
+            self.probe.add_sum(index, place.bucket.total[place.begin : place.end])
 
-    def sums_are_whole(self) -> None:
+    def sums_complete(self) -> None:
         """All sums of the step are there."""
         if self.probe is not None:
-            self.probe.sums_over()
+            self.probe.sums_complete()
 
 
 # --- buckets ---
@@ -512,19 +512,19 @@ def sum_bucket(engine: Engine, blocks: tuple[int, ...], bucket: Bucket) -> Handl
     return engine.all_reduce(bucket.name, bucket.total, contributions=bucket.parts, parts=blocks)
 
 
-def sum_unit(engine: Engine, blocks: tuple[int, ...], way: SyncConfig, run: UnitBuffer) -> Handle:
+def sum_unit(engine: Engine, blocks: tuple[int, ...], config: SyncConfig, unit: UnitBuffer) -> Handle:
     """Have a unit summed. (On CUDA it is called later, when there may be another view already.)"""
-    plain = len(run.parts) == 1 and max(blocks) == 1
-    if way.mode == "baseline":
+    plain = len(unit.parts) == 1 and max(blocks) == 1
+    if config.mode == "baseline":
         if not plain:
             raise TrainError("sync='baseline' takes one replica per worker: start as many workers as replicas")
-        return notify_pull.all_reduce(engine, run.name, run.total, run.portion)
+        return notify_pull.all_reduce(engine, unit.name, unit.total, unit.portion)
     return engine.all_reduce(
-        run.name,
-        run.total,
-        priority=run.priority,
-        portion=run.portion,
+        unit.name,
+        unit.total,
+        priority=unit.priority,
+        portion=unit.portion,
         prompt=True,
-        contributions=None if plain else run.parts,
+        contributions=None if plain else unit.parts,
         parts=None if plain else blocks,
     )

@@ -158,8 +158,8 @@ class Job:
         self._tracked: dict[str, Any] = {}
         self._trainer: Trainer | None = None
         self._state: JobState | None = None
-        self._settling: ViewRendezvous | None = None
-        self._saving: Checkpointing | None = None
+        self._rendezvous: ViewRendezvous | None = None
+        self._checkpointing: Checkpointing | None = None
         self._load_path = spec.resume if spec is not None else ""
         self._schedule = dict(spec.resize_schedule) if spec is not None else {}
         self._inside_epochs = False
@@ -227,11 +227,11 @@ class Job:
         trainer = self._trainer
         if trainer is None:
             return True
-        if trainer.may_commit and trainer.crossing.is_open:
-            trainer.crossing.tell(
+        if trainer.may_commit and trainer.deferred.is_pending:
+            trainer.deferred.warn_once(
                 "sync: the program asks job.committing, which waits for all sums: priority cannot help"
             )
-            trainer.finish_sums()
+            trainer.wait_for_sums()
         return trainer.may_commit
 
     @property
@@ -243,7 +243,7 @@ class Job:
     def observation(self) -> Observation | None:
         """The job after the last step, as its policies have seen it; None before the second step, or without any
         policy, monitor or record."""
-        return self._need_trainer().adaptation.seen
+        return self._need_trainer().adaptation.observation
 
     def report(self, **values: float) -> None:
         """Put figures of the step in progress (the loss, say) into the record. The first worker's count."""
@@ -251,7 +251,7 @@ class Job:
 
     def sync_stats(self) -> SyncStats:
         """How the sums travel now, and what the network has cost so far."""
-        return self._need_trainer().way.stats()
+        return self._need_trainer().sync.stats()
 
     @property
     def changes(self) -> list[ViewChange]:
@@ -274,7 +274,7 @@ class Job:
     @property
     def has_pending_updates(self) -> bool:
         """Whether sums of the last committed step are still on their way, as they may be with sync="priority"."""
-        return self._trainer is not None and self._trainer.crossing.is_open
+        return self._trainer is not None and self._trainer.deferred.is_pending
 
     @property
     def committed_buffers(self) -> list[torch.Tensor]:
@@ -346,70 +346,70 @@ class Job:
             UserObjects(model, optimizers, feeder, sync_buffers, device),
             parameters,
             replicas,
-            (self._possible_sync(model, averaging), *self._sync[1:]),
+            (self._sync_mode(model, averaging), *self._sync[1:]),
             self._blocks,
             find_unused=find_unused_parameters,
             cap_bytes=None if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20)),
             follows_view=follows_view,
             keeps_layout=self._level != "D0",
-            say=self._say_first,
+            notify=self._notify_first,
         )
-        gradients, crossing = trainer.gradients, trainer.crossing
+        gradients, deferred = trainer.gradients, trainer.deferred
         probe = gradients.sums.probe = make_probe(self._adapting.monitors, gradients, optimizers, averaging)
-        trainer.adaptation = Adaptation(self._adapting, trainer, options.batch_size, probe, self._say)
+        trainer.adaptation = Adaptation(self._adapting, trainer, options.batch_size, probe, self._notify)
         trainer.loss_scale = self._loss_scale
         if self._adapting.metrics or self._adapting.tensorboard or wants_stall_detection():
             from pliant.train.exporters import start_exporters  # most jobs have none: do not load their libraries
 
             worker = self._spec.worker if self._spec is not None else Worker("127.0.0.1", PortRange().begin)
-            start_exporters(trainer, self._adapting, worker, self._stack, self._say)
+            start_exporters(trainer, self._adapting, worker, self._stack, self._notify)
         self._member.max_members = None if follows_view else replicas.count
         program = describe_program(parameters, replicas, follows_view=follows_view)
-        self._keep_state(trainer, program + (f", {averaging.describe()}" if averaging is not None else ""), device)
+        self._connect_state(trainer, program + (f", {averaging.describe()}" if averaging is not None else ""), device)
         if averaging is not None:
-            assert self._settling is not None
-            averaging.attach(gradients, self._settling.equalise)
+            assert self._rendezvous is not None
+            averaging.attach(gradients, self._rendezvous.equalise)
             trainer.averaging = averaging
         trainer.on_commit = self._committed
         trainer.changes.listeners = self._view_listeners
         for each in optimizers:
             wrap_optimizer(each, self._running, lambda: self._trainer)
-            gate_state(each, crossing)
-        self._stack.callback(gate_evaluation(model, crossing))
+            gate_state(each, deferred)
+        self._stack.callback(gate_evaluation(model, deferred))
         self._stack.callback(refuse_untracked_scalers(self._tracked, lambda: self._trainer))
         return model, optimizer, Loader(self)
 
-    def _keep_state(self, trainer: Trainer, program: str, device: torch.device) -> None:
+    def _connect_state(self, trainer: Trainer, program: str, device: torch.device) -> None:
         """Have the job's state come from, and go to, other workers and files."""
         state = self._state = JobState(trainer, self._tracked)
         directory = self._spec.checkpoint_dir if self._spec is not None else ""
         every = self._spec.checkpoint_every if self._spec is not None else 0
-        self._saving = Checkpointing(trainer, state, directory, every, self._level, self._say)
-        self._settling = ViewRendezvous(
+        self._checkpointing = Checkpointing(trainer, state, directory, every, self._level, self._notify)
+        self._rendezvous = ViewRendezvous(
             self._member,
             trainer,
             state,
             f"{program}, {self._adapting}",
             determinism.fingerprint(device),
             self._level,
-            self._start_fresh,
-            self._saving.write_last,
-            self._say,
+            self._start_job,
+            self._checkpointing.write_last,
+            self._notify,
         )
-        trainer.settle = self._settling.settle
+        trainer.enter_next_view = self._rendezvous.enter_next_view
 
     def _loss_scale(self) -> float:
         scalers = [thing for thing in self._tracked.values() if isinstance(thing, torch.amp.GradScaler)]
         return math.prod(scaler.get_scale() for scaler in scalers)
 
-    def _possible_sync(self, model: torch.nn.Module, averaging: AveragingOptimizer | None) -> str:
+    def _sync_mode(self, model: torch.nn.Module, averaging: AveragingOptimizer | None) -> str:
         """What was asked for, unless this model cannot have it."""
         asked = self._sync[0]
         reason = why_no_priority(model, averaging)
         if asked == "fifo" or not reason:
             return asked
         if asked != "auto":
-            self._say(f"sync: {asked!r} is not possible, because {reason}; using 'fifo'")
+            self._notify(f"sync: {asked!r} is not possible, because {reason}; using 'fifo'")
         return "fifo"
 
     def track(self, name: str, thing: Any) -> Any:
@@ -422,7 +422,7 @@ class Job:
             raise TrainError(f"track({name!r}): a {type(thing).__name__} has no state_dict and load_state_dict")
         if name in self._tracked:
             raise TrainError(f"track({name!r}): there is already something under that name")
-        if self._settling is not None and self._settling.has_state:
+        if self._rendezvous is not None and self._rendezvous.has_state:
             raise TrainError(f"track({name!r}): the job is running; track before job.epochs")
         self._tracked[name] = thing
         if not isinstance(thing, torch.optim.Optimizer):
@@ -446,14 +446,14 @@ class Job:
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs that are left of `count`: a newcomer, or a resumed job, begins where the job stands."""
         trainer = self._need_trainer()
-        check_tracked(trainer.parts.optimizers, self._tracked)
-        assert self._settling is not None
-        if not self._settling.has_state:
+        check_tracked(trainer.user.optimizers, self._tracked)
+        assert self._rendezvous is not None
+        if not self._rendezvous.has_state:
             if isinstance(self._member, Member):
                 self._member.start()
-            self._settling.join()
+            self._rendezvous.join()
         trace.begin(self.rank)
-        trainer.watch()
+        trainer.trace_engine()
         self._inside_epochs = True
         try:
             while trainer.progress.epoch < count:
@@ -470,18 +470,18 @@ class Job:
     def _finish(self) -> None:
         """Leave when everybody has the last step: until then somebody may need our state."""
         trainer = self._need_trainer()
-        assert self._settling is not None
+        assert self._rendezvous is not None
         while self.size > 1:
             assert trainer.engine is not None
             try:
                 trainer.engine.barrier("finish")
                 break
             except CommError as error:
-                trainer.tear(error)
-                self._settling.settle()
-        if self._saving is not None:
-            self._saving.flush()
-        trainer.adaptation.end(trainer.situation())
+                trainer.mark_torn(error)
+                self._rendezvous.enter_next_view()
+        if self._checkpointing is not None:
+            self._checkpointing.flush()
+        trainer.adaptation.end_job(trainer.position())
         self._member.finish()
 
     def resize(self, num_workers: int) -> None:
@@ -494,14 +494,14 @@ class Job:
     def close(self) -> None:
         """Leave the job; done at the program's end by itself."""
         atexit.unregister(self.close)
-        if self._saving is not None:
-            self._saving.close()
+        if self._checkpointing is not None:
+            self._checkpointing.close()
         if self._trainer is not None:
             self._trainer.gradients.close()
             self._trainer.adaptation.close()
             with contextlib.suppress(CommError):
-                if not self._trainer.finish_sums():
-                    self._trainer.take_back()
+                if not self._trainer.wait_for_sums():
+                    self._trainer.undo_step()
         self._stack.close()
 
     def __enter__(self) -> Job:
@@ -524,12 +524,12 @@ class Job:
     def _committed(self) -> None:
         """A step is done by all replicas."""
         trainer = self._need_trainer()
-        assert self._saving is not None
+        assert self._checkpointing is not None
         if trainer.is_first:
             size = self._schedule.get(trainer.progress.step)
             if size is not None and isinstance(self._member, Member):
-                trainer.ask_for(size)
-        self._saving.committed()
+                trainer.request_workers(size)
+        self._checkpointing.on_commit()
         if self._commit_listeners:
             progress, (duration_s, compute_s) = trainer.progress, trainer.step_times
             event = StepCommitted(
@@ -555,18 +555,18 @@ class Job:
         if not path and not (self._spec and self._spec.checkpoint_dir):
             raise ConfigError("job.save() needs a path, or `pliant run --checkpoint-dir DIR`")
         self._need_trainer()
-        assert self._saving is not None
-        self._saving.ask(path)
+        assert self._checkpointing is not None
+        self._checkpointing.request(path)
 
     def load(self, path: str) -> None:
         """Begin with the state in this checkpoint (a file, or a directory: its newest); call before `epochs`."""
-        if self._settling is not None and self._settling.has_state:
+        if self._rendezvous is not None and self._rendezvous.has_state:
             raise TrainError("job.load: the job is running; load before job.epochs")
         if not Path(path).exists():
             raise CheckpointError(f"{path}: there is no such checkpoint")
         self._load_path = path
 
-    def _start_fresh(self, had_state: bool) -> None:
+    def _start_job(self, had_state: bool) -> None:
         """The state to begin with: a checkpoint's, or what the program has built."""
         assert self._state is not None
         set_initial_state(
@@ -576,22 +576,22 @@ class Job:
             asked=self._load_path,
             directory=self._spec.checkpoint_dir if self._spec is not None else "",
             seed=self._seed,
-            say=self._say,
+            notify=self._notify,
         )
 
     # --- the world around ---
 
-    def _say_first(self, text: str) -> None:
+    def _notify_first(self, text: str) -> None:
         if self.rank == 0:
-            self._say(text)
+            self._notify(text)
 
-    def _say(self, text: str) -> None:
+    def _notify(self, text: str) -> None:
         print(text, flush=True)
 
     def _leave(self) -> bool:
         """This machine will be taken away: leave at the next boundary. False if there is nothing to leave yet, or if this
         was said before."""
-        if self._settling is None or not self._settling.has_state or self._notified:
+        if self._rendezvous is None or not self._rendezvous.has_state or self._notified:
             return False
         self._notified = True
         self._member.leave()
@@ -611,11 +611,11 @@ def handle_preemption_notice(leave: Callable[[], bool]) -> None:
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
 
-    def heed(signum: int, frame: object) -> None:
+    def apply_decision(signum: int, frame: object) -> None:
         if not leave():
             sys.exit(0)
 
-    signal.signal(signal.SIGTERM, heed)
+    signal.signal(signal.SIGTERM, apply_decision)
 
 
 # --- wrapping ---
@@ -623,7 +623,7 @@ def handle_preemption_notice(leave: Callable[[], bool]) -> None:
 
 def make_trainer(
     member: Member | Alone,
-    parts: UserObjects,
+    user: UserObjects,
     parameters: NamedParameters,
     replicas: Replicas,
     sync: tuple[str, int | None, int | None],
@@ -633,7 +633,7 @@ def make_trainer(
     cap_bytes: int | None,
     follows_view: bool,
     keeps_layout: bool,
-    say: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> Trainer:
     """A trainer with all that it needs; `sync` is the way that sums travel, and what was asked for its slices."""
     gradients = GradientCollector(
@@ -642,19 +642,19 @@ def make_trainer(
         find_unused=find_unused,
         cap_bytes=cap_bytes,
         always_sums=follows_view,
-        on_backward=lambda: trainer.turn_over(),
-        before_backward=lambda: crossing.leftover(),
+        on_backward=lambda: trainer.end_turn(),
+        before_backward=lambda: deferred.unused_parameters(),
     )
-    crossing = DeferredUpdates(
-        gradients.parameters, gradients.names, can_undo=member.elastic, say=say, optimizers=parts.optimizers
+    deferred = DeferredUpdates(
+        gradients.parameters, gradients.names, can_undo=member.elastic, notify=notify, optimizers=user.optimizers
     )
     trainer = Trainer(
         member,
-        parts,
+        user,
         replicas,
         gradients,
-        crossing,
-        SyncTuner(*sync, say=say),
+        deferred,
+        SyncTuner(*sync, notify=notify),
         blocks,
         follows_view=follows_view,
         keeps_layout=keeps_layout,

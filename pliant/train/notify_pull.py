@@ -40,7 +40,7 @@ class _Sum:
         self.ranges = even_partition(len(tensor), len(owners))
         self._engine, self._name, self._tensor, self._owners = engine, name, tensor, owners
         self._lock = threading.Lock()
-        self._to_hear = self._to_get = len(owners)
+        self._to_notify = self._to_pull = len(owners)
 
     def push(self, part: int, portion: Portion, piece: torch.Tensor) -> None:
         """Send this rank's operand to the part's owner."""
@@ -52,7 +52,7 @@ class _Sum:
             notice = engine.broadcast(
                 f"{self._name}/{part}/notice", torch.zeros(1, dtype=torch.uint8), owner, prompt=True
             )
-            notice.add_done_callback(partial(self._heard, notice))
+            notice.add_done_callback(partial(self._notified, notice))
 
     def _summed(self, part: int, pushed: Handle) -> None:
         """At the owner: keep the sum for those who will ask, and tell them."""
@@ -62,16 +62,16 @@ class _Sum:
             self._engine.broadcast(
                 f"{self._name}/{part}/notice", torch.zeros(1, dtype=torch.uint8), self._engine.rank, prompt=True
             )
-        self._heard(pushed)
-        self._got(pushed)
+        self._notified(pushed)
+        self._pulled(pushed)
 
-    def _heard(self, notice: Handle) -> None:
+    def _notified(self, notice: Handle) -> None:
         if self._failed(notice):
             return
         with self._lock:
-            self._to_hear -= 1
-            heard_all = self._to_hear == 0
-        if heard_all:
+            self._to_notify -= 1
+            all_notified = self._to_notify == 0
+        if all_notified:
             for part, (begin, end) in enumerate(self.ranges):
                 owner = self._owners[part]
                 if owner == self._engine.rank:
@@ -81,15 +81,15 @@ class _Sum:
                 except CommError as error:  # this is the engine's thread: nobody else would hear of it
                     self.handle.fail(error)
                     return
-                pulled.add_done_callback(partial(self._got, pulled))
+                pulled.add_done_callback(partial(self._pulled, pulled))
 
-    def _got(self, pulled: Handle) -> None:
+    def _pulled(self, pulled: Handle) -> None:
         if self._failed(pulled):
             return
         with self._lock:
-            self._to_get -= 1
-            got_all = self._to_get == 0
-        if got_all:
+            self._to_pull -= 1
+            all_pulled = self._to_pull == 0
+        if all_pulled:
             self.handle.finish(self._tensor)
 
     def _failed(self, handle: Handle) -> bool:

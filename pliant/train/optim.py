@@ -103,7 +103,7 @@ class AveragingOptimizer(torch.optim.Optimizer, ABC):
             self._average()
         result = self.inner.step() if closure is None else self.inner.step(closure)
         with torch.no_grad():
-            self._applied()
+            self._after_step()
         return result
 
     # --- for the trainer ---
@@ -115,9 +115,9 @@ class AveragingOptimizer(torch.optim.Optimizer, ABC):
     def attach(self, gradients: GradientCollector, equalise: Callable[[], None]) -> None:
         """Be the optimizer of a job: its gradients stay where they are made. `equalise` gives all workers the state of
         the first."""
-        gradients.stay_apart()
+        gradients.disable_sums()
 
-    def work_in(self, engine: Engine, blocks: Sequence[int]) -> None:
+    def enter_view(self, engine: Engine, blocks: Sequence[int]) -> None:
         """Take up a view in which rank r hosts `blocks[r]` replicas. The model is here already."""
         if max(blocks) > 1:
             raise ConfigError(
@@ -134,14 +134,14 @@ class AveragingOptimizer(torch.optim.Optimizer, ABC):
     def wait(self) -> None:
         """What the step cannot do without is here; raises CommError if it cannot be had."""
 
-    def loading(self, step: int) -> None:
+    def before_load(self, step: int) -> None:
         """A state of this step is about to be loaded."""
 
     @abstractmethod
     def _average(self) -> None:
         """Move the model towards the others'."""
 
-    def _applied(self) -> None:
+    def _after_step(self) -> None:
         """The gradient has been applied."""
 
 
@@ -161,7 +161,7 @@ class SynchronousAveraging(AveragingOptimizer):
         self._under_way: list[Handle] = []
         self._is_here = False
         """Whether the sums of this step's models have come, and are not used yet."""
-        self._buried: list[tuple[Engine, list[ParameterCopies]]] = []
+        self._retired: list[tuple[Engine, list[ParameterCopies]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_copies": [], "_under_way": [], "_is_here": False, "_buried": []}
@@ -169,10 +169,10 @@ class SynchronousAveraging(AveragingOptimizer):
     def describe(self) -> str:
         return f"{type(self).__name__}(alpha={self.alpha:g})"
 
-    def work_in(self, engine: Engine, blocks: Sequence[int]) -> None:
+    def enter_view(self, engine: Engine, blocks: Sequence[int]) -> None:
         if self._engine is not None and self._engine.may_be_written_to:
-            self._buried.append((self._engine, self._copies))  # somebody who is only silent may still write there
-        super().work_in(engine, blocks)
+            self._retired.append((self._engine, self._copies))  # somebody who is only silent may still write there
+        super().enter_view(engine, blocks)
         self._copies, self._under_way, self._is_here = [], [], False
 
     def begin(self, step: int) -> None:
@@ -188,7 +188,7 @@ class SynchronousAveraging(AveragingOptimizer):
             self._copies = copies_to_sum(self._parameters, engine)
         with torch.no_grad():
             for number, copies in enumerate(self._copies):
-                copies.take()
+                copies.copy_parameters()
                 self._under_way.append(engine.all_reduce(f"model:{number}", copies.flat, determinism="exact"))
 
     def wait(self) -> None:
@@ -203,7 +203,7 @@ class SynchronousAveraging(AveragingOptimizer):
             assert self._engine is not None
             for copies in self._copies:
                 copies.flat.div_(self._engine.size)
-                copies.draw(self.alpha)
+                copies.pull_parameters(self.alpha)
 
 
 class AdaptiveSGD(SynchronousAveraging):
@@ -243,7 +243,7 @@ class AdaptiveSGD(SynchronousAveraging):
             gradients.sums.wanted = self._could_sum
             gradients.use_layout(None)
 
-    def loading(self, step: int) -> None:
+    def before_load(self, step: int) -> None:
         """Who comes later gets the layout of the sums with the state, and must know that there are some."""
         if self._gradients is not None:
             self._gradients.sums.wanted = self._could_sum and step > self.change_step
@@ -275,8 +275,8 @@ class PairAveraging(AveragingOptimizer):
     def describe(self) -> str:
         return f"PairAveraging(seed={self.seed})"
 
-    def work_in(self, engine: Engine, blocks: Sequence[int]) -> None:
-        super().work_in(engine, blocks)
+    def enter_view(self, engine: Engine, blocks: Sequence[int]) -> None:
+        super().enter_view(engine, blocks)
         self._asked = self._saved = self._fetched = None
         with torch.no_grad():
             self._save()
@@ -305,17 +305,17 @@ class PairAveraging(AveragingOptimizer):
             if not handle.done:
                 self._fetched = None
             return
-        self._fetched.draw(0.5)
+        self._fetched.pull_parameters(0.5)
         self.peer = peer
 
-    def _applied(self) -> None:
+    def _after_step(self) -> None:
         self._save()
 
     def _save(self) -> None:
         if self._engine is not None and self._engine.size > 1:
             if self._saved is None:
                 self._saved = copies_to_fetch(self._parameters)
-            self._saved.take()
+            self._saved.copy_parameters()
             self._engine.save(_SAVED, self._saved.flat)
 
 
@@ -348,10 +348,10 @@ class ParameterCopies:
     parameters: list[torch.Tensor]
     views: list[torch.Tensor]
 
-    def take(self) -> None:
+    def copy_parameters(self) -> None:
         torch._foreach_copy_(self.views, self.parameters)
 
-    def draw(self, weight: float) -> None:
+    def pull_parameters(self, weight: float) -> None:
         """Draw the parameters towards what is here."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             other = view.to(parameter.device)

@@ -247,7 +247,7 @@ class UndoLog:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
-        self._before: list[SavedParameter] = []
+        self._saved: list[SavedParameter] = []
         self._states: list[tuple[torch.optim.Optimizer, Any]] = []
         """The optimizers' whole states, as objects: the program may put another in its place."""
         self._options: list[tuple[torch.optim.Optimizer, ParameterGroups]] = []
@@ -258,11 +258,11 @@ class UndoLog:
         self.clear()
         self._options = [(optimizer, options_of(optimizer)) for optimizer in self._optimizers]
 
-    def keep_state(self, optimizer: torch.optim.Optimizer) -> None:
+    def save_state(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer steps now, with this state."""
         self._states.append((optimizer, optimizer.state))
 
-    def keep(self, parameter: Parameter) -> None:
+    def save(self, parameter: Parameter) -> None:
         """As it is, with whatever optimizers know of it: it may be updated at once, or by the program itself."""
         states = []
         for optimizer in self._optimizers:
@@ -271,14 +271,14 @@ class UndoLog:
                 name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()
             }  # fmt: skip
             states.append((optimizer, kept))
-        self._before.append(SavedParameter(parameter, parameter.detach().clone(), states))
+        self._saved.append(SavedParameter(parameter, parameter.detach().clone(), states))
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Everything is as it was when backward was over."""
         for optimizer, state in self._states:
             optimizer.state = state
         with torch.no_grad():
-            for before in reversed(self._before):
+            for before in reversed(self._saved):
                 before.parameter.copy_(before.values)
                 for optimizer, of_parameter in before.states:
                     if of_parameter is None:
@@ -292,7 +292,7 @@ class UndoLog:
 
     def clear(self) -> None:
         """Nothing has to be taken back any more."""
-        self._before.clear()
+        self._saved.clear()
         self._states.clear()
         self._options.clear()
 

@@ -86,18 +86,18 @@ class ViewRendezvous:
         program: str,
         fingerprint: Fingerprint,
         level: Level,
-        start_fresh: Callable[[bool], None],
+        start_job: Callable[[bool], None],
         before_end: Callable[[], None],
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
     ) -> None:
         self._member, self._trainer, self._state = member, trainer, state
         self._program, self._fingerprint, self._level = program, fingerprint, level
-        self._start_fresh = start_fresh
+        self._start_job = start_job
         """Makes the state to begin with; told whether the job had one before and lost it."""
         self._before_end = before_end
         """Called when nobody is left to go on: the last chance to write the state down."""
-        self._say = say
-        self._was_listed = self._spoke_first = False
+        self._notify = notify
+        self._was_listed = self._announces = False
         self.has_state = False
 
     def join(self) -> None:
@@ -106,24 +106,24 @@ class ViewRendezvous:
             self._member.ready()
         except NotWanted as error:
             raise Left(str(error)) from None  # removed again while it was starting
-        self._settle(None)
+        self._enter_next(None)
 
-    def settle(self) -> None:
+    def enter_next_view(self) -> None:
         """The way on from a view that has ended, at a step's boundary."""
         trainer = self._trainer
         planned = trainer.switch_to if trainer.torn is None else None
         lost, old_size = trainer.torn is not None, self._member.size
         since_s = trainer.torn_s if lost else trainer.step_ended_s or time.monotonic()
-        self._settle(planned)
-        trainer.changes.begin(since_s, old_size, lost, self._tell)
+        self._enter_next(planned)
+        trainer.changes.begin(since_s, old_size, lost, self._announce)
 
-    def _tell(self, change: ViewChange) -> None:
+    def _announce(self, change: ViewChange) -> None:
         """Say so once, by the first of those who were there before."""
-        if self._spoke_first:
+        if self._announces:
             what = f"recovered at step {change.step}:" if change.lost else "resize"
             again = f", {change.repeated} steps are done again" if change.repeated > 1 else ""
-            self._say(f"{what} {change.old_size} -> {change.new_size} took {change.pause_s * 1e3:.1f}ms{again}")
-            self._trainer.adaptation.note(
+            self._notify(f"{what} {change.old_size} -> {change.new_size} took {change.pause_s * 1e3:.1f}ms{again}")
+            self._trainer.adaptation.record(
                 "view",
                 change.step,
                 old=change.old_size,
@@ -133,7 +133,7 @@ class ViewRendezvous:
                 repeated=change.repeated,
             )
 
-    def _settle(self, planned: int | None) -> None:
+    def _enter_next(self, planned: int | None) -> None:
         """Enter `planned`, or else whatever roll comes next, until it works."""
         after = self._member.entered
         while True:
@@ -177,12 +177,12 @@ class ViewRendezvous:
             holders = [rank for rank, worker in enumerate(view.workers) if worker in known]
         else:
             holders = self._compare(engine, roll, offered, reports)
-        trainer.work_in(engine)
-        trainer.fetched = None  # nobody waits for newcomers of a view that has come to nothing
+        trainer.enter_view(engine)
+        trainer.state_fetched = None  # nobody waits for newcomers of a view that has come to nothing
         if view.size > 1:
             token = torch.zeros(1, dtype=torch.uint8)
-            trainer.fetched = engine.all_reduce("fetched", token, op="max", determinism="fast")
-        self._spoke_first = engine.rank == holders[0]
+            trainer.state_fetched = engine.all_reduce("fetched", token, op="max", determinism="fast")
+        self._announces = engine.rank == holders[0]
 
     def _compare(self, engine: Engine, roll: Roll, offered: int, submitted: Handle | None) -> list[int]:
         """Find out who has the newest state, and have it, too; the ranks of those who had it."""
@@ -190,16 +190,16 @@ class ViewRendezvous:
         holders = _holders(reports)
         if not holders:
             if engine.rank == 0:
-                self._start_fresh(roll.number > 1)
+                self._start_job(roll.number > 1)
                 self.has_state = True
                 offered = lend_state(self._member, roll.number, self._state.read())
             reports = self._reports(self._submit_report(engine, "begin", offered), offered)
             holders = _holders(reports)
         self._check(reports, holders[0], engine)
-        self._have_state(engine, reports, holders)
+        self._obtain_state(engine, reports, holders)
         return holders
 
-    def _have_state(self, engine: Engine, reports: Sequence[MemberReport], holders: Sequence[int]) -> None:
+    def _obtain_state(self, engine: Engine, reports: Sequence[MemberReport], holders: Sequence[int]) -> None:
         """Everybody has the newest state afterwards, as far as this worker has to do with it."""
         source, offered = holders[0], reports[holders[0]].offered_bytes
         lacking = [rank for rank in range(engine.size) if rank not in holders]
@@ -292,8 +292,8 @@ class JobState:
         progress, replicas = trainer.progress, trainer.replicas
         return {
             "progress": [progress.epoch, progress.epoch_step, progress.step],
-            "model": trainer.parts.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in trainer.parts.optimizers],
+            "model": trainer.user.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in trainer.user.optimizers],
             "tracked": {name: each.state_dict() for name, each in self._tracked.items()},
             "buffers": list(trainer.first_buffers),
             "layout": self._layout(),
@@ -314,8 +314,8 @@ class JobState:
         missing = set(state["tracked"]) ^ set(self._tracked)
         if missing:
             raise TrainError(f"tracked objects differ between workers or from the checkpoint: {sorted(missing)}")
-        trainer.parts.model.load_state_dict(state["model"])
-        for optimizer, saved in zip(trainer.parts.optimizers, state["optimizers"], strict=True):
+        trainer.user.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(trainer.user.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         for name, saved in state["tracked"].items():
             self._tracked[name].load_state_dict(saved)
@@ -324,7 +324,7 @@ class JobState:
         ]
         trainer.buffers.load(trainer.first_buffers)
         if trainer.averaging is not None:
-            trainer.averaging.loading(state["progress"][2])
+            trainer.averaging.before_load(state["progress"][2])
         layout = state["layout"]
         trainer.gradients.use_layout(BucketLayout.from_json(layout) if layout is not None else None)
         replicas = trainer.replicas

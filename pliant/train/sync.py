@@ -113,12 +113,12 @@ class SyncStats:
 SYNC_BYTES = _WIRE.size
 
 
-def pack_sync(choice: SyncConfig, measured: StepMeasurement) -> bytes:
+def pack_sync(config: SyncConfig, measured: StepMeasurement) -> bytes:
     """What a worker says with its step."""
     return _WIRE.pack(
-        SYNC_MODES.index(choice.mode),
-        choice.slice_bytes,
-        choice.in_flight_bytes,
+        SYNC_MODES.index(config.mode),
+        config.slice_bytes,
+        config.in_flight_bytes,
         measured.compute_s,
         measured.sent_bytes,
         measured.rate,
@@ -130,11 +130,11 @@ def unpack_sync(data: bytes) -> tuple[SyncConfig, StepMeasurement]:
     return SyncConfig(SYNC_MODES[mode], slice_bytes, in_flight_bytes), StepMeasurement(*figures)
 
 
-def check_sync_options(asked: str, slice_bytes: int | None, in_flight_bytes: int | None) -> None:
+def check_sync_options(option: str, slice_bytes: int | None, in_flight_bytes: int | None) -> None:
     """Raises ConfigError where `join` was asked for something that there is not."""
-    if asked not in SYNC_OPTIONS:
+    if option not in SYNC_OPTIONS:
         raise ConfigError(
-            f"sync={asked!r}: use 'priority', 'fifo' or 'auto' (or, to compare, {' or '.join(map(repr, SYNC_OPTIONS[3:]))})"
+            f"sync={option!r}: use 'priority', 'fifo' or 'auto' (or, to compare, {' or '.join(map(repr, SYNC_OPTIONS[3:]))})"
         )
     for name, value, least in (("slice_bytes", slice_bytes, 1024), ("in_flight_bytes", in_flight_bytes, 4096)):
         if value is not None and (
@@ -149,15 +149,15 @@ class SyncTuner:
     """Decides for the next step from what all workers measured in the last ones."""
 
     def __init__(
-        self, asked: str, slice_bytes: int | None, in_flight_bytes: int | None, say: Callable[[str], None]
+        self, option: str, slice_bytes: int | None, in_flight_bytes: int | None, notify: Callable[[str], None]
     ) -> None:
-        self._asked = asked
+        self._option = option
         self._fixed_slice, self._fixed_in_flight = slice_bytes, in_flight_bytes
-        self._say = say
-        if asked == "baseline":
+        self._notify = notify
+        if option == "baseline":
             self._fixed_slice = slice_bytes = slice_bytes or BASELINE_BYTES
-        first = SyncConfig("fifo" if asked == "auto" else asked)
-        self.choice = replace(
+        first = SyncConfig("fifo" if option == "auto" else option)
+        self.config = replace(
             first,
             slice_bytes=slice_bytes or first.slice_bytes,
             in_flight_bytes=in_flight_bytes or first.in_flight_bytes,
@@ -169,17 +169,17 @@ class SyncTuner:
         """The bytes that the network would have carried in a step, when sizes were last chosen."""
         self._in_steps: deque[float] = deque(maxlen=3)
         """The same of the last steps."""
-        self._odd_rate = 0.0
+        self._outlier_rate = 0.0
         """Of the last step, where it was far from what is known."""
-        self._quiet_steps = 0
+        self._unlimited_steps = 0
         self._steps = 0
-        self._said = ""
+        self._notified = ""
         self._decides = True
 
     @property
-    def may_cross(self) -> bool:
+    def may_defer(self) -> bool:
         """Whether steps may overlap."""
-        return self._asked != "fifo"
+        return self._option != "fifo"
 
     def learn(self, steps: Sequence[StepMeasurement], *, decides: bool = True) -> SyncConfig:
         """What all workers measured in a step; the choice for the steps to come.
@@ -187,69 +187,71 @@ class SyncTuner:
         Only the one that `decides` has anything to say about it.
         """
         if not any(measured.compute_s for measured in steps):
-            return self.choice  # a view's first step: nobody has measured anything
+            return self.config  # a view's first step: nobody has measured anything
         self._steps += 1
         self._decides = decides
         compute_s = max(measured.compute_s for measured in steps)
         rates = [measured.rate for measured in steps if measured.rate > 0]
         if rates:
-            self._hear_rate(_common_rate(rates))
-        self._quiet_steps = 0 if rates else self._quiet_steps + 1
-        if self._quiet_steps >= CONFIRMING_STEPS:
+            self._update_rate(_common_rate(rates))
+        self._unlimited_steps = 0 if rates else self._unlimited_steps + 1
+        if self._unlimited_steps >= CONFIRMING_STEPS:
             self.rate = 0.0  # the network has not been the limit for a while: nobody knows how fast it is
         self.r = 0.0
         if self.rate and compute_s > 0:
             self.r = max(measured.sent_bytes for measured in steps) / self.rate / compute_s
             self._tune(compute_s)
-        if self._asked == "auto" and self._steps >= PROBE_STEPS:
-            self._judge()
-        return self.choice
+        if self._option == "auto" and self._steps >= PROBE_STEPS:
+            self._choose_mode()
+        return self.config
 
-    def _hear_rate(self, rate: float) -> None:
+    def _update_rate(self, rate: float) -> None:
         """Follow slow drifts slowly, and a jump at once when a second step confirms it."""
         if not self.rate or abs(rate / self.rate - 1) <= SIGNIFICANT:
             self.rate = rate if not self.rate else 0.7 * self.rate + 0.3 * rate
-            self._odd_rate = 0.0
-        elif self._odd_rate and (rate > self.rate) == (self._odd_rate > self.rate):
-            self.rate, self._odd_rate = (rate + self._odd_rate) / 2, 0.0
+            self._outlier_rate = 0.0
+        elif self._outlier_rate and (rate > self.rate) == (self._outlier_rate > self.rate):
+            self.rate, self._outlier_rate = (rate + self._outlier_rate) / 2, 0.0
         else:
-            self._odd_rate = rate
+            self._outlier_rate = rate
 
     def _tune(self, compute_s: float) -> None:
         self._in_steps.append(self.rate * compute_s * max(1.0, self.r))
         in_a_step = statistics.median_low(self._in_steps)  # one odd step is no news
         if self._tuned_for and abs(in_a_step / self._tuned_for - 1) <= SIGNIFICANT:
             return
-        old = self.choice
+        old = self.config
         self._tuned_for = in_a_step
         slice_bytes = self._fixed_slice or _rounded(in_a_step * SLICE_SHARE, MIN_SLICE_BYTES, MAX_SLICE_BYTES)
         in_flight = self._fixed_in_flight or _rounded(
             in_a_step * IN_FLIGHT_SHARE, MIN_IN_FLIGHT_BYTES, MAX_IN_FLIGHT_BYTES
         )
-        self.choice = replace(old, slice_bytes=slice_bytes, in_flight_bytes=in_flight)
-        if self.choice != old and old.mode != "fifo" and self._decides:
-            self._say(
+        self.config = replace(old, slice_bytes=slice_bytes, in_flight_bytes=in_flight)
+        if self.config != old and old.mode != "fifo" and self._decides:
+            self._notify(
                 f"sync: slice {old.slice_bytes >> 10} -> {slice_bytes >> 10} KiB, in flight {old.in_flight_bytes >> 10} -> "
                 f"{in_flight >> 10} KiB, at an estimated {self.rate * 8e-6:.0f} Mbit/s (T/C = {self.r:.2f})"
             )
 
-    def _judge(self) -> None:
-        mode = self.choice.mode
+    def _choose_mode(self) -> None:
+        mode = self.config.mode
         if mode == "fifo" and self.r >= USEFUL_R:
             mode = "priority"
-            self._tell(f"sync: priority from now on: T/C = {self.r:.2f} at an estimated {self.rate * 8e-6:.0f} Mbit/s")
+            self._notify_once(
+                f"sync: priority from now on: T/C = {self.r:.2f} at an estimated {self.rate * 8e-6:.0f} Mbit/s"
+            )
         elif self.r < USELESS_R:
             mode = "fifo"
-            self._tell(
+            self._notify_once(
                 f"sync: priority would not help here: T/C = {self.r:.2f} (it begins to at about 0.66); using fifo"
             )
-        self.choice = replace(self.choice, mode=mode)
+        self.config = replace(self.config, mode=mode)
 
-    def _tell(self, text: str) -> None:
+    def _notify_once(self, text: str) -> None:
         kind = text[:40]
-        if kind != self._said and self._decides:  # once, until there is something else to say
-            self._said = kind
-            self._say(text)
+        if kind != self._notified and self._decides:  # once, until there is something else to say
+            self._notified = kind
+            self._notify(text)
 
 
 def _common_rate(rates: Sequence[float]) -> float:
@@ -271,57 +273,57 @@ def _rounded(num_bytes: float, least: int, most: int) -> int:
 class SyncController:
     """The way of the step in progress, and of the next one."""
 
-    def __init__(self, gradients: GradientCollector, crossing: DeferredUpdates, tuner: SyncTuner) -> None:
-        self._gradients, self._crossing, self._tuner = gradients, crossing, tuner
+    def __init__(self, gradients: GradientCollector, deferred: DeferredUpdates, tuner: SyncTuner) -> None:
+        self._gradients, self._deferred, self._tuner = gradients, deferred, tuner
         self._now = SyncConfig()
         self._next: SyncConfig | None = None
         self._in_flight_bytes = 0
         """What the connections were told last."""
 
     @property
-    def wish(self) -> SyncConfig:
+    def proposed(self) -> SyncConfig:
         """How this worker would have them travel; counts where it is the first."""
-        return self._tuner.choice
+        return self._tuner.config
 
-    def work_in(self) -> None:
+    def enter_view(self) -> None:
         """There is another view."""
         self._next = None
 
     def begin_step(self, engine: Engine) -> None:
         """In a view's first step by buckets: newcomers know no better, and the order in which parameters are used is
         observed meanwhile."""
-        way = self._next
-        if way is None and self._tuner.may_cross and engine.size > 1:
-            self._crossing.observe()
-        if way is not None and way.in_flight_bytes != self._in_flight_bytes:
-            self._in_flight_bytes = way.in_flight_bytes
-            engine.limit_kernel_queue(way.in_flight_bytes)
-        self._now = way or SyncConfig()
-        self._gradients.sums.travel(self._now, self._crossing.order)
+        config = self._next
+        if config is None and self._tuner.may_defer and engine.size > 1:
+            self._deferred.observe()
+        if config is not None and config.in_flight_bytes != self._in_flight_bytes:
+            self._in_flight_bytes = config.in_flight_bytes
+            engine.limit_kernel_queue(config.in_flight_bytes)
+        self._now = config or SyncConfig()
+        self._gradients.sums.plan_step(self._now, self._deferred.order)
 
-    def heed(self, chosen: SyncConfig, measured: Sequence[StepMeasurement], rank: int) -> None:
+    def apply_decision(self, chosen: SyncConfig, measured: Sequence[StepMeasurement], rank: int) -> None:
         """The first worker has chosen for all. The others keep up with it, for they may be first in the next view."""
         self._next = chosen
         self._tuner.learn(measured, decides=rank == 0)
         if rank != 0:
-            self._tuner.choice = chosen
+            self._tuner.config = chosen
 
-    def cross(self, awaited: Sequence[PendingSum]) -> None:
+    def defer_updates(self, awaited: Sequence[PendingSum]) -> None:
         """These sums are under way: the program goes on, and each is taken in when it is needed."""
-        wanted = {index: place for place, index in enumerate(self._crossing.order)}
+        wanted = {index: place for place, index in enumerate(self._deferred.order)}
         priorities = [wanted.get(index, len(wanted)) for index in range(len(self._gradients.parameters))]
-        self._crossing.begin(awaited, priorities)
+        self._deferred.begin(awaited, priorities)
 
     def stats(self) -> SyncStats:
         """How the sums travel now, and what the network has cost so far."""
-        waits, choice = self._crossing.waits, self._now
+        waits, config = self._deferred.waits, self._now
         return SyncStats(
-            choice.mode,
+            config.mode,
             waits.count,
             waits.seconds,
             waits.until_s,
-            choice.slice_bytes,
-            choice.in_flight_bytes,
+            config.slice_bytes,
+            config.in_flight_bytes,
             self._tuner.rate,
             self._tuner.r,
         )

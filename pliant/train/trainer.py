@@ -81,26 +81,26 @@ class Trainer:
     def __init__(
         self,
         member: Member | Alone,
-        parts: UserObjects,
+        user: UserObjects,
         replicas: Replicas,
         gradients: GradientCollector,
-        crossing: DeferredUpdates,
+        deferred: DeferredUpdates,
         tuner: SyncTuner,
         blocks: Blocks | None = None,
         *,
         follows_view: bool = False,
         keeps_layout: bool = True,
     ) -> None:
-        self.parts = parts
+        self.user = user
         self.follows_view = follows_view
         """Whether there shall be one replica per worker, whatever their number: weak scaling."""
         self.replicas = replicas
         self.gradients = gradients
         self.progress = Progress()
-        self.buffers = ModelBuffers(parts.model)
+        self.buffers = ModelBuffers(user.model)
         self.first_buffers: Tensors = self.buffers.save()
         """Replica 0's, at the boundary where the last step was committed: what DDP would broadcast."""
-        self.replica_switch = ReplicaSwitch(self.buffers, parts.device, parts.sync_buffers)
+        self.replica_switch = ReplicaSwitch(self.buffers, user.device, user.sync_buffers)
         self.turn: Turn | None = None
         self.torn: CommError | None = None
         self.catching_up = False
@@ -114,23 +114,23 @@ class Trainer:
         """When a loss was noticed last."""
         self.engine: Engine | None = None
         self.hosted: range = range(0)
-        self.settle: Callable[[], None] = lambda: None
+        self.enter_next_view: Callable[[], None] = lambda: None
         """How to get into the next view; `train.settling` provides it."""
-        self.fetched: Handle | None = None
+        self.state_fetched: Handle | None = None
         """Done when everybody in the view has the state."""
         self.on_commit: Callable[[], None] = lambda: None
-        self.crossing = crossing
-        crossing.on_lost, crossing.on_whole = self.tear, self._whole
-        crossing.on_sum = gradients.sums.sum_is_here
-        self.way = SyncController(gradients, crossing, tuner)
+        self.deferred = deferred
+        deferred.on_lost, deferred.on_complete = self.mark_torn, self._sums_complete
+        deferred.on_sum = gradients.sums.sum_arrived
+        self.sync = SyncController(gradients, deferred, tuner)
         self.loss_scale: Callable[[], float] = lambda: 1.0
         """What gradient scalers multiply the loss with."""
         self.averaging: AveragingOptimizer | None = None
         """The optimizer, where it averages models in place of gradients."""
         self._undo: StepUndo | None = None
         self._tracked_before: dict[str, tuple[Any, dict[str, Any]]] = {}
-        self._measuring = StepTimer()
-        self.watched: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
+        self._timer = StepTimer()
+        self.stall_watch: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
         """Put around what may take long, for whoever looks for stalls."""
         self.adaptation = Adaptation(AdaptationSettings(), self, replicas.loading.batch_size, None, lambda _: None)
         """What policies decide; by default nobody decides anything."""
@@ -140,7 +140,7 @@ class Trainer:
         self._member = member
         self._blocks = blocks
         self._needs_hosting = True
-        self._settled_in = -1
+        self._reported_view = -1
 
     # --- a view ---
 
@@ -153,33 +153,33 @@ class Trainer:
         """Whether this is the worker that does what one does for all."""
         return self.engine is None or self.engine.rank == 0
 
-    def _present(self) -> Engine:
+    def _current_engine(self) -> Engine:
         assert self.engine is not None, "work_in() comes first"
         return self.engine
 
-    def work_in(self, engine: Engine) -> None:
+    def enter_view(self, engine: Engine) -> None:
         """Take up this view: know which replicas are hosted here."""
         changed = self.engine is not None and self.engine is not engine
         self.engine = engine
         size = engine.view.size
         if self.follows_view and size != self.replicas.count:
-            self.replicas.deal_to(size, self.progress.epoch, self.progress.step, self.parts.device)
+            self.replicas.deal_to(size, self.progress.epoch, self.progress.step, self.user.device)
             self.gradients.sums.num_replicas = size
         placement = place_replicas(self.replicas.count, size, engine.rank, self._blocks)
         self.hosted = placement.hosted
-        self.exchange.arrange(engine, placement)
+        self.exchange.enter_view(engine, placement)
         if changed and not self.keeps_layout:
             self.gradients.use_layout(None)
-        self.gradients.arrange(engine, placement.blocks)
+        self.gradients.enter_view(engine, placement.blocks)
         if self.averaging is not None:
-            self.averaging.work_in(engine, placement.blocks)
+            self.averaging.enter_view(engine, placement.blocks)
         self.torn, self.switch_to, self._needs_hosting = None, None, True
-        self.way.work_in()
-        self._measuring = StepTimer.of(engine)
-        self.watch()
-        self.adaptation.work_in(engine)
+        self.sync.enter_view()
+        self._timer = StepTimer.of(engine)
+        self.trace_engine()
+        self.adaptation.enter_view(engine)
 
-    def watch(self) -> None:
+    def trace_engine(self) -> None:
         """Have the engine's slices in the trace, if there is one."""
         if trace.enabled() and self.engine is not None:
             self.engine.watch(_trace_slice)
@@ -206,19 +206,19 @@ class Trainer:
             raise
         finally:
             self.turn = None
-            if not self.finish_sums():
-                self.take_back()
-            self._come_to_rest()
+            if not self.wait_for_sums():
+                self.undo_step()
+            self._rest()
 
     def _begin_step(self, epoch: int) -> bool:
         """Be in the right view; False if the epoch is over."""
         while True:
             if self.switch_to is not None:
-                self.finish_sums()
+                self.wait_for_sums()
             if self.torn is not None:
-                self.take_back()
+                self.undo_step()
             if self.torn is not None or self.switch_to is not None:
-                self.settle()
+                self.enter_next_view()
             if self.progress.epoch != epoch:
                 # The others had finished this epoch before they brought us up to date. What the program does at its
                 # end has been done to the state that we were given.
@@ -226,19 +226,19 @@ class Trainer:
                 return False
             if self._needs_hosting:
                 streams = {replica: self.replicas.stream_of(replica, epoch) for replica in self.hosted}
-                self.parts.feeder.host(streams, self.replicas.count, self.replicas.loading)
+                self.user.feeder.host(streams, self.replicas.count, self.replicas.loading)
                 self._needs_hosting = False
-            if self.parts.feeder.remaining(self.hosted[0]) > 0:
+            if self.user.feeder.remaining(self.hosted[0]) > 0:
                 if not self._begin_averaging():
                     continue
-                self.adaptation.begin(self.situation())
-                self.way.begin_step(self._present())
+                self.adaptation.begin_epoch(self.position())
+                self.sync.begin_step(self._current_engine())
                 self.gradients.sums.begin_step(self.progress.step)
-                if trace.enabled() and self._measuring.began_s:
-                    trace.event("step", f"step {self.progress.step - 1}", self._measuring.began_s)
-                self._measuring.begin_step(self._present())
+                if trace.enabled() and self._timer.began_s:
+                    trace.event("step", f"step {self.progress.step - 1}", self._timer.began_s)
+                self._timer.begin_step(self._current_engine())
                 return True
-            self.finish_sums()
+            self.wait_for_sums()
             if self.torn is None:
                 self._await_newcomers()
             if self.torn is None:
@@ -250,20 +250,20 @@ class Trainer:
             try:
                 self.averaging.begin(self.progress.step)
             except CommError as error:
-                self.tear(error)
+                self.mark_torn(error)
         return self.torn is None
 
-    def finish_sums(self) -> bool:
+    def wait_for_sums(self) -> bool:
         """Wait for what is still under way of the last step; False if it was torn instead."""
-        self.crossing.flush()
+        self.deferred.flush()
         return self.torn is None
 
-    def _whole(self) -> None:
-        self.gradients.sums.sums_are_whole()
+    def _sums_complete(self) -> None:
+        self.gradients.sums.sums_complete()
         self._undo = None
         self._tracked_before.clear()
 
-    def take_back(self) -> None:
+    def undo_step(self) -> None:
         """A step was torn. If the one before it was not whole either, that one does not count as well."""
         self.changes.steps_begun = self.progress.step + 1
         if self._undo is not None:
@@ -275,20 +275,20 @@ class Trainer:
         for thing, state in self._tracked_before.values():
             thing.load_state_dict(state)
         self._tracked_before.clear()
-        self.crossing.take_back()
+        self.deferred.undo_step()
 
-    def keep_tracked(self, name: str, thing: Any, state: dict[str, Any]) -> None:
+    def save_tracked(self, name: str, thing: Any, state: dict[str, Any]) -> None:
         """How a tracked object was before a step that may have to be taken back."""
         self._tracked_before.setdefault(name, (thing, state))
 
     def _await_newcomers(self) -> None:
         """What the program does at the end of an epoch may change what newcomers are still reading."""
-        fetched, self.fetched = self.fetched, None
-        if fetched is not None:
+        state_fetched, self.state_fetched = self.state_fetched, None
+        if state_fetched is not None:
             try:
-                fetched.wait()
+                state_fetched.wait()
             except CommError as error:
-                self.tear(error)
+                self.mark_torn(error)
 
     def _take_turn(self, slot: int, replica: int) -> Generator[Any, None, bool]:
         """Give out the replica's batches until it hands in its gradients; False if the epoch ended before."""
@@ -298,18 +298,18 @@ class Trainer:
         self.gradients.begin_turn(slot)
         taken = 0
         while not turn.done and self.torn is None:
-            samples = self.parts.feeder.next_size(replica)
+            samples = self.user.feeder.next_size(replica)
             try:
-                batch = self.parts.feeder.next(replica)
+                batch = self.user.feeder.next(replica)
             except StopIteration:
                 log.warning("epoch %d ended in the middle of an accumulation, which is dropped", self.progress.epoch)
                 self.turn = None
                 return False
             if self.changes.is_ending:
-                self.changes.end(self.progress.step, self._present().view.size)
-            self._measuring.begin_turn(self.crossing.waits.seconds)
+                self.changes.end(self.progress.step, self._current_engine().view.size)
+            self._timer.begin_turn(self.deferred.waits.seconds)
             taken += samples
-            self.gradients.sums.took(taken, self.loss_scale)
+            self.gradients.sums.record_samples(taken, self.loss_scale)
             yield batch
         return True
 
@@ -320,17 +320,15 @@ class Trainer:
             return not self.catching_up and self.torn is None
         return self.turn.is_last and self.turn.done and self.torn is None
 
-    def turn_over(self) -> None:
+    def end_turn(self) -> None:
         """The replica has handed in its gradients: keep what its next turn depends on."""
         turn = self.turn
         if turn is None:
             raise TrainError("a summed backward outside of the loader's loop: call it on a batch that the loader gave")
         turn.done = True
-        self._measuring.end_turn(self.crossing.waits.seconds)
-        own = (
-            b"" if self.parts.sync_buffers else bytes(self.buffers.pack(self.replica_switch.capture_buffers()).numpy())
-        )
-        context = ReplicaContext(self.replica_switch.capture_random(), self.parts.feeder.stream(turn.replica), own)
+        self._timer.end_turn(self.deferred.waits.seconds)
+        own = b"" if self.user.sync_buffers else bytes(self.buffers.pack(self.replica_switch.capture_buffers()).numpy())
+        context = ReplicaContext(self.replica_switch.capture_random(), self.user.feeder.stream(turn.replica), own)
         self.exchange.new_contexts[turn.replica] = context
         if turn.replica == 0:
             self.exchange.new_buffers = self.replica_switch.capture_buffers()
@@ -340,10 +338,10 @@ class Trainer:
             try:
                 self._exchange()
             except CommError as error:
-                self.gradients.fill_in()
-                self.tear(error)
+                self.gradients.fill_missing()
+                self.mark_torn(error)
 
-    def tear(self, error: CommError) -> None:
+    def mark_torn(self, error: CommError) -> None:
         """The step in progress does not count."""
         if not self._member.elastic or not isinstance(error, WorkerLost | ViewChanged | EngineClosed):
             raise error  # no other roll would come of it
@@ -355,40 +353,42 @@ class Trainer:
 
     def _exchange(self) -> None:
         """Sum the gradients, and tell everybody what the next step depends on."""
-        if self._present().view.size == 1:
-            figures = self.adaptation.row()  # of the last step, as among several workers
+        if self._current_engine().view.size == 1:
+            figures = self.adaptation.pack_row()  # of the last step, as among several workers
             self.gradients.sums.wait()
             self.switch_to = self._agreed([self._member.prepared])
-            self.adaptation.read([figures])
+            self.adaptation.read_rows([figures])
             return
         sums, contexts = self.gradients.sums, self.replicas.contexts
         waiting = len(self.gradients.parameters) if self.gradients.waits_for_order else 0
-        sent = self.exchange.send(self._say(), contexts, waiting)
+        sent = self.exchange.send(self._build_message(), contexts, waiting)
         began_s = time.monotonic()
-        awaited = sums.under_way() if sums.crosses else None
-        with self.watched(f"the sums of step {self.progress.step}"):
+        awaited = sums.pending_sums() if sums.are_deferred else None
+        with self.stall_watch(f"the sums of step {self.progress.step}"):
             if awaited is None:
                 sums.wait()
             if self.averaging is not None:
                 self.averaging.wait()
-            said = self.exchange.receive(sent, contexts, self.adaptation.row_bytes)
-        self._heed(said)
+            messages = self.exchange.receive(sent, contexts, self.adaptation.row_size)
+        self._apply_messages(messages)
         ended_s = time.monotonic()
-        self.crossing.waits.add(began_s, ended_s)
+        self.deferred.waits.add(began_s, ended_s)
         if trace.enabled():
             trace.event("wait", "all workers", began_s, ended_s)
         if awaited is not None:
-            self.way.cross(awaited)
+            self.sync.defer_updates(awaited)
 
-    def _say(self) -> StepMessage:
+    def _build_message(self) -> StepMessage:
         return StepMessage(
-            self.progress.step, self._member.prepared, self.way.wish, self._measuring.last, self.adaptation.row()
+            self.progress.step, self._member.prepared, self.sync.proposed, self._timer.last, self.adaptation.pack_row()
         )
 
-    def _heed(self, said: Sequence[StepMessage]) -> None:
-        self.switch_to = self._agreed([each.prepared for each in said])
-        self.way.heed(said[0].way, [each.measured for each in said], self._present().rank)
-        self.adaptation.read([each.figures for each in said])
+    def _apply_messages(self, messages: Sequence[StepMessage]) -> None:
+        self.switch_to = self._agreed([each.prepared for each in messages])
+        self.sync.apply_decision(
+            messages[0].sync_config, [each.measured for each in messages], self._current_engine().rank
+        )
+        self.adaptation.read_rows([each.figures for each in messages])
 
     def _agreed(self, prepared: Sequence[int]) -> int | None:
         """The roll that all are prepared for, if it is a new one. The same answer on every worker."""
@@ -402,10 +402,10 @@ class Trainer:
         self.step_ended_s = time.monotonic()
         if self.torn is not None:
             return
-        self.adaptation.expect(self.progress.step + 1)
-        if self.adaptation.has_decided and not self.finish_sums():
+        self.adaptation.set_next_step(self.progress.step + 1)
+        if self.adaptation.has_decided and not self.wait_for_sums():
             return  # nothing is changed between a step that may not count and the next one
-        if self.crossing.is_open:
+        if self.deferred.is_pending:
             adaptation = copy.deepcopy(self.adaptation.state_dict()) if self.adaptation.is_active else {}
             self._undo = StepUndo(replace(self.progress), self.replicas.contexts, self.first_buffers, adaptation)
             self.replicas.contexts = list(self.replicas.contexts)
@@ -415,14 +415,14 @@ class Trainer:
         if new.new_buffers is not None:
             self.first_buffers = new.new_buffers
         if self.gradients.waits_for_order and new.new_order is not None:
-            assert not self.crossing.is_open, "a view's first step has a barrier"
+            assert not self.deferred.is_pending, "a view's first step has a barrier"
             self.gradients.rebuild(new.new_order)
         self.progress.step += 1
         self.progress.epoch_step += 1
-        new.forget()
-        if self._settled_in < 0 or self._settled_in != self._member.entered:
+        new.clear()
+        if self._reported_view < 0 or self._reported_view != self._member.entered:
             # Told for every roll: the server forgets it of workers that were off the roll for a while.
-            self._settled_in = self._member.entered
+            self._reported_view = self._member.entered
             self._member.settled()
             reclaim_state(self._member)  # a step with all of them: everybody has what it needs
         self._adapt()
@@ -431,18 +431,18 @@ class Trainer:
     @property
     def step_times(self) -> tuple[float, float]:
         """Seconds since the step in progress began, and how many of them this worker's replicas computed."""
-        return time.monotonic() - self._measuring.began_s, self._measuring.compute_s
+        return time.monotonic() - self._timer.began_s, self._timer.compute_s
 
     # --- what policies decide ---
 
     def _adapt(self) -> None:
-        self.adaptation.measured(self._measuring.compute_s)
+        self.adaptation.record_timing(self._timer.compute_s)
         try:
-            self.adaptation.settle(self.situation)
+            self.adaptation.end_step(self.position)
         except CommError as error:
-            self.tear(error)
+            self.mark_torn(error)
 
-    def situation(self) -> JobPosition:
+    def position(self) -> JobPosition:
         """How far the job is."""
         progress, replicas = self.progress, self.replicas
         return JobPosition(
@@ -469,21 +469,21 @@ class Trainer:
         self.replicas.use_batch_size(size)
         self._needs_hosting = True
 
-    def ask_for(self, num_workers: int) -> None:
+    def request_workers(self, num_workers: int) -> None:
         """Ask for as many workers; they come when they come."""
-        threading.Thread(target=self._ask_quietly, args=(num_workers,), daemon=True).start()
+        threading.Thread(target=self._request_workers, args=(num_workers,), daemon=True).start()
 
-    def _ask_quietly(self, num_workers: int) -> None:
+    def _request_workers(self, num_workers: int) -> None:
         try:
             self._member.resize(num_workers)
         except PliantError as error:
             log.warning("%d workers cannot be had: %s", num_workers, error)
 
-    def _come_to_rest(self) -> None:
+    def _rest(self) -> None:
         """Between epochs every worker has replica 0's buffers, and the random state of the first replica it hosts."""
-        self.gradients.rest()
+        self.gradients.end_turns()
         if self.hosted and self.replicas.contexts:
-            restore_rng(self.replicas.contexts[self.hosted[0]].random, self.parts.device)
+            restore_rng(self.replicas.contexts[self.hosted[0]].random, self.user.device)
         self.buffers.load(self.first_buffers)
 
 

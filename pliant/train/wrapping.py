@@ -126,16 +126,16 @@ def wrap_optimizer(
         if not trainer.may_commit:
             return None
         with _scaled_rates(optimizer, trainer.adaptation.learning_rate_factor):
-            if trainer.crossing.is_crossing:
-                watch_state(optimizer, trainer.crossing)
-                return trainer.crossing.step(optimizer, original, **kwargs)
+            if trainer.deferred.is_deferring:
+                watch_state(optimizer, trainer.deferred)
+                return trainer.deferred.step(optimizer, original, **kwargs)
             return original(**kwargs)
 
     @functools.wraps(original_zero)
     def zero_grad(_: torch.optim.Optimizer, set_to_none: bool = True) -> None:
         trainer = trainer_of()
-        if trainer is not None and trainer.crossing.is_open:
-            trainer.crossing.zero_grad(optimizer, original_zero, set_to_none)
+        if trainer is not None and trainer.deferred.is_pending:
+            trainer.deferred.zero_grad(optimizer, original_zero, set_to_none)
             return
         with torch._C.DisableTorchFunctionSubclass():  # it is no use of the parameters
             original_zero(set_to_none=set_to_none)
@@ -189,16 +189,16 @@ def _once_per_step(
             return original(thing, *args, **kwargs)
         if not trainer.may_commit:
             return None
-        if trainer.crossing.is_open:
+        if trainer.deferred.is_pending:
             if isinstance(thing, LRScheduler):
                 # Small, and it does not look at parameters: kept as it was, in case the step is torn.
-                trainer.keep_tracked(name, thing, copy.deepcopy(thing.state_dict()))
+                trainer.save_tracked(name, thing, copy.deepcopy(thing.state_dict()))
             else:
-                trainer.crossing.tell(
+                trainer.deferred.warn_once(
                     f"sync: {name!r} (a {type(thing).__name__}) is updated in every step: all sums are waited for before, so "
                     "priority cannot help"
                 )
-                if not trainer.finish_sums():
+                if not trainer.wait_for_sums():
                     return None
         return original(thing, *args, **kwargs)
 

@@ -108,25 +108,25 @@ class Loop:
             2,
             find_unused=find_unused,
             on_backward=self._backward_over,
-            before_backward=lambda: self.crossing.leftover(),
+            before_backward=lambda: self.deferred.unused_parameters(),
         )
-        self.gradients.arrange(self.network, (1, 1))  # type: ignore[arg-type]
-        self.crossing = DeferredUpdates(
+        self.gradients.enter_view(self.network, (1, 1))  # type: ignore[arg-type]
+        self.deferred = DeferredUpdates(
             self.gradients.parameters, self.gradients.names, can_undo, self.said.append, optimizers=optimizers
         )
-        self.crossing.on_lost = self.lost.append
-        gate_evaluation(model, self.crossing)
+        self.deferred.on_lost = self.lost.append
+        gate_evaluation(model, self.deferred)
         self.whole = 0
-        self.crossing.on_whole = self._whole
+        self.deferred.on_complete = self._whole
         self.turn = Turn(0, 0, True)
         self.may_commit, self.torn = True, None
         self.way = SyncConfig()
         for optimizer in optimizers:
             wrap_optimizer(optimizer, lambda: self, lambda: self)  # type: ignore[arg-type, return-value]
-            gate_state(optimizer, self.crossing)
+            gate_state(optimizer, self.deferred)
 
-    def finish_sums(self) -> bool:
-        self.crossing.flush()
+    def wait_for_sums(self) -> bool:
+        self.deferred.flush()
         return True
 
     def _whole(self) -> None:
@@ -135,17 +135,17 @@ class Loop:
     def begin(self) -> None:
         """The program is given its next batch."""
         if self.way.mode == "fifo":
-            self.crossing.observe()
-        self.network.sums = [] if not self.crossing.is_open else self.network.sums
-        self.gradients.sums.travel(self.way, self.crossing.order)
+            self.deferred.observe()
+        self.network.sums = [] if not self.deferred.is_pending else self.network.sums
+        self.gradients.sums.plan_step(self.way, self.deferred.order)
         self.turn.done = False
         self.gradients.begin_turn(0)
 
     def _backward_over(self) -> None:
         self.turn.done = True
-        if self.gradients.sums.crosses:
-            sums = self.gradients.sums.under_way()
-            self.crossing.begin(sums, list(range(len(self.gradients.parameters))))
+        if self.gradients.sums.are_deferred:
+            sums = self.gradients.sums.pending_sums()
+            self.deferred.begin(sums, list(range(len(self.gradients.parameters))))
         else:
             self.gradients.sums.wait()
         self.way = SyncConfig("priority", slice_bytes=1)
@@ -221,7 +221,7 @@ class Watch(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def watched(model: nn.Module) -> Iterator[None]:
+def watching_uses(model: nn.Module) -> Iterator[None]:
     with Watch(model) as watch:
         yield
     assert not watch.stale, f"used before they were updated: {watch.stale}"
@@ -267,7 +267,7 @@ def twins(make: Make = adam, **settings: Any) -> tuple[Loop, list[Any], nn.Modul
     return Loop(model, mine, **settings), [mine], plain, [theirs]
 
 
-def under_way(make: Make = adam, **settings: Any) -> tuple[Loop, list[Any], nn.Module, list[Any]]:
+def loop_before_sums(make: Make = adam, **settings: Any) -> tuple[Loop, list[Any], nn.Module, list[Any]]:
     """The same after two steps, with the second one's sums still to come."""
     loop, mine, plain, theirs = twins(make, **settings)
     for _ in range(2):

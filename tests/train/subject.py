@@ -156,7 +156,7 @@ def _pass_gate(task: Task, job: Any, journal: Journal) -> None:
     """Wait until the test lets this step begin. Says meanwhile which roll this worker is prepared for."""
     deadline_s, said = time.monotonic() + GATE_S, 0
     if task.gate and int(Path(task.gate).read_text()) <= job.step:
-        job._trainer.finish_sums()  # the test wants to see this step's end
+        job._trainer.wait_for_sums()  # the test wants to see this step's end
     while task.gate and int(Path(task.gate).read_text()) <= job.step:
         if job.prepared_view > said:
             said = job.prepared_view
@@ -173,12 +173,12 @@ def _note(journal: Journal, job: Any, loss: float, samples: list[int]) -> None:
 
 def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
     """Write down commits, and be there when a fault is due."""
-    trainer, settling = job._trainer, job._settling
+    trainer, settling = job._trainer, job._rendezvous
     on_commit, exchange = trainer.on_commit, trainer._exchange
     enter, check = settling._submit_report, settling._check
 
-    crossing = trainer.crossing
-    whole = crossing.on_whole
+    deferred = trainer.deferred
+    whole = deferred.on_complete
     unwritten: list[dict[str, Any]] = []
 
     def write_commits() -> None:
@@ -195,24 +195,24 @@ def _observe(job: Any, program: Any, journal: Journal, task: Task) -> None:
         facts = {"rank": job.rank, "size": job.size, "view": job.view, "hosted": list(job.hosted)}
         stats = job.sync_stats()
         facts |= {
-            "brief": trainer.exchange.rows.brief,
-            "crossed": crossing.is_open,
+            "brief": trainer.exchange.codec.is_brief,
+            "crossed": deferred.is_pending,
             "mode": stats.mode,
             "slice_bytes": stats.slice_bytes,
         }
         unwritten[:] = [{"step": job.step - 1, **facts}]
-        if not crossing.is_open:  # looking at parameters would wait for them
+        if not deferred.is_pending:  # looking at parameters would wait for them
             write_commits()
         on_commit()
         _fail_at(task, "committed", job.step - 1)
 
-    crossing.on_whole = became_whole
+    deferred.on_complete = became_whole
 
     def waited(_: DeferredUpdates, awaited: PendingSum) -> bool:
-        taken_in = len(crossing.parameters) - len(crossing._awaited)
+        taken_in = len(deferred.parameters) - len(deferred._pending)
         if not awaited.handle.done:
             journal.write("blocked" if taken_in else "waiting", step=job.step)
-        return _WAIT_FOR(crossing, awaited)
+        return _WAIT_FOR(deferred, awaited)
 
     DeferredUpdates._wait_for = waited  # type: ignore[assignment, method-assign]
 

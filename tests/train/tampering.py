@@ -117,8 +117,8 @@ def fickle() -> Iterator[None]:
     def learn(self: SyncTuner, *args: Any, **kwargs: Any) -> SyncConfig:
         original(self, *args, **kwargs)
         size = (4096, 65536, 8192)[self._steps // 3 % 3]
-        self.choice = replace(self.choice, slice_bytes=size, in_flight_bytes=2 * size)
-        return self.choice
+        self.config = replace(self.config, slice_bytes=size, in_flight_bytes=2 * size)
+        return self.config
 
     with mock.patch.object(SyncTuner, "learn", learn):
         yield
@@ -155,7 +155,7 @@ def late_options() -> Iterator[None]:
 @contextlib.contextmanager
 def nothing_kept() -> Iterator[None]:
     """Updates that came too early cannot be taken back."""
-    with mock.patch.object(UndoLog, "keep"):
+    with mock.patch.object(UndoLog, "save"):
         yield
 
 
@@ -183,8 +183,12 @@ def slow_rest() -> Iterator[None]:
     held: list[tuple[StepRunner, Operation, int]] = []
     engines: list[Engine] = []
     flowing = False
-    step, work_in = StepRunner._run_step, Trainer.work_in
-    take_in, flush, leftover = DeferredUpdates._take_in, DeferredUpdates.flush, DeferredUpdates.leftover
+    step, enter_view = StepRunner._run_step, Trainer.enter_view
+    take_in, flush, unused_parameters = (
+        DeferredUpdates._apply_sums,
+        DeferredUpdates.flush,
+        DeferredUpdates.unused_parameters,
+    )
 
     def held_step(self: StepRunner, operation: Operation, index: int) -> None:
         if _is_gradient(operation) and operation.priority > 0 and not flowing:
@@ -203,11 +207,11 @@ def slow_rest() -> Iterator[None]:
         for engine in engines[-1:]:
             engine._reactor.post(ReactorCall(release, lambda _: None))
 
-    def noted_work_in(self: Trainer, engine: Engine) -> None:
+    def noted_enter_view(self: Trainer, engine: Engine) -> None:
         engines.append(engine)
-        work_in(self, engine)
+        enter_view(self, engine)
 
-    def noted_take_in(self: DeferredUpdates, *args: Any, **kwargs: Any) -> None:
+    def noted_apply_sums(self: DeferredUpdates, *args: Any, **kwargs: Any) -> None:
         take_in(self, *args, **kwargs)
         let_go()
 
@@ -215,24 +219,24 @@ def slow_rest() -> Iterator[None]:
         let_go()
         flush(self)
 
-    def noted_leftover(self: DeferredUpdates) -> set[int]:
+    def noted_unused(self: DeferredUpdates) -> set[int]:
         nonlocal flowing
-        found = leftover(self)
+        found = unused_parameters(self)
         flowing = False  # what backward hands in from now on is the next step's
         return found
 
     with (
         mock.patch.object(StepRunner, "_run_step", held_step),
-        mock.patch.object(Trainer, "work_in", noted_work_in),
-        mock.patch.object(DeferredUpdates, "_take_in", noted_take_in),
+        mock.patch.object(Trainer, "enter_view", noted_enter_view),
+        mock.patch.object(DeferredUpdates, "_apply_sums", noted_apply_sums),
         mock.patch.object(DeferredUpdates, "flush", noted_flush),
-        mock.patch.object(DeferredUpdates, "leftover", noted_leftover),
+        mock.patch.object(DeferredUpdates, "unused_parameters", noted_unused),
     ):
         yield
 
 
 def _is_gradient(operation: Operation) -> bool:
-    return operation.compiled.spec.name.startswith("grad:")
+    return operation.program.spec.name.startswith("grad:")
 
 
 @contextlib.contextmanager

@@ -160,7 +160,7 @@ def _ours(
         trainer = job._trainer
 
         def committed(event: StepCommitted) -> None:
-            trainer.finish_sums()
+            trainer.wait_for_sums()
             found[event.step] = digest(program, job.committed_buffers)
 
         job.on_commit(committed)

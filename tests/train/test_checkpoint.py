@@ -59,7 +59,7 @@ def said() -> list[str]:
 
 @pytest.fixture
 def writer(tmp_path: Path, said: list[str], no_leaks: None) -> Iterator[CheckpointWriter]:
-    writer = CheckpointWriter(tmp_path, say=said.append)
+    writer = CheckpointWriter(tmp_path, notify=said.append)
     yield writer
     writer.close()
 
@@ -194,8 +194,8 @@ def test_a_torn_file_is_named_and_the_one_before_it_used(tmp_path: Path, said: l
         write_checkpoint(tmp_path / f"step-{step:09d}.safetensors", at(step))
     torn = tmp_path / "step-000000020.safetensors"
     damage(torn, how)
-    assert newest_checkpoint(tmp_path, say=said.append) == tmp_path / "step-000000010.safetensors"
-    assert load_checkpoint(tmp_path, say=said.append).step == 10
+    assert newest_checkpoint(tmp_path, notify=said.append) == tmp_path / "step-000000010.safetensors"
+    assert load_checkpoint(tmp_path, notify=said.append).step == 10
     assert len(said) == 2
     assert all(str(torn) in line for line in said)
     with pytest.raises(CheckpointError, match="step-000000020"):
@@ -215,9 +215,9 @@ def test_no_flipped_bit_passes(tmp_path: Path) -> None:
 def test_all_torn(tmp_path: Path, said: list[str]) -> None:
     write_checkpoint(tmp_path / "step-000000001.safetensors", at(1))
     damage(tmp_path / "step-000000001.safetensors", "data")
-    assert newest_checkpoint(tmp_path, say=said.append) is None
+    assert newest_checkpoint(tmp_path, notify=said.append) is None
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
-        load_checkpoint(tmp_path, say=said.append)
+        load_checkpoint(tmp_path, notify=said.append)
 
 
 def test_wrong_files(tmp_path: Path, said: list[str]) -> None:
@@ -231,7 +231,7 @@ def test_wrong_files(tmp_path: Path, said: list[str]) -> None:
             load_checkpoint(tmp_path / name)
     with pytest.raises(CheckpointError, match="No such file"):
         load_checkpoint(tmp_path / "absent")
-    assert newest_checkpoint(tmp_path, say=said.append) is None
+    assert newest_checkpoint(tmp_path, notify=said.append) is None
     assert newest_checkpoint(tmp_path / "absent") is None
     assert said == []  # others' files in the directory are nobody's fault
 
@@ -279,7 +279,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.root
 def test_disk_full(small_disk: Path, said: list[str]) -> None:
     """The message names path, need and remedy; nothing is left; the one before stays; a smaller one fits again."""
-    writer = CheckpointWriter(small_disk, say=said.append)
+    writer = CheckpointWriter(small_disk, notify=said.append)
     writer.save(at(1))
     writer.save(at(2, w=torch.zeros(1 << 20)))
     writer.flush()
@@ -307,7 +307,7 @@ import resource, sys, torch
 from pliant.train.checkpoint import CheckpointWriter
 from pliant.train.checkpoint_file import Checkpoint
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-writer = CheckpointWriter(sys.argv[1], say=print)
+writer = CheckpointWriter(sys.argv[1], notify=print)
 for step, size in ((1, 9), (2, 1 << 20), (3, 9)):
     writer.save(Checkpoint(step, 0, 1, {}, {"w": torch.zeros(size)}))
 """
@@ -325,7 +325,7 @@ def test_file_too_large_in_a_program_that_just_ends(tmp_path: Path) -> None:
 
 def test_unwritable_directory(tmp_path: Path, said: list[str]) -> None:
     (tmp_path / "file").write_text("in the way")
-    writer = CheckpointWriter(tmp_path / "file" / "sub", say=said.append)
+    writer = CheckpointWriter(tmp_path / "file" / "sub", notify=said.append)
     writer.save(at(1))
     writer.flush()
     assert len(said) == 1

@@ -51,7 +51,7 @@ def test_each_bucket_is_summed_once_per_step_in_the_last_turn(replicas: int, mon
                         "only the last turn has something to send"
                     )
                     sums.clear()
-                    assert len(job._trainer.parts.feeder.pids) == 2, "one pool, whatever the number of replicas"
+                    assert len(job._trainer.user.feeder.pids) == 2, "one pool, whatever the number of replicas"
         first, *others = seen
         assert set(first.values()) == {1}
         assert len(first) == 1, "L1 is one bucket"

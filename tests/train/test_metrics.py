@@ -49,7 +49,7 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
         assert metrics.address == f"http://{HOST}:{port + PORT_OFFSET}/metrics"
         assert _page(metrics)["pliant_stalls"] == 0
         with loopback_engines(["a", "b"]) as [first, second]:
-            metrics.work_in(first)
+            metrics.enter_view(first)
             metrics.publish(SEEN, 0)
             tensors = [torch.ones(1000), torch.ones(1000)]
             for _ in range(200):  # until two samples have been taken with traffic between them

@@ -84,27 +84,29 @@ def _worker(
     placed = even_blocks(replicas, engine.size)
     begin = sum(placed[: engine.rank])
     gradients = GradientCollector(list(model.named_parameters()), replicas, find_unused=True, on_backward=lambda: None)
-    crossing = DeferredUpdates(gradients.parameters, gradients.names, can_undo=False, say=print, optimizers=[optimizer])
+    deferred = DeferredUpdates(
+        gradients.parameters, gradients.names, can_undo=False, notify=print, optimizers=[optimizer]
+    )
     probe = gradients.sums.probe = GradientProbe(gradients.parameters, [optimizer], **kwargs)
-    gradients.arrange(engine, placed)
+    gradients.enter_view(engine, placed)
     told: list[dict[str, float | None]] = []
     for step in range(steps + 1):
-        gradients.sums.travel(SyncConfig(sync, slice_bytes=1024), range(len(gradients.parameters)))
+        gradients.sums.plan_step(SyncConfig(sync, slice_bytes=1024), range(len(gradients.parameters)))
         gradients.sums.begin_step(step)
         for slot in range(placed[engine.rank]):
             optimizer.zero_grad()
             gradients.begin_turn(slot)
-            gradients.sums.took(BATCH)
+            gradients.sums.record_samples(BATCH)
             _backward(model, step, begin + slot)
-        row = engine.all_gather("row", torch.frombuffer(bytearray(probe.row()), dtype=torch.uint8))
-        if gradients.sums.crosses:
-            for awaited in gradients.sums.under_way():
+        row = engine.all_gather("row", torch.frombuffer(bytearray(probe.pack_row()), dtype=torch.uint8))
+        if gradients.sums.are_deferred:
+            for awaited in gradients.sums.pending_sums():
                 awaited.handle.wait()
                 for index, total in awaited.members:
                     if total is not None:
-                        gradients.sums.sum_is_here(index)
+                        gradients.sums.sum_arrived(index)
                         gradients.parameters[index].grad = total
-            gradients.sums.sums_are_whole()
+            gradients.sums.sums_complete()
         else:
             gradients.sums.wait()
         optimizer.step()
@@ -114,7 +116,7 @@ def _worker(
         if step:
             told.append(probe.figures())  # of the step before, as it travels with this one's row
     gradients.close()
-    crossing.flush()
+    deferred.flush()
     return {"told": told, "weights": [parameter.detach().clone() for parameter in model.parameters()], "probe": probe}
 
 
@@ -194,8 +196,8 @@ def test_the_noise_scale_has_the_same_bits_on_any_number_of_workers() -> None:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_only_on_due_steps_and_without_changing_a_bit(workers: int) -> None:
     plain = _run(3, workers, 5)
-    watched = _run(3, workers, 5, noise_scale=2, variance=4)
-    for one, other in zip(plain, watched, strict=True):
+    watching_uses = _run(3, workers, 5, noise_scale=2, variance=4)
+    for one, other in zip(plain, watching_uses, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one["weights"], other["weights"], strict=True))
         told = other["told"]
         changes = [step for step in range(1, 5) if told[step]["gradient_var"] != told[step - 1]["gradient_var"]]
@@ -257,16 +259,16 @@ def test_what_overflows_is_left_out_and_the_state_goes_on() -> None:
     assert other.figures() == before
     assert not any(isinstance(value, float) and math.isnan(value) for value in before.values())
     with loopback_engines(["host"]) as [engine]:
-        probe.arrange(engine, (2,))
-        probe.learn([probe.row()])
+        probe.enter_view(engine, (2,))
+        probe.learn([probe.pack_row()])
         for value in (math.inf, math.nan, 1e30):
             assert probe.begin(0)
-            probe.took(BATCH)
-            probe.part(2, torch.full((53 * 20,), value))
-            probe.parts_over()
-            probe.total(2, torch.full((53 * 20,), value))
-            probe.sums_over()
-            probe.learn([probe.row()])
+            probe.record_samples(BATCH)
+            probe.add_gradient(2, torch.full((53 * 20,), value))
+            probe.gradients_complete()
+            probe.add_sum(2, torch.full((53 * 20,), value))
+            probe.sums_complete()
+            probe.learn([probe.pack_row()])
             assert probe.figures() == before
 
 
@@ -275,16 +277,16 @@ def test_rows_that_speak_of_different_steps_say_nothing() -> None:
     probe: GradientProbe = found["probe"]
     before = probe.figures()
     with loopback_engines(["host"]) as [engine]:
-        probe.arrange(engine, (2,))
-        nothing = probe.row()
+        probe.enter_view(engine, (2,))
+        nothing = probe.pack_row()
         probe.begin(7)
-        probe.took(BATCH)
-        probe.part(2, torch.ones(53 * 20))
-        probe.parts_over()
-        probe.sums_over()
-        probe.learn([probe.row(), nothing])
+        probe.record_samples(BATCH)
+        probe.add_gradient(2, torch.ones(53 * 20))
+        probe.gradients_complete()
+        probe.sums_complete()
+        probe.learn([probe.pack_row(), nothing])
         assert probe.figures() == before
-        assert probe.row() == nothing
+        assert probe.pack_row() == nothing
 
 
 @pytest.mark.parametrize("interval", [-1, True, 1.5])
@@ -304,22 +306,22 @@ def test_several_at_once_are_the_same_as_one_by_one() -> None:
     for at_once in (False, True):
         probe = GradientProbe(parameters, noise_scale=1, variance=1)
         with loopback_engines(["host"]) as [engine]:
-            probe.arrange(engine, (2,))
+            probe.enter_view(engine, (2,))
             probe.begin(0)
-            probe.took(BATCH)
+            probe.record_samples(BATCH)
             for each in flats:
                 if at_once:
-                    probe.parts(range(len(parameters)), each)
+                    probe.add_gradients(range(len(parameters)), each)
                 else:
                     for index, flat in enumerate(each):
-                        probe.part(index, flat)
-            probe.parts_over()
+                        probe.add_gradient(index, flat)
+            probe.gradients_complete()
             if at_once:
-                probe.totals(range(len(parameters)), sums)
+                probe.add_sums(range(len(parameters)), sums)
             else:
                 for index, flat in enumerate(sums):
-                    probe.total(index, flat)
-            probe.sums_over()
-            probe.learn([probe.row()])
+                    probe.add_sum(index, flat)
+            probe.sums_complete()
+            probe.learn([probe.pack_row()])
         found.append(probe.figures())
     assert found[1] == {name: pytest.approx(value, rel=1e-6) for name, value in found[0].items()}

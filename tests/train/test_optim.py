@@ -38,7 +38,7 @@ def _sgd(*values: float, momentum: float = 0.0, dtype: torch.dtype = torch.float
 
 def _joined(optimizers: Sequence[AveragingOptimizer], ranks: Sequence[Engine]) -> None:
     for optimizer, engine in zip(optimizers, ranks, strict=True):
-        optimizer.work_in(engine, [1] * len(ranks))
+        optimizer.enter_view(engine, [1] * len(ranks))
 
 
 def _value(optimizer: AveragingOptimizer) -> Any:
@@ -166,7 +166,7 @@ def test_a_peer_that_cannot_be_had_is_done_without(no_leaks: None) -> None:
     optimizer = pliant.PairAveraging(_sgd(1.0))
     with loopback_engines(HOSTS[:2]) as ranks:
         _joined([optimizer], ranks[:1])
-        optimizer.work_in(ranks[0], [1, 1])
+        optimizer.enter_view(ranks[0], [1, 1])
         _step([optimizer], 0, lambda _, x: 2 * x)
         assert (optimizer.peer, _value(optimizer)[0]) == (None, pytest.approx(0.8)), "the other has saved nothing yet"
         ranks[1].close()
@@ -214,7 +214,7 @@ def test_choices_leave_the_programs_random_numbers_alone(no_leaks: None) -> None
     torch.manual_seed(1)
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()[2]
     with loopback_engines(HOSTS) as ranks:
-        optimizer.work_in(ranks[0], [1, 1, 1])
+        optimizer.enter_view(ranks[0], [1, 1, 1])
         for step in range(5):
             optimizer.begin(step)
     assert torch.equal(before[0], torch.get_rng_state())

@@ -22,11 +22,11 @@ from late_sums import (
     X,
     adam,
     leaves,
+    loop_before_sums,
     same,
     state_of,
     train_once,
-    under_way,
-    watched,
+    watching_uses,
     zoo_loss,
 )
 from torch import Tensor, nn
@@ -115,12 +115,12 @@ USES: dict[str, tuple[Use, set[str]]] = {
 @pytest.mark.parametrize("kind", USES)
 def test_a_use_waits_for_exactly_what_it_uses(kind: str) -> None:
     use, names = USES[kind]
-    loop, mine, plain, theirs = under_way()
-    with watched(loop.model):
+    loop, mine, plain, theirs = loop_before_sums()
+    with watching_uses(loop.model):
         found = use(loop.model)
     assert loop.pending == set(loop.gradients.names) - names
     assert len(loop.network.waited) == len(names)
-    assert loop.crossing.waits.count == len(names)
+    assert loop.deferred.waits.count == len(names)
     assert same(leaves(found), leaves(use(plain)))
     use(loop.model)
     assert len(loop.network.waited) == len(names), "it waited again"
@@ -131,7 +131,7 @@ def test_a_use_waits_for_exactly_what_it_uses(kind: str) -> None:
 
 def test_a_gradient_is_the_sum() -> None:
     """Read between backward and step, or after it where it was not cleared."""
-    loop, mine, plain, theirs = under_way()
+    loop, mine, plain, theirs = loop_before_sums()
     train_once(loop, loop.model, [], zoo_loss)
     train_once(None, plain, [], zoo_loss)
     assert loop.pending == set(loop.gradients.names)
@@ -154,7 +154,7 @@ QUESTIONS = (
 
 
 def test_questions_about_a_parameter_do_not_wait() -> None:
-    loop, _, plain, _ = under_way()
+    loop, _, plain, _ = loop_before_sums()
     for mine, theirs in zip(loop.model.parameters(), plain.parameters(), strict=True):
         for name in METADATA:
             assert getattr(mine, name) == getattr(theirs, name)
@@ -174,27 +174,27 @@ def test_questions_about_a_parameter_do_not_wait() -> None:
 
 
 def test_what_has_arrived_is_taken_in_without_waiting() -> None:
-    loop, _, _, _ = under_way()
+    loop, _, _, _ = loop_before_sums()
     loop.deliver(lambda each: each is loop.network.sums[0])
-    before = loop.crossing.waits.count
-    with watched(loop.model):
+    before = loop.deferred.waits.count
+    with watching_uses(loop.model):
         loop.model(WORDS)
-    assert loop.crossing.waits.count == before + len(EVERYTHING) - 1
+    assert loop.deferred.waits.count == before + len(EVERYTHING) - 1
     assert loop.whole == 1
 
 
 def test_all_is_taken_in_when_all_is_there() -> None:
-    loop, mine, plain, theirs = under_way()
+    loop, mine, plain, theirs = loop_before_sums()
     loop.deliver()
     F.linear(X, loop.model.last.weight)  # type: ignore[union-attr, arg-type]
     assert loop.pending == set()
     assert loop.whole == 1
-    assert loop.crossing.waits.count == 0
+    assert loop.deferred.waits.count == 0
     assert same(state_of(loop.model, mine), state_of(plain, theirs))
 
 
 def test_the_optimizers_state_dict_is_that_of_the_step() -> None:
-    loop, mine, plain, theirs = under_way()
+    loop, mine, plain, theirs = loop_before_sums()
     found, expected = mine[0].state_dict(), theirs[0].state_dict()
     assert loop.pending == set()
     assert same(leaves(found), leaves(expected))
@@ -227,7 +227,7 @@ def test_the_observed_order_is_that_of_the_forward(zero_first: bool) -> None:
     if zero_first:
         optimizer.zero_grad()
     model(X).backward()
-    used = [loop.gradients.names[index].split(".")[1] for index in loop.crossing.order]
+    used = [loop.gradients.names[index].split(".")[1] for index in loop.deferred.order]
     assert list(dict.fromkeys(used)) == ["4", "3", "2", "1", "0"]
     assert len(used) == 10
     optimizer.step()
@@ -243,13 +243,13 @@ def test_a_model_that_is_used_in_another_order_never_has_a_stale_weight() -> Non
     loop = Loop(model, mine)
     for step in range(5):
         loop.network.waited.clear()
-        with watched(model):
+        with watching_uses(model):
             train_once(loop, model, [mine], lambda m: m(X))
         train_once(None, plain, [theirs], lambda m: m(X))
         if step > 1:
             layers = [int(name.rpartition(":")[2]) // 2 for name in loop.network.waited]
             assert sorted(layers, reverse=True) == layers, "it waited in another order than it used"
-    loop.finish_sums()
+    loop.wait_for_sums()
     assert same(state_of(model, [mine]), state_of(plain, [theirs]))
 
 
@@ -270,10 +270,10 @@ def test_branches_are_waited_for_when_they_are_taken() -> None:
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     loop = Loop(model, mine, find_unused=True)
     for branch in (0, 1, 0, 0, 2, 1):
-        with watched(model):
+        with watching_uses(model):
             train_once(loop, model, [mine], lambda m: m(X, branch))  # noqa: B023 - called at once
         train_once(None, plain, [theirs], lambda m: m(X, branch))  # noqa: B023
-    loop.finish_sums()
+    loop.wait_for_sums()
     assert same(state_of(model, [mine]), state_of(plain, [theirs]))
 
 
@@ -282,7 +282,7 @@ def test_branches_are_waited_for_when_they_are_taken() -> None:
 
 def test_a_use_that_is_not_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if compiled code had taken the weight: the gradient that comes back gives it away."""
-    loop, mine, _, _ = under_way()
+    loop, mine, _, _ = loop_before_sums()
     before = loop.model.scale._version
     monkeypatch.setattr(DeferredUpdates, "use", lambda *_: None)
     with pytest.raises(TrainError, match=r"got a gradient, but its last update was still under way.*sync='fifo'"):
@@ -291,12 +291,12 @@ def test_a_use_that_is_not_seen_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_use_that_is_not_seen_is_refused_where_only_one_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, mine, _, _ = under_way()
+    loop, mine, _, _ = loop_before_sums()
     use, hidden = DeferredUpdates.use, loop.gradients.names.index("scale")
 
-    def blind(crossing: DeferredUpdates, index: int) -> None:
+    def blind(deferred: DeferredUpdates, index: int) -> None:
         if index != hidden:
-            use(crossing, index)
+            use(deferred, index)
 
     monkeypatch.setattr(DeferredUpdates, "use", blind)
     # Where backward needs the old values as well, torch notices first that they have changed meanwhile.
@@ -306,7 +306,7 @@ def test_a_use_that_is_not_seen_is_refused_where_only_one_is_hidden(monkeypatch:
 
 def test_what_is_not_seen_and_gives_no_gradient_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the other tests of this file could fail: both the values and the watch tell."""
-    loop, _, plain, _ = under_way()
+    loop, _, plain, _ = loop_before_sums()
     monkeypatch.setattr(DeferredUpdates, "use", lambda *_: None)
     with torch.no_grad(), Watch(loop.model) as watch:
         found = loop.model(WORDS)

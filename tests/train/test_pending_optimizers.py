@@ -17,13 +17,13 @@ from late_sums import (
     Make,
     Shelf,
     Zoo,
+    loop_before_sums,
     make_optimizer,
     same,
     state_of,
     train_once,
     twins,
-    under_way,
-    watched,
+    watching_uses,
     zoo_loss,
 )
 from torch import Tensor, nn
@@ -49,12 +49,12 @@ def test_a_deferred_step_is_the_plain_step(kind: str, settings: dict[str, Any]) 
         order = chance.sample(range(6), 6)
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
         loop.deliver(lambda _: chance.random() < 0.3)
-        with watched(model):
+        with watching_uses(model):
             train_once(loop, model, mine, lambda m: m(x, order))  # noqa: B023 - called at once
         train_once(None, plain, theirs, lambda m: m(x, order))  # noqa: B023
         assert bool(loop.pending) == (step > 0)
     assert not loop.said
-    loop.finish_sums()
+    loop.wait_for_sums()
     assert same(state_of(model, mine), state_of(plain, theirs))
 
 
@@ -65,7 +65,7 @@ def test_a_scheduler_does_not_change_a_step_that_was_called_before() -> None:
     loop, mine, plain, theirs = twins(lambda m: torch.optim.SGD(m.parameters(), lr=1.0, momentum=0.5))
     mine_scheduled, theirs_scheduled = schedule(mine[0]), schedule(theirs[0])
     for _ in range(3):
-        with watched(loop.model):
+        with watching_uses(loop.model):
             train_once(loop, loop.model, mine, zoo_loss, after=mine_scheduled.step)
         assert mine[0].param_groups[0]["lr"] == mine_scheduled.get_last_lr()[0], "the new rate is there at once"
         train_once(None, plain, theirs, zoo_loss, after=theirs_scheduled.step)
@@ -84,10 +84,10 @@ def test_two_optimizers_share_a_model() -> None:
     mine, theirs = make(model), make(plain)
     loop = Loop(model, *mine)
     for _ in range(4):
-        with watched(model):
+        with watching_uses(model):
             train_once(loop, model, mine, zoo_loss)
         train_once(None, plain, theirs, zoo_loss)
-    loop.finish_sums()
+    loop.wait_for_sums()
     assert same(state_of(model, mine), state_of(plain, theirs))
 
 
@@ -107,11 +107,11 @@ def test_gradients_are_cleared_before_or_after(first: bool, set_to_none: bool) -
             optimizer.zero_grad(set_to_none=set_to_none)
 
     for step in range(4):
-        with watched(loop.model):
+        with watching_uses(loop.model):
             train(loop, loop.model, mine[0])
         train(None, plain, theirs[0])
         assert bool(loop.pending) == (step > 0), "it waited for what the next forward would have waited for"
-    assert not loop.network.waited or loop.crossing.waits.count > 0
+    assert not loop.network.waited or loop.deferred.waits.count > 0
     gradients = [[parameter.grad for parameter in model.parameters()] for model in (loop.model, plain)]
     assert same(*gradients)
     assert same(state_of(loop.model, mine), state_of(plain, theirs))
@@ -132,7 +132,7 @@ def test_gradients_accumulate_over_batches() -> None:
         return zoo_loss(model, batches[-1])
 
     for _ in range(3):
-        with watched(loop.model):
+        with watching_uses(loop.model):
             train_once(loop, loop.model, mine, functools.partial(compute, loop=loop))
         train_once(None, plain, theirs, functools.partial(compute, loop=None))
     assert loop.pending == EVERYTHING
@@ -141,9 +141,9 @@ def test_gradients_accumulate_over_batches() -> None:
 
 def test_a_step_that_is_left_out_leaves_the_parameters() -> None:
     """The program looks at its loss and does not call step."""
-    loop, mine, plain, theirs = under_way()
+    loop, mine, plain, theirs = loop_before_sums()
     for optimizers in (mine, []):
-        with watched(loop.model):
+        with watching_uses(loop.model):
             train_once(loop, loop.model, optimizers, zoo_loss)
         mine[0].zero_grad()
     for optimizers in (theirs, []):
@@ -182,7 +182,7 @@ def _with_hook(model: nn.Module) -> torch.optim.Optimizer:
 def test_other_optimizers_wait_for_all_and_it_is_said_once(make: Make, says: str) -> None:
     loop, mine, plain, theirs = twins(make)
     for _ in range(4):
-        with watched(loop.model):
+        with watching_uses(loop.model):
             train_once(loop, loop.model, mine, zoo_loss)
         train_once(None, plain, theirs, zoo_loss)
         assert loop.pending == set()
@@ -205,7 +205,7 @@ def test_clipping_waits_for_all_and_it_is_said_once() -> None:
         return norm
 
     for _ in range(4):
-        with watched(loop.model):
+        with watching_uses(loop.model):
             norm = train(loop, loop.model, mine[0])
         assert loop.pending == set()
         assert torch.equal(norm, train(None, plain, theirs[0]))

@@ -18,12 +18,12 @@ from late_sums import (
     X,
     Zoo,
     adam,
+    loop_before_sums,
     same,
     state_of,
     train_once,
     twins,
-    under_way,
-    watched,
+    watching_uses,
     zoo_loss,
 )
 from torch import Tensor, nn
@@ -60,7 +60,7 @@ def test_scripted_and_compiled_modules_are_found() -> None:
 
 def test_the_address_of_a_parameter_is_that_of_its_new_values() -> None:
     """Whoever asks for it reads it where torch does not see that."""
-    loop, _, plain, _ = under_way()
+    loop, _, plain, _ = loop_before_sums()
     size = 4 * 4
     found = ctypes.string_at(loop.model.scale.data_ptr(), size)  # type: ignore[operator]
     assert found == ctypes.string_at(plain.scale.data_ptr(), size)  # type: ignore[operator]
@@ -69,7 +69,7 @@ def test_the_address_of_a_parameter_is_that_of_its_new_values() -> None:
 def test_a_compiled_function_never_computes_with_a_stale_weight() -> None:
     """It is not a module, so nobody knows of it at the start. Optimizers compute otherwise while something is compiled."""
     compiled = torch.compile(lambda x, scale: (x * scale).pow(2).mean(), backend="eager")
-    loop, mine, plain, theirs = under_way()
+    loop, mine, plain, theirs = loop_before_sums()
     for _ in range(2):
         train_once(loop, loop.model, mine, lambda m: compiled(X, m.scale) + zoo_loss(m))
         train_once(None, plain, theirs, lambda m: compiled(X, m.scale) + zoo_loss(m))
@@ -244,7 +244,7 @@ def test_programs_may_do_unusual_things(
     loop = Loop(model, *mine)
     for _ in range(4):
         loop.begin()
-        with watched(model):
+        with watching_uses(model):
             act(model, mine)
         act(plain, theirs)
     assert same(state_of(model, mine), state_of(plain, theirs))

@@ -14,12 +14,12 @@ from late_sums import (
     Shelf,
     X,
     changed,
+    loop_before_sums,
     make_optimizer,
     same,
     state_of,
     train_once,
     twins,
-    under_way,
     zoo_loss,
 )
 from torch import nn
@@ -40,7 +40,7 @@ def test_what_was_updated_too_early_is_taken_back(kind: str, settings: dict[str,
     for steps in range(2, 4):
         for _ in range(steps):
             train_once(loop, model, mine, lambda m: m(x, range(6)), after=scheduler.step)
-        loop.finish_sums()
+        loop.wait_for_sums()
         before = state_of(model, mine)
         known = len(mine[0].state)
         train_once(loop, model, mine, lambda m: m(x, range(6)), after=scheduler.step)
@@ -52,7 +52,7 @@ def test_what_was_updated_too_early_is_taken_back(kind: str, settings: dict[str,
         model(x, range(6))
         assert len(loop.lost) == steps - 1
         assert loop.pending == set(), "a program that goes on must not wait again and again"
-        loop.crossing.take_back()
+        loop.deferred.undo_step()
         loop.network.broken = False
         assert same(state_of(model, mine), before)
         assert len(mine[0].state) == known
@@ -69,7 +69,7 @@ def test_the_first_update_of_all_is_taken_back() -> None:
     assert len(changed(loop.model, before)) == 2
     loop.network.broken = True
     loop.model(WORDS)
-    loop.crossing.take_back()
+    loop.deferred.undo_step()
     assert same(state_of(loop.model, mine), before)
     assert not mine[0].state
 
@@ -78,7 +78,7 @@ def test_what_was_updated_at_once_is_taken_back_too() -> None:
     """A gradient that was looked at before the step is summed by then, so its parameter is updated in the step itself."""
     loop, mine, _, _ = twins(can_undo=True)
     train_once(loop, loop.model, mine, zoo_loss)
-    loop.finish_sums()
+    loop.wait_for_sums()
     scheduler = torch.optim.lr_scheduler.ExponentialLR(mine[0], 0.5)
     before = state_of(loop.model, mine)
     loop.begin()
@@ -91,7 +91,7 @@ def test_what_was_updated_at_once_is_taken_back_too() -> None:
     loop.network.broken = True
     loop.model(WORDS)
     loop.model.embedding.weight.data.zero_()  # type: ignore[union-attr, operator]  # in the pass that does not count
-    loop.crossing.take_back()
+    loop.deferred.undo_step()
     assert same(state_of(loop.model, mine), before)
 
 
@@ -99,10 +99,10 @@ def test_an_update_knows_nothing_of_the_mode_it_happens_in() -> None:
     def adafactor(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adafactor(model.parameters(), lr=0.01)  # multiplies matrices
 
-    loop, mine, plain, theirs = under_way(adafactor)
+    loop, mine, plain, theirs = loop_before_sums(adafactor)
     with torch.autocast("cpu", torch.bfloat16):
         loop.model.last(X)  # type: ignore[operator]
-    loop.finish_sums()
+    loop.wait_for_sums()
     assert same(state_of(loop.model, mine), state_of(plain, theirs))
     train_once(loop, loop.model, mine, zoo_loss)
     train_once(None, plain, theirs, zoo_loss)
@@ -110,12 +110,12 @@ def test_an_update_knows_nothing_of_the_mode_it_happens_in() -> None:
         loop.model(WORDS)
     train_once(loop, loop.model, mine, zoo_loss)
     train_once(None, plain, theirs, zoo_loss)
-    loop.finish_sums()
+    loop.wait_for_sums()
     assert same(state_of(loop.model, mine), state_of(plain, theirs))
 
 
 def test_an_update_that_fails_is_tried_again() -> None:
-    loop, mine, plain, theirs = under_way()
+    loop, mine, plain, theirs = loop_before_sums()
     original = torch.optim.Adam._init_group
 
     def fail(*_: Any, **__: Any) -> Any:
@@ -127,25 +127,25 @@ def test_an_update_that_fails_is_tried_again() -> None:
             loop.model(WORDS)
     finally:
         torch.optim.Adam._init_group = original  # type: ignore[method-assign]
-    loop.finish_sums()
+    loop.wait_for_sums()
     assert same(state_of(loop.model, mine), state_of(plain, theirs))
 
 
 def test_what_is_whole_is_not_taken_back() -> None:
-    loop, mine, plain, theirs = under_way(can_undo=True)
+    loop, mine, plain, theirs = loop_before_sums(can_undo=True)
     loop.model(WORDS)
     assert loop.whole == 1
-    loop.crossing.take_back()
+    loop.deferred.undo_step()
     assert same(state_of(loop.model, mine), state_of(plain, theirs))
 
 
 def test_nothing_is_kept_where_nothing_can_be_taken_back() -> None:
-    loop, _, _, _ = under_way(can_undo=False)
+    loop, _, _, _ = loop_before_sums(can_undo=False)
     loop.model.last(X)  # type: ignore[operator]
-    assert not loop.crossing._kept._before
-    loop, _, _, _ = under_way(can_undo=True)
+    assert not loop.deferred._undo_log._saved
+    loop, _, _, _ = loop_before_sums(can_undo=True)
     loop.model.last(X)  # type: ignore[operator]
-    assert len(loop.crossing._kept._before) == 2
+    assert len(loop.deferred._undo_log._saved) == 2
     loop.deliver()
     loop.model(WORDS)
-    assert not loop.crossing._kept._before
+    assert not loop.deferred._undo_log._saved

@@ -60,7 +60,7 @@ class World:
         self.step = 0
         begin = 0
         for each, count in zip(self.rows, blocks, strict=True):
-            each.arrange(blocks, range(begin, begin + count))
+            each.enter_view(blocks, range(begin, begin + count))
             begin += count
 
     def train(self, new: Sequence[ReplicaContext]) -> tuple[str, bool]:
@@ -85,9 +85,9 @@ class World:
                 (one.step, one.prepared, one.figures) for one in said
             ]
         if complete == {False}:
-            rest = torch.stack([each.rest(own, 0) for each, own in zip(self.rows, mine, strict=True)])
+            rest = torch.stack([each.pack_contexts(own, 0) for each, own in zip(self.rows, mine, strict=True)])
             for each, own in zip(self.rows, mine, strict=True):
-                each.read_rest(rest, own, 0)
+                each.read_contexts(rest, own, 0)
         expected = [each.to_bytes(0) for each in new]
         for rank, own in enumerate(mine):
             self.known[rank] = [own[replica] for replica in range(sum(self.blocks))]

@@ -49,7 +49,7 @@ def _tuner(asked: str = "priority", *fixed: int | None) -> tuple[SyncTuner, list
 
 def _until_changed(tuner: SyncTuner, steps: list[StepMeasurement], limit: int = 10) -> int:
     """How many such steps it takes until the choice is another one."""
-    before = tuner.choice
+    before = tuner.config
     for count in range(1, limit + 1):
         if tuner.learn(steps) != before:
             return count
@@ -62,11 +62,11 @@ def _until_changed(tuner: SyncTuner, steps: list[StepMeasurement], limit: int = 
 @pytest.mark.parametrize("rate", [100, 200, 400, 800])
 def test_slices_and_credit_follow_the_rate(rate: float) -> None:
     tuner, _ = _tuner()
-    choice = tuner.learn(_step(rate))
+    config = tuner.learn(_step(rate))
     # To one of a few sizes, a factor of the root of 2 apart: at most half of that away, and whole kibibytes.
-    assert choice.slice_bytes == pytest.approx(rate * MBIT * COMPUTE_S * SLICE_SHARE, rel=0.22)
-    assert choice.in_flight_bytes == pytest.approx(rate * MBIT * COMPUTE_S * IN_FLIGHT_SHARE, rel=0.22)
-    assert choice.slice_bytes % 1024 == choice.in_flight_bytes % 1024 == 0
+    assert config.slice_bytes == pytest.approx(rate * MBIT * COMPUTE_S * SLICE_SHARE, rel=0.22)
+    assert config.in_flight_bytes == pytest.approx(rate * MBIT * COMPUTE_S * IN_FLIGHT_SHARE, rel=0.22)
+    assert config.slice_bytes % 1024 == config.in_flight_bytes % 1024 == 0
     assert tuner.rate == rate * MBIT, "the slowest link counts"
     assert tuner.r == pytest.approx(1.0)
 
@@ -80,36 +80,36 @@ def test_among_lines_alike_one_late_worker_does_not_lower_the_rate() -> None:
 @pytest.mark.parametrize(("rate", "compute_s"), [(0.1, 0.01), (100_000, 1.0)])
 def test_sizes_stay_within_bounds(rate: float, compute_s: float) -> None:
     tuner, _ = _tuner()
-    choice = tuner.learn(_step(rate, compute_s=compute_s))
+    config = tuner.learn(_step(rate, compute_s=compute_s))
     low = rate < 1
-    assert choice.slice_bytes == (MIN_SLICE_BYTES if low else MAX_SLICE_BYTES)
-    assert choice.in_flight_bytes == (MIN_IN_FLIGHT_BYTES if low else MAX_IN_FLIGHT_BYTES)
+    assert config.slice_bytes == (MIN_SLICE_BYTES if low else MAX_SLICE_BYTES)
+    assert config.in_flight_bytes == (MIN_IN_FLIGHT_BYTES if low else MAX_IN_FLIGHT_BYTES)
 
 
 def test_nothing_changes_within_20_percent() -> None:
     tuner, said = _tuner()
-    choice = tuner.learn(_step(400))
+    config = tuner.learn(_step(400))
     said.clear()
     for rate in (440, 360, 470, 330, 400, 450, 350) * 5:
-        assert tuner.learn(_step(rate)) == choice
+        assert tuner.learn(_step(rate)) == config
     assert not said
 
 
 def test_one_odd_step_changes_nothing() -> None:
     tuner, said = _tuner()
-    choice = tuner.learn(_step(400))
+    config = tuner.learn(_step(400))
     said.clear()
     for rate in (400, 100, 400, 1600, 400, 100, 400):
-        assert tuner.learn(_step(rate)) == choice
+        assert tuner.learn(_step(rate)) == config
     assert not said
 
 
 def test_odd_steps_to_both_sides_change_nothing() -> None:
     tuner, said = _tuner()
-    choice = tuner.learn(_step(400))
+    config = tuner.learn(_step(400))
     said.clear()
     for rate in (400, 550, 250, 560, 240, 400, 250, 550):  # as much is sent as ever
-        assert tuner.learn(_step(rate, r=400 / rate)) == choice
+        assert tuner.learn(_step(rate, r=400 / rate)) == config
     assert not said
 
 
@@ -132,7 +132,7 @@ def test_a_jump_retunes_within_3_steps_and_says_so(old: float, new: float) -> No
     assert _until_changed(tuner, _step(new)) <= 3
     [line] = said
     numbers = [int(found) for found in re.findall(r"\d+", line.split("(")[0])]
-    after = tuner.choice
+    after = tuner.config
     assert numbers[:4] == [
         before.slice_bytes >> 10, after.slice_bytes >> 10, before.in_flight_bytes >> 10, after.in_flight_bytes >> 10
     ]  # fmt: skip
@@ -167,11 +167,11 @@ def test_without_a_rate_nothing_changes() -> None:
 @pytest.mark.parametrize("mode", ["priority", "slicing"])
 def test_what_was_given_stays(mode: str) -> None:
     tuner, _ = _tuner(mode, 8192, None)
-    assert tuner.choice == SyncConfig(mode, 8192)
+    assert tuner.config == SyncConfig(mode, 8192)
     for rate in (100, 400, 400, 400, 50, 50, 50):
-        choice = tuner.learn(_step(rate))
-        assert choice.slice_bytes == 8192
-    assert choice.in_flight_bytes != SyncConfig().in_flight_bytes
+        config = tuner.learn(_step(rate))
+        assert config.slice_bytes == 8192
+    assert config.in_flight_bytes != SyncConfig().in_flight_bytes
     tuner, said = _tuner(mode, 8192, 16384)
     for rate in (100, 400, 400, 400, 50, 50, 50):
         assert tuner.learn(_step(rate)) == SyncConfig(mode, 8192, 16384)
@@ -181,16 +181,16 @@ def test_what_was_given_stays(mode: str) -> None:
 @pytest.mark.parametrize("asked", SYNC_OPTIONS)
 def test_modes_are_what_was_asked_for(asked: str) -> None:
     tuner, _ = _tuner(asked)
-    first = tuner.choice.mode
+    first = tuner.config.mode
     assert first == ("fifo" if asked == "auto" else asked)
-    assert tuner.may_cross == (asked != "fifo")
+    assert tuner.may_defer == (asked != "fifo")
     for _ in range(10):
         assert tuner.learn(_step(100, r=0.55)).mode == first
     if asked != "auto":
         for r in (0.1, 3.0):
             assert tuner.learn(_step(100, r=r)).mode == first
     if asked == "baseline":
-        assert tuner.choice.slice_bytes == BASELINE_BYTES, "its bound is not a matter of tuning"
+        assert tuner.config.slice_bytes == BASELINE_BYTES, "its bound is not a matter of tuning"
 
 
 def test_only_the_one_that_decides_speaks() -> None:
@@ -253,8 +253,8 @@ def test_auto_follows_a_network_that_changes() -> None:
     sent = 0.3 * 400 * MBIT * COMPUTE_S
     for rate in (400, 50, 400):
         for _ in range(5):
-            choice = tuner.learn([StepMeasurement(COMPUTE_S, sent, rate * MBIT)] * 3)
-        assert choice.mode == ("fifo" if rate == 400 else "priority")
+            config = tuner.learn([StepMeasurement(COMPUTE_S, sent, rate * MBIT)] * 3)
+        assert config.mode == ("fifo" if rate == 400 else "priority")
     kinds = [line for line in said if "priority" in line]
     assert ["would not help" in line for line in kinds] == [True, False, True]
 
@@ -291,7 +291,7 @@ def test_good_wishes_are_granted(asked: str) -> None:
 
 @pytest.mark.parametrize("mode", SYNC_MODES)
 def test_a_choice_and_its_reasons_travel(mode: str) -> None:
-    choice, measured = SyncConfig(mode, 123_456, (1 << 32) - 1), StepMeasurement(1 / 3, 1e12 + 0.5, 1e9 / 7)
-    data = pack_sync(choice, measured)
+    config, measured = SyncConfig(mode, 123_456, (1 << 32) - 1), StepMeasurement(1 / 3, 1e12 + 0.5, 1e9 / 7)
+    data = pack_sync(config, measured)
     assert len(data) == SYNC_BYTES
-    assert unpack_sync(data) == (choice, measured)
+    assert unpack_sync(data) == (config, measured)

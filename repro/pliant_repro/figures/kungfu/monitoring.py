@@ -125,7 +125,7 @@ def main(path: Path) -> None:
     assert probe is not None, "monitors were asked for"
     _switch(probe, modes[0])
     clocks = Clocks()
-    clocks.watch(probe, "begin", "part", "parts_over", "total", "sums_over", "row", "learn")
+    clocks.watch(probe, "begin", "add_gradient", "gradients_complete", "add_sum", "sums_complete", "pack_row", "learn")
     for _ in job.epochs(1):
         data = {(replica, full): _data(task, replica, full) for replica in job.hosted for full in (False, True)}
         clocks.begin()
