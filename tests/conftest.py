@@ -14,6 +14,18 @@ from pathlib import Path
 import pytest
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_state_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the jobs of tests out of the user's state directory; tests that set XDG_STATE_HOME have one of their own."""
+    before = os.environ.get("XDG_STATE_HOME")
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+    os.environ.pop("PLIANT_HOME", None)
+    yield
+    os.environ.pop("XDG_STATE_HOME")
+    if before is not None:
+        os.environ["XDG_STATE_HOME"] = before
+
+
 def pytest_collection_finish() -> None:
     """Let the garbage collector leave alone what has been imported by now: it would take 0.2 s each time, mostly on torch."""
     gc.collect()

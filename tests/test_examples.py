@@ -25,9 +25,9 @@ from pliant.fed.data.datasets import DEBIAN
 from pliant.fed.jobs.jobfile import read_fed_job
 from pliant.yaml_source import YamlSource
 
-sys.path.insert(0, str(Path(__file__).parent / "sched"))
+sys.path.insert(0, str(Path(__file__).parent / "jobs"))
 
-from live_serving import serving
+from serving_process import serving
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(420)]
 

@@ -56,14 +56,14 @@ def submit(
         raise ConfigError("no job file: give one or several, as in `pliant submit job.yml`")
     if name and len(files or ()) > 1:
         raise ConfigError(f"--name {name} for {len(files or ())} files: names are unique, so submit them one by one")
-    if resume:
-        _check_resumable(resume, server, state)
+    was_interrupted = _is_interrupted(resume, server, state) if resume else False
     with show_waiting("reading the jobs, and what they name"):
         jobs = _read_all(files or [], name)
     is_shown = not as_json
     with ReconnectingClient(server, state, start=True) as client:
         if resume:
-            given = [client.ask(lambda asked: asked.resume(resume), wait=False)]
+            # A server that has just been started takes up interrupted jobs by itself.
+            given = [client.ask(lambda asked: (asked.job if was_interrupted else asked.resume)(resume), wait=False)]
             _print_submitted(given[0], is_shown=is_shown)
         else:
             given = _submit_all(client, jobs, is_shown=is_shown)
@@ -75,12 +75,13 @@ def submit(
         raise typer.Exit(codes[0])
 
 
-def _check_resumable(name: str, server: str, state: str) -> None:
-    """Refuse a name that no job has, before a server is started for it."""
+def _is_interrupted(name: str, server: str, state: str) -> bool:
+    """Return whether the processes of a scheduled job are gone; raises UnknownJob before a server is started for it."""
     from pliant.jobs.client import open_jobs
 
     with open_jobs(server, state) as opened:
-        opened.job(name)
+        job = opened.job(name)
+    return job.state == "interrupted" and job.scheduled
 
 
 def _read_all(files: list[Path], name: str) -> list[JobFile]:

@@ -210,7 +210,7 @@ class ManagedJob:
         most = demand.max if not held or self.is_measured else sum(held.values())
         least = demand.min
         if demand.rigid:
-            least = most = sum(held.values()) or max(1, min(demand.max, total[preferred]))
+            least = most = self.rigid_size(preferred, total)
         return ScheduledJob(
             name=self.name,
             submitted_s=float(rank),
@@ -224,6 +224,10 @@ class ManagedJob:
             held=held,
             avoided=frozenset(devices for devices, until_s in self.avoided.items() if now_s < until_s),
         )
+
+    def rigid_size(self, kind: str, total: Counts) -> int:
+        """Return how many devices of one type a rigid job needs: what it has, or else its maximum."""
+        return sum(self.target.values()) or max(1, min(self.demand.max, total.get(kind, 0)))
 
     def may_use(self, kinds: Counts) -> bool:
         """Return whether the cluster has any of the job's device types."""
@@ -460,7 +464,7 @@ class SchedulerState:
                 changes[job.name] = {**devices, kind: max(0, left)}
         for job in ranked:
             new = changes.get(job.name, job.target)
-            if job.demand.rigid and job.target and sum(new.values()) < sum(job.target.values()):
+            if job.demand.rigid and any(count < job.rigid_size(kind, self.devices) for kind, count in new.items()):
                 changes[job.name] = {}
         return changes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS / folder) for folder in ("on_ray", "launch", "sched", "train")]
+sys.path += [str(TESTS / folder) for folder in ("on_ray", "launch", "jobs", "train")]
 
 from launching import DEADLINE_S, Launcher, Nursery  # noqa: E402
 from two_nodes import Nodes, two_nodes  # noqa: E402

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from gang import FULL
 from golden import golden
-from live_serving import Serving, serving
 from patience import open_gate, until
+from serving_process import Serving, serving
 from two_nodes import CPUS, HEAD, Nodes
 
 from pliant.launch.state_file import WorkerProcess, read

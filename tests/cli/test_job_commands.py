@@ -16,10 +16,12 @@ from pathlib import Path
 
 import pytest
 from patience import until
-from pliant.cli.cluster_output import devices_text, span_text
 
+from pliant.cli.connection import devices_text
 from pliant.errors import ConfigError, ServerUnavailable
-from pliant.sched.live.client import LiveClient, Server, find_server, state_dir
+from pliant.jobs.client import JobsClient, ServerAddress, find_server
+from pliant.jobs.store import state_directory
+from pliant.launch.duration import span_text
 
 MAIN = "from pliant.cli.main import main; main()"
 DEADLINE_S = 60.0
@@ -39,7 +41,7 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.file = state_dir({"XDG_STATE_HOME": str(folder / "state")}) / "server.json"
+        self.file = state_directory({"XDG_STATE_HOME": str(folder / "state")}) / "server.json"
 
     def start(self) -> None:
         self.file.unlink(missing_ok=True)
@@ -50,7 +52,7 @@ class Cluster:
         until(self.file.exists, "the server is up")
 
     def close(self) -> None:
-        with LiveClient(find_server(state=str(self.file.parent))) as client:
+        with JobsClient(find_server(state=str(self.file.parent))) as client:
             names = [job.name for job in client.jobs() if not job.is_over]
             for name in names:
                 client.stop(name, kill=True)
@@ -119,8 +121,8 @@ def test_a_day_at_the_cluster(cluster: Cluster, pliant: Callable[..., Said], tmp
     assert any(b"begun" in line for line in lines)
     cluster.process.kill()
     cluster.process.wait()
-    code, out, err = pliant("list")
-    assert (code, out) == (1, "")
+    code, out, err = pliant("list", "-q")
+    assert (code, out) == (0, "fails-1\nwaits-1\nother\n"), "the store knows them without a server"
     assert f"(pid {cluster.process.pid}) has ended; its jobs run on: start `pliant serve` again" in err
     cluster.start()
     (tmp_path / "go").touch()
@@ -185,18 +187,20 @@ def test_a_day_at_the_cluster(cluster: Cluster, pliant: Callable[..., Said], tmp
 def test_no_server_is_told_with_what_to_do(pliant: Callable[..., Said], tmp_path: Path, words: str) -> None:
     (tmp_path / "train.py").touch()
     (tmp_path / "job.yml").write_text("program: train.py\nreplicas: 1")
-    folder = tmp_path / "state" / "pliant" / "cluster"
-    code, out, err = pliant(*words.split())
+    code, out, err = pliant(*words.split(), "--state", str(tmp_path / "none"))
     assert (code, out) == (1, "")
-    assert err == (
-        f"pliant: no server of yours is known on this machine (no server.json in {folder}): "
-        "start one with `pliant serve --devices cpu=4`, or name one with --server URL\n"
-    )
+    assert "start one with `pliant serve --devices cpu=4`, or name one with --server URL" in err
     code, out, err = pliant(*words.split(), "--server", "http://127.0.0.1:9")
     assert (code, out) == (1, "")
     assert err.startswith("pliant: no server answers at http://127.0.0.1:9 (")
     code, out, err = pliant(*words.split(), "--server", "localhost")
     assert (code, out, err) == (2, "", "pliant: --server 'localhost' is not a URL such as http://10.0.0.1:9200\n")
+
+
+def test_without_a_server_and_jobs_there_is_nothing_to_list(pliant: Callable[..., Said]) -> None:
+    assert pliant("list") == (0, "", "")
+    assert pliant("list", "--json") == (0, '{\n "jobs": []\n}\n', "")
+    assert pliant("show", "a")[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -209,7 +213,7 @@ def test_no_server_is_told_with_what_to_do(pliant: Callable[..., Said], tmp_path
         ("submit conf.yml", "conf.yml:2: data_dir: images lie in a file or folder of yours: give its path"),
         ("submit ip.yml", "ip.yml:1: job_conf is missing: add a list of keys"),
         ("submit --resume a b.yml", "--resume goes on with what was submitted: leave the file"),
-        ("submit --resume a", "no federated job is called 'a': there are none"),
+        ("submit --resume a", "no job 'a': there has been none yet"),
         ("show", "which job? give its name"),
         ("logs", "which job? give its name"),
         ("stop", "which job? give its name"),
@@ -292,24 +296,24 @@ def test_a_silent_server_is_not_waited_for_forever() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with LiveClient(Server(url=url), timeout_s=0.1) as client, pytest.raises(ServerUnavailable, match="in time"):
+        with JobsClient(ServerAddress(url=url), timeout_s=0.1) as client, pytest.raises(ServerUnavailable, match="in time"):
             client.jobs()
 
 
 def test_which_server_is_meant(tmp_path: Path) -> None:
     home = {"XDG_STATE_HOME": str(tmp_path)}
-    folder = state_dir(home)
+    folder = state_directory(home)
     folder.mkdir(parents=True)
     (folder / "server.json").write_text(json.dumps({"url": "http://a:1", "token": "mine", "pid": 5, "new": 1}))
     assert find_server(environ=home).token == "mine"
     assert find_server("http://a:1/", environ=home).token == "mine"
-    assert find_server("http://b:1", environ=home) == Server(url="http://b:1")
+    assert find_server("http://b:1", environ=home) == ServerAddress(url="http://b:1")
     assert find_server(environ={**home, "PLIANT_SERVER": "http://b:1", "PLIANT_TOKEN": "t"}).token == "t"
     assert find_server(state=str(folder), environ={"PLIANT_SERVER": "http://b:1"}).url == "http://a:1"
     assert "mine" not in repr(find_server(environ=home))
-    assert state_dir({"HOME": "/h"}) == Path("/h/.local/state/pliant/cluster")
+    assert state_directory({"HOME": "/h"}) == Path("/h/.local/state/pliant")
     with pytest.raises(ConfigError, match="--server 'http://'"):
-        LiveClient(Server(url="http://"))
+        JobsClient(ServerAddress(url="http://"))
 
 
 def test_times_and_devices_in_words() -> None:

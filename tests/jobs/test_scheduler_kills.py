@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paper import PaperGround, PaperRun
+from paper_backend import PaperBackend, PaperRun
 
+from pliant.jobs.scheduler import Scheduler
+from pliant.jobs.schema import JobSpec, job_from_json
+from pliant.jobs.store import JobStore
 from pliant.sched import policies as schedulers
-from pliant.sched.live.book import Book
-from pliant.sched.live.jobfile import JobSpec
-from pliant.sched.live.scheduler import Scheduler
 
 STEPS = 24
 """Of each job."""
@@ -55,18 +55,18 @@ class World:
     """Runs that go on, whoever schedules them."""
 
     def __init__(self) -> None:
-        self.ground = PaperGround(cpu=4)
+        self.backend = PaperBackend(cpu=4)
         self.lives: list[PaperRun] = []
         self.done: dict[str, int] = {}
         self.now_s = 1000.0
-        start = self.ground.start
+        start = self.backend.start
 
         def noted(run: Any, devices: Any) -> PaperRun:
             assert all(each.end_ for each in self.lives if each.run.spec.name == run.spec.name), "two runs of one job"
             self.lives.append(start(run, devices))
             return self.lives[-1]
 
-        self.ground.start = noted  # type: ignore[method-assign]
+        self.backend.start = noted  # type: ignore[method-assign]
 
     def turn(self) -> None:
         """Every living run does two steps; a program that has done all of them ends."""
@@ -88,26 +88,26 @@ class World:
 
 @contextmanager
 def scheduler(world: World, folder: Path, fuse: Fuse, patch: pytest.MonkeyPatch) -> Iterator[Scheduler]:
-    with patch.context() as guarded, Book(folder) as book:
-        guarded.setattr(book, "write", fuse.around(book.write))
-        guarded.setattr(world.ground, "start", fuse.around(world.ground.start))
+    with patch.context() as guarded, JobStore(folder) as book:
+        guarded.setattr(book, "save", fuse.around(book.save))
+        guarded.setattr(world.backend, "start", fuse.around(world.backend.start))
         for name in ("resize", "end"):
             guarded.setattr(PaperRun, name, fuse.around(getattr(PaperRun, name)))
         made = Scheduler(
-            world.ground, schedulers.make_policy("easyscale-heter"), book, folder, interval_s=0, clock=lambda: world.now_s
+            world.backend, schedulers.make_policy("easyscale-heter"), book, interval_s=0, clock=lambda: world.now_s
         )
         made._adopt()
         yield made
 
 
 def spec(name: str) -> JobSpec:
-    return JobSpec.from_json({"name": name, "program": "/x", "directory": "/", "replicas": 4, **JOBS[name]})
+    return job_from_json({"name": name, "program": "/x", "directory": "/", "replicas": 4, **JOBS[name]})
 
 
 def live(world: World, folder: Path, fuse: Fuse, patch: pytest.MonkeyPatch) -> dict[str, str]:
     """Bring the jobs to their end, or until the fuse burns; their states."""
     with scheduler(world, folder, fuse, patch) as made:
-        known = {status["name"] for status in made.statuses()}
+        known = {status.name for status in made.statuses()}
         for turn in range(400):
             if turn % 4 == 0 and (new := sorted(set(JOBS) - known)):
                 made.submit(spec(new[0]))
@@ -118,7 +118,7 @@ def live(world: World, folder: Path, fuse: Fuse, patch: pytest.MonkeyPatch) -> d
                 made._do(made._state.reserve({}, world.now_s), reserved=True)
             made._look()
             world.turn()
-            states = {status["name"]: status["state"] for status in made.statuses()}
+            states = {status.name: status.state for status in made.statuses()}
             if set(states) == set(JOBS) and all(state == "finished" for state in states.values()):
                 break
     return states

@@ -16,9 +16,9 @@ import uvicorn
 from pliant.cli.main import main
 from pliant.elastic import serving
 from pliant.errors import ConfigError
+from pliant.jobs.api import JobServerConfig, serve
+from pliant.jobs.backends import LocalBackend
 from pliant.sched import policies as schedulers
-from pliant.sched.live.local import LocalGround
-from pliant.sched.live.server import LiveConfig, serve
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -61,7 +61,7 @@ def test_mistakes_are_told_in_one_line(
     words: str,
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    for name in ("PLIANT_SERVER", "PLIANT_TOKEN"):
+    for name in ("PLIANT_SERVER", "PLIANT_TOKEN", "PLIANT_HOME"):
         monkeypatch.delenv(name, raising=False)
     ended, said = run(monkeypatch, capsys, *arguments)
     assert ended == code, said
@@ -83,18 +83,18 @@ def test_what_it_writes_down_is_for_its_user_only_and_the_token_stays(
         seen.append((noted, health.status_code, jobs.json()))
         seen_modes.update(stat.S_IMODE((state / name).stat().st_mode) for name in ("server.json", "token", "lock"))
         with pytest.raises(ConfigError, match=f"the server with pid {noted['pid']} uses it"):
-            serve(config, lambda: ground, schedulers.make_policy("easyscale-heter"), said.append)
+            serve(config, lambda: backend, schedulers.make_policy("easyscale-heter"), said.append)
         server.should_exit = True
         thread.join()
 
     state = tmp_path / "state"
-    config, ground = LiveConfig(state=state, port=0), LocalGround({"cpu": 1})
+    config, backend = JobServerConfig(state=state, port=0), LocalBackend({"cpu": 1})
     seen: list[tuple[dict[str, str], int, object]] = []
     seen_modes: set[int] = set()
     said: list[str] = []
     monkeypatch.setattr(serving, "until_signalled", look)
     for _ in range(2):
-        serve(config, lambda: ground, schedulers.make_policy("easyscale-heter"), said.append)
+        serve(config, lambda: backend, schedulers.make_policy("easyscale-heter"), said.append)
     (first, health, jobs), (second, _, _) = seen
     assert (health, jobs) == (200, {"jobs": []})
     assert first["token"] == second["token"]

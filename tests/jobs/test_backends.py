@@ -1,4 +1,4 @@
-"""This machine as a ground: processes that outlive whoever started them, and devices that no two jobs share."""
+"""This machine as a backend: processes that outlive whoever started them, and devices that no two jobs share."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import pytest
 from patience import until
 
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
+from pliant.jobs.backends import LocalBackend, TrainRun
+from pliant.jobs.rules import RunEnd
+from pliant.jobs.scheduler import JobRun
+from pliant.jobs.schema import job_from_json
 from pliant.launch import state_file
 from pliant.launch.devices import device_of_slot
-from pliant.sched.live import local
-from pliant.sched.live.ground import Ended, Run
-from pliant.sched.live.jobfile import JobSpec
-from pliant.sched.live.local import LocalGround, LocalRunning
 
 SLEEPS = "import time; time.sleep(60)"
 
 
-def a_run(folder: Path, number: int = 1, **said: Any) -> Run:
+def a_run(folder: Path, number: int = 1, **said: Any) -> JobRun:
     given = {"name": "a", "program": "/train.py", "directory": str(folder), "replicas": 4, **said}
     directory = folder / "jobs" / "a"
     directory.mkdir(parents=True, exist_ok=True)
-    return Run(spec=JobSpec.from_json(given), number=number, directory=directory)
+    return JobRun(spec=job_from_json(given), number=number, directory=directory, folder=directory)
 
 
 @pytest.fixture
@@ -37,16 +37,16 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     started: list[int] = []
 
     def use(code: str) -> None:
-        monkeypatch.setattr(local, "_command", lambda run, workers: [sys.executable, "-c", code])
+        monkeypatch.setattr(TrainRun, "command", lambda self, devices: [sys.executable, "-c", code])
 
-    begin = LocalRunning.begin
+    begin = TrainRun.begin
 
-    def noted(running: LocalRunning, command: list[str], environ: Any) -> None:
+    def noted(running: TrainRun, command: list[str], environ: Any) -> None:
         begin(running, command, environ)
         assert running._keeper is not None
         started.append(running._keeper.pid)
 
-    monkeypatch.setattr(LocalRunning, "begin", noted)
+    monkeypatch.setattr(TrainRun, "begin", noted)
     yield use
     for session in started:
         for pid in [int(name) for name in os.listdir("/proc") if name.isdecimal()]:
@@ -57,8 +57,8 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
                 continue
 
 
-def runner_of(running: LocalRunning) -> int:
-    return int(until(running._runner))
+def runner_of(running: TrainRun) -> int:
+    return int(until(running._process))
 
 
 # --- processes ---
@@ -70,10 +70,10 @@ def test_the_exit_code_is_kept_for_whoever_asks_later(
 ) -> None:
     program(code)
     run = a_run(tmp_path)
-    first = LocalGround({"cpu": 1}).start(run, {"cpu": 1})
+    first = LocalBackend({"cpu": 1}).start(run, {"cpu": 1})
     seen = until(first.ended)
     assert seen.code == expected
-    later = LocalGround({"cpu": 1}).adopt(run)
+    later = LocalBackend({"cpu": 1}).adopt(run)
     assert later is not None
     assert later.ended() == seen
 
@@ -81,9 +81,9 @@ def test_the_exit_code_is_kept_for_whoever_asks_later(
 def test_a_run_is_adopted_as_it_is(tmp_path: Path, program: Callable[[str], None]) -> None:
     program(f"import os; print(os.environ['COLOUR'], os.getcwd(), flush=True); {SLEEPS}")
     run = a_run(tmp_path, env={"COLOUR": "blue"})
-    first = LocalGround({"cpu": 2}).start(run, {"cpu": 2})
+    first = LocalBackend({"cpu": 2}).start(run, {"cpu": 2})
     runner = runner_of(first)
-    second = LocalGround({"cpu": 2}).adopt(run)
+    second = LocalBackend({"cpu": 2}).adopt(run)
     assert second is not None
     assert runner_of(second) == runner
     assert second.ended() is None
@@ -95,7 +95,7 @@ def test_a_run_is_adopted_as_it_is(tmp_path: Path, program: Callable[[str], None
 
 def test_a_runner_that_is_not_up_yet_cannot_be_told_but_ended(tmp_path: Path, program: Callable[[str], None]) -> None:
     program(SLEEPS)
-    running = LocalGround({"cpu": 2}).start(a_run(tmp_path), {"cpu": 2})
+    running = LocalBackend({"cpu": 2}).start(a_run(tmp_path), {"cpu": 2})
     assert running.occupied() == {"cpu": 2}, "it may start workers at any moment"
     with pytest.raises(ServerUnavailable, match="not up"):
         running.resize({"cpu": 1})
@@ -107,7 +107,7 @@ def test_a_runner_that_is_not_up_yet_cannot_be_told_but_ended(tmp_path: Path, pr
 
 def test_a_runner_whose_keeper_was_killed_is_still_looked_after(tmp_path: Path, program: Callable[[str], None]) -> None:
     program(SLEEPS)
-    running = LocalGround({"cpu": 1}).start(a_run(tmp_path), {"cpu": 1})
+    running = LocalBackend({"cpu": 1}).start(a_run(tmp_path), {"cpu": 1})
     runner = runner_of(running)
     assert running._keeper is not None
     os.kill(running._keeper.pid, signal.SIGKILL)
@@ -119,15 +119,15 @@ def test_a_runner_whose_keeper_was_killed_is_still_looked_after(tmp_path: Path, 
 
 def test_what_was_never_started_is_not_adopted(tmp_path: Path) -> None:
     run = a_run(tmp_path)
-    assert LocalGround({"cpu": 1}).adopt(run) is None
+    assert LocalBackend({"cpu": 1}).adopt(run) is None
     run.place.mkdir()
     (run.place / "lock").touch()  # as far as it came
-    assert LocalGround({"cpu": 1}).adopt(run) is None
+    assert LocalBackend({"cpu": 1}).adopt(run) is None
 
 
 def test_a_runner_has_the_usual_signals_and_no_input(tmp_path: Path, program: Callable[[str], None]) -> None:
     program("import signal, sys; sys.exit(signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL or input() and 0)")
-    running = LocalGround({"cpu": 1}).start(a_run(tmp_path), {"cpu": 1})
+    running = LocalBackend({"cpu": 1}).start(a_run(tmp_path), {"cpu": 1})
     assert until(running.ended).code == 1  # EOFError: its input is empty
     assert "EOFError" in running._run.log.read_text()
 
@@ -136,12 +136,12 @@ def test_a_directory_that_is_gone_is_told(tmp_path: Path, program: Callable[[str
     program(SLEEPS)
     run = a_run(tmp_path, directory=str(tmp_path / "gone"))
     with pytest.raises(LaunchError, match="No such file"):
-        LocalGround({"cpu": 1}).start(run, {"cpu": 1})
+        LocalBackend({"cpu": 1}).start(run, {"cpu": 1})
 
 
 def test_the_command_says_all_that_the_job_does(tmp_path: Path) -> None:
     run = a_run(tmp_path, number=7, max=3, args=["--lr", "1"], determinism="D2", checkpoint_every=9)
-    command = local._command(run, 2)
+    command = TrainRun(run, LocalBackend({"cpu": 2})).command({"cpu": 2})
     at = command.index("run")
     flags = dict(zip(command[at + 3 : -3 : 2], command[at + 4 : -3 : 2], strict=True))
     assert command[at + 1 : at + 3] == ["-q", "-w"]
@@ -154,26 +154,26 @@ def test_the_command_says_all_that_the_job_does(tmp_path: Path) -> None:
 
 
 class Bench:
-    """A ground with CUDA devices, and runs without processes, which the test says are on some slots."""
+    """A backend with CUDA devices, and runs without processes, which the test says are on some slots."""
 
     def __init__(self, folder: Path, **devices: int) -> None:
         self.folder = folder
-        self.ground = LocalGround(devices, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+        self.backend = LocalBackend(devices, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
 
-    def run(self, number: int, **devices: int) -> LocalRunning:
+    def run(self, number: int, **devices: int) -> TrainRun:
         run = a_run(self.folder, number)
         run.place.mkdir(parents=True)
-        running = self.ground._running[number] = LocalRunning(run, self.ground)
+        running = self.backend._runs[number] = TrainRun(run, self.backend)
         running.assign(devices)
         return running
 
-    def live_on(self, running: LocalRunning, *slots: int) -> None:
+    def live_on(self, running: TrainRun, *slots: int) -> None:
         """This process plays the workers of these slots."""
         workers = {f"127.0.0.1:{slot}": (os.getpid(), slot) for slot in slots}
         state_file.write(running._place / "state.json", "http://127.0.0.1:1", 1, workers)
 
     @staticmethod
-    def devices(running: LocalRunning) -> list[str | None]:
+    def devices(running: TrainRun) -> list[str | None]:
         return list(json.loads((running._place / "devices.json").read_text()))
 
 
@@ -213,19 +213,19 @@ def test_of_several_types_the_one_with_too_many_loses_its_last(tmp_path: Path) -
 def test_processors_see_no_cuda_device_and_machines_without_leave_it_alone(tmp_path: Path) -> None:
     bench = Bench(tmp_path, cpu=2, v100=1)
     assert bench.devices(bench.run(1, cpu=2)) == ["", ""]
-    bench.ground = LocalGround({"cpu": 2}, {"CUDA_VISIBLE_DEVICES": ""})
+    bench.backend = LocalBackend({"cpu": 2}, {"CUDA_VISIBLE_DEVICES": ""})
     assert bench.devices(bench.run(2, cpu=2)) == [None, None]
 
 
 def test_more_types_than_devices_are_refused() -> None:
     with pytest.raises(ConfigError, match="t4=1: this machine has 2 CUDA devices"):
-        LocalGround({"v100": 2, "t4": 1}, {"CUDA_VISIBLE_DEVICES": "0,1"})
+        LocalBackend({"v100": 2, "t4": 1}, {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
 def test_an_end_says_when(tmp_path: Path) -> None:
     run = a_run(tmp_path)
     run.place.mkdir()
     (run.place / "exit.json").write_text('{"code": 0, "at_s": 12.5}')
-    found = LocalGround({"cpu": 1}).adopt(run)
+    found = LocalBackend({"cpu": 1}).adopt(run)
     assert found is not None
-    assert found.ended() == Ended(0, 12.5)
+    assert found.ended() == RunEnd(0, 12.5)

@@ -16,12 +16,13 @@ from typing import Any
 from patience import until
 
 from pliant.elastic.client import ConfigClient
+from pliant.jobs.client import JobsClient, find_server
+from pliant.jobs.schema import job_from_json
+from pliant.jobs.status import JobStatus
 from pliant.launch.state_file import RunnerState, WorkerProcess, read
-from pliant.sched.live.client import JobStatus, LiveClient, find_server
-from pliant.sched.live.jobfile import JobSpec
 
 MAIN = (sys.executable, "-c", "from pliant.cli.main import main; main()")
-PROGRAM = Path(__file__).with_name("live_program.py")
+PROGRAM = Path(__file__).with_name("train_program.py")
 
 
 class Serving:
@@ -31,7 +32,7 @@ class Serving:
         self.state = state
         self._flags = flags
         self._process: subprocess.Popen[str] | None = None
-        self.client: LiveClient
+        self.client: JobsClient
 
     def start(self) -> None:
         log = self.state.with_suffix(".log").open("a")
@@ -47,7 +48,7 @@ class Serving:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line.startswith("pliant serve at http://127.0.0.1:"), self.log
-        self.client = LiveClient(find_server(state=str(self.state), environ={}))
+        self.client = JobsClient(find_server(state=str(self.state), environ={}))
 
     @property
     def pid(self) -> int:
@@ -74,7 +75,7 @@ class Serving:
             "args": args,
             "replicas": 4,
         }
-        self.client.submit(JobSpec.from_json({**given, **more}))
+        self.client.submit(job_from_json({**given, **more}))
 
     def job(self, name: str) -> JobStatus:
         return self.client.job(name)

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
-from live_serving import MAIN, serving
 from patience import open_gate, until
+from serving_process import MAIN, serving
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 

@@ -1,4 +1,4 @@
-"""A ground on paper: runs are objects that do what they are told at once, or when the test says so."""
+"""A backend on paper: runs are objects that do what they are told at once, or when the test says so."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import time
 from dataclasses import dataclass, field
 
 from pliant.errors import LaunchError, ServerUnavailable
-from pliant.sched.live.ground import Counts, Ended, Run
+from pliant.jobs.rules import RunEnd
+from pliant.jobs.scheduler import JobRun
+from pliant.sched.throughput import Counts
 
 
 @dataclass
 class PaperRun:
     """One run. It outlives the scheduler, as a process would."""
 
-    run: Run
+    run: JobRun
     wanted: dict[str, int]
     is_slow: bool = False
     """Leaves devices only when it is killed."""
     is_up: bool = True
     told: list[str] = field(default_factory=list)
     on: dict[str, int] = field(default_factory=dict)
-    end_: Ended | None = None
+    end_: RunEnd | None = None
 
     def __post_init__(self) -> None:
         self.on = dict(self.wanted)
@@ -47,11 +49,11 @@ class PaperRun:
         if kill or not self.is_slow:
             self.finish(-9 if kill else 0)
 
-    def ended(self) -> Ended | None:
+    def ended(self) -> RunEnd | None:
         return self.end_
 
     def finish(self, code: int | None) -> None:
-        self.on, self.end_ = {}, Ended(code, time.time())
+        self.on, self.end_ = {}, RunEnd(code, time.time())
 
     def step(self, first: int, count: int = 1, step_s: float = 0.1) -> None:
         """Write steps into the record."""
@@ -68,7 +70,7 @@ class PaperRun:
             raise ServerUnavailable("it is not up")
 
 
-class PaperGround:
+class PaperBackend:
     """Devices that only count."""
 
     name = "paper"
@@ -84,13 +86,13 @@ class PaperGround:
     def devices(self) -> dict[str, int]:
         return dict(self.counts)
 
-    def start(self, run: Run, devices: Counts) -> PaperRun:
+    def start(self, run: JobRun, devices: Counts) -> PaperRun:
         if self.refuses:
             raise LaunchError(self.refuses)
         self.runs[run.spec.name] = PaperRun(run, dict(devices))
         return self.runs[run.spec.name]
 
-    def adopt(self, run: Run) -> PaperRun | None:
+    def adopt(self, run: JobRun) -> PaperRun | None:
         found = self.runs.get(run.spec.name)
         return found if found is not None and found.run.number == run.number else None
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from pliant.errors import ConfigError
-from pliant.sched.live.jobfile import JobFile, JobSpec, read_job
+from pliant.jobs.schema import JobFile, TrainJob, job_from_json, read_job
 from pliant.train.determinism import LEVELS
 from pliant.yaml_source import YamlSource
 
@@ -46,7 +46,7 @@ def refused(folder: Path, text: str) -> list[str]:
 def test_every_key_arrives_and_goes_over_the_api_unchanged(tmp_path: Path) -> None:
     spec, is_named = read(tmp_path, FULL)
     assert is_named
-    assert spec == JobSpec(
+    assert spec == TrainJob(
         name="digits",
         program=str(tmp_path / "train.py"),
         directory=str(tmp_path),
@@ -62,8 +62,8 @@ def test_every_key_arrives_and_goes_over_the_api_unchanged(tmp_path: Path) -> No
         env={"OMP_NUM_THREADS": "1", "FLAG": "yes"},
         checkpoint_every=5,
     )
-    assert JobSpec.from_json(spec.to_json()) == spec
-    assert set(spec.to_json()) == set(JobSpec.model_fields)
+    assert job_from_json(spec.model_dump(mode="json")) == spec
+    assert set(spec.model_dump(mode="json")) == set(TrainJob.model_fields)
 
 
 def test_program_and_replicas_are_enough(tmp_path: Path) -> None:
@@ -74,14 +74,14 @@ def test_program_and_replicas_are_enough(tmp_path: Path) -> None:
 
 def test_the_first_free_number_makes_a_name(tmp_path: Path) -> None:
     job = read(tmp_path, "program: train.py\nreplicas: 1")
-    assert job.renumbered([]).spec.name == "job-1"
-    assert job.renumbered(["job-1", "job-3", "job"]).spec.name == "job-2"
-    assert job.renumbered(["job-1", "job-2"]).renumbered([]).spec.name == "job-1"
+    assert job.with_free_name([]).job.name == "job-1"
+    assert job.with_free_name(["job-1", "job-3", "job"]).job.name == "job-2"
+    assert job.with_free_name(["job-1", "job-2"]).with_free_name([]).job.name == "job-1"
 
 
 def test_a_name_from_the_command_line_goes_first(tmp_path: Path) -> None:
     assert read(tmp_path, FULL, name="other") == JobFile(
-        read(tmp_path, FULL).spec.model_copy(update={"name": "other"}), True
+        read(tmp_path, FULL).job.model_copy(update={"name": "other"}), True
     )
 
 
@@ -127,7 +127,7 @@ def test_other_programs_than_python_must_be_executable(tmp_path: Path) -> None:
         "job.yml:1: program run.sh: it is neither Python (.py) nor executable; chmod +x it"
     ]
     (tmp_path / "run.sh").chmod(0o755)
-    assert read(tmp_path, "program: run.sh\nreplicas: 1").spec.program == str(tmp_path / "run.sh")
+    assert read(tmp_path, "program: run.sh\nreplicas: 1").job.program == str(tmp_path / "run.sh")
 
 
 @pytest.mark.parametrize(
@@ -213,21 +213,50 @@ def test_values_that_are_not_texts_are_read_as_yaml_reads_them(tmp_path: Path) -
 )
 def test_the_api_refuses_in_one_line(value: object, told: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        JobSpec.from_json(value)
+        job_from_json(value)
     assert str(refusal.value).startswith(told)
     assert "\n" not in str(refusal.value)
 
 
 def test_the_example_is_a_job() -> None:
     job = read_job(YamlSource.read(Path(__file__).parents[2] / "examples" / "job.yml"))
-    assert (job.spec.name, Path(job.spec.program).name, job.spec.args) == ("job-1", "train.py", ("--epochs", "20"))
+    assert (job.job.name, Path(job.job.program).name, job.job.args) == ("job-1", "train.py", ("--epochs", "20"))
 
 
 def test_levels_are_those_of_training() -> None:
-    assert get_args(JobSpec.model_fields["determinism"].annotation) == ("", *LEVELS)
+    assert get_args(TrainJob.model_fields["determinism"].annotation) == ("", *LEVELS)
 
 
 def test_a_job_stays_as_it_was_submitted(tmp_path: Path) -> None:
-    spec = read(tmp_path, FULL).spec
+    spec = read(tmp_path, FULL).job
     with pytest.raises(ValidationError):
         spec.replicas = 5
+
+
+def test_a_command_is_program_and_arguments(tmp_path: Path) -> None:
+    for command in ("train.py --epochs 3", "[train.py, --epochs, 3]"):
+        job = read(tmp_path, f"command: {command}\nreplicas: 2\nkind: train\n").job
+        assert isinstance(job, TrainJob)
+        assert (Path(job.program).name, job.args) == ("train.py", ("--epochs", "3"))
+    assert refused(tmp_path, "command: train.py\nprogram: train.py\nreplicas: 1") == [
+        "job.yml:1: command and program say the same: leave one out"
+    ]
+    assert refused(tmp_path, "command: {a: b}\nreplicas: 1")[0].startswith("job.yml:1: command {'a': 'b'}: write")
+    assert refused(tmp_path, "kind: other\nprogram: train.py\nreplicas: 1") == [
+        "job.yml:1: kind 'other' is not known: use train or federated"
+    ]
+
+
+def test_what_pliant_run_is_asked_for_becomes_its_flags(tmp_path: Path) -> None:
+    text = (
+        "program: train.py\nreplicas: 4\nworkers: 2\nhosts: a:2,b:2\ncheckpoint_dir: kept\nrecord: run.jsonl\n"
+        "policy: [priority, 'noise:x=1']\nmonitor: variance=10\ndeterminism: D1\nflags: [--tensorboard, runs]\n"
+    )
+    job = read(tmp_path, text).job
+    assert isinstance(job, TrainJob)
+    assert job.run_flags() == [
+        "--determinism", "D1", "--checkpoint-dir", f"{tmp_path}/kept", "--checkpoint-every", "50", "--monitor", "variance=10",
+        "--record", f"{tmp_path}/run.jsonl", "--policy", "priority", "--policy", "noise:x=1", "--tensorboard", "runs",
+    ]  # fmt: skip
+    assert (job.workers, job.hosts) == (2, "a:2,b:2")
+    assert read(tmp_path, "program: train.py\nreplicas: 4\n").job.run_flags() == []

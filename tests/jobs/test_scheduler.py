@@ -9,20 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paper import PaperGround
+from paper_backend import PaperBackend
 from patience import until
 from starlette.testclient import TestClient
 
-from pliant.errors import ConfigError, NameTaken, UnknownJob
+from pliant.errors import NameTaken, UnknownJob
+from pliant.jobs.api import JobsApi, openapi
+from pliant.jobs.scheduler import TAIL_BYTES, RecordTail, Scheduler
+from pliant.jobs.schema import JobSpec, job_from_json
+from pliant.jobs.status import JobDetail, JobStatus
+from pliant.jobs.store import JobStore
 from pliant.sched import policies as schedulers
-from pliant.sched.live import openapi
-from pliant.sched.live.book import Book
-from pliant.sched.live.client import JobDetail, JobStatus
-from pliant.sched.live.jobfile import JobSpec
-from pliant.sched.live.scheduler import Scheduler
-from pliant.sched.live.tail import MAX_BYTES, Tail
-from pliant.sched.live.throughput import MIN_STEPS, SKIPPED_STEPS, Throughput
-from pliant.sched.live.web import LiveWeb
+from pliant.sched.throughput import MIN_STEPS, SKIPPED_STEPS, Throughput
 
 TOKEN = {"Authorization": "Bearer t"}
 
@@ -32,70 +30,70 @@ def said(name: str, **more: Any) -> dict[str, Any]:
 
 
 def spec(name: str, **more: Any) -> JobSpec:
-    return JobSpec.from_json(said(name, **more))
+    return job_from_json(said(name, **more))
 
 
 @contextlib.contextmanager
-def scheduling(ground: PaperGround, folder: Path, interval_s: float = 0.05) -> Iterator[Scheduler]:
-    with Book(folder) as book:
-        scheduler = Scheduler(ground, schedulers.make_policy("easyscale-heter"), book, folder, interval_s=interval_s)
+def scheduling(backend: PaperBackend, folder: Path, interval_s: float = 0.05) -> Iterator[Scheduler]:
+    with JobStore(folder) as book:
+        scheduler = Scheduler(backend, schedulers.make_policy("easyscale-heter"), book, interval_s=interval_s)
         with scheduler.running():
             yield scheduler
 
 
 @pytest.fixture
-def ground() -> PaperGround:
-    return PaperGround(cpu=4)
+def backend() -> PaperBackend:
+    return PaperBackend(cpu=4)
 
 
 def state_of(scheduler: Scheduler, name: str) -> str:
-    return str(scheduler.detail(name)["state"])
+    return str(scheduler.detail(name).state)
 
 
 # --- the thread ---
 
 
-def test_a_job_runs_grows_by_its_record_and_ends(ground: PaperGround, tmp_path: Path, no_leaks: None) -> None:
-    with scheduling(ground, tmp_path) as scheduler:
-        assert scheduler.submit(spec("a"))["state"] == "starting"
-        run = ground.runs["a"]
+def test_a_job_runs_grows_by_its_record_and_ends(backend: PaperBackend, tmp_path: Path, no_leaks: None) -> None:
+    with scheduling(backend, tmp_path) as scheduler:
+        assert scheduler.submit(spec("a")).state == "starting"
+        run = backend.runs["a"]
         run.step(1, 10, 0.4)
         until(lambda: run.wanted == {"cpu": 2})
-        assert scheduler.detail("a")["step"] == 10
+        assert scheduler.detail("a").step == 10
         run.step(11, 10, 0.2)
         until(lambda: run.wanted == {"cpu": 4})
         run.step(21, 10, 0.1)
-        until(lambda: scheduler.statuses()[0]["steps_per_s"] == pytest.approx(10))
+        until(lambda: scheduler.statuses()[0].steps_per_s == pytest.approx(10))
         run.write({"kind": "end", "step": 30})
         run.finish(0)
         until(lambda: state_of(scheduler, "a") == "finished")
-        told = [event["what"] for event in scheduler.detail("a")["events"]]
+        told = [event.what for event in scheduler.detail("a").events]
         assert told == ["submitted", "decision", "starting", "running", "decision", "decision", "finished"]
 
 
-def test_a_reservation_is_answered_when_the_devices_are_free(ground: PaperGround, tmp_path: Path) -> None:
-    with scheduling(ground, tmp_path) as scheduler:
+def test_a_reservation_is_answered_when_the_devices_are_free(backend: PaperBackend, tmp_path: Path) -> None:
+    with scheduling(backend, tmp_path) as scheduler:
         scheduler.submit(spec("a", min=4))
         answer = scheduler.reserve({"cpu": 1})
         assert answer["reserved"] == {"cpu": 1}
         assert answer["took_s"] < 0.5
-        assert ground.runs["a"].told[-1] == "resize {'cpu': 3}"
+        assert backend.runs["a"].told[-1] == "resize {'cpu': 3}"
         assert scheduler.cluster()["free"] == {"cpu": 0}
 
 
 @pytest.mark.parametrize("wanted", [1, 4])
-def test_who_does_not_leave_is_killed_within_the_second(ground: PaperGround, tmp_path: Path, wanted: int) -> None:
-    with scheduling(ground, tmp_path) as scheduler:
+def test_who_does_not_leave_is_killed_within_the_second(backend: PaperBackend, tmp_path: Path, wanted: int) -> None:
+    with scheduling(backend, tmp_path) as scheduler:
         scheduler.submit(spec("a", min=4))
-        ground.runs["a"].is_slow = True
+        backend.runs["a"].is_slow = True
         assert 0.3 < scheduler.reserve({"cpu": wanted})["took_s"] < 1.0
-        assert ground.runs["a"].told[-1] == ("drop" if wanted == 1 else "kill")
+        assert backend.runs["a"].told[-1] == ("drop" if wanted == 1 else "kill")
 
 
-def test_a_runner_that_is_not_up_is_told_again(ground: PaperGround, tmp_path: Path) -> None:
-    with scheduling(ground, tmp_path) as scheduler:
+def test_a_runner_that_is_not_up_is_told_again(backend: PaperBackend, tmp_path: Path) -> None:
+    with scheduling(backend, tmp_path) as scheduler:
         scheduler.submit(spec("a"))
-        run = ground.runs["a"]
+        run = backend.runs["a"]
         run.is_up = False
         scheduler.stop("a")
         assert run.told == []
@@ -104,98 +102,94 @@ def test_a_runner_that_is_not_up_is_told_again(ground: PaperGround, tmp_path: Pa
         assert run.told == ["end"]
 
 
-def test_a_job_that_cannot_be_started_has_failed(ground: PaperGround, tmp_path: Path) -> None:
-    ground.refuses = "no such program"
-    with scheduling(ground, tmp_path) as scheduler:
+def test_a_job_that_cannot_be_started_has_failed(backend: PaperBackend, tmp_path: Path) -> None:
+    backend.refuses = "no such program"
+    with scheduling(backend, tmp_path) as scheduler:
         scheduler.submit(spec("a"))
         assert state_of(scheduler, "a") == "failed"
-        assert "no such program" in scheduler.detail("a")["why"]
+        assert "no such program" in scheduler.detail("a").why
 
 
-def test_a_directory_of_a_forgotten_job_is_not_taken_for_a_new_ones(ground: PaperGround, tmp_path: Path) -> None:
+def test_a_directory_of_a_forgotten_job_is_not_taken_for_a_new_ones(backend: PaperBackend, tmp_path: Path) -> None:
     (tmp_path / "jobs" / "a" / "checkpoints").mkdir(parents=True)
-    with scheduling(ground, tmp_path) as scheduler, pytest.raises(NameTaken, match="remove it"):
+    with scheduling(backend, tmp_path) as scheduler, pytest.raises(NameTaken, match="remove it"):
         scheduler.submit(spec("a"))
 
 
-def test_devices_that_come_are_used(ground: PaperGround, tmp_path: Path) -> None:
-    ground.counts = {"cpu": 1}
-    with scheduling(ground, tmp_path) as scheduler:
+def test_devices_that_come_are_used(backend: PaperBackend, tmp_path: Path) -> None:
+    backend.counts = {"cpu": 1}
+    with scheduling(backend, tmp_path) as scheduler:
         scheduler.submit(spec("a"))
         scheduler.submit(spec("b"))
         assert state_of(scheduler, "b") == "waiting"
-        ground.counts = {"cpu": 2}
+        backend.counts = {"cpu": 2}
         until(lambda: state_of(scheduler, "b") == "starting")
 
 
 # --- beginning anew ---
 
 
-def test_a_new_scheduler_takes_up_runs_and_sees_what_it_missed(ground: PaperGround, tmp_path: Path) -> None:
-    with scheduling(ground, tmp_path) as first:
+def test_a_new_scheduler_takes_up_runs_and_sees_what_it_missed(backend: PaperBackend, tmp_path: Path) -> None:
+    with scheduling(backend, tmp_path) as first:
         for name in ("goes-on", "ended", "failed", "lost"):
             first.submit(spec(name, max=1))
-        ground.runs["goes-on"].step(1, 3)
+        backend.runs["goes-on"].step(1, 3)
         until(lambda: state_of(first, "goes-on") == "running")
-    ground.runs["ended"].write({"kind": "end", "step": 9})
-    ground.runs["ended"].finish(0)
-    ground.runs["failed"].finish(3)
-    lost = ground.runs.pop("lost")
-    with scheduling(ground, tmp_path) as second:
+    backend.runs["ended"].write({"kind": "end", "step": 9})
+    backend.runs["ended"].finish(0)
+    backend.runs["failed"].finish(3)
+    lost = backend.runs.pop("lost")
+    with scheduling(backend, tmp_path) as second:
         assert state_of(second, "goes-on") == "running"
         until(
-            lambda: {"resize {'cpu': 1}"} == set(ground.runs["goes-on"].told)
+            lambda: {"resize {'cpu': 1}"} == set(backend.runs["goes-on"].told)
         )  # said again: it may not have been heard
         until(lambda: state_of(second, "ended") == "finished")
-        until(lambda: second.detail("failed")["exit_code"] == 3)
-        assert ground.runs["lost"].run.number > lost.run.number, "its run was lost, and another one started"
-        ground.runs["goes-on"].step(4, 8)
-        until(lambda: second.detail("goes-on")["step"] == 11)
+        until(lambda: second.detail("failed").exit_code == 3)
+        assert backend.runs["lost"].run.number > lost.run.number, "its run was lost, and another one started"
+        backend.runs["goes-on"].step(4, 8)
+        until(lambda: second.detail("goes-on").step == 11)
         second.reserve({"cpu": 1})
-    with scheduling(ground, tmp_path) as third:
+    with scheduling(backend, tmp_path) as third:
         assert third.cluster()["reserved"] == {"cpu": 1}
 
 
-def test_a_job_that_was_told_to_end_is_told_again(ground: PaperGround, tmp_path: Path) -> None:
-    with scheduling(ground, tmp_path) as first:
+def test_a_job_that_was_told_to_end_is_told_again(backend: PaperBackend, tmp_path: Path) -> None:
+    with scheduling(backend, tmp_path) as first:
         first.submit(spec("a"))
-        run = ground.runs["a"]
+        run = backend.runs["a"]
         run.is_slow = True
         first.stop("a")
     run.is_slow = False
-    with scheduling(ground, tmp_path) as second:
+    with scheduling(backend, tmp_path) as second:
         until(lambda: state_of(second, "a") == "stopped")
     assert run.told == ["end", "end"]
 
 
 def test_what_cannot_be_written_down_is_not_done_before_it_can(
-    ground: PaperGround, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: PaperBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with scheduling(ground, tmp_path) as scheduler:
+    with scheduling(backend, tmp_path) as scheduler:
         with monkeypatch.context() as patch:
-            patch.setattr(Book, "write", lambda *_: (_ for _ in ()).throw(sqlite3.OperationalError("disk full")))
+            patch.setattr(
+                JobStore, "save", lambda *_, **__: (_ for _ in ()).throw(sqlite3.OperationalError("disk full"))
+            )
             with pytest.raises(sqlite3.OperationalError):
                 scheduler.submit(spec("a"))
-            assert ground.runs == {}
-        until(lambda: "a" in ground.runs)
-
-
-def test_a_book_of_something_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "book.sqlite").write_text("not a database, but long enough to be looked at" * 40)
-    with pytest.raises(ConfigError, match="book.sqlite"), Book(tmp_path):
-        pass
+            assert backend.runs == {}
+        until(lambda: "a" in backend.runs)
 
 
 # --- the API ---
 
 
 @pytest.fixture
-def api(ground: PaperGround, tmp_path: Path) -> Iterator[TestClient]:
-    with scheduling(ground, tmp_path) as scheduler:
-        yield TestClient(LiveWeb(scheduler, "t").app, headers=TOKEN)
+def api(backend: PaperBackend, tmp_path: Path) -> Iterator[TestClient]:
+    with scheduling(backend, tmp_path) as scheduler:
+        yield TestClient(JobsApi(scheduler, "t").app, headers=TOKEN)
 
 
-def test_jobs_over_http(api: TestClient, ground: PaperGround) -> None:
+def test_jobs_over_http(api: TestClient, backend: PaperBackend) -> None:
     made = api.post("/jobs", json=said("a"))
     assert made.status_code == 201
     JobStatus.model_validate(made.json())
@@ -244,9 +238,9 @@ def test_only_who_knows_the_token_is_let_in(api: TestClient) -> None:
     assert api.get("/healthz", headers={"Authorization": ""}).json() == {"status": "ok"}
 
 
-def test_logs_come_by_bytes_and_never_in_half_a_character(api: TestClient, ground: PaperGround) -> None:
+def test_logs_come_by_bytes_and_never_in_half_a_character(api: TestClient, backend: PaperBackend) -> None:
     api.post("/jobs", json=said("a"))
-    run = ground.runs["a"]
+    run = backend.runs["a"]
     assert api.get("/jobs/a/logs").json() == {"text": "", "end": 0, "over": False}
     text = "Schritt 1: für alle\n".encode()
     run.run.log.write_bytes(text[: text.index(b"\xbc")])  # in the middle of the u with dots
@@ -268,13 +262,13 @@ def test_a_reservation_over_http(api: TestClient) -> None:
 
 def test_the_description_names_every_route(api: TestClient) -> None:
     described = api.get("/openapi.json").json()
-    assert described == openapi.description()
+    assert described == openapi()
     routes = {(route.path, method) for route in _routes(api) for method in route.methods - {"HEAD"}}
     told = {(path, method.upper()) for path, methods in described["paths"].items() for method in methods}
     assert told == routes
     known = {f"#/components/schemas/{name}" for name in described["components"]["schemas"]}
     assert set(_references(described)) <= known
-    assert described["components"]["schemas"]["JobSpec"]["required"][:2] == ["name", "program"]
+    assert described["components"]["schemas"]["TrainJob"]["required"][:2] == ["name", "program"]
 
 
 def _routes(api: TestClient) -> Any:
@@ -289,8 +283,8 @@ def _references(value: Any) -> Iterator[str]:
         yield from _references(each)
 
 
-def test_an_unknown_job_is_told(ground: PaperGround, tmp_path: Path) -> None:
-    with scheduling(ground, tmp_path) as scheduler, pytest.raises(UnknownJob, match="nobody"):
+def test_an_unknown_job_is_told(backend: PaperBackend, tmp_path: Path) -> None:
+    with scheduling(backend, tmp_path) as scheduler, pytest.raises(UnknownJob, match="nobody"):
         scheduler.detail("nobody")
 
 
@@ -301,7 +295,7 @@ def measured(replicas: int, devices: dict[str, int], step_s: float) -> Throughpu
     found = Throughput(replicas)
     found.place(devices)
     for _ in range(SKIPPED_STEPS + MIN_STEPS):
-        found.step(sum(devices.values()), step_s)
+        found.add_step(sum(devices.values()), step_s)
     return found
 
 
@@ -321,7 +315,7 @@ def test_a_slow_first_step_and_one_hiccup_do_not_count() -> None:
     found = Throughput(2)
     found.place({"cpu": 2})
     for step_s in (9.0, 9.0, 0.1, 0.1, 7.0, 0.1, 0.1):
-        found.step(2, step_s)
+        found.add_step(2, step_s)
     assert found.steps_per_s == pytest.approx(10)
 
 
@@ -337,21 +331,21 @@ def test_speeds_survive_as_json() -> None:
 
 def test_a_record_is_read_as_it_grows_and_half_a_line_is_left(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
-    tail = Tail(path)
-    assert tail.facts() == []
+    tail = RecordTail(path)
+    assert tail.read() == []
     path.write_text('{"kind": "step", "step": 1}\n{"kind": "st')
-    assert [fact["step"] for fact in tail.facts()] == [1]
+    assert [fact["step"] for fact in tail.read()] == [1]
     with path.open("a") as file:
         file.write('ep", "step": 2}\nnonsense\n[]\n{"kind": "end", "step": 3}\n')
-    assert [fact["step"] for fact in tail.facts()] == [2, 3]
-    assert tail.facts() == []
+    assert [fact["step"] for fact in tail.read()] == [2, 3]
+    assert tail.read() == []
 
 
 def test_of_a_long_record_only_the_end_is_read(tmp_path: Path) -> None:
     path = tmp_path / "record.jsonl"
     path.write_text("".join(f'{{"kind": "step", "step": {step:07d}1}}\n' for step in range(2)))
     line = '{"kind": "step", "step": 5, "padding": "' + "x" * 1000 + '"}\n'
-    path.write_text(line * (2 * MAX_BYTES // len(line)))
-    found = Tail(path).facts()
-    assert 0 < len(found) <= MAX_BYTES // len(line)
-    assert Tail(path, path.stat().st_size).facts() == []
+    path.write_text(line * (2 * TAIL_BYTES // len(line)))
+    found = RecordTail(path).read()
+    assert 0 < len(found) <= TAIL_BYTES // len(line)
+    assert RecordTail(path, path.stat().st_size).read() == []

@@ -11,16 +11,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.errors import CapacityError, ConfigError, NameTaken
+from pliant.jobs.rules import (
+    AVOID_S,
+    END_GRACE_S,
+    MAX_LOSSES,
+    RESERVE_GRACE_S,
+    Action,
+    Demand,
+    DropWorkers,
+    EndRun,
+    ManagedJob,
+    NoteEvent,
+    ResizeRun,
+    RunEnd,
+    SchedulerState,
+    StartRun,
+)
+from pliant.jobs.scheduler import demand_of
+from pliant.jobs.schema import job_from_json
 from pliant.sched import policies as schedulers
-from pliant.sched.live.actions import Action, Drop, End, Note, Resize, Start
-from pliant.sched.live.ground import Ended
-from pliant.sched.live.job import LiveJob
-from pliant.sched.live.jobfile import JobSpec
-from pliant.sched.live.state import AVOID_S, END_GRACE_S, MAX_LOSSES, RESERVE_GRACE_S, LiveState
 
 
-def spec(name: str, **said: Any) -> JobSpec:
-    return JobSpec.from_json({"name": name, "program": "/train.py", "directory": "/", "replicas": 4, **said})
+def spec(name: str, **said: Any) -> Demand:
+    return demand_of(job_from_json({"name": name, "program": "/train.py", "directory": "/", "replicas": 4, **said}))
 
 
 class World:
@@ -28,7 +41,7 @@ class World:
 
     def __init__(self, policy: str = "easyscale-heter", **devices: int) -> None:
         self.now_s = 1000.0
-        self.state = LiveState(schedulers.make_policy(policy), devices or {"cpu": 4})
+        self.state = SchedulerState(schedulers.make_policy(policy), devices or {"cpu": 4})
         self.done: list[Action] = []
         self.deaf: set[str] = set()
 
@@ -36,25 +49,30 @@ class World:
         """What was decided, without the notes; runners hear it, unless they are not up yet."""
         self.done += actions
         for action in actions:
-            if isinstance(action, Resize) and action.job not in self.deaf:
-                self.state.hear(action.job)
-        return [action for action in actions if not isinstance(action, Note)]
+            if isinstance(action, ResizeRun) and action.job not in self.deaf:
+                self.state.set_told(action.job)
+        return [action for action in actions if not isinstance(action, NoteEvent)]
 
     def submit(self, name: str, **said: Any) -> list[Action]:
         return self.do(self.state.submit(spec(name, **said), self.now_s))
 
-    def job(self, name: str) -> LiveJob:
+    def submit_rigid(self, name: str, devices: int) -> list[Action]:
+        """Submit a job that runs on so many devices or not at all, as federated jobs do."""
+        demand = Demand(name=name, replicas=devices, min=devices, max=devices, rigid=True)
+        return self.do(self.state.submit(demand, self.now_s))
+
+    def job(self, name: str) -> ManagedJob:
         return self.state.jobs[name]
 
     def settle(self, *names: str) -> None:
         """These runners have heard what they were told, and done it."""
         for name in names or self.state.jobs:
-            self.state.hear(name)
-            self.state.occupy(name, self.job(name).asked)
+            self.state.set_told(name)
+            self.state.set_occupied(name, self.job(name).asked)
 
     def look(self, later_s: float = 0.0) -> list[Action]:
         self.now_s += later_s
-        return self.do(self.state.look(self.now_s))
+        return self.do(self.state.check_time(self.now_s))
 
     def steps(self, name: str, step_s: float = 0.1, count: int = 10) -> list[Action]:
         """The job does some steps on what it has."""
@@ -62,14 +80,14 @@ class World:
         job, actions = self.job(name), []
         for _ in range(count):
             workers = sum(job.asked.values())
-            actions += self.state.step(name, (job.step or 0) + 1, workers, step_s, self.now_s)
+            actions += self.state.add_step(name, (job.step or 0) + 1, workers, step_s, self.now_s)
         return self.do(actions)
 
     def allocate(self) -> list[Action]:
         return self.do(self.state.allocate(self.now_s))
 
     def end(self, name: str, code: int | None = 0, *, finished: bool = False) -> list[Action]:
-        return self.do(self.state.end(name, Ended(code, self.now_s), self.now_s, finished=finished))
+        return self.do(self.state.end_run(name, RunEnd(code, self.now_s), self.now_s, finished=finished))
 
     def reserve(self, **wanted: int) -> list[Action]:
         return self.do(self.state.reserve(wanted, self.now_s))
@@ -92,11 +110,11 @@ def world() -> World:
 
 
 def test_a_job_starts_with_its_guarantee_and_says_why(world: World) -> None:
-    assert world.submit("a") == [Start("a", {"cpu": 1})]
+    assert world.submit("a") == [StartRun("a", {"cpu": 1})]
     job = world.job("a")
     assert (job.state, job.asked, job.run) == ("starting", {"cpu": 1}, 1)
     assert job.why == "starts on 1 cpu"
-    assert [note.what for note in world.done if isinstance(note, Note)] == ["submitted", "decision", "starting"]
+    assert [note.what for note in world.done if isinstance(note, NoteEvent)] == ["submitted", "decision", "starting"]
 
 
 def test_the_first_step_makes_it_running(world: World) -> None:
@@ -112,15 +130,15 @@ def test_nothing_grows_before_its_speed_is_known(world: World) -> None:
     world.steps("a", count=6)  # two do not count, five are needed
     assert world.allocate() == []
     world.steps("a", count=1)
-    assert world.allocate() == [Resize("a", {"cpu": 2})]
+    assert world.allocate() == [ResizeRun("a", {"cpu": 2})]
 
 
 def test_growth_doubles_until_every_replica_has_a_device(world: World) -> None:
     world.submit("a")
     world.steps("a", 0.4)
-    assert world.allocate() == [Resize("a", {"cpu": 2})]
+    assert world.allocate() == [ResizeRun("a", {"cpu": 2})]
     world.steps("a", 0.2)
-    assert world.allocate() == [Resize("a", {"cpu": 4})]
+    assert world.allocate() == [ResizeRun("a", {"cpu": 4})]
     world.steps("a", 0.1)
     assert world.allocate() == []
 
@@ -136,25 +154,25 @@ def test_steps_of_before_a_change_do_not_count(world: World) -> None:
     world.steps("a", 0.4)
     world.allocate()
     for step in range(20, 40):
-        world.state.step("a", step, 1, 0.4, world.now_s)  # still one worker
+        world.state.add_step("a", step, 1, 0.4, world.now_s)  # still one worker
     assert world.job("a").throughput.steps_per_s is None
 
 
 def test_devices_that_a_job_has_not_left_are_nobody_elses(world: World) -> None:
     world.submit("a")
     world.grown("a")
-    assert world.submit("b") == [Resize("a", {"cpu": 3})]  # and no start of b: a's process is still there
+    assert world.submit("b") == [ResizeRun("a", {"cpu": 3})]  # and no start of b: a's process is still there
     assert world.job("b").state == "waiting"
     assert world.look() == []
     world.settle("a")
-    assert world.look() == [Start("b", {"cpu": 1})]
+    assert world.look() == [StartRun("b", {"cpu": 1})]
 
 
 def test_priority_comes_before_age(world: World) -> None:
     world.reserve(cpu=4)
     world.submit("old")
     world.submit("urgent", priority=5)
-    assert world.reserve(cpu=3) == [Start("urgent", {"cpu": 1})]
+    assert world.reserve(cpu=3) == [StartRun("urgent", {"cpu": 1})]
 
 
 def test_the_last_one_in_gives_back_first_and_low_priority_before_high() -> None:
@@ -163,14 +181,14 @@ def test_the_last_one_in_gives_back_first_and_low_priority_before_high() -> None
     world.submit("second", max=2, priority=1)
     world.grown("first")
     world.grown("second")
-    assert world.reserve(cpu=1) == [Resize("first", {"cpu": 1})]
+    assert world.reserve(cpu=1) == [ResizeRun("first", {"cpu": 1})]
 
 
 def test_a_job_without_a_guarantee_waits_for_what_is_left(world: World) -> None:
     world.submit("a", min=4)
     assert world.submit("b", min=0) == []
     world.settle()
-    assert world.end("a", 0) == [Start("b", {"cpu": 1})]
+    assert world.end("a", 0) == [StartRun("b", {"cpu": 1})]
 
 
 # --- putting off, and going on ---
@@ -180,13 +198,13 @@ def test_a_guarantee_puts_off_who_has_none() -> None:
     world = World(cpu=1)
     world.submit("guest", min=0)
     world.settle()
-    assert world.submit("owner") == [End("guest")]
+    assert world.submit("owner") == [EndRun("guest")]
     assert world.job("guest").ending == "put-off"
     assert world.job("owner").state == "waiting"
-    assert world.end("guest", 0) == [Start("owner", {"cpu": 1})]
+    assert world.end("guest", 0) == [StartRun("owner", {"cpu": 1})]
     assert world.job("guest").state == "put-off"
     world.settle()
-    assert world.end("owner", 0) == [Start("guest", {"cpu": 1})]
+    assert world.end("owner", 0) == [StartRun("guest", {"cpu": 1})]
     assert world.job("guest").run == 3
 
 
@@ -203,9 +221,9 @@ def test_who_does_not_end_in_time_is_killed(world: World) -> None:
     world.settle()
     world.do(world.state.stop("a", world.now_s))
     assert world.look(END_GRACE_S - 1) == []
-    assert world.look(1) == [End("a", kill=True)]
+    assert world.look(1) == [EndRun("a", kill=True)]
     assert world.look(1) == []
-    assert world.look(END_GRACE_S) == [End("a", kill=True)]  # once more, should it still live
+    assert world.look(END_GRACE_S) == [EndRun("a", kill=True)]  # once more, should it still live
 
 
 # --- reservations ---
@@ -214,9 +232,9 @@ def test_who_does_not_end_in_time_is_killed(world: World) -> None:
 def test_a_reservation_shrinks_jobs_and_is_free_when_their_processes_are_gone(world: World) -> None:
     world.submit("a")
     world.grown("a")
-    assert world.reserve(cpu=2) == [Resize("a", {"cpu": 2})]
+    assert world.reserve(cpu=2) == [ResizeRun("a", {"cpu": 2})]
     assert not world.state.reserved_is_free
-    world.state.occupy("a", {"cpu": 3})
+    world.state.set_occupied("a", {"cpu": 3})
     assert not world.state.reserved_is_free
     world.settle()
     assert world.state.reserved_is_free
@@ -229,26 +247,26 @@ def test_workers_that_do_not_leave_reserved_devices_are_killed(world: World) -> 
     world.grown("a")
     world.reserve(cpu=2)
     assert world.look(RESERVE_GRACE_S - 0.01) == []
-    assert world.look(0.02) == [Drop("a")]
+    assert world.look(0.02) == [DropWorkers("a")]
 
 
 def test_a_reservation_of_everything_puts_jobs_off_and_kills_who_is_slow(world: World) -> None:
     world.submit("a")
     world.grown("a")
-    assert world.reserve(cpu=4) == [End("a")]
-    assert world.look(RESERVE_GRACE_S + 0.01) == [End("a", kill=True)]
+    assert world.reserve(cpu=4) == [EndRun("a")]
+    assert world.look(RESERVE_GRACE_S + 0.01) == [EndRun("a", kill=True)]
     world.end("a", -9)
     assert world.job("a").state == "put-off"
     assert world.state.reserved_is_free
-    assert world.reserve() == [Start("a", {"cpu": 1})]
+    assert world.reserve() == [StartRun("a", {"cpu": 1})]
 
 
 def test_a_runner_that_cannot_be_told_yet_is_killed_in_time(world: World) -> None:
     world.submit("a", min=2)
     world.deaf = {"a"}
-    assert world.reserve(cpu=3) == [Resize("a", {"cpu": 1})]
+    assert world.reserve(cpu=3) == [ResizeRun("a", {"cpu": 1})]
     assert not world.state.reserved_is_free, "its runner knows of two devices"
-    assert world.look(RESERVE_GRACE_S + 0.01) == [End("a", kill=True)]
+    assert world.look(RESERVE_GRACE_S + 0.01) == [EndRun("a", kill=True)]
     world.end("a", None)
     assert world.job("a").state == "starting", "there is room for one of its two devices"
 
@@ -272,7 +290,7 @@ def test_devices_given_back_are_used_again(world: World) -> None:
     world.grown("a")
     world.reserve(cpu=2)
     world.steps("a", 0.2)
-    assert world.reserve(cpu=0) == [Resize("a", {"cpu": 4})]
+    assert world.reserve(cpu=0) == [ResizeRun("a", {"cpu": 4})]
 
 
 @pytest.mark.parametrize(
@@ -286,11 +304,11 @@ def test_what_is_not_there_cannot_be_reserved(world: World, wanted: dict[str, in
 
 def test_a_policy_that_takes_nothing_back_puts_whole_jobs_off() -> None:
     world = World("yarn-cs-gang", cpu=4)
-    assert world.submit("a") == [Start("a", {"cpu": 4})]
+    assert world.submit("a") == [StartRun("a", {"cpu": 4})]
     world.settle()
-    assert world.reserve(cpu=1) == [End("a")]
+    assert world.reserve(cpu=1) == [EndRun("a")]
     assert world.end("a", 0) == []
-    assert world.reserve() == [Start("a", {"cpu": 4})]
+    assert world.reserve() == [StartRun("a", {"cpu": 4})]
 
 
 # --- falling back ---
@@ -299,13 +317,13 @@ def test_a_policy_that_takes_nothing_back_puts_whole_jobs_off() -> None:
 def test_a_job_that_was_faster_on_fewer_devices_goes_back_and_remembers(world: World) -> None:
     world.submit("a")
     world.steps("a", 0.2)
-    assert world.allocate() == [Resize("a", {"cpu": 2})]
-    assert world.steps("a", 0.3) == [Resize("a", {"cpu": 1})]
+    assert world.allocate() == [ResizeRun("a", {"cpu": 2})]
+    assert world.steps("a", 0.3) == [ResizeRun("a", {"cpu": 1})]
     assert "3.33 steps/s on 2 cpu after 5" in world.job("a").why
     world.steps("a", 0.2)
     assert world.allocate() == []
     world.now_s += AVOID_S + 1
-    assert world.allocate() == [Resize("a", {"cpu": 2})]
+    assert world.allocate() == [ResizeRun("a", {"cpu": 2})]
 
 
 def test_a_job_that_is_faster_stays(world: World) -> None:
@@ -345,10 +363,10 @@ def test_how_a_run_ends_says_what_becomes_of_the_job(
 def test_a_job_whose_runs_are_lost_without_a_step_between_fails(world: World) -> None:
     world.submit("a")
     for _ in range(MAX_LOSSES - 1):
-        assert world.end("a", -9) == [Start("a", {"cpu": 1})]
+        assert world.end("a", -9) == [StartRun("a", {"cpu": 1})]
     world.steps("a", count=1)
     for _ in range(MAX_LOSSES - 1):
-        assert world.end("a", None) == [Start("a", {"cpu": 1})]
+        assert world.end("a", None) == [StartRun("a", {"cpu": 1})]
     assert world.end("a", None) == []
     assert world.job("a").state == "failed"
     assert f"{MAX_LOSSES} times" in world.job("a").why
@@ -360,7 +378,7 @@ def test_stopping(world: World) -> None:
     world.settle()
     assert world.do(world.state.stop("b", world.now_s)) == []
     assert world.job("b").state == "stopped"
-    assert world.do(world.state.stop("a", world.now_s)) == [End("a")]
+    assert world.do(world.state.stop("a", world.now_s)) == [EndRun("a")]
     assert world.job("a").state == "starting"
     world.end("a", 0)
     assert (world.job("a").state, world.job("a").exit_code) == ("stopped", 0)
@@ -369,7 +387,7 @@ def test_stopping(world: World) -> None:
 
 def test_stopping_at_once(world: World) -> None:
     world.submit("a")
-    assert world.do(world.state.stop("a", world.now_s, kill=True)) == [End("a", kill=True)]
+    assert world.do(world.state.stop("a", world.now_s, kill=True)) == [EndRun("a", kill=True)]
     world.end("a", -9)
     assert world.job("a").state == "stopped"
 
@@ -377,7 +395,7 @@ def test_stopping_at_once(world: World) -> None:
 def test_a_job_that_cannot_be_started_fails_and_frees_its_devices(world: World) -> None:
     world.submit("a", min=4)
     world.submit("b")
-    assert world.do(world.state.refuse("a", "no such program", world.now_s)) == [Start("b", {"cpu": 1})]
+    assert world.do(world.state.fail_start("a", "no such program", world.now_s)) == [StartRun("b", {"cpu": 1})]
     assert world.job("a").why == "could not be started: no such program"
 
 
@@ -400,40 +418,77 @@ def test_a_job_for_other_devices_is_refused(world: World) -> None:
 def test_a_job_of_one_type_takes_the_best_that_has_room() -> None:
     world = World(v100=1, t4=2)
     world.submit("a", devices=["v100", "t4"])
-    assert world.submit("b", devices=["v100", "t4"]) == [Start("b", {"t4": 1})]
+    assert world.submit("b", devices=["v100", "t4"]) == [StartRun("b", {"t4": 1})]
     world.steps("b", 0.2)
-    assert world.allocate() == [Resize("b", {"t4": 2})]
+    assert world.allocate() == [ResizeRun("b", {"t4": 2})]
 
 
 def test_a_mixed_job_gets_both() -> None:
     world = World(v100=1, t4=1)
     world.submit("a", mixed=True, determinism="D2", speed={"v100": 2, "t4": 1}, replicas=3)
     world.steps("a", 1.5)
-    assert world.allocate() == [Resize("a", {"v100": 1, "t4": 1})]
+    assert world.allocate() == [ResizeRun("a", {"v100": 1, "t4": 1})]
 
 
 def test_when_devices_vanish_jobs_shrink() -> None:
     world = World(cpu=4)
     world.submit("a")
     world.grown("a")
-    assert world.do(world.state.equip({"cpu": 2}, world.now_s)) == [Resize("a", {"cpu": 2})]
-    assert world.do(world.state.equip({"cpu": 0}, world.now_s)) in ([], [End("a")])
+    assert world.do(world.state.set_devices({"cpu": 2}, world.now_s)) == [ResizeRun("a", {"cpu": 2})]
+    assert world.do(world.state.set_devices({"cpu": 0}, world.now_s)) in ([], [EndRun("a")])
     world.settle()
     world.end("a", None)
     assert world.job("a").state == "put-off"
-    assert world.do(world.state.equip({"cpu": 1}, world.now_s)) == [Start("a", {"cpu": 1})]
+    assert world.do(world.state.set_devices({"cpu": 1}, world.now_s)) == [StartRun("a", {"cpu": 1})]
 
 
 def test_a_job_whose_types_are_all_gone_waits_for_them() -> None:
     world = World(v100=1, cpu=1)
     world.submit("a", devices=["v100"])
     world.settle()
-    assert world.do(world.state.equip({"cpu": 1}, world.now_s)) == [End("a")]
+    assert world.do(world.state.set_devices({"cpu": 1}, world.now_s)) == [EndRun("a")]
     assert world.end("a", 0) == []
-    assert world.do(world.state.equip({"cpu": 1, "v100": 1}, world.now_s)) == [Start("a", {"v100": 1})]
+    assert world.do(world.state.set_devices({"cpu": 1, "v100": 1}, world.now_s)) == [StartRun("a", {"v100": 1})]
 
 
-# --- beginning anew ---
+# --- rigid jobs ---
+
+
+def test_a_rigid_job_waits_until_all_of_its_devices_are_free_and_never_grows(world: World) -> None:
+    world.submit("a", min=2, max=2)
+    assert world.submit_rigid("fed", 3) == []
+    assert world.end("a", 0) == [StartRun("fed", {"cpu": 3})]
+    world.steps("fed", count=20)
+    assert world.allocate() == []
+
+
+def test_a_rigid_job_that_asks_for_more_than_there_is_gets_all(world: World) -> None:
+    assert world.submit_rigid("fed", 9) == [StartRun("fed", {"cpu": 4})]
+
+
+def test_a_rigid_job_is_put_off_as_a_whole_and_comes_back(world: World) -> None:
+    world.submit_rigid("fed", 3)
+    world.settle()
+    assert world.reserve(cpu=2) == [EndRun("fed")]
+    world.end("fed", 0)
+    assert world.job("fed").state == "put-off"
+    assert world.reserve() == [StartRun("fed", {"cpu": 3})]
+
+
+def test_a_stopped_job_is_resumed_and_a_finished_one_is_not(world: World) -> None:
+    world.submit("a")
+    with pytest.raises(NameTaken, match="a is running"):
+        world.state.resume("a", world.now_s)
+    world.do(world.state.stop("a", world.now_s))
+    world.end("a", 0)
+    assert world.job("a").state == "stopped"
+    assert world.do(world.state.resume("a", world.now_s)) == [StartRun("a", {"cpu": 1})]
+    world.end("a", 0)
+    with pytest.raises(ConfigError, match="a has finished"):
+        world.state.resume("a", world.now_s)
+
+
+# --- starting again ---
 
 
 def test_a_scheduler_that_begins_anew_knows_what_it_knew(world: World) -> None:
@@ -441,17 +496,13 @@ def test_a_scheduler_that_begins_anew_knows_what_it_knew(world: World) -> None:
     world.grown("a")
     world.submit("b", priority=2, args=["--x", "1"])
     world.reserve(cpu=1)
-    saved = json.loads(json.dumps([job.to_json() for job in world.state.jobs.values()]))
-    again = LiveState(
-        schedulers.make_policy("easyscale-heter"), {"cpu": 4}, map(LiveJob.from_json, saved), world.state.reserved
-    )
+    saved = [
+        ManagedJob.from_json(job.demand, json.loads(json.dumps(job.to_json()))) for job in world.state.jobs.values()
+    ]
+    again = SchedulerState(schedulers.make_policy("easyscale-heter"), {"cpu": 4}, saved, world.state.reserved)
     for name, job in world.state.jobs.items():
         assert again.jobs[name].to_json() == job.to_json()
-        assert again.jobs[name].status() | {"workers": 0, "steps_per_s": None} == job.status() | {
-            "workers": 0,
-            "steps_per_s": None,
-        }
-    again.occupy("a", {"cpu": 4})
+    again.set_occupied("a", {"cpu": 4})
     again.submit(spec("c"), 2000.0)
     assert again.jobs["c"].number == 3
     assert again.jobs["c"].run in (0, 3)
@@ -471,8 +522,10 @@ class Storm(World):
             assert asked <= count - self.state.reserved.get(kind, 0)
         for job in self.state.jobs.values():
             assert not job.is_over or not job.is_active
-            assert sum(job.target.values()) <= job.spec.max
+            assert sum(job.target.values()) <= job.demand.max
             assert job.state in ("starting", "running") or not job.is_active
+            if job.demand.rigid and job.is_active and job.target:
+                assert job.asked == job.target
 
     def finish_all(self) -> None:
         self.reserve()
@@ -504,7 +557,10 @@ def test_nobody_has_what_is_not_there_and_everybody_ends(events: list[tuple[int,
         chosen = active[which % len(active)] if active else ""
         if kind == 0:
             said: Mapping[str, Any] = {"devices": [["cpu"], ["gpu", "cpu"], []][which % 3], "priority": amount % 3}
-            storm.submit(f"job-{len(names)}", min=min(amount, 4), replicas=4, **said)
+            if which == 7:
+                storm.submit_rigid(f"job-{len(names)}", 1 + amount)
+            else:
+                storm.submit(f"job-{len(names)}", min=min(amount, 4), replicas=4, **said)
         elif kind == 1 and name:
             storm.do(storm.state.stop(name, storm.now_s, kill=bool(amount % 2)))
         elif kind == 2:

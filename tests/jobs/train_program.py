@@ -1,4 +1,4 @@
-"""A training program as a user of the cluster would submit it: `live_program.py NAME REPLICAS EPOCHS [SETTING=VALUE...]`.
+"""A training program as a user of the cluster would submit it: `train_program.py NAME REPLICAS EPOCHS [SETTING=VALUE...]`.
 
 Trains a program of tests/train/programs.py, the same that stock DDP trains as the oracle, and prints the SHA-256 of its
 final state. Settings change when things happen, and never what is computed, but for the last:

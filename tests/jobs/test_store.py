@@ -1,0 +1,188 @@
+"""The job store: which processes and jobs it lists, what it keeps, and which directories it does not believe."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pliant.child import start_ticks
+from pliant.errors import ConfigError, NameTaken
+from pliant.jobs.status import stored_statuses
+from pliant.jobs.store import (
+    ForegroundRun,
+    JobStore,
+    choose_run,
+    foreground_job,
+    registered,
+    running_jobs,
+    state_directory,
+)
+
+URL = "http://127.0.0.1:9100/config"
+COMMAND = ("python", "my train.py", "--lr", "1")
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> Mapping[str, str]:
+    return {"PLIANT_HOME": str(tmp_path / "home")}
+
+
+def test_where_the_state_is() -> None:
+    assert state_directory({"HOME": "/h"}) == Path("/h/.local/state/pliant")
+    assert state_directory({"HOME": "/h", "XDG_STATE_HOME": "/s"}) == Path("/s/pliant")
+    assert state_directory({"HOME": "/h", "XDG_STATE_HOME": "/s", "PLIANT_HOME": "/p"}) == Path("/p")
+
+
+# --- processes in the foreground ---
+
+
+def test_a_job_is_listed_while_it_runs(environ: Mapping[str, str], tmp_path: Path) -> None:
+    with registered(URL, COMMAND, host="127.0.0.1", token="s3cret", environ=environ) as run:
+        assert running_jobs(environ) == [run]
+        assert (run.pid, run.command, run.host) == (os.getpid(), "python 'my train.py' --lr 1", "127.0.0.1")
+        assert run.name == f"my_train-{os.getpid()}"
+        assert "s3cret" not in repr(run) + str(run)
+        modes = [oct(path.stat().st_mode & 0o777) for path in (tmp_path / "home", tmp_path / "home" / "jobs.sqlite")]
+        assert modes == ["0o700", "0o600"]
+    assert running_jobs(environ) == []
+
+
+def test_a_job_that_fails_is_taken_off_the_list(environ: Mapping[str, str]) -> None:
+    with pytest.raises(RuntimeError), registered(URL, COMMAND, environ=environ):
+        raise RuntimeError
+    assert running_jobs(environ) == []
+
+
+@pytest.mark.processes
+def test_a_forked_child_does_not_take_its_parent_off_the_list(environ: Mapping[str, str]) -> None:
+    program = (
+        "import os, sys; from pliant.jobs.store import registered, running_jobs\n"
+        f"with registered({URL!r}, ('x',)):\n"
+        "    child = os.fork()\n"
+        "    if child: os.waitpid(child, 0); print(os.getpid() in [job.pid for job in running_jobs()])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=dict(environ), capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.processes
+def test_dead_processes_are_recognised_and_dropped(environ: Mapping[str, str], tmp_path: Path) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    assert dead.wait(60) == 0
+    with registered(URL, COMMAND, environ=environ) as run, JobStore(tmp_path / "home") as store:
+        for pid, ticks in ((dead.pid, run.start_ticks), (os.getppid(), (start_ticks(os.getppid()) or 0) + 1)):
+            store.add_run(replace(run, pid=pid, start_ticks=ticks))
+        assert store.runs() == [run], "another process has got that id"
+        store.add_run(run)
+        assert store._open.execute("SELECT COUNT(*) FROM runs").fetchone() == (1,)
+
+
+@pytest.mark.processes
+def test_a_zombie_is_not_a_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert (start_ticks(child.pid) or 0) >= (start_ticks(os.getpid()) or 0) > 0
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert start_ticks(child.pid) is None
+    assert start_ticks(2**22 + 1) is None
+
+
+def test_a_directory_that_others_can_write_to_is_not_believed(environ: Mapping[str, str], tmp_path: Path) -> None:
+    with registered(URL, COMMAND, environ=environ):
+        (tmp_path / "home").chmod(0o777)
+        assert running_jobs(environ) == []
+        (tmp_path / "home").chmod(0o700)
+        assert len(running_jobs(environ)) == 1
+
+
+def test_a_job_runs_although_it_cannot_be_listed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    with registered(URL, COMMAND, environ={"PLIANT_HOME": str(tmp_path / "file" / "home")}):
+        assert "give them --config-server" in caplog.text
+
+
+RUNS = [
+    ForegroundRun(name=f"train-{pid}", pid=pid, started_s=0, start_ticks=1, config_server=URL, command="train.py")
+    for pid in (11, 12)
+]
+
+
+def test_the_only_job_needs_no_name() -> None:
+    assert choose_run(RUNS[:1]) is RUNS[0]
+    assert choose_run(RUNS, "train-12") is choose_run(RUNS, "12") is RUNS[1]
+
+
+@pytest.mark.parametrize(
+    ("runs", "wanted", "reason"),
+    [
+        ([], "", "start one with `pliant run -w"),
+        ([], "11", "--job 11: no job"),
+        (RUNS, "", f"(?s)2 jobs are running: say which with --job ID\n.*train-11  pid 11  {URL}  since .*train-12"),
+        (RUNS, "13", "(?s)--job 13 is none of the running jobs.*train-11"),
+    ],
+)
+def test_no_job_and_several_jobs_are_said_clearly(runs: list[ForegroundRun], wanted: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        choose_run(runs, wanted)
+
+
+# --- jobs ---
+
+
+SPEC = {
+    "kind": "federated",
+    "config": {"name": "a", "rounds": 9, "participants": 4},
+    "placement": {"workers": ["2"]},
+}
+
+
+def test_a_foreground_job_is_running_then_ended_or_interrupted(environ: Mapping[str, str], tmp_path: Path) -> None:
+    def status() -> tuple[str, int | None, float | None]:
+        with JobStore(tmp_path / "home") as store:
+            (job,) = stored_statuses(store.jobs(), store.runs())
+        assert job.federated is not None
+        return job.state, job.step, job.federated.accuracy
+
+    (tmp_path / "aggregator").mkdir()
+    record = tmp_path / "aggregator" / "record.jsonl"
+    with foreground_job(SPEC, "a", tmp_path, record, environ):
+        assert status() == ("running", 0, None)
+        with pytest.raises(NameTaken, match="a is running"), foreground_job(SPEC, "a", tmp_path, record, environ):
+            pass
+        record.write_text(
+            '{"kind": "round", "round": 3, "clock_s": 7.5}\n{"kind": "test", "accuracy": 0.5}\n{"kind": "round", "rou'
+        )
+    assert status() == ("interrupted", 3, 0.5)
+    with foreground_job(SPEC, "a", tmp_path, record, environ) as job:
+        job.update(state="failed", exit_code=3, why="no luck")
+    assert status() == ("failed", 3, 0.5)
+    with JobStore(tmp_path / "home") as store:
+        store.forget("a")
+        assert store.names() == set()
+
+
+def test_jobs_events_and_settings_are_kept_together_or_not_at_all(tmp_path: Path) -> None:
+    with JobStore(tmp_path) as store:
+        store.save([("b", 2, {"x": 1})], [("b", "made", "why", {"cpu": 1})], at_s=5.0, reserved={"cpu": 1})
+        store.save([("a", 1, {"x": 2})], at_s=6.0, scheduled=False)
+        with pytest.raises(TypeError):
+            store.save([("c", 3, {"x": object()})], [("c", "made", "", {})], at_s=7.0)
+    with JobStore(tmp_path) as store:
+        assert [(job["name"], job["scheduled"]) for job in store.jobs()] == [("a", False), ("b", True)]
+        assert store.events("b") == [{"at": 5.0, "what": "made", "why": "why", "devices": {"cpu": 1}}]
+        assert store.events("c") == []
+        assert (store.setting("reserved"), store.setting("none"), store.next_number()) == ({"cpu": 1}, {}, 3)
+
+
+def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "jobs.sqlite").write_text("not a database, but long enough to be looked at" * 40)
+    with pytest.raises(ConfigError, match="jobs.sqlite"), JobStore(tmp_path):
+        pass
