@@ -1,4 +1,4 @@
-"""No coordinator: any order, any thread, odd names, big tensors; and the config server may die meanwhile."""
+"""Ranks need no coordinator: any order, any thread, odd names, large tensors, and a config server that dies meanwhile."""
 
 from __future__ import annotations
 

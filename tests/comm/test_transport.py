@@ -6,7 +6,7 @@ import socket
 
 import pytest
 import torch
-from viewing import QUICK, everybody_sums, subview
+from views import QUICK, everybody_sums, subview
 
 from pliant.cluster import Worker
 from pliant.comm.probe import latencies
