@@ -37,7 +37,7 @@ from pliant.cluster import View, Worker
 from pliant.comm.device.config import DeviceGroupConfig
 from pliant.comm.device.group import DeviceGroup
 from pliant.comm.engine import Engine
-from pliant.elastic.session import Session
+from pliant.elastic.member import Session
 from pliant.errors import ConfigError
 from pliant.identity import WorkerSpec
 

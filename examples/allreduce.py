@@ -3,7 +3,7 @@
 pliant run -np 4 examples/allreduce.py
 """
 
-from pliant.elastic.session import Session
+from pliant.elastic.member import Session
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ summed in place. What cannot be written to, as an array of JAX, is copied first:
 
 import numpy as np
 
-from pliant.elastic.session import Session
+from pliant.elastic.member import Session
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
-"""Who is in the cluster: workers, hosts, views; host lists and hostfiles.
+"""Workers, hosts and views; the wanted view and the membership of a job; host lists and hostfiles.
 
-Pure values and their parsing. Nothing here opens a socket or reads a file. Which of them a process is, is in `identity`.
+Pure values and how they are read and written. Nothing here opens a socket or a file. `identity` says which worker a
+process is.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import ipaddress
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pliant.errors import CapacityError, ConfigError, InvalidView
 
@@ -266,6 +267,95 @@ class View:
         if isinstance(version, bool) or not isinstance(version, int):
             raise InvalidView(f'"Version" {version!r} is not a number')
         return cls(version, lists["Workers"], lists["Runners"])
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The wanted view and its version, which counts accepted changes and never goes back.
+
+    `view` is None where it is unset: nobody has put one yet, or somebody has reset it.
+    """
+
+    version: int = 0
+    view: View | None = None
+
+    @property
+    def cleared(self) -> bool:
+        """Whether all workers must stop."""
+        return self.view is not None and not self.view.workers
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """The wanted workers; none where the view is unset."""
+        return self.view.workers if self.view is not None else ()
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """The numbered list of the workers that train now."""
+
+    number: int = 0
+    """Counts changes of the members, over all jobs of a config server; 0: nobody has been ready yet."""
+    members: tuple[Worker, ...] = ()
+    """The workers that train. Their order gives the ranks."""
+    urgent: int = 0
+    """The highest number that came from the loss of a member. Who is in an older membership drops its step at once."""
+    over: bool = False
+    """Whether the job has ended: all workers stop, and nothing but a reset is accepted."""
+    wanted: int = 0
+    """Version of the wanted view when this membership was made."""
+
+    def missing(self, view: View | None) -> tuple[Worker, ...]:
+        """Return the workers of `view` that do not train yet."""
+        return tuple(worker for worker in (view.workers if view else ()) if worker not in self.members)
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "Number": self.number,
+            "Members": [member.to_json() for member in self.members],
+            "Urgent": self.urgent,
+            "Over": self.over,
+            "Wanted": self.wanted,
+        }
+
+    @classmethod
+    def from_json(cls, value: object) -> Membership:
+        """Return the membership that `value` describes; raise ConfigError if it describes none."""
+        if not isinstance(value, Mapping):
+            raise ConfigError(f'a membership is an object with "Number" and "Members", not {value!r:.60}')
+        members, over = value.get("Members"), value.get("Over")
+        if not isinstance(members, Sequence) or isinstance(members, str) or not isinstance(over, bool):
+            raise ConfigError(f'{value!r:.200} is no membership: "Members" is a list, and "Over" is true or false')
+        counts = [value.get(key) for key in ("Number", "Urgent", "Wanted")]
+        if any(isinstance(count, bool) or not isinstance(count, int) or count < 0 for count in counts):
+            raise ConfigError(f'"Number", "Urgent" and "Wanted" of a membership are whole numbers from 0, not {counts}')
+        number, urgent, wanted = (int(str(count)) for count in counts)
+        return cls(number, tuple(Worker.from_json(member) for member in members), urgent, over, wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSnapshot:
+    """The wanted view and the membership of one moment: all that workers and runners learn from the config server."""
+
+    wanted: Wanted = field(default_factory=Wanted)
+    membership: Membership = field(default_factory=Membership)
+
+    @property
+    def tag(self) -> str:
+        """A text that differs between any two snapshots of one server."""
+        return f"{self.wanted.version}.{self.membership.number}.{int(self.membership.over)}"
+
+    def to_json(self) -> dict[str, object]:
+        view = None if self.wanted.view is None else self.wanted.view.to_json()
+        return {"Version": self.wanted.version, "View": view, "Membership": self.membership.to_json()}
+
+    @classmethod
+    def from_json(cls, value: object) -> ClusterSnapshot:
+        """Return the snapshot that `value` describes; raise ConfigError if it describes none."""
+        if not isinstance(value, Mapping) or not isinstance(value.get("Version"), int):
+            raise ConfigError(f'a snapshot is an object with "Version", "View" and "Membership", not {value!r:.60}')
+        view = None if value.get("View") is None else View.from_json(value["View"])
+        return cls(Wanted(value["Version"], view), Membership.from_json(value.get("Membership")))
 
 
 def place(

@@ -148,7 +148,7 @@ def device_group_steps(
     """Each gradient by torch's own group as soon as it is there; the scheduler gives all workers one order."""
     from pliant.comm.device.config import DeviceGroupConfig
     from pliant.comm.device.group import DeviceGroup
-    from pliant.elastic.session import Session
+    from pliant.elastic.member import Session
 
     if spec is None:
         raise ConfigError(f"--kf-optimizer={args.kf_optimizer} is about several workers: start it with `pliant run`")

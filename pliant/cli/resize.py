@@ -15,9 +15,8 @@ from pliant.jobs.store import START_ONE, choose_run, running_jobs
 from pliant.launch.duration import format_duration, parse_duration
 
 if TYPE_CHECKING:
-    from pliant.cluster import View
+    from pliant.cluster import ClusterSnapshot, Membership, View
     from pliant.elastic.client import ConfigClient
-    from pliant.elastic.roll import Roll
 
 RETRY_S = 0.2
 
@@ -84,7 +83,7 @@ def _server(url: str, job: str) -> tuple[str, str]:
 def _wish(client: ConfigClient, num_workers: int) -> View:
     """Ask for `num_workers`; the view that the server made of it."""
     try:
-        before = client.state().view
+        before = client.wanted().view
         if before is None:
             raise ConfigError(f"no job runs at {client.url}: no workers were ever wanted there; {START_ONE}")
         view = client.resize(num_workers)
@@ -95,16 +94,16 @@ def _wish(client: ConfigClient, num_workers: int) -> View:
 
 
 def _await(client: ConfigClient, view: View, num_workers: int, deadline_s: float, timeout: str) -> None:
-    """Until the roll has `num_workers` members.
+    """Wait until the job trains on `num_workers` workers.
 
     Raises:
         LaunchError: the job ended first, or `deadline_s` has passed.
     """
-    roll: Roll | None = None
+    snapshot: ClusterSnapshot | None = None
     while True:
         left_s = deadline_s - time.monotonic()
         try:
-            roll = client.roll() if roll is None else client.wait_roll(roll.number, max(0.0, left_s))
+            snapshot = client.snapshot() if snapshot is None else client.wait_for_change(snapshot, max(0.0, left_s))
         except ServerUnavailable:
             if num_workers == 0:
                 return  # the server was a part of the job, and has ended with it
@@ -112,23 +111,22 @@ def _await(client: ConfigClient, view: View, num_workers: int, deadline_s: float
                 raise
             time.sleep(min(RETRY_S, left_s))
             continue
-        if roll.over:
+        membership = snapshot.membership
+        if membership.over:
             if num_workers > 0:
                 raise LaunchError(f"the job ended before it ran on {_workers(num_workers)}; its own output says why")
             return
-        if len(roll.members) == num_workers:
+        if len(membership.members) == num_workers:
             return
         if left_s <= 0:
-            raise LaunchError(_still_waiting(view, roll, timeout))
+            raise LaunchError(_still_waiting(view, membership, timeout))
 
 
-def _still_waiting(view: View, roll: Roll, timeout: str) -> str:
-    from pliant.elastic.roll import missing
-
-    late = missing(view, roll)
+def _still_waiting(view: View, membership: Membership, timeout: str) -> str:
+    late = membership.missing(view)
     names = ", ".join(map(str, late[:4])) + (f" and {len(late) - 4} more" if len(late) > 4 else "")
-    why = f"{names} not ready" if late else f"the job runs on {_workers(len(roll.members))}"
-    hint = "" if roll.number else "; no worker has ever been ready: does the program call pliant.join()?"
+    why = f"{names} not ready" if late else f"the job runs on {_workers(len(membership.members))}"
+    hint = "" if membership.number else "; no worker has ever been ready: does the program call pliant.join()?"
     said = format_duration(parse_duration(timeout))
     return (
         f"still waiting after {said}: {why}{hint}; the wish (version {view.number}) stands, --no-wait returns at once"

@@ -1,19 +1,28 @@
-"""A client of the config server: one method per request, pliant's errors for its refusals."""
+"""Clients of the config server: one call per request, a thread that follows the server, and a thread that sends to it.
+
+`ConfigClient` makes single requests, and raises pliant's errors where the server refuses. `ConfigFollower` and
+`ConfigSender` are what workers and runners alike use while a job runs: one hands over every new state of the cluster, the
+other delivers messages in their order and repeats them until the server answers. `HttpClient` is the base of all
+HTTP clients in pliant.
+"""
 
 from __future__ import annotations
 
+import logging
+import queue
 import ssl
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import NoReturn, TypeVar
+from types import TracebackType
+from typing import NoReturn, Self, TypeVar
 
 import httpx
 
-from pliant.cluster import View, Worker
-from pliant.elastic.asking import HttpClient, checked_url, reason_of
-from pliant.elastic.membership import Wanted
-from pliant.elastic.roll import Roll
+from pliant.cluster import ClusterSnapshot, Membership, View, Wanted, Worker
 from pliant.errors import (
     CapacityError,
     ClusterCleared,
@@ -25,134 +34,219 @@ from pliant.errors import (
     StaleView,
 )
 
-MAX_HOLD_S = 60.0
-"""The server holds a request for at most this long; longer waits are made of several."""
-MAX_REASON_CHARS = 500
+log = logging.getLogger(__name__)
+
+FOLLOW_HOLD_S = 25.0
+RETRY_S = 0.2
 _ERRORS: Mapping[int, type[PliantError]] = {403: ClusterCleared, 404: NoView, 409: CapacityError}
-_ROLL_ERRORS: Mapping[int, type[PliantError]] = {**_ERRORS, 409: NotWanted}
+_NOTICE_ERRORS: Mapping[int, type[PliantError]] = {**_ERRORS, 409: NotWanted}
 
 T = TypeVar("T")
 
 
-class ConfigClient(HttpClient):
-    """Talks to the config server at `url`, such as http://10.0.0.1:9100/config; for any thread.
+# --- any HTTP server of ours ---
 
-    `expected` in the calls below is compare-and-set: the version that the change was made from,
-    None for whatever there is. `ca_file` replaces the system's certificate authorities.
+
+class HttpClient(ABC):
+    """Keeps connections to one server, for any number of threads.
+
+    Proxy variables in the environment are ignored: the hosts of a job are not behind a proxy.
+    """
+
+    def __init__(self, base_url: httpx.URL, token: str, verify: bool | ssl.SSLContext, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._http = httpx.Client(
+            base_url=base_url,
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            verify=verify,
+            trust_env=False,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the kept connections."""
+        self._http.close()
+
+    def _request(
+        self,
+        method: str,
+        url: httpx.URL | str,
+        *,
+        query: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: Mapping[str, object] | None = None,
+        hold_s: float = 0.0,
+    ) -> httpx.Response:
+        """Return the server's answer, whatever its status. The server may hold the request for `hold_s`."""
+        timeout = httpx.Timeout(self._timeout_s, read=self._timeout_s + hold_s)
+        try:
+            return self._http.request(method, url, params=query, headers=headers, json=body, timeout=timeout)
+        except httpx.TransportError as error:
+            raise ServerUnavailable(self._describe_unreachable(error)) from None
+
+    @abstractmethod
+    def _describe_unreachable(self, error: httpx.TransportError) -> str:
+        """Return the message of the ServerUnavailable that is raised if no answer came."""
+
+
+def parse_server_url(url: str, what: str, example: str) -> httpx.URL:
+    """Return `url` if it has a scheme and a host; raise a ConfigError that calls it `what` otherwise."""
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{what} {url!r}: {error}; give a URL such as {example}") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(f"{what} {url!r} is not a URL such as {example}")
+    return parsed
+
+
+def refusal_reason(answer: httpx.Response) -> str:
+    """Return why a server refused, in its own words."""
+    try:
+        return str(answer.json()["error"])
+    except (ValueError, KeyError, TypeError):
+        return answer.reason_phrase or str(answer.status_code)
+
+
+# --- single requests ---
+
+
+class ConfigClient(HttpClient):
+    """Talks to the config server at `url`, such as http://10.0.0.1:9100/config; for any number of threads.
+
+    `expected` in the calls below is compare-and-set: the version that the change was made from, None for any.
+    `ca_file` replaces the system's certificate authorities.
 
     Raises (when made):
         ConfigError: `url` is not http://... or https://...
 
     Raises (from every call):
-        ServerUnavailable: no answer within `timeout_s`, or one that says that it cannot.
+        ServerUnavailable: no answer within `timeout_s`, or one that says that the server cannot.
         StaleView: `expected` is not the server's version any more.
         ConfigError: the server refused, with its reason; ClusterCleared, NoView, CapacityError, NotWanted where it
             is that.
     """
 
     def __init__(self, url: str, token: str = "", *, ca_file: str = "", timeout_s: float = 10.0) -> None:
-        self.url = _checked(url)
-        super().__init__(self.url, token, _verification(self.url, ca_file), timeout_s)
+        parsed = parse_server_url(url, "config server", "http://10.0.0.1:9100/config")
+        self.url = parsed.copy_with(path="/config") if parsed.path in ("", "/") else parsed
+        super().__init__(self.url, token, _tls_verification(self.url, ca_file), timeout_s)
 
     def get(self) -> View | None:
-        """The wanted view; None where it is unset."""
-        return self.state().view
+        """Return the wanted view; None where it is unset."""
+        return self.wanted().view
 
-    def state(self) -> Wanted:
-        """The wanted view with its version, which also an unset view has."""
-        return self._wanted(self._send("GET", self.url))
+    def wanted(self) -> Wanted:
+        """Return the wanted view with its version, which also an unset view has."""
+        answer = self._send("GET", self.url)
+        return Wanted(_version_of(answer), self._view(answer) if answer.is_success else None)
 
-    def wait(self, version: int, timeout_s: float) -> Wanted:
-        """The state as soon as its version is not `version`; after `timeout_s` the same version, and no view."""
-        left_s = timeout_s
+    def membership(self) -> Membership:
+        """Return who trains now."""
+        return self._membership("GET", "/membership")
+
+    def snapshot(self) -> ClusterSnapshot:
+        """Return the wanted view and the membership of one moment."""
+        return self._decode(self._send("GET", self._path("/state")), ClusterSnapshot.from_json)
+
+    def wait_for_change(self, known: ClusterSnapshot, timeout_s: float) -> ClusterSnapshot:
+        """Return the snapshot as soon as it is another than `known`; `known` itself after `timeout_s`.
+
+        The server holds a request for a minute at most, so that a longer wait is made of several requests.
+        """
+        deadline_s = time.monotonic() + timeout_s
         while True:
-            hold_s = max(0.0, min(left_s, MAX_HOLD_S))
-            url = self.url.copy_merge_params({"wait": f"{hold_s:.3f}"})
-            wanted = self._wanted(self._send("GET", url, {"If-None-Match": f'"{version}"'}, hold_s=hold_s))
-            left_s -= hold_s
-            if wanted.version != version or left_s <= 0:
-                return wanted
+            hold_s = max(0.0, deadline_s - time.monotonic())
+            url = self._path("/state").copy_merge_params({"wait": f"{hold_s:.3f}"})
+            answer = self._send("GET", url, {"If-None-Match": f'"{known.tag}"'}, hold_s=hold_s)
+            if answer.status_code != 304:
+                return self._decode(answer, ClusterSnapshot.from_json)
+            if time.monotonic() >= deadline_s:
+                return known
+
+    def wait_for_membership(self, after: int, timeout_s: float) -> Membership:
+        """Return the membership as soon as its number is above `after`, or the job is over; what it is at `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        snapshot = self.snapshot()
+        while snapshot.membership.number <= after and not snapshot.membership.over and time.monotonic() < deadline_s:
+            snapshot = self.wait_for_change(snapshot, deadline_s - time.monotonic())
+        return snapshot.membership
 
     def put(self, view: View, expected: int | None = None) -> View:
-        """Want `view`; returns it with the number that the server gave it. Its own number is not looked at."""
-        return self._change("PUT", self._sibling("/put"), expected, replace(view, number=0).to_json())
+        """Want `view`; return it with the number that the server gave it. Its own number does not matter."""
+        return self._change("PUT", self._view_path("/put"), expected, replace(view, number=0).to_json())
 
     def resize(self, size: int, expected: int | None = None) -> View:
-        """Want `size` workers on the hosts of the current view; returns the view."""
+        """Want `size` workers on the hosts of the current view; return the view."""
         return self._change("POST", self._path("/resize"), expected, {"size": size})
 
-    def equip(self, devices: Mapping[str, int]) -> None:
-        """Want these devices, by type, with a worker on each; for a job whose server knows a caterer."""
-        self._send("POST", self._path("/devices"), body=dict(devices), errors=_ROLL_ERRORS)
+    def set_devices(self, devices: Mapping[str, int]) -> None:
+        """Want these devices, by type, with a worker on each; for a job whose server has a resource provider."""
+        self._send("POST", self._path("/devices"), body=dict(devices), errors=_NOTICE_ERRORS)
 
-    def occupied(self) -> dict[str, int]:
-        """The devices, by type, on which processes of the job live; as `equip`."""
-        return self._decoded(self._send("GET", self._path("/devices")), _occupied_in)
+    def occupied_devices(self) -> dict[str, int]:
+        """Return the devices, by type, on which processes of the job live; for the same jobs as `set_devices`."""
+        return self._decode(self._send("GET", self._path("/devices")), _occupied_in)
 
-    def drop(self) -> None:
-        """Kill the workers on devices that are not wanted any more; as `equip`."""
+    def drop_unwanted(self) -> None:
+        """Kill the workers on devices that are not wanted any more; for the same jobs as `set_devices`."""
         self._send("POST", self._path("/drop"))
 
     def add_worker(self, worker: Worker, expected: int | None = None) -> View:
-        """Want `worker` as the last rank; returns the view."""
+        """Want `worker` as the last rank; return the view."""
         return self._change("POST", self._path("/addworker"), expected, worker.to_json())
 
     def remove_worker(self, worker: Worker, expected: int | None = None) -> View:
-        """Want `worker` gone; returns the view. Without its last worker a cluster is cleared."""
+        """Want `worker` gone; return the view. Without its last worker a cluster is cleared."""
         return self._change("POST", self._path("/removeworker"), expected, worker.to_json())
 
     def clear(self, expected: int | None = None) -> View:
-        """Want all workers to stop, until a reset; returns the empty view."""
+        """Want all workers to stop, until a reset; return the empty view."""
         return self._change("POST", self._path("/clear"), expected)
 
     def reset(self, expected: int | None = None) -> int:
-        """Want nothing in particular; returns the version of that."""
-        return _etag(self._send("POST", self._sibling("/reset"), _if_match(expected), expected=expected))
+        """Want nothing in particular; return the version of that."""
+        return _version_of(self._send("POST", self._view_path("/reset"), _if_match(expected), expected=expected))
 
-    def roll(self) -> Roll:
-        """Who trains now."""
-        return self._roll("GET", "/roll")
+    def ready(self, worker: Worker) -> Membership:
+        """Report that `worker` can train; it does once it is a member. NotWanted: it was removed, and must end."""
+        return self._membership("POST", "/ready", _notice(worker))
 
-    def wait_roll(self, after: int, timeout_s: float) -> Roll:
-        """The roll as soon as its number is greater than `after`, or the job is over; what it is after `timeout_s`."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            hold_s = max(0.0, min(deadline_s - time.monotonic(), MAX_HOLD_S))
-            roll = self._roll("GET", f"/roll?after={after}&timeout_s={hold_s:.3f}", hold_s=hold_s)
-            if roll.number > after or roll.over or time.monotonic() >= deadline_s:
-                return roll
+    def settled(self, worker: Worker, replicas: int = 0) -> Membership:
+        """Report that `worker` has the state of a job with so many replicas: others may leave it to this worker."""
+        return self._membership("POST", "/settled", {"Worker": worker.to_json(), "Replicas": replicas})
 
-    def ready(self, worker: Worker) -> Roll:
-        """Say that `worker` can train; it does once the roll lists it. NotWanted: it was removed, and must end."""
-        return self._roll("POST", "/ready", _notice(worker))
+    def lost(self, worker: Worker, reason: str, by: Worker | None = None) -> Membership:
+        """Report that `worker` has died or fallen silent: the next membership, without it, is urgent.
 
-    def settled(self, worker: Worker, replicas: int = 0) -> Roll:
-        """Say that `worker` has the state of a job of so many replicas: others may now leave it to this one."""
-        return self._roll("POST", "/settled", {"Worker": worker.to_json(), "Replicas": replicas})
-
-    def lost(self, worker: Worker, reason: str, by: Worker | None = None) -> Roll:
-        """Say that `worker` has died or fallen silent; the roll without it is urgent. Nothing if that is known, or if
-        the worker that says so (`by`) is itself not on the roll."""
+        Nothing happens if that is known, or if the worker that reports it (`by`) is itself not a member.
+        """
         notice = _notice(worker, reason)
-        return self._roll("POST", "/lost", notice if by is None else {**notice, "By": by.to_json()})
+        return self._membership("POST", "/lost", notice if by is None else {**notice, "By": by.to_json()})
 
-    def leave(self, worker: Worker) -> Roll:
-        """Say that `worker` goes, after its step. Nothing if that is known."""
-        return self._roll("POST", "/leave", _notice(worker))
+    def leave(self, worker: Worker) -> Membership:
+        """Report that `worker` goes, after its step. Nothing happens if that is known."""
+        return self._membership("POST", "/leave", _notice(worker))
 
-    def finish(self) -> Roll:
-        """Say that the program has run to its end: the roll is over for everybody."""
-        return self._roll("POST", "/finish")
+    def finish(self) -> Membership:
+        """Report that the program has run to its end: the job is over for all workers."""
+        return self._membership("POST", "/finish")
 
-    def _roll(self, method: str, target: str, body: Mapping[str, object] | None = None, *, hold_s: float = 0.0) -> Roll:
-        answer = self._send(method, self.url.join(target), body=body, hold_s=hold_s, errors=_ROLL_ERRORS)
-        return self._decoded(answer, Roll.from_json)
+    def _membership(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Membership:
+        answer = self._send(method, self._path(path), body=body, errors=_NOTICE_ERRORS)
+        return self._decode(answer, Membership.from_json)
 
     def _change(
         self, method: str, url: httpx.URL, expected: int | None, body: Mapping[str, object] | None = None
     ) -> View:
-        answer = self._send(method, url, _if_match(expected), body, expected=expected)
-        return self._view(answer)
+        return self._view(self._send(method, url, _if_match(expected), body, expected=expected))
 
     def _send(
         self,
@@ -166,43 +260,41 @@ class ConfigClient(HttpClient):
         errors: Mapping[int, type[PliantError]] = _ERRORS,
     ) -> httpx.Response:
         answer = self._request(method, url, headers=headers, body=body, hold_s=hold_s)
-        unset = method == "GET" and answer.status_code == 404 and "etag" in answer.headers
-        if not (answer.is_success or answer.status_code == 304 or unset):
-            self._refuse(answer, expected, errors)
+        is_unset = method == "GET" and answer.status_code == 404 and "etag" in answer.headers
+        if not (answer.is_success or answer.status_code == 304 or is_unset):
+            self._raise_refusal(answer, expected, errors)
         return answer
 
-    def _unreachable(self, error: httpx.TransportError) -> str:
+    def _describe_unreachable(self, error: httpx.TransportError) -> str:
         why = str(error) or type(error).__name__
         return f"config server {self.url}: {why}; is it running, and is this its address?"
 
-    def _refuse(
+    def _raise_refusal(
         self, answer: httpx.Response, expected: int | None, errors: Mapping[int, type[PliantError]]
     ) -> NoReturn:
-        reason = reason_of(answer)
+        reason = refusal_reason(answer)
         if answer.is_server_error:
             raise ServerUnavailable(f"config server {self.url}: {reason}")
         if "etag" not in answer.headers:
             raise ConfigError(f"config server {self.url}: {answer.status_code} {reason}")
         if answer.status_code == 412 and expected is not None:
-            raise StaleView(expected, _etag(answer))
+            raise StaleView(expected, _version_of(answer))
         raise errors.get(answer.status_code, ConfigError)(reason)
 
-    def _wanted(self, answer: httpx.Response) -> Wanted:
-        return Wanted(_etag(answer), self._view(answer) if answer.is_success else None)
-
     def _view(self, answer: httpx.Response) -> View:
-        return self._decoded(answer, View.from_json)
+        return self._decode(answer, View.from_json)
 
-    def _decoded(self, answer: httpx.Response, decode: Callable[[object], T]) -> T:
+    def _decode(self, answer: httpx.Response, decode: Callable[[object], T]) -> T:
         try:
             return decode(answer.json())
         except ValueError:
             raise ConfigError(
-                f"{self.url} answered without JSON: it is not a config server; give the address that `pliant config-server` prints"
+                f"{self.url} answered without JSON: it is not a config server; give the address that "
+                "`pliant config-server` prints"
             ) from None
 
-    def _sibling(self, path: str) -> httpx.URL:
-        """Where to change the view: where it is read, unless that is the path for reading that KungFu's commands name."""
+    def _view_path(self, path: str) -> httpx.URL:
+        """Return where to change the view: where it is read, unless that is /get, which KungFu's commands only read."""
         return self._path(path) if self.url.path == "/get" else self.url
 
     def _path(self, path: str) -> httpx.URL:
@@ -218,17 +310,11 @@ def _occupied_in(value: object) -> dict[str, int]:
 
 def _notice(worker: Worker, reason: str = "") -> dict[str, object]:
     # A reason may quote a peer's bytes as half of a surrogate pair, which UTF-8 cannot carry.
-    carried = reason[:MAX_REASON_CHARS].encode(errors="replace").decode()
+    carried = reason.encode(errors="replace").decode()
     return {"Worker": worker.to_json(), "Reason": carried}
 
 
-def _checked(url: str) -> httpx.URL:
-    """`url` with its scheme, host and path; the path is /config where none is given."""
-    parsed = checked_url(url, "config server", "http://10.0.0.1:9100/config")
-    return parsed.copy_with(path="/config") if parsed.path in ("", "/") else parsed
-
-
-def _verification(url: httpx.URL, ca_file: str) -> bool | ssl.SSLContext:
+def _tls_verification(url: httpx.URL, ca_file: str) -> bool | ssl.SSLContext:
     if url.scheme == "http":
         return False  # nothing to verify, and loading the authorities takes longer than the request
     try:
@@ -241,10 +327,129 @@ def _if_match(expected: int | None) -> dict[str, str]:
     return {} if expected is None else {"If-Match": f'"{expected}"'}
 
 
-def _etag(answer: httpx.Response) -> int:
+def _version_of(answer: httpx.Response) -> int:
     try:
         return int(answer.headers["etag"].strip('"'))
     except (KeyError, ValueError):
         raise ConfigError(
-            f"{answer.url} answered without a version: it is not a config server; give the address that `pliant config-server` prints"
+            f"{answer.url} answered without a version: it is not a config server; give the address that "
+            "`pliant config-server` prints"
         ) from None
+
+
+# --- following the server, and sending to it ---
+
+
+class ConfigFollower:
+    """A thread that holds a request at the config server and calls `on_change`, from it, with every new snapshot.
+
+    While the server cannot be reached it tries again, and says so once, at the level `lost_level` of logging.
+    """
+
+    def __init__(
+        self, url: str, token: str, on_change: Callable[[ClusterSnapshot], None], *, lost_level: int = logging.WARNING
+    ) -> None:
+        self.reached_s = time.monotonic()
+        """When the server last answered, by `time.monotonic`."""
+        self._url, self._token, self._on_change, self._lost_level = url, token, on_change, lost_level
+        self._stopping = threading.Event()
+
+    def start(self, known: ClusterSnapshot) -> None:
+        """Begin to follow; the first change is relative to `known`."""
+        threading.Thread(target=self._follow, args=(known,), name="follow-config", daemon=True).start()
+
+    def stop(self) -> None:
+        """Hand over nothing more. The thread ends with its held request, or with the process."""
+        self._stopping.set()
+
+    def _follow(self, known: ClusterSnapshot) -> None:
+        is_lost = False
+        with ConfigClient(self._url, self._token) as client:
+            while not self._stopping.is_set():
+                try:
+                    latest = client.wait_for_change(known, FOLLOW_HOLD_S)
+                except PliantError as error:
+                    if not is_lost and not self._stopping.is_set():
+                        log.log(self._lost_level, "%s; the job goes on as it is", error)
+                    is_lost = True
+                    self._stopping.wait(RETRY_S)
+                    continue
+                self.reached_s = time.monotonic()
+                if is_lost:
+                    log.log(min(self._lost_level, logging.INFO), "config server %s answers again", self._url)
+                    is_lost = False
+                if latest != known and not self._stopping.is_set():
+                    self._on_change(latest)
+                known = latest
+
+
+class ConfigSender:
+    """A thread that sends messages to the config server in their order, and repeats what it did not answer.
+
+    The thread starts with the first message. `close` drops what was not sent.
+    """
+
+    def __init__(self, url: str, token: str) -> None:
+        self._url, self._token = url, token
+        self._messages: queue.SimpleQueue[Callable[[ConfigClient], None]] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._client: ConfigClient | None = None
+        self._thread = threading.Thread(target=self._run, name="send-config", daemon=True)
+
+    def submit(self, call: Callable[[ConfigClient], T], *, give_up_s: float = float("inf")) -> Future[T]:
+        """Have `call` made with a client, from the thread; return at once.
+
+        While the server is unavailable the call is repeated for `give_up_s`, and then the result is ServerUnavailable.
+        ConfigError is raised here if the address is none.
+        """
+        if self._client is None:
+            self._client = ConfigClient(self._url, self._token)
+            self._thread.start()
+        future: Future[T] = Future()
+        self._messages.put(lambda client: self._deliver(client, call, give_up_s, future))
+        return future
+
+    def report(self, what: str, call: Callable[[ConfigClient], object]) -> None:
+        """Send a notice, whose refusal is only logged: `what` says of whom or what it is."""
+
+        def log_refusal(done: Future[object]) -> None:
+            if not done.cancelled() and (error := done.exception()) is not None:
+                log.warning("the config server does not take note that %s: %s", what, error)
+
+        self.submit(call).add_done_callback(log_refusal)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._messages.put(lambda _: None)
+        if self._client is not None:
+            self._thread.join(timeout=2)
+
+    def _run(self) -> None:
+        assert self._client is not None, "the thread starts with the first message"
+        with self._client as client:
+            while not self._closing.is_set():
+                self._messages.get()(client)
+
+    def _deliver(
+        self, client: ConfigClient, call: Callable[[ConfigClient], T], give_up_s: float, future: Future[T]
+    ) -> None:
+        deadline_s = time.monotonic() + give_up_s
+        has_warned = False
+        while not self._closing.is_set():
+            try:
+                result = call(client)
+            except ServerUnavailable as error:
+                if time.monotonic() >= deadline_s:
+                    future.set_exception(error)
+                    return
+                if not has_warned:
+                    log.warning("%s; trying again", error)
+                has_warned = True
+                self._closing.wait(RETRY_S)
+            except BaseException as error:  # whoever waits for the result raises it
+                future.set_exception(error)
+                return
+            else:
+                future.set_result(result)
+                return
+        future.cancel()

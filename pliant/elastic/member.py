@@ -1,231 +1,186 @@
-"""One worker as a member of its job: the roll it follows, and the transport that connects it to the others.
+"""One worker as a member of its job: the membership that it follows, and its connections to the other members.
 
-Two threads keep `Member` up to date while the program trains: one holds a request at the config server and learns of
-each new roll, the other connects to whoever is new in it. The program only asks which roll is
-prepared, and enters it when all members have agreed to, at a step's boundary.
+While the program trains, two threads keep `Member` up to date: `ConfigFollower` learns of every new membership, and a
+second thread connects to the workers that are new in it. The program only asks which membership is prepared, and enters it
+at a step's boundary, when all members have agreed to. `Session` is the simpler way in for programs that only want the
+engine of a fixed set of workers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 
-from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker
+from pliant.cluster import DEFAULT_RUNNER_PORT, ClusterSnapshot, Membership, View, Worker
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.mesh import MeshConfig
 from pliant.comm.topology import Strategy
-from pliant.comm.transport import Transport, loopback_engines
-from pliant.elastic.client import ConfigClient
-from pliant.elastic.roll import Roll
+from pliant.comm.transport import Transport, connected, loopback_engines
+from pliant.elastic.client import FOLLOW_HOLD_S, ConfigFollower, ConfigSender
 from pliant.errors import CommError, ConfigError, EngineClosed, PliantError, ServerUnavailable, ViewChanged
-from pliant.identity import WorkerSpec
+from pliant.identity import WorkerSpec, worker_spec
 
 log = logging.getLogger(__name__)
 
-HOLD_S = 25.0
-"""How long the config server may hold a request for the roll."""
 RETRY_S = 0.2
 CONNECT_S = 60.0
 GATHER_S = 300.0
 """How long the workers of a job that is not elastic wait for each other at the start."""
 SERVER_LOST_S = 60.0
-"""Who needs a new roll and has not reached the config server for this long stops."""
+"""A worker that needs a new membership stops if it has not reached the config server for this long."""
 FINISH_S = 10.0
 """How long to try to tell the server that the job is done."""
 COLLECTIVE_S = 1800.0
-"""A peer may evaluate for long between two steps; whether it lives, its heartbeat tells."""
+"""A peer may evaluate for long between two steps; its heartbeat tells whether it lives."""
+KEPT_MEMBERSHIPS = 8
 
 
 class Member:
-    """This worker's membership. Made by `member_of`; a job that is not elastic has one roll, for ever."""
+    """This worker's part in the membership. Made by `open_member`; a job that is not elastic has one membership for ever."""
 
     def __init__(self, spec: WorkerSpec, transport: Transport) -> None:
         self.me = spec.worker
         self.elastic = spec.elastic
         self.max_members: int | None = None
-        """How many of a roll take part: the others stand by. Set before `ready`."""
+        """How many members take part; the others stand by. Set before `ready`."""
+        self.entering = False
+        """Whether the program is on its way into a membership: a newer one then interrupts it."""
         self._spec = spec
         self._transport = transport
         self._changed = threading.Condition()
-        self._latest = Roll()
-        self._prepared: dict[int, Roll] = {}
+        self._latest = Membership()
+        self._prepared: dict[int, Membership] = {}
         self._entered = -1
         self._current: tuple[Worker, ...] = ()
-        self.settling = False
-        """Whether the program is on its way into a roll: it then turns to the next one as soon as there is one."""
         self._closing = self._finished = False
-        self._reached_s = time.monotonic()
-        self._errands: queue.SimpleQueue[tuple[str, Worker, str] | None] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
+        self._follower = ConfigFollower(spec.config_server, spec.token, self._on_change, lost_level=logging.DEBUG)
+        self._sender = ConfigSender(spec.config_server, spec.token)
+        self._preparing = threading.Thread(target=self._prepare, name="pliant-prepare-members", daemon=True)
 
     @property
     def size(self) -> int:
+        """Workers that take part in the current view."""
         return len(self._current)
 
     @property
     def over(self) -> bool:
+        """Whether the job has ended."""
         return self._latest.over
 
     @property
     def entered(self) -> int:
-        """The number of the roll that this worker is in; -1 before the first."""
+        """The number of the membership that this worker is in; -1 before the first."""
         return self._entered
 
-    def view_of(self, roll: Roll) -> View:
-        """Those of the roll who take part."""
-        members = roll.members[: self.max_members]
-        hosts = dict.fromkeys(worker.host for worker in members)
-        return View(roll.number, members, tuple(Worker(host, DEFAULT_RUNNER_PORT) for host in hosts))
+    @property
+    def prepared(self) -> int:
+        """The newest membership to whose members this worker is connected; 0 before there is one."""
+        return max(self._prepared, default=0)
 
-    # --- following ---
+    def prepared_membership(self, number: int) -> Membership | None:
+        """Return a prepared membership; None if it is long past."""
+        return self._prepared.get(number)
+
+    def view_of(self, membership: Membership) -> View:
+        """Return the view of the members that take part."""
+        members = membership.members[: self.max_members]
+        hosts = dict.fromkeys(worker.host for worker in members)
+        return View(membership.number, members, tuple(Worker(host, DEFAULT_RUNNER_PORT) for host in hosts))
+
+    # --- following the config server ---
 
     def start(self) -> None:
-        """Begin to follow the roll; a job that is not elastic connects to its only one."""
+        """Begin to follow the membership. In a job that is not elastic, connect to all workers of its only one."""
         if not self.elastic:
-            roll = Roll(number=self._spec.view.number, members=self._spec.view.workers)
-            self._transport.connect(roll.members, roll.number, timeout_s=GATHER_S)
-            self._latest, self._prepared = roll, {roll.number: roll}
+            fixed = Membership(number=self._spec.view.number, members=self._spec.view.workers)
+            self._transport.connect(fixed.members, fixed.number, timeout_s=GATHER_S)
+            self._latest, self._prepared = fixed, {fixed.number: fixed}
             return
         self._transport.on_lost = self._on_lost
-        for act in (self._follow, self._prepare, self._run_errands):
-            thread = threading.Thread(target=act, name=f"pliant-member{act.__name__}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._follower.start(ClusterSnapshot())
+        self._preparing.start()
 
     def close(self) -> None:
+        """Stop the threads; messages that were not sent are dropped."""
         self._closing = True
         self._transport.on_lost = None
-        self._errands.put(None)
+        self._follower.stop()
         with self._changed:
             self._changed.notify_all()
-        for thread in self._threads:
-            if thread.name != "pliant-member_follow":  # it may sit in a held request; it dies with the process
-                thread.join(timeout=2)
+        self._sender.close()
+        if self._preparing.ident is not None:
+            self._preparing.join(timeout=2)
 
-    def _client(self) -> ConfigClient:
-        return ConfigClient(self._spec.config_server, self._spec.token)
-
-    def _follow(self) -> None:
-        with self._client() as client:
-            while not self._closing:
-                try:
-                    roll = client.wait_roll(self._latest.number, HOLD_S)
-                except ServerUnavailable as error:
-                    log.debug("%s cannot reach the config server: %s", self.me, error)
-                    time.sleep(RETRY_S)
-                    continue
-                except PliantError as error:
-                    log.warning("%s: the config server answered: %s", self.me, error)
-                    time.sleep(RETRY_S)
-                    continue
-                self._reached_s = time.monotonic()
-                self._take(roll)
-                if roll.over:
-                    return
-
-    def _take(self, roll: Roll) -> None:
+    def _on_change(self, snapshot: ClusterSnapshot) -> None:
+        membership = snapshot.membership
         with self._changed:
-            if roll.number < self._latest.number:
+            if membership.number < self._latest.number:
                 return
-            self._latest = roll
-            # Somebody was lost: those who stay have left, or will leave, the view that this worker is in.
-            # Waiting there for them would be in vain.
+            self._latest = membership
+            # Once a worker was lost, the others have left, or will leave, the view that this worker is in. Waiting for
+            # them there would be in vain.
             if self._entered >= 0 and not self._closing:
                 with contextlib.suppress(EngineClosed):  # the program may be leaving just now
-                    if roll.urgent > self._entered:
-                        self._transport.abort(ViewChanged(f"roll {roll.urgent} excludes a lost worker"))
-                    elif self.settling and roll.number > self._entered:
-                        self._transport.abort(ViewChanged(f"roll {roll.number} has come meanwhile"))
-                    elif roll.over and not roll.members and not self._finished:
+                    if membership.urgent > self._entered:
+                        self._transport.abort(ViewChanged(f"membership {membership.urgent} excludes a lost worker"))
+                    elif self.entering and membership.number > self._entered:
+                        self._transport.abort(ViewChanged(f"membership {membership.number} has come meanwhile"))
+                    elif membership.over and not membership.members and not self._finished:
                         self._transport.abort(ViewChanged("the job is over"))
             self._changed.notify_all()
+        if membership.over:
+            self._follower.stop()
 
     def _prepare(self) -> None:
-        """Connect to the members of the newest roll, while the program trains in an older one."""
+        """Connect to the members of the newest membership, while the program trains in an older one."""
         done = 0
         while not self._closing:
             with self._changed:
                 self._changed.wait_for(lambda beyond=done: self._closing or self._latest.number > beyond)  # type: ignore[misc]
-                roll = self._latest
-            members = roll.members[: self.max_members]
+                membership = self._latest
+            members = membership.members[: self.max_members]
             if self.me in members:
                 try:
-                    stale = partial(self._stale, roll)
-                    self._transport.connect(members, roll.number, timeout_s=CONNECT_S, cancelled=stale)
+                    stale = partial(self._is_stale, membership)
+                    self._transport.connect(members, membership.number, timeout_s=CONNECT_S, cancelled=stale)
                 except CommError as error:
-                    if not self._stale(roll):
-                        log.warning("%s cannot prepare roll %d: %s", self.me, roll.number, error)
+                    if not self._is_stale(membership):
+                        log.warning("%s cannot connect to membership %d: %s", self.me, membership.number, error)
                         time.sleep(RETRY_S)
                     continue
-            done = roll.number
+            done = membership.number
             with self._changed:
-                self._prepared[roll.number] = roll
-                for old in sorted(self._prepared)[:-8]:
+                self._prepared[membership.number] = membership
+                for old in sorted(self._prepared)[:-KEPT_MEMBERSHIPS]:
                     del self._prepared[old]
                 self._changed.notify_all()
 
-    def _stale(self, roll: Roll) -> bool:
-        return self._closing or self._latest.number != roll.number or self._latest.over
+    def _is_stale(self, membership: Membership) -> bool:
+        return self._closing or self._latest.number != membership.number or self._latest.over
 
     def _on_lost(self, worker: Worker, why: str) -> None:
         if worker in self._current or worker in self._latest.members:
-            self._errands.put(("lost", worker, why))
+            self._sender.report(f"{worker} is lost", lambda client: client.lost(worker, why, by=self.me))
 
-    def _run_errands(self) -> None:
-        with self._client() as client:
-            while (errand := self._errands.get()) is not None:
-                self._carry(client, *errand)
-
-    def _carry(self, client: ConfigClient, what: str, worker: Worker, why: str) -> None:
-        """Tell the server, again and again if it does not answer: others wait for what follows from it."""
-        while not self._closing:
-            try:
-                if what == "lost":
-                    client.lost(worker, why, by=self.me)
-                elif what == "settled":
-                    client.settled(worker, self.max_members or 0)
-                elif what == "leave":
-                    client.leave(worker)
-                return
-            except ServerUnavailable:
-                time.sleep(RETRY_S)
-            except PliantError as error:
-                log.warning("the config server takes no note that %s is %s: %s", worker, what, error)
-                return
-
-    # --- what the program asks and says ---
-
-    @property
-    def prepared(self) -> int:
-        """The newest roll to whose members this worker is connected; 0 before there is one."""
-        return max(self._prepared, default=0)
-
-    def roll(self, number: int) -> Roll | None:
-        """A prepared roll, unless it is long past."""
-        return self._prepared.get(number)
+    # --- for the program ---
 
     def ready(self) -> None:
-        """Say that this worker could take part; it will be listed in a roll to come."""
-        if not self.elastic:
-            return
-        deadline_s = time.monotonic() + SERVER_LOST_S
-        with self._client() as client:
-            while True:
-                try:
-                    client.ready(self.me)
-                    return
-                except ServerUnavailable:
-                    if time.monotonic() > deadline_s:
-                        raise
-                    time.sleep(RETRY_S)
+        """Report that this worker could take part; it will be a member later.
 
-    def await_roll(self, after: int) -> Roll:
-        """The newest prepared roll beyond `after`, or one that says that the job is over.
+        Raises:
+            NotWanted: the worker was removed meanwhile, and must end.
+            ServerUnavailable: the config server has not answered for `SERVER_LOST_S`.
+        """
+        if self.elastic:
+            self._sender.submit(lambda client: client.ready(self.me), give_up_s=SERVER_LOST_S).result()
+
+    def wait_for_membership(self, after: int) -> Membership:
+        """Return the newest prepared membership beyond `after`, or one that says that the job is over.
 
         Raises:
             ServerUnavailable: nothing was heard from the config server for `SERVER_LOST_S`.
@@ -237,54 +192,57 @@ class Member:
                     return self._latest
                 if (newest > after or after < 0) and newest in self._prepared and newest == self._latest.number:
                     return self._prepared[newest]
-                silent_s = time.monotonic() - self._reached_s
-                if self.elastic and silent_s > SERVER_LOST_S + HOLD_S:
+                silent_s = time.monotonic() - self._follower.reached_s
+                if self.elastic and silent_s > SERVER_LOST_S + FOLLOW_HOLD_S:
                     raise ServerUnavailable(
                         f"{self.me} needs to know who is left, but {self._spec.config_server} has not answered for "
                         f"{silent_s:.0f} s: this worker stops; start the config server again and resume"
                     )
                 self._changed.wait(timeout=5.0)
 
-    def enter(self, roll: Roll) -> Engine:
-        """Move to this roll's view. Raises CommError if a member is gone already."""
-        view = self.view_of(roll)
+    def enter(self, membership: Membership) -> Engine:
+        """Move to the view of `membership`; raise CommError if a member is gone already."""
+        view = self.view_of(membership)
         with self._changed:
             engine = self._transport.enter(view)
-            self._entered, self._current = roll.number, view.workers
-            if self._latest.number > roll.number:
-                raise ViewChanged(f"roll {self._latest.number} has come meanwhile")
+            self._entered, self._current = membership.number, view.workers
+            if self._latest.number > membership.number:
+                raise ViewChanged(f"membership {self._latest.number} has come meanwhile")
         return engine
 
     def publish(self, name: str, tensor: object) -> None:
+        """Let other members fetch `tensor` under `name`."""
         self._transport.publish(name, tensor)  # type: ignore[arg-type]
 
     def unpublish(self, prefix: str) -> None:
+        """Withdraw all that was published under names that begin with `prefix`."""
         self._transport.unpublish(prefix)
 
     def settled(self) -> None:
-        """Say that this worker has the state of the job; returns at once."""
+        """Report that this worker has the state of the job; return at once."""
         if self.elastic:
-            self._errands.put(("settled", self.me, ""))
+            replicas = self.max_members or 0
+            self._sender.report(f"{self.me} is settled", lambda client: client.settled(self.me, replicas))
 
     def leave(self) -> None:
-        """Ask to be left out of the next roll (a spot notice); returns at once."""
-        self._errands.put(("leave", self.me, ""))
+        """Ask to be left out of the next membership, as after a preemption notice; return at once."""
+        if self.elastic:
+            self._sender.report(f"{self.me} leaves", lambda client: client.leave(self.me))
 
     def finish(self) -> None:
-        """Tell the server that the job has done its work, so that those who stand by may go. Every member does: any of them
-        may be killed before it could."""
+        """Report that the job has done its work, so that members that stand by may end.
+
+        Every member does: any of them may be killed before it could.
+        """
         self._finished = True
-        deadline_s = time.monotonic() + FINISH_S
-        while self.elastic and time.monotonic() < deadline_s:
-            try:
-                with self._client() as client:
-                    client.finish()
-                return
-            except ServerUnavailable:
-                time.sleep(RETRY_S)
-            except PliantError as error:
-                log.warning("the config server takes no note that the job is done: %s", error)
-                return
+        if not self.elastic:
+            return
+        try:
+            self._sender.submit(lambda client: client.finish(), give_up_s=FINISH_S).result()
+        except ServerUnavailable:
+            return
+        except PliantError as error:
+            log.warning("the config server does not take note that the job is done: %s", error)
 
     def resize(self, size: int) -> None:
         """Ask for another number of workers.
@@ -292,15 +250,14 @@ class Member:
         Raises:
             PliantError: the config server refuses, or cannot be reached.
         """
-        with self._client() as client:
-            client.resize(size)
+        self._sender.submit(lambda client: client.resize(size), give_up_s=0).result()
 
 
-class Alone:
+class SoloMember:
     """The membership of a program that was started without `pliant run`: one worker, for ever."""
 
     elastic = False
-    settling = False
+    entering = False
     over = False
     entered = -1
     prepared = 0
@@ -310,60 +267,87 @@ class Alone:
         self.me = engine.view.workers[0]
         self.max_members: int | None = None
         self._engine = engine
-        self._roll = Roll(number=0, members=(self.me,))
+        self._membership = Membership(number=0, members=(self.me,))
 
-    def view_of(self, roll: Roll) -> View:
+    def view_of(self, membership: Membership) -> View:
         return self._engine.view
 
-    def roll(self, number: int) -> Roll | None:
-        return self._roll
+    def prepared_membership(self, number: int) -> Membership | None:
+        return self._membership
 
-    def ready(self) -> None:
-        """Nobody else is waited for."""
+    def wait_for_membership(self, after: int) -> Membership:
+        return self._membership
 
-    def await_roll(self, after: int) -> Roll:
-        return self._roll
-
-    def enter(self, roll: Roll) -> Engine:
+    def enter(self, membership: Membership) -> Engine:
         self.entered = 0
         return self._engine
 
     def publish(self, name: str, tensor: object) -> None:
-        """Nobody would ask."""
+        """Do nothing: nobody would fetch it."""
 
     def unpublish(self, prefix: str) -> None:
-        """Nothing is published."""
+        """Do nothing: nothing is published."""
 
-    def settled(self) -> None:
-        """There is nobody to tell."""
+    def ready(self) -> None:
+        """Do nothing: there is nobody to tell."""
 
-    def leave(self) -> None:
-        """There is nobody to tell."""
-
-    def finish(self) -> None:
-        """There is nobody to tell."""
+    settled = leave = finish = ready
 
     def resize(self, size: int) -> None:
         raise ConfigError(f"resize to {size}: this program runs alone; start it with `pliant run -w -np 1 ...`")
 
 
 @contextlib.contextmanager
-def member_of(spec: WorkerSpec | None) -> Iterator[Member | Alone]:
-    """This process as a member of the job that `spec` describes; alone where there is none."""
-    config = EngineConfig(collective_timeout_s=COLLECTIVE_S)
+def open_member(spec: WorkerSpec | None) -> Iterator[Member | SoloMember]:
+    """Yield this process as a member of the job that `spec` describes; as the only worker where there is none."""
     if spec is None:
-        with loopback_engines(["127.0.0.1"], config) as engines:
-            yield Alone(engines[0])
+        with loopback_engines(["127.0.0.1"], EngineConfig(collective_timeout_s=COLLECTIVE_S)) as engines:
+            yield SoloMember(engines[0])
         return
-    mesh = MeshConfig(secret=spec.secret, listen_fd=spec.listen_fd, tls_cert=spec.tls_cert, tls_key=spec.tls_key)
     config = EngineConfig(
         strategy=Strategy(spec.strategy.upper()),
         heartbeat_timeout_s=spec.heartbeat_timeout_s,
         collective_timeout_s=COLLECTIVE_S,
     )
-    with Transport(spec.worker, mesh, config).open() as transport:
+    with Transport(spec.worker, _mesh_config(spec), config).open() as transport:
         member = Member(spec, transport)
         try:
             yield member
         finally:
             member.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A worker that has joined a fixed set of workers: who it is, and the engine that connects it to the others."""
+
+    spec: WorkerSpec
+    engine: Engine
+
+    @property
+    def view(self) -> View:
+        return self.spec.view
+
+    @classmethod
+    @contextlib.contextmanager
+    def join(cls, spec: WorkerSpec | None = None, *, timeout_s: float = 60.0) -> Iterator[Session]:
+        """Join the workers that the environment (or `spec`) describes; leave them at the end of the `with`.
+
+        Raises:
+            NotLaunched: this process was not started by `pliant run`.
+            CommError: the others did not come within `timeout_s`.
+        """
+        spec = spec or worker_spec()
+        config = EngineConfig(strategy=Strategy(spec.strategy.upper()), heartbeat_timeout_s=spec.heartbeat_timeout_s)
+        with connected(spec.view, spec.worker, _mesh_config(spec, timeout_s), config) as engine:
+            yield cls(spec, engine)
+
+
+def _mesh_config(spec: WorkerSpec, timeout_s: float = 60.0) -> MeshConfig:
+    return MeshConfig(
+        secret=spec.secret,
+        join_timeout_s=timeout_s,
+        listen_fd=spec.listen_fd,
+        tls_cert=spec.tls_cert,
+        tls_key=spec.tls_key,
+    )

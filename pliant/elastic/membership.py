@@ -1,8 +1,11 @@
-"""Which view is wanted: requests in, the next state or a refusal out.
+"""The rules of elasticity: how the wanted view and the membership follow from what users, runners and workers say.
 
-Pure values and functions: no I/O, no clock. `Wanted` is what the config server keeps and
-`Wanted.after` is its only rule; `elastic.server` stores the result and answers. At the end,
-what a runner needs to follow a view: whom to start, whom to stop, and how to say so.
+The wanted view says who shall train. The membership says who does. A request becomes the membership when all its workers
+are ready, so that nobody who trains ever waits for a process that starts; a loss changes the membership at once.
+Workers that are to leave stay members as long as the others depend on them for the job's state.
+
+Pure values and functions: no I/O, no clock. `ElasticState` is all that the config server keeps, and `ElasticState.after`
+is its only rule.
 """
 
 from __future__ import annotations
@@ -10,23 +13,36 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
-from pliant.cluster import DEFAULT_RUNNER_PORT, Host, PortRange, View, Worker
-from pliant.errors import CapacityError, ClusterCleared, ConfigError, NoView, StaleView
+from pliant.cluster import (
+    DEFAULT_RUNNER_PORT,
+    ClusterSnapshot,
+    Host,
+    Membership,
+    PortRange,
+    View,
+    Wanted,
+    Worker,
+)
+from pliant.errors import CapacityError, ClusterCleared, ConfigError, NotWanted, NoView, StaleView
 
-_ALL_PORTS = PortRange(10000, 65535)
 PORT_STRIDE = 16
 MAX_WORKERS = 10_000
-"""More workers than this are a slip of the keyboard, and would cost the server its memory."""
+"""A larger view is taken for a mistake: it would cost the server its memory."""
+KEPT_HOLDERS = 2
+"""As long as new members do not have the state, so many of those who have it stay."""
+
+
+# --- requests: who shall train ---
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
+class PutView:
     """Want the workers and runners of `view`, in its order.
 
-    `view.number` is the version that it was made from, 0 where that is not known: an older
-    one than the server's is stale, unless `expected` says what to compare instead.
+    `view.number` is the version that the view was made from, 0 where that is not known. An older version than the
+    server's is stale, unless `expected` says what to compare instead.
     """
 
     view: View
@@ -34,14 +50,14 @@ class Put:
 
 
 @dataclass(frozen=True, slots=True)
-class Reset:
+class ResetView:
     """Want nothing in particular: running workers keep the view they have."""
 
     expected: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Clear:
+class ClearView:
     """Want no workers: all must stop, and nothing but a reset is accepted afterwards."""
 
     expected: int | None = None
@@ -65,14 +81,66 @@ class RemoveWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class Resize:
-    """Want `size` workers on the hosts there are."""
+class ResizeView:
+    """Want `size` workers on the hosts that the view has."""
 
     size: int
     expected: int | None = None
 
 
-Request = Put | Reset | Clear | AddWorker | RemoveWorker | Resize
+ViewRequest = PutView | ResetView | ClearView | AddWorker | RemoveWorker | ResizeView
+
+
+# --- notices: what happened to workers ---
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyNotice:
+    """`worker` can train as soon as it is a member. Refused where nobody wants it any more."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class SettledNotice:
+    """`worker` has done a step with the others, and so has the state of the job.
+
+    If there are more members than `replicas`, only so many take part; 0 means all.
+    """
+
+    worker: Worker
+    replicas: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LossNotice:
+    """`worker` died or fell silent: it is no longer wanted, and the others drop the step that they shared with it.
+
+    Its host keeps its runner, which may start another worker there.
+    """
+
+    worker: Worker
+    reason: str = ""
+    by: Worker | None = None
+    """The worker that reports the loss, or None for a runner. The report of a worker that is no member is ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveNotice:
+    """`worker` leaves, as after a preemption notice: it is no longer wanted, but its last step counts."""
+
+    worker: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class FinishNotice:
+    """The program has run to its end: all workers stop."""
+
+
+WorkerNotice = ReadyNotice | SettledNotice | LossNotice | LeaveNotice | FinishNotice
+
+
+# --- the wanted view ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,88 +149,72 @@ class Limits:
 
     hosts: tuple[Host, ...] = ()
     """Hosts whose slots are known; any other host takes as many workers as it has ports."""
-    ports: PortRange = _ALL_PORTS
+    ports: PortRange = field(default_factory=lambda: PortRange(10000, 65535))
     """Where new workers may listen."""
 
 
 NO_LIMITS = Limits()
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """The wanted view and its version, which counts accepted changes and never goes back.
+def next_wanted(wanted: Wanted, request: ViewRequest, limits: Limits = NO_LIMITS) -> Wanted:
+    """Return what is wanted after `request`: `wanted` itself if nothing changes, else the next version.
 
-    `view` None means unset: nobody has said yet, or somebody has reset it.
+    Raises (and nothing has changed):
+        StaleView: another version was expected.
+        ClusterCleared: the workers were told to stop.
+        NoView: there is no view to remove from, or to resize.
+        InvalidView, CapacityError, ConfigError: with the reason.
     """
-
-    version: int = 0
-    view: View | None = None
-
-    @property
-    def cleared(self) -> bool:
-        """Whether all workers must stop."""
-        return self.view is not None and not self.view.workers
-
-    def after(self, request: Request, limits: Limits = NO_LIMITS) -> Wanted:
-        """The state that `request` leads to: this one if all is as asked already, else version + 1.
-
-        Raises (and nothing has changed):
-            StaleView: another version was expected.
-            ClusterCleared: the workers were told to stop.
-            NoView: there is no view to remove from, or to resize.
-            InvalidView, CapacityError, ConfigError: with the reason.
-        """
-        if request.expected is not None and request.expected != self.version:
-            raise StaleView(request.expected, self.version)
-        match request:
-            case Reset():
-                return self if self.view is None else Wanted(self.version + 1, None)
-            case Clear():
-                return self if self.cleared else self._next((), ())
-            case Put(view, expected):
-                self._refuse_if_cleared()
-                if expected is None and 0 < view.number < self.version:
-                    raise StaleView(view.number, self.version)
-                return self._next(view.workers, view.runners)
-            case AddWorker(worker, _, runner_port):
-                self._refuse_if_cleared()
-                return self._with(worker, runner_port)
-            case RemoveWorker(worker):
-                return self._without(worker)
-            case Resize(size):
-                view = self._open_view()
-                return self if size == view.size else self._next(resized(view, size, limits), view.runners)
-
-    def _next(self, workers: tuple[Worker, ...], runners: tuple[Worker, ...]) -> Wanted:
-        _check_size(len(workers))
-        return Wanted(self.version + 1, View(self.version + 1, workers, runners))
-
-    def _with(self, worker: Worker, runner_port: int) -> Wanted:
-        workers, runners = (self.view.workers, self.view.runners) if self.view else ((), ())
-        if all(runner.host != worker.host for runner in runners):
-            runners = (*runners, Worker(worker.host, runner_port))
-        return self._next((*workers, worker), runners)
-
-    def _without(self, worker: Worker) -> Wanted:
-        view = self._open_view()
-        rank = view.rank_of(worker)
-        workers = view.workers[:rank] + view.workers[rank + 1 :]
-        if all(other.host != worker.host for other in workers):
-            return self._next(workers, tuple(runner for runner in view.runners if runner.host != worker.host))
-        return self._next(workers, view.runners)
-
-    def _open_view(self) -> View:
-        """The view, where there is one that may still change."""
-        self._refuse_if_cleared()
-        if self.view is None:
-            raise NoView("no view is set, so there is nothing to change: PUT one first")
-        return self.view
-
-    def _refuse_if_cleared(self) -> None:
-        if self.cleared:
-            raise ClusterCleared(
-                f"the cluster was cleared in version {self.version}, its workers must stop: reset it before the next job"
+    if request.expected is not None and request.expected != wanted.version:
+        raise StaleView(request.expected, wanted.version)
+    match request:
+        case ResetView():
+            return wanted if wanted.view is None else Wanted(wanted.version + 1, None)
+        case ClearView():
+            return wanted if wanted.cleared else _next_version(wanted, (), ())
+        case PutView(view, expected):
+            _refuse_if_cleared(wanted)
+            if expected is None and 0 < view.number < wanted.version:
+                raise StaleView(view.number, wanted.version)
+            return _next_version(wanted, view.workers, view.runners)
+        case AddWorker(worker, _, runner_port):
+            _refuse_if_cleared(wanted)
+            runners = wanted.view.runners if wanted.view else ()
+            if all(runner.host != worker.host for runner in runners):
+                runners = (*runners, Worker(worker.host, runner_port))
+            return _next_version(wanted, (*wanted.workers, worker), runners)
+        case RemoveWorker(worker):
+            view = _open_view(wanted)
+            rank = view.rank_of(worker)
+            workers = view.workers[:rank] + view.workers[rank + 1 :]
+            if any(other.host == worker.host for other in workers):
+                return _next_version(wanted, workers, view.runners)
+            return _next_version(
+                wanted, workers, tuple(runner for runner in view.runners if runner.host != worker.host)
             )
+        case ResizeView(size):
+            view = _open_view(wanted)
+            return wanted if size == view.size else _next_version(wanted, resized(view, size, limits), view.runners)
+
+
+def _next_version(wanted: Wanted, workers: tuple[Worker, ...], runners: tuple[Worker, ...]) -> Wanted:
+    _check_size(len(workers))
+    return Wanted(wanted.version + 1, View(wanted.version + 1, workers, runners))
+
+
+def _open_view(wanted: Wanted) -> View:
+    """Return the view, if there is one that may still change."""
+    _refuse_if_cleared(wanted)
+    if wanted.view is None:
+        raise NoView("no view is set, so there is nothing to change: PUT one first")
+    return wanted.view
+
+
+def _refuse_if_cleared(wanted: Wanted) -> None:
+    if wanted.cleared:
+        raise ClusterCleared(
+            f"the cluster was cleared in version {wanted.version}, its workers must stop: reset it before the next job"
+        )
 
 
 def _check_size(size: int) -> None:
@@ -173,27 +225,27 @@ def _check_size(size: int) -> None:
 
 
 def resized(view: View, size: int, limits: Limits = NO_LIMITS) -> tuple[Worker, ...]:
-    """The workers of `view`, cut at the tail or grown to `size`.
+    """Return the workers of `view`, cut at the tail or grown to `size`.
 
-    Rank 0 therefore survives every shrink to 1 or more. Each newcomer goes to the host with the
-    fewest workers (the first of equals), at a port that was not used lately: a worker that has just left may still
-    hold its own, and late words about it must not be taken for words about the newcomer.
+    Rank 0 therefore survives every shrink to 1 or more. Each new worker goes to the host with the fewest workers (the
+    first of equals), at a port that was not used lately: a worker that has just left may still hold its own, and late
+    messages about it must not be taken for messages about the new one.
 
     Raises:
         CapacityError: the hosts of the view do not hold `size` workers.
     """
     _check_size(size)
     workers = list(view.workers[:size])
-    workers.extend(_newcomers(view, size - len(workers), limits))
+    workers.extend(_new_workers(view, size - len(workers), limits))
     return tuple(workers)
 
 
-def _newcomers(view: View, num_new: int, limits: Limits) -> Iterator[Worker]:
+def _new_workers(view: View, num_new: int, limits: Limits) -> Iterator[Worker]:
     slots = {host.address: host.slots for host in limits.hosts}
     taken = {(member.host, member.port) for member in (*view.workers, *view.runners)}
     free = {runner.host: _free_places(runner.host, limits.ports, taken, view.number) for runner in view.runners}
-    crowd = Counter(view.hosts)
-    queue = [(crowd[host], order, host) for order, host in enumerate(free)]
+    num_on = Counter(view.hosts)
+    queue = [(num_on[host], order, host) for order, host in enumerate(free)]
     heapq.heapify(queue)
     for missing in range(num_new, 0, -1):
         while queue:
@@ -204,53 +256,167 @@ def _newcomers(view: View, num_new: int, limits: Limits) -> Iterator[Worker]:
                 yield place
                 break
         else:
-            raise CapacityError(_no_room(view, num_new, missing, limits))
+            wanted = view.size + num_new
+            raise CapacityError(
+                f"size {wanted}: the {len(view.runners)} hosts of the view hold {wanted - missing} workers "
+                f"(ports {limits.ports}); ask for fewer, add a runner, or raise the slots or the port range"
+            )
 
 
 def _free_places(host: str, ports: PortRange, taken: Set[tuple[str, int]], version: int) -> Iterator[Worker]:
-    """The free ports of a host, beginning further on with every version."""
+    """Return the free ports of a host, beginning further on with every version."""
     begin = version * PORT_STRIDE
     rotated = (ports.begin + (begin + step) % len(ports) for step in range(len(ports)))
     return (Worker(host, port) for port in rotated if (host, port) not in taken)
 
 
-def _no_room(view: View, num_new: int, missing: int, limits: Limits) -> str:
-    wanted, most = view.size + num_new, view.size + num_new - missing
-    return (
-        f"size {wanted}: the {len(view.runners)} hosts of the view hold {most} workers (ports {limits.ports}); "
-        "ask for fewer, add a runner, or raise the slots or the port range"
-    )
+# --- the membership ---
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """Who comes and who goes between two views."""
+class ElasticState:
+    """All that the config server keeps: who shall train, who does, and who could."""
 
-    started: tuple[Worker, ...]
-    stopped: tuple[Worker, ...]
+    wanted: Wanted = field(default_factory=Wanted)
+    membership: Membership = field(default_factory=Membership)
+    ready: frozenset[Worker] = frozenset()
+    """Workers that are up; each of them is wanted or a member."""
+    settled: frozenset[Worker] = frozenset()
+    """Members that have the state of the job."""
+    replicas: int = 0
+    """How many of the members take part; 0: all."""
 
-    def __str__(self) -> str:
-        return f"+{len(self.started)}/-{len(self.stopped)}"
+    @classmethod
+    def of(cls, wanted: Wanted) -> ElasticState:
+        """Return the state of a server that knows what is wanted, and has heard of no worker yet."""
+        return cls(wanted, Membership(over=wanted.cleared, wanted=wanted.version))
 
-    def on(self, host: str) -> Delta:
-        """The part that the runner of `host` has to do."""
-        return Delta(
-            tuple(worker for worker in self.started if worker.host == host),
-            tuple(worker for worker in self.stopped if worker.host == host),
+    @property
+    def snapshot(self) -> ClusterSnapshot:
+        """What workers and runners are told."""
+        return ClusterSnapshot(self.wanted, self.membership)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the job has run to its end, rather than been told to stop."""
+        return self.membership.over and not self.wanted.cleared
+
+    def after(self, request: ViewRequest | WorkerNotice, limits: Limits = NO_LIMITS) -> ElasticState:
+        """Return the state that `request` leads to: this one if nothing changes.
+
+        Raises (and nothing has changed):
+            NotWanted: a worker is ready that is not in the wanted view.
+            ClusterCleared: the job has ended; only a reset opens the next.
+            StaleView, NoView, InvalidView, CapacityError, ConfigError: as `next_wanted`.
+        """
+        match request:
+            case ReadyNotice(worker):
+                return self._after_ready(worker)
+            case SettledNotice(worker, replicas):
+                return self._after_settled(worker, replicas)
+            case LossNotice(_, _, by) if by is not None and by not in self.membership.members:
+                return self  # of two that have lost each other, the first to report it stays
+            case LossNotice(worker):
+                return self._after_loss(worker)
+            case LeaveNotice(worker):
+                return self._after_leave(worker)
+            case FinishNotice():
+                is_open = self.wanted.view is not None and not self.membership.over
+                return self._moved(self.wanted, over=True) if is_open else self
+            case ResetView():
+                wanted = next_wanted(self.wanted, request)
+                return self if wanted is self.wanted else ElasticState(wanted, self._next_membership((), False, wanted))
+        if self.finished and not isinstance(request, ClearView):
+            raise ClusterCleared(
+                f"the job has finished (version {self.wanted.version}), its view is closed: reset it before the next job"
+            )
+        wanted = next_wanted(self.wanted, request, limits)
+        return self if wanted is self.wanted else self._moved(wanted)
+
+    def _after_ready(self, worker: Worker) -> ElasticState:
+        if worker not in self.wanted.workers:
+            why = "the job was told to stop" if self.wanted.cleared else "it was removed, or never added"
+            raise NotWanted(
+                f"worker {worker} is not in the wanted view (version {self.wanted.version}): {why}; it must end"
+            )
+        if self.membership.over or worker in self.ready:
+            return self
+        return self._moved(self.wanted, ready={*self.ready, worker})
+
+    def _after_settled(self, worker: Worker, replicas: int) -> ElasticState:
+        if worker not in self.membership.members or worker in self.settled:
+            return self
+        return replace(self, settled=self.settled | {worker}, replicas=replicas)._moved(self.wanted)
+
+    def _after_loss(self, worker: Worker) -> ElasticState:
+        is_wanted, is_member = worker in self.wanted.workers, worker in self.membership.members
+        if self.membership.over or not (is_wanted or is_member):
+            return self
+        wanted = self.wanted
+        # With nobody wanted the job would be over. The last worker stays listed, though not ready, until its runner asks
+        # for another in its place and reports it lost again, or clears the view.
+        if is_wanted and wanted.view is not None and wanted.workers != (worker,):
+            removed = next_wanted(wanted, RemoveWorker(worker))
+            assert removed.view is not None, "a worker was removed from a view with others in it"
+            wanted = replace(removed, view=replace(removed.view, runners=wanted.view.runners))
+        return self._moved(wanted, ready=self.ready - {worker}, lost=worker, urgent=is_member)
+
+    def _after_leave(self, worker: Worker) -> ElasticState:
+        is_wanted = worker in self.wanted.workers
+        if self.membership.over or not (is_wanted or worker in self.membership.members):
+            return self
+        wanted = next_wanted(self.wanted, RemoveWorker(worker)) if is_wanted else self.wanted
+        return self._moved(wanted, leaving=worker)
+
+    def _moved(
+        self,
+        wanted: Wanted,
+        *,
+        ready: Set[Worker] | None = None,
+        lost: Worker | None = None,
+        leaving: Worker | None = None,
+        urgent: bool = False,
+        over: bool = False,
+    ) -> ElasticState:
+        """Return this state with another `wanted` and `ready`, and the membership that follows from them."""
+        ready = self.ready if ready is None else ready
+        over = over or wanted.cleared
+        members = () if over else self._next_members(wanted, ready, lost, leaving)
+        return ElasticState(
+            wanted,
+            self._next_membership(members, over, wanted, urgent),
+            frozenset(ready).intersection({*members, *wanted.workers}),
+            self.settled.intersection(members),
+            self.replicas,
         )
 
+    def _next_members(
+        self, wanted: Wanted, ready: Set[Worker], lost: Worker | None, leaving: Worker | None
+    ) -> tuple[Worker, ...]:
+        """Return who trains from now on: the wanted workers once all of them are ready.
 
-def delta(old: View | None, new: View) -> Delta:
-    """Whom to start and whom to stop to go from `old` to `new`; None is the time before the first view."""
-    before = old.workers if old else ()
-    now, then = set(new.workers), set(before)
-    return Delta(
-        tuple(worker for worker in new.workers if worker not in then),
-        tuple(worker for worker in before if worker not in now),
-    )
+        If some of them are new, as many holders of the state stay as it takes for no single crash to lose it. The
+        holders come first, because the end of a long list of members does not take part.
+        """
+        current = tuple(member for member in self.membership.members if member != lost)
+        if ready >= set(wanted.workers):
+            members = wanted.workers
+        else:
+            members = tuple(member for member in current if member != leaving)
+        if not members or self.settled.issuperset(members):
+            return members
+        holders = [member for member in current if member in self.settled]
+        room = max(1, self.replicas - 1) if self.replicas else KEPT_HOLDERS
+        num_missing = min(KEPT_HOLDERS, len(holders), room) - len(self.settled.intersection(members))
+        keepers = sorted((holder for holder in holders if holder not in members), key=lambda holder: holder == leaving)
+        return (*keepers[: max(0, num_missing)], *members)
 
-
-def arrival(old: View | None, new: View, host: str) -> str:
-    """KungFu's log line for the runner of `host`: `arrived at v3, new np=4, local: +1/-0, global: +2/-0`."""
-    change = delta(old, new)
-    return f"arrived at v{new.number}, new np={new.size}, local: {change.on(host)}, global: {change}"
+    def _next_membership(
+        self, members: tuple[Worker, ...], over: bool, wanted: Wanted, urgent: bool = False
+    ) -> Membership:
+        """Return the membership with these members: the same one if nothing is different about it."""
+        now = self.membership
+        if (members, over) == (now.members, now.over):
+            return now
+        number = now.number + (members != now.members)
+        return Membership(number, members, number if urgent else now.urgent, over, wanted.version)

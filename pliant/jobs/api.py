@@ -34,9 +34,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from pliant.cluster import check_host
-from pliant.elastic import serving
-from pliant.elastic.door import Door, json_answer
-from pliant.elastic.server import listening
+from pliant.elastic import http_server
+from pliant.elastic.http_server import TokenGate, json_response, listening
 from pliant.errors import ConfigError, NameTaken, PliantError, ServerUnavailable, UnknownJob
 from pliant.fed.jobfile import FederatedJob
 from pliant.jobs.client import SERVER_FILE
@@ -77,7 +76,7 @@ class JobsApi:
     def __init__(self, scheduler: Scheduler, token: str) -> None:
         self._scheduler = scheduler
         self._closing = False
-        self.app: ASGIApp = Door(self._routes(), token, Counter())
+        self.app: ASGIApp = TokenGate(self._routes(), token, Counter())
 
     def close(self) -> None:
         """Answer held requests now: the server is about to stop."""
@@ -101,10 +100,10 @@ class JobsApi:
         return Starlette(routes=routes, exception_handlers=handlers)
 
     async def _health(self, request: Request) -> Response:
-        return json_answer({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def _openapi(self, request: Request) -> Response:
-        return json_answer(openapi())
+        return json_response(openapi())
 
     async def _list(self, request: Request) -> Response:
         jobs = await run_in_threadpool(self._scheduler.statuses)
@@ -145,18 +144,18 @@ class JobsApi:
         return _answer(log_part(text, begin, over=over))
 
     async def _cluster(self, request: Request) -> Response:
-        return json_answer(await run_in_threadpool(self._scheduler.cluster))
+        return json_response(await run_in_threadpool(self._scheduler.cluster))
 
     async def _reserve(self, request: Request) -> Response:
         wanted = await _body(request)
         for kind, count in wanted.items():
             if isinstance(count, bool) or not isinstance(count, int):
                 raise ConfigError(f"reserve {kind}={count!r}: use a number of devices")
-        return json_answer(await run_in_threadpool(self._scheduler.reserve, wanted))
+        return json_response(await run_in_threadpool(self._scheduler.reserve, wanted))
 
 
 def _answer(value: BaseModel, status: int = 200) -> Response:
-    return json_answer(value.model_dump(mode="json"), status)
+    return json_response(value.model_dump(mode="json"), status)
 
 
 async def _body(request: Request) -> dict[str, Any]:
@@ -187,17 +186,17 @@ def _number(request: Request, name: str) -> float:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), f"registered for HTTPException, got {error!r}"
-    return json_answer({"error": error.detail}, error.status_code, headers=error.headers)
+    return json_response({"error": error.detail}, error.status_code, headers=error.headers)
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
     status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
-    return json_answer({"error": str(error)}, status)
+    return json_response({"error": str(error)}, status)
 
 
 async def _not_saved(request: Request, error: Exception) -> Response:
     log.error("the state could not be saved: %s", error)
-    return json_answer({"error": f"the state could not be saved yet: {error}"}, 503)
+    return json_response({"error": f"the state could not be saved yet: {error}"}, 503)
 
 
 # --- OpenAPI ---
@@ -333,10 +332,10 @@ def serve(
         with scheduler.running(), _address_file(config.state, url, token):
             say(f"pliant serve at {url}, state in {config.state}")
             api = JobsApi(scheduler, token)
-            server = serving.HoldingServer(serving.settings(api.app), api.close)
+            server = http_server.UvicornServer(http_server.uvicorn_config(api.app), api.close)
             if config.embedded:
                 scheduler.when_idle(IDLE_S, lambda: setattr(server, "should_exit", True))
-            serving.until_signalled(server, listener)
+            http_server.serve_until_signalled(server, listener)
     say("the server has ended; jobs run on, `pliant serve` with the same --state takes them up again")
 
 

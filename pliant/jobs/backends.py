@@ -308,7 +308,7 @@ class TrainRun(ProcessRun):
     def resize(self, devices: Counts) -> None:
         """Write the new view to the run's config server."""
         with self._client() as client:
-            view = client.state().view
+            view = client.wanted().view
             if view is None or not view.workers:
                 raise ServerUnavailable(f"job {self._run.spec.name}: it is ending")
             leaving = self._leaving(devices, [str(worker) for worker in view.workers])
@@ -352,7 +352,7 @@ class TrainRun(ProcessRun):
     def drop(self) -> None:
         """Kill the workers that are not in the wanted view."""
         with self._client() as client:
-            view = client.state().view
+            view = client.wanted().view
         wanted = {str(worker) for worker in view.workers} if view is not None else set()
         for worker, process in self._living().items():
             if worker not in wanted:
@@ -525,16 +525,16 @@ class RayRun(TrainRun):
     def resize(self, devices: Counts) -> None:
         """Ask the driver for these devices."""
         with self._client() as client:
-            if client.state().cleared:
+            if client.wanted().cleared:
                 raise ServerUnavailable(f"job {self._run.spec.name}: it is ending")
-            client.equip({kind: count for kind, count in devices.items() if count})
+            client.set_devices({kind: count for kind, count in devices.items() if count})
         self.assign(devices)
 
     def occupied(self) -> dict[str, int]:
         """Return the devices that the driver holds."""
         try:
             with self._client() as client:
-                self._seen = Counter(client.occupied())
+                self._seen = Counter(client.occupied_devices())
         except ServerUnavailable:
             # It has not begun, has ended, or was killed; whatever it had is its own until all of it has gone.
             self._seen |= Counter(self._wanted)
@@ -543,7 +543,7 @@ class RayRun(TrainRun):
     def drop(self) -> None:
         """Tell the driver to kill the workers on devices that it shall not have."""
         with self._client() as client:
-            client.drop()
+            client.drop_unwanted()
 
     def _look_for_end(self) -> RunEnd | None:
         from pliant.launch.on_ray.run import JOB_FILE

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pliant.elastic.asking import HttpClient, checked_url, reason_of
-from pliant.elastic.client import ConfigClient
+from pliant.elastic.client import ConfigClient, HttpClient, parse_server_url, refusal_reason
 from pliant.errors import ConfigError, LaunchError, NameTaken, PliantError, ServerUnavailable, UnknownJob
 from pliant.jobs.status import (
     ClusterStatus,
@@ -183,7 +182,7 @@ class JobsClient(HttpClient):
 
     def __init__(self, server: ServerAddress, *, timeout_s: float = 10.0) -> None:
         self.server = server
-        self._url = checked_url(server.url, "--server", "http://10.0.0.1:9200")
+        self._url = parse_server_url(server.url, "--server", "http://10.0.0.1:9200")
         # Loading the authorities takes longer than a request.
         super().__init__(self._url, server.token, self._url.scheme == "https", timeout_s)
 
@@ -261,14 +260,14 @@ class JobsClient(HttpClient):
             raise self._refusal(answer, job)
         return answer
 
-    def _unreachable(self, error: httpx.TransportError) -> str:
+    def _describe_unreachable(self, error: httpx.TransportError) -> str:
         if self.server.is_gone:
             return f"the server at {self._url} (pid {self.server.pid}) has ended; its jobs run on: start `pliant serve` again"
         why = "no answer in time" if isinstance(error, httpx.TimeoutException) else str(error) or type(error).__name__
         return f"no server answers at {self._url} ({why}): {START_ONE}"
 
     def _refusal(self, answer: httpx.Response, job: str) -> PliantError:
-        reason = reason_of(answer)
+        reason = refusal_reason(answer)
         if answer.is_server_error:
             return ServerUnavailable(f"{self._url}: {answer.status_code} {reason}")
         if answer.status_code in (401, 403):

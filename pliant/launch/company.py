@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from pliant.cluster import View, Worker
-from pliant.elastic.roll import Roll
+from pliant.cluster import Membership, View, Worker
 
 NEWS_S = 0.25
 """Within this, a new view and the roll that came with it have both arrived."""
@@ -31,7 +30,7 @@ class Company:
 
     def __init__(self, host: str) -> None:
         self.view: View | None = None
-        self.roll = Roll()
+        self.roll = Membership()
         self.begun = False
         """Whether somebody has been on the roll: the program follows it."""
         self.finished: set[Worker] = set()
@@ -86,7 +85,7 @@ class Company:
         self._reopen()
         return now - before, dismissed - self._evicted
 
-    def follow(self, roll: Roll, living: Collection[Worker]) -> None:
+    def follow(self, roll: Membership, living: Collection[Worker]) -> None:
         """Take the roll as it is now."""
         old, self.roll = self.roll, roll
         if roll.over and not old.over:

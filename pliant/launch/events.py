@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pliant.cluster import View, Worker
-from pliant.elastic.roll import Roll
+from pliant.cluster import Membership, View, Worker
 
 BUSY, IDLE, DONE, FAILED = "busy", "idle", "done", "failed"
 """How a host stands: has workers; has none yet, or no more; all of them ended well; one failed."""
@@ -22,7 +21,7 @@ class Arrived:
 class Rolled:
     """The workers that train are now these."""
 
-    roll: Roll
+    roll: Membership
 
 
 @dataclass(frozen=True, slots=True)

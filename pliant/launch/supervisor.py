@@ -14,7 +14,6 @@ from __future__ import annotations
 import signal
 
 from pliant.cluster import View, Worker
-from pliant.elastic.membership import arrival
 from pliant.errors import REFUSED_EXIT
 from pliant.launch.company import Company
 from pliant.launch.events import (
@@ -67,6 +66,17 @@ def describe_exit(code: int) -> str:
         name = f"signal {-code}"
     hint = " (out of memory? see dmesg)" if -code == signal.SIGKILL else ""
     return f"killed by {name}{hint}"
+
+
+def describe_arrival(old: View | None, new: View, host: str) -> str:
+    """Return KungFu's log line for the runner of `host`: `arrived at v3, new np=4, local: +1/-0, global: +2/-0`."""
+    before, now = set(old.workers if old else ()), set(new.workers)
+
+    def count(workers: set[Worker], where: str = "") -> int:
+        return sum(1 for worker in workers if where in ("", worker.host))
+
+    local = f"+{count(now - before, host)}/-{count(before - now, host)}"
+    return f"arrived at v{new.number}, new np={new.size}, local: {local}, global: +{count(now - before)}/-{count(before - now)}"
 
 
 class Supervisor:
@@ -166,7 +176,7 @@ class Supervisor:
     def _arrive(self, view: View, at_s: float) -> list[Action]:
         if self.view is not None and view.number <= self.view.number:
             return []
-        line = arrival(self.view, view, self._host)
+        line = describe_arrival(self.view, view, self._host)
         if not view.workers and self._others():
             self._last_crash = None  # a wish: the last workers were not lost
         added, dismissed = self._company.arrive(view, self.running, at_s)

@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urljoin
 
-from pliant.cluster import View
-from pliant.elastic.membership import Limits, Wanted
-from pliant.elastic.roll import Roll
-from pliant.errors import ClusterCleared, LaunchError, PliantError, ServerUnavailable, StaleView
+from pliant.cluster import ClusterSnapshot, Membership, View, Wanted
+from pliant.elastic.membership import Limits
+from pliant.errors import ClusterCleared, LaunchError, ServerUnavailable, StaleView
 from pliant.launch.plan import LaunchPlan
 
 if TYPE_CHECKING:
-    from pliant.elastic.client import ConfigClient
+    from pliant.elastic.client import ConfigClient, ConfigFollower
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +34,7 @@ class Follower:
     def __init__(self, url: str, token: str) -> None:
         self.url, self.token = url, token
         self._stopping = threading.Event()
+        self._follower: ConfigFollower | None = None
 
     def use(self, url: str) -> None:
         """Take the head's server, where the user named none."""
@@ -53,42 +53,53 @@ class Follower:
             return self._first_state(client, first, time.monotonic() + timeout_s, timeout_s)
 
     def start(
-        self, first: View | None, arrive: Callable[[View], None], roll_on: Callable[[Roll], None], timeout_s: float
+        self,
+        first: View | None,
+        arrive: Callable[[View], None],
+        roll_on: Callable[[Membership], None],
+        timeout_s: float,
     ) -> None:
-        """Offer `first`, then call `arrive` with each view and `roll_on` with each roll there is, from threads.
+        """Offer `first`, then call `arrive` with each view and `roll_on` with each membership there is, from threads.
 
         Raises:
             ClusterCleared: the last job of this server has ended, and nobody has reset it.
             ConfigError, LaunchError: as `offer`.
         """
-        from pliant.elastic.client import ConfigClient
+        from pliant.elastic.client import ConfigClient, ConfigFollower
 
-        wanted = self.offer(first, timeout_s)
+        self.offer(first, timeout_s)
         with ConfigClient(self.url, self.token) as client:
-            roll = client.roll()
-        if wanted.cleared or roll.over:
+            snapshot = client.snapshot()
+        wanted = snapshot.wanted
+        if wanted.cleared or snapshot.membership.over:
             how = "was told to stop" if wanted.cleared else "has finished"
             raise ClusterCleared(
                 f"config server {self.url}: the last job there {how} (version {wanted.version}); "
                 f"reset it first, as with `curl {urljoin(self.url, '/reset')}`"
             )
-        roll_on(roll)
         if wanted.view is None:
             log.info("waiting to be added: no view is set at %s", self.url)
-        else:
-            arrive(wanted.view)
-        threading.Thread(target=self._follow, args=(wanted.version, arrive), name="follow-view", daemon=True).start()
-        threading.Thread(target=self._follow_roll, args=(roll, roll_on), name="follow-roll", daemon=True).start()
+
+        def take(snapshot: ClusterSnapshot) -> None:
+            roll_on(snapshot.membership)
+            if snapshot.wanted.view is not None:
+                arrive(snapshot.wanted.view)
+
+        take(snapshot)
+        self._follower = ConfigFollower(self.url, self.token, take)
+        self._follower.start(snapshot)
 
     def stop(self) -> None:
         """Hand over nothing more. The threads end with their held requests."""
         self._stopping.set()
+        if self._follower is not None:
+            self._follower.stop()
 
     def _first_state(self, client: ConfigClient, first: View | None, deadline_s: float, timeout_s: float) -> Wanted:
         say_at_s = time.monotonic() + SAY_S
         while True:
             try:
-                wanted = client.state()
+                wanted = client.wanted()
                 if wanted.view is None and first is not None:
                     view = client.put(first, expected=wanted.version)
                     return Wanted(view.number, view)
@@ -102,43 +113,6 @@ class Follower:
                     log.info("waiting for the config server: %s", error)
                     say_at_s += SAY_S
                 self._stopping.wait(RETRY_S)
-
-    def _follow(self, version: int, arrive: Callable[[View], None]) -> None:
-        from pliant.elastic.client import ConfigClient
-
-        client = ConfigClient(self.url, self.token)  # lives as long as this thread, and that as the process
-        lost = False
-        while not self._stopping.is_set():
-            try:
-                wanted = client.wait(version, HOLD_S)
-            except PliantError as error:
-                if not lost and not self._stopping.is_set():
-                    log.warning("%s; the job goes on as it is", error)
-                lost = True
-                self._stopping.wait(RETRY_S)
-                continue
-            if lost:
-                log.info("config server %s answers again", self.url)
-                lost = False
-            if wanted.version != version and wanted.view is not None and not self._stopping.is_set():
-                arrive(wanted.view)
-            version = wanted.version
-
-    def _follow_roll(self, roll: Roll, roll_on: Callable[[Roll], None]) -> None:
-        from pliant.elastic.client import ConfigClient
-
-        client = ConfigClient(self.url, self.token)
-        while not self._stopping.is_set():
-            if roll.over:
-                self._stopping.wait(RETRY_S)  # it is not held any more: only a reset would change it
-            try:
-                latest = client.wait_roll(roll.number, HOLD_S)
-            except PliantError:
-                self._stopping.wait(RETRY_S)  # the other thread says so
-                continue
-            if latest != roll and not self._stopping.is_set():
-                roll = latest
-                roll_on(roll)
 
 
 @contextlib.contextmanager

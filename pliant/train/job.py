@@ -29,7 +29,7 @@ import torch
 from pliant.adapt import Observation, Policy
 from pliant.adapt.monitors import wants_stall_detection
 from pliant.cluster import PortRange, Worker
-from pliant.elastic.member import Alone, Member, member_of
+from pliant.elastic.member import Member, SoloMember, open_member
 from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, TrainError
 from pliant.identity import WorkerSpec, worker_spec
 from pliant.train import determinism, obstacles, trace
@@ -154,7 +154,7 @@ class Job:
         self._spec, self._level, self._blocks, self._seed = spec, level, blocks, seed
         self._asked = replicas
         self._stack = contextlib.ExitStack()
-        self._member = self._stack.enter_context(member_of(spec))
+        self._member = self._stack.enter_context(open_member(spec))
         self._tracked: dict[str, Any] = {}
         self._trainer: Trainer | None = None
         self._state: JobState | None = None
@@ -622,7 +622,7 @@ def handle_preemption_notice(leave: Callable[[], bool]) -> None:
 
 
 def make_trainer(
-    member: Member | Alone,
+    member: Member | SoloMember,
     user: UserObjects,
     parameters: NamedParameters,
     replicas: Replicas,

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from pliant.cluster import Membership
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
-from pliant.elastic.member import Alone, Member
-from pliant.elastic.roll import Roll
+from pliant.elastic.member import Member, SoloMember
 from pliant.errors import REFUSED_EXIT, CollectiveTimeout, CommError, Mismatch, NotWanted, Refused, TrainError
 from pliant.train import state_tree
 from pliant.train.buckets import BucketLayout
@@ -80,7 +80,7 @@ class ViewRendezvous:
 
     def __init__(
         self,
-        member: Member | Alone,
+        member: Member | SoloMember,
         trainer: Trainer,
         state: JobState,
         program: str,
@@ -137,8 +137,8 @@ class ViewRendezvous:
         """Enter `planned`, or else whatever roll comes next, until it works."""
         after = self._member.entered
         while True:
-            roll = self._member.roll(planned) if planned is not None else None
-            roll = roll or self._member.await_roll(after)
+            roll = self._member.prepared_membership(planned) if planned is not None else None
+            roll = roll or self._member.wait_for_membership(after)
             if self.has_state and not roll.members:
                 self._before_end()
             if roll.over:
@@ -149,7 +149,7 @@ class ViewRendezvous:
                     raise Left(f"{self._member.me} is not in roll {roll.number}")
                 after, planned = roll.number, None  # stand by: more workers than replicas
                 continue
-            self._was_listed = self._member.settling = True
+            self._was_listed = self._member.entering = True
             try:
                 self._enter(roll, planned is not None)
                 return
@@ -159,9 +159,9 @@ class ViewRendezvous:
                 log.debug("roll %d came to nothing: %s", roll.number, error)
                 after, planned = max(after, roll.number), None
             finally:
-                self._member.settling = False
+                self._member.entering = False
 
-    def _enter(self, roll: Roll, planned: bool) -> None:
+    def _enter(self, roll: Membership, planned: bool) -> None:
         trainer, member = self._trainer, self._member
         view = member.view_of(roll)
         known = set(trainer.view.workers) if trainer.view is not None else set()
@@ -184,7 +184,7 @@ class ViewRendezvous:
             trainer.state_fetched = engine.all_reduce("fetched", token, op="max", determinism="fast")
         self._announces = engine.rank == holders[0]
 
-    def _compare(self, engine: Engine, roll: Roll, offered: int, submitted: Handle | None) -> list[int]:
+    def _compare(self, engine: Engine, roll: Membership, offered: int, submitted: Handle | None) -> list[int]:
         """Find out who has the newest state, and have it, too; the ranks of those who had it."""
         reports = self._reports(submitted, offered)
         holders = _holders(reports)
@@ -346,7 +346,7 @@ def _lent_prefix(view: int) -> str:
     return f"{_LENT_PREFIX}{view}:"
 
 
-def lend_state(member: Member | Alone, view: int, state: object) -> int:
+def lend_state(member: Member | SoloMember, view: int, state: object) -> int:
     """Let the others of the view to come fetch `state`, before they can ask; how long its table of contents is."""
     contents, hosts = _pack_state(state)
     member.publish(f"{_lent_prefix(view)}contents", torch.frombuffer(bytearray(contents), dtype=torch.uint8))
@@ -414,7 +414,7 @@ def _broadcast(
     return state_tree.unflatten(table["skeleton"], tensors)
 
 
-def reclaim_state(member: Member | Alone) -> None:
+def reclaim_state(member: Member | SoloMember) -> None:
     """Lend nothing any more."""
     member.unpublish(_LENT_PREFIX)
 

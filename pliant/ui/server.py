@@ -24,7 +24,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pliant.elastic.serving import loaded, until_signalled
+from pliant.elastic.http_server import load_config, serve_until_signalled
 from pliant.errors import ConfigError
 from pliant.ui.jobs import Watcher
 
@@ -155,7 +155,7 @@ def serve(config: DashConfig, watcher: Watcher, say: Callable[[str], None]) -> N
         server = uvicorn.Server(_settings(config, application(config, watcher)))
         stack.enter_context(watcher.running())
         say(_url("https" if config.tls_cert else "http", config.host, listener.getsockname()[1]))
-        until_signalled(server, listener)
+        serve_until_signalled(server, listener)
 
 
 def _settings(config: DashConfig, app: TokenGate) -> uvicorn.Config:
@@ -170,7 +170,7 @@ def _settings(config: DashConfig, app: TokenGate) -> uvicorn.Config:
         ssl_certfile=config.tls_cert or None,
         ssl_keyfile=config.tls_key or None,
     )
-    return loaded(settings)
+    return load_config(settings)
 
 
 def application(config: DashConfig, watcher: Watcher) -> TokenGate:

@@ -226,7 +226,7 @@ def ask_config_server(job: ShownJob, url: str, token: str) -> None:
     """Whether the job runs, and on whom, by its config server."""
     try:
         with ConfigClient(url, token, timeout_s=ANSWER_S) as client:
-            roll = client.roll()
+            roll = client.membership()
     except PliantError as error:
         job.reported_state, job.reported_why = "silent", str(error)
         return
@@ -314,7 +314,7 @@ def _at(url: str, environ: Mapping[str, str]) -> JobSource:
     token = environ.get("PLIANT_TOKEN", "")
     with ConfigClient(url, token, timeout_s=ANSWER_S) as client:
         try:
-            client.state()
+            client.wanted()
         except ServerUnavailable as error:
             raise ConfigError(f"{error}") from None
         except PliantError as error:

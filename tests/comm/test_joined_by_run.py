@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from gang import free_port
 
-from pliant.elastic.session import Session
+from pliant.elastic.member import Session
 from pliant.errors import NotLaunched
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_leaks")]
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("no_leaks")]
 DEADLINE_S = 60.0
 SCRIPT = """
     import torch
-    from pliant.elastic.session import Session
+    from pliant.elastic.member import Session
 
     with Session.join(timeout_s=40) as session:
         engine = session.engine

@@ -8,7 +8,8 @@ import httpx
 import pytest
 from serving import serving
 
-from pliant.elastic.server import ConfigClient, ConfigServer
+from pliant.elastic.client import ConfigClient
+from pliant.elastic.server import ConfigServer
 
 
 @pytest.fixture(scope="module")

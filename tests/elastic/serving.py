@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import httpx
 
 from pliant.cluster import View, Worker
-from pliant.elastic.server import ConfigClient, ConfigServer, ServerConfig
+from pliant.elastic.client import ConfigClient
+from pliant.elastic.server import ConfigServer, ServerConfig
 
 A0, A1, A2 = (Worker("127.0.0.1", port) for port in (10000, 10001, 10002))
 RUN_A = Worker("127.0.0.1", 38080)
@@ -34,5 +35,5 @@ def held(server: ConfigServer, version: int) -> socket.socket:
 def until_held(server: ConfigServer, count: int) -> None:
     """Ask the server, again and again, until it says that it holds `count` requests."""
     with httpx.Client(trust_env=False, verify=False) as http:
-        while f"held_requests {count}\n" not in http.get(server.url.replace("/config", "/metrics")).text:
+        while f"held_requests {count}.0\n" not in http.get(server.url.replace("/config", "/metrics")).text:
             pass

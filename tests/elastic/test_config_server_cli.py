@@ -16,10 +16,8 @@ import httpx
 import pytest
 
 from pliant.cli.main import main
-from pliant.cluster import View, Worker
-from pliant.elastic.membership import Wanted
-from pliant.elastic.roll import Roll
-from pliant.elastic.server import ConfigClient
+from pliant.cluster import Membership, View, Wanted, Worker
+from pliant.elastic.client import ConfigClient
 from pliant.errors import ClusterCleared, ConfigError
 
 pytestmark = pytest.mark.processes
@@ -82,17 +80,17 @@ def test_kill_9_and_a_restart_forget_nothing(tmp_path: Path) -> None:
         program.process.kill()
         assert program.process.wait(30) == -signal.SIGKILL
     with started("--state", state) as program, ConfigClient(program.url) as client:
-        assert client.state() == Wanted(3, view)
-        assert client.roll() == roll == Roll(2, (A0,), urgent=2, wanted=2)
+        assert client.wanted() == Wanted(3, view)
+        assert client.membership() == roll == Membership(2, (A0,), urgent=2, wanted=2)
         assert client.ready(newcomer).members == (A0, newcomer), "that A0 was ready has not been forgotten"
         client.clear(expected=3)
         program.process.kill()
     with started("--state", state) as program, ConfigClient(program.url) as client:
         with pytest.raises(ClusterCleared):
             client.put(TWO)
-        assert client.roll() == Roll(4, (), urgent=2, over=True, wanted=4)
+        assert client.membership() == Membership(4, (), urgent=2, over=True, wanted=4)
         assert client.reset() == 5
-        assert client.roll() == Roll(4, (), urgent=2, wanted=5)
+        assert client.membership() == Membership(4, (), urgent=2, wanted=5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)

@@ -13,8 +13,9 @@ from serving import A0, A1, TWO, serving, until_held
 
 from pliant.cli.main import main
 from pliant.cluster import Host
+from pliant.elastic.client import ConfigClient
 from pliant.elastic.membership import Limits
-from pliant.elastic.server import ConfigClient, ConfigServer
+from pliant.elastic.server import ConfigServer
 from pliant.launch.registry import registered
 
 Said = tuple[int, str, str]
@@ -51,11 +52,11 @@ def job(client: ConfigClient) -> ConfigClient:
 
 
 def test_a_shrink_is_told_and_timed(job: ConfigClient, resize: Callable[..., Said]) -> None:
-    version = job.state().version
+    version = job.wanted().version
     code, out, err = resize("1", "--config-server", str(job.url))
     assert (code, err) == (0, "")
     assert re.fullmatch(rf"resize 2 -> 1 \(version {version + 1}\)\nthe job runs on 1 worker after 0\.\d\ds\n", out)
-    assert job.roll().members == (A0,)
+    assert job.membership().members == (A0,)
 
 
 def test_a_growth_waits_for_the_newcomers(server: ConfigServer, job: ConfigClient, resize: Callable[..., Said]) -> None:
@@ -161,7 +162,7 @@ def test_refusals_are_one_line_and_exit_2(client: ConfigClient, resize: Callable
     }
     with serving(initial=TWO, limits=Limits(hosts=(Host("127.0.0.1", 3),))) as (server, limited):
         reasons["hold 3 workers"] = resize("4", "--config-server", server.url)
-        assert limited.state().version == 1
+        assert limited.wanted().version == 1
     for reason, (code, out, err) in reasons.items():
         assert (code, out, err.count("\n")) == (2, "", 1), err
         assert reason in err

@@ -6,9 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pliant.cluster import View, Worker
-from pliant.elastic.membership import AddWorker, Clear, Put, RemoveWorker, Request, Reset, Resize, Wanted
-from pliant.elastic.roll import Event, Finished, Left, Lost, Membership, Ready, Roll, Settled, missing
+from pliant.cluster import Membership, View, Wanted, Worker
+from pliant.elastic.membership import (
+    AddWorker,
+    ClearView,
+    ElasticState,
+    FinishNotice,
+    LeaveNotice,
+    LossNotice,
+    PutView,
+    ReadyNotice,
+    RemoveWorker,
+    ResetView,
+    ResizeView,
+    SettledNotice,
+    ViewRequest,
+    WorkerNotice,
+)
 from pliant.errors import ClusterCleared, ConfigError, NotWanted, PliantError
 
 A0, A1, A2, A3 = (Worker("10.0.0.1", port) for port in (10000, 10001, 10002, 10003))
@@ -16,169 +30,179 @@ B0 = Worker("10.0.0.2", 10000)
 RUN_A, RUN_B = Worker("10.0.0.1", 38080), Worker("10.0.0.2", 38080)
 
 
-def put(*workers: Worker) -> Put:
-    return Put(View(0, workers, (RUN_A, RUN_B)))
+def put(*workers: Worker) -> PutView:
+    return PutView(View(0, workers, (RUN_A, RUN_B)))
 
 
-def after(*requests: Request | Event) -> Membership:
+def after(*requests: ViewRequest | WorkerNotice) -> ElasticState:
     """The state after `requests`, from the very beginning."""
-    state = Membership()
+    state = ElasticState()
     for request in requests:
         state = state.after(request)
     return state
 
 
-TWO = (put(A0, A1), Ready(A0), Ready(A1))
+TWO = (put(A0, A1), ReadyNotice(A0), ReadyNotice(A1))
 
 
 def test_the_first_roll_waits_for_all() -> None:
-    assert after(put(A0, A1)).roll == after(put(A0, A1), Ready(A1)).roll == Roll()
-    assert after(put(A0, A1), Ready(A1), Ready(A0)).roll == Roll(1, (A0, A1), wanted=1)
+    assert after(put(A0, A1)).membership == after(put(A0, A1), ReadyNotice(A1)).membership == Membership()
+    assert after(put(A0, A1), ReadyNotice(A1), ReadyNotice(A0)).membership == Membership(1, (A0, A1), wanted=1)
 
 
 def test_a_newcomer_joins_when_it_is_ready() -> None:
     state = after(*TWO, AddWorker(A2))
-    assert state.roll == Roll(1, (A0, A1), wanted=1)
-    assert missing(state.wanted.view, state.roll) == (A2,)
-    assert state.after(Ready(A2)).roll == Roll(2, (A0, A1, A2), wanted=2)
+    assert state.membership == Membership(1, (A0, A1), wanted=1)
+    assert state.membership.missing(state.wanted.view) == (A2,)
+    assert state.after(ReadyNotice(A2)).membership == Membership(2, (A0, A1, A2), wanted=2)
 
 
 def test_a_shrink_takes_effect_at_once_and_is_not_urgent() -> None:
-    assert after(*TWO, Resize(1)).roll == Roll(2, (A0,), wanted=2)
+    assert after(*TWO, ResizeView(1)).membership == Membership(2, (A0,), wanted=2)
 
 
 def test_a_full_replacement_keeps_the_old_until_all_new_are_ready() -> None:
-    state = after(*TWO, put(A2, A3), Ready(A3))
-    assert state.roll.members == (A0, A1)
-    assert state.after(Ready(A2)).roll == Roll(2, (A2, A3), wanted=2)
-    assert state.after(Ready(A2)).ready == {A2, A3}
+    state = after(*TWO, put(A2, A3), ReadyNotice(A3))
+    assert state.membership.members == (A0, A1)
+    assert state.after(ReadyNotice(A2)).membership == Membership(2, (A2, A3), wanted=2)
+    assert state.after(ReadyNotice(A2)).ready == {A2, A3}
 
 
 def test_a_member_that_is_wanted_again_needs_not_be_ready_again() -> None:
-    assert after(*TWO, put(A0, A2), put(A0, A1)).roll == Roll(1, (A0, A1), wanted=1)
-    assert after(*TWO, Resize(1), Resize(2)).roll.members == (A0,), "A1 had left the roll"
+    assert after(*TWO, put(A0, A2), put(A0, A1)).membership == Membership(1, (A0, A1), wanted=1)
+    assert after(*TWO, ResizeView(1), ResizeView(2)).membership.members == (A0,), "A1 had left the roll"
 
 
 def test_another_order_is_another_roll() -> None:
-    assert after(*TWO, put(A1, A0)).roll == Roll(2, (A1, A0), wanted=2)
+    assert after(*TWO, put(A1, A0)).membership == Membership(2, (A1, A0), wanted=2)
 
 
 def test_a_loss_is_urgent_and_takes_the_wish_back() -> None:
-    state = after(*TWO, Lost(A0, "exit code 1"))
-    assert state.roll == Roll(2, (A1,), urgent=2, wanted=2)
+    state = after(*TWO, LossNotice(A0, "exit code 1"))
+    assert state.membership == Membership(2, (A1,), urgent=2, wanted=2)
     assert state.wanted == Wanted(2, View(2, (A1,), (RUN_A, RUN_B)))
-    assert state.after(put(A1, A2)).after(Ready(A2)).roll == Roll(3, (A1, A2), urgent=2, wanted=3)
+    assert state.after(put(A1, A2)).after(ReadyNotice(A2)).membership == Membership(3, (A1, A2), urgent=2, wanted=3)
 
 
 def test_a_host_keeps_its_runner_after_a_loss_but_not_after_a_leave() -> None:
-    both = (put(A0, B0), Ready(A0), Ready(B0))
-    lost, left = after(*both, Lost(B0)), after(*both, Left(B0))
+    both = (put(A0, B0), ReadyNotice(A0), ReadyNotice(B0))
+    lost, left = after(*both, LossNotice(B0)), after(*both, LeaveNotice(B0))
     assert lost.wanted.view == View(2, (A0,), (RUN_A, RUN_B))
     assert left.wanted.view == View(2, (A0,), (RUN_A,))
-    assert (lost.roll.urgent, left.roll) == (2, Roll(2, (A0,), wanted=2))
+    assert (lost.membership.urgent, left.membership) == (2, Membership(2, (A0,), wanted=2))
 
 
 def test_the_loss_of_a_newcomer_that_never_trained_is_not_urgent() -> None:
-    state = after(*TWO, AddWorker(A2), Lost(A2))
-    assert state.roll == Roll(1, (A0, A1), wanted=1)
-    assert after(*TWO, put(A0, A2), Lost(A2)).roll == Roll(2, (A0,), wanted=3), "A1 goes as was wished, after its step"
+    state = after(*TWO, AddWorker(A2), LossNotice(A2))
+    assert state.membership == Membership(1, (A0, A1), wanted=1)
+    assert after(*TWO, put(A0, A2), LossNotice(A2)).membership == Membership(2, (A0,), wanted=3), (
+        "A1 goes as was wished, after its step"
+    )
 
 
 def test_a_member_that_is_no_longer_wanted_can_still_be_lost() -> None:
-    state = after(*TWO, put(A0, A2), Lost(A1))
-    assert state.roll == Roll(2, (A0,), urgent=2, wanted=2)
+    state = after(*TWO, put(A0, A2), LossNotice(A1))
+    assert state.membership == Membership(2, (A0,), urgent=2, wanted=2)
     assert state.wanted.version == 2
-    assert state.after(Ready(A2)).roll.members == (A0, A2)
+    assert state.after(ReadyNotice(A2)).membership.members == (A0, A2)
 
 
-@pytest.mark.parametrize("end", [Clear(), Resize(0), put(), Finished()], ids=str)
-def test_the_end_is_over_for_everybody_until_a_reset(end: Request | Event) -> None:
+@pytest.mark.parametrize("end", [ClearView(), ResizeView(0), put(), FinishNotice()], ids=str)
+def test_the_end_is_over_for_everybody_until_a_reset(end: ViewRequest | WorkerNotice) -> None:
     state = after(*TWO, end)
-    assert (state.roll.number, state.roll.members, state.roll.over) == (2, (), True)
-    for request in (put(A0), AddWorker(A2), Resize(3), RemoveWorker(A0)):
+    assert (state.membership.number, state.membership.members, state.membership.over) == (2, (), True)
+    for request in (put(A0), AddWorker(A2), ResizeView(3), RemoveWorker(A0)):
         with pytest.raises(ClusterCleared, match="reset it"):
             state.after(request)
-    for event in (Lost(A0), Left(A1), Finished()):
+    for event in (LossNotice(A0), LeaveNotice(A1), FinishNotice()):
         assert state.after(event) is state
-    fresh = state.after(Reset())
-    assert fresh == Membership(Wanted(state.wanted.version + 1), Roll(2, wanted=state.wanted.version + 1))
-    assert fresh.after(put(A0)).after(Ready(A0)).roll.number == 3
+    fresh = state.after(ResetView())
+    assert fresh == ElasticState(Wanted(state.wanted.version + 1), Membership(2, wanted=state.wanted.version + 1))
+    assert fresh.after(put(A0)).after(ReadyNotice(A0)).membership.number == 3
 
 
 def test_a_late_worker_of_a_finished_job_learns_that_it_is_over() -> None:
-    assert after(put(A0, A1), Ready(A0), Finished(), Ready(A1)).roll == Roll(0, over=True, wanted=1)
+    assert after(put(A0, A1), ReadyNotice(A0), FinishNotice(), ReadyNotice(A1)).membership == Membership(
+        0, over=True, wanted=1
+    )
 
 
 def test_a_reset_of_a_running_job_empties_the_roll_under_a_new_number() -> None:
-    assert after(*TWO, Reset()) == Membership(Wanted(2), Roll(2, wanted=2))
-    assert after(*TWO, Reset(), put(A0, A1)).roll.members == (), "the same addresses have to be ready again"
+    assert after(*TWO, ResetView()) == ElasticState(Wanted(2), Membership(2, wanted=2))
+    assert after(*TWO, ResetView(), put(A0, A1)).membership.members == (), "the same addresses have to be ready again"
 
 
 def test_nothing_to_finish_is_no_end() -> None:
-    assert after(Finished()) == Membership()
+    assert after(FinishNotice()) == ElasticState()
 
 
 @pytest.mark.parametrize(
-    "before", [(), (put(A0),), (*TWO, Resize(1)), (*TWO, Lost(A1)), (*TWO, Clear()), (*TWO, put(A0, A2))], ids=len
+    "before",
+    [(), (put(A0),), (*TWO, ResizeView(1)), (*TWO, LossNotice(A1)), (*TWO, ClearView()), (*TWO, put(A0, A2))],
+    ids=len,
 )
-def test_an_unwanted_worker_is_refused(before: tuple[Request | Event, ...]) -> None:
+def test_an_unwanted_worker_is_refused(before: tuple[ViewRequest | WorkerNotice, ...]) -> None:
     with pytest.raises(NotWanted, match=r"worker 10\.0\.0\.1:10001 is not in the wanted view .* it must end"):
-        after(*before, Ready(A1))
+        after(*before, ReadyNotice(A1))
 
 
 def test_who_has_the_state_stays_until_a_newcomer_has_it() -> None:
-    alone = after(put(A0), Ready(A0), Settled(A0, 4))
-    both = alone.after(put(A0, A1)).after(Ready(A1))
-    assert both.roll.members == (A0, A1)
+    alone = after(put(A0), ReadyNotice(A0), SettledNotice(A0, 4))
+    both = alone.after(put(A0, A1)).after(ReadyNotice(A1))
+    assert both.membership.members == (A0, A1)
     wished = both.after(put(A1))
-    assert wished.roll.members == (A0, A1), "A1 was listed, but has done no step"
-    assert wished.after(Settled(A1, 4)).roll.members == (A1,)
+    assert wished.membership.members == (A0, A1), "A1 was listed, but has done no step"
+    assert wished.after(SettledNotice(A1, 4)).membership.members == (A1,)
 
 
 def test_a_full_replacement_keeps_two_holders_until_two_others_have_the_state() -> None:
-    old = after(put(A0, A1), Ready(A0), Ready(A1), Settled(A0, 4), Settled(A1, 4))
-    moved = old.after(put(A2, A3)).after(Ready(A2)).after(Ready(A3))
-    assert moved.roll.members == (A0, A1, A2, A3)
-    assert moved.after(Lost(A0)).roll.members == (A1, A2, A3), "no single crash loses the state"
-    assert moved.after(Settled(A2, 4)).roll.members == (A0, A2, A3)
-    assert moved.after(Settled(A2, 4)).after(Settled(A3, 4)).roll.members == (A2, A3)
-    narrow = after(put(A0, A1), Ready(A0), Ready(A1), Settled(A0, 2), Settled(A1, 2))
-    assert narrow.after(put(A2, A3)).after(Ready(A2)).after(Ready(A3)).roll.members == (A0, A2, A3), "room for one"
+    old = after(put(A0, A1), ReadyNotice(A0), ReadyNotice(A1), SettledNotice(A0, 4), SettledNotice(A1, 4))
+    moved = old.after(put(A2, A3)).after(ReadyNotice(A2)).after(ReadyNotice(A3))
+    assert moved.membership.members == (A0, A1, A2, A3)
+    assert moved.after(LossNotice(A0)).membership.members == (A1, A2, A3), "no single crash loses the state"
+    assert moved.after(SettledNotice(A2, 4)).membership.members == (A0, A2, A3)
+    assert moved.after(SettledNotice(A2, 4)).after(SettledNotice(A3, 4)).membership.members == (A2, A3)
+    narrow = after(put(A0, A1), ReadyNotice(A0), ReadyNotice(A1), SettledNotice(A0, 2), SettledNotice(A1, 2))
+    assert narrow.after(put(A2, A3)).after(ReadyNotice(A2)).after(ReadyNotice(A3)).membership.members == (A0, A2, A3), (
+        "room for one"
+    )
 
 
 def test_a_shrink_keeps_nobody() -> None:
-    old = after(*TWO, Settled(A0, 4), Settled(A1, 4))
-    assert old.after(put(A1)).roll.members == (A1,)
-    assert old.after(Left(A0)).roll.members == (A1,)
+    old = after(*TWO, SettledNotice(A0, 4), SettledNotice(A1, 4))
+    assert old.after(put(A1)).membership.members == (A1,)
+    assert old.after(LeaveNotice(A0)).membership.members == (A1,)
 
 
 def test_who_takes_leave_stays_if_nobody_else_has_the_state() -> None:
-    both = after(put(A0), Ready(A0), Settled(A0, 4), put(A0, A1), Ready(A1))
-    assert both.after(Left(A0)).roll.members == (A0, A1)
-    assert both.after(Left(A0)).after(Settled(A1, 4)).roll.members == (A1,)
+    both = after(put(A0), ReadyNotice(A0), SettledNotice(A0, 4), put(A0, A1), ReadyNotice(A1))
+    assert both.after(LeaveNotice(A0)).membership.members == (A0, A1)
+    assert both.after(LeaveNotice(A0)).after(SettledNotice(A1, 4)).membership.members == (A1,)
 
 
 def test_of_two_that_have_lost_each_other_the_first_to_say_so_stays() -> None:
-    state = after(*TWO, Lost(A1, "cut off", A0), Lost(A0, "cut off", A1))
-    assert state.roll.members == (A0,)
-    assert after(*TWO, Lost(A1, "gone", A3)).roll.members == (A0, A1), "a stranger's word does not count"
+    state = after(*TWO, LossNotice(A1, "cut off", A0), LossNotice(A0, "cut off", A1))
+    assert state.membership.members == (A0,)
+    assert after(*TWO, LossNotice(A1, "gone", A3)).membership.members == (A0, A1), "a stranger's word does not count"
 
 
 def test_the_loss_of_all_leaves_the_job_open_for_a_replacement() -> None:
-    lost = after(*TWO, Lost(A0), Lost(A1))
-    assert lost.roll == Roll(3, (), urgent=3, over=False, wanted=2)
-    assert lost.after(Lost(A1)) is not None, "a second report changes nothing that matters"
-    replaced = lost.after(AddWorker(A2)).after(Lost(A1)).after(Ready(A2))
-    assert (replaced.roll.members, replaced.roll.over) == ((A2,), False)
-    assert lost.after(Clear()).roll.over
+    lost = after(*TWO, LossNotice(A0), LossNotice(A1))
+    assert lost.membership == Membership(3, (), urgent=3, over=False, wanted=2)
+    assert lost.after(LossNotice(A1)) is not None, "a second report changes nothing that matters"
+    replaced = lost.after(AddWorker(A2)).after(LossNotice(A1)).after(ReadyNotice(A2))
+    assert (replaced.membership.members, replaced.membership.over) == ((A2,), False)
+    assert lost.after(ClearView()).membership.over
 
 
-@pytest.mark.parametrize("roll", [Roll(), Roll(7, (A0, Worker("::1", 1)), 6, False, 9), Roll(3, over=True)], ids=str)
-def test_a_roll_survives_json(roll: Roll) -> None:
-    assert Roll.from_json(roll.to_json()) == roll
+@pytest.mark.parametrize(
+    "roll", [Membership(), Membership(7, (A0, Worker("::1", 1)), 6, False, 9), Membership(3, over=True)], ids=str
+)
+def test_a_roll_survives_json(roll: Membership) -> None:
+    assert Membership.from_json(roll.to_json()) == roll
 
 
-GOOD = Roll(1, (A0,)).to_json()
+GOOD = Membership(1, (A0,)).to_json()
 BAD = {"Number": (-1, True, 1.0, None, "1"), "Members": (None, "x", [1], {}), "Over": (0, None, "no"), "Urgent": ("",)}
 
 
@@ -187,66 +211,70 @@ BAD = {"Number": (-1, True, 1.0, None, "1"), "Members": (None, "x", [1], {}), "O
 )
 def test_what_is_no_roll_is_refused(value: object) -> None:
     with pytest.raises(ConfigError):
-        Roll.from_json(value)
+        Membership.from_json(value)
 
 
 MEMBERS = st.sampled_from([A0, A1, A2, A3, B0])
 VIEWS = st.lists(MEMBERS, min_size=1, max_size=4, unique=True).map(lambda workers: put(*workers))
-EVENTS = st.builds(Ready, MEMBERS) | st.builds(Lost, MEMBERS) | st.builds(Left, MEMBERS)
-WISHES = VIEWS | st.builds(AddWorker, MEMBERS) | st.builds(RemoveWorker, MEMBERS) | st.builds(Resize, st.integers(0, 6))
-ENDS = st.sampled_from([Clear(), Reset(), Finished()])
+EVENTS = st.builds(ReadyNotice, MEMBERS) | st.builds(LossNotice, MEMBERS) | st.builds(LeaveNotice, MEMBERS)
+WISHES = (
+    VIEWS | st.builds(AddWorker, MEMBERS) | st.builds(RemoveWorker, MEMBERS) | st.builds(ResizeView, st.integers(0, 6))
+)
+ENDS = st.sampled_from([ClearView(), ResetView(), FinishNotice()])
 # Twice, so that most of what happens is that workers become ready.
-ANYTHING = st.lists(st.builds(Ready, MEMBERS) | EVENTS | WISHES | ENDS, max_size=25)
+ANYTHING = st.lists(st.builds(ReadyNotice, MEMBERS) | EVENTS | WISHES | ENDS, max_size=25)
 
 
 @settings(max_examples=400, deadline=None)
 @given(ANYTHING)
-def test_whatever_happens_the_roll_keeps_its_word(requests: list[Request | Event]) -> None:
-    state, lost = Membership(), set[Worker]()
+def test_whatever_happens_the_roll_keeps_its_word(requests: list[ViewRequest | WorkerNotice]) -> None:
+    state, lost = ElasticState(), set[Worker]()
     for request in requests:
         try:
             then = state.after(request)
         except PliantError:
-            assert isinstance(request, Ready | Put | AddWorker | RemoveWorker | Resize)
+            assert isinstance(request, ReadyNotice | PutView | AddWorker | RemoveWorker | ResizeView)
             continue
         check_step(state, request, then)
-        lost = (lost | {request.worker}) if isinstance(request, Lost | Left) else lost
-        lost -= {request.worker} if isinstance(request, Ready) else set()
-        assert lost.isdisjoint(then.roll.members), "who was lost is a member only after it was ready again"
-        assert repeated(then, request) == then.roll
+        lost = (lost | {request.worker}) if isinstance(request, LossNotice | LeaveNotice) else lost
+        lost -= {request.worker} if isinstance(request, ReadyNotice) else set()
+        assert lost.isdisjoint(then.membership.members), "who was lost is a member only after it was ready again"
+        assert repeated(then, request) == then.membership
         state = then
 
 
-def check_step(state: Membership, request: Request | Event, then: Membership) -> None:
-    before, roll, view = state.roll, then.roll, then.wanted.view
+def check_step(state: ElasticState, request: ViewRequest | WorkerNotice, then: ElasticState) -> None:
+    before, roll, view = state.membership, then.membership, then.wanted.view
     assert roll.number == before.number + (roll.members != before.members)
     assert before.urgent <= roll.urgent <= roll.number
-    was_loss = isinstance(request, Lost) and request.worker in before.members
+    was_loss = isinstance(request, LossNotice) and request.worker in before.members
     assert roll.urgent == (roll.number if was_loss else before.urgent)
-    assert roll.over == (then.wanted.cleared or (before.over and not isinstance(request, Reset)) or then.finished)
+    assert roll.over == (then.wanted.cleared or (before.over and not isinstance(request, ResetView)) or then.finished)
     assert not (roll.over and roll.members)
     assert then.ready <= {*roll.members, *(view.workers if view else ())}
     if roll.members != before.members:
-        gone = {request.worker} if isinstance(request, Lost | Left) else set()
+        gone = {request.worker} if isinstance(request, LossNotice | LeaveNotice) else set()
         remaining = tuple(member for member in before.members if member not in gone)
         all_ready = view is not None and then.ready.issuperset(view.workers)
         assert roll.members == ((view.workers if view and all_ready else remaining) if not roll.over and view else ())
         assert roll.wanted == then.wanted.version
     if before.members and not roll.members:
         assert (
-            roll.over or isinstance(request, Reset) or (isinstance(request, Lost | Left) and len(before.members) == 1)
+            roll.over
+            or isinstance(request, ResetView)
+            or (isinstance(request, LossNotice | LeaveNotice) and len(before.members) == 1)
         )
-    if isinstance(request, Ready):
+    if isinstance(request, ReadyNotice):
         assert view is not None
         assert request.worker in view.workers
 
 
-def repeated(state: Membership, request: Request | Event) -> Roll:
+def repeated(state: ElasticState, request: ViewRequest | WorkerNotice) -> Membership:
     """The roll after the same request once more; a refusal changes nothing."""
     try:
-        return state.after(request).roll
+        return state.after(request).membership
     except PliantError:
-        return state.roll
+        return state.membership
 
 
 @given(st.permutations([A2, A3, B0]), st.lists(MEMBERS, max_size=8))
@@ -254,7 +282,7 @@ def test_no_wish_empties_the_roll(arriving: list[Worker], noise: list[Worker]) -
     state = after(*TWO, put(*arriving))
     for worker in [*noise, *arriving]:
         complete = state.ready >= set(arriving)
-        assert state.roll.members == (tuple(arriving) if complete else (A0, A1))
+        assert state.membership.members == (tuple(arriving) if complete else (A0, A1))
         if worker in arriving:
-            state = state.after(Ready(worker))
-    assert state.roll == Roll(2, tuple(arriving), wanted=2)
+            state = state.after(ReadyNotice(worker))
+    assert state.membership == Membership(2, tuple(arriving), wanted=2)

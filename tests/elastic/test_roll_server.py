@@ -11,18 +11,17 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serving import A0, A1, A2, ONE, RUN_A, TWO, serving, until_held
+from serving import A0, A1, A2, RUN_A, TWO, serving, until_held
 
-from pliant.cluster import View, Worker
-from pliant.elastic.inputs import MAX_BODY_BYTES
-from pliant.elastic.membership import Put, Wanted
-from pliant.elastic.roll import Lost, Ready, Roll
-from pliant.elastic.server import ConfigClient, ConfigServer
-from pliant.elastic.store import Store
+from pliant.cluster import Membership, View, Worker
+from pliant.elastic.client import ConfigClient
+from pliant.elastic.http_server import MAX_BODY_BYTES
+from pliant.elastic.membership import LossNotice, PutView, ReadyNotice
+from pliant.elastic.server import ConfigServer, StateStore
 from pliant.errors import ClusterCleared, ConfigError, NotWanted
 
 
-def running(client: ConfigClient) -> Roll:
+def running(client: ConfigClient) -> Membership:
     """The roll of a job of two workers."""
     client.put(TWO)
     client.ready(A0)
@@ -30,12 +29,12 @@ def running(client: ConfigClient) -> Roll:
 
 
 def test_a_job_from_its_first_worker_to_its_end(client: ConfigClient) -> None:
-    start = client.roll()
+    start = client.membership()
     assert (start.members, start.over) == ((), False)
     roll = running(client)
     assert (roll.number, roll.members) == (start.number + 1, (A0, A1))
     client.add_worker(A2)
-    assert client.roll() == roll
+    assert client.membership() == roll
     grown = client.ready(A2)
     assert (grown.number, grown.members) == (roll.number + 1, (A0, A1, A2))
     after_loss = client.lost(A1, "killed by SIGKILL")
@@ -45,7 +44,7 @@ def test_a_job_from_its_first_worker_to_its_end(client: ConfigClient) -> None:
     assert (left.members, left.urgent) == ((A0,), after_loss.number)
     ended = client.finish()
     assert (ended.number, ended.members, ended.over) == (left.number + 1, (), True)
-    assert client.finish() == client.roll() == ended
+    assert client.finish() == client.membership() == ended
 
 
 def test_an_unwanted_worker_is_told_to_end(client: ConfigClient, http: httpx.Client) -> None:
@@ -54,7 +53,7 @@ def test_an_unwanted_worker_is_told_to_end(client: ConfigClient, http: httpx.Cli
         client.ready(A2)
     answer = http.post("/ready", json={"Worker": {"Host": "127.0.0.1", "Port": 10002}})
     assert answer.status_code == 409
-    assert client.roll() == roll
+    assert client.membership() == roll
 
 
 def test_the_end_of_a_job_closes_its_view(client: ConfigClient) -> None:
@@ -63,7 +62,7 @@ def test_the_end_of_a_job_closes_its_view(client: ConfigClient) -> None:
     with pytest.raises(ClusterCleared, match="the job has finished"):
         client.resize(3)
     client.reset()
-    assert client.roll() == Roll(number, urgent=client.roll().urgent, wanted=client.state().version)
+    assert client.membership() == Membership(number, urgent=client.membership().urgent, wanted=client.wanted().version)
     assert running(client).number == number + 1
 
 
@@ -71,11 +70,11 @@ def test_the_json_of_a_roll(client: ConfigClient, http: httpx.Client) -> None:
     roll = running(client)
     members = [{"IPv4": 2130706433, "Port": 10000}, {"IPv4": 2130706433, "Port": 10001}]
     expected = {"Number": roll.number, "Members": members, "Urgent": roll.urgent, "Over": False, "Wanted": roll.wanted}
-    assert http.get("/roll").json() == http.post("/ready", json={"Worker": members[0]}).json() == expected
+    assert http.get("/membership").json() == http.post("/ready", json={"Worker": members[0]}).json() == expected
     assert http.post("/finish", json={"Reason": "done"}).json()["Over"] is True
     text = http.get("/metrics").text
-    assert f"\npliant_config_roll {roll.number + 1}\n" in text
-    assert "\npliant_config_members 0\n" in text
+    assert f"\npliant_config_membership {roll.number + 1}.0\n" in text
+    assert "\npliant_config_members 0.0\n" in text
 
 
 @pytest.mark.parametrize(
@@ -95,54 +94,47 @@ def test_who_waits_is_told_of_every_change(
 ) -> None:
     roll = running(client)
     with ThreadPoolExecutor(1) as pool, ConfigClient(server.url) as waiting:
-        told = pool.submit(waiting.wait_roll, roll.number, 50)
+        told = pool.submit(waiting.wait_for_membership, roll.number, 50)
         until_held(server, 1)
         change(client)
-        assert told.result(30) == client.roll()
-    assert client.roll().number == roll.number + 1
+        assert told.result(30) == client.membership()
+    assert client.membership().number == roll.number + 1
 
 
-def test_a_wish_alone_wakes_who_waits_for_views_and_nobody_else(server: ConfigServer, client: ConfigClient) -> None:
-    roll = running(client)
-    version = client.state().version
-    with ThreadPoolExecutor(2) as pool, ConfigClient(server.url) as waiting:
-        told = pool.submit(waiting.wait_roll, roll.number, 50)
-        seen = pool.submit(waiting.wait, version, 50)
-        until_held(server, 2)
+def test_a_snapshot_has_the_wanted_view_and_the_membership_of_one_moment(
+    server: ConfigServer, client: ConfigClient
+) -> None:
+    running(client)
+    before = client.snapshot()
+    assert (before.wanted, before.membership) == (client.wanted(), client.membership())
+    with ThreadPoolExecutor(1) as pool, ConfigClient(server.url) as waiting:
+        told = pool.submit(waiting.wait_for_change, before, 50)
+        until_held(server, 1)
         client.add_worker(A2)
-        assert seen.result(30).version == version + 1
+        added = told.result(30)
+        assert (added.wanted.workers, added.membership) == ((A0, A1, A2), before.membership)
+        told = pool.submit(waiting.wait_for_change, added, 50)
         until_held(server, 1)
-        seen = pool.submit(waiting.wait, version + 1, 50)
-        until_held(server, 2)
-        grown = client.ready(A2)
-        assert told.result(30) == grown
-        until_held(server, 1)
-        client.reset()
-        assert seen.result(30) == Wanted(version + 2, None)
+        client.lost(A1, "gone")
+        lost = told.result(30)
+    assert (lost.wanted.workers, lost.membership.members) == ((A0, A2), (A0,))
+    assert len({before.tag, added.tag, lost.tag}) == 3
 
 
-def test_nobody_waits_for_what_is_there_already(client: ConfigClient, http: httpx.Client) -> None:
-    roll = running(client)
-    assert client.wait_roll(roll.number - 1, 50) == roll
-    assert http.get("/roll?after=0").json()["Number"] == roll.number
-    assert http.get("/roll?timeout_s=50").json()["Number"] == roll.number
-    assert client.wait_roll(roll.number, 0.05) == client.wait_roll(roll.number + 7, 0) == roll
+def test_nobody_waits_for_what_is_there_already(client: ConfigClient) -> None:
+    membership = running(client)
+    assert client.wait_for_membership(membership.number - 1, 50) == membership
+    assert client.wait_for_membership(membership.number, 0.05) == membership
     over = client.finish()
-    assert client.wait_roll(over.number, 50) == over
-
-
-def test_a_stop_answers_who_waits() -> None:
-    with ThreadPoolExecutor(1) as pool, serving(initial=ONE) as (server, _):
-        told = pool.submit(httpx.get, server.url.replace("config", "roll?after=0&timeout_s=50"), trust_env=False)
-        until_held(server, 1)
-        server.stop()
-        assert told.result(30).json()["Number"] == 0
+    assert client.wait_for_membership(over.number, 50) == over
 
 
 def test_sixty_four_waiting_workers_are_told_at_once(server: ConfigServer, client: ConfigClient) -> None:
     roll = running(client)
     with ThreadPoolExecutor(64) as pool, ConfigClient(server.url) as waiting:
-        told = [pool.submit(lambda: (waiting.wait_roll(roll.number, 50), time.monotonic())) for _ in range(64)]
+        told = [
+            pool.submit(lambda: (waiting.wait_for_membership(roll.number, 50), time.monotonic())) for _ in range(64)
+        ]
         until_held(server, 64)
         begun_s = time.monotonic()
         lost = client.lost(A1, "gone")
@@ -174,21 +166,19 @@ def test_bad_notices_are_400_with_a_reason_and_change_nothing(
 ) -> None:
     if path == "/finish" and body.strip() in (b"", b"{}"):
         pytest.skip("nothing is missing: this body is a good notice of an end")
-    roll, wanted = running(client), client.state()
+    roll, wanted = running(client), client.wanted()
     answer = http.post(path, content=body)
     assert answer.status_code == 400
     assert 10 < len(answer.json()["error"]) <= 500
-    assert (client.roll(), client.state()) == (roll, wanted)
+    assert (client.membership(), client.wanted()) == (roll, wanted)
 
 
 @pytest.mark.parametrize(
     ("method", "target", "status"),
     [
-        ("POST", "/roll", 405), ("PUT", "/roll", 405), ("GET", "/ready", 405), ("GET", "/lost", 405),
-        ("DELETE", "/leave", 405), ("GET", "/finish", 405), ("GET", "/roll/", 404),
-        ("GET", "/roll?after=x", 400), ("GET", "/roll?after=-1", 400), ("GET", "/roll?after=1.5", 400),
-        ("GET", "/roll?after=", 400), ("GET", "/roll?after=1&after=2", 400), ("GET", "/roll?after=" + "9" * 19, 400),
-        ("GET", "/roll?after=0&timeout_s=x", 400), ("GET", "/roll?timeout_s=nan", 400), ("GET", "/roll?timeout_s=-1", 400),
+        ("POST", "/membership", 405), ("PUT", "/membership", 405), ("GET", "/ready", 405), ("GET", "/lost", 405),
+        ("DELETE", "/leave", 405), ("GET", "/finish", 405), ("GET", "/membership/", 404),
+        ("GET", "/state?wait=x", 400), ("GET", "/state?wait=nan", 400), ("GET", "/state?wait=1&wait=2", 400),
     ],
     ids=str,
 )  # fmt: skip
@@ -199,7 +189,7 @@ def test_wrong_methods_and_queries(
     answer = http.request(method, target)
     assert answer.status_code == status
     assert answer.json()["error"]
-    assert client.roll() == roll
+    assert client.membership() == roll
 
 
 def test_long_reasons_are_cut_and_large_bodies_refused(client: ConfigClient, http: httpx.Client) -> None:
@@ -215,7 +205,7 @@ def test_the_roll_needs_the_token_too() -> None:
         with ConfigClient(server.url, "wrong") as stranger, pytest.raises(ConfigError, match="needs its token"):
             stranger.lost(A0, "I say so")
         with ConfigClient(server.url) as stranger, pytest.raises(ConfigError, match="needs its token"):
-            stranger.wait_roll(0, 1)
+            stranger.wait_for_membership(0, 1)
         assert client.ready(A1).members == (A0, A1)
 
 
@@ -231,16 +221,16 @@ def test_a_restart_forgets_no_roll(tmp_path: Path) -> None:
         lost = client.lost(A2, "gone")
         client.put(View(0, (A1, A2), (RUN_A,)))
     with serving(state=state) as (server, client):
-        assert client.roll() == server.roll == lost
+        assert client.membership() == server.membership == lost
         # That A1 is ready has been remembered: only A2 was missing.
         replaced = client.ready(A2)
-        assert replaced == Roll(lost.number + 1, (A1, A2), lost.urgent, False, 3)
+        assert replaced == Membership(lost.number + 1, (A1, A2), lost.urgent, False, 3)
         over = client.finish()
     with serving(state=state) as (_, client):
-        assert client.roll() == over
+        assert client.membership() == over
         client.reset()
     with serving(state=state) as (_, client):
-        assert (client.roll().number, client.roll().over) == (over.number, False)
+        assert (client.membership().number, client.membership().over) == (over.number, False)
         assert running(client).number == over.number + 1
 
 
@@ -251,18 +241,18 @@ def test_a_state_file_from_before_there_were_rolls(tmp_path: Path) -> None:
         database.execute("INSERT INTO wanted VALUES (1, 7, ?)", (json.dumps(View(7, (), (RUN_A,)).to_json()),))
     database.close()
     with serving(state=str(state)) as (_, client):
-        assert client.roll() == Roll(over=True, wanted=7)
+        assert client.membership() == Membership(over=True, wanted=7)
 
 
 def test_what_cannot_be_saved_happens_neither_in_the_view_nor_in_the_roll(tmp_path: Path) -> None:
-    with Store(str(tmp_path / "state")) as store:
-        for request in (Put(TWO), Ready(A0), Ready(A1)):
+    with StateStore(str(tmp_path / "state")) as store:
+        for request in (PutView(TWO), ReadyNotice(A0), ReadyNotice(A1)):
             store.save(store.state.after(request))
         before = store.state
         assert store._database is not None
         store._database.execute("CREATE TRIGGER full BEFORE INSERT ON roll BEGIN SELECT RAISE(ABORT, 'disk full'); END")
         with pytest.raises(sqlite3.Error, match="disk full"):
-            store.save(before.after(Lost(Worker("127.0.0.1", 10001))))
+            store.save(before.after(LossNotice(Worker("127.0.0.1", 10001))))
         assert store.state == before
-    with Store(str(tmp_path / "state")) as again:
+    with StateStore(str(tmp_path / "state")) as again:
         assert again.state == before

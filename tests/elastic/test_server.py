@@ -8,9 +8,10 @@ import httpx
 import pytest
 from serving import A0, A1, A2, ONE, RUN_A, TWO, serving
 
-from pliant.cluster import Host, PortRange, View
-from pliant.elastic.membership import Limits, Wanted
-from pliant.elastic.server import ConfigClient, ConfigServer
+from pliant.cluster import Host, PortRange, View, Wanted
+from pliant.elastic.client import ConfigClient
+from pliant.elastic.membership import Limits
+from pliant.elastic.server import ConfigServer
 from pliant.errors import (
     CapacityError,
     ClusterCleared,
@@ -25,7 +26,7 @@ from pliant.errors import (
 
 def test_put_then_get(client: ConfigClient) -> None:
     assert client.get() is None
-    before = client.state().version
+    before = client.wanted().version
     put = client.put(TWO)
     assert put == View(before + 1, TWO.workers, TWO.runners) == client.get()
 
@@ -33,7 +34,7 @@ def test_put_then_get(client: ConfigClient) -> None:
 def test_the_version_never_goes_back(client: ConfigClient) -> None:
     first = client.put(TWO).number
     assert client.reset() == first + 1
-    assert client.state() == Wanted(first + 1, None)
+    assert client.wanted() == Wanted(first + 1, None)
     assert client.put(TWO).number == first + 2
 
 
@@ -81,7 +82,7 @@ def test_every_change_is_compare_and_set(client: ConfigClient, change: Callable[
     assert (caught.value.expected, caught.value.current) == (view.number - 1, view.number)
     assert client.get() == view
     change(client, view.number)
-    assert client.state().version == view.number + 1
+    assert client.wanted().version == view.number + 1
 
 
 def test_refusals_are_pliants_errors(client: ConfigClient) -> None:
@@ -197,8 +198,8 @@ def test_health_and_metrics(http: httpx.Client, client: ConfigClient) -> None:
     assert http.get("/health").json() == {"status": "ok"}
     http.get("/nowhere")
     text = http.get("/metrics").text
-    assert f"\npliant_config_version {version}\n" in text
-    assert "\npliant_config_workers 2\n" in text
-    assert "\npliant_config_held_requests 0\n" in text
+    assert f"\npliant_config_version {version}.0\n" in text
+    assert "\npliant_config_workers 2.0\n" in text
+    assert "\npliant_config_held_requests 0.0\n" in text
     assert '\npliant_config_requests_total{status="404"}' in text
     assert "# TYPE pliant_config_requests_total counter" in text

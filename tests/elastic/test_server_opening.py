@@ -12,11 +12,10 @@ import httpx
 import pytest
 from serving import A0, ONE, TWO, serving
 
-from pliant.cluster import View, Worker
-from pliant.elastic.membership import Wanted
-from pliant.elastic.roll import Membership
-from pliant.elastic.server import ConfigClient, ConfigServer, ServerConfig
-from pliant.elastic.store import Store
+from pliant.cluster import View, Wanted, Worker
+from pliant.elastic.client import ConfigClient
+from pliant.elastic.membership import ElasticState
+from pliant.elastic.server import ConfigServer, ServerConfig, StateStore
 from pliant.errors import (
     ClusterCleared,
     ConfigError,
@@ -39,7 +38,7 @@ def test_a_token_is_needed_where_there_is_one() -> None:
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
         assert httpx.get(base + "/config", headers={b"Authorization": b"\xff"}, trust_env=False).status_code == 401
         assert httpx.get(base + "/health", trust_env=False).status_code == 200
-        assert client.state().version == 1
+        assert client.wanted().version == 1
 
 
 def make_certificate(folder: Path) -> tuple[str, str]:
@@ -98,7 +97,7 @@ def test_a_restart_forgets_nothing(tmp_path: Path) -> None:
     with serving(state=state, initial=ONE) as (_, client):
         assert client.reset() == 4
     with serving(state=state, initial=ONE) as (_, client):
-        assert client.state() == Wanted(4, None)
+        assert client.wanted() == Wanted(4, None)
         assert client.put(TWO).number == 5
 
 
@@ -120,20 +119,20 @@ def test_a_state_file_of_something_else(tmp_path: Path, content: bytes | None) -
 def test_what_cannot_be_saved_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(initial=TWO) as (server, client):
 
-        def full(self: Store, state: Membership) -> None:
+        def full(self: StateStore, state: ElasticState) -> None:
             raise sqlite3.OperationalError("database or disk is full")
 
-        monkeypatch.setattr(Store, "save", full)
+        monkeypatch.setattr(StateStore, "save", full)
         with pytest.raises(ServerUnavailable, match="nothing has changed: database or disk is full"):
             client.put(ONE)
-        assert client.state().version == server.wanted.version == 1
+        assert client.wanted().version == server.wanted.version == 1
 
 
 def test_one_server_can_run_again() -> None:
     server = ConfigServer(ServerConfig(port=0, initial=TWO))
     for _ in range(2):
         with server.running(), ConfigClient(server.url) as client:
-            assert client.state().version == 1
+            assert client.wanted().version == 1
 
 
 def test_a_taken_port_is_said_clearly(shared: ConfigServer) -> None:

@@ -12,9 +12,10 @@ import pytest
 from gang import FULL
 from serving import ONE, TWO
 
-from pliant.elastic import inputs
-from pliant.elastic.inputs import MAX_BODY_BYTES
-from pliant.elastic.server import ConfigClient, ConfigServer
+from pliant.elastic import http_server
+from pliant.elastic.client import ConfigClient
+from pliant.elastic.http_server import MAX_BODY_BYTES
+from pliant.elastic.server import ConfigServer
 
 WORKER = {"IPv4": 2130706433, "Port": 10000}
 RUNNER = {"IPv4": 2130706433, "Port": 38080}
@@ -128,7 +129,7 @@ def test_half_a_body_and_then_nothing_harms_nobody(server: ConfigServer, client:
 
 
 def test_a_body_that_does_not_come_is_408(server: ConfigServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(http_server, "BODY_TIMEOUT_S", 0.05)
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
         sock.sendall(b"PUT /config HTTP/1.1\r\nHost: a\r\nContent-Length: 500\r\n\r\n{")
         assert sock.recv(4096).startswith(b"HTTP/1.1 408")
@@ -149,7 +150,7 @@ def malformed(chance: random.Random) -> bytes:
     method, path = chance.choice(
         [("PUT", "config"), ("PUT", "put"), ("POST", "config"), ("POST", "reset"), ("POST", "clear"), ("POST", "addworker"),
          ("POST", "removeworker"), ("POST", "resize"), ("PATCH", "config"), ("GET", "clear"), ("GET", "config?wait=x"), ("PUT", "%00"),
-         ("POST", "ready"), ("POST", "lost"), ("POST", "leave"), ("GET", "roll?after=x")]
+         ("POST", "ready"), ("POST", "lost"), ("POST", "leave"), ("GET", "state?wait=x")]
     )  # fmt: skip
     if method == "POST" and path in ("config", "reset", "clear"):
         body = body.strip() or b"x"

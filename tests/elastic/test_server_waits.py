@@ -10,9 +10,9 @@ from contextlib import suppress
 import httpx
 from serving import ONE, RUN_A, TWO, held, serving, until_held
 
-from pliant.cluster import View, Worker
-from pliant.elastic.membership import Wanted
-from pliant.elastic.server import ConfigClient, ConfigServer
+from pliant.cluster import ClusterSnapshot, View, Wanted, Worker
+from pliant.elastic.client import ConfigClient
+from pliant.elastic.server import ConfigServer
 from pliant.errors import (
     StaleView,
 )
@@ -53,23 +53,25 @@ def test_a_held_get_answers_at_the_change(server: ConfigServer, client: ConfigCl
 
 def test_a_client_waits_for_a_change_also_from_and_to_unset(server: ConfigServer, client: ConfigClient) -> None:
     with ThreadPoolExecutor(1) as pool:
-        unset = client.state().version
-        arriving = pool.submit(client.wait, unset, 50)
+        unset = client.snapshot()
+        arriving = pool.submit(client.wait_for_change, unset, 50)
         until_held(server, 1)
         view = client.put(TWO)
-        assert arriving.result(30) == Wanted(unset + 1, view)
-        leaving = pool.submit(client.wait, unset + 1, 50)
+        put = arriving.result(30)
+        assert put.wanted == Wanted(unset.wanted.version + 1, view)
+        leaving = pool.submit(client.wait_for_change, put, 50)
         until_held(server, 1)
         client.reset()
-        assert leaving.result(30) == Wanted(unset + 2, None)
+        assert leaving.result(30).wanted == Wanted(unset.wanted.version + 2, None)
 
 
 def test_a_held_get_is_304_when_nothing_happens(http: httpx.Client, client: ConfigClient) -> None:
     version = client.put(TWO).number
     answer = http.get("/config?wait=0.05", headers={"If-None-Match": f'"{version}"'})
     assert (answer.status_code, answer.headers["etag"], answer.content) == (304, f'"{version}"', b"")
-    assert client.wait(version, 0.05) == Wanted(version, None)
-    assert client.wait(version - 1, 50).version == version
+    snapshot = client.snapshot()
+    assert client.wait_for_change(snapshot, 0.05) is snapshot
+    assert client.wait_for_change(ClusterSnapshot(), 50) == snapshot
 
 
 def test_who_hangs_up_is_not_held(server: ConfigServer, client: ConfigClient) -> None:
@@ -109,4 +111,4 @@ def test_of_conflicting_changes_exactly_one_wins_each_round(server: ConfigServer
     with ThreadPoolExecutor(rivals) as pool:
         wins = [number for won in pool.map(rival, range(rivals)) for number in won]
     assert sorted(wins) == list(range(version + 1, version + rounds + 1))
-    assert client.state().version == version + rounds
+    assert client.wanted().version == version + rounds

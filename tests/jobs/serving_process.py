@@ -106,7 +106,7 @@ class Serving:
         if state is None:
             return 0
         with ConfigClient(state.config_server, (self._runs(name)[-1] / "token").read_text()) as client:
-            return len(client.roll().members)
+            return len(client.membership().members)
 
     def output(self, name: str) -> str:
         return (self.state / "jobs" / name / "log").read_text()

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 
 from pliant.cli.main import main
-from pliant.elastic import serving
+from pliant.elastic import http_server
 from pliant.errors import ConfigError
 from pliant.jobs.api import JobServerConfig, serve
 from pliant.jobs.backends import LocalBackend
@@ -92,7 +92,7 @@ def test_what_it_writes_down_is_for_its_user_only_and_the_token_stays(
     seen: list[tuple[dict[str, str], int, object]] = []
     seen_modes: set[int] = set()
     said: list[str] = []
-    monkeypatch.setattr(serving, "until_signalled", look)
+    monkeypatch.setattr(http_server, "serve_until_signalled", look)
     for _ in range(2):
         serve(config, lambda: backend, schedulers.make_policy("easyscale-heter"), said.append)
     (first, health, jobs), (second, _, _) = seen

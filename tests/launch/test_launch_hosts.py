@@ -12,7 +12,8 @@ from launching import Ended, Launcher, Runner
 from test_launch_jobs import STEPS, up
 
 from pliant.cluster import View, Worker
-from pliant.elastic.server import ConfigClient, ConfigServer, ServerConfig
+from pliant.elastic.client import ConfigClient
+from pliant.elastic.server import ConfigServer, ServerConfig
 
 pytestmark = pytest.mark.processes
 

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 import pytest
 from launching import Launcher, Runner
 
-from pliant.cluster import View, Worker
+from pliant.cluster import Membership, View, Worker
 from pliant.elastic.client import ConfigClient
-from pliant.elastic.roll import Roll
 from pliant.jobs.store import running_jobs
 from pliant.launch.events import (
     Action,
@@ -58,14 +57,14 @@ def training(*workers: Worker, max_restarts: int = 100, slots: int = 4, alone: b
     """A job in which all `workers` train, in view 1 and roll 1."""
     made = Supervisor(HERE, grace_s=10, watch=True, alone=alone, slots=slots, max_restarts=max_restarts)
     made.handle(Arrived(view(1, *workers)), 0)
-    made.handle(Rolled(Roll(1, workers, wanted=1)), 0)
+    made.handle(Rolled(Membership(1, workers, wanted=1)), 0)
     return made
 
 
 def test_a_crash_before_anybody_was_ready_ends_the_job() -> None:
     made = Supervisor(HERE, grace_s=10, watch=True, max_restarts=100)
     made.handle(Arrived(view(1, A, B)), 0)
-    made.handle(Rolled(Roll()), 0)
+    made.handle(Rolled(Membership()), 0)
     actions = made.handle(Exited(A, 2), 1)
     assert kinds(actions, Report, Blame, Terminate) == [Terminate(B), Blame(A, "exit code 2")]
 
@@ -136,7 +135,7 @@ def test_when_restarts_are_used_up_the_job_goes_on_with_those_left() -> None:
     assert "not replaced: the 1 restarts of --max-restarts are used up" in said(actions)
     assert kinds(made.handle(Tick(), 100), Replace, Terminate, Finish) == []
     made.handle(Arrived(view(2, A)), 101)
-    made.handle(Rolled(Roll(2, over=True)), 102)
+    made.handle(Rolled(Membership(2, over=True)), 102)
     assert kinds(made.handle(Exited(A, 0), 103), Finish) == []  # one was asked for, and is still to come
     assert kinds(made.handle(NotReplaced("the job has finished"), 104), Finish) == [Finish(0)]
 
@@ -183,7 +182,7 @@ def test_a_replacement_that_is_refused_may_be_the_end() -> None:
     made = training(A, B)
     made.handle(Exited(A, 3), 20)
     assert kinds(made.handle(Exited(B, 4), 20), Blame) == []  # one is coming
-    made.handle(Rolled(Roll(3, over=True)), 20.1)
+    made.handle(Rolled(Membership(3, over=True)), 20.1)
     assert kinds(made.handle(NotReplaced("the cluster was cleared"), 20.2), Blame, Finish) == [
         Blame(B, "exit code 4", "was the last one, and failed"),
         Finish(4),
@@ -203,7 +202,7 @@ def test_a_member_that_is_no_longer_wanted_leaves_by_itself() -> None:
     made = training(A, B)
     assert kinds(made.handle(Arrived(view(2, A)), 5), Terminate) == []
     assert made.next_deadline_s is None
-    made.handle(Rolled(Roll(2, (A,), wanted=2)), 50)
+    made.handle(Rolled(Membership(2, (A,), wanted=2)), 50)
     assert made.next_deadline_s == 60
     assert kinds(made.handle(Exited(B, 0), 51), Report, Replace, Finish, Blame) == []
     assert made.next_deadline_s is None
@@ -213,7 +212,7 @@ def test_a_member_that_is_no_longer_wanted_leaves_by_itself() -> None:
 def test_one_that_does_not_leave_is_told_and_then_killed() -> None:
     made = training(A, B)
     made.handle(Arrived(view(2, A)), 5)
-    made.handle(Rolled(Roll(2, (A,), wanted=2)), 50)
+    made.handle(Rolled(Membership(2, (A,), wanted=2)), 50)
     assert kinds(made.handle(Tick(), 60), Terminate) == [Terminate(B)]
     assert kinds(made.handle(Tick(), 70), Kill) == [Kill(B)]
     assert kinds(made.handle(Exited(B, -9), 71), Report, Replace) == []
@@ -231,7 +230,7 @@ def test_the_last_member_is_replaced_and_only_then_dropped_from_the_view() -> No
     actions = made.handle(Exited(A, -9), 20)
     report = Report(A, "killed by SIGKILL (out of memory? see dmesg)")
     assert kinds(actions, Report, Replace, Finish) == [report, Replace(), report]
-    made.handle(Rolled(Roll(2, (), urgent=2, wanted=1)), 20.1)
+    made.handle(Rolled(Membership(2, (), urgent=2, wanted=1)), 20.1)
     made.handle(Arrived(view(2, A, B)), 20.2)
     assert kinds(made.handle(Arrived(view(3, B)), 20.3), Finish) == []
     assert B in made.running
@@ -250,7 +249,7 @@ def test_a_newcomer_that_crashes_is_reported_so_that_nobody_waits_for_it() -> No
 def test_one_that_left_and_is_wanted_again_is_started_again() -> None:
     made = training(A, B)
     made.handle(Arrived(view(2, A)), 5)
-    made.handle(Rolled(Roll(2, (A,), wanted=2)), 6)
+    made.handle(Rolled(Membership(2, (A,), wanted=2)), 6)
     assert kinds(made.handle(Arrived(view(3, A, B)), 7), Start) == []
     assert kinds(made.handle(Exited(B, 0), 8), Start) == [Start(B, view(3, A, B), 1)]
 
@@ -259,7 +258,7 @@ def test_one_that_others_hold_for_lost_is_replaced_when_it_ends() -> None:
     for code in (1, -9):
         made = training(A, B)
         made.handle(Arrived(view(2, A)), 20)
-        made.handle(Rolled(Roll(2, (A,), urgent=2, wanted=2)), 20)
+        made.handle(Rolled(Membership(2, (A,), urgent=2, wanted=2)), 20)
         if code == -9:
             assert kinds(made.handle(Tick(), 30), Terminate) == [Terminate(B)]
         assert Replace() in made.handle(Exited(B, code), 31)
@@ -282,7 +281,7 @@ def test_a_crash_of_one_that_was_told_to_leave_is_not_replaced() -> None:
 def test_when_it_is_over_newcomers_are_told_and_members_may_take_their_time() -> None:
     made = training(A)
     made.handle(Arrived(view(2, A, B)), 5)
-    assert kinds(made.handle(Rolled(Roll(2, over=True, wanted=2)), 6), Terminate) == [Terminate(B)]
+    assert kinds(made.handle(Rolled(Membership(2, over=True, wanted=2)), 6), Terminate) == [Terminate(B)]
     assert kinds(made.handle(Exited(B, -15), 6), Finish, Report) == []
     assert made.next_deadline_s is None
     assert kinds(made.handle(Exited(A, 0), 500), Finish) == [Finish(0)]
@@ -290,7 +289,7 @@ def test_when_it_is_over_newcomers_are_told_and_members_may_take_their_time() ->
 
 def test_a_crash_after_the_end_is_still_a_failure() -> None:
     made = training(A)
-    made.handle(Rolled(Roll(2, over=True, wanted=1)), 6)
+    made.handle(Rolled(Membership(2, over=True, wanted=1)), 6)
     assert kinds(made.handle(Exited(A, 1), 7), Blame, Finish) == [Blame(A, "exit code 1"), Finish(1)]
 
 
@@ -300,9 +299,9 @@ def test_resize_to_nobody_is_a_good_end(code: int) -> None:
     made.handle(Exited(B, 1), 5)
     made.handle(Arrived(view(2, A)), 5)
     made.handle(Arrived(view(3, A, C)), 5)
-    made.handle(Rolled(Roll(3, (A, C), urgent=2, wanted=3)), 6)
+    made.handle(Rolled(Membership(3, (A, C), urgent=2, wanted=3)), 6)
     made.handle(Arrived(View(4, (), ())), 7)
-    assert kinds(made.handle(Rolled(Roll(4, over=True, wanted=4)), 7), Terminate) == []
+    assert kinds(made.handle(Rolled(Membership(4, over=True, wanted=4)), 7), Terminate) == []
     if code:
         assert kinds(made.handle(Tick(), 17), Terminate) == [Terminate(A), Terminate(C)]
     made.handle(Exited(A, code), 17)
@@ -336,17 +335,17 @@ def test_a_job_whose_workers_were_all_on_a_host_that_is_gone_fails() -> None:
 def test_without_its_head_a_runner_ends_by_itself() -> None:
     made = training(A, FAR, alone=False)
     made.handle(RunnerGone(THERE, was_head=True), 1)
-    made.handle(Rolled(Roll(2, over=True)), 2)
+    made.handle(Rolled(Membership(2, over=True)), 2)
     assert kinds(made.handle(Exited(A, 0), 3), Finish) == [Finish(0)]
 
 
 def test_with_keep_the_next_job_of_a_server_starts_afresh() -> None:
     made = Supervisor(HERE, grace_s=10, watch=True, keep=True, max_restarts=100)
     made.handle(Arrived(view(1, A)), 0)
-    made.handle(Rolled(Roll(1, (A,))), 0)
-    made.handle(Rolled(Roll(2, over=True)), 1)
+    made.handle(Rolled(Membership(1, (A,))), 0)
+    made.handle(Rolled(Membership(2, over=True)), 1)
     assert kinds(made.handle(Exited(A, 0), 2), Finish) == []
-    made.handle(Rolled(Roll(2)), 3)
+    made.handle(Rolled(Membership(2)), 3)
     assert kinds(made.handle(Arrived(view(3, A)), 4), Start) == [Start(A, view(3, A), 0)]
     assert kinds(made.handle(Exited(A, 1), 5), Report, Blame) == [Blame(A, "exit code 1")]
 
@@ -363,11 +362,11 @@ FOLLOW = """
     with ConfigClient(spec.config_server) as client:
         roll = client.ready(me)
         while me not in roll.members and not roll.over:
-            roll = client.wait_roll(roll.number, 30)
+            roll = client.wait_for_membership(roll.number, 30)
         print(f"trains {'torch' in sys.modules}", flush=True)  # before it is up: it is killed right after
         pathlib.Path(f"up-{me.port}-{os.getpid()}").touch()
         while me in roll.members:
-            roll = client.wait_roll(roll.number, 30)
+            roll = client.wait_for_membership(roll.number, 30)
 """
 
 
@@ -393,13 +392,13 @@ def test_a_killed_member_is_lost_and_replaced(launcher: Launcher, alive: Callabl
     url = url_of(runner)
     with ConfigClient(url) as client:
         (first_port, first), (_, second) = sorted(up(launcher, 2).items())
-        before = client.roll()
+        before = client.membership()
         assert [job.config_server for job in running_jobs(launcher.environ) if job.pid == runner.pid] == [url]
         os.kill(first, signal.SIGKILL)
-        lost = client.wait_roll(before.number, 20)
+        lost = client.wait_for_membership(before.number, 20)
         assert lost.urgent == lost.number
         now = up(launcher, 3)
-        roll = client.roll()
+        roll = client.membership()
         assert now[roll.members[0].port] == second
         assert first_port not in [worker.port for worker in roll.members]
         client.resize(1)
@@ -433,10 +432,10 @@ def test_the_job_goes_on_when_a_host_dies(launcher: Launcher, free_port: int) ->
     )
     with ConfigClient(url_of(head)) as client:
         up(launcher, 2)
-        roll = client.roll()
+        roll = client.membership()
         assert len(roll.members) == 2
         other.kill()
-        lost = client.wait_roll(roll.number, 20)
+        lost = client.wait_for_membership(roll.number, 20)
         assert [worker.host for worker in lost.members] == ["127.0.0.1"]
         client.finish()
     ended = launcher.end(head)

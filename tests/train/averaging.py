@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 import pliant
 from pliant.cluster import Worker
-from pliant.elastic.server import ConfigClient, ConfigServer, ServerConfig
+from pliant.elastic.client import ConfigClient
+from pliant.elastic.server import ConfigServer, ServerConfig
 
 RATE, MOMENTUM, ALPHA = 0.1, 0.9, 0.2
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -144,8 +145,8 @@ class Driver:
         """Until so many have come to the door."""
         assert self.client is not None
         deadline_s = time.monotonic() + 30
-        while len(self.client.roll().members) != count:
-            assert time.monotonic() < deadline_s, f"{self.client.roll()}"
+        while len(self.client.membership().members) != count:
+            assert time.monotonic() < deadline_s, f"{self.client.membership()}"
             time.sleep(0.005)  # pacing a poll with a deadline
 
     def round(self, victim: Worker | None = None) -> list[Record]:

@@ -22,7 +22,8 @@ from gang import SECRET, Gang, free_port, gang
 from subject import Fault, History, Task, history, train
 
 from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker
-from pliant.elastic.server import ConfigClient, ConfigServer, ServerConfig
+from pliant.elastic.client import ConfigClient
+from pliant.elastic.server import ConfigServer, ServerConfig
 from pliant.errors import REFUSED_EXIT
 from pliant.identity import WorkerSpec
 
@@ -136,20 +137,20 @@ class Stage:
 
     def change(self, workers: Sequence[Worker], timeout_s: float = 60) -> None:
         """Want these workers; come back when their first step together is done, which is the next or the one after."""
-        before = set(self.client.roll().members)
+        before = set(self.client.membership().members)
         self.open_gate(self.step)
         self.want(workers)
-        self.until(lambda: set(workers) <= set(self.client.roll().members), timeout_s)
+        self.until(lambda: set(workers) <= set(self.client.membership().members), timeout_s)
         # Some of the old may have to stay until the new have the state, which takes a step or two.
         for _ in range(6):
-            roll = self.client.roll()
+            roll = self.client.membership()
             standing = [worker for worker in roll.members if worker in before] if self.step else []
             self.until(lambda r=roll, s=standing: self._are_prepared(s, r.number), timeout_s)  # type: ignore[misc]
             self.advance(self.step + 1, timeout_s)
-            roll = self.client.roll()
+            roll = self.client.membership()
             if roll.members == tuple(workers) and self.view == roll.number:
                 return
-        raise AssertionError(f"step {self.step} was done in view {self.view}, but there is {self.client.roll()}")
+        raise AssertionError(f"step {self.step} was done in view {self.view}, but there is {self.client.membership()}")
 
     def _are_prepared(self, workers: Sequence[Worker], number: int) -> bool:
         return all(self.prepared.get(worker, 0) >= number for worker in workers)
@@ -176,7 +177,7 @@ class Stage:
         deadline_s = time.monotonic() + timeout_s
         while not reached():
             assert time.monotonic() < deadline_s, (
-                f"waited for {timeout_s:g} s at step {self.step}: {self.client.roll()}"
+                f"waited for {timeout_s:g} s at step {self.step}: {self.client.membership()}"
             )
             self.tend()
 
@@ -198,7 +199,7 @@ class Stage:
     @property
     def holders(self) -> list[Worker]:
         """Members that have the job's state, as far as the test can know."""
-        members = self.client.roll().members
+        members = self.client.membership().members
         running = [actor.worker for actor in self.running]
         return [each for each in running if each in members and self.last_step.get(each, -9) >= self.step - 2]
 
@@ -231,7 +232,7 @@ class Stage:
         if actor.exit_code == 0:
             return
         self.client.lost(actor.worker, f"exit code {actor.exit_code}")
-        if self.replaces and actor.exit_code != REFUSED_EXIT and not self.client.roll().over:
+        if self.replaces and actor.exit_code != REFUSED_EXIT and not self.client.membership().over:
             self.client.add_worker(new_workers(1)[0])
 
     def _follow(self) -> None:

@@ -68,7 +68,7 @@ def test_a_worker_with_a_notice_leaves_after_its_step(tmp_path: Path) -> None:
     with staged(Task(program="conv", replicas=4, epochs=EPOCHS, journal=""), tmp_path) as stage:
         stage.change([first, second, third])
         stage.kill(first, signal.SIGTERM)
-        stage.until(lambda: stage.client.roll().members == (second, third))
+        stage.until(lambda: stage.client.membership().members == (second, third))
         stage.open_gate(ALL)
         stage.until_over()
         _check(stage, EPOCHS)
@@ -95,7 +95,7 @@ def test_a_worker_that_would_change_bits_is_refused(tmp_path: Path) -> None:
         stage.replaces = True
         stage.change([first, second])
         stage.want([first, other, second])
-        stage.until(lambda: stage.client.roll().members == (first, other, second))
+        stage.until(lambda: stage.client.membership().members == (first, other, second))
         stage.open_gate(ALL)
         stage.until_over()
         assert [actor.exit_code for actor in stage.actors] == [0, 0, REFUSED_EXIT]

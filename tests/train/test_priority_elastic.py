@@ -51,7 +51,7 @@ def test_views_change_and_bits_do_not(sync: str, tmp_path: Path) -> None:
         stage.change([second, fifth, fourth])
         stage.advance(stage.step + 2)
         stage.kill(second, signal.SIGTERM)
-        stage.until(lambda: stage.client.roll().members == (fifth, fourth))
+        stage.until(lambda: stage.client.membership().members == (fifth, fourth))
         stage.open_gate(ALL)
         stage.until_over()
         _check(stage)

@@ -32,9 +32,9 @@ def test_a_member_that_never_trained_inherits_the_job(tmp_path: Path) -> None:
         stage.change([first])
         stage.advance(3)
         stage.want([first, second])
-        stage.until(lambda: stage.client.roll().members == (first, second))
+        stage.until(lambda: stage.client.membership().members == (first, second))
         stage.want([second])
-        assert stage.client.roll().members == (first, second), "only the first one has the state"
+        assert stage.client.membership().members == (first, second), "only the first one has the state"
         stage.open_gate(ALL)
         stage.until_over()
         compare(stage.history, golden("conv", 4, 4))
@@ -108,7 +108,7 @@ def test_a_storm_of_requests_from_outside(tmp_path: Path) -> None:
         spare: list[Worker] = []
         for number in range(rounds):
             stage.open_gate(max(stage.allowed, len(oracle) * (number + 1) // (rounds + 1)))
-            members = stage.client.roll().members  # some of them may not have trained yet
+            members = stage.client.membership().members  # some of them may not have trained yet
             spare = [*spare, *new_workers(1)][-4:]
             free = [worker for worker in spare if worker not in members and worker not in _ended(stage)]
             view = [chance.choice(members), *chance.sample(free, chance.randint(0, min(3, len(free))))]
@@ -142,7 +142,7 @@ def _ask_for_nonsense(stage: Stage, workers: Sequence[Worker]) -> None:
         [],
     ]
     with httpx.Client(trust_env=False, verify=False) as http:
-        version = stage.client.state().version
+        version = stage.client.wanted().version
         url = str(stage.client.url)
         answers = [http.put(url, json=each) for each in lists]
         answers.append(http.put(url, content=b'{"Workers": ['))

@@ -78,7 +78,7 @@ def test_a_real_job_is_watched_resized_and_stopped(home: Home, browser: Browser,
     dialog.get_by_role("button", name="Resize it").click()
     dialog.get_by_text("Wrong token").wait_for()
     with ConfigClient(job.config_server) as client:
-        assert len(client.roll().members) == 1
+        assert len(client.membership().members) == 1
         wanted = client.get()
         assert wanted is not None
         assert wanted.size == 1
@@ -86,7 +86,7 @@ def test_a_real_job_is_watched_resized_and_stopped(home: Home, browser: Browser,
         # The right one resizes the job that really runs.
         dialog.get_by_label("Token").fill(token)
         dialog.get_by_role("button", name="Resize it").click()
-        until(lambda: len(client.roll().members) == 2, "the second worker")
+        until(lambda: len(client.membership().members) == 2, "the second worker")
     page.locator(".event", has_text="1 → 2 workers").wait_for()
     until(lambda: fact(page, "workers") == "2", "the page to show both")
     until(lambda: page.locator(".square").count() == 2, "a square for each")

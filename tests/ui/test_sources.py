@@ -23,9 +23,9 @@ from rich.console import Console
 from pliant.cli import keys
 from pliant.cluster import View, Worker
 from pliant.elastic.client import ConfigClient
+from pliant.elastic.http_server import uvicorn_config
 from pliant.elastic.membership import Limits
 from pliant.elastic.server import ConfigServer, ServerConfig
-from pliant.elastic.serving import settings
 from pliant.errors import ConfigError
 from pliant.launch.registry import registered
 from pliant.record import Recorder
@@ -149,7 +149,7 @@ def cluster(folder: Path, ground: PaperGround) -> Iterator[Server]:
         scheduler = Scheduler(ground, schedulers.make_policy("easyscale-heter"), book, folder, interval_s=0.05)
         with scheduler.running():
             web = LiveWeb(scheduler, "t")
-            server = uvicorn.Server(settings(web.app))
+            server = uvicorn.Server(uvicorn_config(web.app))
             config = server.config
             config.host, config.port = "127.0.0.1", 0
             thread = threading.Thread(target=server.run, name="pliant-test-serve", daemon=True)

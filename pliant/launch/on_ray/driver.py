@@ -109,15 +109,15 @@ class Driver:
     # --- as a caterer, from the server's thread ---
 
     def resize(self, size: int) -> None:
-        self.equip(self._seats.devices_for(size))
+        self.set_devices(self._seats.devices_for(size))
 
-    def equip(self, devices: Mapping[str, int]) -> None:
+    def set_devices(self, devices: Mapping[str, int]) -> None:
         self._events.put(Wish(dict(devices)))
 
-    def occupied(self) -> dict[str, int]:
+    def occupied_devices(self) -> dict[str, int]:
         return self._seats.occupied()
 
-    def drop(self) -> None:
+    def drop_unwanted(self) -> None:
         self._events.put(Drop())
 
     # --- the loop ---
@@ -163,7 +163,7 @@ class Driver:
             return True
         if self._sides:
             return False
-        return self._end_by_s is not None or self._server.roll.over or (self.num_ended > 0 and not self._waits())
+        return self._end_by_s is not None or self._server.membership.over or (self.num_ended > 0 and not self._waits())
 
     def _waits(self) -> bool:
         """Whether somebody is still to be started."""
@@ -215,7 +215,7 @@ class Driver:
         if side is None:
             return
         side.kill()
-        if code == 0 or (self._server.roll.over and not self._is_used(node)):
+        if code == 0 or (self._server.membership.over and not self._is_used(node)):
             self.num_ended += 1
         elif self._end_by_s is None:
             log.error("host %s: its runner ended with exit code %d", side.host, code)
@@ -227,15 +227,15 @@ class Driver:
         if side is None:
             return
         side.kill()
-        if self._end_by_s is not None or self._server.roll.over:
+        if self._end_by_s is not None or self._server.membership.over:
             return
         gone = f"the runner on {side.host} is gone ({why})"
         self._seats.lose(node)
-        if not self._server.roll.number:
+        if not self._server.membership.number:
             log.error("%s before the job had begun", gone)
             self._fail(1)
             return
-        view, roll = self._server.wanted.view, self._server.roll
+        view, roll = self._server.wanted.view, self._server.membership
         known = {*(view.workers if view is not None else ()), *roll.members}
         for worker in sorted(worker for worker in known if worker.host == side.host):
             self._client.lost(worker, f"the runner on {side.host} is gone")
@@ -254,7 +254,7 @@ class Driver:
             self._seats.follow(view, self._hosts)
         self._see_off()
         self._place()
-        if self._server.roll.over:
+        if self._server.membership.over:
             # A runner that comes only now would complain that there is nothing to do.
             for node in [node for node in self._sides if not self._is_used(node)]:
                 self._sides.pop(node).kill()

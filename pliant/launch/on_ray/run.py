@@ -53,7 +53,7 @@ def run_on_ray(
             port=job.config_port,
             limits=Limits(ports=job.ports),
             token=token,
-            caterer=driver,
+            provider=driver,
         )
         server = stack.enter_context(ConfigServer(config).running())
         client = stack.enter_context(ConfigClient(server.url, token))

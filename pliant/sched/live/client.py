@@ -16,7 +16,7 @@ from typing import Annotated, Literal, TypeVar
 import httpx
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from pliant.elastic.asking import HttpClient, checked_url, reason_of
+from pliant.elastic.client import HttpClient, parse_server_url, refusal_reason
 from pliant.errors import ConfigError, NameTaken, PliantError, ServerUnavailable, UnknownJob
 from pliant.sched.live.jobfile import JobSpec
 
@@ -165,7 +165,7 @@ class LiveClient(HttpClient):
 
     def __init__(self, server: Server, *, timeout_s: float = 10.0) -> None:
         self.server = server
-        self._url = checked_url(server.url, "--server", "http://10.0.0.1:9200")
+        self._url = parse_server_url(server.url, "--server", "http://10.0.0.1:9200")
         # Loading the authorities takes longer than a request.
         super().__init__(self._url, server.token, self._url.scheme == "https", timeout_s)
 
@@ -235,7 +235,7 @@ class LiveClient(HttpClient):
             raise self._refusal(answer, job)
         return answer
 
-    def _unreachable(self, error: httpx.TransportError) -> str:
+    def _describe_unreachable(self, error: httpx.TransportError) -> str:
         pid = self.server.pid
         if pid and not Path(f"/proc/{pid}").exists():
             return f"the server at {self._url} (pid {pid}) has ended; its jobs run on: start `pliant serve` again"
@@ -243,7 +243,7 @@ class LiveClient(HttpClient):
         return f"no server answers at {self._url} ({why}): {START_ONE}"
 
     def _refusal(self, answer: httpx.Response, job: str) -> PliantError:
-        reason = reason_of(answer)
+        reason = refusal_reason(answer)
         if answer.is_server_error:
             return ServerUnavailable(f"{self._url}: {answer.status_code} {reason}")
         if answer.status_code in (401, 403):

@@ -178,7 +178,7 @@ class LocalRunning:
 
     def resize(self, devices: Counts) -> None:
         with self._client() as client:
-            view = client.state().view
+            view = client.wanted().view
             if view is None or not view.workers:
                 raise ServerUnavailable(f"job {self._run.spec.name}: it is ending")
             leaving = self._leaving(devices, [str(worker) for worker in view.workers])
@@ -220,7 +220,7 @@ class LocalRunning:
 
     def drop(self) -> None:
         with self._client() as client:
-            view = client.state().view
+            view = client.wanted().view
         wanted = {str(worker) for worker in view.workers} if view is not None else set()
         for worker, process in self._living().items():
             if worker not in wanted:

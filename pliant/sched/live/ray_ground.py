@@ -74,15 +74,15 @@ class RayRunning(LocalRunning):
 
     def resize(self, devices: Counts) -> None:
         with self._client() as client:
-            if client.state().cleared:
+            if client.wanted().cleared:
                 raise ServerUnavailable(f"job {self._run.spec.name}: it is ending")
-            client.equip({kind: count for kind, count in devices.items() if count})
+            client.set_devices({kind: count for kind, count in devices.items() if count})
         self.assign(devices)
 
     def occupied(self) -> dict[str, int]:
         try:
             with self._client() as client:
-                self._seen = Counter(client.occupied())
+                self._seen = Counter(client.occupied_devices())
         except ServerUnavailable:
             # It has not begun, has ended, or was killed; whatever it had is its own until all of it has gone.
             self._seen |= Counter(self._wanted)
@@ -90,7 +90,7 @@ class RayRunning(LocalRunning):
 
     def drop(self) -> None:
         with self._client() as client:
-            client.drop()
+            client.drop_unwanted()
 
     def _seen_end(self) -> Ended | None:
         ended = super()._seen_end()

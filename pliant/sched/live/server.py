@@ -16,8 +16,8 @@ from pathlib import Path
 import uvicorn
 
 from pliant.cluster import check_host
-from pliant.elastic import serving
-from pliant.elastic.server import listening
+from pliant.elastic import http_server
+from pliant.elastic.http_server import listening
 from pliant.errors import ConfigError
 from pliant.sched.cluster import SchedulingPolicy
 from pliant.sched.live.book import Book
@@ -64,7 +64,7 @@ def serve(config: LiveConfig, make_ground: Callable[[], Ground], policy: Schedul
         with scheduler.running(), _written_down(config.state, url, token):
             say(f"pliant serve at {url}, state in {config.state}")
             web = LiveWeb(scheduler, token)
-            serving.until_signalled(_Uvicorn(serving.settings(web.app), web), listener)
+            http_server.serve_until_signalled(_Uvicorn(http_server.uvicorn_config(web.app), web), listener)
     say("the server has ended; jobs run on, `pliant serve` with the same --state takes them up again")
 
 

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from pliant.elastic.door import Door, json_answer
+from pliant.elastic.http_server import TokenGate, json_response
 from pliant.errors import ConfigError, NameTaken, PliantError, ServerUnavailable, UnknownJob
 from pliant.sched.live.jobfile import JobSpec
 from pliant.sched.live.openapi import description
@@ -45,7 +45,7 @@ class LiveWeb:
     def __init__(self, scheduler: Scheduler, token: str) -> None:
         self._scheduler = scheduler
         self._closing = False
-        self.app: ASGIApp = Door(self._routed(), token, Counter())
+        self.app: ASGIApp = TokenGate(self._routed(), token, Counter())
 
     def close(self) -> None:
         """Answer what is held now: the server is about to stop."""
@@ -67,27 +67,27 @@ class LiveWeb:
         return Starlette(routes=routes, exception_handlers=handlers)
 
     async def _health(self, request: Request) -> Response:
-        return json_answer({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def _openapi(self, request: Request) -> Response:
-        return json_answer(description())
+        return json_response(description())
 
     async def _list(self, request: Request) -> Response:
-        return json_answer({"jobs": await run_in_threadpool(self._scheduler.statuses)})
+        return json_response({"jobs": await run_in_threadpool(self._scheduler.statuses)})
 
     async def _submit(self, request: Request) -> Response:
         spec = JobSpec.from_json(await _body(request))
-        return json_answer(await run_in_threadpool(self._scheduler.submit, spec), 201)
+        return json_response(await run_in_threadpool(self._scheduler.submit, spec), 201)
 
     async def _show(self, request: Request) -> Response:
-        return json_answer(await run_in_threadpool(self._scheduler.detail, request.path_params["name"]))
+        return json_response(await run_in_threadpool(self._scheduler.detail, request.path_params["name"]))
 
     async def _stop(self, request: Request) -> Response:
         kill = request.query_params.get("kill", "false")
         if kill not in ("true", "false"):
             raise ConfigError(f"kill={kill}: use true or false")
         name = request.path_params["name"]
-        return json_answer(await run_in_threadpool(self._scheduler.stop, name, kill=kill == "true"), 202)
+        return json_response(await run_in_threadpool(self._scheduler.stop, name, kill=kill == "true"), 202)
 
     async def _logs(self, request: Request) -> Response:
         name, begin = request.path_params["name"], int(_number(request, "begin"))
@@ -102,17 +102,17 @@ class LiveWeb:
             await asyncio.sleep(LOOK_S)
         end = begin + len(text)
         over = over and len(text) < MAX_TEXT_BYTES
-        return json_answer({"text": text.decode(errors="backslashreplace"), "end": end, "over": over})
+        return json_response({"text": text.decode(errors="backslashreplace"), "end": end, "over": over})
 
     async def _cluster(self, request: Request) -> Response:
-        return json_answer(await run_in_threadpool(self._scheduler.cluster))
+        return json_response(await run_in_threadpool(self._scheduler.cluster))
 
     async def _reserve(self, request: Request) -> Response:
         wanted = await _body(request)
         for kind, count in wanted.items():
             if isinstance(count, bool) or not isinstance(count, int):
                 raise ConfigError(f"reserve {kind}={count!r}: use a number of devices")
-        return json_answer(await run_in_threadpool(self._scheduler.reserve, wanted))
+        return json_response(await run_in_threadpool(self._scheduler.reserve, wanted))
 
 
 async def _body(request: Request) -> dict[str, Any]:
@@ -160,14 +160,14 @@ def _part(path: Path, begin: int) -> bytes:
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), f"registered for HTTPException, got {error!r}"
-    return json_answer({"error": error.detail}, error.status_code, headers=error.headers)
+    return json_response({"error": error.detail}, error.status_code, headers=error.headers)
 
 
 async def _refusal(request: Request, error: Exception) -> Response:
     status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
-    return json_answer({"error": str(error)}, status)
+    return json_response({"error": str(error)}, status)
 
 
 async def _not_saved(request: Request, error: Exception) -> Response:
     log.error("the state could not be saved: %s", error)
-    return json_answer({"error": f"the state could not be saved yet: {error}"}, 503)
+    return json_response({"error": f"the state could not be saved yet: {error}"}, 503)

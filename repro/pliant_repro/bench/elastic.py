@@ -211,7 +211,7 @@ class ElasticJob:
 
         first = self.await_that("the first step", bool)[0]
         with ConfigClient(first.config_server) as client:
-            client.state()  # connected: later requests do not begin with that
+            client.wanted()  # connected: later requests do not begin with that
 
             def resize(size: int) -> float:
                 asked_s = time.monotonic()

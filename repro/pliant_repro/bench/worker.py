@@ -249,7 +249,7 @@ def _open_openmpi(task: Task, rank: int) -> Iterator[Side]:
 def _open_pliant(task: Task, rank: int) -> Iterator[Side]:
     import torch
 
-    from pliant.elastic.session import Session
+    from pliant.elastic.member import Session
 
     torch.set_num_threads(1)
     with Session.join() as session:

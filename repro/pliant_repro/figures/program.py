@@ -166,9 +166,9 @@ def _hold(job: Job, num_workers: int) -> None:
 
     deadline_s = time.monotonic() + HOLD_S
     with ConfigClient(worker_spec().config_server) as client:
-        roll = client.roll()
+        roll = client.membership()
         while len(roll.members) != num_workers and not (roll.over or time.monotonic() > deadline_s):
-            roll = client.wait_roll(roll.number, 5.0)
+            roll = client.wait_for_membership(roll.number, 5.0)
     while job.prepared_view < roll.number and not (roll.over or time.monotonic() > deadline_s):
         time.sleep(0.002)  # its threads are connecting to the newcomers
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pliant.comm.device.config import DeviceGroupConfig
 from pliant.comm.device.group import DeviceGroup
 from pliant.comm.device.torch_group import Rendezvous, TorchGroup
-from pliant.elastic.session import Session
+from pliant.elastic.member import Session
 from pliant_repro.bench import gloo
 from pliant_repro.bench.forked import fork_ranks
 from pliant_repro.bench.told import Line, obeyed, take_place

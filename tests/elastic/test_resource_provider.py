@@ -1,4 +1,4 @@
-"""A config server whose caterer gets the machines: sizes are its business, and so are devices."""
+"""A config server whose provider gets the machines: sizes are its business, and so are devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pliant.errors import CapacityError, ClusterCleared, ConfigError, NoView, St
 
 
 class Notes:
-    """A caterer that writes down what it is asked."""
+    """A provider that writes down what it is asked."""
 
     def __init__(self) -> None:
         self.asked: list[object] = []
@@ -21,19 +21,19 @@ class Notes:
             raise CapacityError(f"size {size}: there is room for 4")
         self.asked.append(size)
 
-    def equip(self, devices: Mapping[str, int]) -> None:
+    def set_devices(self, devices: Mapping[str, int]) -> None:
         self.asked.append(dict(devices))
 
-    def occupied(self) -> dict[str, int]:
+    def occupied_devices(self) -> dict[str, int]:
         return {"t4": 2}
 
-    def drop(self) -> None:
+    def drop_unwanted(self) -> None:
         self.asked.append("drop")
 
 
-def test_a_size_goes_to_the_caterer_and_the_view_stays() -> None:
-    caterer = Notes()
-    with serving(caterer=caterer) as (_, client):
+def test_a_size_goes_to_the_provider_and_the_view_stays() -> None:
+    provider = Notes()
+    with serving(provider=provider) as (_, client):
         with pytest.raises(NoView):
             client.resize(3)
         put = client.put(TWO)
@@ -43,30 +43,30 @@ def test_a_size_goes_to_the_caterer_and_the_view_stays() -> None:
             client.resize(2, expected=put.number - 1)
         with pytest.raises(CapacityError, match="there is room for 4"):
             client.resize(5)
-        assert caterer.asked == [3]
+        assert provider.asked == [3]
 
 
 def test_stopping_needs_nobody_who_caters() -> None:
-    caterer = Notes()
-    with serving(caterer=caterer) as (_, client):
+    provider = Notes()
+    with serving(provider=provider) as (_, client):
         client.put(TWO)
         assert client.resize(0).workers == ()
         with pytest.raises(ClusterCleared):
             client.resize(1)
-        assert caterer.asked == []
+        assert provider.asked == []
 
 
 def test_devices_are_asked_for_told_and_cleared() -> None:
-    caterer = Notes()
-    with serving(caterer=caterer, token="secret") as (_, client):
-        client.equip({"t4": 1, "cpu": 2})
-        assert client.occupied() == {"t4": 2}
-        client.drop()
-        assert caterer.asked == [{"t4": 1, "cpu": 2}, "drop"]
+    provider = Notes()
+    with serving(provider=provider, token="secret") as (_, client):
+        client.set_devices({"t4": 1, "cpu": 2})
+        assert client.occupied_devices() == {"t4": 2}
+        client.drop_unwanted()
+        assert provider.asked == [{"t4": 1, "cpu": 2}, "drop"]
         with pytest.raises(ConfigError, match="names no devices"):
-            client.equip({"t4": -1})
+            client.set_devices({"t4": -1})
 
 
-def test_without_a_caterer_there_are_no_devices() -> None:
+def test_without_a_provider_there_are_no_devices() -> None:
     with serving() as (_, client), pytest.raises(ConfigError):
-        client.occupied()
+        client.occupied_devices()
