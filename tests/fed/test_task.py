@@ -37,7 +37,7 @@ def test_two_builds_are_alike_to_the_bit_also_in_another_process() -> None:
     before = torch.get_rng_state()
     here = digest(build_task(config))
     assert torch.equal(before, torch.get_rng_state())
-    code = "import sys, test_task; print(test_task.digest(test_task.build(test_task.FedConfig.model_validate_json(sys.argv[1]))))"
+    code = "import sys, test_task; print(test_task.digest(test_task.build_task(test_task.FedConfig.model_validate_json(sys.argv[1]))))"
     there = subprocess.run(
         [sys.executable, "-c", code, config.model_dump_json()],
         cwd=Path(__file__).parent, capture_output=True, text=True, timeout=100, check=True,
