@@ -194,7 +194,8 @@ class Channel:
     """A connection after the handshake. One thread may receive while others send; `close` works from any thread.
 
     `max_payload_bytes` bounds what the other side may send, and may be changed at any time. `allocate` returns the memory
-    for a payload of so many bytes, into which it is received without a copy; the message's payload is that memory.
+    for a payload of so many bytes, into which it is received without a copy; the message's payload is that memory. It may be
+    changed before the first payload.
 
     Raises (from `send` and `receive`):
         CommError: the connection is lost, or the other side sent what is no valid message; the channel is then closed.
@@ -211,7 +212,7 @@ class Channel:
         allocate: Callable[[int], memoryview] = lambda num_bytes: memoryview(bytearray(num_bytes)),
     ) -> None:
         self.max_body_bytes, self.max_payload_bytes = max_body_bytes, max_payload_bytes
-        self._sock, self._key, self._allocate = sock, key, allocate
+        self._sock, self._key, self.allocate = sock, key, allocate
         self._sending, self._receiving = (b"c", b"a") if is_connector else (b"a", b"c")
         self._num_sent = self._num_received = 0
         self._send_lock, self._receive_lock = threading.Lock(), threading.Lock()
@@ -289,7 +290,7 @@ class Channel:
         mac = self._mac(self._receiving, self._num_received, head)
         text = bytearray(num_body)
         self._read(memoryview(text), STALL_S, mac=mac)
-        payload = self._allocate(num_payload).cast("B") if num_payload else memoryview(b"")
+        payload = self.allocate(num_payload).cast("B") if num_payload else memoryview(b"")
         self._read(payload, STALL_S, mac=mac)
         given = bytearray(_MAC_BYTES)
         self._read(memoryview(given), STALL_S)

@@ -101,7 +101,7 @@ TORCH_FREE = [
     "pliant.fed.selection.testing",
     "pliant.fed.clients",
     "pliant.fed.data.partition",
-    "pliant.fed.executors.launch",
+    "pliant.fed.workers",
     "pliant.fed.flower.client",
     "pliant.fed.jobs.keeper",
     "pliant.fed.rounds.storage",

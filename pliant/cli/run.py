@@ -87,6 +87,7 @@ class RunArguments:
     config_server: Annotated[str, _elastic("--config-server", "URL", "Follow this config server; default: one of the job's own.")] = ""
     resize_schedule: Annotated[str, _elastic("--resize-schedule", "STEP:N,...", "Have N workers from STEP on; 0 stops. Implies -w.")] = ""
     max_restarts: Annotated[str, _elastic("--max-restarts", "N", "Replace at most this many workers; default 100.")] = "100"
+    independent: Annotated[bool, _hidden("--independent", "", "With -w, for programs that never join: each worker is replaced by itself.")] = False
     heartbeat_timeout: Annotated[str, _elastic("--heartbeat-timeout", "TIME", "A worker that is silent for longer is lost; default 10s.")] = "10s"
     timeout: Annotated[str, _elastic("--timeout", "TIME", "End the job after this long.")] = "0"
 
@@ -166,6 +167,7 @@ class RunArguments:
             resize_schedule=parse_schedule(self.resize_schedule),
             adapting=self._adaptation(),
             max_restarts=parse_int(self.max_restarts, "--max-restarts"),
+            independent=self.independent,
             config_server=self.config_server,
             builtin_config_port=parse_int(self.builtin_config_port, "-builtin-config-port"),
             init_version=parse_int(self.init_version, "-init-version"),

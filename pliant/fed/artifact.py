@@ -21,8 +21,8 @@ from pydantic import ValidationError
 
 from pliant.errors import ConfigError
 from pliant.fed.config import FedConfig
-from pliant.fed.executors.places import parse_workers
 from pliant.fed.jobfile import FederatedJob, FedPlacement, absolute, check_parts, with_absolute_paths
+from pliant.fed.workers import parse_workers
 from pliant.yaml_source import (
     KeyPath,
     YamlSource,

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from pliant.errors import ConfigError
 from pliant.fed.config import DataConfig, FedConfig
-from pliant.fed.executors.places import Places, parse_workers
+from pliant.fed.workers import WorkerPlaces, parse_workers
 from pliant.yaml_source import KeyPath, YamlSource, default_job_name, name_error, next_free_name, validation_messages
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class FedPlacement(BaseModel):
         return texts
 
     @property
-    def places(self) -> Places | None:
+    def places(self) -> WorkerPlaces | None:
         """The parsed `workers`; None where the coordinator itself trains."""
         return parse_workers(self.workers) if self.workers else None
 
@@ -253,7 +253,7 @@ def with_absolute_paths(config: FedConfig, folder: Path) -> tuple[FedConfig, dic
 
 def _check_tls(placement: FedPlacement, folder: Path) -> dict[KeyPath, str]:
     """Return what is wrong with the TLS files. Checked also without workers, which may be added later."""
-    from pliant.fed.executors.pool import server_tls
+    from pliant.fed.coordinator import server_tls
 
     paths = {key: getattr(placement, key) for key in ("tls_certificate", "tls_key")}
     full = {key: absolute(path, folder) if path else "" for key, path in paths.items()}

@@ -28,11 +28,11 @@ class Bond:
 class Company:
     """The job as the runner on `host` knows it. Fed by `Supervisor`."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, *, begun: bool = False) -> None:
         self.view: View | None = None
         self.roll = Membership()
-        self.begun = False
-        """Whether somebody has been on the roll: the program follows it."""
+        self.begun = begun
+        """Whether somebody has been on the roll: the program follows it. True from the start for independent workers."""
         self.finished: set[Worker] = set()
         """Those of the view that ended well."""
         self._host = host

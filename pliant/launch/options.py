@@ -91,6 +91,8 @@ class RunOptions:
     """In watch mode, how many crashed workers this runner replaces."""
     warm: bool = True
     """In watch mode, fork the workers of a Python program from a process that has imported torch."""
+    independent: bool = False
+    """In watch mode, workers are independent copies of a program that never calls `pliant.join`: each is replaced by itself."""
     config_server: str = ""
     """URL of the config server to follow."""
     builtin_config_port: int = 0

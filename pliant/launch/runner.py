@@ -60,7 +60,9 @@ def launch(
     begun_s = clock()
     for warning in plan.warnings:
         log.warning("%s", warning)
-    secret = job_secret(secret_file=options.secret_file, shared=_is_shared(plan), environ=machine.environ)
+    # Independent workers talk to somebody else, whose secret comes over ssh in the environment.
+    is_shared = _is_shared(plan) or (options.independent and "PLIANT_SECRET" in machine.environ)
+    secret = job_secret(secret_file=options.secret_file, shared=is_shared, environ=machine.environ)
     with contextlib.ExitStack() as stack:
         listeners = _bind(plan, stack)
         inbox = Inbox()
@@ -85,6 +87,7 @@ def launch(
             alone=control is None,
             slots=next(host.slots for host in plan.hosts if host.address == plan.self_host),
             max_restarts=options.max_restarts,
+            independent=options.independent,
         )
         crew = Crew(
             plan,

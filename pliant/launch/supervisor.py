@@ -92,6 +92,7 @@ class Supervisor:
         alone: bool = True,
         slots: int = 1,
         max_restarts: int = 0,
+        independent: bool = False,
     ) -> None:
         self.running: dict[Worker, int] = {}
         """Local workers that live, with their slots."""
@@ -99,7 +100,8 @@ class Supervisor:
         """Those told to end, and when they will be killed."""
         self.num_started = self.num_finished = self.num_lost = 0
         """Over the whole job; those that a view removed have finished too."""
-        self._company = Company(host)
+        self._independent = independent
+        self._company = Company(host, begun=independent)
         self._host, self._grace_s, self._slots = host, grace_s, slots
         self._watch, self._keep, self._alone = watch, keep, alone
         self._replacements = Replacements(max_restarts)
@@ -204,7 +206,7 @@ class Supervisor:
     def _see_off(self, worker: Worker, *, is_stranger: bool) -> list[Action]:
         """React to a worker that ended well, and by itself."""
         company = self._company
-        if not company.begun or company.over or worker in company.roll.members:
+        if self._independent or not company.begun or company.over or worker in company.roll.members:
             company.finished.add(worker)
             self._last_crash = None  # the job has outlived it
         elif is_stranger:

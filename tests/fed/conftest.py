@@ -1,4 +1,4 @@
-"""Where the real tables lie (tests that read them are skipped where they do not), and what forks executors."""
+"""Where the real tables lie (tests that read them are skipped where they do not), and what forks workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from executing import Nursery
+    from worker_processes import Nursery
 
 sys.path.append(str(Path(__file__).parent / "flower_app"))  # the app that test_flower's SuperNodes run
 
@@ -28,10 +28,10 @@ def fed_data() -> Path:
 
 @pytest.fixture(scope="session")
 def ward() -> Iterator[Nursery]:
-    """Forks executors and servers. First, so that `no_leaks` does not count its descriptors."""
+    """Forks workers and coordinators. First, so that `no_leaks` does not count its descriptors."""
     import torch
-    from executing import nursery
     from gang import warm_up
+    from worker_processes import nursery
 
     warm_up()
     torch.set_num_threads(1)

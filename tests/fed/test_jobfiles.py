@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from pliant.fed.workers import WorkerPlace, WorkerPlaces
 
 from pliant.errors import ConfigError
 from pliant.fed.config import NamedOptions
-from pliant.fed.executors.places import Place, Places
 from pliant.fed.jobs.job import FedJob
 from pliant.fed.jobs.jobfile import is_federated, parsed, read_fed_job
 from pliant.yaml_source import YamlSource
@@ -67,8 +67,8 @@ def test_every_section_arrives_with_absolute_paths_and_survives_json(tmp_path: P
     assert config.aggregator == NamedOptions(kind="fed-yogi", options={"lr": 0.001})
     assert config.privacy is not None
     assert config.privacy.clip == 1.5
-    assert job.ground.places == Places(
-        (Place("local", "localhost", 2), Place("ssh", "there", 3), Place("ray", "ray", 4))
+    assert job.ground.places == WorkerPlaces(
+        (WorkerPlace("local", "localhost", 2), WorkerPlace("ssh", "there", 3), WorkerPlace("ray", "ray", 4))
     )
     assert job.ground.log_path == str(tmp_path / "logs here")
     assert (job.ground.ssh_user, job.ground.port) == ("me", 4000)
@@ -115,7 +115,7 @@ bathcing: 1
         "fed.yml:6: unknown key 'data.clientz': did you mean clients?",
         "fed.yml:7: data.alpha -1: use more than 0",
         "fed.yml:8: local.steps 2.5: use a whole number",
-        "fed.yml:10: workers '-2' is no number of executors: give 0 or more, host:n, or ray:n",
+        "fed.yml:10: workers '-2' is no number of workers: give 0 or more, host:n, or ray:n",
         "fed.yml:11: overcommit 0.5: use 1.0 or more",
         "fed.yml:12: privacy.delta 2: use less than 1",
         "fed.yml:13: unknown key 'bathcing': did you mean batching?",
@@ -138,7 +138,7 @@ bathcing: 1
         ("data: {clients: 0}", "fed.yml:2: data.clients 0: a iid partition needs 1 or more"),
         ("workers: true", "fed.yml:2: workers True: give a number, host:n, ray:n"),
         ("workers: [b:x]", "fed.yml:2: workers 'b:x'"),
-        ("workers: -1", "fed.yml:2: workers '-1' is no number of executors"),
+        ("workers: -1", "fed.yml:2: workers '-1' is no number of workers"),
         ("seed: 18446744073709551617", "fed.yml:2: seed 18446744073709551617: use less than"),
         ("local: {lr: 1.0e308}", "fed.yml:2: local.lr '1.0e308': use 1e+30 or less"),
         ("local: {batch_size: 1000000000000}", "fed.yml:2: local.batch_size 1000000000000 with local.steps 10: use no more than"),

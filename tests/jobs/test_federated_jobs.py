@@ -298,7 +298,7 @@ def test_a_job_with_the_artifacts_keys_survives_its_coordinator_and_is_listed_to
     assert "goes on after round" in said_log
     assert said("logs", "-n", "1", "-f", "digits").stdout == said_log.splitlines(keepends=True)[-1]
     assert said("stop", "digits").exit_code == 0
-    assert [path.name for path in sorted((folder.path / "worker").iterdir())] == ["log_0", "log_1"]
+    assert [path.name for path in sorted((folder.path / "worker").iterdir())] == ["log"]
     report = json.loads(
         said("report", "--compare", "digits", str(folder.aggregator / "training_perf"), "--json").stdout
     )

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from pliant.cluster import View, Worker
+from pliant.errors import REFUSED_EXIT
 from pliant.launch.events import (
     Action,
     Arrived,
@@ -15,6 +16,7 @@ from pliant.launch.events import (
     Finish,
     Interrupted,
     Kill,
+    Replace,
     Say,
     Start,
     StartFailed,
@@ -214,3 +216,21 @@ def test_a_crash_in_watch_mode_ends_the_job() -> None:
     made = started(A, B, watch=True)
     assert kinds(made.handle(Exited(A, 2), 1), Blame, Terminate) == [Terminate(B), Blame(A, "exit code 2")]
     assert kinds(made.handle(Exited(B, 0), 2), Finish) == [Finish(2)]
+
+
+def test_independent_workers_are_replaced_one_by_one_and_the_job_ends_when_all_have_finished() -> None:
+    made = Supervisor(HERE, grace_s=10, watch=True, slots=2, max_restarts=5, independent=True)
+    made.handle(Arrived(view(1, A, B)), 0)
+    assert kinds(made.handle(Exited(A, -9), 20), Replace, Terminate, Finish, Tell) == [Replace()]
+    made.handle(Arrived(view(2, B)), 20)
+    assert kinds(made.handle(Arrived(view(3, B, C)), 20), Start) == [Start(C, view(3, B, C), 0)]
+    assert kinds(made.handle(Exited(B, 0), 30), Terminate, Finish, Replace) == []
+    assert kinds(made.handle(Exited(C, 0), 31), Finish) == [Finish(0)]
+
+
+def test_an_independent_worker_that_is_refused_is_not_replaced() -> None:
+    made = Supervisor(HERE, grace_s=10, watch=True, slots=1, max_restarts=5, independent=True)
+    made.handle(Arrived(view(1, A)), 0)
+    actions = made.handle(Exited(A, REFUSED_EXIT), 20)
+    assert kinds(actions, Replace) == []
+    assert made.failed

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import cast
 
 from pliant.errors import ConfigError
-from pliant.fed.executors.places import parse_workers
 from pliant.fed.jobs.artifact_keys import NOTHING, Keys
 from pliant.fed.jobs.job import Ground, absolute
+from pliant.fed.workers import parse_workers
 from pliant.yaml_source import KeyPath, unknown_key_message
 
 TOP = (

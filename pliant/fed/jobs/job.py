@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from pliant.errors import ConfigError
 from pliant.fed.config import FedConfig
-from pliant.fed.executors.places import Places, parse_workers
+from pliant.fed.workers import WorkerPlaces, parse_workers
 from pliant.yaml_source import KeyPath, next_free_name
 
 NEED_PATH = ("images", "speech", "play", "posts")
@@ -54,7 +54,7 @@ class Ground(BaseModel):
         return texts
 
     @property
-    def places(self) -> Places | None:
+    def places(self) -> WorkerPlaces | None:
         """None: no executors are wanted."""
         return parse_workers(self.workers) if self.workers else None
 

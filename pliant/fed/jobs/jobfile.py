@@ -99,7 +99,7 @@ def _read_ours(page: YamlSource, name: str) -> FedJob:
 
 def _wrong_tls(ground: Ground, folder: Path) -> dict[KeyPath, str]:
     """Also where there are no executors: who asks for TLS is not to be left without it later."""
-    from pliant.fed.executors.pool import server_tls
+    from pliant.fed.coordinator import server_tls
 
     paths = {key: getattr(ground, key) for key in ("tls_certificate", "tls_key")}
     full = {key: absolute(path, folder) if path else "" for key, path in paths.items()}

@@ -26,10 +26,9 @@ from pathlib import Path
 
 from pliant import child
 from pliant.errors import ConfigError, PliantError
-from pliant.fed.executors.carriers import last_line
-from pliant.fed.executors.launch import Executors
 from pliant.fed.jobs.folders import JobFolder, State, one_line
 from pliant.fed.jobs.job import FedJob
+from pliant.fed.workers import WorkerProcesses, last_line
 from pliant.launch import guardian, signals
 from pliant.launch.processes import Guardian, script
 
@@ -177,17 +176,17 @@ class Keeper:
         except FileNotFoundError:
             return None
 
-    def _executors(self, port: int) -> Executors:
+    def _executors(self, port: int) -> WorkerProcesses:
         ground = self._job.ground
         assert ground.places is not None, "asked before"
-        return Executors(
+        return WorkerProcesses(
             ground.places,
             port=port,
-            token=(self._folder.path / "token").read_text(),
+            secret=bytes.fromhex((self._folder.path / "token").read_text()),
             server_host=ground.host,
             ca=ground.tls_certificate,
             device=self._job.config.device,
-            logs=self._folder.worker_log,
+            log=self._folder.path / "worker" / "log",
             directory=self._job.directory,
             user=ground.ssh_user,
             given_up=lambda why: self._events.put(("executors", why)),

@@ -16,16 +16,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pliant.errors import CheckpointError, ConfigError, PliantError
+from pliant.fed.coordinator import Coordinator, server_tls
 from pliant.fed.data.build import build_task
-from pliant.fed.executors.executor import fingerprint
-from pliant.fed.executors.launch import opened
-from pliant.fed.executors.pool import Pool, server_tls
 from pliant.fed.history import History
 from pliant.fed.jobs.folders import JobFolder, locked, write_file
 from pliant.fed.jobs.job import FedJob, rounds_text
 from pliant.fed.rounds.loop import FederatedLoop, default_device
 from pliant.fed.rounds.storage import JobRecorder, Watch
 from pliant.fed.trainer import InProcess
+from pliant.fed.workers import coordinator_with_workers
 from pliant.launch import signals
 
 log = logging.getLogger(__name__)
@@ -34,10 +33,6 @@ STOPPED = 75
 """The exit code of a server that was told to stop before its job was done."""
 PREDECESSOR_S = 30.0
 """How long a server that was killed may take to be gone."""
-
-
-PORT_S = 5.0
-"""How long the port of the last server is waited for."""
 
 
 def say(line: str) -> None:
@@ -57,7 +52,7 @@ def serve(folder: JobFolder) -> int:
 
 
 @contextlib.contextmanager
-def _pool(folder: JobFolder, job: FedJob) -> Iterator[Pool | None]:
+def _pool(folder: JobFolder, job: FedJob) -> Iterator[Coordinator | None]:
     """Where executors come to; None: none are wanted."""
     places, ground = job.ground.places, job.ground
     if places is None:
@@ -68,8 +63,7 @@ def _pool(folder: JobFolder, job: FedJob) -> Iterator[Pool | None]:
     again = noted.exists()  # executors come to where the last server was, which may not be quite gone
     port = int(noted.read_text()) if again else ground.port
     token = (folder.path / "token").read_text()
-    patience_s = PORT_S if again else 0.0
-    with Pool(job.config, host=places.listen, port=port, token=token, tls=tls, patience_s=patience_s) as pool:
+    with Coordinator(job.config, host=places.listen, port=port, secret=bytes.fromhex(token), tls=tls) as pool:
         write_file(noted, str(pool.port))
         yield pool
 
@@ -84,10 +78,10 @@ def run(
         pool = None
         if ground.workers:
             pool = stack.enter_context(
-                opened(
+                coordinator_with_workers(
                     job.config,
                     ground.workers,
-                    logs=folder.worker_log,
+                    log=folder.path / "worker" / "log",
                     tls_cert=ground.tls_certificate,
                     tls_key=ground.tls_key,
                     server_host=ground.host,
@@ -101,14 +95,14 @@ def run(
 def _rounds(
     folder: JobFolder,
     job: FedJob,
-    pool: Pool | None,
+    pool: Coordinator | None,
     stop: Callable[[], bool],
     say: Callable[[str], None],
     watch: Watch | None = None,
 ) -> History:
     made = build_task(job.config)
     if pool is not None:
-        pool.expect(fingerprint(made))
+        pool.expect_task(made)
     workers = pool or InProcess(made, default_device(job.config))
     return FederatedLoop(
         job.config, made, workers, JobRecorder(folder.aggregator, say=say, watch=watch), stop=stop

@@ -71,7 +71,9 @@ def read_replay(path: Path) -> Replay:
     try:
         return Replay.model_validate(found)
     except ValidationError as error:
-        raise ConfigError("; ".join(f"{path}: {what}" for what in list(validation_messages(error, Replay).values())[:3])) from None
+        raise ConfigError(
+            "; ".join(f"{path}: {what}" for what in list(validation_messages(error, Replay).values())[:3])
+        ) from None
 
 
 def draw_replay(num_clients: int) -> Replay:

@@ -217,12 +217,12 @@ def measure(options: SimulateOptions, side: str, folder: str) -> Json:
 
 def _ours(options: SimulateOptions, config: FedConfig, folder: str) -> Json:
     from pliant.fed.data.build import build_task
-    from pliant.fed.executors.launch import opened
     from pliant.fed.rounds.loop import FederatedLoop
     from pliant.fed.rounds.storage import JobRecorder
+    from pliant.fed.workers import coordinator_with_workers
 
     task = build_task(config)
-    with opened(config, options.cores, logs=lambda rank: Path(folder) / f"executor{rank}.log") as pool:
+    with coordinator_with_workers(config, options.cores, log=Path(folder) / "workers.log") as pool:
         pool.wait_for(options.cores, START_S)
         loop = FederatedLoop(config, task, pool, JobRecorder())
         loop.start()

@@ -1,6 +1,6 @@
-"""Executors and servers of small jobs as real processes, for the tests beside this file.
+"""Workers and coordinators of small federated jobs as real processes, for the tests beside this file.
 
-A process that has imported all of it forks them: each is there after some milliseconds. Nothing outlives the `with`.
+A process that has imported everything forks them, so each is there after some milliseconds. Nothing outlives the `with`.
 """
 
 from __future__ import annotations
@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import json
 import os
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -24,16 +22,19 @@ import gang
 import torch
 from patience import until
 
+from pliant.channel import connect_channel
+from pliant.cluster import View, Worker
 from pliant.fed.config import FedConfig
+from pliant.fed.coordinator import Coordinator
 from pliant.fed.data.build import build_task
-from pliant.fed.executors import greeting, wire
-from pliant.fed.executors.pool import Pool
+from pliant.fed.messages import PURPOSE, Connection
 from pliant.fed.rounds.loop import FederatedLoop
 from pliant.fed.rounds.storage import JobRecorder
 from pliant.fed.trainer import InProcess
 from pliant.fed.work import Training, Unit, UnitResult, Weights, Workers
+from pliant.identity import WorkerSpec
 
-TOKEN = "a token for tests, long enough"
+SECRET = b"a secret for tests, long enough"
 DEADLINE_S = 60.0
 
 
@@ -53,7 +54,7 @@ def small(folder: Path | None = None, **given: object) -> FedConfig:
 
 
 @dataclass(frozen=True)
-class BatchOutcome:
+class JobOutcome:
     """What must not depend on who did the work."""
 
     sha256: str
@@ -68,12 +69,12 @@ def sha256(model: Weights) -> str:
     return digest.hexdigest()
 
 
-def outcome(config: FedConfig, workers: Workers | None = None, folder: Path | None = None) -> BatchOutcome:
+def outcome(config: FedConfig, workers: Workers | None = None, folder: Path | None = None) -> JobOutcome:
     """Of the whole job; in this process where nobody else works."""
     task = build_task(config)
     loop = FederatedLoop(config, task, workers or InProcess(task), JobRecorder(folder))
     history = loop.run()
-    return BatchOutcome(
+    return JobOutcome(
         sha256(loop.federation.model),
         tuple(each.invited for each in history.rounds),
         tuple(each.accuracy for each in history.points),
@@ -84,7 +85,7 @@ def outcome(config: FedConfig, workers: Workers | None = None, folder: Path | No
 
 
 class Nursery:
-    """Forks executors and servers; see `_nursery`."""
+    """Forks workers and coordinators; see `_nursery`."""
 
     def __init__(self, started: gang.Gang) -> None:
         self._gang = started
@@ -97,18 +98,21 @@ class Nursery:
         self.children.append(Child(self, pid, log))
         return self.children[-1]
 
-    def executor(self, folder: Path, address: str, *flags: str, token: str = TOKEN) -> Child:
-        """One with a log of its own."""
+    def worker(
+        self, folder: Path, address: str, *flags: str, secret: bytes = SECRET, environ: dict[str, str] | None = None
+    ) -> Child:
+        """Start a worker with a log of its own; it is told who it is as `pliant run` does."""
         number = len(self.children)
-        secret = folder / f"token-{number}"
-        secret.write_text(token)
-        argv = ["--server", address, "--token-file", str(secret), "--name", f"e{number}", *flags]
-        return self.start(folder / f"executor-{number}", "_executor", argv)
+        me = Worker("127.0.0.1", 20000 + number % 20000)
+        told = WorkerSpec(worker=me, view=View(1, (me,), (Worker("127.0.0.1", 19999),)), secret=secret).to_environ() | (
+            environ or {}
+        )
+        return self.start(folder / f"worker-{number}", "_worker", ["--server", address, *flags], told)
 
-    def started(self, folder: Path, pool: Pool, count: int) -> list[Child]:
-        """So many that are ready."""
-        made = [self.executor(folder, pool.address) for _ in range(count)]
-        pool.wait_for(count, DEADLINE_S)
+    def started(self, folder: Path, coordinator: Coordinator, count: int) -> list[Child]:
+        """Start `count` workers, and wait until they are ready."""
+        made = [self.worker(folder, coordinator.address) for _ in range(count)]
+        coordinator.wait_for(count, DEADLINE_S)
         return made
 
     def code(self, pid: int) -> int | None:
@@ -162,10 +166,10 @@ def nursery() -> Iterator[Nursery]:
 
 
 def _nursery(rank: int) -> None:
-    """Imports what executors need, once; then forks on request."""
+    """Import what workers need, once; then fork on request."""
     import small_task  # noqa: F401
 
-    import pliant.fed.executors.executor  # noqa: F401
+    import pliant.fed.worker  # noqa: F401
 
     gc.freeze()  # what is here already is not looked at again by each of the forked
     gang.say("ready")
@@ -203,17 +207,17 @@ def _become(log: str, what: str, arguments: tuple[Any, ...]) -> None:
         os._exit(code)
 
 
-def _executor(argv: list[str]) -> int:
-    from pliant.fed.executors.executor import main
+def _worker(argv: list[str], environ: dict[str, str]) -> int:
+    from pliant.fed.worker import main
 
-    return main(argv)
+    return main(argv, environ)
 
 
-def _server(config: FedConfig, folder: str, port: int, held_round: int) -> int:
-    """A whole job with a checkpoint; at `held_round` it shuts the gate. What came of it is its last line."""
-    with Pool(config, port=port, token=TOKEN) as pool:
-        print(f"listening {pool.port}", flush=True)
-        found = outcome(config, Shutting(pool, Path(folder) / "gate", held_round), Path(folder) / "job")
+def _coordinator(config: FedConfig, folder: str, port: int, held_round: int) -> int:
+    """Run a whole job with a checkpoint; shut the gate at `held_round`. The outcome is the last line of its output."""
+    with Coordinator(config, port=port, secret=SECRET) as coordinator:
+        print(f"listening {coordinator.port}", flush=True)
+        found = outcome(config, Shutting(coordinator, Path(folder) / "gate", held_round), Path(folder) / "job")
     print(repr(found), flush=True)
     return 0
 
@@ -262,46 +266,38 @@ class Disturbed(Shutting):
             self.gate.unlink()
 
 
-def held(folder: Path, pool: Pool) -> Callable[[], int]:
-    """The process of an executor that has a unit in its hands, as it and the server say; 0: there is none."""
+def held(folder: Path, coordinator: Coordinator) -> Callable[[], int]:
+    """Return a function that finds the process of a worker that works on a unit; 0 if there is none."""
 
     def look() -> int:
         waiting = {int(path.name.removeprefix("held-")) for path in folder.glob("held-*")}
-        return next((each.pid for each in pool.executors() if each.holding and each.pid in waiting), 0)
+        return next((each.pid for each in coordinator.workers() if each.holding and each.pid in waiting), 0)
 
     return look
 
 
-# Somebody who speaks as an executor does
+@contextlib.contextmanager
+def impostor(coordinator: Coordinator, **ready: object) -> Iterator[Connection]:
+    """A connection of somebody who knows the secret, after the welcome; with `ready`, it has said that."""
+    host, _, port = coordinator.address.rpartition(":")
+    channel = connect_channel((host, int(port)), SECRET, purpose=PURPOSE, name="impostor")
+    connection = Connection(channel, DEADLINE_S)
+    connection.allow(1 << 30)
+    try:
+        welcome = connection.receive()
+        assert welcome is not None
+        assert "config" in welcome.body
+        if ready:
+            connection.send("ready", {"pid": 1, **ready})
+        yield connection
+    finally:
+        connection.close()
 
 
-def proved(address: str) -> socket.socket:
-    """A connection of somebody who knows the token, after the welcome."""
-    host, _, port = address.rpartition(":")
-    sock = socket.create_connection((host, int(port)), 10)
-    mine = greeting.nonce()
-    say(sock, wire.Kind.HELLO, {"protocol": greeting.PROTOCOL, "nonce": mine, "name": "fake", "pid": 1})
-    challenge = frame(sock)
-    say(sock, wire.Kind.PROOF, {"proof": greeting.proof(TOKEN, "executor", f"{mine} {challenge['nonce']}")})
-    assert "config" in frame(sock)
-    return sock
+def _launcher(count: int, port: int, directory: str) -> int:
+    """Start workers of a coordinator in another process, until killed."""
+    from pliant.fed.workers import WorkerProcesses, parse_workers
 
-
-def frame(sock: socket.socket) -> dict[str, object]:
-    _, _, num_body, _ = wire.HEAD.unpack(sock.recv(wire.HEAD.size, socket.MSG_WAITALL))
-    found: dict[str, object] = json.loads(sock.recv(num_body, socket.MSG_WAITALL))
-    return found
-
-
-def say(sock: socket.socket, kind: wire.Kind, body: dict[str, Any]) -> None:
-    sock.sendall(b"".join(wire.encoded(kind, body)))
-
-
-def _launcher(count: int) -> int:
-    """Executors of a server that is not there, until killed."""
-    from pliant.fed.executors.launch import Executors
-    from pliant.fed.executors.places import parse_workers
-
-    with Executors(parse_workers(count), port=1, token=TOKEN):
+    with WorkerProcesses(parse_workers(count), port=port, secret=SECRET, directory=directory):
         threading.Event().wait()
     return 0
