@@ -335,7 +335,7 @@ def _launch(options: RunOptions) -> int:
         for line in describe(plan, machine):
             log.info("%s", line)
     try:
-        outcome = launch(plan, machine, register=registered)
+        outcome = launch(plan, machine, register=None if options.independent else registered)
     except KeyboardInterrupt:
         return 130  # before there were workers; afterwards the runner handles it
     if outcome.summary:

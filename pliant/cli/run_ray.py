@@ -84,7 +84,7 @@ def on_ray(ctx: typer.Context, options: RunOptions, *, address: str, devices: st
         resumes=bool(options.checkpoint_dir),
     )
     try:
-        return run_on_ray(job, register=registered)
+        return run_on_ray(job, register=None if options.independent else registered)
     except KeyboardInterrupt:
         return 130  # before there were workers; afterwards the driver handles it
 

@@ -5,7 +5,7 @@ at any moment and started again, it goes on to the same bits. On SIGTERM it ends
 
     FOLDER/job.json       the job as submitted
            aggregator/    log, record.jsonl, training_perf, checkpoint
-           worker/log_N   output of worker N
+           worker/log     output of all workers
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from pydantic import ValidationError
 
 from pliant.errors import CheckpointError, ConfigError, PliantError
 from pliant.fed.data.build import build_task
-from pliant.fed.executors.executor import fingerprint
-from pliant.fed.executors.launch import opened
 from pliant.fed.history import History
 from pliant.fed.jobfile import FederatedJob, rounds_text
 from pliant.fed.rounds.loop import FederatedLoop, default_device
 from pliant.fed.rounds.storage import JobRecorder, Watch
 from pliant.fed.trainer import InProcess
+from pliant.fed.workers import coordinator_with_workers
 from pliant.jobs.store import registered
 from pliant.launch import signals
 
@@ -68,9 +67,10 @@ class FederatedFolder:
         has_checkpoint = (self.aggregator / "checkpoint.safetensors").exists()
         return "from its checkpoint" if has_checkpoint else "from its beginning"
 
-    def worker_log(self, rank: int) -> Path:
-        """Return the path of a worker's log."""
-        return self.path / "worker" / f"log_{rank}"
+    @property
+    def worker_log(self) -> Path:
+        """The output of all workers."""
+        return self.path / "worker" / "log"
 
     def job(self) -> FederatedJob:
         """Read the job; raises ConfigError if the folder holds none."""
@@ -118,10 +118,10 @@ def run_job(
         coordinator = None
         if placement.workers:
             coordinator = stack.enter_context(
-                opened(
+                coordinator_with_workers(
                     job.config,
                     placement.workers,
-                    logs=folder.worker_log,
+                    log=folder.worker_log,
                     tls_cert=placement.tls_certificate,
                     tls_key=placement.tls_key,
                     server_host=placement.host,
@@ -131,7 +131,7 @@ def run_job(
             )
         task = build_task(job.config)
         if coordinator is not None:
-            coordinator.expect(fingerprint(task))
+            coordinator.expect_task(task)
         workers = coordinator or InProcess(task, default_device(job.config))
         recorder = JobRecorder(folder.aggregator, say=say, watch=watch)
         return FederatedLoop(job.config, task, workers, recorder, stop=stop).run()

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from pliant.fed.workers import WorkerPlace, WorkerPlaces
 
 from pliant.errors import ConfigError
 from pliant.fed.config import NamedOptions
 from pliant.fed.jobs.job import FedJob
 from pliant.fed.jobs.jobfile import is_federated, parsed, read_fed_job
+from pliant.fed.workers import WorkerPlace, WorkerPlaces
 from pliant.yaml_source import YamlSource
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
