@@ -17,11 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
+import img_sec
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from pliant_repro import zoo
-from pliant_repro.figures.kungfu import img_sec
 from torch.nn.parallel import DistributedDataParallel
 
 from pliant.errors import ConfigError

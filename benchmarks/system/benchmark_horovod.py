@@ -11,10 +11,10 @@ from __future__ import annotations
 import os
 import time
 
+import img_sec
 import torch
 import torch.nn.functional as F
 from pliant_repro import zoo
-from pliant_repro.figures.kungfu import img_sec
 
 from pliant.errors import ConfigError
 

@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import img_sec
 import torch
 import torch.nn.functional as F
 from pliant_repro import zoo
-from pliant_repro.figures.kungfu import img_sec
 
 import pliant
 from pliant.errors import ConfigError, NotLaunched

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from pliant_repro.figures.oort.federated import Course, Job
+from pliant_repro.figures.oort import FedCourse, FedRun
 
 from pliant.fed.config import DataConfig, FedConfig, LocalConfig, NamedOptions
 from pliant.fed.rounds.loop import simulate
@@ -38,14 +38,14 @@ def config(seed: int = 0, *, kind: str = "oort", options: dict[str, Any] | None 
     return FedConfig(seed=seed, selector=NamedOptions(kind=kind, options=chosen), **{**usual, **more})
 
 
-def course(*args: Any, **more: Any) -> Course:
+def course(*args: Any, **more: Any) -> FedCourse:
     return _course(config(*args, **more).model_dump_json())
 
 
 @functools.lru_cache
-def _course(text: str) -> Course:
+def _course(text: str) -> FedCourse:
     asked = FedConfig.model_validate_json(text)
-    return Course.of(Job("", asked.selector.kind, asked), simulate(asked), 0.0)
+    return FedCourse.of(FedRun("", asked.selector.kind, asked), simulate(asked), 0.0)
 
 
 def ratios(**more: Any) -> list[float]:
@@ -59,7 +59,7 @@ def ratios(**more: Any) -> list[float]:
     return found
 
 
-def end(one: Course) -> float:
+def end(one: FedCourse) -> float:
     """The mean of the last tests."""
     return sum(one.accuracies[-8:]) / 8
 

@@ -17,8 +17,7 @@ from types import ModuleType
 import gang
 import pytest
 import torch
-from pliant_repro.figures.kungfu import img_sec
-from pliant_repro.figures.kungfu.scaling import Schedule
+from pliant_repro.figures.program import ResizeRequests
 
 from pliant.cluster import View, Worker
 from pliant.errors import ConfigError
@@ -26,6 +25,10 @@ from pliant.identity import WorkerSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 SYSTEM, SCALING = ROOT / "benchmarks" / "system", ROOT / "benchmarks" / "scaling"
+sys.path.insert(0, str(SYSTEM))
+
+import img_sec  # noqa: E402 - beside the programs that use it
+
 RUN = [sys.executable, "-c", "from pliant.cli.main import main; main()", "run", "-q"]
 SMALL = ["--model=ResNet56", "--batch-size=2", "--image-size=8"]
 FEW = ["--num-warmup-batches=1", "--num-batches-per-iter=1", "--num-iters=3"]
@@ -245,7 +248,7 @@ def test_the_scaling_benchmark_says_how_long_each_resize_took() -> None:
 
 
 def test_the_next_change_waits_for_the_last_one() -> None:
-    schedule, said = Schedule({10: 4, 20: 1, 30: 0}), []
+    schedule, said = ResizeRequests([(10, 4), (20, 1), (30, 0)]), []
     seen = [(steps, schedule.due(steps, 4 if steps > 24 else 1, said.append)) for steps in range(1, 26)]
     assert [(steps, size) for steps, size in seen if size is not None] == [(10, 4), (25, 1)]
     [line] = said

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 from gang import run
-from pliant_repro.figures import images
-from pliant_repro.figures.demo import REPLICAS, Demo, DemoOptions
-from pliant_repro.figures.ledger import Ledger, Verdict, compare
+from pliant_repro.figures.demo import REPLICAS, SEED, Demo, DemoOptions, Verdict, compare
+from pliant_repro.figures.launch import RunLog, Task, save_digits
 from typer.testing import CliRunner
 
 from pliant.cli.main import build
@@ -97,20 +96,21 @@ def test_one_unit_in_the_last_place_of_one_weight_is_found(
     result: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real demo's own steps, and those of a DDP that is spoiled: forked here, which saves ten seconds of imports."""
-    from pliant_repro.figures.digits import Task, train_ddp
+    from pliant_repro.figures.program import train_ddp
 
     def conduct(demo: Demo, watch: object) -> Verdict:
-        journal, data = tmp_path / "spoiled", tmp_path / "digits.npz"
+        journal = tmp_path / "spoiled"
         journal.mkdir()
-        images.save(images.from_scikit_learn(), data)
-        options = demo.options
-        task = Task(epochs=options.epochs, replicas=REPLICAS, data=data, journal=journal, pace_s=0, nudge=options.nudge)
+        task = Task(
+            model="digits", mode="ddp", epochs=demo.options.epochs, replicas=REPLICAS, seed=SEED, digest=True,
+            data=save_digits(tmp_path / "digits.npz"), journal=str(journal), nudge=demo.options.nudge,
+        )  # fmt: skip
         run(train_ddp, REPLICAS, task, str(tmp_path / "store"))
-        demo.oracle = Ledger(journal)
-        demo.oracle.read()
-        lines = [line for step in result["pliant"]["steps"][: options.num_steps] for line in lines_of(step)]
-        demo.elastic = ledger_of(tmp_path / "pliant", *lines)
-        return compare(demo.oracle, demo.elastic, num_steps=options.num_steps, replicas=REPLICAS)
+        demo.reference = RunLog(journal)
+        demo.reference.read()
+        lines = [line for step in result["pliant"]["steps"][: demo.options.num_steps] for line in lines_of(step)]
+        demo.elastic = log_of(tmp_path / "pliant", *lines)
+        return compare(demo.reference, demo.elastic, num_steps=demo.options.num_steps, replicas=REPLICAS)
 
     monkeypatch.setattr(Demo, "run", conduct)
     monkeypatch.chdir(tmp_path)
@@ -122,9 +122,11 @@ def test_one_unit_in_the_last_place_of_one_weight_is_found(
 
 def lines_of(step: dict[str, Any]) -> Iterator[dict[str, object]]:
     """What a journal would say of a step in the demo's --json."""
-    at = {"step": step["step"], "workers": step["workers"], "rank": 0}
+    at = {"step": step["step"]}
     for replica, losses in enumerate(step["losses"]):
-        yield from ({"kind": "turn", "replica": replica, "loss": loss, **at} for loss in losses)
+        yield from (
+            {"kind": "turn", "replica": replica, "loss": loss, "size": step["workers"], **at} for loss in losses
+        )
     yield from ({"kind": "state", "digest": digest, **at} for digest in step["sha256"])
 
 
@@ -137,7 +139,7 @@ def test_an_interrupted_demo_leaves_nothing(folder: Path) -> None:
         if "pliant starts" in line:
             break
     deadline_s = time.monotonic() + 30
-    while not any("digits.py" in command for command in running(folder)):
+    while not any("program.py" in command for command in running(folder)):
         assert time.monotonic() < deadline_s, "no job was started"
     demo.send_signal(signal.SIGINT)
     demo.communicate(timeout=DEADLINE_S)
@@ -152,23 +154,23 @@ def test_a_path_that_cannot_be_taken_is_refused(path: str) -> None:
         DemoOptions(path=tuple(path.split(",")))
 
 
-def ledger_of(folder: Path, *lines: dict[str, object]) -> Ledger:
+def log_of(folder: Path, *lines: dict[str, object]) -> RunLog:
     folder.mkdir(exist_ok=True)
     (folder / "1.jsonl").write_text("".join(json.dumps({"at_s": 0, **line}) + "\n" for line in lines) + '{"kind": "tu')
-    ledger = Ledger(folder)
-    ledger.read()
-    return ledger
+    log = RunLog(folder)
+    log.read()
+    return log
 
 
 def turn(loss: float) -> dict[str, object]:
-    return {"kind": "turn", "step": 0, "replica": 0, "loss": loss, "workers": 1, "rank": 0}
+    return {"kind": "turn", "step": 0, "replica": 0, "loss": loss, "size": 1}
 
 
 STATE: dict[str, object] = {"kind": "state", "step": 0, "digest": "aa"}
 
 
 def test_what_is_missing_or_was_once_different_is_not_the_same(tmp_path: Path) -> None:
-    oracle = ledger_of(tmp_path / "oracle", turn(0.5), STATE)
+    reference = log_of(tmp_path / "reference", turn(0.5), STATE)
     for number, (lines, difference) in enumerate(
         [
             ([turn(0.5), STATE], None),
@@ -180,5 +182,5 @@ def test_what_is_missing_or_was_once_different_is_not_the_same(tmp_path: Path) -
             ([turn(0.5), STATE, {**STATE, "step": 1}], 1),
         ]
     ):
-        found = compare(oracle, ledger_of(tmp_path / str(number), *lines), num_steps=1, replicas=1)
+        found = compare(reference, log_of(tmp_path / str(number), *lines), num_steps=1, replicas=1)
         assert found.first_difference == difference, f"case {number}: {found.what}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import pickle
 import struct
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pliant_repro import zoo
-from pliant_repro.figures import squad, text
+from pliant_repro.figures.questions import import_transformers
 
 from pliant import torchvision_import
 from pliant.errors import ConfigError
@@ -63,7 +62,7 @@ def test_names_and_sizes_are_known_without_torchvision_and_its_extra_is_named(mo
     with pytest.raises(ConfigError, match=r"pliant\[experiments\]"):
         zoo.vision_model("ResNet50")
     with pytest.raises(ConfigError, match=r"pliant\[experiments\]"):
-        text.bert()
+        import_transformers()
 
 
 @needs_torchvision
@@ -223,144 +222,3 @@ def test_missing_and_cut_files_of_cifar_are_named(tmp_path: Path) -> None:
     write_binary(tmp_path, "data_batch_1", *images_and_labels())
     with pytest.raises(ConfigError, match=r"data_batch_2\.bin"):
         zoo.cifar10(tmp_path)
-
-
-# Questions
-
-CONTEXT = (
-    "Beyonce Giselle Knowles-Carter (born September 4, 1981) is a singer. She performed in competitions as a child."
-)
-
-
-def write_squad(path: Path, context: str = CONTEXT) -> Path:
-    answer = "September 4, 1981"
-    asked = [
-        {"question": "When was she born?", "is_impossible": False,
-         "answers": [{"text": answer, "answer_start": context.index(answer)}]},
-        {"question": "Where does she live?", "is_impossible": True, "answers": [],
-         "plausible_answers": [{"text": "singer", "answer_start": context.index("singer")}]},
-    ]  # fmt: skip
-    path.write_text(
-        json.dumps({"version": "v2.0", "data": [{"title": "x", "paragraphs": [{"context": context, "qas": asked}]}]})
-    )
-    return path
-
-
-def test_squads_answers_are_found_in_the_input_and_impossible_ones_point_to_its_beginning(tmp_path: Path) -> None:
-    data = text.questions(write_squad(tmp_path / "train-v2.0.json"), max_seq_length=96)
-    assert len(data) == 2
-    assert "2 questions" in data.about
-    inputs, targets = data[0]
-    words = squad.HashTokenizer().cut
-    begin, end = targets.tolist()
-    assert inputs[0, begin : end + 1].tolist() == words("September 4, 1981")[0]
-    asked = words("When was she born?")[0]
-    assert inputs[0, : len(asked) + 2].tolist() == [squad.BEGIN, *asked, squad.SEPARATOR]
-    used = int(inputs[2].sum())
-    assert used == len(asked) + 3 + len(words(CONTEXT)[0])
-    assert inputs[1].tolist() == [0] * (len(asked) + 2) + [1] * (used - len(asked) - 2) + [0] * (96 - used)
-    assert data[1][1].tolist() == [0, 0]
-    assert len(text.questions(tmp_path, max_seq_length=96, limit=1)) == 1
-
-
-def test_long_passages_come_in_parts_and_the_answer_counts_where_it_is(tmp_path: Path) -> None:
-    file = write_squad(tmp_path / "long.json", "word " * 50 + CONTEXT + " and more" * 50)
-    data = squad.squad(file, max_seq_length=40, doc_stride=10, max_query_length=8)
-    assert len(data) > 10
-    found = [data[number] for number in range(len(data)) if data[number][1].tolist() != [0, 0]]
-    assert found, "no part has the answer"
-    for inputs, (begin, end) in found:
-        assert inputs[0, begin : end + 1].tolist() == squad.HashTokenizer().cut("September 4, 1981")[0]
-    assert all(data[number][0].shape == (3, 40) for number in range(len(data)))
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{}", '{"data": 3}', '{"data": [{"paragraphs": [{"context": "x"}]}]}', '{"data": []}']
-)
-def test_what_is_not_squad_is_refused(content: str, tmp_path: Path) -> None:
-    file = tmp_path / "train-v2.0.json"
-    file.write_text(content)
-    with pytest.raises(ConfigError, match=r"train-v2\.0\.json"):
-        squad.squad(file)
-
-
-def test_a_missing_squad_says_where_it_is_had(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="SQuAD-explorer"):
-        squad.squad(tmp_path)
-    with pytest.raises(ConfigError, match="must fit"):
-        squad.squad(tmp_path, max_seq_length=10)
-
-
-def test_synthetic_questions_say_so_and_are_the_same_everywhere() -> None:
-    data = text.questions(length=9, max_seq_length=32)
-    assert "synthetic" in data.about
-    assert len(data) == 9
-    again = squad.SyntheticQuestions(9, 32)
-    for number in range(9):
-        inputs, targets = data[number]
-        assert torch.equal(inputs, again[number][0])
-        begin, end = targets.tolist()
-        if number % 3 == 2:
-            assert (begin, end) == (0, 0)
-        else:
-            assert torch.equal(inputs[0, begin - 2 : begin], inputs[0, 1:3]), "the question stands before the answer"
-            assert begin <= end < 31
-    with pytest.raises(IndexError):
-        data[9]
-
-
-@needs_transformers
-def test_a_small_bert_learns_where_answers_are(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = text.bert(places=64)
-    assert "random weights" in model.about
-    samples = [squad.SyntheticQuestions(8, 32)[number] for number in range(8)]
-    inputs, targets = torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
-    assert model(inputs).shape == (8, 32, 2)
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    losses = []
-    for _ in range(12):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(inputs), targets)
-        loss.backward()
-        assert all(each.grad is not None for each in model.parameters()), "a parameter has no use"
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-    model.bert.save_pretrained(tmp_path)
-    loaded = text.bert(tmp_path).eval()
-    assert torch.equal(loaded(inputs), model.eval()(inputs))
-
-
-@needs_transformers
-def test_bert_of_a_path_without_weights_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no config\.json"):
-        text.bert(tmp_path)
-    (tmp_path / "bert_config.json").write_text(
-        json.dumps(
-            {
-                "vocab_size": 99,
-                "hidden_size": 16,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "intermediate_size": 32,
-            }
-        )
-    )
-    (tmp_path / "bert_model.ckpt.index").touch()
-    model = text.bert(tmp_path)
-    assert "TensorFlow's weights are not read" in model.about
-    with pytest.raises(ConfigError, match="small or base"):
-        text.bert(size="large")
-
-
-@needs_transformers
-def test_berts_own_vocabulary_cuts_words_into_pieces_and_knows_their_places(tmp_path: Path) -> None:
-    pieces = "[PAD] [UNK] [CLS] [SEP] [MASK] september 4 , 1981 when was she ##s born ? singer ##er sing"
-    (tmp_path / "vocab.txt").write_text("\n".join(pieces.split()) + "\n")
-    data = squad.squad(write_squad(tmp_path / "train-v2.0.json"), vocabulary=tmp_path, max_seq_length=96)
-    inputs, (begin, end) = data[0]
-    assert inputs[0, begin : end + 1].tolist() == [5, 6, 7, 8]
-    assert inputs[0, 0] == 2
-    with pytest.raises(ConfigError, match="vocabulary"):
-        squad.squad(tmp_path, vocabulary=tmp_path / "none")

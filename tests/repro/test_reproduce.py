@@ -13,15 +13,12 @@ from typing import Any
 import pytest
 from command import command
 from gang import FULL
-from pliant_repro.figures import figures, trials
-from pliant_repro.figures.easyscale import fig9 as easyscale_fig9
-from pliant_repro.figures.easyscale import fig10 as easyscale_fig10
-from pliant_repro.figures.easyscale import fig11 as easyscale_fig11
-from pliant_repro.figures.easyscale import fig12 as easyscale_fig12
-from pliant_repro.figures.easyscale import fig13 as easyscale_fig13
-from pliant_repro.figures.figures import FIGURES, Options
-from pliant_repro.figures.kungfu import fig7 as kungfu_fig7
-from pliant_repro.figures.trials import Commit, Task, Trial, Turn
+from pliant_repro.figures import launch
+from pliant_repro.figures.catalog import FIGURES, find
+from pliant_repro.figures.easyscale import SERIES, CopyCost, DeterminismCost, Memory, SameBits, SwitchCost
+from pliant_repro.figures.figure import Options, save
+from pliant_repro.figures.kungfu_adaptive import ResizeLatency
+from pliant_repro.figures.launch import Change, RunLog, Step, Task, Turn
 
 from pliant.cli import plotting
 from pliant.errors import ConfigError, LaunchError
@@ -71,64 +68,57 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_all_is_every_figure_and_a_name_twice_is_one() -> None:
-    assert figures.find(["all"]) == list(FIGURES.values())
-    assert figures.find(["kungfu-fig7", "kungfu-fig7"]) == [FIGURES["kungfu-fig7"]]
+    assert find(["all"]) == list(FIGURES.values())
+    assert find(["kungfu-fig7", "kungfu-fig7"]) == [FIGURES["kungfu-fig7"]]
 
 
-# Trials
+# Runs of the training program
 
 
-def test_the_zoo_has_what_the_command_line_knows() -> None:
-    from pliant_repro import zoo
-
-    assert tuple(zoo.WORKLOADS) == figures.MODELS
-
-
-def test_resnet50_has_its_published_size() -> None:
-    import torch
-    from pliant_repro import zoo
-
-    with torch.device("meta"):
-        assert (
-            sum(parameter.numel() for parameter in zoo.ResNet((3, 4, 6, 3), bottleneck=True).parameters()) == 25_557_032
-        )
+def log_of(turns: Sequence[Turn], output: str = "", changes: Sequence[Change] = ()) -> RunLog:
+    """Return the log of one worker."""
+    log = RunLog(Path(), output)
+    log.turns, log.changes = {1: list(turns)}, list(changes)
+    return log
 
 
 def test_a_program_that_fails_says_why() -> None:
-    with pytest.raises(LaunchError, match="unrecognized arguments: --fly"):
-        trials.plain(Task(model="bert", steps=1, flags=("--fly",)), timeout_s=60)
+    with pytest.raises(LaunchError, match="is not in the zoo"):
+        launch.train(Task(model="alexnet", steps=1), timeout_s=60)
 
 
-def test_journals_of_several_workers_become_one_trial(tmp_path: Path) -> None:
+def test_logs_of_several_workers_become_one(tmp_path: Path) -> None:
     first = [
-        {"kind": "turn", "step": 0, "replica": 0, "loss": 1.5, "size": 2, "switched": True, "end_s": 10.0},
-        {"kind": "commit", "step": 0, "size": 2, "digest": "a"},
-        {"kind": "turn", "step": 1, "replica": 0, "loss": 1.0, "size": 2, "switched": True, "end_s": 10.5},
-        {"kind": "change", "step": 1, "old": 2, "new": 1, "pause_s": 0.1, "lost": False},
+        {"kind": "turn", "step": 0, "replica": 0, "loss": 1.5, "size": 2, "at_s": 10.0},
+        {"kind": "state", "step": 0, "digest": "a", "at_s": 10.1},
+        {"kind": "turn", "step": 1, "replica": 0, "loss": 1.0, "size": 2, "at_s": 10.5},
+        {"kind": "change", "step": 1, "old_size": 2, "new_size": 1, "pause_s": 0.1, "lost": False, "at_s": 10.6},
     ]
-    second = [{**first[0], "replica": 1, "loss": 2.5, "memory_bytes": 7}]
-    for name, lines in (("b", first), ("a", second)):
-        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    trial = trials.read(sorted(tmp_path.iterdir()))
-    assert [worker[0].replica for worker in trial.workers] == [0, 1]
-    assert trial.losses(0) == {0: 1.5, 1: 1.0}
-    assert trial.losses(1) == {0: 2.5}
-    assert trial.commits == {0: Commit(2, "a")}
-    assert trial.peak_bytes() == 7
-    assert trial.step_times_s(skip=1) == [0.5]
-    assert trial.changes[0]["new"] == 1
+    second = [{**first[0], "replica": 1, "rank": 1, "loss": 2.5, "memory_bytes": 7}, {**first[3], "pause_s": 0.3}]
+    for pid, lines in ((2, first), (1, second)):
+        (tmp_path / f"{pid}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "tu')
+    log = RunLog(tmp_path)
+    log.read()
+    log.read()
+    assert [worker[0].replica for worker in log.workers] == [0, 1]
+    assert log.steps[0].losses == {0: [1.5], 1: [2.5]}
+    assert (log.steps[0].digests, log.steps[0].pids, log.last_step) == (["a"], {0: 2, 1: 1}, 0)
+    assert log.peak_bytes() == 7
+    assert log.step_times_s(skip=1) == [0.5]
+    [change] = log.changes
+    assert (change.new_size, change.pause_s) == (1, 0.3)
 
 
 # What is judged. Each figure's claim must be able to fail.
 
 
-def staged(changed_from: int | None = None) -> Trial:
+def staged(changed_from: int | None = None) -> RunLog:
     """Six steps of fig. 9; from `changed_from` on other bits, with the same losses."""
-    sizes = [4, 4, 2, 2, 3, 3]
-    turns = [Turn(step, 3, float(step), size, True, float(step)) for step, size in enumerate(sizes)]
-    digests = ["x" if changed_from is not None and step >= changed_from else f"{step}" for step in range(6)]
-    commits = {step: Commit(size, digests[step]) for step, size in enumerate(sizes)}
-    return Trial("", [turns], commits)
+    log = RunLog(Path())
+    for step, size in enumerate([4, 4, 2, 2, 3, 3]):
+        digest = "x" if changed_from is not None and step >= changed_from else f"{step}"
+        log.steps[step] = Step({3: [float(step)]}, [digest], size)
+    return log
 
 
 @pytest.mark.parametrize(
@@ -145,15 +135,15 @@ def staged(changed_from: int | None = None) -> Trial:
     ids=str,
 )
 def test_fig9_is_ok_only_if_the_bits_say_so(level: str, changed_from: int | None, complaint: str | None) -> None:
-    series = easyscale_fig9.compare(staged(changed_from), staged(), 6)
-    found = easyscale_fig9.judge({"series": {level: series}}, 2)
+    series = SameBits().compare(staged(changed_from), staged(), 6)
+    found = SameBits().judge({"series": {level: series}}, 2)
     assert found == [] if complaint is None else any(complaint in text for text in found)
 
 
 def test_fig9_holds_a_step_that_is_missing_for_different() -> None:
     lacking = staged()
-    del lacking.commits[3]
-    series = easyscale_fig9.compare(lacking, staged(), 6)
+    del lacking.steps[3]
+    series = SameBits().compare(lacking, staged(), 6)
     assert series["same_bits"] == [True, True, True, False, True, True]
 
 
@@ -168,55 +158,57 @@ def test_fig10_is_ok_only_if_memory_stays() -> None:
         [memory_cell(1, 500, 490), memory_cell(8, 510, 3900)],
         [memory_cell(1, 500, 490), memory_cell(8, 3000, 3900)],
     )
-    assert easyscale_fig10.judge("resnet50", flat, True) == easyscale_fig10.judge("resnet50", flat, False) == []
-    assert easyscale_fig10.judge("resnet50", growing, True)
-    assert easyscale_fig10.judge("resnet50", growing, False)
+    assert Memory().judge("resnet50", flat, True) == Memory().judge("resnet50", flat, False) == []
+    assert Memory().judge("resnet50", growing, True)
+    assert Memory().judge("resnet50", growing, False)
 
 
-def switching(on_s: float, off_s: float) -> Trial:
+def switching(on_s: float, off_s: float) -> RunLog:
     now_s, turns = 0.0, []
     for step in range(12):
-        for replica in range(easyscale_fig11.REPLICAS):
+        for replica in range(SwitchCost.replicas):
             now_s += off_s if step % 2 else on_s
-            turns.append(Turn(step, replica, None, 1, step % 2 == 0, now_s, switch_s=on_s - off_s))
-    return Trial("", [turns])
+            turns.append(Turn(step, replica, 1, now_s, switched=step % 2 == 0, switch_s=on_s - off_s))
+    return log_of(turns)
 
 
 def test_fig11_is_ok_only_if_the_switch_is_cheap() -> None:
-    cheap, dear = (easyscale_fig11.cell("bert", switching(on_s, 0.100)) for on_s in (0.101, 0.110))
-    assert cheap["ours"]["difference"] == pytest.approx(0.01)  # type: ignore[index]
-    assert easyscale_fig11.judge([cheap]) == []
-    assert easyscale_fig11.judge([dear]) == ["bert: the switch takes 9.1% of a micro-step"]
+    cheap, dear = (SwitchCost().cell("bert", switching(on_s, 0.100)) for on_s in (0.101, 0.110))
+    assert cheap["ours"]["difference"] == pytest.approx(0.01)
+    assert SwitchCost().judge([cheap]) == []
+    assert SwitchCost().judge([dear]) == ["bert: the switch takes 9.1% of a micro-step"]
 
 
-def test_fig12_is_ok_only_if_d1_is_cheap() -> None:
-    cheap = easyscale_fig12.cell("bert", {"baseline": [0.1], "D1": [0.101], "D1+D2": [0.5]})
-    dear = easyscale_fig12.cell("vgg19", {"baseline": [0.1], "D1": [0.15], "D1+D2": [0.5]})
-    assert easyscale_fig12.judge([cheap]) == []
-    assert easyscale_fig12.judge([cheap, dear])
+def test_fig12_is_ok_only_if_d1_is_cheap_in_some_round() -> None:
+    fig12 = DeterminismCost()
+    cheap = fig12.cell("bert", {"baseline": [[0.1]], "D1": [[0.101]], "D1+D2": [[0.5]]})
+    dear = fig12.cell("vgg19", {"baseline": [[0.1], [0.1]], "D1": [[0.15], [0.14]], "D1+D2": [[0.5], [0.5]]})
+    varying = fig12.cell("vgg19", {"baseline": [[0.1], [0.1]], "D1": [[0.15], [0.1]], "D1+D2": [[0.5], [0.5]]})
+    assert fig12.judge([cheap]) == fig12.judge([varying]) == []
+    assert "in every round" in fig12.judge([dear])[0]
+    assert fig12.judge([cheap, dear])
 
 
-def turns_of_8(copy_s: float, sync_s: float) -> Trial:
+def turns_of_8(copy_s: float, sync_s: float) -> RunLog:
     turns = [
-        Turn(step, replica, None, 1, True, 0.0, took_s=sync_s if replica == 7 else copy_s)
+        Turn(step, replica, 1, 0.0, took_s=sync_s if replica == 7 else copy_s)
         for step in range(5)
         for replica in range(8)
     ]
-    return Trial("", [turns])
+    return log_of(turns)
 
 
 def test_fig13_is_ok_only_if_copies_are_cheap() -> None:
-    ddp = Trial("", [[Turn(step, 0, None, 8, True, 0.4 * step) for step in range(5)]])  # 0.1 s with a device each
-    good, bad = (easyscale_fig13.cell("bert", turns_of_8(copy_s, 0.105), ddp, 2) for copy_s in (0.08, 0.12))
-    assert easyscale_fig13.judge([good]) == []
-    assert easyscale_fig13.judge([bad]) == ["bert: a replica that only copies takes 1.20x of a DDP worker's step"]
+    ddp = log_of([Turn(step, 0, 8, 0.4 * step) for step in range(5)])  # 0.1 s with a device each
+    good, bad = (CopyCost().cell("bert", turns_of_8(copy_s, 0.105), ddp, 2) for copy_s in (0.08, 0.12))
+    assert CopyCost().judge([good]) == []
+    assert CopyCost().judge([bad]) == ["bert: a replica that only copies takes 1.20x of a DDP worker's step"]
 
 
-def resized(*lines: str) -> Trial:
-    turns = [Turn(step, 1, None, 2 if 20 <= step < 30 else 1, True, 0.1 * step) for step in range(40)]
-    changes = [{"step": 20, "old": 1, "new": 2, "pause_s": 0.05, "lost": 0}]
+def resized(*lines: str) -> RunLog:
+    turns = [Turn(step, 1, 2 if 20 <= step < 30 else 1, 0.1 * step) for step in range(40)]
     output = "".join(f"[127.0.0.1.10000::stdout] {line}\n" for line in lines)
-    return Trial(output, [turns], changes=changes)  # type: ignore[arg-type]
+    return log_of(turns, output, [Change(20, 1, 2, 0.05, False, 2.0)])
 
 
 @pytest.mark.parametrize(
@@ -229,15 +221,15 @@ def resized(*lines: str) -> Trial:
     ],
 )
 def test_fig7_is_ok_only_if_resizes_are_faster_than_the_papers(lines: Sequence[str], is_ok: bool) -> None:
-    result = kungfu_fig7.result_of(resized(*lines), [(10, 2), (30, 1)], QUICK)
+    result = ResizeLatency().result_of(resized(*lines), [(10, 2), (30, 1)], QUICK)
     assert result["ok"] is is_ok
     assert result["lines"] == list(lines)
     # From the end of step 8, when 9 steps were done, to that of step 19, and the pause.
-    assert result["ours"]["until_joined"]["median_s"] == pytest.approx(1.15)  # type: ignore[index]
+    assert result["ours"]["until_joined"]["median_s"] == pytest.approx(1.15)
 
 
 def test_fig7_on_hosts_goes_by_the_artifacts_schedule_and_stands_beside_the_paper() -> None:
-    schedule = kungfu_fig7.artifact_schedule(4)
+    schedule = ResizeLatency.artifact_schedule(4)
     assert schedule[:3] == [(10, 4), (20, 1), (30, 4)]
     assert schedule[-2:] == [(90, 4), (100, 0)]
     output = "".join(
@@ -249,33 +241,33 @@ def test_fig7_on_hosts_goes_by_the_artifacts_schedule_and_stands_beside_the_pape
         )
     )
     trial = resized("resize 1 -> 2 took 38.2ms", "resize 2 -> 1 took 9.5ms")
-    result = kungfu_fig7.result_of(trial, [(10, 2), (30, 1)], QUICK, [(4, output)])
+    result = ResizeLatency().result_of(trial, [(10, 2), (30, 1)], QUICK, [(4, output)])
     assert result["ok"] is True
-    grow, shrink = result["cells"][2:]  # type: ignore[index]
+    grow, shrink = result["cells"][2:]
     assert (grow["ours"]["median_s"], grow["ours"]["until_joined"]["median_s"]) == (0.09, 1.25)
     assert grow["peers"]["paper"]["median_s"] == 20.39
     assert shrink["peers"]["paper"]["speedup"] == pytest.approx(10.03)
-    assert not kungfu_fig7.result_of(trial, [(10, 2), (30, 1)], QUICK, [(4, "")])["ok"]
+    assert not ResizeLatency().result_of(trial, [(10, 2), (30, 1)], QUICK, [(4, "")])["ok"]
 
 
 # From a stored result to a picture
 
 
 def results() -> list[dict[str, Any]]:
-    series = {name: easyscale_fig9.compare(staged(2 if name == "D0" else None), staged(), 6) for name in ("D0", "D1")}
-    ddp = Trial("", [[Turn(step, 0, None, 8, True, 0.4 * step) for step in range(5)]])
-    times = {"baseline": [0.1], "D1": [0.101], "D1+D2": [0.2]}
+    series = {name: SameBits().compare(staged(2 if name == "D0" else None), staged(), 6) for name in ("D0", "D1")}
+    ddp = log_of([Turn(step, 0, 8, 0.4 * step) for step in range(5)])
+    times = {"baseline": [[0.1]], "D1": [[0.101]], "D1+D2": [[0.2]]}
 
     def result(name: str, cells: list[Any], **more: Any) -> dict[str, Any]:
-        return figures.form(name, QUICK, ours={}, paper={}, cells=cells, complaints=["so it is"], remarks=[], **more)
+        return FIGURES[name].result(QUICK, ours={}, cells=cells, complaints=["so it is"], remarks=[], **more)
 
     return [
         result("easyscale-fig9", [{"model": "resnet50", "series": series}], steps_per_stage=2),
         result("easyscale-fig10", [memory_cell(1, 500, 490), memory_cell(8, 510, 3900)]),
-        result("easyscale-fig11", [easyscale_fig11.cell("bert", switching(0.1, 0.1))]),
-        result("easyscale-fig12", [easyscale_fig12.cell("bert", times)]),
-        result("easyscale-fig13", [easyscale_fig13.cell("bert", turns_of_8(0.08, 0.1), ddp, 2)]),
-        kungfu_fig7.result_of(resized("resize 1 -> 2 took 38.2ms"), [(10, 2), (30, 1)], QUICK),
+        result("easyscale-fig11", [SwitchCost().cell("bert", switching(0.1, 0.1))]),
+        result("easyscale-fig12", [DeterminismCost().cell("bert", times)]),
+        result("easyscale-fig13", [CopyCost().cell("bert", turns_of_8(0.08, 0.1), ddp, 2)]),
+        ResizeLatency().result_of(resized("resize 1 -> 2 took 38.2ms"), [(10, 2), (30, 1)], QUICK),
     ]
 
 
@@ -283,7 +275,7 @@ def results() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("stored", results(), ids=lambda result: result["bench"])
 def test_a_stored_result_is_drawn_again(stored: dict[str, Any], tmp_path: Path) -> None:
     name = stored["bench"]
-    figures.save(stored, tmp_path / f"{name}.json")
+    save(stored, tmp_path / f"{name}.json")
     answer = pliant(name, "--replot", "--out", str(tmp_path), "--json", str(tmp_path / "all.json"))
     assert answer.exit_code == 1, answer.output  # its claim does not hold
     assert "the claim does not hold" in answer.stdout
@@ -305,8 +297,8 @@ def test_a_damaged_result_is_not_drawn(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_fig9_with_real_processes() -> None:
-    [d1] = [each for each in easyscale_fig9.SERIES if each.name == "D1"]
-    result = easyscale_fig9.measure(Options(quick=True, steps=2), [d1])
+    [d1] = [each for each in SERIES if each.name == "D1"]
+    result = SameBits().measure(Options(quick=True, steps=2), [d1])
     assert result.keys() >= FORM
     assert result["ok"], result["remarks"]
     [cell] = result["cells"]  # type: ignore[misc]

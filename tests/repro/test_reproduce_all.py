@@ -16,13 +16,28 @@ from typing import Any
 import pytest
 from command import command
 from patience import until
-from pliant_repro.figures import batch, gather, headlines, kept, report
-from pliant_repro.figures.facts import FACTS, clock, paper_of
-from pliant_repro.figures.figures import FIGURES, Options, TableRows
-from pliant_repro.figures.headlines import Headline
-from pliant_repro.figures.kept import Run
-from pliant_repro.figures.report import About, Entry
-from pliant_repro.lab import machine
+from pliant_repro.figures import report
+from pliant_repro.figures.catalog import FIGURES
+from pliant_repro.figures.figure import Options, TableRows, clock
+from pliant_repro.figures.report import (
+    DOES_NOT_HOLD,
+    FAILED,
+    HOLDS,
+    NEVER,
+    SKIPPED,
+    VERDICTS,
+    Batch,
+    Entry,
+    FigureRun,
+    is_done,
+    read_run,
+    render_page,
+    result_path,
+    run_path,
+    status_of,
+    write_report,
+    write_run,
+)  # fmt: skip
 
 from pliant.errors import ConfigError
 
@@ -36,14 +51,14 @@ draws = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reaso
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder where the two fastest figures have been run, each in a process of its own."""
     out = tmp_path_factory.mktemp("reproduced")
-    found = batch.run(plan(out, *FAST))
-    assert [each.outcome for each in found] == [kept.HOLDS] * 2, [each.why for each in found]
+    found = batch(out, *FAST).run()
+    assert [each.outcome for each in found] == [HOLDS] * 2, [each.why for each in found]
     return out
 
 
-def plan(out: Path, *names: str, **more: Any) -> batch.Plan:
+def batch(out: Path, *names: str, **more: Any) -> Batch:
     options = more.pop("options", QUICK)
-    return batch.Plan(figures=[FIGURES[name] for name in names], options=options, out=out, plot=False, **more)
+    return Batch(figures=[FIGURES[name] for name in names], options=options, out=out, plot=False, **more)
 
 
 def copied(finished: Path, to: Path) -> Path:
@@ -55,14 +70,11 @@ def copied(finished: Path, to: Path) -> Path:
 # What is known in advance
 
 
-def test_every_figure_has_a_paper_a_time_and_headlines() -> None:
-    assert set(FACTS) == set(FIGURES) == set(headlines.BY_NAME)
-    assert paper_of("kungfu-fig9") == "KungFu, OSDI'20"
-    assert all(facts.usual_s > 0 and facts.remarks for facts in FACTS.values())
-
-
-def test_all_of_it_fits_in_an_hour() -> None:
-    assert sum(facts.usual_s for facts in FACTS.values()) < 3600
+def test_every_figure_says_what_is_known_in_advance() -> None:
+    assert len(FIGURES) == 22
+    assert FIGURES["kungfu-fig9"].source == "KungFu, OSDI'20"
+    assert all(figure.usual_s > 0 and figure.caveats and figure.paper for figure in FIGURES.values())
+    assert sum(figure.usual_s for figure in FIGURES.values()) < 3600, "all of it fits in an hour"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5.4, "0:05"), (319, "5:19"), (3723, "1:02:03")])
@@ -75,16 +87,15 @@ def test_times_are_written_as_on_a_clock(seconds: float, text: str) -> None:
 
 def test_the_list_says_how_the_last_run_went(finished: Path, tmp_path: Path) -> None:
     out = copied(finished, tmp_path)
-    usual = Run.of(Options(device="cpu"), kept.HOLDS, took_s=3.0)
-    kept.write(out, FAST[0], usual)
+    write_run(out, FAST[0], FigureRun.ended(FAST[0], Options(device="cpu"), HOLDS, took_s=3.0))
     (out / "kungfu-fig6.json").write_text('{"bench": "kungfu-fig6", "ok": tr')
-    kept.write(out, "kungfu-fig4", Run.of(QUICK, kept.FAILED, why="it broke"))
+    write_run(out, "kungfu-fig4", FigureRun.ended("kungfu-fig4", QUICK, FAILED, why="it broke"))
     answer = command("reproduce", "--list", "--out", str(out))
     lines = {line.split("\t")[0]: line.split("\t")[1:] for line in answer.stdout.splitlines()}
     assert list(lines) == list(FIGURES)
     assert lines[FAST[0]][:4] == ["EasyScale, SC'23", "0:03", "holds, quick", str(out / f"{FAST[0]}.json")]
-    assert lines["kungfu-fig4"][1:4] == [f"~{clock(FACTS['kungfu-fig4'].usual_s)}", "failed", "-"]
-    assert lines["kungfu-fig7"][1:4] == [f"~{clock(FACTS['kungfu-fig7'].usual_s)}", "never", "-"]
+    assert lines["kungfu-fig4"][1:4] == [f"~{clock(FIGURES['kungfu-fig4'].usual_s)}", "failed", "-"]
+    assert lines["kungfu-fig7"][1:4] == [f"~{clock(FIGURES['kungfu-fig7'].usual_s)}", "never", "-"]
     assert lines["kungfu-fig6"][2] == "failed"
 
 
@@ -119,41 +130,31 @@ def test_wrong_wishes_have_one_clear_line(words: tuple[str, ...], part: str) -> 
 # What is kept
 
 
+def done(out: Path, name: str = FAST[0], options: Options = QUICK) -> bool:
+    return is_done(status_of(out, FIGURES[name]), options)
+
+
 def test_only_a_finished_run_of_the_same_options_and_version_counts(finished: Path, tmp_path: Path) -> None:
     out, name = copied(finished, tmp_path), FAST[0]
-    assert kept.is_done(out, name, QUICK)
-    assert not kept.is_done(out, name, Options(device="cpu"))
-    assert not kept.is_done(out, name, Options(quick=True, steps=3, device="cpu"))
-    run = kept.read(out, name)
+    assert done(out)
+    assert not done(out, options=Options(device="cpu"))
+    assert not done(out, options=Options(quick=True, steps=3, device="cpu"))
+    run = read_run(out, name)
     assert run is not None
-    kept.write(out, name, dataclasses.replace(run, version="0.0.1"))
-    assert not kept.is_done(out, name, QUICK)
-    kept.write(out, name, run)
-    assert kept.is_done(out, name, QUICK)
-    kept.begin(out, name)  # as a run does that is then interrupted
-    assert not kept.is_done(out, name, QUICK)
-
-
-def test_the_time_of_a_run_that_went_on_from_parts_is_not_its_usual_time(finished: Path, tmp_path: Path) -> None:
-    out, name = copied(finished, tmp_path), "oort-ablation"
-    assert not kept.has_parts(out, name)
-    (out / kept.PARTS).mkdir()
-    (out / kept.PARTS / "1.json").touch()
-    assert kept.has_parts(out, name)
-    assert not kept.has_parts(out, FAST[0]), "it leaves none"
-    for whole, source in ((False, "kept"), (True, "here")):
-        kept.write(out, FAST[0], Run.of(Options(device="cpu"), kept.HOLDS, took_s=3.0, whole=whole))
-        assert kept.standing(out, FAST[0]).usual[1] == source
-    kept.forget_parts(out)
-    assert not kept.has_parts(out, name)
+    write_run(out, name, dataclasses.replace(run, version="0.0.1"))
+    assert not done(out)
+    write_run(out, name, run)
+    assert done(out)
+    run_path(out, name).unlink()  # as a run does that is then interrupted
+    assert not done(out)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"outcome": "holds"}', "\0"])
 def test_a_damaged_word_about_a_run_counts_as_none(text: str, finished: Path, tmp_path: Path) -> None:
     out = copied(finished, tmp_path)
-    kept.run_path(out, FAST[0]).write_text(text)
-    assert kept.read(out, FAST[0]) is None
-    assert not kept.is_done(out, FAST[0], QUICK)
+    run_path(out, FAST[0]).write_text(text)
+    assert read_run(out, FAST[0]) is None
+    assert not done(out)
 
 
 @pytest.mark.parametrize(
@@ -161,45 +162,45 @@ def test_a_damaged_word_about_a_run_counts_as_none(text: str, finished: Path, tm
 )
 def test_a_damaged_result_is_a_failure_that_names_the_file(text: str, finished: Path, tmp_path: Path) -> None:
     out = copied(finished, tmp_path)
-    path = kept.result_path(out, FAST[0])
+    path = result_path(out, FAST[0])
     path.write_text(text)
-    found = kept.standing(out, FAST[0])
-    assert found.outcome == kept.FAILED
+    found = status_of(out, FIGURES[FAST[0]])
+    assert found.outcome == FAILED
     assert str(path) in found.why
-    assert not kept.is_done(out, FAST[0], QUICK)
+    assert not done(out)
 
 
 # Batches of real processes
 
 
 def test_what_is_finished_is_not_run_again_unless_asked_for(finished: Path) -> None:
-    paths = [kept.run_path(finished, name) for name in FAST]
+    paths = [run_path(finished, name) for name in FAST]
     before = [path.stat().st_mtime_ns for path in paths]
     was_kept = []
-    batch.run(plan(finished, *FAST), ended=lambda found, kept_: was_kept.append(kept_))
+    batch(finished, *FAST).run(ended=lambda found, kept: was_kept.append(kept))
     assert was_kept == [True, True]
     assert [path.stat().st_mtime_ns for path in paths] == before
-    kept.begin(finished, FAST[1])
-    batch.run(plan(finished, *FAST), ended=lambda found, kept_: was_kept.append(kept_))
+    paths[1].unlink()
+    batch(finished, *FAST).run(ended=lambda found, kept: was_kept.append(kept))
     assert was_kept[2:] == [True, False]
-    batch.run(plan(finished, FAST[0], again=True), ended=lambda found, kept_: was_kept.append(kept_))
+    batch(finished, FAST[0], again=True).run(ended=lambda found, kept: was_kept.append(kept))
     assert was_kept[4:] == [False]
     assert paths[0].stat().st_mtime_ns > before[0]
 
 
 def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
     options = Options(quick=True, models=("vgg",), device="cpu")  # a model that one has, and the other does not ask for
-    failed, well = batch.run(plan(tmp_path, "easyscale-fig12", FAST[1], options=options))
-    assert failed.outcome == kept.FAILED
+    failed, well = batch(tmp_path, "easyscale-fig12", FAST[1], options=options).run()
+    assert failed.outcome == FAILED
     assert "--models vgg: this figure has shufflenetv2" in failed.why
-    assert well.outcome == kept.HOLDS
-    page = gather.write(tmp_path, [FIGURES["easyscale-fig12"], FIGURES[FAST[1]]]).read_text()
+    assert well.outcome == HOLDS
+    page = write_report(tmp_path, [FIGURES["easyscale-fig12"], FIGURES[FAST[1]]]).read_text()
     assert "--models vgg: this figure has shufflenetv2" in page
 
 
 def test_what_takes_too_long_is_ended_with_all_its_processes(tmp_path: Path) -> None:
-    [found] = batch.run(plan(tmp_path, "easyscale-fig12", limit_s=1.0))
-    assert found.outcome == kept.FAILED
+    [found] = batch(tmp_path, "easyscale-fig12", limit_s=1.0).run()
+    assert found.outcome == FAILED
     assert "--limit" in found.why
     assert not running(tmp_path)
 
@@ -207,10 +208,10 @@ def test_what_takes_too_long_is_ended_with_all_its_processes(tmp_path: Path) -> 
 def test_without_namespaces_figures_that_need_them_are_skipped_and_say_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "check", lambda: ["not root: network namespaces need it; run with sudo"])
-    [found] = batch.run(plan(tmp_path, "p3-fig12"))
-    assert (found.outcome, found.result) == (kept.SKIPPED, None)
-    page = gather.write(tmp_path, [FIGURES["p3-fig12"]]).read_text()
+    monkeypatch.setattr(report, "check_lab", lambda: ["not root: network namespaces need it; run with sudo"])
+    [found] = batch(tmp_path, "p3-fig12").run()
+    assert (found.outcome, found.result) == (SKIPPED, None)
+    page = write_report(tmp_path, [FIGURES["p3-fig12"]]).read_text()
     assert "not root" in page
 
 
@@ -238,7 +239,7 @@ def test_an_interrupted_batch_leaves_no_process_and_no_word(tmp_path: Path) -> N
     assert process.returncode == 128 + signal.SIGTERM
     assert "the same command goes on" in said
     assert not running(tmp_path)
-    assert kept.standing(tmp_path, "easyscale-fig12").outcome == kept.NEVER
+    assert status_of(tmp_path, FIGURES["easyscale-fig12"]).outcome == NEVER
 
 
 @draws
@@ -307,25 +308,24 @@ NASTY = """<script>alert("1")</script> & 'two' <img src=http://example.org/x>"""
 
 def test_the_page_escapes_whatever_it_is_given() -> None:
     entry = Entry(
-        name="p3-fig7", about=NASTY, paper=NASTY, outcome=kept.DOES_NOT_HOLD, why=NASTY, took_s=61, ended=NASTY, size=NASTY,
-        command=NASTY, no_picture=NASTY, headlines=[Headline(NASTY, NASTY, NASTY)],
-        table=TableRows(NASTY, (NASTY,), ((NASTY,),)), remarks=[NASTY], standing=[NASTY],
+        name="p3-fig7", about=NASTY, source=NASTY, outcome=DOES_NOT_HOLD, why=NASTY, took_s=61, details=[NASTY], command=NASTY,
+        no_picture=NASTY, headline=(NASTY, NASTY, NASTY), table=TableRows(NASTY, (NASTY,), ((NASTY,),)), remarks=[NASTY],
+        caveats=[NASTY],
     )  # fmt: skip
-    text = report.page([entry], About(made=NASTY, command=NASTY, machine={"cpu": NASTY}, notes=[NASTY]))
+    text = render_page([entry], NASTY, {"cpu": NASTY}, [NASTY])
     page = parsed(text)
     assert "<script" not in text
     assert page.text.count("alert") >= 15
     assert "1 do not hold. 1:01 in all." in page.text
 
 
-@pytest.mark.parametrize("outcome", kept.OUTCOMES)
+@pytest.mark.parametrize("outcome", VERDICTS)
 def test_the_page_says_every_outcome(outcome: str) -> None:
-    entry = Entry(
-        name="p3-fig7", about="a", paper="P3", outcome=outcome, why="because", picture="data:image/png;base64,AA=="
-    )
-    text = report.page([entry], About(made="today", command="pliant", machine={"memory_bytes": 1 << 33}))
+    picture = "data:image/png;base64,AA=="
+    entry = Entry(name="p3-fig7", about="a", source="P3", outcome=outcome, why="because", picture=picture)
+    text = render_page([entry], "pliant", {"memory_bytes": 1 << 33})
     page = parsed(text)
-    assert f"{report.VERDICTS[outcome]}: because" in page.text
+    assert f"{VERDICTS[outcome]}: because" in page.text
     assert "8.0 GiB" in page.text
     assert "prefers-color-scheme: dark" in text
     assert "@media print" in text
@@ -334,16 +334,16 @@ def test_the_page_says_every_outcome(outcome: str) -> None:
 @draws
 def test_the_report_has_every_figure_with_and_without_a_result(finished: Path, tmp_path: Path) -> None:
     out = copied(finished, tmp_path)
-    result = json.loads(kept.result_path(out, FAST[1]).read_text())
+    result = json.loads(result_path(out, FAST[1]).read_text())
     result["cells"] = [{"policy": "unknown"}]
-    kept.result_path(out, FAST[1]).write_text(json.dumps(result))
+    result_path(out, FAST[1]).write_text(json.dumps(result))
     answer = command("reproduce", "report", str(out))
     assert answer.stdout == f"wrote {out / 'report.html'}\n"
     page = parsed((out / "report.html").read_text())
     assert page.ids == [*FIGURES, "machine"]
     assert [each[:26] for each in page.pictures] == ["data:image/svg+xml;base64,"]
-    assert "yarn-cs: mean completion time" in page.text
-    assert "8905 s" in page.text
+    assert "easyscale-heter: mean completion time" in page.text
+    assert "677 s" in page.text
     assert "has not the form of this figure" in page.text
     assert "pliant reproduce easyscale-fig14 --quick" in page.text
     assert "20 not run yet" in page.text
@@ -352,7 +352,7 @@ def test_the_report_has_every_figure_with_and_without_a_result(finished: Path, t
 def test_without_matplotlib_the_report_says_so(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = copied(finished, tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    page = parsed(gather.write(out, [FIGURES[FAST[0]]]).read_text())
+    page = parsed(write_report(out, [FIGURES[FAST[0]]]).read_text())
     assert not page.pictures
     assert "pip install 'pliant[experiments]'" in page.text
 
@@ -362,14 +362,20 @@ def test_a_folder_that_cannot_be_written_is_named(finished: Path, tmp_path: Path
     out = copied(finished, tmp_path)
     out.chmod(0o500)
     with pytest.raises(ConfigError, match=r"report\.html"):
-        gather.write(out)
+        write_report(out, [FIGURES[FAST[0]]])
 
 
-KEPT = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*_fig*.json"))
+KEPT = [
+    path
+    for folder in ("repro/results", "benchmarks/results")
+    for path in sorted((Path(__file__).parents[2] / folder).glob("*_fig*.json"))
+]
 
 
 @pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])
-def test_kept_results_have_headlines(path: Path) -> None:
-    found = headlines.of(json.loads(path.read_text()))
-    assert found
-    assert all(each.what and each.published and each.measured for each in found)
+def test_kept_results_can_be_shown(path: Path, tmp_path: Path) -> None:
+    result = json.loads(path.read_text())
+    figure = FIGURES[result["bench"]]
+    assert all(figure.headline(result))
+    assert figure.table(result).rows
+    figure.plot(result, tmp_path / "figure.svg")

@@ -15,8 +15,8 @@ from pliant_repro.bench.scaling import contest as scaling
 from pliant_repro.bench.scaling import mpi, order, published
 from pliant_repro.bench.scaling.contest import Run, ScalingOptions, Sweep
 from pliant_repro.bench.scaling.order import OrderCheck, Trained
-from pliant_repro.figures.figures import Options
-from pliant_repro.figures.kungfu import fig9, fig9_model, fig10
+from pliant_repro.figures.figure import Options
+from pliant_repro.figures.kungfu_scaling import HostScaling, LaunchOrder, predictions
 from pliant_repro.lab.hosts import Lab
 from pliant_repro.profiles import layers_of
 from pliant_repro.scaling_model import bounds
@@ -26,6 +26,7 @@ from pliant.comm.topology import Strategy
 from pliant.errors import ConfigError
 
 QUICK = Options(quick=True, device="cpu")
+fig9, fig10 = HostScaling(), LaunchOrder()
 draws = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra `experiments`")
 SIZES = (1, 2, 4, 8, 16, 32)
 
@@ -89,9 +90,9 @@ def evenly(step_s: float, per_node_s: float = 0.001) -> dict[int, float]:
 def test_a_bound_below_twice_is_shown_and_holds() -> None:
     result = fig9.result_of([sweep_of({"auto": evenly(0.68), "ddp": evenly(0.75, 0.004)})], QUICK)
     assert result["ok"], result["remarks"]
-    claim: Any = result["claims"]["resnet50"]  # type: ignore[index]
+    claim: Any = result["claims"]["resnet50"]
     assert claim["limit_over_ddp"] == pytest.approx(0.878 / 0.64, rel=0.01)
-    assert any("the bound forbids 2x" in remark for remark in result["remarks"])  # type: ignore[attr-defined]
+    assert any("the bound forbids 2x" in remark for remark in result["remarks"])
 
 
 def test_twice_is_wanted_where_the_bound_allows_it() -> None:
@@ -128,7 +129,7 @@ def test_what_failed_or_differs_is_a_complaint() -> None:
 
 def test_lines_are_the_artifacts() -> None:
     result = fig9.result_of([sweep_of({"tree": {32: 0.8}, "ddp": {32: 0.9}})], QUICK)
-    line = next(line for line in result["lines"] if "MULTI_BINARY" in line)  # type: ignore[attr-defined]
+    line = next(line for line in result["lines"] if "MULTI_BINARY" in line)
     words = line.split(" ", 3)
     assert words[0] == "RESULT:"
     assert float(words[1]) == pytest.approx(40.0, rel=0.01)
@@ -139,14 +140,14 @@ def test_lines_are_the_artifacts() -> None:
 
 def test_predictions_go_to_1024_and_follow_the_runs() -> None:
     sweep = sweep_of({"auto": evenly(0.68), "ddp": evenly(0.7, 0.008)})
-    found = fig9_model.predictions(sweep, cores=2)
+    found = predictions(sweep, cores=2)
     assert set(found) == {"auto", "ddp"}
     for one in found.values():
         per_s: Any = one["samples_per_s"]
         assert list(per_s) == ["64", "128", "256", "512", "1024"]
         assert list(per_s.values()) == sorted(per_s.values(), reverse=True)
-        assert one["worst_residual"] < 0.15  # type: ignore[operator]
-    assert fig9_model.predictions(sweep_of({"auto": {2: 0.7}}), cores=2) == {}
+        assert one["worst_residual"] < 0.15
+    assert predictions(sweep_of({"auto": {2: 0.7}}), cores=2) == {}
 
 
 @draws
@@ -199,7 +200,7 @@ def test_figure_10_says_what_was_not_measured_and_what_was(tmp_path: Path) -> No
     assert "fewer than two GPUs here" in str(result["remarks"])
     assert "181.3 +-2.4" in fig10.table(result).rows[-1]
     fig10.plot(result, tmp_path / "none.png")
-    sides = [Trained(side, (0.3, 0.31), True) for side in fig10.SIDES]
+    sides = [Trained(side, (0.3, 0.31), True) for side in fig10.sides]
     result = json.loads(json.dumps(fig10.result_of(GOOD, sides, 4, QUICK)))
     assert result["ok"]
     assert result["lines"][0].startswith("RESULT: 209.89")
@@ -222,7 +223,7 @@ def test_orders_of_real_processes_are_agreed_on_and_all_sides_train() -> None:
         assert found.control_wrong > 0
         sides = [
             order.train(job, folder, side, model="small", batch=4, iterations=2, warmup=1, backend="gloo")
-            for side in fig10.SIDES
+            for side in fig10.sides
         ]
     assert all(each.same_on_all_ranks and len(each.seconds) == 2 for each in sides)
 

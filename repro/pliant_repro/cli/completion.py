@@ -6,7 +6,7 @@ from pliant.cli.completion import Words, listed, values
 
 
 def _experiments() -> Words:
-    from pliant_repro.figures.figures import FIGURES
+    from pliant_repro.figures.catalog import FIGURES
 
     return [*((name, figure.about) for name, figure in FIGURES.items()), ("all", "every one"), ("report", "again")]
 
@@ -18,9 +18,9 @@ def _labs() -> Words:
 
 
 def _zoo() -> Words:
-    from pliant_repro.figures.figures import MODELS, PACED
+    from pliant_repro.profiles import PROFILES, WORKLOADS
 
-    return [*MODELS, *PACED]
+    return [*WORKLOADS, *PROFILES]
 
 
 experiments = values(_experiments)

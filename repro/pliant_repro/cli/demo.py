@@ -1,4 +1,4 @@
-"""The `pliant demo` command: shows what `experiments.demo` does, and what it came to."""
+"""The `pliant demo` command: shows the two jobs of `figures.demo` while they run, and their comparison."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from pliant.cli.output import JsonCommand, JsonFile, check_time, check_writable,
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pliant_repro.figures.demo import Demo, Row
-    from pliant_repro.figures.ledger import Ledger, Verdict
+    from pliant_repro.figures.demo import Demo, EventRow, Verdict
+    from pliant_repro.figures.launch import RunLog
 
 FRAMES_PER_S = 4
 
@@ -122,11 +122,11 @@ def _frame(demo: Demo) -> Group:
     )
     workers = _workers(demo.elastic)
     marks = "■" * workers + "□" * (4 - workers)
-    for title, ledger in (
-        ("stock DDP, 4 processes", demo.oracle),
+    for title, log in (
+        ("stock DDP, 4 processes", demo.reference),
         (f"pliant, {marks} {workers} workers", demo.elastic),
     ):
-        bars.add_task(title, total=total, completed=ledger.last_step + 1, loss=_latest_loss(ledger))
+        bars.add_task(title, total=total, completed=log.last_step + 1, loss=_latest_loss(log))
     rows = demo.rows()
     last = f"{rows[-1].event} at step {rows[-1].step}{_pause(rows[-1], ', pause ')}" if rows else demo.stage
     return Group(bars, Text(f"{demo.stage}   last event: {last}" if rows else last, style="dim"))
@@ -151,15 +151,15 @@ class _Lines:
         self._num_rows = len(rows)
 
 
-def _workers(ledger: Ledger) -> int:
-    return ledger.steps[max(ledger.steps)].workers if ledger.steps else 0
+def _workers(log: RunLog) -> int:
+    return log.steps[max(log.steps)].size if log.steps else 0
 
 
-def _latest_loss(ledger: Ledger) -> str:
-    return f"loss {ledger.steps[ledger.last_step].loss:.6f}" if ledger.last_step >= 0 else ""
+def _latest_loss(log: RunLog) -> str:
+    return f"loss {log.steps[log.last_step].loss:.6f}" if log.last_step >= 0 else ""
 
 
-def _pause(row: Row, before: str = "") -> str:
+def _pause(row: EventRow, before: str = "") -> str:
     if row.pause_s is None:
         return ""
     return f"{before}{row.pause_s * 1e3:.{0 if row.pause_s >= 0.01 else 1}f} ms"
@@ -181,9 +181,9 @@ def _print_result(console: Console, demo: Demo, verdict: Verdict) -> None:
     end = verdict.num_steps - 1
     table.add_row(str(end), str(_workers(demo.elastic)), "the last step", "", *_losses(demo, end))
     console.print(table)
-    for name, ledger in (("DDP", demo.oracle), ("pliant", demo.elastic)):
-        digests = " and ".join(sorted(ledger.steps[end].digests)) if end in ledger.steps else "missing"
-        right = "" if ledger.accuracy is None else f", {ledger.accuracy:.1%} of the held-out images right"
+    for name, log in (("DDP", demo.reference), ("pliant", demo.elastic)):
+        digests = " and ".join(sorted(set(log.steps[end].digests))) if end in log.steps else "missing"
+        right = "" if log.accuracy is None else f", {log.accuracy:.1%} of the held-out images right"
         console.print(f"{name:>6}: SHA-256 {digests}{right}", soft_wrap=True)
     console.print(
         f"compared: parameters, buffers and optimizer after each of {verdict.num_steps} steps "
@@ -200,32 +200,30 @@ def _print_result(console: Console, demo: Demo, verdict: Verdict) -> None:
 
 def _losses(demo: Demo, step: int) -> list[str]:
     return [
-        f"{ledger.steps[step].loss:.7f}" if step in ledger.steps and ledger.steps[step].losses else "missing"
-        for ledger in (demo.oracle, demo.elastic)
+        f"{log.steps[step].loss:.7f}" if step in log.steps and log.steps[step].losses else "missing"
+        for log in (demo.reference, demo.elastic)
     ]
 
 
 def _draw(demo: Demo, verdict: Verdict, png: Path) -> str:
-    """Draw the picture; what to tell about it."""
-    from pliant_repro.figures import demo_plot
-
+    """Draw the picture, and return a line about it."""
     try:
-        demo_plot.draw(demo, verdict, png)
+        demo.draw(verdict, png)
     except ImportError:
         return "no picture: matplotlib is not installed (pip install 'pliant[experiments]')"
     return f"picture: {png}"
 
 
 def _as_json(demo: Demo, verdict: Verdict) -> dict[str, Any]:
-    def steps_of(ledger: Ledger) -> list[dict[str, Any]]:
+    def steps_of(log: RunLog) -> list[dict[str, Any]]:
         return [
             {
                 "step": number,
-                "workers": step.workers,
-                "sha256": sorted(step.digests),
-                "losses": [sorted(step.losses[replica]) for replica in sorted(step.losses)],
+                "workers": step.size,
+                "sha256": sorted(set(step.digests)),
+                "losses": [sorted(set(step.losses[replica])) for replica in sorted(step.losses)],
             }
-            for number, step in sorted(ledger.steps.items())
+            for number, step in sorted(log.steps.items())
         ]
 
     return {
@@ -239,6 +237,6 @@ def _as_json(demo: Demo, verdict: Verdict) -> dict[str, Any]:
             {"step": row.step, "workers": row.workers, "event": row.event, "pause_s": row.pause_s}
             for row in demo.rows()
         ],
-        "ddp": {"accuracy": demo.oracle.accuracy, "steps": steps_of(demo.oracle)},
+        "ddp": {"accuracy": demo.reference.accuracy, "steps": steps_of(demo.reference)},
         "pliant": {"accuracy": demo.elastic.accuracy, "steps": steps_of(demo.elastic)},
     }

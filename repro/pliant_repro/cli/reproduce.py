@@ -1,15 +1,16 @@
-"""The `pliant reproduce` command: runs the experiments of the artifact documents, draws their figures, reports on all of them."""
+"""The `pliant reproduce` command: runs the papers' figures, draws them, and reports on all of them."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shlex
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -29,18 +30,15 @@ from pliant.cli.output import (
     save_json,
     show_progress,
     show_waiting,
-)
+)  # fmt: skip
 from pliant.errors import ConfigError
 from pliant_repro.cli import completion as repro_completion
 
 if TYPE_CHECKING:
-    from pliant.machine import Json
-    from pliant_repro.figures.figures import Figure, Options, TableRows
-    from pliant_repro.figures.kept import Standing
+    from pliant_repro.figures.figure import Figure, Options, Result, TableRows
+    from pliant_repro.figures.report import Status
 
-REPORT = "report"
 COLUMNS = ("experiment", "paper", "time", "last run", "what it shows")
-MARKS = {"here": "", "kept": "~"}
 
 
 def register(app: typer.Typer) -> None:
@@ -62,7 +60,7 @@ def reproduce(
     json_file: JsonFile = None,
     quick: Annotated[bool, typer.Option("--quick", help="As little as shows that it works; some 20 s each.")] = False,
     full: Annotated[bool, typer.Option("--full", help="As long as the artifacts run it.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Also what is finished in DIR, or in part.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Also what is finished in DIR.")] = False,
     limit: Annotated[
         float, typer.Option("--limit", metavar="MINUTES", help="With all: for each; 0: three times the usual.")
     ] = 0.0,
@@ -100,159 +98,141 @@ def reproduce(
     `report DIR` writes the report again.
     """
     from pliant.cli import plotting
-    from pliant_repro.figures import figures, gather, kept
+    from pliant_repro.figures.catalog import find
+    from pliant_repro.figures.figure import Options
 
     if show_list or not names:
         check_writable(json_file)
         _list(out, json_file)
         return
-    if names[0] == REPORT:
-        _check_report(names)
-        check_writable(json_file)
-        with show_progress() as progress:
-            path = gather.write(Path(names[1]) if len(names) > 1 else out, watch=progress)
-        save_json({"report": str(path)}, json_file)
-        if not is_stdout(json_file):
-            print(f"wrote {path}")
+    if names[0] == "report":
+        if len(names) > 2:
+            raise ConfigError(f"reproduce report {' '.join(names[1:])}: give one folder")
+        _report(Path(names[1]) if len(names) > 1 else out, json_file)
         return
-    chosen = figures.find(names)
-    together = "all" in names
-    if (plot or replot) and not (together and not replot):
+    chosen, is_all = find(names), "all" in names
+    if replot or (plot and not is_all):
         plotting.check()
-    if together and (models or data):
+    if is_all and (models or data):
         raise ConfigError(
             "--models and --data mean something else to each experiment: give them with its name, not with all"
         )
     if limit < 0:
         raise ConfigError(f"--limit {limit:g}: use minutes, or 0")
-    options = figures.Options(
-        quick=quick,
-        full=full,
-        steps=steps,
-        models=tuple(filter(None, (name.strip() for name in models.split(",")))),
-        scale=scale,
-        device=device,
-        data=data,
-        parts=str(out / kept.PARTS),
-    )
+    asked = tuple(filter(None, (name.strip() for name in models.split(","))))
+    options = Options(quick=quick, full=full, steps=steps, models=asked, scale=scale, device=device, data=data)
     _check_out(out, json_file)
-    if again:
-        kept.forget_parts(out)
-    apart = contextlib.redirect_stdout(sys.stderr) if is_stdout(json_file) else contextlib.nullcontext()
-    with exit_on_sigterm(), apart:
+    to_stderr = contextlib.redirect_stdout(sys.stderr) if is_stdout(json_file) else contextlib.nullcontext()
+    with exit_on_sigterm(), to_stderr:
         if len(chosen) == 1 or replot:
-            results = [_one(figure, options, out, plot=plot, replot=replot, verbose=verbose) for figure in chosen]
+            results = [_run_one(figure, options, out, plot=plot, replot=replot, verbose=verbose) for figure in chosen]
             all_well = all(result["ok"] for result in results)
         else:
-            results, all_well = _many(
-                chosen, options, out, plot=plot, again=again or not together, limit_s=60 * limit, brief=together
+            results, all_well = _run_many(
+                chosen, options, out, plot=plot, again=again or not is_all, limit_s=60 * limit, is_all=is_all
             )
     if json_file is not None:
-        save_json(results[0] if len(results) == 1 else _together(results), json_file)
+        save_json(results[0] if len(results) == 1 else _combine(results), json_file)
     if not all_well:
         raise typer.Exit(1)
 
 
-def _check_report(names: list[str]) -> None:
-    if len(names) > 2:
-        raise ConfigError(f"reproduce report {' '.join(names[1:])}: give one folder")
+def _report(folder: Path, json_file: Path | None) -> None:
+    from pliant_repro.figures.catalog import FIGURES
+    from pliant_repro.figures.report import write_report
 
-
-# --- the list ---
+    check_writable(json_file)
+    with show_progress() as progress:
+        path = write_report(folder, list(FIGURES.values()), watch=progress)
+    save_json({"report": str(path)}, json_file)
+    if not is_stdout(json_file):
+        print(f"wrote {path}")
 
 
 def _list(out: Path, json_file: Path | None) -> None:
-    from pliant_repro.figures import facts, figures, kept
+    from pliant_repro.figures.catalog import FIGURES
+    from pliant_repro.figures.figure import clock
+    from pliant_repro.figures.report import status_of
 
-    found = [kept.standing(out, name) for name in figures.FIGURES]
-    listed = [_listed(figures.FIGURES[each.name], each) for each in found]
-    save_json({"experiments": listed, "usual_s": sum(each.usual[0] for each in found)}, json_file)
+    found = [status_of(out, figure) for figure in FIGURES.values()]
+    total_s = sum(status.usual_s for status in found)
+    save_json({"experiments": [_describe(status) for status in found], "usual_s": total_s}, json_file)
     if is_stdout(json_file):
         return
     rows = []
-    for each in found:
-        usual_s, source = each.usual
-        about = figures.FIGURES[each.name].about
-        where = [] if is_read_by_people() else [str(each.path) if each.path else "-"]
-        time_ = f"{MARKS[source]}{facts.clock(usual_s)}"
-        rows.append((each.name, facts.paper_of(each.name), time_, _status(each), *where, about))
+    for status in found:
+        usual = ("" if status.is_measured else "~") + clock(status.usual_s)
+        args = status.result.get("args") if status.result is not None else None
+        size = next((f", {key}" for key in ("quick", "full") if isinstance(args, dict) and args.get(key)), "")
+        where = [] if is_read_by_people() else [str(status.path) if status.path else "-"]
+        figure = status.figure
+        rows.append((figure.name, figure.source, usual, status.outcome + size, *where, figure.about))
     print_table(COLUMNS, rows, ("time",))
     if is_read_by_people():
-        total_s = sum(each.usual[0] for each in found)
-        print(f"all: about {facts.clock(total_s)}; times: ~ of another machine with 2 cores, else of the last run")
+        print(f"all: about {clock(total_s)}; times: ~ of another machine with 2 cores, else of the last run")
         print(f"last run: with --out {out}, where the results are, as NAME.json")
 
 
-def _status(found: Standing) -> str:
-    """The outcome, and the size where that was not the default one."""
-    args = found.result.get("args") if found.result is not None else None
-    size = next((key for key in ("quick", "full") if isinstance(args, dict) and args.get(key)), "")
-    return f"{found.outcome}, {size}" if size else found.outcome
-
-
-def _listed(figure: Figure, found: Standing) -> Json:
-    from pliant_repro.figures import facts
-
-    usual_s, source = found.usual
+def _describe(status: Status) -> Result:
+    figure, run = status.figure, status.run
     return {
-        "name": figure.name, "paper": facts.paper_of(figure.name), "about": figure.about,
-        "needs_root": facts.FACTS[figure.name].lab, "usual_s": usual_s, "usual_from": source,
-        "status": found.outcome, "why": found.why, "took_s": found.run.took_s if found.run else None,
-        "ended_s": found.run.ended_s if found.run else None, "result": str(found.path) if found.path else None,
+        "name": figure.name, "paper": figure.source, "about": figure.about, "needs_root": figure.needs_lab,
+        "usual_s": status.usual_s, "usual_from": "here" if status.is_measured else "kept", "status": status.outcome,
+        "why": status.why, "took_s": run.took_s if run else None, "ended_s": run.ended_s if run else None,
+        "result": str(status.path) if status.path else None,
     }  # fmt: skip
 
 
 # --- one figure ---
 
 
-def _one(figure: Figure, options: Options, out: Path, *, plot: bool, replot: bool, verbose: bool = False) -> Json:
-    from pliant_repro.figures import figures, kept
+def _run_one(figure: Figure, options: Options, out: Path, *, plot: bool, replot: bool, verbose: bool) -> Result:
+    from pliant_repro.figures.figure import load
+    from pliant_repro.figures.report import result_path
 
-    path = kept.result_path(out, figure.name)
-    result = figures.load(path, figure.name) if replot else _measured(figure, options, out, verbose=verbose)
-    _print_result(result, figure.module.table(result))
+    path = result_path(out, figure.name)
+    result = load(path, figure.name) if replot else _measure(figure, options, out, verbose=verbose)
+    _print_result(result, figure.table(result))
     files = [str(path)]
     if plot or replot:
         with show_waiting(f"drawing {figure.name}"):
-            figure.module.plot(result, path.with_suffix(".png"))
+            figure.plot(result, path.with_suffix(".png"))
         files.append(str(path.with_suffix(".png")))
     print(f"wrote {' and '.join(files)}\n")
     return result
 
 
-def _measured(figure: Figure, options: Options, out: Path, *, verbose: bool) -> Json:
-    """The result, kept in `out`, with a word about how it went; an interrupted run leaves no such word."""
-    import dataclasses
+def _measure(figure: Figure, options: Options, out: Path, *, verbose: bool) -> Result:
+    """Run the figure and keep its result, and how it went, in `out`."""
+    from pliant_repro.figures import report
+    from pliant_repro.figures.figure import save
 
-    from pliant_repro.figures import batch, figures, kept
-
-    command = batch.shown_command(figure.name, options)
-    usual_s, _ = kept.standing(out, figure.name).usual
-    kept.begin(out, figure.name)
-    begun_s, whole = time.monotonic(), not kept.has_parts(out, figure.name)
+    usual_s = report.status_of(out, figure).usual_s
+    report.run_path(out, figure.name).unlink(missing_ok=True)  # an interrupted run must not be taken for finished
+    begun_s = time.monotonic()
 
     def ended(outcome: str, why: str = "") -> None:
         took_s = time.monotonic() - begun_s
-        run = kept.Run.of(options, outcome, why=why, took_s=took_s, command=command, whole=whole)
-        kept.write(out, figure.name, run)
+        run = report.FigureRun.ended(figure.name, options, outcome, why=why, took_s=took_s)
+        report.write_run(out, figure.name, run)
 
     try:
-        with _telling(figure.name, usual_s if kept.is_usual(options.to_json()) else 0.0, verbose) as say:
-            result = figure.module.run(dataclasses.replace(options, say=say))
+        with _show_lines(figure.name, usual_s if report.is_default(options.to_json()) else 0.0, verbose) as say:
+            result = figure.run(dataclasses.replace(options, say=say))
     except Exception as error:
-        ended(kept.FAILED, " ".join(str(error).split())[:600] or repr(error))
+        ended(report.FAILED, " ".join(str(error).split())[:600] or repr(error))
         raise
-    figures.save(result, kept.result_path(out, figure.name))
-    ended(kept.outcome_of(result))
+    save(result, report.result_path(out, figure.name))
+    ended(report.outcome_of(result))
     return result
 
 
 @contextlib.contextmanager
-def _telling(name: str, usual_s: float, verbose: bool) -> Iterator[Callable[[str], None]]:
-    """What a figure may say while it runs: lines above a bar on a terminal; nothing where stderr is piped, unless asked for."""
-    from pliant_repro.figures import facts
+def _show_lines(name: str, usual_s: float, verbose: bool) -> Iterator[Callable[[str], None]]:
+    """Give a function that shows a line: above a bar on a terminal; elsewhere only if asked for."""
+    from pliant_repro.figures.figure import clock
 
-    with _bar(f"of about {facts.clock(usual_s)}" if usual_s else "") as shown:
+    with _bar(f"of about {clock(usual_s)}" if usual_s else "") as shown:
         task = shown.add_task(name, total=None)
 
         def say(text: str) -> None:
@@ -277,74 +257,60 @@ def _cut(text: str, most: int = 60) -> str:
 # --- many figures ---
 
 
-def _many(
-    chosen: list[Figure], options: Options, out: Path, *, plot: bool, again: bool, limit_s: float, brief: bool
-) -> tuple[list[Json], bool]:
-    """The results that there are, and whether nothing failed and every claim holds; what was skipped does not count."""
+def _run_many(
+    chosen: list[Figure], options: Options, out: Path, *, plot: bool, again: bool, limit_s: float, is_all: bool
+) -> tuple[list[Result], bool]:
+    """Return the results, and whether nothing failed and every claim holds; what was skipped does not count."""
     from pliant.cli import plotting
-    from pliant_repro.figures import batch, facts, gather, kept
+    from pliant_repro.figures import report
+    from pliant_repro.figures.figure import clock
 
     try:
         plotting.check()
     except ConfigError as error:
         print(f"pliant: {error}; goes on without pictures", file=sys.stderr)
         plot = False
-    plan = batch.Plan(figures=chosen, options=options, out=out, again=again, plot=plot, limit_s=limit_s)
-    usual = [kept.standing(out, figure.name).usual[0] for figure in chosen]
-    with _bar(f"of about {facts.clock(sum(usual))}" if kept.is_usual(options.to_json()) else "") as shown:
+    batch = report.Batch(figures=chosen, options=options, out=out, again=again, plot=plot, limit_s=limit_s)
+    usual = [report.status_of(out, figure).usual_s for figure in chosen]
+    with _bar(f"of about {clock(sum(usual))}" if report.is_default(options.to_json()) else "") as shown:
         task = shown.add_task("starting", total=sum(usual))
 
-        def watch(now: batch.Now) -> None:
-            done_s = sum(usual[: now.number]) + min(now.elapsed_s, usual[now.number])
-            text = f"{now.number + 1}/{len(chosen)} {now.name}: {now.said}"
+        def watch(number: int, elapsed_s: float, line: str) -> None:
+            done_s = sum(usual[:number]) + min(elapsed_s, usual[number])
+            text = f"{number + 1}/{len(chosen)} {chosen[number].name}: {line}"
             shown.update(task, completed=done_s, description=_cut(text))
 
-        def ended(found: Standing, was_kept: bool) -> None:
-            took = facts.clock(found.run.took_s) if found.run and found.run.took_s else "-"
-            print(
-                f"{found.name:22} {found.outcome:14} {took:>8}  {'kept' if was_kept else _cut(found.why, 160)}".rstrip()
-            )
-            if not brief and found.result is not None:
-                _print_result(found.result, next(f for f in chosen if f.name == found.name).module.table(found.result))
+        def ended(status: Status, was_done: bool) -> None:
+            took = clock(status.run.took_s) if status.run and status.run.took_s else "-"
+            why = "kept" if was_done else _cut(status.why, 160)
+            print(f"{status.figure.name:22} {status.outcome:14} {took:>8}  {why}".rstrip())
+            if not is_all and status.result is not None:
+                _print_result(status.result, status.figure.table(status.result))
 
         try:
-            found = batch.run(plan, watch, ended)
+            found = batch.run(watch, ended)
         except (KeyboardInterrupt, SystemExit):
-            print(
-                f"pliant: interrupted; the same command goes on, `pliant reproduce report {shlex.quote(str(out))}` reports "
-                "on what there is",
-                file=sys.stderr,
-            )
+            report_command = f"`pliant reproduce report {shlex.quote(str(out))}`"
+            print(f"pliant: interrupted; the same command goes on, {report_command} reports on what there is", file=sys.stderr)
             raise
         shown.update(task, description="writing the report")
-        path = gather.write(out, chosen, command=_typed(options, out, chosen, brief=brief))
+        what = "all" if is_all else " ".join(figure.name for figure in chosen)
+        command = report.shown_command("NAME", options).replace("NAME", what)
+        path = report.write_report(out, chosen, f"{command} --out {shlex.quote(out.name)}")
     print(f"wrote {path}")
-    bad = (kept.DOES_NOT_HOLD, kept.FAILED)
+    bad = (report.DOES_NOT_HOLD, report.FAILED)
     return [each.result for each in found if each.result is not None], not any(each.outcome in bad for each in found)
 
 
-def _typed(options: Options, out: Path, chosen: list[Figure], *, brief: bool) -> str:
-    from pliant_repro.figures import batch
-
-    what = "all" if brief else " ".join(figure.name for figure in chosen)
-    return f"{batch.shown_command('NAME', options).replace('NAME', what)} --out {shlex.quote(out.name)}"
-
-
-def _together(results: list[Json]) -> Json:
-    """Several figures as one object of the one form."""
+def _combine(results: list[Result]) -> Result:
+    """Return several results as one object of the one form."""
     from pliant.machine import machine
 
     return {
-        "bench": "reproduce",
-        "args": {"names": [result["bench"] for result in results]},
-        "ours": {"median_s": None, "iqr_s": None},
-        "peers": {},
-        "bound": None,
-        "cells": results,
-        "machine": machine(),
-        "ok": all(result["ok"] for result in results),
-        "remarks": [],
-    }
+        "bench": "reproduce", "args": {"names": [result["bench"] for result in results]},
+        "ours": {"median_s": None, "iqr_s": None}, "peers": {}, "bound": None, "cells": results, "machine": machine(),
+        "ok": all(result["ok"] for result in results), "remarks": [],
+    }  # fmt: skip
 
 
 def _check_out(out: Path, json_file: Path | None) -> None:
@@ -357,8 +323,8 @@ def _check_out(out: Path, json_file: Path | None) -> None:
     check_writable(json_file)
 
 
-def _print_result(result: Json, found: TableRows) -> None:
-    from pliant_repro.figures import kept, report
+def _print_result(result: Result, found: TableRows) -> None:
+    from pliant_repro.figures import report
 
     table = Table(title=f"{result['bench']}: {found.title}", title_justify="left")
     for number, name in enumerate(found.columns):
@@ -367,7 +333,8 @@ def _print_result(result: Json, found: TableRows) -> None:
         table.add_row(*row)
     console = Console()
     console.print(table)
-    for remark in cast("list[str]", result["remarks"]):
+    for remark in result["remarks"]:
         console.print(f"note: {remark}", highlight=False, markup=False)
-    outcome = kept.outcome_of(result)
-    console.print(report.VERDICTS[outcome], style={"good": "green", "bad": "red"}.get(report.CLASSES[outcome], ""))
+    outcome = report.outcome_of(result)
+    style = {"good": "green", "bad": "red"}.get(report.CLASSES.get(outcome, ""), "")
+    console.print(report.VERDICTS[outcome], style=style)

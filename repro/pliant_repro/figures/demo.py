@@ -1,8 +1,8 @@
-"""The conductor of `pliant demo`: stock DDP as the oracle, pliant through resizes and a kill, and the comparison.
+"""The two jobs of `pliant demo`: stock DDP as the reference, pliant through resizes and a kill, and their comparison.
 
-Both jobs are real processes of `digits`. DDP's are forked by the program itself; pliant's are a `pliant run -w` with
-its own config server, which is asked for other numbers of workers as `pliant resize` does. All that is
-known about either comes from the journals of their processes. Shows nothing: `cli.demo` does.
+Both jobs are real processes of `program`. DDP's are forked by the program itself; pliant's are a `pliant run -w` with its own
+config server, which is asked for other numbers of workers as `pliant resize` does. All that is known about either job comes from
+the logs of its processes. This module prints nothing: `cli.demo` does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,50 +23,46 @@ from pliant import child
 from pliant.elastic.client import ConfigClient
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
 from pliant.jobs.store import running_jobs
-from pliant_repro.figures import images
-from pliant_repro.figures.ledger import Change, Ledger, Verdict, compare
+from pliant_repro.figures import launch
+from pliant_repro.figures.launch import Change, RunLog, Step, Task
 
-PROGRAM = Path(__file__).with_name("digits.py")
-REPLICAS = 4
+REPLICAS, STEPS_PER_EPOCH = 4, 12
+"""1536 images in batches of 32 for each of 4 replicas."""
+SEED = 2027
 KILL = "kill"
-POLL_S = 0.05
-END_S = 15.0
-"""How long the runner may take to end its workers when told to."""
-TAIL_CHARS = 1500
+POLL_S, END_S, TAIL_CHARS = 0.05, 15.0, 1500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoOptions:
-    """What the demo shall do."""
+    """What the demo does."""
 
     epochs: int = 30
-    """Of 12 steps each."""
     path: tuple[str, ...] = ("2", KILL, "3", "1")
     """What happens to pliant's job, spread over its steps: a number of workers, or a kill."""
     pace_s: float = 0.03
-    """pliant's steps are no shorter, so that newcomers arrive while there is something to do."""
+    """Least duration of pliant's steps, so that new workers arrive while there is something to do."""
     timeout_s: float = 300.0
     nudge: int | None = None
-    """Spoil the oracle by one unit in the last place of one weight, after this step: a negative control."""
+    """Spoil the reference by one unit in the last place of one weight, after this step: a negative control."""
 
     def __post_init__(self) -> None:
         if self.epochs < 1:
             raise ConfigError(f"--epochs {self.epochs}: use 1 or more")
-        workers = REPLICAS
+        workers, path = REPLICAS, ",".join(self.path)
         for word in self.path:
             if word == KILL and workers == 1:
-                raise ConfigError(f"--path {','.join(self.path)}: nobody survives the kill of the only worker")
+                raise ConfigError(f"--path {path}: nobody survives the kill of the only worker")
             if word == KILL:
                 continue  # it is replaced
             if not (word.isdecimal() and 1 <= int(word) <= REPLICAS) or int(word) == workers:
-                raise ConfigError(
-                    f"--path {','.join(self.path)}: {word!r} is not {KILL}, nor another number of workers from 1 to {REPLICAS}"
-                )
+                other = f"nor another number of workers from 1 to {REPLICAS}"
+                raise ConfigError(f"--path {path}: {word!r} is not {KILL}, {other}")
             workers = int(word)
 
     @property
     def num_steps(self) -> int:
-        return images.num_steps(self.epochs, REPLICAS)
+        return self.epochs * STEPS_PER_EPOCH
 
     @property
     def moments(self) -> list[int]:
@@ -75,21 +71,21 @@ class DemoOptions:
 
 
 @dataclass(slots=True)
-class Happening:
+class Event:
     """Something that was done to pliant's job."""
 
     what: str
     """As a user would have typed it."""
     workers: int
-    """How many there must be for it to be over."""
+    """Number of workers when it is over."""
     begun_s: float
     known_changes: int
-    """How many changes of view came before it."""
+    """Number of changes of view before it."""
     is_kill: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EventRow:
     """A line of the final table."""
 
     step: int
@@ -99,144 +95,177 @@ class Row:
     """None where nothing paused."""
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether two jobs did the same."""
+
+    num_steps: int
+    num_digests: int
+    """Digests of the second job that were compared."""
+    num_losses: int
+    first_difference: int | None
+    """First step that differs; None if none does."""
+    what: str = ""
+    """How it differs."""
+
+    @property
+    def identical(self) -> bool:
+        return self.first_difference is None
+
+
+def compare(reference: RunLog, other: RunLog, *, num_steps: int, replicas: int) -> Verdict:
+    """Compare every digest and every loss of all `num_steps` steps. What is missing differs, too."""
+    first, what = None, ""
+    for number in range(num_steps):
+        what = _difference(reference.steps.get(number, Step()), other.steps.get(number, Step()), replicas)
+        if what:
+            first = number
+            break
+    beyond = sorted(number for number in {*reference.steps, *other.steps} if number >= num_steps)
+    if first is None and beyond:
+        first, what = beyond[0], f"there should be {num_steps} steps only"
+    losses = [values for step in other.steps.values() for values in step.losses.values()]
+    digests = sum(len(step.digests) for step in other.steps.values())
+    return Verdict(num_steps, digests, sum(map(len, losses)), first, what)
+
+
+def _difference(expected: Step, found: Step, replicas: int) -> str:
+    """Return how a step differs; empty if it does not."""
+    for whose, step in (("DDP", expected), ("pliant", found)):
+        if not step.digests or len(step.losses) != replicas:
+            there = f"{len(set(step.digests))} digests and losses of {len(step.losses)} of {replicas} replicas"
+            return f"{whose} has {there}"
+    compared = {f"loss of replica {number}": (expected.losses[number], found.losses[number]) for number in range(replicas)}
+    compared["SHA-256 of the state"] = (expected.digests, found.digests)  # type: ignore[assignment]
+    for what, values in compared.items():
+        theirs, ours = (" and ".join(sorted({str(value) for value in side})) for side in values)
+        if theirs != ours or (what.startswith("SHA") and " and " in theirs):
+            return f"{what}: DDP {theirs}, pliant {ours}"
+    return ""
+
+
 class Demo:
     """The two jobs and what is known of them so far. `run` does everything."""
 
     def __init__(self, options: DemoOptions, folder: Path) -> None:
         self.options = options
-        self.happenings: list[Happening] = []
+        self.events: list[Event] = []
         self.stage = ""
         """What is going on now."""
         self._folder = folder
         for name in ("ddp", "pliant"):
             (folder / name).mkdir()
-        self.oracle, self.elastic = Ledger(folder / "ddp"), Ledger(folder / "pliant")
+        self.reference, self.elastic = RunLog(folder / "ddp"), RunLog(folder / "pliant")
         self._deadline_s = math.inf
         self._watch: Callable[[], None] = lambda: None
 
     def run(self, watch: Callable[[], None] = lambda: None) -> Verdict:
-        """Run both jobs to their ends, calling `watch` several times a second; nothing is left running afterwards.
+        """Run both jobs to their ends, calling `watch` several times a second. Nothing is left running afterwards.
 
         Raises:
-            LaunchError: a job failed or took too long; with its last words.
+            LaunchError: a job failed or took too long; with the end of its output.
         """
         self._watch, self._deadline_s = watch, time.monotonic() + self.options.timeout_s
         self.stage = "reading the images"
         watch()
-        images.save(images.from_scikit_learn(), self._folder / "digits.npz")
-        with self._started("ddp", self._oracle_command()) as oracle:
+        data = launch.save_digits(self._folder / "digits.npz")
+        task = Task(model="digits", epochs=self.options.epochs, replicas=REPLICAS, seed=SEED, data=data, digest=True)
+        launcher = [*launch.PLIANT, "run", "-w", "-q", "-np", str(REPLICAS), "--grace", "500ms"]
+        with self._started("ddp", [], replace(task, mode="ddp", nudge=self.options.nudge)) as ddp:
             self.stage = "stock DDP on 4 processes starts"
-            # Imports take one core, training takes both: pliant's import while DDP trains.
-            self._until(lambda: self.oracle.last_step >= 0, oracle)
+            # Imports take one core, training takes both: pliant's processes import while DDP trains.
+            self._until(lambda: self.reference.last_step >= 0, ddp)
             self.stage = "stock DDP on 4 processes trains; pliant starts"
-            with self._started("pliant", self._run_command(), END_S) as runner:
-                self._until(lambda: self.elastic.last_step >= 0, oracle, runner)
+            with self._started("pliant", launcher, replace(task, pace_s=self.options.pace_s), END_S) as runner:
+                self._until(lambda: self.elastic.last_step >= 0, ddp, runner)
                 self.stage = "pliant trains"
                 with ConfigClient(*_server_of(runner.pid)) as client:
-                    self._conduct(client, oracle, runner)
-                self._until(lambda: runner.poll() is not None, oracle, runner)
+                    self._follow_path(client, ddp, runner)
+                self._until(lambda: runner.poll() is not None, ddp, runner)
             self.stage = "waiting for DDP"
-            self._until(lambda: oracle.poll() is not None, oracle)
+            self._until(lambda: ddp.poll() is not None, ddp)
         self.stage = "comparing"
         self._look()
-        return compare(self.oracle, self.elastic, num_steps=self.options.num_steps, replicas=REPLICAS)
+        return compare(self.reference, self.elastic, num_steps=self.options.num_steps, replicas=REPLICAS)
 
-    def _conduct(self, client: ConfigClient, *jobs: subprocess.Popen[bytes]) -> None:
-        """Let happen what shall happen, one thing after the other."""
+    def _follow_path(self, client: ConfigClient, *jobs: subprocess.Popen[bytes]) -> None:
+        """Let the events of the path happen, one after the other."""
         for moment, word in zip(self.options.moments, self.options.path, strict=True):
-            if not self._comes(partial(self._has_reached, moment), *jobs):
+            if not self._wait_for(partial(self._has_reached, moment), *jobs):
                 break
             begin = self._kill if word == KILL else partial(self._resize, client, int(word))
             try:
-                self.happenings.append(begin())
+                self.events.append(begin())
             except ServerUnavailable:
                 break
-            if not self._comes(self._has_happened, *jobs):
+            if not self._wait_for(self._has_happened, *jobs):
                 break
         else:
             return
         raise LaunchError(
-            f"pliant's job ended after {self.elastic.last_step + 1} steps, before all of "
-            f"{','.join(self.options.path)} had happened: give it more steps (--epochs) or longer ones (--pace)"
+            f"pliant's job ended after {self.elastic.last_step + 1} steps, before all of {','.join(self.options.path)} had "
+            "happened: give it more steps (--epochs) or longer ones (--pace)"
         )
 
-    def _comes(self, reached: Callable[[], bool], *jobs: subprocess.Popen[bytes]) -> bool:
-        """Wait for it; False if the last of the jobs has ended, and well, before."""
+    def _wait_for(self, reached: Callable[[], bool], *jobs: subprocess.Popen[bytes]) -> bool:
+        """Wait for it; return False if the last of the jobs has ended, and well, before."""
         self._until(lambda: reached() or jobs[-1].poll() is not None, *jobs)
         return reached()
 
     def _has_reached(self, step: int) -> bool:
-        """Whether that step is next, and one was done since the last change of view."""
+        """Return whether that step is next, and one was done since the last change of view."""
         changes = self.elastic.changes
         return self.elastic.last_step >= max(step - 1, changes[-1].step if changes else 0)
 
     def _has_happened(self) -> bool:
-        """Whether the last happening has had its effect."""
-        last = self.happenings[-1]
+        last = self.events[-1]
         changes = self.elastic.changes[last.known_changes :]
         return bool(changes) and changes[-1].new_size == last.workers
 
-    def _resize(self, client: ConfigClient, size: int) -> Happening:
-        happening = Happening(f"pliant resize {size}", size, time.monotonic(), len(self.elastic.changes))
+    def _resize(self, client: ConfigClient, size: int) -> Event:
+        event = Event(f"pliant resize {size}", size, time.monotonic(), len(self.elastic.changes))
         client.resize(size)
-        return happening
+        return event
 
-    def _kill(self) -> Happening:
+    def _kill(self) -> Event:
         newest = self.elastic.steps[self.elastic.last_step]
         pid = newest.pids[0]  # whose loss is the end of a job in most systems
-        happening = Happening(
-            f"kill -9 {pid} (rank 0)", newest.workers, time.monotonic(), len(self.elastic.changes), is_kill=True
-        )
+        what, known = f"kill -9 {pid} (rank 0)", len(self.elastic.changes)
+        event = Event(what, newest.size, time.monotonic(), known, is_kill=True)
         os.kill(pid, signal.SIGKILL)
-        return happening
+        return event
 
     def _until(self, reached: Callable[[], bool], *jobs: subprocess.Popen[bytes]) -> None:
         while True:
             self._look()
             for job, name in zip(jobs, ("ddp", "pliant"), strict=False):
                 if job.poll():
-                    raise LaunchError(f"the {name} job ended with {job.poll()}: {self._last_words(name)}")
+                    raise LaunchError(f"the {name} job ended with {job.poll()}: {self._tail(name)}")
             if reached():
                 return
             if time.monotonic() > self._deadline_s:
                 raise LaunchError(
                     f"the demo was not over after {self.options.timeout_s:g} s, at `{self.stage}`: give it longer with --timeout; "
-                    f"last words: {self._last_words('pliant' if len(jobs) > 1 else 'ddp')}"
+                    f"the end of the output: {self._tail('pliant' if len(jobs) > 1 else 'ddp')}"
                 )
             time.sleep(POLL_S)
 
     def _look(self) -> None:
-        self.oracle.read()
+        self.reference.read()
         self.elastic.read()
         self._watch()
 
-    # --- the jobs ---
-
-    def _program(self, name: str) -> list[str]:
-        options = self.options
-        return [
-            *(str(PROGRAM), "--epochs", str(options.epochs), "--replicas", str(REPLICAS)),
-            *("--data", str(self._folder / "digits.npz"), "--journal", str(self._folder / name)),
-        ]
-
-    def _oracle_command(self) -> list[str]:
-        nudge = [] if self.options.nudge is None else ["--nudge", str(self.options.nudge)]
-        return [sys.executable, *self._program("ddp"), "--ddp", *nudge]
-
-    def _run_command(self) -> list[str]:
-        pliant = [sys.executable, "-c", "from pliant.cli.main import main; main()"]
-        arguments = ["run", "-w", "-q", "-np", str(REPLICAS), "--grace", "500ms"]
-        return [*pliant, *arguments, *self._program("pliant"), "--pace", str(self.options.pace_s)]
-
     @contextlib.contextmanager
-    def _started(self, name: str, command: Sequence[str], grace_s: float = 0.0) -> Iterator[subprocess.Popen[bytes]]:
-        """A job for the time of the block, in a session of its own: Ctrl-C is for us, and we end it. If we are
-        killed, the kernel does."""
-        environ = {key: value for key, value in os.environ.items() if not key.startswith("PLIANT_")}
+    def _started(
+        self, name: str, launcher: Sequence[str], task: Task, grace_s: float = 0.0
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """Run a job for the time of the block, in a session of its own: Ctrl-C is for this process, which ends the job. If
+        this process is killed, the kernel ends the job."""
+        program = launch.program(task, self._folder / name)
         with (self._folder / f"{name}.log").open("wb") as log:
             job = subprocess.Popen(
-                [sys.executable, child.__file__, str(os.getpid()), *command],
-                env={**environ, "OMP_NUM_THREADS": "1"},
+                [sys.executable, child.__file__, str(os.getpid()), *launcher, *program],
+                env=launch.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -245,52 +274,69 @@ class Demo:
         try:
             yield job
         finally:
-            _end(job, grace_s)
+            launch.end_process_group(job, grace_s)
 
-    def _last_words(self, name: str) -> str:
+    def _tail(self, name: str) -> str:
         text = (self._folder / f"{name}.log").read_text(errors="replace")
         return text[-TAIL_CHARS:].strip() or "(none)"
 
-    # --- what it came to ---
-
-    def rows(self) -> list[Row]:
-        """What has happened to pliant's job so far."""
-        begin = (
-            [Row(0, str(self.elastic.steps[0].workers), "pliant run -w -np 4", None)] if 0 in self.elastic.steps else []
-        )
+    def rows(self) -> list[EventRow]:
+        """Return what has happened to pliant's job so far."""
+        first = self.elastic.steps.get(0)
+        begin = [EventRow(0, str(first.size), "pliant run -w -np 4", None)] if first is not None else []
         return begin + [self._row(number, change) for number, change in enumerate(self.elastic.changes)]
 
-    def _row(self, number: int, change: Change) -> Row:
-        cause = next((each for each in reversed(self.happenings) if each.known_changes <= number), None)
+    def _row(self, number: int, change: Change) -> EventRow:
+        cause = next((each for each in reversed(self.events) if each.known_changes <= number), None)
         event, pause_s = "", change.pause_s
-        if cause is not None and change.lost:
-            # As somebody sees it who waits for the next step: with the time until the loss was noticed.
-            event, pause_s = cause.what, change.at_s - cause.begun_s
-        elif cause is not None and cause.is_kill:
-            event = f"replaced after {change.at_s - cause.begun_s:.1f} s"
-        elif cause is not None:
+        if cause is not None:
+            since_s = change.at_s - cause.begun_s
             event = cause.what
-            if change.new_size > change.old_size:
-                event += f", in {change.at_s - cause.begun_s:.1f} s"
-        return Row(change.step, f"{change.old_size} -> {change.new_size}", event, pause_s)
+            if change.lost:
+                pause_s = since_s  # as somebody sees it who waits for the next step: until the loss was noticed, too
+            elif cause.is_kill:
+                event = f"replaced after {since_s:.1f} s"
+            elif change.new_size > change.old_size:
+                event += f", in {since_s:.1f} s"
+        return EventRow(change.step, f"{change.old_size} -> {change.new_size}", event, pause_s)
+
+    def draw(self, verdict: Verdict, path: Path) -> None:
+        """Draw both curves, one on the other, and below them the number of workers.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(9, 5.5), layout="constrained")
+        above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
+        styles = ((self.reference, "tab:orange", 5, 0.5, "stock DDP, 4 processes"),
+                  (self.elastic, "tab:blue", 1, 1.0, "pliant, 4 to 1 workers"))  # fmt: skip
+        for log, colour, width, alpha, label in styles:
+            steps = sorted(step for step, done in log.steps.items() if done.losses)
+            losses = [log.steps[step].loss for step in steps]
+            above.plot(steps, losses, color=colour, linewidth=width, alpha=alpha, label=label)
+        answer = "yes" if verdict.identical else f"NO, from step {verdict.first_difference} on"
+        title = f"{verdict.num_steps} steps on scikit-learn's digits, bit-identical: {answer}"
+        above.set(yscale="log", ylabel="loss, mean of 4 replicas", title=title)
+        above.legend()
+        sizes = sorted((step, done.size) for step, done in self.elastic.steps.items() if done.size)
+        below.step([step for step, _ in sizes], [size for _, size in sizes], where="mid", color="tab:blue")
+        below.set(ylabel="workers", xlabel="step", ylim=(0, 4.6), yticks=range(5))
+        for number, row in enumerate(self.rows()):
+            for axes in (above, below):
+                colour = "tab:red" if "kill" in row.event else "gray"
+                axes.axvline(row.step, color=colour, linewidth=0.8, linestyle="--")
+            # One below the other: a kill and the replacement are only a few steps apart.
+            place = (row.step, 0.32 - 0.06 * (number % 6))
+            above.annotate(row.event, place, xycoords=("data", "axes fraction"), xytext=(4, 0),
+                           textcoords="offset points", fontsize=8)  # fmt: skip
+        figure.savefig(path, dpi=120)
 
 
 def _server_of(runner: int) -> tuple[str, str]:
-    """Address and token of the config server of the job that this process runs."""
+    """Return address and token of the config server of the job that this process runs."""
     for job in running_jobs():
         if job.pid == runner:
             return job.config_server, job.token
     raise LaunchError(f"the job of process {runner} is not among the running jobs of this machine")
-
-
-def _end(job: subprocess.Popen[bytes], grace_s: float) -> None:
-    """End a job that still runs, and all of its processes; it may take `grace_s` to do so itself."""
-    if job.poll() is not None:
-        return
-    if grace_s:
-        job.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            job.wait(grace_s)
-            return
-    os.killpg(job.pid, signal.SIGKILL)
-    job.wait()

@@ -1,96 +1,425 @@
-"""One HTML page about many figures: pictures, published and measured numbers side by side, verdicts, the machine, remarks.
+"""Results of many figures: how their runs are started and kept in a folder, and the HTML page about them.
 
-Pure: values in, text out. The page needs nothing but itself: pictures are data in it, there is no script, and no address is
-loaded. What `gather` has collected goes in; every text is escaped here.
+A run leaves NAME.json (the result), NAME.run.json (how the run went) and logs/NAME.log in the folder. A run that was interrupted
+has no NAME.run.json and counts as not run. The page, report.html, needs nothing but itself: pictures are data in it, there is no
+script, and no address is loaded.
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import hashlib
 import html
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import importlib.metadata
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 
-from pliant.machine import Json
-from pliant_repro.figures import kept
-from pliant_repro.figures.facts import clock
-from pliant_repro.figures.figures import TableRows
-from pliant_repro.figures.headlines import Headline
+from pliant import child
+from pliant.cli import plotting
+from pliant.errors import ConfigError
+from pliant.machine import machine
+from pliant_repro.figures.figure import Figure, Headline, Options, Result, TableRows, clock, load
+from pliant_repro.figures.launch import PLIANT, end_process_group
+from pliant_repro.lab.machine import check as check_lab
 
+HOLDS, DOES_NOT_HOLD, UNJUDGED, FAILED, SKIPPED, NEVER = "holds", "does not hold", "not judged", "failed", "skipped", "never"
+FINISHED = (HOLDS, DOES_NOT_HOLD, UNJUDGED)
 VERDICTS = {
-    kept.HOLDS: "the figure's claim holds",
-    kept.DOES_NOT_HOLD: "the figure's claim does not hold here",
-    kept.UNJUDGED: "it works; the run is too short to judge the figure's claim",
-    kept.FAILED: "the run failed",
-    kept.SKIPPED: "not run here",
-    kept.NEVER: "not run yet",
+    HOLDS: "the figure's claim holds",
+    DOES_NOT_HOLD: "the figure's claim does not hold here",
+    UNJUDGED: "it works; the run is too short to judge the figure's claim",
+    FAILED: "the run failed",
+    SKIPPED: "not run here",
+    NEVER: "not run yet",
 }
-COUNTED = {kept.HOLDS: "hold", kept.DOES_NOT_HOLD: "do not hold", kept.NEVER: "not run yet"}
-CLASSES = {
-    kept.HOLDS: "good", kept.DOES_NOT_HOLD: "bad", kept.UNJUDGED: "none", kept.FAILED: "bad", kept.SKIPPED: "none",
-    kept.NEVER: "none",
-}  # fmt: skip
+CLASSES = {HOLDS: "good", DOES_NOT_HOLD: "bad", FAILED: "bad"}
+"""Style of a verdict on the page; others are grey."""
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
+"""Errors that a figure raises for a result in another form, of another version or edited by hand."""
+GRACE_S, POLL_S = 30.0, 0.5
+"""Seconds after SIGTERM for a figure to end its processes and namespaces; seconds between looks at a run."""
+QUICK_LIMIT_S, FULL_LIMIT_S = 600.0, 12 * 3600.0
+
+
+# --- what is kept ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FigureRun:
+    """How the last run of a figure went."""
+
+    outcome: str
+    why: str = ""
+    """Why it failed, or was not run."""
+    took_s: float = 0.0
+    ended_s: float = field(default_factory=time.time)
+    command: str = ""
+    options: Result = field(default_factory=dict)
+    version: str = ""
+    sources: str = ""
+    """Digest of the package's sources: the version says less while they are worked on."""
+
+    @classmethod
+    def ended(cls, name: str, options: Options, outcome: str, *, why: str = "", took_s: float = 0.0) -> FigureRun:
+        """Return a run that ends now."""
+        return cls(
+            outcome=outcome, why=why, took_s=took_s, command=shown_command(name, options), options=options.to_json(),
+            version=version(), sources=sources_digest(),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What is known of a figure from a folder."""
+
+    figure: Figure
+    outcome: str
+    why: str = ""
+    run: FigureRun | None = None
+    result: Result | None = None
+    path: Path | None = None
+    """File of the result; None if there is none."""
+
+    @property
+    def usual_s(self) -> float:
+        """Seconds of a run in default size: as measured here, else as published on 2 cores."""
+        return self.run.took_s if self.is_measured and self.run is not None else self.figure.usual_s
+
+    @property
+    def is_measured(self) -> bool:
+        run = self.run
+        return run is not None and self.outcome in FINISHED and run.took_s > 0 and is_default(run.options)
+
+
+def is_default(args: Result) -> bool:
+    """Return whether these are the options of the default size."""
+    return args.get("device") in ("cpu", "cuda") and args == Options(device=str(args["device"])).to_json()
+
+
+def version() -> str:
+    try:
+        return importlib.metadata.version("pliant")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def sources_digest() -> str:
+    package = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def result_path(out: Path, name: str) -> Path:
+    return out / f"{name}.json"
+
+
+def run_path(out: Path, name: str) -> Path:
+    return out / f"{name}.run.json"
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+def write_run(out: Path, name: str, run: FigureRun) -> None:
+    replace_file(run_path(out, name), json.dumps(asdict(run), indent=1) + "\n")
+
+
+def read_run(out: Path, name: str) -> FigureRun | None:
+    """Return how the last run went; None if there was none, or its file is damaged."""
+    try:
+        found = json.loads(run_path(out, name).read_text())
+        run = FigureRun(**{each.name: found[each.name] for each in fields(FigureRun)})
+        is_sound = run.outcome in VERDICTS and isinstance(run.options, dict)
+        return run if is_sound and all(isinstance(each, (int, float)) for each in (run.took_s, run.ended_s)) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def outcome_of(result: Result) -> str:
+    if not result["ok"]:
+        return DOES_NOT_HOLD
+    return UNJUDGED if result.get("judged") is False else HOLDS
+
+
+def status_of(out: Path, figure: Figure) -> Status:
+    """Return the last run of a figure and its result; a result that cannot be read is a failure."""
+    run, path = read_run(out, figure.name), result_path(out, figure.name)
+    if run is not None and run.outcome not in FINISHED:
+        return Status(figure, run.outcome, run.why, run)
+    if not path.exists():
+        return Status(figure, NEVER)
+    try:
+        result = load(path, figure.name)
+        if not isinstance(result.get("ok"), bool) or not isinstance(result.get("remarks"), list):
+            raise ConfigError(f"{path} is no whole result: run `pliant reproduce {figure.name}` again")
+    except ConfigError as error:
+        return Status(figure, FAILED, str(error), run, None, path)
+    return Status(figure, outcome_of(result), "", run, result, path)
+
+
+def is_done(status: Status, options: Options) -> bool:
+    """Return whether there is a finished result of these options and this version."""
+    run = status.run
+    is_same = run is not None and run.options == options.to_json() and run.version == version()
+    return status.outcome in FINISHED and is_same
+
+
+# --- running many figures ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Figures that are run in a row, each in a process of its own with a time limit."""
+
+    figures: Sequence[Figure]
+    options: Options
+    out: Path
+    again: bool = False
+    """Run also what is finished."""
+    plot: bool = True
+    limit_s: float = 0.0
+    """Limit of each figure; 0 means three times its usual time."""
+
+    def run(
+        self,
+        watch: Callable[[int, float, str], None] = lambda number, elapsed_s, line: None,
+        ended: Callable[[Status, bool], None] = lambda status, was_done: None,
+    ) -> list[Status]:
+        """Run what is not finished. A figure that fails does not stop the others.
+
+        `watch` is called with the number of the figure that runs, its seconds and its last line; `ended` with each figure's
+        status, and whether it was finished before.
+        """
+        (self.out / "logs").mkdir(parents=True, exist_ok=True)
+        problems = check_lab() if any(figure.needs_lab for figure in self.figures) else []
+        found = []
+        for number, figure in enumerate(self.figures):
+            done = not self.again and is_done(status_of(self.out, figure), self.options)
+            if not done and figure.needs_lab and problems:
+                why = f"needs network namespaces: {'; '.join(problems)}"
+                write_run(self.out, figure.name, FigureRun.ended(figure.name, self.options, SKIPPED, why=why))
+            elif not done:
+                self._run_one(figure, lambda elapsed_s, line, number=number: watch(number, elapsed_s, line))  # type: ignore[misc]
+            found.append(status_of(self.out, figure))
+            ended(found[-1], done)
+        return found
+
+    def _run_one(self, figure: Figure, watch: Callable[[float, str], None]) -> None:
+        """Run a figure to its end. It writes itself how it went; if it cannot, this does."""
+        log, limit_s = self.out / "logs" / f"{figure.name}.log", self._limit_of(figure)
+        words = ["--out", str(self.out), "--verbose", *["--no-plot"] * (not self.plot)]
+        run_path(self.out, figure.name).unlink(missing_ok=True)
+        begun_s = time.monotonic()
+        with log.open("wb") as file, _started([*PLIANT, *command_words(figure.name, self.options), *words], file) as process:
+            while process.poll() is None and time.monotonic() - begun_s < limit_s:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(POLL_S)
+                watch(time.monotonic() - begun_s, last_line(log))
+            code = process.poll()
+        if read_run(self.out, figure.name) is None:
+            why = f"ended after its limit of {clock(limit_s)}; give it more with --limit MINUTES"
+            if code is not None:
+                why = f"exit code {code}: {last_line(log) or 'it printed nothing'} ({log})"
+            took_s = time.monotonic() - begun_s
+            write_run(self.out, figure.name, FigureRun.ended(figure.name, self.options, FAILED, why=why, took_s=took_s))
+
+    def _limit_of(self, figure: Figure) -> float:
+        """Return three times the usual, for a slower machine, and some time to start."""
+        return self.limit_s or self.options.choose(QUICK_LIMIT_S, 3 * figure.usual_s + 120, FULL_LIMIT_S)
+
+
+@contextlib.contextmanager
+def _started(command: Sequence[str], output: object) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process that dies with this one; it has ended when the block is left."""
+    words = [sys.executable, child.__file__, str(os.getpid()), *command]
+    process = subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True  # type: ignore[call-overload]
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        end_process_group(process, GRACE_S)
+
+
+def command_words(name: str, options: Options) -> list[str]:
+    """Return `reproduce NAME` with these options, as words."""
+    words = ["reproduce", name]
+    words += ["--quick"] * options.quick + ["--full"] * options.full
+    words += ["--steps", str(options.steps)] if options.steps else []
+    words += ["--models", ",".join(options.models)] if options.models else []
+    for flag, value in (("--scale", options.scale), ("--device", options.device), ("--data", options.data)):
+        words += [flag, value] if value else []
+    return words
+
+
+def shown_command(name: str, options: Options) -> str:
+    """Return what a person would type."""
+    return shlex.join(["pliant", *command_words(name, options)])
+
+
+def last_line(log: Path, most: int = 4096) -> str:
+    """Return the last line of a file that is not empty; only the file's end is read."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+# --- the page ---
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One figure on the page."""
+    """One figure on the page. Every text is escaped when it is written."""
 
     name: str
     about: str
-    paper: str
+    source: str
     outcome: str
     why: str = ""
     took_s: float = 0.0
-    ended: str = ""
-    """When, as text."""
-    size: str = ""
-    """The options that it was run with, in words."""
+    details: Sequence[str] = ()
+    """Options and time of the run, in words."""
     command: str = ""
     picture: str = ""
     """A data: address."""
     no_picture: str = ""
-    """Why there is none."""
-    headlines: Sequence[Headline] = ()
+    """Why there is no picture."""
+    headline: Headline | None = None
     table: TableRows | None = None
     remarks: Sequence[str] = ()
-    """Of this run."""
-    standing: Sequence[str] = ()
-    """What is true of every run here."""
+    """Remarks of this run."""
+    caveats: Sequence[str] = ()
+    """What is true of every run."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class About:
-    """What the page says of the whole."""
+def write_report(
+    out: Path,
+    figures: Sequence[Figure],
+    command: str = "pliant reproduce all",
+    watch: Callable[[str, float], None] = lambda name, done: None,
+) -> Path:
+    """Write report.html in `out`; `watch` is called with the figure that is drawn now and the share that is done.
 
-    made: str
-    command: str
-    machine: Json
-    notes: Sequence[str] = field(default_factory=tuple)
+    Raises:
+        ConfigError: there is no such folder, no result in it, or it cannot be written.
+    """
+    if not out.is_dir():
+        raise ConfigError(f"{out} is no folder: give the one that `pliant reproduce all --out DIR` has written")
+    found = [status_of(out, figure) for figure in figures]
+    if all(status.outcome == NEVER for status in found):
+        raise ConfigError(f"{out} has no result: `pliant reproduce all --out {out}` makes some")
+    entries = []
+    for number, status in enumerate(found):
+        watch(status.figure.name, number / len(found))
+        entries.append(make_entry(status))
+    path = out / "report.html"
+    try:
+        replace_file(path, render_page(entries, command, *_machine_and_notes(found)))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give a folder that can be written") from None
+    return path
 
 
-def page(entries: Sequence[Entry], about: About) -> str:
-    """The whole document."""
-    counts = {outcome: sum(entry.outcome == outcome for entry in entries) for outcome in kept.OUTCOMES}
+def make_entry(status: Status) -> Entry:
+    figure, run, result = status.figure, status.run, status.result
+    headline: Headline | None = None
+    table: TableRows | None = None
+    picture, no_picture, why, outcome, details = "", "", status.why, status.outcome, []
+    if result is not None:
+        args = result["args"] if isinstance(result.get("args"), dict) else {}
+        said = [key for key in ("quick", "full") if args.get(key)] or ["default size"]
+        said += [f"{key} {args[key]}" for key in ("steps", "models", "data") if args.get(key)]
+        details.append(f"{', '.join(said)}, {args.get('scale', '')} on {args.get('device', '')}")
+        try:
+            headline, table = figure.headline(result), figure.table(result)
+            picture, no_picture = _draw(figure, result)
+        except MALFORMED as error:
+            outcome, why = FAILED, f"{status.path} has not the form of this figure ({error!r}): run it again"
+    if run is not None:
+        details += [f"took {clock(run.took_s)}", time.strftime("%Y-%m-%d %H:%M", time.localtime(run.ended_s))]
+    return Entry(
+        name=figure.name, about=figure.about, source=figure.source, outcome=outcome, why=why,
+        took_s=run.took_s if run else 0.0, details=details,
+        command=(run.command if run else "") or shown_command(figure.name, Options()), picture=picture,
+        no_picture=no_picture, headline=headline, table=table, remarks=[*map(str, result["remarks"])] if result else [],
+        caveats=figure.caveats,
+    )  # fmt: skip
+
+
+def _draw(figure: Figure, result: Result) -> tuple[str, str]:
+    """Return the picture as a data: address, and why there is none."""
+    try:
+        plotting.check()
+    except ConfigError as error:
+        return "", str(error)
+    with tempfile.TemporaryDirectory(prefix="pliant-report-") as folder:
+        path = Path(folder) / "figure.svg"
+        figure.plot(result, path)
+        return "data:image/svg+xml;base64," + base64.b64encode(path.read_bytes()).decode(), ""
+
+
+def _machine_and_notes(found: Sequence[Status]) -> tuple[Result, list[str]]:
+    """Return the machine of the last result, and notes where results differ in machine, size or sources."""
+    ran = [status for status in found if status.result is not None]
+    ran.sort(key=lambda status: status.run.ended_s if status.run else 0.0)
+    results = [status.result for status in ran if status.result is not None]
+    machines = [result["machine"] for result in results if isinstance(result.get("machine"), dict)]
+    notes = []
+    places = ("cpu", "cores", "kernel", "torch", "pliant")
+    if len({tuple(str(each.get(key)) for key in places) for each in machines}) > 1:
+        notes.append("not all results are from one machine, or from one version of it; the table below is of the last one")
+    quick = sum(bool(result["args"].get("quick")) for result in results if isinstance(result.get("args"), dict))
+    if quick:
+        notes.append(f"{quick} of them were run with --quick: they show that it works, and little about numbers")
+    here = sources_digest()
+    others = [status.figure.name for status in ran if status.run is not None and status.run.sources != here]
+    if others:
+        named = "all of them" if len(others) == len(ran) > 1 else ", ".join(others)
+        notes.append(f"measured with other sources than those that are here now: {named}")
+    return machines[-1] if machines else machine(), notes
+
+
+def render_page(entries: Sequence[Entry], command: str, about_machine: Result, notes: Sequence[str] = ()) -> str:
+    """Return the whole document."""
+    counts = {outcome: sum(entry.outcome == outcome for entry in entries) for outcome in VERDICTS}
+    named = {HOLDS: "hold", DOES_NOT_HOLD: "do not hold", NEVER: "not run yet"}
+    summary = ", ".join(f"{count} {named.get(each, each)}" for each, count in counts.items() if count) or "nothing"
     total_s = sum(entry.took_s for entry in entries)
-    summary = ", ".join(f"{count} {COUNTED.get(each, each)}" for each, count in counts.items() if count) or "nothing"
     in_all = f" {clock(total_s)} in all." if total_s else ""
     parts = [
-        "<header>",
-        "<h1>pliant reproduce</h1>",
+        "<header><h1>pliant reproduce</h1>",
         f"<p class=lead>{len(entries)} experiments: {_text(summary)}.{in_all}</p>",
-        f"<p>Made {_text(about.made)} with <code>{_text(about.command)}</code></p>",
-        *(f"<p class=note>{_text(note)}</p>" for note in about.notes),
-        "</header>",
-        "<main>",
+        f"<p>Made {time.strftime('%Y-%m-%d %H:%M')} with <code>{_text(command)}</code></p>",
+        *(f"<p class=note>{_text(note)}</p>" for note in notes),
+        "</header><main>",
         _overview(entries),
     ]
-    for paper in dict.fromkeys(entry.paper for entry in entries):
-        parts.append(f"<h2>{_text(paper)}</h2>")
-        parts += [_section(entry) for entry in entries if entry.paper == paper]
-    parts += [_machine(about.machine), "</main>"]
+    for source in dict.fromkeys(entry.source for entry in entries):
+        parts.append(f"<h2>{_text(source)}</h2>")
+        parts += [_section(entry) for entry in entries if entry.source == source]
+    shown = {key: value for key, value in about_machine.items() if value is not None}
+    if isinstance(shown.get("memory_bytes"), int):
+        shown["memory"] = f"{shown.pop('memory_bytes') / (1 << 30):.1f} GiB"
+    grid = _grid(("what", "here"), [(_text(key), _text(value)) for key, value in shown.items()])
+    parts.append(f'<section id="machine"><h2>Machine and versions</h2>{grid}</section></main>')
     return (
-        "<!DOCTYPE html>\n"
-        '<html lang="en"><head><meta charset="utf-8">'
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         # The browser, too, is told that the page needs nothing but itself.
@@ -105,39 +434,26 @@ def _text(value: object) -> str:
     return html.escape(str(value), quote=True)
 
 
-def _rows(cells: Iterable[Iterable[str]], *, heading: bool = False) -> str:
-    """Rows of cells that are HTML already."""
-    kind = "th" if heading else "td"
-    return "".join(f"<tr>{''.join(f'<{kind}>{cell}</{kind}>' for cell in row)}</tr>" for row in cells)
-
-
 def _grid(columns: Sequence[str], rows: Iterable[Sequence[str]], name: str = "") -> str:
-    """A table that scrolls by itself where the page is narrow."""
-    head = _rows([[_text(column) for column in columns]], heading=True)
-    return f'<div class=wide><table class="{name}"><thead>{head}</thead><tbody>{_rows(rows)}</tbody></table></div>'
-
-
-def _overview(entries: Sequence[Entry]) -> str:
-    rows = [
-        (
-            f'<a href="#{_text(entry.name)}">{_text(entry.name)}</a>', _text(entry.about), *_first(entry),
-            _badge(entry.outcome), _text(clock(entry.took_s)) if entry.took_s else "-",
-        )
-        for entry in entries
-    ]  # fmt: skip
-    columns = ("experiment", "what it shows", "its first number", "published", "measured here", "claim", "time")
-    return "<h2>All</h2>" + _grid(columns, rows, "overview")
-
-
-def _first(entry: Entry) -> tuple[str, str, str]:
-    if not entry.headlines:
-        return "", "-", "-"
-    first = entry.headlines[0]
-    return _text(first.what), _text(first.published), _text(first.measured)
+    """Return a table of cells that are HTML already; it scrolls by itself where the page is narrow."""
+    head = "".join(f"<th>{_text(column)}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<div class=wide><table class="{name}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _badge(outcome: str) -> str:
-    return f'<span class="badge {CLASSES[outcome]}">{_text(outcome)}</span>'
+    return f'<span class="badge {CLASSES.get(outcome, "none")}">{_text(outcome)}</span>'
+
+
+def _overview(entries: Sequence[Entry]) -> str:
+    rows = []
+    for entry in entries:
+        link = f'<a href="#{_text(entry.name)}">{_text(entry.name)}</a>'
+        numbers = [_text(each) for each in entry.headline or ("", "-", "-")]
+        took = _text(clock(entry.took_s)) if entry.took_s else "-"
+        rows.append((link, _text(entry.about), *numbers, _badge(entry.outcome), took))
+    columns = ("experiment", "what it shows", "its number", "published", "measured here", "claim", "time")
+    return "<h2>All</h2>" + _grid(columns, rows, "overview")
 
 
 def _section(entry: Entry) -> str:
@@ -145,42 +461,27 @@ def _section(entry: Entry) -> str:
     parts = [
         f'<section id="{_text(entry.name)}"><h3>{_text(entry.name)} {_badge(entry.outcome)}</h3>',
         f"<p>{_text(entry.about[:1].upper() + entry.about[1:])}.</p>",
-        f'<p class="verdict {CLASSES[entry.outcome]}">{_text(verdict)}</p>',
+        f'<p class="verdict {CLASSES.get(entry.outcome, "none")}">{_text(verdict)}</p>',
     ]
     if entry.picture:
-        # Who cannot see it has its numbers in the tables below.
-        alt = f"Figure of {entry.name}: {entry.about}"
+        alt = f"Figure of {entry.name}: {entry.about}"  # its numbers are in the table below
         parts.append(f'<figure><img alt="{_text(alt)}" src="{_text(entry.picture)}"></figure>')
     elif entry.no_picture:
         parts.append(f"<p class=note>No picture: {_text(entry.no_picture)}</p>")
-    if entry.headlines:
-        rows = [(_text(each.what), _text(each.published), _text(each.measured)) for each in entry.headlines]
-        parts.append(_grid(("number", "published", "measured here"), rows, "beside"))
+    if entry.headline is not None:
+        parts.append(_grid(("number", "published", "measured here"), [[*map(_text, entry.headline)]], "beside"))
     if entry.table is not None:
-        grid = _grid(entry.table.columns, [[_text(cell) for cell in row] for row in entry.table.rows])
+        grid = _grid(entry.table.columns, [[*map(_text, row)] for row in entry.table.rows])
         parts.append(f"<details open><summary>{_text(entry.table.title)}</summary>{grid}</details>")
-    for title, remarks in (("Of this run", entry.remarks), ("What cannot be shown here, and why", entry.standing)):
+    for title, remarks in (("This run", entry.remarks), ("What cannot be shown here, and why", entry.caveats)):
         if remarks:
             items = "".join(f"<li>{_text(remark)}</li>" for remark in remarks)
             parts.append(f"<h4>{title}</h4><ul>{items}</ul>")
     if entry.command:
         parts.append(f"<p><code>{_text(entry.command)}</code></p>")
-    facts = [entry.size, f"took {clock(entry.took_s)}" if entry.took_s else "", entry.ended]
-    if any(facts):
-        parts.append(f"<p class=note>{_text(', '.join(filter(None, facts)))}</p>")
+    if entry.details:
+        parts.append(f"<p class=note>{_text(', '.join(entry.details))}</p>")
     return "".join(parts) + "</section>"
-
-
-def _machine(machine: Json) -> str:
-    memory = machine.get("memory_bytes")
-    shown = {
-        **{key: value for key, value in machine.items() if value is not None},
-        **({"memory_bytes": f"{memory / (1 << 30):.1f} GiB"} if isinstance(memory, int) else {}),
-    }
-    rows = [(_text("memory" if key == "memory_bytes" else key), _text(value)) for key, value in shown.items()]
-    return (
-        '<section id="machine"><h2>Machine and versions</h2>' + _grid(("what", "here"), rows, "machine") + "</section>"
-    )
 
 
 STYLE = """

@@ -1,0 +1,59 @@
+"""The list of all figures. `pliant reproduce` knows them by these names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pliant.errors import ConfigError
+from pliant_repro.figures import (
+    cluster,
+    easyscale,
+    kungfu_adaptive,
+    kungfu_monitoring,
+    kungfu_scaling,
+    kungfu_star,
+    oort,
+    oort_testing,
+    p3,
+)  # fmt: skip
+from pliant_repro.figures.figure import Figure
+
+FIGURES: dict[str, Figure] = {
+    kind.name: kind()
+    for kind in (
+        easyscale.SameBits,
+        easyscale.Memory,
+        easyscale.SwitchCost,
+        easyscale.DeterminismCost,
+        easyscale.CopyCost,
+        cluster.CompletionTimes,
+        cluster.DevicesInUse,
+        kungfu_adaptive.AdaptiveBatch,
+        kungfu_star.Interference,
+        kungfu_adaptive.Provisioning,
+        kungfu_adaptive.ResizeLatency,
+        kungfu_monitoring.MonitoringCost,
+        kungfu_scaling.HostScaling,
+        kungfu_scaling.LaunchOrder,
+        oort.TimeToAccuracy,
+        oort.Ablation,
+        oort.LargeRounds,
+        oort_testing.Testers,
+        p3.Bandwidth,
+        p3.NetworkUse,
+        p3.Machines,
+        p3.SliceSize,
+    )
+}
+
+
+def find(names: Sequence[str]) -> list[Figure]:
+    """Return the figures with these names; `all` means every one.
+
+    Raises:
+        ConfigError: a name is unknown.
+    """
+    unknown = [name for name in names if name not in FIGURES and name != "all"]
+    if unknown:
+        raise ConfigError(f"reproduce {' '.join(unknown)}: unknown; there are {', '.join(FIGURES)}, and all")
+    return list(FIGURES.values()) if "all" in names else [FIGURES[name] for name in dict.fromkeys(names)]

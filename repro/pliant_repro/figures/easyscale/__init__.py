@@ -1,1 +1,0 @@
-"""The figures of the EasyScale paper (SC 2023)."""

@@ -1,1 +1,0 @@
-"""The figures of the KungFu paper (OSDI 2020), and the programs that they run."""

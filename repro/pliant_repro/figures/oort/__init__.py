@@ -1,1 +1,0 @@
-"""The experiments of the Oort paper (OSDI 2021), from federated jobs that run on this machine."""
