@@ -46,12 +46,12 @@ def dash(
     """Show jobs in the browser: curves with what happened, workers, topology, the cluster, logs. Works offline."""
     from pliant.ui.jobs import Watcher
     from pliant.ui.server import DashConfig, serve
-    from pliant.ui.sources import sources
+    from pliant.ui.sources import open_sources
 
     known = token_given(token_file)
     token, is_new = known or secrets.token_urlsafe(18), not known
     config = DashConfig(host=host, port=parse_int(port, "--port", 9300), token=token, tls_cert=tls_cert, tls_key=tls_key)
-    watcher = Watcher(sources(given or []))
+    watcher = Watcher(open_sources(given or []))
 
     def say(url: str) -> None:
         print(f"the page is at {url}", flush=True)

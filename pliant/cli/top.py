@@ -37,7 +37,7 @@ def top(
     from rich.live import Live
 
     from pliant.ui.jobs import Watcher
-    from pliant.ui.sources import sources
+    from pliant.ui.sources import open_sources
     from pliant.ui.terminal import neighbour, screen
 
     interval_s = parse_duration(interval, "--interval")
@@ -45,7 +45,7 @@ def top(
         raise ConfigError(f"--interval {interval}: use 100ms or more")
     console = Console()
     with show_waiting("reading the records"):
-        watcher = Watcher(sources(given or []))
+        watcher = Watcher(open_sources(given or []))
         watcher.poll()
     if once or as_json or not console.is_terminal:
         _check_known(job, watcher.known)  # elsewhere it may still come

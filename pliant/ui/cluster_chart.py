@@ -3,66 +3,73 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from pliant.jobs.status import JobEvent
 from pliant.ui.charts import COLOURS, Options, frame, line
-from pliant.ui.jobs import ClusterEvent
 
 ENDS = frozenset({"finished", "failed", "stopped", "put-off"})
 """Events after which a job has no devices."""
 GIVES = frozenset({"running", "starting"})
-"""Events that say what it has."""
+"""Events that carry the present devices of a job."""
 CHANGES = frozenset({"decision", "fallback"})
-"""Events that say what a job that runs is to have from now on."""
+"""Events that carry the devices that a running job has from now on."""
+MOST_JOBS = 12
+"""The chart shows the jobs with the most devices; all others are drawn as one."""
+MOST_MOMENTS = 600
+OTHERS = "all other jobs"
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """A job had so many devices, all types together, for a time."""
+    """Number of devices that a job had for a time."""
 
     job: str
     begin_s: float
     end_s: float | None
-    """None: until now."""
+    """End of the time; None means until now."""
     devices: int
-    what: str
-    """Such as `cpu=2,t4=1`."""
+    """Devices of all types together."""
+    text: str
+    """The devices by type, such as `cpu=2,t4=1`."""
 
 
-def device_uses(cluster_events: Iterable[ClusterEvent]) -> list[DeviceUse]:
-    """The device_uses of all jobs, by their beginning."""
+def device_uses(events: Iterable[tuple[str, JobEvent]]) -> list[DeviceUse]:
+    """Return the use of devices by all jobs, in the order of the beginnings, from (job, event) pairs."""
     found: list[DeviceUse] = []
     now: dict[str, tuple[float, dict[str, int]]] = {}
-    for each in sorted(cluster_events, key=lambda each: each.at_s):
-        had = now.get(each.job)
-        if each.what in ENDS:
+
+    def end_use(job: str, end_s: float | None) -> None:
+        begin_s, devices = now.pop(job)
+        text = ",".join(f"{kind}={count}" for kind, count in sorted(devices.items()))
+        found.append(DeviceUse(job, begin_s, end_s, sum(devices.values()), text))
+
+    for job, event in sorted(events, key=lambda pair: pair[1].at):
+        if event.what in ENDS:
             has: dict[str, int] = {}
-        elif each.what in GIVES or (each.what in CHANGES and had is not None):
-            has = {kind: count for kind, count in each.devices.items() if count}
+        elif event.what in GIVES or (event.what in CHANGES and job in now):
+            has = {kind: count for kind, count in event.devices.items() if count}
         else:
             continue
-        if had is not None and had[1] == has:
-            continue
-        if had is not None:
-            found.append(_device_use(each.job, had[0], each.at_s, had[1]))
-            del now[each.job]
-        if has:
-            now[each.job] = (each.at_s, has)
-    found += [_device_use(job, begin_s, None, devices) for job, (begin_s, devices) in now.items()]
-    return sorted(found, key=lambda stay: (stay.begin_s, stay.job))
+        if job in now and now[job][1] != has:
+            end_use(job, event.at)
+        if has and job not in now:
+            now[job] = (event.at, has)
+    for job in list(now):
+        end_use(job, None)
+    return sorted(found, key=lambda use: (use.begin_s, use.job))
 
 
-def devices_by_job(found: Iterable[DeviceUse], now_s: float) -> dict[str, list[tuple[float, int]]]:
-    """For each job, its number of devices from each moment on at which anybody's changed. All have the same moments, so
-    that they can be drawn on top of each other."""
+def devices_by_job(uses: Iterable[DeviceUse], now_s: float) -> dict[str, list[tuple[float, int]]]:
+    """Return each job's number of devices at every moment of a change. All jobs have the same moments, for stacking."""
     changes: dict[str, Counter[float]] = {}
-    for stay in found:
-        steps = changes.setdefault(stay.job, Counter())
-        steps[stay.begin_s] += stay.devices
-        if stay.end_s is not None:
-            steps[stay.end_s] -= stay.devices
+    for use in uses:
+        steps = changes.setdefault(use.job, Counter())
+        steps[use.begin_s] += use.devices
+        if use.end_s is not None:
+            steps[use.end_s] -= use.devices
     moments = sorted({moment for steps in changes.values() for moment in steps} | {now_s})
     return {
         job: list(zip(moments, accumulate(steps[moment] for moment in moments), strict=True))
@@ -70,69 +77,50 @@ def devices_by_job(found: Iterable[DeviceUse], now_s: float) -> dict[str, list[t
     }
 
 
-def in_use(found: Sequence[DeviceUse], now_s: float, parts: int) -> list[tuple[float, int]]:
-    """How many devices all jobs together had, at so many moments from the first one's beginning until now."""
-    if not found or parts < 1:
+def devices_in_use(uses: Sequence[DeviceUse], now_s: float, parts: int) -> list[tuple[float, int]]:
+    """Return (time, devices of all jobs) at `parts` moments from the first beginning until now."""
+    if not uses or parts < 1:
         return []
-    begin_s = found[0].begin_s
+    begin_s = uses[0].begin_s
     moments = [begin_s + (now_s - begin_s) * (part + 1) / parts for part in range(parts)]
     return [
-        (
-            moment,
-            sum(
-                stay.devices for stay in found if stay.begin_s <= moment and (stay.end_s is None or moment < stay.end_s)
-            ),
-        )
-        for moment in moments
+        (at_s, sum(use.devices for use in uses if use.begin_s <= at_s and (use.end_s is None or at_s < use.end_s)))
+        for at_s in moments
     ]
 
 
-def _device_use(job: str, begin_s: float, end_s: float | None, devices: Mapping[str, int]) -> DeviceUse:
-    told = ",".join(f"{kind}={count}" for kind, count in sorted(devices.items()))
-    return DeviceUse(job, begin_s, end_s, sum(devices.values()), told)
-
-
-# --- chart ---
-
-
-MOST_JOBS = 12
-"""Those that had the most; all others are drawn as one."""
-MOST_MOMENTS = 600
-OTHERS = "all other jobs"
-
-
-def allocation_chart(device_uses: Sequence[DeviceUse], devices: int, now_s: float) -> Options:
-    """The devices of each job over time, on top of each other."""
+def allocation_chart(uses: Sequence[DeviceUse], devices: int, now_s: float) -> Options:
+    """Return a chart of each job's devices over time, stacked."""
     options = frame(True, "", "devices")
     options["xAxis"] = {**options["xAxis"], "type": "time", "minInterval": 1000}
     options["yAxis"] |= {"min": 0, "max": max(1, devices), "minInterval": 1}
     options["series"] = [
         {
-            **line(job, [(moment * 1000, count) for moment, count in _thinned(points)], COLOURS[number % len(COLOURS)]),
+            **line(job, [(moment * 1000, count) for moment, count in _thin(points)], COLOURS[number % len(COLOURS)]),
             "step": "end",
             "stack": "devices",
             "areaStyle": {"opacity": 0.45},
         }
-        for number, (job, points) in enumerate(devices_by_job(bounded(device_uses), now_s).items())
+        for number, (job, points) in enumerate(devices_by_job(join_small_jobs(uses), now_s).items())
     ]
     return options
 
 
-def allocation_description(device_uses: Sequence[DeviceUse], devices: int) -> str:
-    """The same in words, for who cannot see it: what is so now."""
-    told = ", ".join(f"{stay.job} has {stay.what}" for stay in device_uses if stay.end_s is None)
-    return f"{devices} devices; {told or 'no job has any'}"
+def allocation_description(uses: Sequence[DeviceUse], devices: int) -> str:
+    """Describe the present use in words, for screen readers."""
+    present = ", ".join(f"{use.job} has {use.text}" for use in uses if use.end_s is None)
+    return f"{devices} devices; {present or 'no job has any'}"
 
 
-def bounded(device_uses: Sequence[DeviceUse]) -> list[DeviceUse]:
-    """Those of the jobs that had most, the others as one."""
-    had: Counter[str] = Counter()
-    for stay in device_uses:
-        had[stay.job] += stay.devices
-    kept = {job for job, _ in had.most_common(MOST_JOBS)}
-    return [stay if stay.job in kept else replace(stay, job=OTHERS) for stay in device_uses]
+def join_small_jobs(uses: Sequence[DeviceUse]) -> list[DeviceUse]:
+    """Return the uses with all jobs but the largest joined into one."""
+    totals: Counter[str] = Counter()
+    for use in uses:
+        totals[use.job] += use.devices
+    kept = {job for job, _ in totals.most_common(MOST_JOBS)}
+    return [use if use.job in kept else replace(use, job=OTHERS) for use in uses]
 
 
-def _thinned(points: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Evenly, where they are more than a screen can show: a cluster may run for months."""
+def _thin(points: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+    """Return evenly chosen points if there are more than a screen can show."""
     return [*points[: -1 : -(-len(points) // MOST_MOMENTS)], points[-1]]

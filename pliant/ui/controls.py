@@ -54,6 +54,7 @@ class JobActions:
             def act(control: JobControl) -> str:
                 if not isinstance(size.value, int | float) or size.value < 1:
                     return "give a number of workers from 1"
+                assert control.resize is not None, "the button is hidden otherwise"
                 return control.resize(int(size.value))
 
             self._finish(dialog, job, "Resize", act, remembered)

@@ -80,7 +80,7 @@ class JobPage:
             return
         self._drawn = version
         can_act = job.control is not None and state in ("running", "starting", "put-off", "waiting")
-        self._resize.set_visibility(can_act and job.control is not None and job.control.can_resize)
+        self._resize.set_visibility(can_act and job.control is not None and job.control.resize is not None)
         self._stop.set_visibility(can_act)
         self._buttons.set_visibility(can_act)
         with self._watcher.lock:
@@ -297,8 +297,8 @@ class Index:
             self._decided.show("")
             return
         jobs = [self._watcher.known.jobs[key] for key in cluster.jobs if key in self._watcher.known.jobs]
-        cluster_events = [event for job in jobs for event in job.cluster_events]
-        found, status = device_uses(cluster_events), cluster.status
+        events = [(job.name, event) for job in jobs for event in job.cluster_events]
+        found, status = device_uses(events), cluster.status
         free = ", ".join(f"{status.free.get(kind, 0)} of {count} {kind} free" for kind, count in status.devices.items())
         reserved = ", ".join(f"{count} {kind}" for kind, count in status.reserved.items() if count)
         devices = sum(status.devices.values())
@@ -307,7 +307,7 @@ class Index:
             allocation_description(found, devices),
             note=free + (f"; reserved: {reserved}" if reserved else ""),
         )
-        self._decided.show(widgets.decision_list(cluster_events))
+        self._decided.show(widgets.decision_list(events))
 
 
 def _add_frame(where: str) -> None:

@@ -45,7 +45,7 @@ box-sizing:border-box}input{width:100%;margin:.3rem 0 .7rem}</style>
 _WHERE = "It is PLIANT_TOKEN, or what is in --token-file, or was printed where the page was started."
 
 
-class TokenGate:
+class PageGate:
     """In front of the whole application, its sockets included."""
 
     def __init__(self, app: ASGIApp, token: str, *, open_to: frozenset[str] | None) -> None:
@@ -158,7 +158,7 @@ def serve(config: DashConfig, watcher: Watcher, say: Callable[[str], None]) -> N
         serve_until_signalled(server, listener)
 
 
-def _settings(config: DashConfig, app: TokenGate) -> uvicorn.Config:
+def _settings(config: DashConfig, app: PageGate) -> uvicorn.Config:
     settings = uvicorn.Config(
         app,
         log_config=None,
@@ -173,7 +173,7 @@ def _settings(config: DashConfig, app: TokenGate) -> uvicorn.Config:
     return load_config(settings)
 
 
-def application(config: DashConfig, watcher: Watcher) -> TokenGate:
+def application(config: DashConfig, watcher: Watcher) -> PageGate:
     """The page behind its door. There can be one in a process."""
     try:
         from fastapi import FastAPI
@@ -197,7 +197,7 @@ def application(config: DashConfig, watcher: Watcher) -> TokenGate:
         reconnect_timeout=10,
     )
     open_to = LOOPBACK | {config.host} if config.is_loopback else None
-    return TokenGate(app, config.token, open_to=open_to)
+    return PageGate(app, config.token, open_to=open_to)
 
 
 @contextlib.contextmanager

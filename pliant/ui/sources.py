@@ -1,45 +1,82 @@
-"""Where jobs are found: what runs on this machine, servers of `pliant serve`, config servers, records."""
+"""Sources of jobs: the job server or job store, runs in the foreground, config servers, and records on disk."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pliant.elastic.client import ConfigClient
 from pliant.errors import ConfigError, PliantError, ServerUnavailable
-from pliant.fed.jobs.folders import JobFolder, Jobs
-from pliant.launch.registry import running_jobs
-from pliant.sched.live.book import FILE as BOOK
-from pliant.sched.live.client import ENDED, JobStatus, LiveClient, Server, find_server, state_dir
-from pliant.ui.jobs import (
-    ANSWER_S,
-    ClusterEvent,
-    ConfigServerControl,
-    DashboardState,
-    FederatedControl,
-    JobSource,
-    RemoteLog,
-    SchedulerControl,
-    ShownCluster,
-    ShownJob,
-    add_logs,
-    key_of,
-    logs_beside,
-)
+from pliant.jobs.client import JobsClient, ServerAddress, StoredJobs, find_server, open_jobs, stop_foreground
+from pliant.jobs.status import ENDED, JobStatus, log_path
+from pliant.jobs.store import FILE as STORE
+from pliant.jobs.store import running_jobs, state_directory
+from pliant.ui.jobs import MOST_LINES, DashboardState, JobControl, JobSource, ShownCluster, ShownJob, job_key
+
+ANSWER_S = 5.0
+RECORD = "record.jsonl"
+MOST_RECORDS = 500
+MOST_DEPTH = 6
+SCAN_EVERY = 10
+"""Folders are searched for new records and logs only in every so many polls."""
+ENDS_SOON = "told to end after its step"
+
+
+def open_sources(given: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[JobSource]:
+    """Return the sources that the arguments of a command name; without any, all jobs of this user on this machine.
+
+    Raises:
+        ConfigError: there is no such file, or no server of pliant answers at an address.
+    """
+    if not given:
+        where, is_local = str(state_directory(environ)), not environ.get("PLIANT_SERVER")
+        mine = StoreSource(where, lambda: open_jobs(environ=environ, timeout_s=ANSWER_S), is_local=is_local)
+        return [mine, ForegroundSource(environ)]
+    return [*(_open_source(each, environ) for each in given), ForegroundSource(environ, only_known=True)]
+
+
+def _open_source(given: str, environ: Mapping[str, str]) -> JobSource:
+    if given.startswith(("http://", "https://")):
+        return _open_address(given, environ)
+    path = Path(given).absolute()
+    if not path.exists():
+        raise ConfigError(f"{given}: no such file; give a {RECORD}, a folder with some, or the address of a server")
+    if (path / STORE).is_file():
+        return StoreSource(str(path), lambda: open_jobs(state=str(path), environ=environ, timeout_s=ANSWER_S))
+    return RecordSource(path)
+
+
+def _open_address(url: str, environ: Mapping[str, str]) -> JobSource:
+    """Return the source for a job server or a config server, whichever answers."""
+    server = find_server(url, environ=environ)
+    refusal: PliantError | None = None
+    if server.url.rstrip("/").count("/") == 2:  # without a path, which the address of a config server has
+        try:
+            with JobsClient(server, timeout_s=ANSWER_S) as client:
+                client.cluster()
+            return StoreSource(server.url, lambda: JobsClient(server, timeout_s=ANSWER_S), is_local=False)
+        except ServerUnavailable as error:
+            raise ConfigError(f"{error}") from None
+        except PliantError as error:
+            refusal = error
+    token = environ.get("PLIANT_TOKEN", "")
+    with ConfigClient(url, token, timeout_s=ANSWER_S) as client:
+        try:
+            client.wanted()
+        except ServerUnavailable as error:
+            raise ConfigError(f"{error}") from None
+        except PliantError as error:
+            raise refusal or error from None  # the job server explains best how to give a token
+    return ConfigServerSource(url, token)
+
 
 # --- records ---
 
 
-RECORD = "record.jsonl"
-MOST_RECORDS = 500
-MOST_DEPTH = 6
-LOG_EVERY = 10
-"""New records in a folder, and log files beside one, are looked for at every so many looks."""
-
-
 class RecordSource:
-    """A record, or all those in a folder."""
+    """A record, or all records in a folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -48,28 +85,25 @@ class RecordSource:
     def poll(self, known: DashboardState) -> None:
         if self._path.is_file():
             self._show(self._path, self._path.stem if self._path.name != RECORD else self._path.parent.name, known)
-        elif self._polls % LOG_EVERY == 0:
-            found = list(records_in(self._path))
+        elif self._polls % SCAN_EVERY == 0:
+            found = list(_find_records(self._path))
             for path in found:
-                self._show(
-                    path,
-                    str(path.parent.relative_to(self._path)) if path.parent != self._path else path.parent.name,
-                    known,
-                )
-            if not found:
-                known.problems[str(self._path)] = f"no {RECORD} in {self._path} yet"
-            else:
+                folder = path.parent
+                self._show(path, str(folder.relative_to(self._path)) if folder != self._path else folder.name, known)
+            if found:
                 known.problems.pop(str(self._path), None)
+            else:
+                known.problems[str(self._path)] = f"no {RECORD} in {self._path} yet"
         self._polls += 1
 
     def _show(self, path: Path, name: str, known: DashboardState) -> None:
         job = known.record(path, name)
-        if self._polls % LOG_EVERY == 0:
-            add_logs(job, logs_beside(path))
+        if self._polls % SCAN_EVERY == 0:
+            job.add_logs(logs_beside(path))
 
 
-def records_in(folder: Path) -> Iterator[Path]:
-    """The records below, not too deep, and not too many."""
+def _find_records(folder: Path) -> Iterator[Path]:
+    """Yield the records below a folder, up to a depth and a number."""
     depth, count = len(folder.parts), 0
     for place, folders, files in os.walk(folder):
         if len(Path(place).parts) - depth >= MOST_DEPTH:
@@ -82,241 +116,171 @@ def records_in(folder: Path) -> Iterator[Path]:
             return
 
 
-# --- clusters ---
+def logs_beside(record: Path) -> list[Path]:
+    """Return where the logs of a job with this record may be."""
+    folder = record.parent
+    return [folder / "log", *sorted(folder.glob("*.log")), *sorted((folder.parent / "worker").glob("log_*"))]
 
 
-class ServerSource:
-    """The jobs of a server of `pliant serve`; with its state directory, if that is on this machine, also their records."""
+# --- the job server or the job store ---
 
-    def __init__(self, server: Server, folder: Path | None) -> None:
-        self._server, self._folder = server, folder
-        self._told: dict[str, tuple[object, ...]] = {}
+
+class StoreSource:
+    """All jobs of a store: through its server while one runs, otherwise read directly.
+
+    Runs of `pliant run` in the foreground are left to `ForegroundSource`, which asks their config servers.
+    """
+
+    def __init__(self, where: str, connect: Callable[[], JobsClient | StoredJobs], *, is_local: bool = True) -> None:
+        self._where, self._connect, self._is_local = where, connect, is_local
+        self._keys: list[str] = []
+        self._shown: dict[str, tuple[object, ...]] = {}
+        self._polls = 0
 
     def poll(self, known: DashboardState) -> None:
         try:
-            if self._folder is not None:  # it may have come back at another port
-                self._server = find_server(state=str(self._folder))
-            with LiveClient(self._server, timeout_s=ANSWER_S) as client:
-                self._ask(client, known)
+            with self._connect() as jobs:
+                statuses = [each for each in jobs.jobs() if each.scheduled or each.kind == "federated"]
+                self._keys = [self._show(status, jobs, known) for status in statuses]
+                devices = jobs.cluster()
         except PliantError as error:
-            known.problems[self._server.url] = str(error)
-            self.lose(known)
+            known.problems[self._where] = str(error)
+            known.clusters.pop(self._where, None)
+            for key in self._keys:  # the jobs run on, and only their records tell how they are
+                if known.jobs[key].reported_state not in ENDED:
+                    known.jobs[key].reported_state, known.jobs[key].control = "", None
+            self._shown.clear()
+            return
+        known.problems.pop(self._where, None)
+        if devices is None:
+            known.clusters.pop(self._where, None)
         else:
-            known.problems.pop(self._server.url, None)
+            known.clusters[self._where] = ShownCluster(self._where, devices, self._keys)
+        self._polls += 1
 
-    def lose(self, known: DashboardState) -> None:
-        """The server is gone. Its jobs run on, and only their records tell how they are."""
-        cluster = known.clusters.pop(self._server.url, None)
-        for key in cluster.jobs if cluster is not None else ():
-            job = known.jobs[key]
-            if job.reported_state not in ENDED:
-                job.reported_state, job.reported_why, job.control = "", "", None
-        self._told.clear()
-
-    def _ask(self, client: LiveClient, known: DashboardState) -> None:
-        cluster = known.clusters.setdefault(self._server.url, ShownCluster(self._server.url))
-        statuses = client.jobs()
-        for status in statuses:
-            self._show(status, client, known)
-        cluster.jobs = [self._job(status.name, known).key for status in statuses]
-        cluster.status = client.cluster()
-
-    def _job(self, name: str, known: DashboardState) -> ShownJob:
-        if self._folder is not None:
-            return known.record(self._folder / "jobs" / name / RECORD, name)
-        return known.job(f"{self._server.url}/jobs/{name}", name)
-
-    def _show(self, status: JobStatus, client: LiveClient, known: DashboardState) -> None:
-        job = self._job(status.name, known)
-        job.of_cluster, job.name = True, status.name
+    def _show(self, status: JobStatus, jobs: JobsClient | StoredJobs, known: DashboardState) -> str:
+        if self._is_local and status.record:
+            job = known.record(Path(status.record), status.name)
+        else:
+            job = known.job(f"{self._where}/jobs/{status.name}", status.name)
+        job.is_stored, job.name = True, status.name
         job.reported_state, job.reported_why = status.state, status.why
         job.devices = ",".join(f"{kind}={count}" for kind, count in status.devices.items() if count)
         job.begun_s = status.submitted_s
-        job.control = SchedulerControl(self._server, status.name) if status.state not in ENDED else None
-        if self._folder is not None:
-            add_logs(job, logs_beside(self._folder / "jobs" / status.name / RECORD))
-        elif not job.logs:
-            job.logs["log"] = RemoteLog(self._server, status.name)
-        told = (status.state, status.why, job.devices)
-        if self._told.get(status.name) != told:
-            self._told[status.name] = told
-            job.cluster_events = [
-                ClusterEvent(status.name, event.at, event.what, event.why, (event.model_extra or {}).get("devices") or {})
-                for event in client.job(status.name).events
-            ]
+        job.control = None if status.is_over or status.state == "interrupted" else _control(status, jobs)
+        if not self._is_local:
+            if not job.logs and isinstance(jobs, JobsClient):
+                job.logs["log"] = RemoteLog(jobs.server, status.name)
+        elif self._polls % SCAN_EVERY == 0:
+            job.add_logs([log_path(status), *(logs_beside(Path(status.record)) if status.record else [])])
+        shown = (status.state, status.why, job.devices)
+        if self._shown.get(status.name) != shown:
+            self._shown[status.name] = shown
+            job.cluster_events = list(jobs.job(status.name).events)
+        return job.key
 
 
-class UserServerSource:
-    """The cluster of this user on this machine, whenever there is one."""
+def _control(status: JobStatus, jobs: JobsClient | StoredJobs) -> JobControl | None:
+    def stop() -> str:
+        if status.scheduled and isinstance(jobs, JobsClient):
+            with JobsClient(jobs.server, timeout_s=ANSWER_S) as client:
+                client.stop(status.name)
+        else:
+            stop_foreground(status.name)
+        return ENDS_SOON
 
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        self._environ = environ
-        self._cluster: ServerSource | None = None
-
-    def poll(self, known: DashboardState) -> None:
-        try:
-            server = find_server(environ=self._environ)
-        except ServerUnavailable:
-            if self._cluster is not None:
-                self._cluster.lose(known)
-            return
-        folder = state_dir(self._environ)
-        local = folder if not self._environ.get("PLIANT_SERVER") else None
-        self._cluster = self._cluster or ServerSource(server, local)
-        self._cluster.poll(known)
+    return JobControl(stop) if isinstance(jobs, JobsClient) or not status.scheduled else None
 
 
-class StateSource:
-    """The state directory of `pliant serve`: its server while that runs, and the records in any case."""
+class RemoteLog:
+    """Output of a job whose server is on another machine."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._records = RecordSource(folder / "jobs")
-        self._cluster: ServerSource | None = None
+    def __init__(self, server: ServerAddress, name: str) -> None:
+        self._server, self._name = server, name
+        self._end, self._rest = 0, ""
+        self.text: deque[str] = deque(maxlen=MOST_LINES)
+        self.num_lines = 0
 
-    def poll(self, known: DashboardState) -> None:
-        try:
-            server = find_server(state=str(self._folder))
-        except ServerUnavailable:
-            if self._cluster is not None:
-                self._cluster.lose(known)
-            self._records.poll(known)
-            return
-        self._cluster = self._cluster or ServerSource(server, self._folder)
-        self._cluster.poll(known)
+    def poll(self) -> None:
+        with JobsClient(self._server, timeout_s=ANSWER_S) as client:
+            part = client.logs(self._name, self._end)
+        self._end = part.end
+        *lines, self._rest = (self._rest + part.text).split("\n")
+        self.num_lines += len(lines)
+        self.text.extend(lines)
 
 
-# --- this machine ---
+# --- config servers ---
 
 
 class ForegroundSource:
-    """The jobs of this user that run on this machine with a config server."""
+    """The jobs of this user that run in the foreground on this machine with a config server."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ, *, only_known: bool = False) -> None:
         self._environ = environ
         self._only_known = only_known
-        """Whether to tell only of jobs that other sources have named: that they run, and how to act on them."""
+        """Whether to update only jobs that other sources have found."""
         self._listed: dict[str, ShownJob] = {}
+        self._polls = 0
 
     def poll(self, known: DashboardState) -> None:
         found: dict[str, ShownJob] = {}
         for each in running_jobs(self._environ):
-            record = Path(each.record) if each.record else None
-            if self._only_known and key_of(each.record or each.config_server) not in known.jobs:
+            if self._only_known and job_key(each.record or each.config_server) not in known.jobs:
                 continue
-            job = known.record(record, each.id) if record is not None else known.job(each.config_server, each.id)
-            if job.of_cluster:
+            job = known.record(Path(each.record), each.name) if each.record else known.job(each.config_server, each.name)
+            if job.is_stored:
                 continue
-            job.name, job.command, job.begun_s = each.id, each.command, each.started_s
-            token = each.token or self._environ.get("PLIANT_TOKEN", "")
-            job.control = job.control or ConfigServerControl(each.config_server, token)
-            if record is not None and job.looked % LOG_EVERY == 0:
-                add_logs(job, logs_beside(record, [Path(each.logdir)] if each.logdir else []))
-            job.looked += 1
-            ask_config_server(job, each.config_server, token)
+            job.name, job.command, job.begun_s = each.name, each.command, each.started_s
+            if self._polls % SCAN_EVERY == 0 and each.record:
+                job.add_logs([*logs_beside(Path(each.record)), *sorted(Path(each.logdir or "/nowhere").glob("*.log"))])
+            _ask_config_server(job, each.config_server, each.token or self._environ.get("PLIANT_TOKEN", ""))
             found[job.key] = job
         for key, job in self._listed.items():
             if key not in found:
                 job.control, job.members = None, ()
                 job.reported_state = "finished" if job.timeline.over or job.reported_state == "finished" else "ended"
         self._listed = found
-
-
-def ask_config_server(job: ShownJob, url: str, token: str) -> None:
-    """Whether the job runs, and on whom, by its config server."""
-    try:
-        with ConfigClient(url, token, timeout_s=ANSWER_S) as client:
-            roll = client.membership()
-    except PliantError as error:
-        job.reported_state, job.reported_why = "silent", str(error)
-        return
-    job.members = tuple(map(str, roll.members))
-    job.reported_state = "finished" if roll.over else "running" if roll.members else "starting"
-    job.reported_why = ""
+        self._polls += 1
 
 
 class ConfigServerSource:
-    """A job, through the address of its config server."""
+    """A job that is known by the address of its config server."""
 
     def __init__(self, url: str, token: str) -> None:
         self._url, self._token = url, token
 
     def poll(self, known: DashboardState) -> None:
-        job = known.job(self._url, self._url)
-        job.control = job.control or ConfigServerControl(self._url, self._token)
-        ask_config_server(job, self._url, self._token)
+        _ask_config_server(known.job(self._url, self._url), self._url, self._token)
 
 
-class FederatedSource:
-    """The federated jobs of this user on this machine, also those of before."""
-
-    def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
-        self._jobs = Jobs.of_user(environ)
-        self._names: dict[Path, str] = {}
-        self._polls = 0
-
-    def poll(self, known: DashboardState) -> None:
-        for folder in self._jobs.all():
-            try:
-                name = self._names.get(folder.path) or folder.job().config.name
-            except ConfigError as error:
-                known.problems[str(folder.path)] = str(error)
-                continue
-            self._names[folder.path] = name
-            self._show(folder, known.record(folder.aggregator / RECORD, name))
-        self._polls += 1
-
-    def _show(self, folder: JobFolder, job: ShownJob) -> None:
-        minded = folder.is_minded()
-        ended = None if minded else folder.read("exit.json")
-        job.reported_state = "running" if minded else str(ended.get("state")) if ended is not None else "interrupted"
-        job.reported_why = "" if ended is None else str(ended.get("why") or "")
-        job.control = FederatedControl(folder) if minded else None
-        if self._polls % LOG_EVERY == 0:
-            add_logs(job, logs_beside(folder.aggregator / RECORD))
+def _ask_config_server(job: ShownJob, url: str, token: str) -> None:
+    """Update whether the job runs, and on which workers."""
+    job.control = job.control or config_server_control(url, token)
+    try:
+        with ConfigClient(url, token, timeout_s=ANSWER_S) as client:
+            membership = client.membership()
+    except PliantError as error:
+        job.reported_state, job.reported_why = "silent", str(error)
+        return
+    job.members = tuple(map(str, membership.members))
+    job.reported_state = "finished" if membership.over else "running" if membership.members else "starting"
+    job.reported_why = ""
 
 
-def sources(given: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[JobSource]:
-    """What the arguments of the command name; without any, all that this user has on this machine.
+def config_server_control(url: str, token: str) -> JobControl:
+    """Return the control of a job of `pliant run -w` through its config server."""
 
-    Raises:
-        ConfigError: there is no such file, or nothing of ours answers at an address.
-    """
-    if not given:
-        return [UserServerSource(environ), ForegroundSource(environ), FederatedSource(environ)]
-    return [*(_source(each, environ) for each in given), ForegroundSource(environ, only_known=True)]
+    def resize(workers: int) -> str:
+        if workers < 1:
+            raise ConfigError(f"{workers} workers: use 1 or more, or stop the job")
+        with ConfigClient(url, token, timeout_s=ANSWER_S) as client:
+            view = client.resize(workers)
+        return f"asked for {workers} worker{'s' * (workers != 1)} (version {view.number})"
 
+    def stop() -> str:
+        with ConfigClient(url, token, timeout_s=ANSWER_S) as client:
+            client.resize(0)
+        return ENDS_SOON
 
-def _source(given: str, environ: Mapping[str, str]) -> JobSource:
-    if given.startswith(("http://", "https://")):
-        return _at(given, environ)
-    path = Path(given).absolute()
-    if not path.exists():
-        raise ConfigError(f"{given}: no such file; give a {RECORD}, a folder with some, or the address of a server")
-    if (path / BOOK).is_file():
-        return StateSource(path)
-    return RecordSource(path)
-
-
-def _at(url: str, environ: Mapping[str, str]) -> JobSource:
-    """A cluster's server, or a job's config server, whichever answers."""
-    server = find_server(url, environ=environ)
-    refusal: PliantError | None = None
-    if server.url.rstrip("/").count("/") == 2:  # no path: a config server's address has one
-        try:
-            with LiveClient(server, timeout_s=ANSWER_S) as client:
-                client.cluster()
-            return ServerSource(server, None)
-        except ServerUnavailable as error:
-            raise ConfigError(f"{error}") from None
-        except PliantError as error:
-            refusal = error
-    token = environ.get("PLIANT_TOKEN", "")
-    with ConfigClient(url, token, timeout_s=ANSWER_S) as client:
-        try:
-            client.wanted()
-        except ServerUnavailable as error:
-            raise ConfigError(f"{error}") from None
-        except PliantError as error:
-            raise refusal or error from None  # who wants a token says it best the first time
-    return ConfigServerSource(url, token)
+    return JobControl(stop, resize)

@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pliant.errors import PliantError
+from pliant.jobs.status import ClusterStatus
 from pliant.launch.duration import span_text
-from pliant.sched.live.client import ClusterStatus
-from pliant.ui.cluster_chart import device_uses, in_use
+from pliant.ui.cluster_chart import device_uses, devices_in_use
 from pliant.ui.jobs import DashboardState, ShownCluster, ShownJob, strip_controls
 from pliant.ui.timeline import FederatedTimeline, MeasuredLinks, Series, TimelineEvent
 from pliant.ui.topology_chart import rate_text
@@ -222,7 +222,8 @@ def _devices(cluster: ShownCluster, status: ClusterStatus, known: DashboardState
             told.append(f"{status.reserved[kind]} reserved ", "yellow")
         told.append(f"{status.free.get(kind, 0)} of {count} free  ", "dim")
     jobs = [known.jobs[key] for key in cluster.jobs if key in known.jobs]
-    busy = in_use(device_uses([event for job in jobs for event in job.cluster_events]), now_s, max(10, width - 40))
+    events = [(job.name, event) for job in jobs for event in job.cluster_events]
+    busy = devices_in_use(device_uses(events), now_s, max(10, width - 40))
     if not busy:
         return [told]
     total = max(1, sum(status.devices.values()))

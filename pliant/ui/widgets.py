@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from nicegui import ui
 
+from pliant.jobs.status import JobEvent
 from pliant.launch.duration import span_text
 from pliant.ui.charts import EVENT_COLOURS, Options
-from pliant.ui.jobs import SHOWN_AS, ClusterEvent, ShownJob, strip_controls
+from pliant.ui.jobs import EVENT_KINDS, ShownJob, strip_controls
 from pliant.ui.timeline import LR, TimelineEvent, ViewWorkers
 
 ICON = (
@@ -257,14 +258,14 @@ def _joined(events: Sequence[TimelineEvent]) -> list[TimelineEvent]:
     return found
 
 
-def decision_list(cluster_events: Iterable[ClusterEvent], most: int = 100) -> str:
-    """What a cluster has decided about all its jobs, and why."""
-    decided = [each for each in cluster_events if SHOWN_AS.get(each.what, "start") != "start"]
-    events = [
-        TimelineEvent(SHOWN_AS[each.what], None, each.at_s, f"{each.job}: {each.what}", each.why)
-        for each in sorted(decided, key=lambda each: each.at_s)
+def decision_list(events: Iterable[tuple[str, JobEvent]], most: int = 100) -> str:
+    """Return the decisions of a scheduler about all its jobs as HTML, from (job, event) pairs."""
+    shown = [
+        TimelineEvent(EVENT_KINDS[event.what], None, event.at, f"{job}: {event.what}", event.why)
+        for job, event in events
+        if event.what in EVENT_KINDS
     ]
-    return event_list(events, "step", most)
+    return event_list(sorted(shown, key=lambda each: each.time_s), "step", most)
 
 
 def event_key(events: Iterable[TimelineEvent]) -> str:

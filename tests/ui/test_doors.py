@@ -22,7 +22,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from pliant.errors import ConfigError
 from pliant.ui import server
 from pliant.ui.controls import JobActions
-from pliant.ui.server import LOOPBACK, DashConfig, TokenGate
+from pliant.ui.server import LOOPBACK, DashConfig, PageGate
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -41,7 +41,7 @@ APP = Starlette(routes=[Route("/", lambda request: PlainTextResponse("the page")
 
 
 def client(*, loopback: bool) -> TestClient:
-    return TestClient(TokenGate(APP, TOKEN, open_to=LOOPBACK if loopback else None), base_url="http://127.0.0.1:9300")
+    return TestClient(PageGate(APP, TOKEN, open_to=LOOPBACK if loopback else None), base_url="http://127.0.0.1:9300")
 
 
 def test_loopback_is_open_under_its_own_names_only() -> None:
@@ -87,7 +87,7 @@ def test_with_a_certificate_all_is_encrypted_and_the_cookie_stays_so(tmp_path: P
     subprocess.run(made.split(), check=True, capture_output=True, timeout=60)
     config = DashConfig(token=TOKEN, tls_cert=cert, tls_key=key)
     listener = socket.create_server(("127.0.0.1", 0))
-    served = uvicorn.Server(server._settings(config, TokenGate(APP, TOKEN, open_to=None)))
+    served = uvicorn.Server(server._settings(config, PageGate(APP, TOKEN, open_to=None)))
     thread = threading.Thread(target=served.run, args=([listener],), daemon=True)
     thread.start()
     try:
@@ -105,7 +105,7 @@ def test_with_a_certificate_all_is_encrypted_and_the_cookie_stays_so(tmp_path: P
         thread.join(timeout=20)
         listener.close()
     with pytest.raises(ConfigError, match="belong together"):
-        server._settings(DashConfig(token=TOKEN, tls_cert=cert, tls_key=cert), TokenGate(APP, TOKEN, open_to=None))
+        server._settings(DashConfig(token=TOKEN, tls_cert=cert, tls_key=cert), PageGate(APP, TOKEN, open_to=None))
 
 
 def test_a_token_is_compared_whole() -> None:

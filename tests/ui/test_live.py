@@ -13,10 +13,8 @@ from pages import Browser, Home, said
 from patience import until
 
 from pliant.errors import ServerUnavailable
-from pliant.fed.jobs import detached
-from pliant.fed.jobs.folders import Jobs
-from pliant.sched.live.client import LiveClient, find_server
-from pliant.sched.live.jobfile import JobSpec
+from pliant.jobs.client import JobsClient, find_server
+from pliant.jobs.schema import job_from_json
 
 PROGRAM = Path(__file__).with_name("job_program.py")
 SUBMITTED = {"name": "spirals", "program": str(PROGRAM), "replicas": 2}
@@ -42,9 +40,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 def clean(home: Home) -> Iterator[None]:
     """Jobs outlive those who started them, and a test that fails: whatever is left is ended."""
     yield
-    for folder in Jobs.of_user(home.environ).all():
-        detached.stop(folder, kill=True)
-    with suppress(ServerUnavailable), LiveClient(find_server(environ=home.environ)) as client:
+    with suppress(ServerUnavailable), JobsClient(find_server(environ=home.environ)) as client:
         for job in client.jobs():
             if not job.is_over:
                 client.stop(job.name, kill=True)
@@ -67,8 +63,8 @@ def test_a_cluster_and_a_federated_job_are_watched_and_stopped(home: Home, brows
     url = said(server, r"the page is at (\S+)")
     token = next((tmp_path / "state").rglob("token")).read_text().strip()
     submitting = home.start("submit", "digits.yml")
-    client = LiveClient(find_server(environ=home.environ))
-    client.submit(JobSpec.from_json(SUBMITTED | {"directory": str(tmp_path)}))
+    client = JobsClient(find_server(environ=home.environ))
+    client.submit(job_from_json(SUBMITTED | {"directory": str(tmp_path)}))
     page = browser.page("dark")
     page.goto(url)
     for name in ("spirals", "digits"):

@@ -1,4 +1,4 @@
-"""Where jobs are found: folders, running jobs with a real config server, a real cluster server over runs on paper."""
+"""Where jobs are found: folders, running jobs with a real config server, a real job server over runs on paper."""
 
 from __future__ import annotations
 
@@ -27,21 +27,20 @@ from pliant.elastic.http_server import uvicorn_config
 from pliant.elastic.membership import Limits
 from pliant.elastic.server import ConfigServer, ServerConfig
 from pliant.errors import ConfigError
-from pliant.launch.registry import registered
+from pliant.jobs.api import JobsApi
+from pliant.jobs.client import JobsClient, ServerAddress
+from pliant.jobs.scheduler import Scheduler
+from pliant.jobs.schema import job_from_json
+from pliant.jobs.store import JobStore, registered
 from pliant.record import Recorder
-from pliant.sched import policies as schedulers
-from pliant.sched.live.book import Book
-from pliant.sched.live.client import LiveClient, Server
-from pliant.sched.live.jobfile import JobSpec
-from pliant.sched.live.scheduler import Scheduler
-from pliant.sched.live.web import LiveWeb
-from pliant.ui.jobs import ConfigServerControl, SchedulerControl, Watcher
-from pliant.ui.sources import ForegroundSource, RecordSource, ServerSource, sources
+from pliant.sched.policies import make_policy
+from pliant.ui.jobs import Watcher
+from pliant.ui.sources import ForegroundSource, RecordSource, StoreSource, config_server_control, open_sources
 from pliant.ui.terminal import neighbour, screen
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "sched"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "jobs"))
 
-from paper import PaperGround
+from paper_backend import PaperBackend
 
 WORKERS = tuple(Worker("127.0.0.1", 10000 + number) for number in range(2))
 
@@ -64,7 +63,7 @@ def test_a_folder_of_records(tmp_path: Path) -> None:
 
 def test_a_running_job_is_found_with_its_record_and_resized(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    environ = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
     record = tmp_path / "run.jsonl"
     config = ServerConfig(port=0, limits=Limits(), token="t")
     with ConfigServer(config).running() as server, closing(ConfigClient(server.url, "t")) as client:
@@ -78,10 +77,11 @@ def test_a_running_job_is_found_with_its_record_and_resized(tmp_path: Path) -> N
             with Recorder(record) as recorder:
                 recorder.write("step", 7, workers=2)
             watcher.poll()
-            jobs = [job for job in watcher.known.jobs.values() if job.name == listed.id]
+            jobs = [job for job in watcher.known.jobs.values() if job.name == listed.name]
             (job,) = jobs
             assert (job.state(0), job.num_workers, job.timeline.step) == ("running", 2, 7)
-            assert isinstance(job.control, ConfigServerControl)
+            assert job.control is not None
+            assert job.control.resize is not None
             assert "1 worker " in job.control.resize(1)
             view = client.get()
             assert view is not None
@@ -89,7 +89,7 @@ def test_a_running_job_is_found_with_its_record_and_resized(tmp_path: Path) -> N
             with pytest.raises(ConfigError, match="use 1 or more"):
                 job.control.resize(0)
             with pytest.raises(ConfigError, match="token"):
-                ConfigServerControl(server.url, "wrong").resize(2)
+                config_server_control(server.url, "wrong").stop()
         watcher.poll()
         assert (job.state(0), job.control) == ("ended", None)
 
@@ -125,7 +125,7 @@ def test_a_terminal_shows_what_the_page_does(tmp_path: Path) -> None:
     for number in range(30):
         watcher.known.job(f"more {number}", f"more {number}")
     assert "and 23 more" in _text(watcher, "more 29", height=27)
-    assert "more 29" in _text(watcher, "more 29", height=27), "what is chosen device_uses in sight"
+    assert "more 29" in _text(watcher, "more 29", height=27), "what is chosen stays in sight"
 
 
 def test_keys_are_taken_as_they_are_pressed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,33 +143,38 @@ def test_keys_are_taken_as_they_are_pressed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @contextmanager
-def cluster(folder: Path, ground: PaperGround) -> Iterator[Server]:
-    """A server of a cluster in this process."""
-    with Book(folder) as book:
-        scheduler = Scheduler(ground, schedulers.make_policy("easyscale-heter"), book, folder, interval_s=0.05)
+def job_server(folder: Path, backend: PaperBackend) -> Iterator[ServerAddress]:
+    """A job server in this process."""
+    with JobStore(folder) as store:
+        scheduler = Scheduler(backend, make_policy("easyscale-heter"), store, interval_s=0.05)
         with scheduler.running():
-            web = LiveWeb(scheduler, "t")
-            server = uvicorn.Server(uvicorn_config(web.app))
+            api = JobsApi(scheduler, "t")
+            server = uvicorn.Server(uvicorn_config(api.app))
             config = server.config
             config.host, config.port = "127.0.0.1", 0
             thread = threading.Thread(target=server.run, name="pliant-test-serve", daemon=True)
             thread.start()
             until(lambda: server.started, "the server")
             port = server.servers[0].sockets[0].getsockname()[1]
-            yield Server(url=f"http://127.0.0.1:{port}", token="t")
-            web.close()
+            yield ServerAddress(url=f"http://127.0.0.1:{port}", token="t")
+            api.close()
             server.should_exit = True
             thread.join()
 
 
-def test_a_cluster_tells_who_had_what(tmp_path: Path) -> None:
-    ground = PaperGround(cpu=4)
-    with cluster(tmp_path, ground) as server, LiveClient(server) as client:
-        client.submit(JobSpec.from_json({"name": "one", "program": "/train.py", "directory": "/", "replicas": 2}))
-        until(lambda: "one" in ground.runs, "its start")
-        ground.runs["one"].step(1, 3)
+def source(server: ServerAddress) -> StoreSource:
+    return StoreSource(server.url, lambda: JobsClient(server, timeout_s=5), is_local=False)
+
+
+def test_a_server_tells_which_job_had_which_devices(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    backend = PaperBackend(cpu=4)
+    with job_server(tmp_path, backend) as server, JobsClient(server) as client:
+        client.submit(job_from_json({"name": "one", "program": "/train.py", "directory": "/", "replicas": 2}))
+        until(lambda: "one" in backend.runs, "its start")
+        backend.runs["one"].step(1, 3)
         until(lambda: client.job("one").state == "running", "its first step")
-        watcher = Watcher([ServerSource(server, None)])
+        watcher = Watcher([source(server)])
         watcher.poll()
         (job,) = watcher.known.jobs.values()
         assert (job.name, job.state(0)) == ("one", "running")
@@ -182,22 +187,29 @@ def test_a_cluster_tells_who_had_what(tmp_path: Path) -> None:
         text = _text(watcher)
         assert "one" in text
         assert "of 4 free" in text
-        assert isinstance(job.control, SchedulerControl)
+        assert job.control is not None
+        assert job.control.resize is None, "the policy decides on its devices"
         watcher.known.problems.clear()
-        ServerSource(server.model_copy(update={"token": "wrong"}), None).poll(watcher.known)
-        assert "token" in next(iter(watcher.known.problems.values()))
-        assert (job.control, watcher.known.clusters) == (None, {}), "who cannot ask does not know, and cannot act"
+        watcher._sources = [source(server.model_copy(update={"token": "wrong"}))]
+        watcher._sources[0]._keys = [job.key]
         watcher.poll()
-        assert isinstance(job.control, SchedulerControl)
+        assert "token" in next(iter(watcher.known.problems.values()))
+        assert (job.control, watcher.known.clusters) == (None, {}), "without an answer the page cannot act"
+        watcher._sources = [source(server)]
+        watcher.poll()
+        assert job.control is not None
         job.control.stop()
         until(lambda: client.job("one").is_over, "its end")
         watcher.poll()
         assert job.control is None
-        assert sources([server.url], {"PLIANT_TOKEN": "t"}), "an address is asked what it is"
+        assert open_sources([server.url], {"PLIANT_TOKEN": "t"}), "an address is asked what it is"
         with pytest.raises(ConfigError, match="the token we gave is not its own: set PLIANT_TOKEN"):
-            sources([server.url], {"PLIANT_TOKEN": "wrong"})
+            open_sources([server.url], {"PLIANT_TOKEN": "wrong"})
     watcher.poll()
     assert "no server answers" in next(iter(watcher.known.problems.values()))
+    stored = Watcher(open_sources([str(tmp_path)], {}))
+    stored.poll()
+    assert [(each.name, each.state(0)) for each in stored.known.jobs.values()] == [("one", "stopped")], "from the store"
 
 
 @pytest.mark.processes

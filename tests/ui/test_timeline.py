@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pliant.jobs.status import JobEvent
 from pliant.record import Fact, Recorder
 from pliant.ui import charts, cluster_chart, widgets
 from pliant.ui.charts import StepWindow
@@ -21,9 +22,9 @@ from pliant.ui.cluster_chart import (
     allocation_description,
     device_uses,
     devices_by_job,
-    in_use,
+    devices_in_use,
 )
-from pliant.ui.jobs import ClusterEvent, DashboardState, LogTail, RecordFile, ShownJob, strip_controls
+from pliant.ui.jobs import DashboardState, LogTail, RecordFile, ShownJob, strip_controls
 from pliant.ui.page import grouped, job_list
 from pliant.ui.timeline import JobTimeline, Series, ViewWorkers, thin
 from pliant.ui.topology_chart import GraphLink, GraphNode, lanes_of, topology_chart, topology_graph
@@ -256,9 +257,9 @@ def test_values_of_other_kinds_do_not_share_a_scale() -> None:
 def test_what_a_cluster_decides_is_on_the_curves_where_it_was_decided() -> None:
     job = ShownJob("k", "one", "here", timeline=told(*(step(number) for number in range(1, 11))))
     job.cluster_events = [
-        ClusterEvent("one", 900.0, "submitted", "", {}),
-        ClusterEvent("one", 1004.5, "decision", "shrinks", {"cpu": 1}),
-        ClusterEvent("one", 1011.0, "finished", "", {}),
+        JobEvent(at=900.0, what="submitted", why="", devices={}),
+        JobEvent(at=1004.5, what="decision", why="shrinks", devices={"cpu": 1}),
+        JobEvent(at=1011.0, what="finished", why="", devices={}),
     ]
     events = [event for event in job.events if event.what in ("submitted", "decision", "finished")]
     assert [(event.what, event.step, event.kind) for event in events] == [
@@ -342,13 +343,13 @@ def test_time_to_accuracy_and_who_was_picked() -> None:
 def test_devices_over_time() -> None:
     found = device_uses(
         [
-            ClusterEvent("a", 1, "submitted", "", {}),
-            ClusterEvent("a", 1, "decision", "", {"cpu": 2}),
-            ClusterEvent("a", 2, "starting", "", {"cpu": 2}),
-            ClusterEvent("a", 3, "running", "", {"cpu": 2}),
-            ClusterEvent("b", 4, "starting", "", {"cpu": 1}),
-            ClusterEvent("a", 5, "decision", "shrinks", {"cpu": 1}),
-            ClusterEvent("a", 8, "finished", "", {}),
+            ("a", JobEvent(at=1, what="submitted", why="", devices={})),
+            ("a", JobEvent(at=1, what="decision", why="", devices={"cpu": 2})),
+            ("a", JobEvent(at=2, what="starting", why="", devices={"cpu": 2})),
+            ("a", JobEvent(at=3, what="running", why="", devices={"cpu": 2})),
+            ("b", JobEvent(at=4, what="starting", why="", devices={"cpu": 1})),
+            ("a", JobEvent(at=5, what="decision", why="shrinks", devices={"cpu": 1})),
+            ("a", JobEvent(at=8, what="finished", why="", devices={})),
         ]
     )
     assert found == [
@@ -363,7 +364,7 @@ def test_devices_over_time() -> None:
     options = allocation_chart(found, 4, 10)
     assert options["yAxis"]["max"] == 4
     assert options["series"][0]["data"][0] == [2000, 2]
-    assert in_use(found, 10, 4) == [(4, 3), (6, 2), (8, 1), (10, 1)]
+    assert devices_in_use(found, 10, 4) == [(4, 3), (6, 2), (8, 1), (10, 1)]
     assert allocation_description(found, 4) == "4 devices; b has cpu=1"
 
 
