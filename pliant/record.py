@@ -22,7 +22,7 @@ from pliant.errors import ConfigError, reason
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One line."""
+    """One line of a record."""
 
     kind: str
     step: int
@@ -33,7 +33,7 @@ class Fact:
 
 
 class Recorder:
-    """Appends facts to a file. Several processes may append to the same one: each line is one write."""
+    """Appends facts to a file. Several processes may append to the same file: each line is one write."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -45,7 +45,7 @@ class Recorder:
         self._mend()
 
     def _mend(self) -> None:
-        """A line that was cut short by a crash must not swallow the next one."""
+        """End a line that a crash has cut short, so that it does not swallow the next one."""
         size = os.fstat(self._file).st_size
         if size:
             with self.path.open("rb") as file:
@@ -54,7 +54,7 @@ class Recorder:
                     os.write(self._file, b"\n")
 
     def write(self, kind: str, step: int, **data: Any) -> None:
-        """Add a fact. What JSON cannot express becomes text."""
+        """Append a fact. Values that JSON cannot express become text."""
         line = {"kind": kind, "step": step, "time_s": round(time.time(), 3), **data}
         os.write(self._file, json.dumps(line, default=str).encode() + b"\n")
 
@@ -71,7 +71,7 @@ class Recorder:
 
 
 def read(path: str | Path) -> list[Fact]:
-    """All facts of a record. Lines that a crash has cut short are left out; they were never facts.
+    """Return all facts of a record, without lines that a crash has cut short.
 
     Raises:
         ConfigError: there is no such file, or it is no record.

@@ -19,11 +19,12 @@ MISSING = (
     ("nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"),
     ("qnms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"),
 )
-"""What torchvision describes to torch when it is imported, whether its library was loaded or not."""
+"""Operators that torchvision registers with torch when it is imported, whether its library was loaded or not."""
 
 
 def import_torchvision() -> ModuleType:
-    """torchvision, whichever torch it was compiled for. Also to be called before whatever imports it by itself.
+    """Import torchvision, whichever torch it was compiled for. Call it also before a library that imports torchvision
+    itself.
 
     Raises:
         ConfigError: it is not installed.
@@ -36,7 +37,7 @@ def import_torchvision() -> ModuleType:
 
 
 def _declare_missing(folder: Path) -> None:
-    """Declare the operators of torchvision's library where that cannot be loaded; they cannot be called then."""
+    """Declare the operators of torchvision's library if it cannot be loaded. They cannot be called then."""
     for library in sorted(folder.glob("_C*.so")):
         try:
             torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]

@@ -36,7 +36,7 @@ STRATEGIES = ("random", "sequential")
 
 
 class Steps:
-    """The training data as the Trainer sees them: an item for each step, which is the batch of the first turn."""
+    """The training data as the Trainer sees them: one item per step, the batch of the first turn."""
 
     def __init__(self, owner: ElasticTrainer, length: int) -> None:
         self._owner, self._length = owner, length
@@ -50,22 +50,22 @@ class Steps:
 
 
 class ElasticTrainer(transformers.Trainer):
-    """A Trainer whose training is a job of `replicas` replicas; other keywords of `pliant.join` go into `join`.
+    """A Trainer that trains as a job of `replicas` replicas. `join` holds further keywords of `pliant.join`.
 
     Raises:
-        ConfigError: from `train`, for arguments of the Trainer that a job cannot have; says what to do instead.
+        ConfigError: from `train`, for arguments of the Trainer that a job cannot have; the message names the remedy.
     """
 
     def __init__(
         self, *args: Any, replicas: int | None = None, join: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         self.job: pliant.Job | None = None
-        """From `train` on."""
+        """Set by `train`."""
         self._asked = (replicas, join or {})
         self._loader: Any = None
         self._epochs: Iterator[int] = iter(())
         self._epoch: int | None = None
-        """The job's; None: there are no more."""
+        """The job's epoch; None if there are no more."""
         self._turns: Any = None
         self._given = 0
         """Steps of the Trainer's epoch so far."""
@@ -74,7 +74,7 @@ class ElasticTrainer(transformers.Trainer):
     # --- a job around the Trainer's loop ---
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As the Trainer's; it can be called once."""
+        """Train as the Trainer does. It can be called once."""
         if resume_from_checkpoint:
             raise ConfigError(
                 f"resume_from_checkpoint={resume_from_checkpoint!r}: a checkpoint of the Trainer has one replica's state; use "
@@ -169,7 +169,7 @@ class ElasticTrainer(transformers.Trainer):
     # --- epochs, steps, turns ---
 
     def begin_epoch(self) -> Iterator[Any]:
-        """The steps that are left of the job's epoch: who comes later comes into the midst of one."""
+        """Yield the steps that are left of the job's epoch. A new worker begins in the middle of one."""
         self._turns = iter(self._loader)
         for batch in self._turns:
             self._given += 1
@@ -188,7 +188,7 @@ class ElasticTrainer(transformers.Trainer):
         self._epoch = next(self._epochs, None)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """The turns of all replicas hosted here: forward and backward each; a step that is torn is done again."""
+        """Run forward and backward for every hosted replica. A torn step is repeated."""
         assert self.job is not None, "train has joined"
         losses = [super().training_step(model, inputs, num_items_in_batch)]
         while not self.job.committing:
@@ -200,7 +200,7 @@ class ElasticTrainer(transformers.Trainer):
         return torch.stack(losses).mean()
 
     def _follow(self) -> None:
-        """Let the Trainer know where the job stands, which a newcomer cannot have counted."""
+        """Tell the Trainer the job's progress, which a new worker cannot have counted."""
         assert self.job is not None, "train has joined"
         self.state.global_step = self.job.step
         self.state.is_world_process_zero = self.state.is_local_process_zero = self.job.rank == 0

@@ -44,25 +44,25 @@ if TYPE_CHECKING:
 
 
 DECISION_ORDER = [kind.kind for kind in (SetBatchSize, SetLearningRate, Resize, SetTopology, ProbeLinks)]
-"""What is done before what."""
+"""The order in which the decisions of one step are carried out."""
 
 
 class Adaptable(Protocol):
-    """The trainer, as far as decisions go."""
+    """What decisions need of the trainer."""
 
     def set_batch_size(self, size: int) -> None:
-        """From now on; what is left of the epoch is dealt anew."""
+        """Change the batch size from now on: deal the rest of the epoch anew."""
 
     def use_batch_size(self, size: int) -> None:
-        """It is dealt like that already."""
+        """Use a batch size that the data positions already account for."""
 
     def request_workers(self, num_workers: int) -> None:
-        """Have as many workers, some time."""
+        """Request a number of workers."""
 
 
 @dataclass(slots=True)
 class JobPosition:
-    """How far the job is, as the trainer says it."""
+    """Progress of the job as the trainer reports it."""
 
     step: int
     epoch: int
@@ -74,7 +74,7 @@ class JobPosition:
 
 
 class Adaptation:
-    """One worker's part in the decisions of the job. Does nothing at all where there is nobody to decide."""
+    """One worker's part in the decisions of the job. Without policies, monitors and record it does nothing."""
 
     def __init__(
         self,
@@ -87,19 +87,19 @@ class Adaptation:
         self.is_active = settings.is_active
         self.policies, self.monitor = settings.policies, monitor
         self.batch_size, self.learning_rate_factor = batch_size, 1.0
-        """The factor is applied by `guards` whenever an optimizer steps."""
+        """`wrapping` applies the factor whenever an optimizer steps."""
         self.observation: Observation | None = None
         """The job after the last step."""
         self.listeners: list[Callable[[Observation, int], None]] = []
-        """Called after each step with what is seen, and this worker's rank."""
+        """Called after each step with the observation and this worker's rank."""
         self.view_listeners: list[Callable[[Engine], None]] = []
         """Called with the engine of each view."""
         self.resumed_at: int | None = None
-        """The step of the checkpoint that this process has begun with."""
+        """The step of the checkpoint that this process has started from."""
         self.values: dict[str, float] = {}
-        """What the program has reported in the step in progress."""
+        """Values that the program has reported in the step in progress."""
         self.last_values: dict[str, float] = {}
-        """What it has reported in the last committed step."""
+        """Values that it has reported in the last committed step."""
         self._subject, self._notify = subject, notify
         self._replayed = settings.replayed
         self._record_file = JobRecord(settings.record)
@@ -108,21 +108,20 @@ class Adaptation:
         """The first worker's clock when the job began."""
         self._pending: list[NamedDecision] = []
         self._agreed: list[NamedDecision] = []
-        """What is to be done at the end of the step in progress."""
+        """The decisions to carry out at the end of the step in progress."""
         self._figures = WorkerFigures(name="")
         self._workers: tuple[WorkerFigures, ...] = ()
         self._time_s = 0.0
-        """Since the job began, by the first worker's clock, as far as it was heard."""
+        """Time since the job began, by the first worker's clock."""
         self._before = (0.0, 0)
         self._recorded_view = -1
-        """The newest view whose workers this worker has put into the record, or left to another one."""
+        """The newest view whose workers are in the record."""
         self._asked = {"train": False, "epoch": -1}
         self._next_step = 0
 
     # --- what travels with a step ---
 
     def enter_view(self, engine: Engine) -> None:
-        """There is another view."""
         self._engine = engine
         if not self.is_active:
             return
@@ -135,23 +134,23 @@ class Adaptation:
 
     @property
     def row_size(self) -> int:
-        """The same on all workers of a view."""
+        """The bytes of a row; the same on all workers of a view."""
         if not self.is_active:
             return 0
         return MESSAGE_BYTES + (self.monitor.row_size if self.monitor is not None else 0)
 
     def pack_row(self) -> bytes:
-        """How this worker's last step went, and how long its decisions are, as text."""
+        """Return this worker's row: how its last step went, and the length of its decisions."""
         if not self.is_active:
             return b""
         probed = self.monitor.pack_row() if self.monitor is not None else b""
         return pack_message(self._figures, time.time(), self._pending, probed)
 
     def read_rows(self, rows: Sequence[bytes]) -> None:
-        """Everybody's rows of the step in progress; then, if the first worker has decided something, what.
+        """Read everybody's rows of the step in progress. If the first worker has decided something, receive that, too.
 
         Raises:
-            CommError: a worker was lost meanwhile.
+            CommError: a worker is lost.
         """
         if not self.is_active:
             return
@@ -168,7 +167,7 @@ class Adaptation:
         self._agreed = self._receive_decisions(said[0].num_bytes) if said[0].num_bytes else []
 
     def _receive_decisions(self, num_bytes: int) -> list[NamedDecision]:
-        """The first worker's decisions, on all workers."""
+        """Return the first worker's decisions, on all workers."""
         assert self._engine is not None
         if self._engine.size == 1:
             return self._pending
@@ -183,15 +182,15 @@ class Adaptation:
 
     @property
     def has_decided(self) -> bool:
-        """Whether something is to be done at the end of the step in progress. Then it must be whole before."""
+        """Whether decisions are carried out at the end of the step in progress. Its sums must all have arrived before."""
         return bool(self._agreed) or (self._replayed is not None and self._next_step in self._replayed)
 
     def set_next_step(self, step: int) -> None:
-        """The step in progress will be the job's `step`-th."""
+        """Tell which number the step in progress will have."""
         self._next_step = step
 
     def record_timing(self, compute_s: float) -> None:
-        """The step has been done here."""
+        """Record how long the step took here, and what it sent."""
         if not self.is_active:
             return
         assert self._engine is not None
@@ -208,10 +207,10 @@ class Adaptation:
         self._before = (now_s, sent)
 
     def end_step(self, position: Callable[[], JobPosition]) -> None:
-        """Do what was agreed on, look at the job, and ask the policies what to do next.
+        """Carry out what was agreed on, observe the job, and ask the policies what to do next.
 
         Raises:
-            CommError: a worker was lost while something was done by all together.
+            CommError: a worker is lost while all carry something out together.
         """
         self.last_values, self.values = self.values, {}
         if not self.is_active:
@@ -222,7 +221,8 @@ class Adaptation:
         if self._replayed is not None:
             agreed = [each for each in agreed if not each[1].is_maths]
             agreed += [("replay", decision) for decision in self._replayed.get(at.step, ())]
-        # What needs nobody else comes first: a worker lost in the rest must not leave the others with different maths.
+        # What needs no other worker comes first: a worker lost in the rest must not leave the others with different
+        # settings.
         refused = set()
         for name, decision in sorted(agreed, key=lambda each: _order_of(each[1])):
             if decision.is_maths and name in refused:
@@ -245,12 +245,12 @@ class Adaptation:
         self._decide(decided)
 
     def _decide(self, decided: Sequence[NamedDecision]) -> None:
-        """To be done at the end of the next step, if this is the first worker then."""
+        """Plan decisions for the end of the next step. They count if this is the first worker then."""
         kinds = {decision.kind for _, decision in decided}
         self._pending = [each for each in self._pending if each[1].kind not in kinds] + list(decided)
 
     def begin_epoch(self, at: JobPosition) -> None:
-        """An epoch begins, or the job does."""
+        """Ask the policies at the start of an epoch, and of the job."""
         if not self.is_active:
             return
         if self.resumed_at is not None:  # what the record says of later steps has not happened
@@ -273,7 +273,7 @@ class Adaptation:
         return self._engine.size if self._engine is not None else 1
 
     def end_job(self, at: JobPosition) -> None:
-        """The job is over."""
+        """Ask the policies at the end of the job."""
         if not self.is_active:
             return
         seen = self._observe(at)
@@ -306,7 +306,7 @@ class Adaptation:
     # --- doing it ---
 
     def _carry_out(self, name: str, decision: Decision, at: JobPosition) -> bool:
-        """Whether it could be done."""
+        """Carry out a decision; return whether it was possible."""
         assert self._engine is not None
         try:
             if isinstance(decision, ProbeLinks):
@@ -341,11 +341,11 @@ class Adaptation:
                 raise ConfigError(f"{type(decision).__name__} is no decision that a job can carry out")
 
     def _measure_links(self, decision: ProbeLinks, at: JobPosition) -> None:
-        """Measure, and ask again at once: everybody is here."""
+        """Measure the links between all workers, and ask the policies again at once."""
         assert self._engine is not None
         if self._engine.size == 1:
             return
-        # As for every sum of training: a worker that is late is waited for, one that is lost tears the view.
+        # As for every sum of training: a late worker is waited for, and a lost one tears the view.
         rates = links.measure(self._engine, decision.num_bytes)
         self._record_if_first(
             "links", at.step, **links_fact([worker.host for worker in self._engine.view.workers], rates)
@@ -359,12 +359,11 @@ class Adaptation:
     # --- files, and the state for newcomers ---
 
     def _record_if_first(self, kind: str, step: int, **data: Any) -> None:
-        """Written by whoever is the first worker now."""
         if self._engine is not None and self._engine.rank == 0:
             self.record(kind, step, **data)
 
     def record(self, kind: str, step: int, **data: Any) -> None:
-        """Put a fact into the record; one worker shall do so."""
+        """Append a fact to the record. One worker of the job does so."""
         self._record_file.write(kind, step, **data)
 
     def _record_step(self, seen: Observation) -> None:
@@ -432,13 +431,14 @@ def _summarise(decision: Decision) -> str:
 
 @dataclass(slots=True)
 class AdaptationSettings:
-    """What a job may adapt by: policies, monitors with their intervals, files."""
+    """What a job adapts by: policies, monitors with their intervals, files."""
 
     policies: Policies = field(default_factory=lambda: Policies(()))
     monitors: dict[str, int] = field(default_factory=dict)
     record: str = ""
     replayed: Mapping[int, Sequence[Decision]] | None = None
-    """What another run has decided about the maths, by step; then no policy does."""
+    """The decisions of another run about batch sizes and learning rates, by step. They replace those of the policies.
+    """
     metrics: bool = False
     tensorboard: str = ""
 
@@ -449,7 +449,7 @@ class AdaptationSettings:
         return any(asked) or self.replayed is not None
 
     def __str__(self) -> str:
-        """What must be the same on all workers, for people to compare."""
+        """Describe what must be the same on all workers."""
         if not self.is_active:
             return "nothing to adapt by"
         stall_watch = ", ".join(f"{name} every {steps} steps" for name, steps in sorted(self.monitors.items()))
@@ -459,10 +459,10 @@ class AdaptationSettings:
 def adaptation_settings(
     spec: WorkerSpec | None, policies: Sequence[Policy], monitor: Mapping[str, int], record: str, replay: str
 ) -> AdaptationSettings:
-    """Everything together; the command line's policies come first.
+    """Combine the options of `pliant run` with those of the program; the policies of the command line come first.
 
     Raises:
-        ConfigError: a monitor or policy that is not known, an interval that is none, a file said twice.
+        ConfigError: an unknown monitor or policy, a wrong interval, or a file given twice.
     """
     options = spec.adapting if spec is not None else {}
     every = Policies([*_parse_policies(options.get("policy", "")), *policies])
@@ -483,7 +483,6 @@ def adaptation_settings(
 
 
 def _parse_policies(text: str) -> list[Policy]:
-    """One on each line."""
     from pliant.adapt import registry  # the user's own are imported by it
 
     return [registry.parse(line) for line in text.splitlines()]
@@ -493,35 +492,33 @@ def _parse_policies(text: str) -> list[Policy]:
 
 
 _MESSAGE = struct.Struct("<Idddddd")
-"""The length, the clock, then what `WorkerFigures` has."""
+"""The length of the decisions, the clock, and the fields of `WorkerFigures`."""
 
 MESSAGE_BYTES = _MESSAGE.size
 
 NamedDecision = tuple[str, Decision]
-"""Who has decided, and what."""
+"""The name of a policy, and its decision."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptationMessage:
-    """What one worker's row says."""
+    """The content of one worker's row."""
 
     num_bytes: int
-    """Of its decisions; 0 without any."""
+    """The length of its decisions; 0 without any."""
     clock_s: float
     figures: WorkerFigures
     probed: bytes
-    """What its gradient probe says."""
+    """The row of its gradient probe."""
 
 
 def pack_message(figures: WorkerFigures, clock_s: float, decided: Sequence[NamedDecision], probed: bytes) -> bytes:
-    """A worker's row."""
     length, own = len(encode_decisions(decided)) if decided else 0, figures
     head = _MESSAGE.pack(length, clock_s, own.step_s, own.compute_s, own.comm_bytes, own.comm_s, own.egress_bytes)
     return head + probed
 
 
 def unpack_message(name: str, row: bytes) -> AdaptationMessage:
-    """The row of the worker with this name."""
     length, clock_s, step_s, compute_s, comm_bytes, comm_s, egress_bytes = _MESSAGE.unpack_from(row)
     figures = WorkerFigures(
         name=name,
@@ -546,7 +543,7 @@ def decode_decisions(data: bytes) -> list[NamedDecision]:
 
 
 class JobRecord:
-    """A record that is opened with the first fact that this worker writes; nothing at all without a path."""
+    """A record that is opened when this worker writes its first fact. Without a path nothing is written."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -566,13 +563,12 @@ class JobRecord:
 
 
 def workers_fact(seen: Observation) -> dict[str, Any]:
-    """Who trains now, and how."""
     names = [each.name for each in seen.workers]
     return {"view": seen.view, "workers": names, "replicas": seen.replicas, "strategy": seen.strategy}
 
 
 def step_fact(seen: Observation, values: Mapping[str, float]) -> dict[str, Any]:
-    """How a step went; `values` are the program's own."""
+    """Describe a step; `values` are those that the program has reported."""
     measured = {"noise_scale": seen.noise_scale, "variance": seen.variance}
     return {
         "epoch": seen.epoch,
@@ -587,7 +583,7 @@ def step_fact(seen: Observation, values: Mapping[str, float]) -> dict[str, Any]:
 
 
 def links_fact(hosts: Sequence[str], rates: LinkRates) -> dict[str, Any]:
-    """Between hosts, each told by its first worker: those of one host share its memory. `hosts` are the workers'."""
+    """Describe the rates between hosts, each measured by its first worker. `hosts` are those of all workers."""
     firsts = host_leaders(hosts)
     between = [[round(rates[one][other]) for other in firsts] for one in firsts]
     return {"hosts": [hosts[first] for first in firsts], "bytes_per_s": between}

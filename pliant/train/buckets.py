@@ -42,7 +42,7 @@ class BucketItem:
     """What a layout must know of one parameter."""
 
     kind: Hashable
-    """Type and device: what differs in it never shares a bucket."""
+    """Type and device. Parameters of different kinds never share a bucket."""
     num_bytes: int
 
 
@@ -63,7 +63,7 @@ class BucketLayout:
 def first_layout(
     items: Sequence[BucketItem], *, find_unused: bool = False, cap_bytes: int | None = None
 ) -> BucketLayout:
-    """What DDP begins with: L1, or with `find_unused` the small buckets that it then keeps."""
+    """Return the layout that DDP begins with: L1, or with `find_unused` the small buckets that it then keeps."""
     limits = bucket_limits(cap_bytes) if find_unused else (math.inf,)
     return _fill_buckets(items, range(len(items)), limits)
 
@@ -71,17 +71,17 @@ def first_layout(
 def rebuilt_layout(
     items: Sequence[BucketItem], ready_order: Sequence[int], *, cap_bytes: int | None = None
 ) -> BucketLayout:
-    """L2: the parameters in the order in which replica 0's gradients became ready at the first step."""
+    """Return L2: the parameters in the order in which replica 0's gradients became ready at the first step."""
     return _fill_buckets(items, ready_order, bucket_limits(cap_bytes))
 
 
 def bucket_limits(cap_bytes: int | None) -> tuple[float, ...]:
-    """The sizes at which buckets are closed; the last one repeats. A cap that the user gives holds for all."""
+    """Return the sizes at which buckets are closed; the last one repeats. A cap of the user's holds for all."""
     return (FIRST_BYTES, CAP_BYTES) if cap_bytes is None else (cap_bytes,)
 
 
 def _fill_buckets(items: Sequence[BucketItem], order: Sequence[int], limits: Sequence[float]) -> BucketLayout:
-    """Fill buckets in `order`, one open bucket per kind; a bucket is closed by the parameter that fills it."""
+    """Fill buckets in `order`, one open bucket per kind; the parameter that fills a bucket closes it."""
     open_buckets: dict[Hashable, list[int]] = {}
     sizes: dict[Hashable, int] = {}
     closed_of_kind: dict[Hashable, int] = {}
@@ -103,7 +103,7 @@ def _fill_buckets(items: Sequence[BucketItem], order: Sequence[int], limits: Seq
 
 
 def parameter_views(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
-    """Each parameter's view of a flat tensor, in the memory order of the parameter, as DDP lays them out."""
+    """Return each parameter's view of a flat tensor, in the memory order of the parameter, as DDP lays them out."""
     views, offset = [], 0
     for parameter in parameters:
         if _is_dense(parameter):
@@ -115,7 +115,7 @@ def parameter_views(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]
 
 
 def in_memory_order(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient as a flat tensor, in the order in which the parameter lies in memory."""
+    """Return the gradient as a flat tensor, in the memory order of the parameter."""
     if not _is_dense(parameter) or gradient.is_sparse:
         return gradient.to_dense().reshape(-1) if gradient.is_sparse else gradient.reshape(-1)
     flat = torch.empty(parameter.numel(), dtype=gradient.dtype, device=gradient.device)
@@ -126,7 +126,7 @@ def in_memory_order(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> to
 
 
 def _is_dense(parameter: torch.nn.Parameter) -> bool:
-    """Whether its elements fill a run of memory without holes or overlaps, in whatever order."""
+    """Return whether the elements fill a run of memory without holes or overlaps, in whatever order."""
     expected = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.size(), strict=True)):
         if size == 1:
@@ -146,14 +146,14 @@ class Bucket:
 
     name: str
     indices: list[int]
-    """Of its parameters."""
+    """The indices of its parameters."""
     parameters: list[torch.nn.Parameter]
     sizes: list[int]
-    """Elements of each parameter."""
+    """The number of elements of each parameter."""
     parts: list[torch.Tensor]
-    """In host memory that the workers of a host share; one per replica hosted here."""
+    """The gradients, one tensor per hosted replica, in memory that the workers of a host share."""
     total: torch.Tensor
-    """The sum, in the same kind of memory; the only part itself where there is just one."""
+    """The sum, in the same kind of memory. It is the only part itself if there is just one."""
     whole: int
     """A bit for each parameter."""
     is_plain: bool
@@ -161,11 +161,11 @@ class Bucket:
     sums: Sequence[torch.Tensor] = ()
     """Each parameter's view of the sum."""
     flat: torch.Tensor | None = None
-    """CUDA: the sum, where it was folded on the device."""
+    """CUDA: the sum, if it was folded on the device."""
     copied: torch.cuda.Event | None = None
-    """CUDA: when the bucket of the replica whose turn it is has left the device, or was folded there."""
+    """CUDA: recorded when the present replica's bucket has left the device, or was folded there."""
     seen: int = 0
-    """The bits of those whose gradient has come in this turn."""
+    """The bits of the parameters whose gradient has come in this turn."""
     handle: Handle | None = None
 
     @property
@@ -173,7 +173,7 @@ class Bucket:
         return self.parameters[0].device
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Of the replica whose turn it is; None for what it has not used."""
+        """Return the gradients of the present replica; None for parameters that it has not used."""
         found = [parameter.grad for parameter in self.parameters]
         if self.seen == self.whole:
             return found
@@ -182,16 +182,16 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientSlot:
-    """Where one parameter's gradient lies."""
+    """The place of one parameter's gradient."""
 
     bucket: Bucket
     bit: int
-    """Of `Bucket.seen`."""
+    """Its bit in `Bucket.seen`."""
     begin: int
     end: int
-    """Of its elements, in the bucket's flat tensors."""
+    """`begin` and `end` of its elements in the bucket's flat tensors."""
     views: list[torch.Tensor]
-    """On the CPU: where it goes, for each replica hosted here."""
+    """CPU: where the gradient goes, for each hosted replica."""
 
 
 @dataclass(slots=True, eq=False)
@@ -200,7 +200,7 @@ class UnitBuffer:
 
     name: str
     indices: list[int]
-    """Of its parameters."""
+    """The indices of its parameters."""
     parameters: list[torch.nn.Parameter]
     parts: list[torch.Tensor]
     total: torch.Tensor
@@ -221,8 +221,8 @@ def allocate_buckets(
     generation: int,
     on_device: bool,
 ) -> list[Bucket]:
-    """Buckets for `hosted` replicas, named alike on all workers. Where gradients are `on_device`, their memory is made for
-    copies from there."""
+    """Allocate buckets for `hosted` replicas, with the same names on all workers. If gradients are `on_device`, pin the
+    memory for copies from there."""
     made = []
     for number, indices in enumerate(layout.buckets):
         members = [parameters[index] for index in indices]
@@ -249,7 +249,7 @@ def allocate_buckets(
 
 
 def gradient_slots(buckets: Sequence[Bucket]) -> list[GradientSlot]:
-    """Of each parameter, by its index."""
+    """Return the place of each parameter's gradient, by its index."""
     places: dict[int, GradientSlot] = {}
     for bucket in buckets:
         views = zip(*(parameter_views(part, bucket.parameters) for part in bucket.parts), strict=True)
@@ -262,7 +262,7 @@ def gradient_slots(buckets: Sequence[Bucket]) -> list[GradientSlot]:
 
 
 def cut_unit_buffers(buckets: Sequence[Bucket], config: SyncConfig, num_lanes: int) -> list[UnitBuffer]:
-    """The units that travel by themselves, where sums go this way."""
+    """Return the units that travel by themselves with this configuration."""
     sizes = [bucket.sizes for bucket in buckets]
     item_bytes = [bucket.total.dtype.itemsize for bucket in buckets]
     if config.mode == "baseline":
@@ -295,7 +295,7 @@ def cut_unit_buffers(buckets: Sequence[Bucket], config: SyncConfig, num_lanes: i
 
 
 PIECE_BYTES = 2 << 20
-"""What is brought back to the device at once when it folds."""
+"""How much is brought back to the device at once when it folds."""
 
 
 def flatten_gradients(
@@ -305,7 +305,8 @@ def flatten_gradients(
     *,
     is_plain: bool = False,
 ) -> torch.Tensor:
-    """These gradients as one flat tensor, scaled: few large operations in place of many small ones. None is zeros."""
+    """Return these gradients as one flat tensor, scaled by 1/N, with zeros for None: few large operations instead of
+    many small ones."""
     there = [
         torch.zeros_like(parameter) if found is None else found
         for parameter, found in zip(parameters, gradients, strict=True)
@@ -326,11 +327,12 @@ class DeviceCopier:
         self._stream: torch.cuda.Stream | None = None
 
     def copy_to_host(self, flat: torch.Tensor, part: torch.Tensor) -> torch.cuda.Event:
-        """Have `flat` leave the device; when it has."""
+        """Copy `flat` to the host; return the event of its completion."""
         return self._on_side_stream(flat, lambda: part.copy_(flat, non_blocking=True))
 
     def fold(self, flat: torch.Tensor, parts: Sequence[torch.Tensor], num_replicas: int) -> torch.cuda.Event:
-        """Add the other replicas' gradients, which are on the host, to those of the last one, in place; when it is done."""
+        """Add the gradients of the other replicas, which are on the host, to `flat`; return the event of its
+        completion."""
         return self._on_side_stream(flat, lambda: _fold_on_device(flat, parts, num_replicas))
 
     def _on_side_stream(self, flat: torch.Tensor, act: Callable[[], object]) -> torch.cuda.Event:
@@ -345,13 +347,12 @@ class DeviceCopier:
         return done
 
     def wait(self) -> None:
-        """Nothing is under way any more."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 def _fold_on_device(flat: torch.Tensor, parts: Sequence[torch.Tensor], num_replicas: int) -> None:
-    """Brought back piece by piece. The same additions in the same order as anywhere else."""
+    """Bring the parts back piece by piece. The additions and their order are the same as everywhere."""
     last, itemsize = num_replicas - 1, flat.element_size()
     size = min(flat.numel(), PIECE_BYTES // itemsize)
     before, scratch = torch.empty_like(flat[:size]), torch.empty_like(flat[:size])
@@ -375,7 +376,7 @@ def _fold_on_device(flat: torch.Tensor, parts: Sequence[torch.Tensor], num_repli
 
 
 def fetch_sum(bucket: Bucket, was_folded: bool) -> torch.Tensor:
-    """The bucket's sum on the device: it was folded there, or has come to the host."""
+    """Return the bucket's sum on the device: it was folded there, or has come to the host."""
     if not was_folded:
         return bucket.total.to(bucket.device, non_blocking=True)
     assert bucket.flat is not None, "every bucket was folded"
@@ -386,7 +387,7 @@ def fetch_sum(bucket: Bucket, was_folded: bool) -> torch.Tensor:
 
 
 def unflatten_sum(flat: torch.Tensor, bucket: Bucket) -> Sequence[torch.Tensor]:
-    """Each parameter's view of the bucket's sum."""
+    """Return each parameter's view of the bucket's sum."""
     if bucket.is_plain:
         views: Sequence[torch.Tensor] = torch._utils._unflatten_dense_tensors(flat, bucket.parameters)  # type: ignore[no-untyped-call]
         return views
@@ -400,39 +401,39 @@ FIRST_PRIORITY = -1
 """The priority of what every worker needs before it can begin its next step: before all units."""
 
 MIN_SLICE_BYTES = 8 << 10
-"""No slice need be smaller than this, whatever is urgent: a message has its price."""
+"""No slice needs to be smaller than this, however urgent: each message has a cost."""
 
 URGENT_SHARE = 8
-"""What is needed before a unit is so many times a slice of it."""
+"""What is needed before a unit is this many times a slice of it."""
 
 MAX_SLICES = 4096
-"""Of one unit: a description of more would not be worth its bytes."""
+"""The most slices of one unit: a description of more would not be worth its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncUnit:
-    """Places [first, last] of a bucket."""
+    """The parameters [first, last] of a bucket."""
 
     bucket: int
     first: int
     last: int
     length: int
-    """Elements."""
+    """The number of elements."""
     portion: Portion
 
 
 def cut_units(
     sizes: Sequence[Sequence[int]], item_bytes: Sequence[int], slice_bytes: int, num_lanes: int
 ) -> list[SyncUnit]:
-    """The units of buckets whose parameters have these numbers of elements; each slice has one owner.
+    """Cut buckets whose parameters have these numbers of elements into units; each slice has one owner.
 
-    Buckets hold gradients in the order in which they come, so what lies behind a place is needed before it. Slices are
-    a part of all that is needed until then, at most `slice_bytes`: the very first layers, for which everybody waits, go
-    and come back in small ones, through many owners at once. Owners get equal shares by bytes: the largest slices are
-    dealt first, each to whoever has least.
+    Buckets hold gradients in the order in which they come, so the next forward needs the last ones first. A slice is a
+    fraction of all that is needed before it, at most `slice_bytes`: the very first layers, for which everybody waits,
+    travel in small slices through many owners at once. Owners get equal shares by bytes: the largest slices are
+    assigned first, each to the owner with the least.
     """
     units: list[tuple[int, int, int, int, int]] = []
-    """(bucket, first place, last place, begin, length), from behind"""
+    """(bucket, first, last, begin, length) of each unit, from the end"""
     limits: list[int] = []
     behind = 0
     for bucket in reversed(range(len(sizes))):
@@ -466,7 +467,7 @@ def cut_units(
 def layer_units(
     sizes: Sequence[Sequence[int]], item_bytes: Sequence[int], bound: int, num_lanes: int
 ) -> list[SyncUnit]:
-    """One unit per parameter, cut as MXNet's key-value store cuts arrays: those of `bound` elements and more equally into
+    """Make one unit per parameter, cut as MXNet's key-value store cuts arrays: those of `bound` elements and more into
     one part per owner, others whole and placed by a hash of their number."""
     units, number = [], 0
     for bucket, lengths in enumerate(sizes):
@@ -480,7 +481,7 @@ def layer_units(
 
 
 def _assign_lanes(slice_bytes: Sequence[int], counts: Sequence[int], num_lanes: int) -> list[tuple[int, ...]]:
-    """For each run, the lanes of its slices."""
+    """Return the lanes of the slices of each unit."""
     load = [(0, lane) for lane in range(num_lanes)]
     lanes: list[tuple[int, ...]] = [()] * len(counts)
     for index in sorted(range(len(counts)), key=lambda index: (-slice_bytes[index], index)):

@@ -43,7 +43,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class CheckpointWriter:
     """Writes checkpoints in the background, one at a time, and keeps the last few.
 
-    `save` returns when the state is copied; a failure to write is told by `say`, and training goes on.
+    `save` returns when the state is copied. A failure to write is reported with `notify`, and training goes on.
     """
 
     def __init__(self, directory: str | Path, keep: int = 2, notify: Callable[[str], None] = log.warning) -> None:
@@ -56,29 +56,28 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._copies: list[torch.Tensor] = []  # the last snapshot: the next one has mostly the same shapes
         self.latest: Path | None = None
-        """The last one that is whole and on the disk."""
+        """The last file that is complete and on the disk."""
 
     def save(self, checkpoint: Checkpoint, name: str | None = None) -> None:
-        """Copy the state, and write it in the background; waits for the write before it.
+        """Copy the state, and write it in the background. Waits for the write before it.
 
-        Without a name the file is called after the step, and removed when `keep` newer ones are there.
+        Without a name the file is named after the step, and removed when `keep` newer ones exist.
         """
         path = self._directory / _file_name(checkpoint.step, name)
         with self._lock:
             self._join()
             image = CheckpointImage(checkpoint, into=self._copies)
             self._copies = image.tensors
-            # No daemon: the interpreter waits for it, so that a program that ends in good order loses no checkpoint.
+            # No daemon: the interpreter waits for it, so a program that ends in good order loses no checkpoint.
             self._thread = threading.Thread(target=self._write, args=(path, image), name="pliant-checkpoint")
             self._thread.start()
 
     def flush(self) -> None:
-        """Wait until nothing is being written."""
         with self._lock:
             self._join()
 
     def close(self) -> None:
-        """Wait for the last write, and give the memory back."""
+        """Wait for the last write, and free the memory."""
         with self._lock:
             self._join()
             self._copies = []
@@ -99,7 +98,8 @@ class CheckpointWriter:
             self._prune(path)
 
     def _prune(self, written: Path) -> None:
-        """Remove what is too old. Files of later steps are another run's, and neither counted nor removed."""
+        """Remove files that are too old. Files of later steps belong to another run, and are neither counted nor
+        removed."""
         step = _step_of(written)
         if step is None:
             return
@@ -119,7 +119,7 @@ def write_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
 
 
 def load_checkpoint(path: str | Path, notify: Callable[[str], None] = log.warning) -> Checkpoint:
-    """The checkpoint in this file, or the newest good one of this directory; its tensors are on the CPU."""
+    """Return the checkpoint in this file, or the newest good one of this directory; its tensors are on the CPU."""
     path = Path(path)
     if not path.is_dir():
         return read(path)
@@ -132,7 +132,7 @@ def load_checkpoint(path: str | Path, notify: Callable[[str], None] = log.warnin
 
 
 def newest_checkpoint(directory: str | Path, notify: Callable[[str], None] = log.warning) -> Path | None:
-    """The newest checkpoint of the directory whose sum holds; None if there is none, or no such directory."""
+    """Return the newest checkpoint of the directory whose digest is right; None if there is none."""
     if not Path(directory).is_dir():
         return None
     for candidate in _newest_first(Path(directory), notify):
@@ -146,7 +146,7 @@ def newest_checkpoint(directory: str | Path, notify: Callable[[str], None] = log
 
 
 def _newest_first(directory: Path, notify: Callable[[str], None]) -> Iterator[Path]:
-    """By step, then by age. Files of others are passed over in silence, ours with a damaged header with a warning."""
+    """Yield checkpoints by step, then by age. Foreign files are skipped silently, our damaged ones with a warning."""
     found: list[tuple[int, float, Path]] = []
     for path in directory.glob(f"*{SUFFIX}"):
         try:
@@ -159,7 +159,7 @@ def _newest_first(directory: Path, notify: Callable[[str], None]) -> Iterator[Pa
 
 
 def _step_of(path: Path) -> int | None:
-    """The step in the name of a file that was named after it."""
+    """Return the step in the name of a file that was named after it."""
     match = _STEP_NAME.fullmatch(path.name)
     return int(match[1]) if match else None
 
@@ -188,41 +188,40 @@ def _failure(path: Path, nbytes: int, error: OSError) -> str:
 
 
 class Checkpointing:
-    """The checkpoints of one job."""
+    """Decides when a job writes checkpoints, and where."""
 
     def __init__(
         self, trainer: Trainer, state: JobState, directory: str, every: int, level: str, notify: Callable[[str], None]
     ) -> None:
         self._trainer, self._state, self._level, self._notify = trainer, state, level, notify
         self._directory, self._every = directory, every
-        """The job's own, empty if it has none; and after how many steps to write there, 0 for never."""
+        """The job's own directory, empty if it has none; and the number of steps between checkpoints, 0 for never."""
         self._asked: str | None = None
-        """What to write with the step in progress: a path, or empty for the job's own directory."""
+        """The path to write with the step in progress; empty for the job's own directory."""
         self._writer: CheckpointWriter | None = None
         self._written_to: Path | None = None
 
     def request(self, path: str) -> None:
-        """Write the step in progress once it is committed; between steps, at once."""
+        """Write the step in progress once it is committed; between steps, write at once."""
         if self._trainer.turn is not None:
             self._asked = path
         elif self._trainer.is_first:
             self._write(path)
 
     def on_commit(self) -> None:
-        """A step is done by all replicas."""
+        """Write a committed step if it is due."""
         asked, self._asked = self._asked, None
         is_due = self._every and self._trainer.progress.step % self._every == 0
         if self._trainer.is_first and (asked is not None or is_due):
             self._write(asked or "")
 
     def write_last(self) -> None:
-        """The job is told to end, or this is its last worker and it must go: keep what was reached."""
+        """Keep the last state: the job is told to end, or its last worker must leave."""
         if self._directory and self._trainer.is_first:
             self._write_whole("")  # a step that was torn meanwhile has been taken back
             self.flush()
 
     def flush(self) -> None:
-        """Wait until nothing is being written."""
         if self._writer is not None:
             self._writer.flush()
 
@@ -236,7 +235,7 @@ class Checkpointing:
             self._write_whole(path)
 
     def _write_whole(self, path: str) -> None:
-        """Write the state as it is: that of the last step that counts."""
+        """Write the present state, which is that of the last step that counts."""
         directory = Path(path).parent if path else Path(self._directory or ".")
         if self._writer is None or self._written_to != directory:
             if self._writer is not None:
@@ -266,15 +265,15 @@ Say = Callable[[str], None]
 def set_initial_state(
     trainer: Trainer, state: JobState, had_state: bool, *, asked: str, directory: str, seed: int | None, notify: Say
 ) -> None:
-    """Have a state.
+    """Set the state that a job starts with: from a checkpoint, or as the program has built it.
 
     Args:
-        had_state: whether the job had one before and lost it.
-        asked: the checkpoint to begin with; `auto` is the newest of `directory`, the job's own.
-        seed: replica r's random generators begin with seed + r; None: with those of the program.
+        had_state: whether the job had a state before and lost it.
+        asked: the checkpoint to start from; `auto` is the newest of `directory`, the job's own.
+        seed: seed replica r's generators with seed + r. If None, they have the state of the program's.
 
     Raises:
-        CheckpointError: the checkpoint is no good, or of a job with another number of replicas.
+        CheckpointError: the checkpoint is damaged, or of a job with another number of replicas.
     """
     if trainer.replicas.count > 1:
         _check_fold(trainer.replicas.count, notify)

@@ -40,10 +40,10 @@ _PYTHON = struct.Struct(f"<{_TWISTER_WORDS + 1}I")
 _PYTHON_VERSION = 3
 
 _POSITION = 4
-"""Bytes of the position, which python keeps before its words, and numpy behind them."""
+"""The size of the position, which Python keeps before the words and NumPy after them."""
 
 _NUMPY_BYTES = (_TWISTER_WORDS + 1) * 4
-"""As many words, and the position."""
+"""The words and the position."""
 
 _TORCH_BYTES = 5056
 
@@ -52,24 +52,24 @@ _CUDA_BYTES = 16
 _RECORD = struct.Struct(f"<{_PYTHON.size}s?d{_NUMPY_BYTES}s?d{_TORCH_BYTES}s?{_CUDA_BYTES}s")
 
 _SPARE = struct.Struct("ixxxxd")
-"""Whether numpy has a normal deviate to spare, and which: its `Box-Muller` makes two at a time."""
+"""Whether NumPy has a spare normal deviate, and which. Its Box-Muller makes two at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RngState:
-    """All that the next random numbers of a process depend on."""
+    """Everything that the next random numbers of a process depend on."""
 
     python: tuple[bytes, float | None]
-    """The twister's words and position, and the spare normal deviate, if there is one."""
+    """The twister's words and position, and the spare normal deviate if there is one."""
     numpy: tuple[bytes, bool, float]
-    """The twister's words and position, whether a normal deviate is spare, and which."""
+    """The twister's words and position, whether there is a spare normal deviate, and which."""
     torch: Tensor
-    """As `torch.get_rng_state` gives it."""
+    """As returned by `torch.get_rng_state`."""
     cuda: Tensor | None = None
     """The state of one device's generator."""
 
     def to_bytes(self) -> bytes:
-        """These states in `SIZE` bytes."""
+        """Return the states in `RNG_BYTES` bytes."""
         words, gauss = self.python
         if self.torch.numel() != _TORCH_BYTES:
             raise TrainError(f"a random state of {self.torch.numel()} bytes: this version of torch is not supported")
@@ -91,7 +91,7 @@ class RngState:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RngState:
-        """What `to_bytes` wrote.
+        """Read what `to_bytes` returned.
 
         Raises:
             ConfigError: `data` has another size, or is damaged.
@@ -102,7 +102,7 @@ class RngState:
             )
         words, has_gauss, gauss, words_np, spare, deviate, torch_state, has_cuda, cuda = _RECORD.unpack(data)
         for twister in (words, words_np):
-            # The generators take it as it is, and would read beyond their memory.
+            # The generators take the position unchecked, and would read beyond their memory.
             if not 0 <= (position := int.from_bytes(twister[-_POSITION:], "little", signed=True)) <= _TWISTER_WORDS:
                 raise ConfigError(f"a random state at word {position} of {_TWISTER_WORDS}: its bytes are damaged")
         return cls(
@@ -120,17 +120,17 @@ class RngState:
 
 
 RNG_BYTES = _RECORD.size
-"""Bytes of any random state."""
+"""The size of every random state in bytes."""
 
 
 def capture_rng(device: torch.device | None = None) -> RngState:
-    """The state of this process's generators, with that of the CUDA `device` if one is given."""
+    """Return the state of this process's generators, with that of the CUDA `device` if one is given."""
     cuda = torch.cuda.get_rng_state(device) if device is not None and _is_cuda(device) else None
     return RngState(_python().get(), _numpy().get(), torch.default_generator.get_state(), cuda)
 
 
 def restore_rng(state: RngState, device: torch.device | None = None) -> None:
-    """Give this process's generators that state; a CUDA state goes to `device`, or else to the current one."""
+    """Give this process's generators that state; a CUDA state goes to `device`, or to the current one."""
     _python().set(state.python)
     _numpy().set(state.numpy)
     torch.default_generator.set_state(state.torch)
@@ -139,7 +139,7 @@ def restore_rng(state: RngState, device: torch.device | None = None) -> None:
 
 
 def seeded_rng(seed: int, device: torch.device | None = None) -> RngState:
-    """The state after seeding all generators with `seed`; theirs stays as it is."""
+    """Return the state after seeding all generators with `seed`; theirs stays as it is."""
     present = capture_rng(device)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -163,7 +163,7 @@ def _bytes_tensor(data: bytes) -> Tensor:
 
 
 class _PythonGlobal:
-    """python's global generator, read and written in place."""
+    """Python's global generator, read and written in place."""
 
     def __init__(self) -> None:
         # The functions of `random` are bound methods of the one global Random.
@@ -190,7 +190,7 @@ class _PythonGlobal:
         self._random.gauss_next = gauss
 
     def _find_words(self) -> int | None:
-        """The address of position and words in the Random, or None if this python keeps them otherwise."""
+        """Return the address of position and words in the Random; None if this Python keeps them elsewhere."""
         before = random.getstate()
         memory = (ctypes.c_char * _random.Random.__basicsize__).from_address(id(self._random))
         places = set(range(0, len(memory) - _PYTHON.size + 1, 4))
@@ -212,7 +212,7 @@ def _python() -> _PythonGlobal:
 
 
 class _NumpyGlobal:
-    """numpy's global generator, read and written in place."""
+    """NumPy's global generator, read and written in place."""
 
     def __init__(self) -> None:
         # The functions of `np.random` are bound methods of the one global RandomState.
@@ -256,7 +256,7 @@ class _NumpyGlobal:
         self._words = (ctypes.c_char * _NUMPY_BYTES).from_address(generator.ctypes.state_address)
 
     def _find_spare(self) -> int | None:
-        """The address of the spare deviate in the RandomState, or None if this numpy keeps it elsewhere."""
+        """Return the address of the spare deviate in the RandomState; None if this NumPy keeps it elsewhere."""
         self._attach()
         before = self._state.get_state()
         memory = (ctypes.c_char * type(self._state).__basicsize__).from_address(id(self._state))
@@ -293,27 +293,26 @@ class DataPosition:
 
     epoch: int = 0
     batch: int = 0
-    """The next one to take."""
+    """The next batch to take."""
     consumed: int = 0
-    """Samples of the epoch that were used before it was dealt to this number of replicas."""
+    """Samples of the epoch that were used before it was dealt to the present number of replicas."""
     base_seed: int | None = None
-    """What the loader workers' random states come from; None: not drawn yet."""
+    """The seed of the loader workers' random states; None if it is not drawn yet."""
     workers: tuple[bytes | None, ...] = ()
     """The random state (`RngState.to_bytes`) of each loader worker after its last taken batch; None: as seeded."""
 
     def next_epoch(self, options: LoaderOptions) -> DataPosition:
-        """The beginning of the epoch after this one."""
+        """Return the beginning of the epoch after this one."""
         if options.persistent_workers:
             return DataPosition(self.epoch + 1, base_seed=self.base_seed, workers=self.workers)
         return DataPosition(self.epoch + 1)
 
     @staticmethod
     def size(num_workers: int) -> int:
-        """Bytes of any stream with so many loader workers."""
+        """Return the size in bytes of a position with this many loader workers."""
         return _POSITION_HEADER.size + num_workers * _WORKER_STATE.size
 
     def to_bytes(self, num_workers: int) -> bytes:
-        """This stream in `size(num_workers)` bytes."""
         drawn = self.base_seed is not None
         parts = [_POSITION_HEADER.pack(self.epoch, self.batch, self.consumed, drawn, self.base_seed or 0)]
         for state in fill_states(self.workers, num_workers):
@@ -322,10 +321,10 @@ class DataPosition:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> DataPosition:
-        """What `to_bytes` wrote.
+        """Read what `to_bytes` returned.
 
         Raises:
-            ConfigError: `data` has a size that no stream has.
+            ConfigError: `data` has a size that no position has.
         """
         num_workers, rest = divmod(len(data) - _POSITION_HEADER.size, _WORKER_STATE.size)
         if rest or num_workers < 0:
@@ -337,7 +336,7 @@ class DataPosition:
 
 
 def fill_states(workers: Sequence[bytes | None], num_workers: int) -> list[bytes | None]:
-    """The states of all loader workers: those that are not there are as seeded."""
+    """Return the states of all loader workers; missing ones are as seeded."""
     if len(workers) > num_workers:
         raise ConfigError(
             f"a stream of {len(workers)} loader workers, but num_workers={num_workers}: it must not change"
@@ -349,8 +348,8 @@ def fill_states(workers: Sequence[bytes | None], num_workers: int) -> list[bytes
 
 
 class ReplicaContext:
-    """All that the next turn of a replica depends on, beside model and optimizer. One that came as bytes is read when
-    somebody wants to know: most are only kept for others."""
+    """Everything the next turn of a replica depends on, besides model and optimizer. A context that came as bytes is
+    parsed when it is needed: most are only kept for other workers."""
 
     __slots__ = ("_data", "_num_loaders", "_parts")
 
@@ -370,11 +369,11 @@ class ReplicaContext:
 
     @property
     def buffers(self) -> bytes:
-        """Its own buffers, where replicas keep theirs (`sync_buffers=False`); else all begin with replica 0's."""
+        """Its own buffers with `sync_buffers=False`; else all replicas begin with those of replica 0."""
         return self._read()[2]
 
     def at(self, stream: DataPosition) -> ReplicaContext:
-        """The same with its data elsewhere."""
+        """Return the same context at another position in its data."""
         return ReplicaContext(self.random, stream, self.buffers)
 
     def _read(self) -> tuple[RngState, DataPosition, bytes]:

@@ -39,17 +39,17 @@ from pliant.train.pending import (
 )
 
 MAX_UPDATED_AT_ONCE = 16
-"""So many parameters are updated at once, if they may have to be put back."""
+"""The most parameters that are updated at once, if they may have to be restored."""
 
 
 @dataclass(slots=True)
 class WaitTotals:
-    """What the network has cost the program."""
+    """How long the program has waited for the network."""
 
     count: int = 0
     seconds: float = 0.0
     until_s: float = 0.0
-    """When the last one ended, by time.monotonic()."""
+    """When the last wait ended, by time.monotonic()."""
 
     def add(self, began_s: float, ended_s: float) -> None:
         self.count += 1
@@ -59,33 +59,33 @@ class WaitTotals:
 
 @dataclass(slots=True, eq=False)
 class DeferredUpdates:
-    """The parameters of a job between one step's sums and the next step's use. Used by the program's thread."""
+    """The parameters of a job between the sums of one step and their use in the next. Used by the program's thread."""
 
     parameters: Sequence[Parameter]
     names: Sequence[str]
     can_undo: bool
-    """Whether a step may have to be taken back: its parameters are then kept until all of its sums are here."""
+    """Whether a step may have to be undone. Its parameters are then saved until all of its sums have arrived."""
     notify: Callable[[str], None]
     optimizers: Sequence[torch.optim.Optimizer] = ()
     on_lost: Callable[[CommError], None] = lambda _: None
-    """Told when a sum will never come; returns if the step can be done again."""
+    """Called when a sum will never come; returns if the step can be repeated."""
     on_complete: Callable[[], None] = lambda: None
-    """Told when all sums of the step are here."""
+    """Called when all sums of the step have arrived."""
     stall_watch: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
-    """Put around waits, for whoever looks for stalls."""
+    """Wraps waits, for the stall detector."""
     on_sum: Callable[[int], None] = lambda _: None
-    """Told that a parameter's sum is here, before anything is made of it."""
+    """Called when a parameter's sum has arrived, before it is used."""
     waits: WaitTotals = field(default_factory=WaitTotals)
     order: list[int] = field(default_factory=list)
-    """In which order the parameters were used, in a forward that was observed."""
+    """The order in which an observed forward used the parameters."""
     _pending: dict[int, PendingSum] = field(default_factory=dict)
     _sums: dict[int, torch.Tensor | None] = field(default_factory=dict)
     _deferred: dict[int, tuple[DeferredStep, int]] = field(default_factory=dict)
-    """For a parameter: what is to be done, and the number of its group."""
+    """For each parameter, the deferred call and the number of its group."""
     _zeroed: dict[int, bool] = field(default_factory=dict)
-    """Gradients that the program has cleared before they were here; the value is `set_to_none`."""
+    """Gradients that the program has cleared before they arrived; the value is `set_to_none`."""
     _open_handles: list[Handle] = field(default_factory=list)
-    """The sums that may not be here yet, the last one wanted at the end."""
+    """The sums that may not have arrived; the last one wanted is at the end."""
     _undo_log: UndoLog = field(init=False)
     _observing: bool = False
     _is_deferring: bool = False
@@ -99,7 +99,7 @@ class DeferredUpdates:
     # --- the step's end ---
 
     def observe(self) -> None:
-        """Note in which order parameters are used from now on, though nothing is to be waited for."""
+        """Record the order in which parameters are used from now on, without waiting for anything."""
         self.order = []
         self._observing = True
         for index, parameter in enumerate(self.parameters):
@@ -107,14 +107,13 @@ class DeferredUpdates:
                 self._suspend(index)
 
     def stop_observing(self) -> None:
-        """A forward is over."""
         if self._observing:
             self._observing = False
             for index in range(len(self.parameters)):
                 self._release(index)
 
     def begin(self, pending: Sequence[PendingSum], priorities: Sequence[int]) -> None:
-        """Backward is over, and these sums are under way: from now on every use of their parameters waits for them."""
+        """Make every use of these parameters wait for their sums. Backward is over, and the sums are on their way."""
         wanted = sorted(pending, key=lambda each: min(priorities[index] for index, _ in each.members))
         self._open_handles = [each.handle for each in wanted]
         for each in wanted:
@@ -135,7 +134,7 @@ class DeferredUpdates:
         release_parameter(self.parameters[index])
 
     def step(self, optimizer: torch.optim.Optimizer, original: Callable[..., Any], **kwargs: Any) -> Any:
-        """`optimizer.step()`: now for the parameters whose sums were waited for, for the others when they are used."""
+        """Run `optimizer.step()`: now for the parameters whose sums were waited for, for the others when they are used."""
         members = members_of(optimizer)
         if any(id(self.parameters[index]) in members for index in self._deferred):
             self.flush()  # a second step, before the first is done
@@ -159,7 +158,7 @@ class DeferredUpdates:
             return with_groups(optimizer, at_once, lambda: original(**kwargs))
 
     def _split(self, optimizer: torch.optim.Optimizer) -> tuple[ParameterGroups, dict[int, int]]:
-        """The optimizer's groups without the parameters that are under way, and the group of each of those."""
+        """Return the optimizer's groups without the pending parameters, and the group of each of those."""
         number = {id(self.parameters[index]): index for index in self._pending}
         at_once: ParameterGroups = []
         later: dict[int, int] = {}
@@ -170,7 +169,7 @@ class DeferredUpdates:
 
     @contextlib.contextmanager
     def _updating(self) -> Iterator[None]:
-        """What is read of optimizers' states now is read by them."""
+        """Mark that optimizers read their own states."""
         before, self._is_updating = self._is_updating, True
         try:
             yield
@@ -178,12 +177,12 @@ class DeferredUpdates:
             self._is_updating = before
 
     def before_state_access(self) -> None:
-        """The program is about to look at an optimizer's state, or to change it."""
+        """Wait for all sums: the program is about to read an optimizer's state, or to change it."""
         if self._pending and not self._is_updating:
             self.flush()
 
     def zero_grad(self, optimizer: torch.optim.Optimizer, original: Callable[..., Any], set_to_none: bool) -> None:
-        """`optimizer.zero_grad()`: for parameters that are still to be updated, right after that."""
+        """Run `optimizer.zero_grad()`: for pending parameters right after their update."""
         at_once, later = self._split(optimizer)
         if any(index not in self._deferred for index in later):
             self.flush()  # cleared before the step: the program means it
@@ -194,7 +193,7 @@ class DeferredUpdates:
     # --- uses ---
 
     def use(self, index: int) -> None:
-        """Something is about to use this parameter: have it ready."""
+        """Make this parameter ready: something is about to use it."""
         with self._lock:
             if self._observing:
                 self.order.append(index)
@@ -209,7 +208,7 @@ class DeferredUpdates:
                     self._finish()
 
     def gradient_is_read(self, index: int) -> None:
-        """Nothing wrong with that, but after the step it is probably meant otherwise."""
+        """Warn about gradients that are read after the step, which is probably a mistake."""
         if index in self._deferred:
             self.warn_once(
                 "sync: gradients are read after the optimizer's step, which waits for all sums, so priority cannot help: to "
@@ -217,8 +216,8 @@ class DeferredUpdates:
             )
 
     def _ready_parameters(self, first: PendingSum) -> list[int]:
-        """The parameters of `first`, and of others that are used soon and here already: an optimizer's call has its price.
-        Not too many, where they must be kept as they were."""
+        """Return the parameters of `first`, and of other sums that have arrived, because each call of an optimizer has
+        a cost. The number is limited if they must be saved."""
         ready = dict.fromkeys((index for index, _ in first.members if index in self._pending), None)
         for index, pending in self._pending.items():
             if self.can_undo and len(ready) >= MAX_UPDATED_AT_ONCE:
@@ -228,7 +227,7 @@ class DeferredUpdates:
         return list(ready)
 
     def flush(self) -> None:
-        """Wait for all there is: afterwards every parameter is what it should be."""
+        """Wait for all sums, and update all parameters."""
         with self._lock:
             for pending in dict.fromkeys(self._pending.values()):
                 if not self._wait_for(pending):
@@ -239,16 +238,17 @@ class DeferredUpdates:
 
     @property
     def is_pending(self) -> bool:
-        """Whether sums of the last step may still be under way."""
+        """Whether sums of the last step may still be on their way."""
         return bool(self._pending)
 
     @property
     def is_deferring(self) -> bool:
-        """Whether this step's sums are taken in one by one."""
+        """Whether the sums of this step are applied one by one."""
         return self._is_deferring
 
     def unused_parameters(self) -> set[int]:
-        """Parameters that nobody has used since the last step, though backward begins: they can have no gradient."""
+        """Return the parameters that nobody has used since the last step, though backward begins: they can have no
+        gradient."""
         found = set(self._pending)
         self.flush()
         self._is_deferring = False
@@ -256,7 +256,7 @@ class DeferredUpdates:
         return found
 
     def _wait_for(self, pending: PendingSum) -> bool:
-        """Whether the sum is here now; if it will never be, the step in progress is given up."""
+        """Wait for a sum. If it will never come, give up the step in progress and return False."""
         began_s = time.monotonic()
         blocked = not pending.handle.done
         try:
@@ -275,13 +275,13 @@ class DeferredUpdates:
         return True
 
     def _all_arrived(self) -> bool:
-        """Whether all sums of the step are here: then it cannot be torn any more."""
+        """Return whether all sums of the step have arrived. Then it cannot be torn any more."""
         while self._open_handles and self._open_handles[-1].succeeded:
             self._open_handles.pop()
         return not self._open_handles
 
     def _apply_sums(self, indices: Sequence[int], whole: bool) -> None:
-        """The sums of these are here: make them the gradients, and do what was put off."""
+        """Make these sums the gradients, and run the deferred updates."""
         began_s = time.monotonic()
         by_call: dict[int, tuple[DeferredStep, list[list[Parameter]]]] = {}
         with torch._C.DisableTorchFunctionSubclass(), self._updating(), default_modes():
@@ -327,7 +327,8 @@ class DeferredUpdates:
     # --- a step that does not count ---
 
     def _abandon(self) -> None:
-        """Sums are missing for good: what the program does until its next batch does not count."""
+        """Release all parameters: their sums will never come, and the program's work until its next batch does not
+        count."""
         for index in list(self._pending):
             self._release(index)
             parameter = self.parameters[index]
@@ -335,7 +336,7 @@ class DeferredUpdates:
                 if self.can_undo:
                     self._undo_log.save(parameter)  # the program may change it yet
                 if index in self._zeroed:
-                    # It has this replica's gradient; the program believes not.
+                    # It has this replica's gradient, but the program has cleared it.
                     self._clear(parameter, self._zeroed[index])
                 elif parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)  # the program's own code may touch it
@@ -346,14 +347,13 @@ class DeferredUpdates:
         self._observing = False
 
     def undo_step(self) -> None:
-        """The last step is torn: be where it began. Only what was updated too early has to change."""
+        """Go back to the beginning of the torn step. Only what was updated too early has to change."""
         self._abandon()
         with self._updating():
             self._undo_log.restore()
         self._open_handles.clear()
 
     def warn_once(self, text: str) -> None:
-        """Say it, once."""
         if text not in self._warned:
             self._warned.add(text)
             self.notify(text)
@@ -363,7 +363,7 @@ class DeferredUpdates:
 
 
 class GatedState(defaultdict[Any, Any]):
-    """An optimizer's state: whoever looks at it sees all updates done."""
+    """An optimizer's state. Every access waits until all updates are done."""
 
     deferred: DeferredUpdates | None = None
 
@@ -390,7 +390,7 @@ for _name in (
 
 
 def watch_state(optimizer: torch.optim.Optimizer, deferred: DeferredUpdates) -> None:
-    """See who looks at the state; also after the program has put another in its place."""
+    """Gate the optimizer's state, also after the program has replaced it."""
     if not isinstance(optimizer.state, GatedState):
         state = GatedState(dict, optimizer.state)
         state.deferred = deferred
@@ -398,7 +398,7 @@ def watch_state(optimizer: torch.optim.Optimizer, deferred: DeferredUpdates) -> 
 
 
 def gate_state(optimizer: torch.optim.Optimizer, deferred: DeferredUpdates) -> None:
-    """Have the optimizer's state looked at only when it is what it should be."""
+    """Make `state_dict` and the like of an optimizer wait until all updates are done."""
 
     watch_state(optimizer, deferred)
     optimizer.register_load_state_dict_pre_hook(lambda *_: deferred.before_state_access())
@@ -407,10 +407,9 @@ def gate_state(optimizer: torch.optim.Optimizer, deferred: DeferredUpdates) -> N
 
 
 class EvalGate:
-    """A forward hook: before a module is evaluated, all of the job's parameters are what they should be.
+    """A forward hook that waits for all updates before a module is evaluated.
 
-    Some modules of torch take another way, with other bits, where their parameters are of an unusual class; in
-    training they do not.
+    In evaluation some modules of torch run other code, with other bits, if the class of a parameter is unusual.
     """
 
     def __init__(self, deferred: DeferredUpdates) -> None:
@@ -430,7 +429,7 @@ def _detached_gate() -> EvalGate:
 
 
 def gate_evaluation(model: torch.nn.Module, deferred: DeferredUpdates) -> Callable[[], None]:
-    """Put gates where they are needed; returns how to take them away."""
+    """Add the gates that are needed; return a function that removes them."""
     touchy = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder)
     gate = EvalGate(deferred)
     hooks = [
@@ -447,7 +446,7 @@ def gate_evaluation(model: torch.nn.Module, deferred: DeferredUpdates) -> Callab
 
 
 def hidden_uses(model: torch.nn.Module) -> str:
-    """Why uses of this model's parameters could go unseen; empty if they cannot."""
+    """Return why uses of this model's parameters could go unnoticed; empty if they cannot."""
     for name, module in model.named_modules():
         kind = type(module).__name__
         if isinstance(module, torch.jit.ScriptModule):

@@ -35,9 +35,9 @@ Level = Literal["D0", "D1", "D2"]
 LEVELS: tuple[Level, ...] = ("D0", "D1", "D2")
 
 PINS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "OMP_NUM_THREADS")
-"""What D2 needs in the environment before torch is loaded."""
+"""The variables that D2 needs in the environment before torch is loaded."""
 
-# What oneDNN dispatches on, from the least to the best, with the CPU flags that each needs.
+# The instruction sets that oneDNN dispatches on, from the least to the best, with the CPU flags that each needs.
 _ISAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("SSE41", ("sse4_1",)),
     ("AVX", ("avx",)),
@@ -49,7 +49,7 @@ _ISAS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 _CAPABILITIES = {"DEFAULT": "", "AVX2": "AVX2", "AVX512": "AVX512_CORE"}
-"""What torch may be told to use, and what the machine must have for it."""
+"""The capabilities that torch may be told to use, and what the machine must have for each."""
 
 _FP32_PARTS: dict[str, Any] = {
     "matmul": torch.backends.cuda.matmul,
@@ -60,7 +60,7 @@ _FP32_PARTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """All that decides the bits of a machine's results, besides the program."""
+    """Everything that decides the bits of a machine's results, besides the program."""
 
     torch: str
     num_threads: int
@@ -69,7 +69,7 @@ class Fingerprint:
     cpu_vendor: str
     cpu_model: str
     cpu_isa: str
-    """The best that the machine has; MKL and oneDNN choose their kernels by it unless they are pinned."""
+    """The best that the machine has. MKL and oneDNN choose their kernels by it unless they are pinned."""
     aten_pin: str
     onednn_pin: str
     mkl_pin: str
@@ -87,7 +87,7 @@ class Fingerprint:
 
     @classmethod
     def from_json(cls, value: object) -> Fingerprint:
-        """Raises ConfigError for what no `to_json` has made. Fields of newer versions are ignored."""
+        """Raises ConfigError if `value` is no fingerprint. Fields of newer versions are ignored."""
         kinds = {each.name: int if each.name == "num_threads" else str for each in fields(cls)}
         if isinstance(value, dict) and all(type(value.get(name)) is kind for name, kind in kinds.items()):
             return cls(**{name: value[name] for name in kinds})
@@ -97,7 +97,7 @@ class Fingerprint:
 
 
 def level_of(text: str) -> Level:
-    """The level with this name; the default, D1, for an empty one."""
+    """Return the level with this name; the default, D1, for an empty one."""
     if not text:
         return "D1"
     if text not in LEVELS:
@@ -106,7 +106,7 @@ def level_of(text: str) -> Level:
 
 
 def fingerprint(device: torch.device | str = "cpu") -> Fingerprint:
-    """This process on this device; take it after `pin`."""
+    """Return the fingerprint of this process on this device; call it after `pin`."""
     device = torch.device(device)
     vendor, model, isa = _cpu()
     gpu = _gpu(device) if device.type == "cuda" else {}
@@ -127,7 +127,7 @@ def fingerprint(device: torch.device | str = "cpu") -> Fingerprint:
 
 
 def pin(level: str, device: torch.device | str = "cpu") -> list[str]:
-    """Do what the level demands in this process; returns what is pinned, for the record.
+    """Set what the level demands in this process; return what is pinned, for the record.
 
     Raises ConfigError under D2 if the environment was not prepared before torch was loaded.
     """
@@ -141,10 +141,10 @@ def pin(level: str, device: torch.device | str = "cpu") -> list[str]:
 
 
 def differences(mine: Fingerprint, theirs: Fingerprint, level: str) -> list[str]:
-    """What would change bits if both computed parts of one job; nothing under D0, where only the allocation counts.
+    """Return what would change bits if both computed parts of one job. Under D0 that is nothing.
 
-    Under D2 GPUs of different kinds pass: whether the model's own operations are the same on both is a question
-    about the model, answered by `obstacles.hetero`.
+    Under D2 GPUs of different kinds are accepted. Whether the model's operations are the same on both is a question
+    about the model, which `obstacles.hetero` answers.
     """
     level = level_of(level)
     if level == "D0":
@@ -169,7 +169,7 @@ def differences(mine: Fingerprint, theirs: Fingerprint, level: str) -> list[str]
     else:
         compare("oneDNN's instruction set", lambda it: _no_better_than(it.cpu_isa, it.onednn_pin))
         if mine.mkl_pin.upper() != "COMPATIBLE":
-            # MKL knows only this one on processors that are not Intel's.
+            # On processors that are not Intel's, MKL knows only this setting.
             compare("CPU vendor without MKL_CBWR=COMPATIBLE", lambda it: it.cpu_vendor)
         for name in PINS:
             unset = [where for where, it in (("here", mine), ("there", theirs)) if not _pin_of(it, name)]
@@ -192,7 +192,7 @@ def _no_better_than(isa: str, limit: str) -> str:
 
 
 def _pins_in_force() -> list[str]:
-    """The lines for the record; raises ConfigError if a pin is missing, came too late, or asks too much."""
+    """Return the pins for the record; raise ConfigError if a pin is missing, came too late, or asks too much."""
     remedy = "start the program with `pliant run --determinism D2`, which sets it before torch is loaded"
     early = _environment_at_start()
     for name in PINS:
@@ -220,7 +220,7 @@ def _pins_in_force() -> list[str]:
 
 
 def _environment_at_start() -> dict[str, str]:
-    """As the kernel passed it to this program: what the program itself has set since is not in it."""
+    """Return the environment as the kernel passed it to this program, without what the program has set since."""
     try:
         raw = Path("/proc/self/environ").read_bytes()
     except OSError:
@@ -233,14 +233,14 @@ def _environment_at_start() -> dict[str, str]:
 def _pin_cuda(level: Level) -> list[str]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first handle is made
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # It would fill every fresh tensor, to make programs repeatable that read what they never wrote.
+    # It would fill every fresh tensor, for programs that read memory they never wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     pinned = ["deterministic algorithms", f"CUBLAS_WORKSPACE_CONFIG={os.environ['CUBLAS_WORKSPACE_CONFIG']}"]
     if level == "D2":
         torch.backends.cudnn.deterministic = True
         for part in _FP32_PARTS.values():
             part.fp32_precision = "ieee"
-        # The older switches, too: torch refuses to answer where the two contradict each other.
+        # The older switches, too: torch refuses to answer if the two contradict each other.
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -263,7 +263,7 @@ def _flags() -> str:
 
 
 def _cpu() -> tuple[str, str, str]:
-    """Vendor, model and best instruction set of this machine's processor."""
+    """Return vendor, model and best instruction set of this machine's processor."""
     found: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -313,7 +313,7 @@ SIZES = (
 )
 
 FACTORS = (1.0, -0.7310585, 1.3591409, 0.5772157, -1.6180340, 0.9159656, -1.2020569, 0.6931472)
-"""What makes the ranks' values differ: of both signs and no two alike, so that the order of the sum shows."""
+"""The ranks' values differ by these factors: of both signs and no two equal, so that the order of the sum shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +326,7 @@ class SelfCheck:
 def self_check(num_replicas: int, *, thorough: bool = False) -> SelfCheck:
     """Compare torch's all-reduce with the formula. Touches no random generator, and leaves nothing open.
 
-    The thorough one also sums tensors that are cut into more than two segments for each rank (megabytes).
+    With `thorough`, also sum tensors that are cut into more than two segments for each rank (megabytes).
     """
     if num_replicas < 2:
         return SelfCheck(True, "one replica: nothing is summed")
@@ -354,7 +354,7 @@ def self_check(num_replicas: int, *, thorough: bool = False) -> SelfCheck:
 
 
 def fold(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of the replicas' tensors by the formula."""
+    """Return the sum of the replicas' tensors by the formula."""
     num_replicas, first = len(inputs), inputs[0]
     out, scratch = torch.empty_like(first), torch.empty_like(first)
     length = order.chunk_length(first.numel(), first.itemsize, num_replicas)
@@ -362,23 +362,25 @@ def fold(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     for begin, end, chunk in pieces:
         views = [tensor[begin:end] for tensor in inputs]
         folds = [(0, end - begin, order.chain(chunk, num_replicas))]
-        kernels.PreparedFold(kernels.reducer("sum", first.dtype), views, folds, scratch[begin:end], out[begin:end]).run()
+        kernels.PreparedFold(
+            kernels.reducer("sum", first.dtype), views, folds, scratch[begin:end], out[begin:end]
+        ).run()
     return out
 
 
 def _sizes(num_ranks: int, thorough: bool) -> tuple[tuple[torch.dtype, int], ...]:
-    # From 2 N segments of 1 MiB on, the chunks' length follows another branch of the formula.
+    # From 2 N segments of 1 MiB on, another branch of the formula gives the length of a chunk.
     return (*SIZES, (torch.float32, 2 * num_ranks * order.GLOO_SEGMENT_BYTES // 4 + 5)) if thorough else SIZES
 
 
 def _inputs(dtype: torch.dtype, size: int, num_ranks: int, seed: int) -> list[torch.Tensor]:
-    """Values whose sums round differently in different orders."""
+    """Return values whose sums round differently in different orders."""
     base = torch.rand(size, generator=torch.Generator().manual_seed(seed)).sub_(0.5)
     return [(base * FACTORS[rank]).to(dtype) for rank in range(num_ranks)]
 
 
 def _reduce_by_torch(cases: list[list[torch.Tensor]], num_ranks: int) -> list[list[torch.Tensor]]:
-    """For each case what each rank has in the end."""
+    """Return the result of each rank for each case."""
     store = dist.HashStore()  # type: ignore[attr-defined]
 
     def rank_of_gloo(rank: int) -> list[torch.Tensor]:

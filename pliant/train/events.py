@@ -9,13 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Progress:
-    """How far the job has come."""
+    """Progress of the job: epoch, steps committed in it, steps committed in total."""
 
     epoch: int = 0
     epoch_step: int = 0
-    """Steps committed in this epoch."""
     step: int = 0
-    """Steps committed in all."""
 
 
 # --- events ---
@@ -50,42 +48,42 @@ class StepCommitted:
 
 @dataclass(frozen=True, slots=True)
 class ViewChange:
-    """A change of the workers, as one of those who stayed saw it."""
+    """A change of the workers, as one that stayed saw it."""
 
     step: int
     """The first step of the new view."""
     old_size: int
     new_size: int
     pause_s: float
-    """From the end of the old view's last step to the start of the new one's first."""
+    """Time from the end of the old view's last step to the first batch of the new view."""
     lost: bool
-    """Whether a step was torn."""
+    """Whether a step was torn by the loss of a worker."""
     repeated: int = 0
-    """Steps that this worker had begun and does again."""
+    """Steps that this worker had begun and repeats."""
 
 
 class ViewChanges:
-    """Those so far. One has ended when the first batch of the new view is in hand."""
+    """The changes of view so far. A change has ended when the first batch of the new view is in hand."""
 
     def __init__(self) -> None:
         self.seen: list[ViewChange] = []
         self.steps_begun = 0
-        """How many steps this worker had begun when a step was last torn, the torn one included."""
+        """Steps begun when a step was last torn, that one included."""
         self.listeners: list[Callable[[ViewChange], None]] = []
         """Called with each change when it has ended."""
         self._ending: tuple[float, int, bool, Callable[[ViewChange], None]] | None = None
 
     def begin(self, since_s: float, old_size: int, lost: bool, tell: Callable[[ViewChange], None]) -> None:
-        """A change has been made, and `tell` wants to know when it has ended."""
+        """Begin a change; `tell` is called when it has ended."""
         self._ending = (since_s, old_size, lost, tell)
 
     @property
     def is_ending(self) -> bool:
-        """Whether one has been made that has not ended."""
+        """Whether a change has begun and not ended."""
         return self._ending is not None
 
     def end(self, step: int, new_size: int) -> None:
-        """The first batch of the new view is in hand."""
+        """End the change: the first batch of the new view is in hand."""
         assert self._ending is not None, "begin() comes first"
         (since_s, old_size, lost, tell), self._ending = self._ending, None
         repeated = max(0, self.steps_begun - step) if lost else 0

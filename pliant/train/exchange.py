@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SentMessage:
-    """What is under way."""
+    """The collectives of one exchange that are on their way."""
 
     rows: Handle
     buffers: Handle | None
@@ -37,32 +37,31 @@ class SentMessage:
 
 
 class StepExchange:
-    """What the step in progress has made so far; after `receive`, of all replicas."""
+    """What the step in progress leaves for the next one; after `receive`, that of all replicas."""
 
     def __init__(self, buffers: ModelBuffers, num_loader_workers: int) -> None:
         self.codec = StepMessageCodec()
         self.new_contexts: dict[int, ReplicaContext] = {}
         self.new_buffers: Tensors | None = None
-        """Replica 0's."""
+        """The buffers of replica 0."""
         self.new_order: list[int] | None = None
-        """In which replica 0's gradients came; only where it decides on a layout."""
+        """The order in which the gradients of replica 0 became ready, if a layout depends on it."""
         self._buffers, self._num_loaders = buffers, num_loader_workers
         self._engine: Engine | None = None
         self._root = 0
 
     def enter_view(self, engine: Engine, placement: Placement) -> None:
-        """Work in this view from now on."""
         self._engine, self._root = engine, placement.owner_of(0)
         self.codec.enter_view(placement.blocks, placement.hosted)
         self.clear()
 
     def clear(self) -> None:
-        """The step is over, or does not count."""
+        """Drop everything: the step is over, or does not count."""
         self.new_contexts, self.new_buffers, self.new_order = {}, None, None
 
     def send(self, message: StepMessage, known: Sequence[ReplicaContext], order_length: int) -> SentMessage:
-        """Have this worker's part on its way; `known` are the contexts that everybody has. With `order_length`, so many
-        parameters wait for replica 0's order."""
+        """Send this worker's part. `known` are the contexts that everybody has; `order_length` is the number of
+        parameters that wait for replica 0's order, or 0."""
         engine = self._engine
         assert engine is not None, "arrange() comes first"
         row = self.codec.pack(message, self.new_contexts, known, self._num_loaders)
@@ -83,10 +82,10 @@ class StepExchange:
         return torch.empty(self._buffers.num_bytes, dtype=torch.uint8)
 
     def receive(self, sent: SentMessage, known: Sequence[ReplicaContext], num_figures: int) -> list[StepMessage]:
-        """What everybody says, of which `num_figures` bytes are of adaptation; the rest is here afterwards.
+        """Return everybody's messages, of which `num_figures` bytes are adaptation's; the rest is in the attributes.
 
         Raises:
-            CommError: somebody is gone.
+            CommError: a worker is lost.
         """
         if sent.buffers is not None:
             found = sent.buffers.wait()
@@ -116,7 +115,7 @@ class StepExchange:
 
 
 _HEAD = struct.Struct("<QQ?")
-"""The step, the newest roll that the worker is prepared for, and whether its changes fit into the room for them."""
+"""The step, the newest membership that the worker is prepared for, and whether its changes fit."""
 
 _WORD = np.dtype("<u8")
 
@@ -127,44 +126,44 @@ _COUNT = struct.Struct("<H")
 MAX_CHANGES = 16
 
 CHANGES_BYTES = _COUNT.size + MAX_CHANGES * _CHANGE.itemsize
-"""Bytes for what has changed in one context."""
+"""The room for the changes of one context."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepMessage:
-    """One worker's row, without the contexts."""
+    """One worker's message of a step, without the contexts."""
 
     step: int
     prepared: int
     sync_config: SyncConfig
-    """How it would have the sums travel."""
+    """How this worker would have the sums travel."""
     measured: StepMeasurement
     figures: bytes
     fits: bool = True
 
 
 class StepMessageCodec:
-    """Packs this worker's row, and reads those of all. Contexts that everybody has are `known`."""
+    """Packs this worker's message, and reads those of all. `known` are the contexts that everybody has."""
 
     def __init__(self) -> None:
         self.is_brief = False
-        """Whether the next rows hold changes in place of contexts."""
+        """Whether the next messages hold changes instead of contexts."""
         self._blocks: tuple[int, ...] = ()
         self._hosted = range(0)
 
     def enter_view(self, blocks: Sequence[int], hosted: range) -> None:
-        """In this view rank r hosts `blocks[r]` replicas, and this worker `hosted`."""
+        """Set the placement: rank r hosts `blocks[r]` replicas, and this worker `hosted`."""
         self._blocks, self._hosted, self.is_brief = tuple(blocks), hosted, False
 
     @property
     def name(self) -> str:
-        """Of the collective that the next rows take."""
+        """The name of the collective for the next messages."""
         return "changes" if self.is_brief else "step"
 
     def pack(
         self, message: StepMessage, new: Mapping[int, ReplicaContext], known: Sequence[ReplicaContext], num_loaders: int
     ) -> torch.Tensor:
-        """This worker's row."""
+        """Return this worker's message."""
         whole = [new[replica].to_bytes(num_loaders) for replica in self._hosted]
         changes = [
             encode_changes(known[replica].to_bytes(num_loaders), data)
@@ -181,7 +180,7 @@ class StepMessageCodec:
         return self._padded(head, whole, len(whole[0]))
 
     def pack_contexts(self, new: Mapping[int, ReplicaContext], num_loaders: int) -> torch.Tensor:
-        """This worker's contexts, where changes were too little."""
+        """Return this worker's contexts, for when the changes did not fit."""
         whole = [new[replica].to_bytes(num_loaders) for replica in self._hosted]
         return self._padded(b"", whole, len(whole[0]))
 
@@ -197,8 +196,8 @@ class StepMessageCodec:
         num_loaders: int,
         num_figures: int,
     ) -> tuple[list[StepMessage], bool]:
-        """What all have said; the contexts of other workers' replicas go to `new`. Whether these are complete: if not,
-        everybody must tell the `rest`."""
+        """Return all messages, and whether the contexts in them are complete. The contexts of other workers' replicas
+        go to `new`. If they are not complete, everybody must send `pack_contexts`."""
         begin = _HEAD.size + SYNC_BYTES
         data = [bytes(row.numpy()) for row in rows]
         heads = [_HEAD.unpack_from(each) for each in data]
@@ -224,7 +223,7 @@ class StepMessageCodec:
                 new[replica] = ReplicaContext.from_bytes(whole, num_loaders)
 
     def _of_replicas(self, bodies: Sequence[bytes], room: int) -> list[tuple[int, bytes]]:
-        """Each replica's part; `room` bytes, or as many as there are."""
+        """Cut the bodies into one part per replica: of `room` bytes, or of equal size if `room` is 0."""
         found: list[tuple[int, bytes]] = []
         room = room or len(bodies[0]) // max(self._blocks)
         for body, count in zip(bodies, self._blocks, strict=True):
@@ -233,7 +232,7 @@ class StepMessageCodec:
 
 
 def encode_changes(before: bytes, after: bytes) -> bytes | None:
-    """What makes `after` out of `before`, in at most `ROOM` bytes; None if that is too little."""
+    """Return what turns `before` into `after`, in at most `CHANGES_BYTES`; None if that is too little."""
     old, new = _words(before), _words(after)
     if len(old) != len(new) or len(old) > 1 << 16:
         return None
@@ -246,7 +245,7 @@ def encode_changes(before: bytes, after: bytes) -> bytes | None:
 
 
 def apply_changes(before: bytes, change: bytes) -> bytes:
-    """What `changed` was given as `after`."""
+    """Apply what `encode_changes` returned."""
     [count] = _COUNT.unpack_from(change)
     changes = np.frombuffer(change, dtype=_CHANGE, count=count, offset=_COUNT.size)
     words = _words(before).copy()

@@ -37,7 +37,7 @@ def start_exporters(
     stack: contextlib.ExitStack,
     notify: Callable[[str], None],
 ) -> None:
-    """Let `trainer` be seen until `stack` is closed; the page is at the worker's address."""
+    """Start the exporters that were asked for, until `stack` is closed."""
     adaptation, stalls = trainer.adaptation, None
     if wants_stall_detection():
         stalls = stack.enter_context(StallDetector(notify))
@@ -59,7 +59,7 @@ def start_exporters(
 log = logging.getLogger(__name__)
 
 PORT_OFFSET = 10000
-"""A worker's page is at its own port plus this, as KungFu's."""
+"""The page of a worker is at its own port plus this, as KungFu's is."""
 
 LATENCY_PERIOD_S = 10.0
 
@@ -71,7 +71,7 @@ _PERIODS = ("PLIANT_MONITORING_PERIOD", "KUNGFU_CONFIG_MONITORING_PERIOD")
 
 
 def sampling_period_s(environ: Mapping[str, str] | None = None) -> float:
-    """How often rates are taken; 1 s where the environment says nothing."""
+    """Return how often rates are measured; 1 s by default."""
     found = os.environ if environ is None else environ
     text = next((found[name] for name in _PERIODS if found.get(name)), "1s")
     number, factor = (text[:-2], 1e-3) if text.endswith("ms") else (text.removesuffix("s"), 1.0)
@@ -85,11 +85,11 @@ def sampling_period_s(environ: Mapping[str, str] | None = None) -> float:
 
 
 class MetricsServer(Collector):
-    """One worker's page. Made by `open`; close it, and nothing of it is left."""
+    """The Prometheus page of one worker. Made by `open`."""
 
     def __init__(self, stalls: StallDetector | None = None, every_s: float = 1.0) -> None:
         self.address = ""
-        """Where the page is, once it is."""
+        """The URL of the page."""
         self._stalls, self._every_s = stalls, every_s
         self._engine: Engine | None = None
         self._seen: Observation | None = None
@@ -105,7 +105,7 @@ class MetricsServer(Collector):
         """Serve the page of the worker at `host`:`port`, on that port plus 10000, or on another if that is taken.
 
         Raises:
-            ConfigError: there is no such address here.
+            ConfigError: this machine does not have the address.
         """
         metrics = cls(stalls, sampling_period_s())
         registry = CollectorRegistry(auto_describe=False)
@@ -132,12 +132,11 @@ class MetricsServer(Collector):
         return metrics
 
     def enter_view(self, engine: Engine) -> None:
-        """There is another view."""
         self._engine = engine
         self._rates, self._latencies = {"egress": {}, "ingress": {}}, {}
 
     def publish(self, seen: Observation, rank: int = 0) -> None:
-        """The job after a step, as the worker of this rank sees it. (May be one of an adaptation's listeners.)"""
+        """Show this observation, as the worker of this rank sees it. (A listener of `Adaptation`.)"""
         self._seen = seen
         self._own = seen.workers[rank].name if rank < len(seen.workers) else ""
 
@@ -177,7 +176,7 @@ class MetricsServer(Collector):
     # --- the page ---
 
     def collect(self) -> Iterator[Metric]:
-        """Called by the page's own thread."""
+        """Yield all metrics. The page's own thread calls this."""
         yield from self._traffic()
         seen = self._seen
         if seen is not None:
@@ -247,7 +246,7 @@ def _rates_per_s(before: Mapping[str, int], after: Mapping[str, int], took_s: fl
 
 
 class TensorBoardExporter:
-    """Writes to a folder. The file is begun with the first step that this worker is the first one at."""
+    """Writes scalars to a folder. Only the first worker writes; the file is created with its first step."""
 
     def __init__(self, folder: str) -> None:
         """Raises ConfigError if TensorBoard's writer is not installed."""
@@ -256,7 +255,7 @@ class TensorBoardExporter:
         self._writer: Any = None
 
     def publish(self, seen: Observation, rank: int) -> None:
-        """The job after a step. (May be one of an adaptation's listeners.)"""
+        """Write this observation. (A listener of `Adaptation`.)"""
         if rank != 0:
             return
         if self._writer is None:
@@ -276,7 +275,7 @@ class TensorBoardExporter:
 
 
 def scalars_of(seen: Observation) -> dict[str, float]:
-    """What is drawn, by name; nothing for what is not known."""
+    """Return the scalars of an observation by name, without unknown ones."""
     found: dict[str, float | None] = {
         "job/step_seconds": seen.step_s,
         "job/samples_per_second": seen.samples_per_s,

@@ -60,8 +60,8 @@ class LoaderPool:
     """W running loader processes."""
 
     def __init__(self, recipe: LoaderSpec, context: BaseContext | str | None, *, pin: bool, timeout_s: float) -> None:
-        """Start them. `timeout_s` is for the wait for one batch; 0: for ever."""
-        # torch.multiprocessing has taught the pickler of every context to put tensors into shared memory.
+        """Start the processes. `timeout_s` limits the wait for one batch; 0: forever."""
+        # torch.multiprocessing has registered shared memory for tensors with the pickler of every context.
         self._context = multiprocessing.get_context(context) if context is None or isinstance(context, str) else context
         self._timeout_s = timeout_s
         self._processes: list[BaseProcess] = []
@@ -83,8 +83,8 @@ class LoaderPool:
         parent_ends.update((task_writer, result_reader))
         self._tasks.append(task_writer)
         self._results.append(result_reader)
-        # The kernel ties the life of a process to the thread that forked it, so only the main thread may ask for that,
-        # and not where somebody else forks for us.
+        # The kernel ties the life of a process to the thread that forked it. So only the main thread may ask for that,
+        # and not if another process forks for us.
         tie = threading.current_thread() is threading.main_thread() and self._context.get_start_method() != "forkserver"
         process = self._context.Process(  # type: ignore[attr-defined]
             target=run_loader_process,
@@ -104,16 +104,16 @@ class LoaderPool:
         return [process.pid or 0 for process in self._processes]
 
     def open(self, track: int, base_seed: int, states: Sequence[bytes | None]) -> None:
-        """Seed the loader workers of `track`; those with a state go on from there."""
+        """Seed the loader workers of `track`; those with a state continue from it."""
         for worker in range(len(self._processes)):
             self._send(worker, OpenTrack(track, base_seed, states[worker] if worker < len(states) else None))
 
     def load(self, track: int, batch: int, indices: list[int]) -> None:
-        """Ask for a batch; the batches of a track and loader worker must be asked for in their order."""
+        """Request a batch. The batches of a track and loader worker must be requested in order."""
         self._send(batch % len(self._processes), LoadBatch(track, batch, indices))
 
     def drop(self, track: int) -> None:
-        """Forget a track, with what it has not loaded yet."""
+        """Drop a track, with what it has not loaded yet."""
         for worker in range(len(self._processes)):
             self._send(worker, DropTrack(track))
 
@@ -124,7 +124,7 @@ class LoaderPool:
             raise self._dead(worker) from error
 
     def receive(self, batch: int) -> list[LoadedBatch]:
-        """Wait for the process that loads `batch`, or for any if memory is pinned; bring along what others have ready.
+        """Wait for the process that loads `batch`, or for any if memory is pinned; return all batches that are ready.
 
         Raises:
             TrainError: a process has died, or `timeout_s` have passed.
@@ -152,7 +152,7 @@ class LoaderPool:
         return [each for each in arrived if isinstance(each, LoadedBatch)]
 
     def _dead(self, worker: int) -> TrainError:
-        """What to raise when nothing can be sent to or read from a process."""
+        """Return the error for a process that cannot be written to or read from."""
         process = self._processes[worker]
         process.join(_GRACE_S)
         code = process.exitcode
@@ -168,13 +168,13 @@ class LoaderPool:
         )
 
     def close(self) -> None:
-        """End the processes and free what they hold; may be called twice."""
+        """End the processes and free what they hold. May be called twice."""
         if self._pinner is not None:
             self._pinner.close()
         for writer in self._tasks:
             with contextlib.suppress(OSError):
                 writer.send(None)
-        # One that waits to hand over a batch is woken by the end of its pipe.
+        # A process that waits to send a batch is woken by the end of its pipe.
         ends: list[Connection[Any, Any] | socket.socket] = [*self._tasks, *self._results]
         for end in ends:
             end.close()
@@ -191,7 +191,7 @@ class LoaderPool:
 
 @dataclass(frozen=True, slots=True)
 class _LostProcess:
-    """Nothing more can be read from this process."""
+    """A process from which nothing more can be read."""
 
     worker: int
     error: Exception
@@ -260,10 +260,10 @@ _PREFETCH_FACTOR = 2
 
 @dataclass(slots=True)
 class _HostedReplica:
-    """A hosted replica: what was taken, and what is on its way."""
+    """A hosted replica: which batches were taken, and which are on their way."""
 
     stream: DataPosition
-    """As it was hosted; the fields below go on from there."""
+    """Its position when it was hosted; the fields below continue from there."""
     turn: int
     share: Tensor
     num_batches: int
@@ -271,12 +271,12 @@ class _HostedReplica:
     base_seed: int | None
     workers: list[bytes | None]
     asked: int
-    """The first batch that was not asked for."""
+    """The first batch that was not requested yet."""
     track: int | None = None
     replays: dict[int, int] = field(default_factory=dict)
-    """Tracks that load batches a second time, with the last one of each."""
+    """Tracks that load batches a second time, with the last batch of each."""
     tracks: dict[int, int] = field(default_factory=dict)
-    """By which track each batch comes that was asked for and not taken."""
+    """The track of each batch that was requested and not taken."""
     loaded: dict[int, LoadedBatch] = field(default_factory=dict)
 
 
@@ -291,7 +291,7 @@ class ReplicaLoader:
         self._pool: LoaderPool | None = None
         self._epoch: int | None = None
         self._track_numbers = itertools.count()
-        # Replicas would take their draws from one generator here, but from N equal ones in N processes.
+        # The draws would come from one generator here, but from N equal ones in N processes.
         self._generator = None if options.generator is None else options.generator.get_state()
 
     def __enter__(self) -> Self:
@@ -302,20 +302,18 @@ class ReplicaLoader:
 
     @property
     def pids(self) -> list[int]:
-        """The loader processes that run now."""
+        """The pids of the running loader processes."""
         return [] if self._pool is None else self._pool.pids
 
     def host(
         self, streams: Mapping[int, DataPosition], num_replicas: int | None = None, options: LoaderOptions | None = None
     ) -> None:
-        """Feed these replicas from now on, in this order of turns, from these positions on.
+        """Load for these replicas from now on, in this order of turns, from these positions.
 
-        `num_replicas` and `options` say how the samples are dealt from now on; of the latter only `batch_size` may
-        be another than before.
-
-        Called at the start of an epoch, after a change of the hosted replicas, and to do a step again. What was
-        prefetched is kept where it still fits. All must be in the same epoch; loader processes are started anew with
-        each epoch unless they are persistent, so that they see the dataset as it is then.
+        Called at the start of an epoch, after a change of the hosted replicas, and to repeat a step. Prefetched batches
+        are kept if they still fit. All replicas must be in the same epoch. Loader processes are restarted with each
+        epoch unless they are persistent, so that they see the present dataset. `num_replicas` and `options` tell how
+        samples are dealt from now on; only `batch_size` may change.
         """
         epochs = {stream.epoch for stream in streams.values()}
         if len(epochs) > 1:
@@ -344,7 +342,8 @@ class ReplicaLoader:
         self._prefetch()
 
     def next(self, replica: int) -> Any:
-        """The next batch of `replica`; raises StopIteration at the end of its epoch, and what the dataset raises.
+        """Return the next batch of `replica`. Raises StopIteration at the end of its epoch, and what the dataset
+        raises.
 
         The generators of this process must be those of the replica: its first batch of an epoch draws the base seed,
         and without loader processes the samples are made here.
@@ -373,25 +372,25 @@ class ReplicaLoader:
         return loaded.take()
 
     def next_size(self, replica: int) -> int:
-        """How many samples the next batch of `replica` has; 0 at the end of its epoch."""
+        """Return the number of samples in the next batch of `replica`; 0 at the end of its epoch."""
         hosted = self._hosted_replica(replica)
         begin = hosted.batch * self._options.batch_size
         return max(0, min(len(hosted.share) - begin, self._options.batch_size))
 
     def stream(self, replica: int) -> DataPosition:
-        """Where `replica` stands after what was taken by `next`."""
+        """Return the position of `replica` after the batches taken so far."""
         hosted = self._hosted_replica(replica)
         return DataPosition(
             hosted.stream.epoch, hosted.batch, hosted.stream.consumed, hosted.base_seed, tuple(hosted.workers)
         )
 
     def remaining(self, replica: int) -> int:
-        """Batches of `replica` that are left in its epoch."""
+        """Return how many batches of `replica` are left in its epoch."""
         hosted = self._hosted_replica(replica)
         return hosted.num_batches - hosted.batch
 
     def close(self) -> None:
-        """End the loader processes; may be called twice."""
+        """End the loader processes. May be called twice."""
         self._stop()
         self._hosted = {}
 
@@ -418,7 +417,7 @@ class ReplicaLoader:
         return sample_order(len(self._dataset), self._num_replicas, stream.epoch, self._options, stream.consumed)
 
     def _draw(self, epoch: int) -> int:
-        """The base seed, as `iter(DataLoader)` draws it."""
+        """Draw the base seed as `iter(DataLoader)` does."""
         if self._generator is None:
             return _draw_int64(torch.default_generator)
         generator = torch.Generator()
@@ -429,7 +428,7 @@ class ReplicaLoader:
         return _draw_int64(generator)
 
     def _rewind(self, hosted: _HostedReplica, stream: DataPosition) -> bool:
-        """Bring `place` to where `stream` is, keeping what was prefetched; False if it does not fit."""
+        """Go back to this position, keeping what was prefetched; return False if that is not possible."""
         again = range(stream.batch, hosted.batch)
         workers = fill_states(stream.workers, self._options.num_workers)
         if (stream.epoch, stream.consumed) != (hosted.stream.epoch, hosted.stream.consumed):
@@ -439,8 +438,8 @@ class ReplicaLoader:
         if not again:
             return workers == hosted.workers
         if self._options.num_workers and hosted.base_seed is not None:
-            # The loader workers' states have moved on to later batches, and stay there; the earlier batches come by
-            # a track of their own.
+            # The loader workers' states have moved on to later batches, and stay there. The earlier batches come by a
+            # track of their own.
             track = self._open(hosted.base_seed, workers)
             for number in again:
                 self._request(hosted, track, number)
@@ -449,16 +448,16 @@ class ReplicaLoader:
         return True
 
     def _depth(self, num_hosted: int) -> int:
-        """Batches to have asked for ahead, per replica.
+        """Return how many batches to request ahead per replica.
 
         Together as many as one stock loader has; but at least one for each loader process, because all replicas'
-        batches of one step go to the same one, and the others would be idle.
+        batches of one step go to the same process, and the others would be idle.
         """
         factor = self._options.prefetch_factor or _PREFETCH_FACTOR
         return self._options.num_workers * max(1, factor // num_hosted)
 
     def _prefetch(self) -> None:
-        """Ask for batches in the order in which the replicas will take them."""
+        """Request batches in the order in which the replicas will take them."""
         if self._options.num_workers == 0 or not self._hosted:
             return
         depth = self._depth(len(self._hosted))
@@ -494,7 +493,7 @@ class ReplicaLoader:
                     hosted.loaded[batch] = arrived[track, batch]
 
     def _drop_tracks(self, hosted: _HostedReplica) -> None:
-        """Stop loading for a replica that is hosted here no more, or elsewhere in its epoch."""
+        """Stop loading for a replica that is no longer hosted here, or elsewhere in its epoch."""
         tracks = [*hosted.replays] if hosted.track is None else [*hosted.replays, hosted.track]
         for track in tracks:
             self._running_pool().drop(track)
@@ -507,7 +506,7 @@ class ReplicaLoader:
         return self._pool
 
     def _stop(self) -> None:
-        """End the loader processes and forget all replicas, of whose prefetched batches nothing is left."""
+        """End the loader processes and forget all replicas with their prefetched batches."""
         self._hosted = {}
         if self._pool is not None:
             self._pool.close()
@@ -515,5 +514,5 @@ class ReplicaLoader:
 
 
 def _draw_int64(generator: torch.Generator) -> int:
-    """Drawn as torch's loader draws its base seed."""
+    """Draw a number as torch's loader draws its base seed."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())

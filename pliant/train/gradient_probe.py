@@ -28,17 +28,18 @@ from pliant.comm.handle import Handle
 from pliant.errors import CommError, ConfigError
 
 CHUNK = 1 << 15
-"""Elements whose squares are added in the gradients' own precision: so many that no more than one thread does it."""
+"""Elements whose squares are added in the gradients' own precision: so few that one thread does it."""
 
 _ONE = 1 << 149
-"""The integers count in the least number that a float32 can be."""
+"""The integers count in units of the least positive float32."""
 
 NEVER = (-2, 0.0, 1.0)
-"""The step before none."""
+"""The step, batch and scale before the first step."""
 
 _ROW = struct.Struct("<qdd?48s48s?3d")
-"""The step, the batch of a replica and the scale of its loss; whether there are squares, of the replicas and of the sum; whether there is
-a variance, in three numbers."""
+"""The step, the batch of a replica and the scale of its loss; whether there are squares, of the replicas and of the
+sum; whether there is a variance, in three numbers.
+"""
 
 
 @dataclass(slots=True)
@@ -50,23 +51,23 @@ class ProbedStep:
     noise: bool
     variance: bool
     scale: float = 1.0
-    """What a gradient scaler has multiplied the loss with."""
+    """The factor by which a gradient scaler has multiplied the loss."""
     parts: list[torch.Tensor] = field(default_factory=list)
     """Norms of pieces of the replicas' gradients."""
     sums: list[torch.Tensor] = field(default_factory=list)
-    """Norms of those pieces of their sums that are this worker's."""
+    """Norms of this worker's share of the pieces of the sums."""
     before: list[torch.Tensor] = field(default_factory=list)
-    """One replica alone: norms of the gradients of the step before, seen as those of this one are."""
+    """For a single replica: norms of the gradients of the step before."""
     differences: list[torch.Tensor] = field(default_factory=list)
-    """Of what has changed since."""
+    """For a single replica: norms of the change since the step before."""
     pair: tuple[int, int] | None = None
-    """One replica alone: the squares of two steps, as of two replicas."""
+    """For a single replica: the squares of two steps, in place of two replicas."""
     known: bool = True
-    """Whether there was all it takes: before Adam's first update there are no denominators."""
+    """Whether everything was known. Before Adam's first update there are no denominators."""
 
 
 class GradientProbe:
-    """Collects on due steps, and estimates. Used by the thread that trains."""
+    """Collects gradients on due steps, and estimates. Used by the thread that trains."""
 
     def __init__(
         self,
@@ -79,10 +80,10 @@ class GradientProbe:
     ) -> None:
         """
         Args:
-            noise_scale: estimate it every so many steps; 0: never.
+            noise_scale: estimate it every so many steps; 0 for never.
             variance: likewise.
-            adam: whether gradients count divided by Adam's denominator, which is what its updates see of them. None:
-                if the optimizers are such.
+            adam: whether gradients are divided by Adam's denominator, as its updates are. If None, they are if the
+                optimizers are Adam or like it.
         """
         for name, interval in (("noise_scale", noise_scale), ("variance", variance)):
             if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
@@ -93,33 +94,33 @@ class GradientProbe:
         self._denominators = AdamDenominators.of(optimizers, parameters, adam)
         self._offsets = [0, *accumulate(parameter.numel() for parameter in parameters)]
         self._bases = [0, *accumulate(-(-parameter.numel() // CHUNK) for parameter in parameters)]
-        """The number of each parameter's first chunk: they are dealt to the workers in turn."""
+        """The number of each parameter's first chunk. Chunks are dealt to the workers in turn."""
         self._dispersion = GradientVariance(self._offsets)
         self._rank, self._size, self._replicas = 0, 1, 1
         self._filling: ProbedStep | None = None
-        """Of the step in progress."""
+        """The step in progress."""
         self._awaiting: ProbedStep | None = None
-        """Of the last step, whose sums may still come."""
+        """The last step, whose sums may still come."""
         self._done: ProbedStep | None = None
-        """Of the last step, complete: what the next row tells."""
+        """The last complete step, which the next row reports."""
         self._reported: ProbedStep | None = None
-        """What the last row has told. Meanwhile the next one may have become complete."""
+        """The step that the last row has reported. The next one may be complete meanwhile."""
         self._previous: torch.Tensor | None = None
-        """One replica alone: its gradients of the step before."""
+        """For a single replica: its gradients of the step before."""
         self._previous_at = NEVER
-        """Which step that was, and the size of its batch."""
+        """The number, batch size and loss scale of that step."""
 
     # --- which steps ---
 
     def enter_view(self, engine: Engine, blocks: Sequence[int]) -> None:
-        """Work in this view from now on. What was not told yet is forgotten: its shares were those of other workers."""
+        """Use this engine from now on. What was not reported yet is dropped: its shares were those of other workers."""
         self._rank, self._size, self._replicas = engine.rank, engine.size, sum(blocks)
         self._filling = self._awaiting = self._done = None
         self._previous_at = NEVER
         self._dispersion.enter_view(engine, self._replicas)
 
     def begin(self, step: int) -> bool:
-        """A step begins; whether it is looked at."""
+        """Begin a step; return whether it is probed."""
         noise = self._is_due(step, self.noise_interval)
         if self._replicas == 1 and self.noise_interval:
             noise = noise or self._is_due(step + 1, self.noise_interval)  # the first of a pair
@@ -131,12 +132,12 @@ class GradientProbe:
 
     @property
     def wants_parts(self) -> bool:
-        """Whether the step in progress is looked at, and not all of it has been shown."""
+        """Whether the step in progress is probed, and gradients are still missing."""
         return self._filling is not None
 
     @property
     def wants_sums(self) -> bool:
-        """Whether sums of the last step that was looked at may still be shown."""
+        """Whether sums of the last probed step are still missing."""
         return self._awaiting is not None
 
     @staticmethod
@@ -144,14 +145,14 @@ class GradientProbe:
         return interval > 0 and step % interval == 0
 
     def record_samples(self, samples: float, scale: float = 1.0) -> None:
-        """The gradient that a replica computes now is `scale` times a mean over so many samples."""
+        """Tell that a replica's next gradient is `scale` times a mean over this many samples."""
         if self._filling is not None:
             self._filling.batch, self._filling.scale = samples, scale
 
     # --- what is shown ---
 
     def add_gradient(self, index: int, flat: torch.Tensor) -> None:
-        """A parameter's gradient of a replica hosted here, divided by N; flat, in the memory order of the parameter."""
+        """Take a parameter's gradient of a hosted replica, divided by N: flat, in the memory order of the parameter."""
         sample = self._filling
         if sample is None:
             return
@@ -163,7 +164,7 @@ class GradientProbe:
             self._dispersion.add(index, flat)
 
     def add_gradients(self, indices: Sequence[int], flats: Sequence[torch.Tensor]) -> None:
-        """Several at once, which on a device costs less."""
+        """Take several at once, which costs less on a device."""
         sample = self._filling
         if sample is None:
             return
@@ -178,7 +179,7 @@ class GradientProbe:
                 self._dispersion.add(index, flat)
 
     def _compare(self, sample: ProbedStep, index: int, flat: torch.Tensor) -> None:
-        """With the step before; and keep it for the step after."""
+        """Compare with the step before, and keep the gradient for the step after."""
         if self._previous is None:
             self._previous = torch.zeros(self._offsets[-1], dtype=flat.dtype, device=flat.device)
         before = self._previous[self._offsets[index] : self._offsets[index + 1]]
@@ -188,7 +189,7 @@ class GradientProbe:
         before.copy_(flat)
 
     def gradients_complete(self) -> None:
-        """The last replica hosted here has shown all its gradients."""
+        """Take note that the last hosted replica has shown all its gradients."""
         sample, self._filling = self._filling, None
         self._awaiting = sample
         if sample is None:
@@ -200,7 +201,7 @@ class GradientProbe:
             self.sums_complete()
 
     def add_sum(self, index: int, flat: torch.Tensor) -> None:
-        """The sum of a parameter's gradients over all replicas is here, and nobody has changed it yet."""
+        """Take the sum of a parameter's gradients over all replicas, before anybody has changed it."""
         sample = self._awaiting
         if sample is None or self._replicas == 1:
             return
@@ -211,7 +212,7 @@ class GradientProbe:
             self._dispersion.keep_mean(index, flat)
 
     def add_sums(self, indices: Sequence[int], flats: Sequence[torch.Tensor]) -> None:
-        """Several at once: here parameters are dealt to the workers, not chunks."""
+        """Take several at once. Here parameters, not chunks, are dealt to the workers."""
         sample = self._awaiting
         if sample is None or self._replicas == 1:
             return
@@ -227,12 +228,12 @@ class GradientProbe:
                 self._dispersion.keep_mean(index, flat)
 
     def sums_complete(self) -> None:
-        """All sums of the step have been shown."""
+        """Take note that all sums of the step have been shown."""
         if self._awaiting is not None:
             self._done, self._awaiting = self._awaiting, None
 
     def _norms(self, sample: ProbedStep, index: int, flat: torch.Tensor, first: int, step: int) -> list[torch.Tensor]:
-        """The norms of every `step`-th chunk from the `first` one on."""
+        """Return the norms of every `step`-th chunk from the `first` one on."""
         if flat.dtype.itemsize < 4:
             flat = flat.float()  # 16 bits are too few to add squares in
         found = []
@@ -256,11 +257,10 @@ class GradientProbe:
 
     @property
     def row_size(self) -> int:
-        """Of a row."""
         return _ROW.size
 
     def pack_row(self) -> bytes:
-        """What this worker has found about the last step that was looked at, and not told yet."""
+        """Return what this worker has found about the last probed step that was not reported yet."""
         sample = self._reported = self._done
         if sample is None:
             return _ROW.pack(-1, 0.0, 1.0, False, b"", b"", False, 0.0, 0.0, 0.0)
@@ -279,14 +279,14 @@ class GradientProbe:
         )
 
     def _squares(self, sample: ProbedStep) -> tuple[int, int] | None:
-        """Of the replicas hosted here, and of this worker's share of the sum; None if they are too large."""
+        """Return the squares of the hosted replicas, and of this worker's share of the sum; None if they are too large."""
         if self._replicas == 1:
             return sample.pair
         small, big = _exact_sum_of_squares(sample.parts), _exact_sum_of_squares(sample.sums)
         return None if small is None or big is None else (small, big)
 
     def _pair(self, sample: ProbedStep) -> tuple[int, int] | None:
-        """One replica alone: this step and the one before, in the parts of two."""
+        """For a single replica: return this step and the one before in the parts of two replicas."""
         at, self._previous_at = self._previous_at, (sample.step, sample.batch, sample.scale)
         if at != (sample.step - 1, sample.batch, sample.scale):
             return None
@@ -295,12 +295,12 @@ class GradientProbe:
         )
         if before is None or after is None or change is None:
             return None
-        # Each has its gradient divided by 2: |a/2|^2 + |b/2|^2, and |a/2 + b/2|^2.
-        # By rounding the second may come out below 0 where they nearly cancel.
+        # Each has its gradient divided by 2: |a/2|^2 + |b/2|^2, and |a/2 + b/2|^2. Rounding may make the second
+        # negative if they nearly cancel.
         return (before + after) // 4, max(0, (2 * before + 2 * after - change) // 4)
 
     def learn(self, rows: Sequence[bytes]) -> None:
-        """Everybody's rows. Where they do not speak of the same step, as with newcomers among them, they say nothing."""
+        """Update the estimates from everybody's rows. Rows of different steps, as with new workers, are ignored."""
         rows_ = [_ROW.unpack(row[: _ROW.size]) for row in rows]
         if self._done is self._reported:
             self._done = None
@@ -317,7 +317,7 @@ class GradientProbe:
             self.variance.update([norm / scale**2 for norm in norms])
 
     def figures(self) -> dict[str, float | None]:
-        """What is known now."""
+        """Return the present estimates."""
         return {
             "noise_scale": self.noise.value,
             "gradient_sqr": self.noise.gradient_sqr,
@@ -336,13 +336,13 @@ class GradientProbe:
 
 
 def _stacked_norms(flats: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm of each, by few calls. What has 16 bits is squared and added in 32."""
+    """Return the norm of each by few calls. 16-bit tensors are squared and added in 32 bits."""
     wide = [flat.float() if flat.dtype.itemsize < 4 else flat for flat in flats]
     return torch.stack(torch._foreach_norm(wide))
 
 
 def _exact_sum_of_squares(norms: Sequence[torch.Tensor]) -> int | None:
-    """The sum of the squares of these norms, without any rounding that depends on their order; None for infinity."""
+    """Return the sum of the squares of these norms, without rounding that depends on their order; None for infinity."""
     if not norms:
         return 0
     total = 0
@@ -358,21 +358,27 @@ def _exact_sum_of_squares(norms: Sequence[torch.Tensor]) -> int | None:
 
 
 VarianceShare = tuple[float, float, float]
-"""The square of the norm of the variable that begins before the share, the sum of the norms of those that lie in it, the
-square of that which ends after it."""
+"""The squared norm of the variable that begins before the share, the sum of the norms of the variables in it, and the
+squared norm of the variable that ends after it.
+"""
 
 NO_STEP = -1
-"""No step's number."""
 
 LAST_PRIORITY = 1 << 20
 """A priority behind everything that training needs."""
 
 VARIANCE_CHUNK = 1 << 16
-"""Elements that are worked on at once, so that what lies between is never written to memory."""
+"""Elements that are processed at once, so that intermediate results stay in the cache."""
 
 
 class GradientVariance:
-    """One worker's part in it. `offsets`: where each parameter begins, and where the last one ends."""
+    """One worker's part in var = mean(g^2) - mean(g)^2, of which the L2 norm of each variable is taken.
+
+    The elements of all parameters, one after the other, are cut into one equal share per worker. Each worker adds up
+    the squares of its own replicas; then the owner of each share sums it over all workers. A variable that lies in two
+    shares is put together when all have reported. `offsets` tells where each parameter begins, and where the last one
+    ends.
+    """
 
     def __init__(self, offsets: Sequence[int]) -> None:
         self._offsets = list(offsets)
@@ -380,22 +386,21 @@ class GradientVariance:
         self._bounds = [0, self._offsets[-1]]
         """Where each worker's share begins."""
         self._squares: torch.Tensor | None = None
-        """Of all parameters, summed over the replicas hosted here; of this worker's share finally over all."""
+        """The squares of all parameters, summed over the hosted replicas; in this worker's share finally over all."""
         self._host: torch.Tensor | None = None
-        """CUDA: the same in memory that collectives can use."""
+        """CUDA: the same, in memory that collectives can use."""
         self._means: torch.Tensor | None = None
         """This worker's share of the mean gradient."""
         self._written: set[int] = set()
         self._handles: list[Handle] = []
         self._pending = NO_STEP
-        """The step that is still to be looked at."""
+        """The step whose collectives are on their way."""
         self._found: tuple[int, VarianceShare | None] = (NO_STEP, None)
-        """The step that was looked at last, and what was found."""
+        """The last step that was evaluated, and the result."""
         self._replicas = 1
         self._retired: list[object] = []
 
     def enter_view(self, engine: Engine, replicas: int) -> None:
-        """Work in this view from now on."""
         if self._engine is not None and self._engine.may_be_written_to:
             self._retired.append((self._engine, self._squares, self._host))  # as with gradients: never use it again
         self._engine, self._replicas = engine, replicas
@@ -408,11 +413,11 @@ class GradientVariance:
     # --- collecting ---
 
     def begin(self) -> None:
-        """Another step, which may be one that is done again."""
+        """Begin a step, which may be a repeated one."""
         self._written = set()
 
     def add(self, index: int, flat: torch.Tensor) -> None:
-        """A replica's gradient of this parameter, divided by N."""
+        """Add a replica's gradient of this parameter, divided by N."""
         self._settle()  # before the last step's are overwritten
         if self._squares is None:
             self._allocate(flat)
@@ -446,7 +451,7 @@ class GradientVariance:
         return self._bounds[rank], self._bounds[rank + 1]
 
     def exchange(self, step: int) -> None:
-        """All replicas hosted here have added theirs: have each share summed."""
+        """Sum each share over all workers: all hosted replicas have added theirs."""
         squares = self._squares
         assert squares is not None, "parameters without a gradient"
         for index in range(len(self._offsets) - 1):
@@ -475,7 +480,7 @@ class GradientVariance:
                 self._handles.append(handle)
 
     def keep_mean(self, index: int, flat: torch.Tensor) -> None:
-        """The mean gradient of this parameter; kept as far as it is this worker's."""
+        """Keep this worker's part of the mean gradient of a parameter."""
         low, high = self._share
         begin, end = max(low, self._offsets[index]), min(high, self._offsets[index + 1])
         if begin < end:
@@ -486,13 +491,13 @@ class GradientVariance:
     # --- finding out ---
 
     def shares(self, step: int) -> VarianceShare | None:
-        """What this worker's share says of that step; None if a worker was lost. The next step's may be under way."""
+        """Return the result of this worker's share for that step; None if a worker was lost."""
         if self._pending == step:
             self._settle()
         return self._found[1] if self._found[0] == step else None
 
     def _settle(self) -> None:
-        """Wait for the collectives of the last step, and look at what they have brought."""
+        """Wait for the collectives of the last step, and evaluate what they have brought."""
         if self._pending == NO_STEP:
             return
         step, self._pending = self._pending, NO_STEP
@@ -514,7 +519,6 @@ class GradientVariance:
         scratch = torch.empty(min(longest, len(squares)), dtype=squares.dtype, device=squares.device)
         norms: list[torch.Tensor] = []
         owners: list[int] = []
-        """The variable that each of these belongs to."""
         begin, end = low, low + len(squares)
         index = bisect_right(self._offsets, low) - 1
         while begin < end:
@@ -536,12 +540,12 @@ class GradientVariance:
         return sums.get(first, 0.0), inner, sums.get(last, 0.0) if last != first else 0.0
 
     def _cut(self, place: int) -> int:
-        """The variable that a bound between two shares goes through; -1 if it lies between variables."""
+        """Return the variable that a bound between two shares cuts; -1 if it lies between variables."""
         index = bisect_right(self._offsets, place) - 1
         return index if 0 <= index < len(self._offsets) - 1 and self._offsets[index] < place else -1
 
     def merge(self, rows_: Sequence[Sequence[float]]) -> list[float]:
-        """The norms, or sums of several, that follow from everybody's shares, in the order of ranks."""
+        """Return the norms, or sums of several, that follow from everybody's shares, in the order of ranks."""
         norms = [inner for _, inner, _ in rows_]
         split: dict[int, float] = {}
         for rank, (head, _, tail) in enumerate(rows_):
@@ -556,7 +560,10 @@ class GradientVariance:
 
 
 class AdamDenominators:
-    """sqrt(v) + eps of each parameter, from the state of the optimizers; nothing where they are not like Adam."""
+    """What Adam divides the gradient of each parameter by: sqrt(v) + eps, as of the last update.
+
+    With it the noise scale is that of Adam's updates. Nothing is divided for other optimizers.
+    """
 
     def __init__(self, owners: Sequence[tuple[torch.optim.Optimizer, dict[str, Any]] | None], parameters: Any) -> None:
         self._owners, self._parameters = owners, parameters
@@ -582,7 +589,7 @@ class AdamDenominators:
         return cls([owners.get(id(parameter)) for parameter in parameters], parameters)
 
     def of_parameter(self, index: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Flat, in the memory order of the parameter; None if there is none, as before the first update."""
+        """Return the denominators, flat, in the memory order of the parameter; None before the first update."""
         owner = self._owners[index]
         if owner is None:
             return None
@@ -596,7 +603,7 @@ class AdamDenominators:
         dense = squares.stride() == parameter.stride()
         flat = squares.as_strided((squares.numel(),), (1,)) if dense else squares.reshape(-1)
         found: torch.Tensor = (flat.to(like) / correction).sqrt_().add_(group["eps"])
-        # What has never had a gradient would be divided by eps alone, and nothing else would count beside it.
+        # An element that has never had a gradient would be divided by eps alone, and would outweigh all others.
         return found.masked_fill_(flat == 0, torch.inf)
 
 

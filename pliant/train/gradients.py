@@ -43,7 +43,7 @@ from pliant.train.sync import SyncConfig
 
 
 class GradientCollector:
-    """Catches the gradients of `parameters`, for a job of N replicas, and hands them to `sums`."""
+    """Collects the gradients of `parameters`, for a job of N replicas, and passes them to `sums`."""
 
     def __init__(
         self,
@@ -59,15 +59,15 @@ class GradientCollector:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
         self.no_sync = False
-        """While set, gradients only accumulate in `.grad`."""
+        """While true, gradients only accumulate in `.grad`."""
         self.ready_order: list[int] = []
-        """In which order the gradients of the last complete backward came."""
+        """The order in which the gradients of the last complete backward came."""
         self._on_backward, self._before_backward = on_backward, before_backward
         self._find_unused, self._cap_bytes = find_unused, cap_bytes
         self._items = [BucketItem((p.dtype, p.device), p.numel() * p.element_size()) for p in self.parameters]
         wanted = num_replicas > 1 or always_sums
         self.waits_for_order = wanted and not find_unused
-        """Whether the first layout is still in use, to be replaced when replica 0's order is known."""
+        """Whether L1 is still in use, to be replaced when the order of replica 0 is known."""
         self.layout = first_layout(self._items, find_unused=find_unused, cap_bytes=cap_bytes)
         self.sums = GradientSums(
             self.names,
@@ -80,11 +80,11 @@ class GradientCollector:
         )
         self._expecting = self._queued = False
         self._halted = False
-        """Whether the step does not count any more: its memory may still be read by others, and is left alone."""
+        """Whether the step is torn. Others may still read its memory, so that is left alone."""
         self._resting = True
-        """Whether no replica has its turn: what the program differentiates now is its own affair."""
+        """Whether no replica has its turn. Backwards are then the program's own affair."""
         self._leftover: set[int] = set()
-        """Parameters that were not used in the forward before this backward, as far as can be seen."""
+        """Parameters that the forward before this backward was not seen to use."""
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._collect, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self.parameters)
@@ -101,42 +101,42 @@ class GradientCollector:
         return 1 if self.waits_for_order else 2
 
     def use_layout(self, layout: BucketLayout | None) -> None:
-        """Use L2 as another worker, or a checkpoint, has it; None goes back to L1, as a restarted DDP would."""
+        """Use L2 as another worker or a checkpoint has it. None goes back to L1, as a restarted DDP would."""
         self.waits_for_order = layout is None and self.sums.wanted and not self._find_unused
         self.layout = layout or first_layout(self._items, find_unused=self._find_unused, cap_bytes=self._cap_bytes)
         self.sums.use_layout(self.layout, self._generation)
 
     def rebuild(self, ready_order: Sequence[int]) -> None:
-        """Replace L1 by L2, for good."""
+        """Replace L1 by L2 for good."""
         self.use_layout(rebuilt_layout(self._items, ready_order, cap_bytes=self._cap_bytes))
 
     def disable_sums(self) -> None:
-        """Gradients are not to be summed: they stay where backward puts them."""
+        """Leave gradients where backward puts them."""
         self.sums.wanted = self.waits_for_order = False
 
     # --- views and turns ---
 
     def enter_view(self, engine: Engine, blocks: Sequence[int]) -> None:
-        """Work in this view from now on: rank r hosts `blocks[r]` replicas."""
+        """Use this engine from now on: rank r hosts `blocks[r]` replicas."""
         self._expecting = self._halted = False
         self.sums.enter_view(engine, blocks)
 
     def begin_turn(self, slot: int) -> None:
-        """The replica in this place among those hosted here computes next."""
+        """Begin the turn of the replica in this slot of those hosted here."""
         self.sums.begin_turn(slot)
         self._leftover = set()
         self._expecting, self._queued, self._resting = True, False, False
 
     def halt(self) -> None:
-        """The step is torn: catch nothing until there is another view."""
+        """Collect nothing until the next view: the step is torn."""
         self._halted = True
 
     def end_turns(self) -> None:
-        """No replica has its turn."""
+        """End the turns: no replica computes now."""
         self._resting = True
 
     def fill_missing(self) -> None:
-        """The step is torn, but the program's own code may touch gradients before its next batch."""
+        """Give each parameter a gradient: the step is torn, but the program may touch gradients before its next batch."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -144,7 +144,7 @@ class GradientCollector:
     # --- backward ---
 
     def _collect(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """A gradient is complete. Called for every parameter of every replica, so it does the least it can."""
+        """Take a complete gradient. Called for every parameter of every replica, so it does as little as possible."""
         if parameter.__class__ is Pending or index in self._leftover:
             raise TrainError(
                 f"{self.names[index]!r} got a gradient, but its last update was still under way when it was used: something "
@@ -184,7 +184,7 @@ class GradientCollector:
 
 
 class GradientSums:
-    """Sums the gradients of `parameters` for a job of N replicas: turn by turn into buckets, which then travel."""
+    """Sums the gradients of `parameters` over N replicas: turn by turn into buckets, which the engine then sums."""
 
     def __init__(
         self,
@@ -199,15 +199,15 @@ class GradientSums:
     ) -> None:
         self.num_replicas = num_replicas
         self.wanted = wanted
-        """Whether there is anything to sum: a single replica's gradients stay where backward puts them."""
+        """Whether there is anything to sum. The gradients of a single replica stay where backward puts them."""
         self.probe: GradientProbe | None = None
-        """What looks at gradients and sums; set it before the first view."""
+        """Is shown gradients and sums; set it before the first view."""
         self._names, self._parameters = names, parameters
         self._find_unused = find_unused
         self._layout, self._generation = layout, generation
         self._buckets: list[Bucket] = []
         self._places: list[GradientSlot] = []
-        """Of each parameter."""
+        """The place of each parameter's gradient."""
         self._on_device = parameters[0].is_cuda
         self._copier = DeviceCopier()
         self._engine: Engine | None = None
@@ -216,7 +216,7 @@ class GradientSums:
         self._config = SyncConfig()
         """How sums travel in this step."""
         self._units: list[UnitBuffer] = []
-        """Where sums do not travel by buckets: what does. Empty else."""
+        """The units that travel by themselves; empty if whole buckets do."""
         self._unit_of: list[UnitBuffer] = []
         self._cut_for: SyncConfig | None = None
         self._slot = 0
@@ -229,15 +229,15 @@ class GradientSums:
     # --- where things lie ---
 
     def use_layout(self, layout: BucketLayout, generation: int) -> None:
-        """Put gradients there from now on; `generation` tells the names of one layout's buckets from another's."""
+        """Use this layout from now on. `generation` keeps the names of its buckets apart from those of others."""
         self._layout, self._generation = layout, generation
         self._buckets, self._units = [], []
 
     def enter_view(self, engine: Engine, blocks: Sequence[int]) -> None:
-        """Work in this view from now on: rank r hosts `blocks[r]` replicas."""
+        """Use this engine from now on: rank r hosts `blocks[r]` replicas."""
         if self._engine is not None and self._engine.may_be_written_to:
-            # A worker that was given up for its silence, and is only stopped, would finish its part of a sum of
-            # the old view when it goes on: into this memory, which must therefore never be used again.
+            # A worker that was given up for its silence may only be stopped. When it goes on, it finishes its part of
+            # an old sum, into this memory, which must therefore never be used again.
             self._retired.append((self._engine, self._buckets))
         self._copier.wait()  # before the memory that is being copied to is given away
         self._engine, self._blocks = engine, tuple(blocks)
@@ -256,7 +256,7 @@ class GradientSums:
         self._units, self._cut_for = [], None
 
     def plan_step(self, config: SyncConfig, order: Sequence[int]) -> None:
-        """How the sums of the step that begins now travel; `order` is that in which they are wanted."""
+        """Decide how the sums of the step that begins now travel. `order` is the order in which they are wanted."""
         engine = self._engine
         assert engine is not None, "arrange() comes first"
         self._have_buckets(engine)
@@ -277,7 +277,7 @@ class GradientSums:
     # --- one replica's turn ---
 
     def begin_turn(self, slot: int) -> None:
-        """The replica in this place among those hosted here computes next."""
+        """Begin the turn of the replica in this slot of those hosted here."""
         engine = self._engine
         assert engine is not None, "arrange() comes first"
         self._have_buckets(engine)
@@ -291,7 +291,7 @@ class GradientSums:
             self._used = torch.zeros(len(self._parameters), dtype=torch.uint8)
 
     def put(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """A gradient is complete. Called for every parameter of every replica, so it does the least it can."""
+        """Take a complete gradient. Called for every parameter of every replica, so it does as little as possible."""
         place = self._places[index]
         bucket = place.bucket
         if bucket.seen & place.bit:
@@ -319,7 +319,7 @@ class GradientSums:
             self._bucket_full(bucket)
 
     def end_turn(self) -> None:
-        """Backward is over: every gradient is there, or was not used."""
+        """End a turn: every gradient has come, or was not used."""
         if any(bucket.seen != bucket.whole for bucket in self._buckets):
             self._fill_in_unused()
         if self._used is not None:
@@ -339,7 +339,7 @@ class GradientSums:
         return bool(place.bucket.seen & place.bit)
 
     def _fill_in_unused(self) -> None:
-        """Parameters that were not used contribute zeros."""
+        """Let unused parameters contribute zeros."""
         unused = [index for index in range(len(self._parameters)) if not self._has_come(index)]
         if not self._find_unused:
             names = ", ".join(repr(self._names[index]) for index in unused[:8])
@@ -371,7 +371,7 @@ class GradientSums:
             bucket.handle = sum_bucket(self._engine, self._blocks, bucket)
 
     def _send_from_device(self, bucket: Bucket) -> None:
-        """Have a full bucket leave the device; or fold it there, if this worker hosts all replicas."""
+        """Copy a full bucket to the host; or fold it on the device, if this worker hosts all replicas."""
         flat = self._flatten(bucket, bucket.gradients(), is_plain=bucket.is_plain)
         if self._is_last and len(self._blocks) == 1:
             bucket.copied = self._copier.fold(flat, bucket.parts, self.num_replicas)
@@ -396,7 +396,7 @@ class GradientSums:
     def _flatten(
         self, what: Bucket | UnitBuffer, gradients: Sequence[torch.Tensor | None], *, is_plain: bool = False
     ) -> torch.Tensor:
-        """The gradients of the replica whose turn it is, in one tensor on the device, which has been shown to the probe."""
+        """Return the gradients of the present replica as one tensor on the device, and show them to the probe."""
         flat = flatten_gradients(what.parameters, gradients, self.num_replicas, is_plain=is_plain)
         if self.probe is not None and self.probe.wants_parts:
             sizes = [parameter.numel() for parameter in what.parameters]
@@ -412,11 +412,11 @@ class GradientSums:
 
     @property
     def are_deferred(self) -> bool:
-        """Whether sums are taken in one by one, when their parameters are used."""
+        """Whether each sum is applied when its parameter is used."""
         return bool(self._units)
 
     def pending_sums(self) -> list[PendingSum]:
-        """What is to be waited for, parameter by parameter. Raises CommError if it is known already that it fails."""
+        """Return what is to be waited for, parameter by parameter. Raises CommError if it is known to fail."""
         used = self._wait_for_used()
         return [
             PendingSum(
@@ -431,13 +431,13 @@ class GradientSums:
         ]
 
     def _wait_for_used(self) -> list[int] | None:
-        """Which parameters any replica has used; None where all must be."""
+        """Return which parameters any replica has used; None if all must be used."""
         handle, self._used_handle = self._used_handle, None
         found = handle.wait() if handle is not None else None
         return found.tolist() if found is not None else None
 
     def wait(self) -> None:
-        """Put the sums into `.grad`. Raises CommError if they cannot be had."""
+        """Wait for all sums and put them into `.grad`. Raises CommError if they cannot be had."""
         if self._on_device and len(self._blocks) > 1:
             for bucket in self._buckets:
                 assert bucket.copied is not None, "every bucket was handed in"
@@ -454,7 +454,7 @@ class GradientSums:
                     self.sum_arrived(index)
         self.sums_complete()
         used = self._wait_for_used()
-        # What no replica has used keeps whatever gradient it has, as with DDP.
+        # A parameter that no replica has used keeps its gradient, as with DDP.
         unused = {id(parameter) for index, parameter in enumerate(self._parameters) if used and not used[index]}
         for bucket in self._buckets:
             for parameter, total in zip(bucket.parameters, bucket.sums, strict=True):
@@ -464,7 +464,7 @@ class GradientSums:
                 bucket.sums = ()  # the memory is the gradients' now
 
     def _fetch(self, bucket: Bucket) -> None:
-        """Bring the sum to the device, if it is not there."""
+        """Bring the sum of a bucket to the device."""
         flat = fetch_sum(bucket, was_folded=len(self._blocks) == 1)
         if self.probe is not None and self.probe.wants_sums:
             self.probe.add_sums(bucket.indices, flat.split(bucket.sizes))  # type: ignore[no-untyped-call]
@@ -473,17 +473,16 @@ class GradientSums:
     # --- what is looked at ---
 
     def begin_step(self, step: int) -> None:
-        """A step begins: have it looked at, if it is due."""
         if self.probe is not None:
             self.probe.begin(step)
 
     def record_samples(self, samples: int, scale: Callable[[], float] = lambda: 1.0) -> None:
-        """A replica is about to compute on so many samples in all; `scale` says what its loss will be multiplied with."""
+        """Tell the probe that a replica computes on this many samples in all; `scale` returns the factor of its loss."""
         if self.probe is not None and self.probe.wants_parts:
             self.probe.record_samples(samples, scale())
 
     def _parts_over(self, probe: GradientProbe) -> None:
-        """The last replica hosted here is done."""
+        """Tell the probe that the last replica hosted here is done."""
         if not self.wanted:
             for index, parameter in enumerate(self._parameters):
                 if parameter.grad is not None:
@@ -491,13 +490,12 @@ class GradientSums:
         probe.gradients_complete()
 
     def sum_arrived(self, index: int) -> None:
-        """The sum of this parameter's gradients is there, and nobody has touched it yet."""
+        """Show the probe the sum of a parameter's gradients, before anybody has touched it."""
         if self.probe is not None and self.probe.wants_sums:
             place = self._places[index]
             self.probe.add_sum(index, place.bucket.total[place.begin : place.end])
 
     def sums_complete(self) -> None:
-        """All sums of the step are there."""
         if self.probe is not None:
             self.probe.sums_complete()
 
@@ -506,14 +504,14 @@ class GradientSums:
 
 
 def sum_bucket(engine: Engine, blocks: tuple[int, ...], bucket: Bucket) -> Handle:
-    """Have a bucket summed over all replicas, of which rank r hosts `blocks[r]`."""
+    """Start the sum of a bucket over all replicas, of which rank r hosts `blocks[r]`."""
     if len(bucket.parts) == 1 and max(blocks) == 1:
         return engine.all_reduce(bucket.name, bucket.total)
     return engine.all_reduce(bucket.name, bucket.total, contributions=bucket.parts, parts=blocks)
 
 
 def sum_unit(engine: Engine, blocks: tuple[int, ...], config: SyncConfig, unit: UnitBuffer) -> Handle:
-    """Have a unit summed. (On CUDA it is called later, when there may be another view already.)"""
+    """Start the sum of a unit. (On CUDA this is called later, when there may be another view already.)"""
     plain = len(unit.parts) == 1 and max(blocks) == 1
     if config.mode == "baseline":
         if not plain:

@@ -79,28 +79,27 @@ def join(
     record: str = "",
     replay: str = "",
 ) -> Job:
-    """Join the job that this process was started for, or begin one alone.
+    """Join the job that this process was started for. Without a launcher, start a job with this worker alone.
 
     Args:
-        replicas: N, the number of data-parallel ranks that the maths sees; fixed for the job's life. None: as many as
-            there are workers at the start, and another number whenever that changes (weak scaling). The result
-            then depends on the workers: that is another experiment.
-        determinism: "D0" (bits hold as long as the workers stay the same), "D1" (they hold whatever happens to alike
-            workers; the default) or "D2" (also on unlike machines, at a price).
-        sync: how sums travel; none of it changes a bit. "fifo": in the order in which backward makes them, and the
+        replicas: N, the number of data-parallel ranks of the training; fixed for the life of the job. If None, there is
+            one replica per worker, and N follows the number of workers (weak scaling), so the result depends on them.
+        determinism: "D0" (equal bits as long as the workers stay the same), "D1" (equal bits on any workers of one
+            kind; the default) or "D2" (also on machines of different kinds, at a price).
+        sync: how sums travel; it never changes a bit. "fifo": in the order in which backward makes them, and the
             optimizer waits for all. "priority": what the next forward needs first goes first, and each parameter is
-            updated when its sum is there, while the forward already runs. "auto": priority where the network
-            is slow enough for it to help. ("slicing" and "baseline" are there to compare with.)
-        slice_bytes: with priority, gradients travel in slices of at most this size. None: tuned while running.
-        in_flight_bytes: how much may be on its way where no priority reaches it. None: tuned while running.
-        blocks: how many replicas each of P workers hosts; even blocks by default.
-        seed: replica r starts with all random generators seeded with seed + r, after the model was built. Without,
-            all replicas start with the state that the program is in, as in a DDP script with one seed.
-        policies: what adapts the job while it runs; after those of `pliant run --policy`.
-        monitor: what to watch, every how many steps: {"noise_scale": 1, "variance": 8}. Policies ask for what they
-            need by themselves.
-        record: a file for the facts of the run, of which the decisions can be replayed.
-        replay: such a file, whose decisions on batch sizes and learning rates are taken in place of the policies'.
+            updated when its sum arrives, while the forward already runs. "auto": priority if the network is slow enough
+            for it to help. ("slicing" and "baseline" exist for comparison.)
+        slice_bytes: the largest slice of a gradient with priority. If None, it is tuned while running.
+        in_flight_bytes: how much may be in the network at once. If None, it is tuned while running.
+        blocks: a function from the number of workers to the number of replicas on each; even blocks by default.
+        seed: seed all random generators of replica r with seed + r after the model was built. If None, all replicas
+            start with the random state of the program, as in a DDP script with one seed.
+        policies: policies that adapt the job while it runs, after those of `pliant run --policy`.
+        monitor: what to measure, and every how many steps: {"noise_scale": 1, "variance": 8}. Policies add what they
+            need.
+        record: a file to append the facts of the run to. Its decisions can be replayed.
+        replay: such a file. Its decisions on batch sizes and learning rates replace those of the policies.
     """
     if replicas is not None and (isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1):
         raise ConfigError(f"replicas={replicas!r}: use a number of 1 or more, or None for one per worker")
@@ -122,7 +121,8 @@ def _level(asked: str | None, spec: WorkerSpec | None) -> determinism.Level:
 
 
 class Loader:
-    """The batches of the replicas that this worker hosts, in turn. Iterate within `job.epochs`."""
+    """The data loader of a job: yields the batches of the hosted replicas, in turn. Iterate over it inside
+    `job.epochs`."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -132,12 +132,12 @@ class Loader:
         return trainer.steps()
 
     def __len__(self) -> int:
-        """Batches of one replica in an epoch, with the batch size of now: the steps, where each takes one."""
+        """Return the number of batches of one replica in an epoch, at the present batch size."""
         return self._job._need_trainer().replicas.num_batches
 
 
 class Job:
-    """One worker's part in a training job. Made by `pliant.join`."""
+    """One worker's handle on a training job. Made by `pliant.join`."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Job:
         self._commit_listeners: list[Callable[[StepCommitted], None]] = []
         self._view_listeners: list[Callable[[ViewChange], None]] = []
         self.pinned = determinism.pin(level, torch.device("cpu"))
-        """What this level of determinism has set in this process."""
+        """The settings that this level of determinism has pinned in this process."""
         atexit.register(self.close)
         if spec is not None and spec.elastic:
             handle_preemption_notice(self._leave)
@@ -176,31 +176,31 @@ class Job:
 
     @property
     def replicas(self) -> int:
-        """N: how many replicas the job has."""
+        """N, the number of replicas."""
         if self._trainer is not None:
             return self._trainer.replicas.count
         return self._asked or max(1, self._spec.view.size if self._spec else 1)
 
     @property
     def rank(self) -> int:
-        """This worker's place in the view; changes with it."""
+        """This worker's rank in the present view."""
         return self._trainer.engine.rank if self._trainer is not None and self._trainer.engine is not None else 0
 
     @property
     def size(self) -> int:
-        """How many workers there are now."""
+        """The number of workers now."""
         if self._trainer is not None and self._trainer.engine is not None:
             return self._trainer.engine.view.size
         return self._spec.view.size if self._spec is not None else 1
 
     @property
     def view(self) -> int:
-        """The number of the view; grows with every change."""
+        """The number of the present view; it grows with every change of the workers."""
         return max(0, self._member.entered)
 
     @property
     def replica(self) -> int | None:
-        """Whose turn it is; None outside of the loader's loop."""
+        """The replica whose turn it is; None outside of the loop over the loader."""
         turn = self._trainer.turn if self._trainer is not None else None
         return turn.replica if turn is not None else None
 
@@ -211,7 +211,7 @@ class Job:
 
     @property
     def step(self) -> int:
-        """Steps committed so far, by all replicas; the one in progress not counted."""
+        """The number of committed steps; the step in progress is not counted."""
         return self._trainer.progress.step if self._trainer is not None else 0
 
     @property
@@ -220,9 +220,9 @@ class Job:
 
     @property
     def committing(self) -> bool:
-        """Whether what shall happen once per step may happen now: in the last turn, after backward.
+        """Whether the program may now do what belongs to the step: true in the last turn, after backward.
 
-        With priority sync, asking waits for all sums of the step: a program that asks is about to use them.
+        With priority sync this waits for all sums of the step, because a program that asks is about to use them.
         """
         trainer = self._trainer
         if trainer is None:
@@ -236,26 +236,26 @@ class Job:
 
     @property
     def batch_size(self) -> int:
-        """Samples in a batch of one replica, now."""
+        """The present batch size of one replica."""
         return self._need_trainer().replicas.loading.batch_size
 
     @property
     def observation(self) -> Observation | None:
-        """The job after the last step, as its policies have seen it; None before the second step, or without any
-        policy, monitor or record."""
+        """The job after the last step, as the policies saw it. None before the second step, or if nothing is monitored."""
         return self._need_trainer().adaptation.observation
 
     def report(self, **values: float) -> None:
-        """Put figures of the step in progress (the loss, say) into the record. The first worker's count."""
+        """Add values of the step in progress (such as the loss) to the record. The record takes those of the first
+        worker."""
         self._need_trainer().adaptation.values.update({name: float(value) for name, value in values.items()})
 
     def sync_stats(self) -> SyncStats:
-        """How the sums travel now, and what the network has cost so far."""
+        """Return how the sums travel now, and how long the program has waited for the network."""
         return self._need_trainer().sync.stats()
 
     @property
     def changes(self) -> list[ViewChange]:
-        """The changes of view that this worker has seen, with their pauses."""
+        """The changes of view that this worker has stayed through."""
         return list(self._trainer.changes.seen) if self._trainer is not None else []
 
     # --- listeners, for records, checkpoints and measurements ---
@@ -265,9 +265,9 @@ class Job:
         self._commit_listeners.append(listener)
 
     def on_view_change(self, listener: Callable[[ViewChange], None]) -> None:
-        """Call `listener` on this worker after each change of the workers that it stayed through.
+        """Call `listener` on this worker after each change of the workers that it has stayed through.
 
-        The call comes when the first batch of the new view is in hand, so `pause_s` is the whole pause.
+        The call comes with the first batch of the new view, so `pause_s` covers the whole pause.
         """
         self._view_listeners.append(listener)
 
@@ -278,12 +278,13 @@ class Job:
 
     @property
     def committed_buffers(self) -> list[torch.Tensor]:
-        """Copies of replica 0's buffers at the last committed step: those that DDP would keep."""
+        """The buffers of replica 0 at the last committed step: those that DDP would keep."""
         return self._need_trainer().first_buffers
 
     @property
     def prepared_view(self) -> int:
-        """The newest view that this worker is connected for, and enters at a step's boundary once all others are, too."""
+        """The newest view that this worker is connected for. It is entered at a step's boundary once all workers are
+        ready."""
         return self._member.prepared
 
     @property
@@ -293,7 +294,8 @@ class Job:
 
     @property
     def replica_switch(self) -> ReplicaSwitch:
-        """The object that swaps replicas between turns. A benchmark may replace it with a wrapper that measures it."""
+        """The object that swaps the hosted replicas between turns. A benchmark may replace it with a wrapper that
+        measures."""
         return self._need_trainer().replica_switch
 
     @replica_switch.setter
@@ -316,13 +318,14 @@ class Job:
         """Make a plain model, optimizer (or several) and dataset (or DataLoader) those of the job.
 
         Args:
-            find_unused_parameters: as DDP's: some parameters may get no gradient in some steps.
-            bucket_cap_mb: as DDP's; it is part of the maths.
-            sync_buffers: replicas begin each step with the buffers of replica 0, as DDP's do; False: with their own.
-            loading: batch_size, shuffle, seed, num_workers and so on, where `data` is a dataset.
+            find_unused_parameters: as in DDP: some parameters may get no gradient in some steps.
+            bucket_cap_mb: as in DDP; it affects the bits.
+            sync_buffers: if true, every replica begins a step with the buffers of replica 0, as in DDP. If false, with
+                its own.
+            loading: batch_size, shuffle, seed, num_workers and so on, if `data` is a dataset.
 
         Raises:
-            Unsliceable: replicas cannot take turns on this model; says why and what to do.
+            Unsliceable: replicas cannot take turns on this model; the message says why and what to do.
         """
         if self._trainer is not None:
             raise TrainError(
@@ -380,7 +383,7 @@ class Job:
         return model, optimizer, Loader(self)
 
     def _connect_state(self, trainer: Trainer, program: str, device: torch.device) -> None:
-        """Have the job's state come from, and go to, other workers and files."""
+        """Set up the exchange of the job's state with other workers and with checkpoints."""
         state = self._state = JobState(trainer, self._tracked)
         directory = self._spec.checkpoint_dir if self._spec is not None else ""
         every = self._spec.checkpoint_every if self._spec is not None else 0
@@ -403,7 +406,7 @@ class Job:
         return math.prod(scaler.get_scale() for scaler in scalers)
 
     def _sync_mode(self, model: torch.nn.Module, averaging: AveragingOptimizer | None) -> str:
-        """What was asked for, unless this model cannot have it."""
+        """Return the sync mode that was asked for, or "fifo" if this model cannot have it."""
         asked = self._sync[0]
         reason = why_no_priority(model, averaging)
         if asked == "fifo" or not reason:
@@ -413,10 +416,10 @@ class Job:
         return "fifo"
 
     def track(self, name: str, thing: Any) -> Any:
-        """Keep `thing` (an LR scheduler, a GradScaler, an EMA: anything with a state_dict) part of the job's state.
+        """Make `thing` (an LR scheduler, a GradScaler, an EMA: anything with a state_dict) part of the job's state.
 
-        Its `step`, `update`, `update_parameters` and `unscale_` then happen once per step, whatever the number of
-        replicas hosted here. Returns `thing`.
+        Its `step`, `update`, `update_parameters` and `unscale_` then run once per step, whatever the number of replicas
+        hosted here. Returns `thing`.
         """
         if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
             raise TrainError(f"track({name!r}): a {type(thing).__name__} has no state_dict and load_state_dict")
@@ -431,7 +434,7 @@ class Job:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backwards in this block only accumulate, as in DDP's `no_sync`."""
+        """Only accumulate the gradients of backwards in this block, as DDP's `no_sync` does."""
         if self._trainer is None:
             yield
             return
@@ -444,7 +447,7 @@ class Job:
     # --- running ---
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs that are left of `count`: a newcomer, or a resumed job, begins where the job stands."""
+        """Yield the epochs that are left of `count`. A new worker, or a resumed job, begins at the job's present epoch."""
         trainer = self._need_trainer()
         check_tracked(trainer.user.optimizers, self._tracked)
         assert self._rendezvous is not None
@@ -468,7 +471,7 @@ class Job:
             self._inside_epochs = False
 
     def _finish(self) -> None:
-        """Leave when everybody has the last step: until then somebody may need our state."""
+        """Leave once every worker has the last step: until then one of them may need this worker's state."""
         trainer = self._need_trainer()
         assert self._rendezvous is not None
         while self.size > 1:
@@ -485,14 +488,14 @@ class Job:
         self._member.finish()
 
     def resize(self, num_workers: int) -> None:
-        """Ask for another number of workers; 0 ends the job. Takes effect at a later step's boundary."""
+        """Request another number of workers; 0 ends the job. It takes effect at a later step's boundary."""
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
             raise ConfigError(f"resize({num_workers!r}): use a number of workers, 0 or more")
         if self.committing and self.rank == 0:
             self._member.resize(num_workers)
 
     def close(self) -> None:
-        """Leave the job; done at the program's end by itself."""
+        """Leave the job. This happens by itself when the program ends."""
         atexit.unregister(self.close)
         if self._checkpointing is not None:
             self._checkpointing.close()
@@ -522,7 +525,7 @@ class Job:
         return trainer
 
     def _committed(self) -> None:
-        """A step is done by all replicas."""
+        """Run what follows a committed step: scheduled resizes, checkpoints, listeners."""
         trainer = self._need_trainer()
         assert self._checkpointing is not None
         if trainer.is_first:
@@ -548,7 +551,7 @@ class Job:
     # --- checkpoints ---
 
     def save(self, path: str = "") -> None:
-        """Write a checkpoint, of the step in progress once it is committed; in the background, by rank 0.
+        """Write a checkpoint of the step in progress once it is committed. Rank 0 writes it in the background.
 
         Without a path it goes to `--checkpoint-dir`.
         """
@@ -559,7 +562,7 @@ class Job:
         self._checkpointing.request(path)
 
     def load(self, path: str) -> None:
-        """Begin with the state in this checkpoint (a file, or a directory: its newest); call before `epochs`."""
+        """Start from this checkpoint: a file, or the newest of a directory. Call it before `epochs`."""
         if self._rendezvous is not None and self._rendezvous.has_state:
             raise TrainError("job.load: the job is running; load before job.epochs")
         if not Path(path).exists():
@@ -567,7 +570,7 @@ class Job:
         self._load_path = path
 
     def _start_job(self, had_state: bool) -> None:
-        """The state to begin with: a checkpoint's, or what the program has built."""
+        """Set the state that the job starts with: from a checkpoint, or as the program has built it."""
         assert self._state is not None
         set_initial_state(
             self._need_trainer(),
@@ -589,8 +592,7 @@ class Job:
         print(text, flush=True)
 
     def _leave(self) -> bool:
-        """This machine will be taken away: leave at the next boundary. False if there is nothing to leave yet, or if this
-        was said before."""
+        """Leave the job at the next step's boundary. Return False if it has not begun, or if it is being left already."""
         if self._rendezvous is None or not self._rendezvous.has_state or self._notified:
             return False
         self._notified = True
@@ -602,9 +604,9 @@ class Job:
 
 
 def handle_preemption_notice(leave: Callable[[], bool]) -> None:
-    """Have `leave` called when the notice comes; if it says that there is nothing to leave, the program ends at once.
+    """Call `leave` on SIGTERM, the notice that this machine will be taken away. If it returns False, exit at once.
 
-    Only in the main thread, and not where the program has a handler of its own.
+    Does nothing outside the main thread, or if the program has a handler of its own.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -635,7 +637,7 @@ def make_trainer(
     keeps_layout: bool,
     notify: Callable[[str], None],
 ) -> Trainer:
-    """A trainer with all that it needs; `sync` is the way that sums travel, and what was asked for its slices."""
+    """Build the trainer with everything it needs. `sync` is the sync mode, slice_bytes and in_flight_bytes."""
     gradients = GradientCollector(
         parameters,
         replicas.count,

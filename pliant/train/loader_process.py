@@ -40,7 +40,8 @@ from pliant.errors import TrainError
 from pliant.train.context import RngState, capture_rng, restore_rng
 
 parent_ends: set[Connection[Any, Any] | socket.socket] = set()
-"""The parent's ends of all pipes to loader processes; a forked one closes its copies, which would keep others' open."""
+"""The parent's ends of all pipes to loader processes. A forked process closes its copies, which would keep others open.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class LoaderSpec:
 
 @dataclass(frozen=True, slots=True)
 class LoadedBatch:
-    """A batch, or the error that it met, and the random state of its loader worker after it."""
+    """A batch, or the error it met, and the random state of its loader worker after it."""
 
     track: int
     batch: int
@@ -63,7 +64,7 @@ class LoadedBatch:
     state: bytes
 
     def take(self) -> Any:
-        """The batch; raises what the dataset raised, with the traceback of the loader process."""
+        """Return the batch, or raise what the dataset raised, with the traceback of the loader process."""
         if isinstance(self.data, ExceptionWrapper):
             self.data.reraise()  # type: ignore[no-untyped-call]
         return self.data
@@ -89,12 +90,12 @@ class DropTrack:
 
 
 def wrap_exception(where: str) -> ExceptionWrapper:
-    """The exception that is being handled, so that it can be raised in the parent with its type and traceback."""
+    """Wrap the exception being handled, so that the parent can raise it with its type and traceback."""
     return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
 
 
 def fetch_batch(dataset: Any, collate_fn: Callable[[list[Any]], Any], indices: list[int]) -> Any:
-    """The batch of these samples; a dataset that has `__getitems__` is asked once for all of them."""
+    """Return the batch of these samples. A dataset with `__getitems__` is asked once for all of them."""
     if getattr(dataset, "__getitems__", None):
         return collate_fn(dataset.__getitems__(indices))
     return collate_fn([dataset[index] for index in indices])
@@ -108,7 +109,7 @@ def run_loader_process(
     tasks: Connection[Any, Any],
     results: socket.socket,
 ) -> None:
-    """The life of a loader process."""
+    """Run a loader process until its parent ends it."""
     _detach(parent, tie)
     torch.set_num_threads(1)
     inbox = _MessageReader(tasks)
@@ -135,7 +136,7 @@ def _pack_batch(loaded: LoadedBatch) -> SharedMessage:
 
 
 def _detach(parent: int, tie: bool) -> None:
-    """Undo what a forked process has from the training program, and end with it."""
+    """Undo what a forked process has inherited from the training program, and tie its life to the parent's."""
     if tie:
         die_with(parent)
     signal.set_wakeup_fd(-1)  # it would wake the parent
@@ -152,8 +153,8 @@ def _detach(parent: int, tie: bool) -> None:
 class _MessageReader:
     """The messages to a loader process.
 
-    Read by a thread of their own at once: the parent never waits for a process that waits for the parent to take a
-    batch, and a drop takes effect before the loads that it overtakes.
+    A thread reads them at once. So the parent never waits for a process that waits for the parent to take a batch, and
+    a drop takes effect before the loads that it overtakes.
     """
 
     def __init__(self, tasks: Connection[Any, Any]) -> None:
@@ -163,7 +164,7 @@ class _MessageReader:
         threading.Thread(target=self._read, name="pliant-inbox", daemon=True).start()
 
     def get(self) -> OpenTrack | LoadBatch | DropTrack | None:
-        """The next message; None: this is the end."""
+        """Return the next message; None at the end."""
         message = self._messages.get()
         return None if self._ended else message
 
@@ -198,7 +199,7 @@ class _SeededWorker:
 
 
 class _LoaderWorkers:
-    """The loader workers that one process plays, by track."""
+    """The loader workers that one process stands for, by track."""
 
     def __init__(self, recipe: LoaderSpec, worker: int) -> None:
         self._recipe, self._worker = recipe, worker
@@ -207,11 +208,11 @@ class _LoaderWorkers:
         self._beginnings: dict[int, _SeededWorker] = {}
 
     def open(self, message: OpenTrack) -> None:
-        """Make a loader worker, and bring it to the given state."""
+        """Make a loader worker with the given state."""
         self._seeds[message.track] = message.base_seed
         self._introduce(message.track)
-        # Of the loader workers with one base seed, only the first begins in earnest: so `worker_init_fn` is not called
-        # again for every epoch of a persistent loader, nor for batches that are loaded again.
+        # Only the first loader worker with a base seed is really initialised, so `worker_init_fn` is not called again
+        # for every epoch of a persistent loader, nor for batches that are loaded again.
         if message.base_seed not in self._beginnings:
             self._beginnings[message.base_seed] = self._begin(message.base_seed)
         self._states[message.track] = (
@@ -219,7 +220,7 @@ class _LoaderWorkers:
         )
 
     def _begin(self, base_seed: int) -> _SeededWorker:
-        """What a loader worker of torch's does before its first batch."""
+        """Do what torch's loader worker does before its first batch."""
         seed = base_seed + self._worker
         random.seed(seed)
         torch.manual_seed(seed)
@@ -250,7 +251,7 @@ class _LoaderWorkers:
         self._seeds.pop(track, None)
 
     def _introduce(self, track: int) -> None:
-        """Let `torch.utils.data.get_worker_info` tell whose loader worker this is now."""
+        """Make `torch.utils.data.get_worker_info` describe the loader worker of this track."""
         torch_worker._worker_info = torch_worker.WorkerInfo(
             id=self._worker,
             num_workers=self._recipe.num_workers,
@@ -265,12 +266,12 @@ class _LoaderWorkers:
 _HEADER = struct.Struct("<QI")
 
 _MAX_DESCRIPTORS = 253
-"""The most that the kernel lets one message carry (SCM_MAX_FD)."""
+"""The most descriptors that the kernel lets one message carry (SCM_MAX_FD)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMessage:
-    """A packed object. Owns its shared memory until it is sent."""
+    """A pickled object. Owns its shared memory until it is sent."""
 
     data: bytes
     storages: list[UntypedStorage]
@@ -294,13 +295,13 @@ def send_shared(to: socket.socket, parcel: SharedMessage) -> None:
         sizes.append(size)
     to.sendall(_HEADER.pack(len(parcel.data), len(sizes)))
     for first in range(0, len(descriptors), _MAX_DESCRIPTORS):
-        # A byte is needed to carry descriptors.
+        # At least one byte is needed to carry descriptors.
         socket.send_fds(to, [b"\0"], descriptors[first : first + _MAX_DESCRIPTORS])
     to.sendall(struct.pack(f"<{len(sizes)}Q", *sizes) + parcel.data)
 
 
 def receive_shared(source: socket.socket) -> Any:
-    """The next object; waits for it.
+    """Wait for the next object. It is unpickled, so the other end must be our own process.
 
     Raises:
         EOFError: the other end was closed.
@@ -345,13 +346,13 @@ def _receive_exactly(source: socket.socket, size: int) -> bytearray:
 
 
 class _Pickler(ForkingPickler):
-    """Puts a number in place of each piece of CPU memory that tensors are made of."""
+    """Replaces each CPU storage of a tensor by a number."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
         self.storages: list[UntypedStorage] = []
         self._numbers: dict[int, int] = {}
-        # Whoever has chosen files by name (for want of descriptors) gets them.
+        # A program may have chosen files by name, for want of descriptors.
         self._by_descriptor = torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # type: ignore[no-untyped-call]
 
     def persistent_id(self, thing: Any) -> int | None:

@@ -20,7 +20,7 @@ from pliant.errors import CommError
 
 
 def all_reduce(engine: Engine, name: str, tensor: torch.Tensor, portion: Portion) -> Handle:
-    """Sum `tensor`, a run of a larger one, over all ranks, in place; its slices are the parts."""
+    """Sum `tensor`, a part of a larger one, over all ranks, in place; its slices are the parts."""
     owners = [_owner(engine, lane) for lane in portion.lanes]
     sum_of_all = _Sum(engine, name, tensor, owners)
     for part, (begin, end) in enumerate(sum_of_all.ranges):
@@ -33,7 +33,7 @@ def _owner(engine: Engine, lane: int) -> int:
 
 
 class _Sum:
-    """One array on its way. Its methods are called by the engine's thread as well."""
+    """One array on its way. The engine's thread calls its methods, too."""
 
     def __init__(self, engine: Engine, name: str, tensor: torch.Tensor, owners: list[int]) -> None:
         self.handle = Handle(name, engine, owners[0])
@@ -55,7 +55,7 @@ class _Sum:
             notice.add_done_callback(partial(self._notified, notice))
 
     def _summed(self, part: int, pushed: Handle) -> None:
-        """At the owner: keep the sum for those who will ask, and tell them."""
+        """At the owner: keep the sum for those who will ask, and notify them."""
         if pushed.error is None:
             begin, end = self.ranges[part]
             self._engine.save(f"{self._name}/{part}", self._tensor[begin:end])

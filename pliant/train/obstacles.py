@@ -37,7 +37,7 @@ _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 _PRODUCT_MODULES = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
-# Their backward on CUDA uses atomics, and torch has no other one (torch.use_deterministic_algorithms lists them).
+# Their backward on CUDA uses atomics, and torch has no other (torch.use_deterministic_algorithms lists them).
 _ATOMIC = (nn.AvgPool3d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.MaxPool3d, nn.AdaptiveMaxPool2d,
            nn.FractionalMaxPool2d, nn.FractionalMaxPool3d, nn.MaxUnpool1d, nn.MaxUnpool2d, nn.MaxUnpool3d,
            nn.ReflectionPad1d, nn.ReflectionPad3d, nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d,
@@ -46,7 +46,7 @@ _ATOMIC = (nn.AvgPool3d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d, nn.MaxPool3
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """One module that stands in the way."""
+    """A module that is in the way."""
 
     module: str
     """Its name in the model; empty for the model itself."""
@@ -59,22 +59,22 @@ class Obstacle:
 
 
 def obstacles(model: nn.Module) -> list[Obstacle]:
-    """What keeps several replicas from taking turns on this model with the bits they would have alone."""
+    """Return what keeps replicas from taking turns on this model with the bits they would have alone."""
     return _scan(model, lambda module: [*_about_module(module), *_about_tensors(module), *_about_calls(module)])
 
 
 def nondeterministic(model: nn.Module) -> list[Obstacle]:
-    """What has no repeatable kernel on CUDA, so that there not even D0 holds; CPUs have no such modules."""
+    """Return modules without a repeatable kernel on CUDA, where not even D0 holds. CPUs have no such modules."""
     return _scan(model, _about_atomics)
 
 
 def hetero(model: nn.Module) -> list[Obstacle]:
-    """What GPUs of different kinds compute with different bits. On CPUs D2 pins these operations, and none is in the way."""
+    """Return modules that compute other bits on GPUs of another kind. On CPUs D2 pins these operations."""
     return _scan(model, _about_vendors)
 
 
 def check(model: nn.Module) -> None:
-    """Raises Unsliceable with all that is in the way of time-slicing."""
+    """Raise Unsliceable with everything that rules out time-slicing."""
     found = obstacles(model)
     if found:
         lines = "".join(f"\n  {each}" for each in found)
@@ -82,7 +82,7 @@ def check(model: nn.Module) -> None:
 
 
 _Finding = tuple[str, str]
-"""Why, and the remedy."""
+"""The reason, and the remedy."""
 
 
 def _scan(model: nn.Module, look: Callable[[nn.Module], list[_Finding] | Iterator[_Finding]]) -> list[Obstacle]:
@@ -176,7 +176,7 @@ def _about_vendors(module: nn.Module) -> Iterator[_Finding]:
 MAX_CALLS_DEEP = 8
 
 _KNOWN_PACKAGES = {"torch", "numpy", "builtins"} | set(sys.stdlib_module_names)
-"""Packages whose functions are not looked into; what they are called is known."""
+"""Packages whose functions are known and not examined."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +184,13 @@ class CodeReference:
     """Something that the code refers to."""
 
     name: str
-    """Where it is defined: torch.distributed.all_reduce, or just .matmul for a method of something unknown."""
+    """Where it is defined: torch.distributed.all_reduce, or just .matmul for a method of an unknown object."""
     where: str
     """file:line"""
 
 
 def references_of(module: nn.Module) -> list[CodeReference]:
-    """What this module's own code refers to; not what its submodules do."""
+    """Return what this module's own code refers to, without that of its submodules."""
     found: dict[CodeReference, None] = {}
     seen: set[CodeType] = set()
     for function in _functions(module):
@@ -215,14 +215,15 @@ def _functions(module: nn.Module) -> Iterator[FunctionType]:
 
 
 def _is_library(kind: type) -> bool:
-    """Whether it was installed: then it may do much beside forward (save itself with a barrier, say) that nobody calls.
-    Of the program's own classes every method counts, because its loop may call any of them."""
+    """Return whether the class was installed. Then it may have methods besides forward that nobody calls (to save
+    itself with a barrier, for example). Of the program's own classes every method counts, because its loop may call
+    any."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     return not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _reached_by_forward(kinds: Sequence[type]) -> Iterator[FunctionType]:
-    """forward, and all methods that have a name which the code of one of these mentions."""
+    """Yield forward, and all methods whose name its code mentions, directly or not."""
     methods: dict[str, list[FunctionType]] = {}
     for kind in kinds:
         for name, value in vars(kind).items():
@@ -257,7 +258,7 @@ def _methods(kind: type) -> Iterator[FunctionType]:
 
 
 def _as_function(value: object) -> FunctionType | None:
-    """The Python function inside of methods, partials and decorators; None if there is none."""
+    """Return the Python function inside of methods, partials and decorators; None if there is none."""
     for _ in range(MAX_CALLS_DEEP):
         if isinstance(value, functools.partial):
             value = value.func
@@ -307,7 +308,7 @@ def _references_in_code(
 
 
 def _references(code: CodeType, names: dict[str, object]) -> Iterator[tuple[str, object, int]]:
-    """Every chain a.b.c in the code: its name, what it is if that is known, and its line."""
+    """Yield every chain a.b.c in the code: its name, its value if that is known, and its line."""
     local: dict[str, object] = {}  # what is imported within the function
     package, imported = "", None
     current: tuple[str, object] | None = None

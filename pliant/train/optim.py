@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _SAVED = "model of a pair"
-"""What a worker's model is called in its store."""
+"""The name of a worker's model in its store."""
 
 
 class AveragingOptimizer(torch.optim.Optimizer, ABC):
-    """The base of these: an optimizer in the place of another, whose groups, state and hooks it has."""
+    """Base class: an optimizer in the place of another, with its groups, state and hooks."""
 
     _step_supports_amp_scaling = False  # a scaler would talk to us, not to the optimizer that scales
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        # Not the base's: whatever that would make, `optimizer` has.
+        # The base constructor is not called: `optimizer` has all that it would make.
         name = type(self).__name__
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(
@@ -98,7 +98,7 @@ class AveragingOptimizer(torch.optim.Optimizer, ABC):
         self.inner.load_state_dict(state_dict)
 
     def step(self, closure: Any = None) -> Any:
-        """Average as far as models of others are there, then apply the gradient."""
+        """Average with the models that have arrived, then apply the gradient."""
         with torch.no_grad():
             self._average()
         result = self.inner.step() if closure is None else self.inner.step(closure)
@@ -110,15 +110,14 @@ class AveragingOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """What must be the same on all workers."""
+        """Describe what must be the same on all workers."""
 
     def attach(self, gradients: GradientCollector, equalise: Callable[[], None]) -> None:
-        """Be the optimizer of a job: its gradients stay where they are made. `equalise` gives all workers the state of
-        the first."""
+        """Become the optimizer of a job: gradients are not summed. `equalise` gives all workers the state of the first."""
         gradients.disable_sums()
 
     def enter_view(self, engine: Engine, blocks: Sequence[int]) -> None:
-        """Take up a view in which rank r hosts `blocks[r]` replicas. The model is here already."""
+        """Use this engine from now on: rank r hosts `blocks[r]` replicas. The model is here already."""
         if max(blocks) > 1:
             raise ConfigError(
                 f"{type(self).__name__} keeps a model in each worker, so each has one replica, but {sum(blocks)} replicas "
@@ -129,27 +128,26 @@ class AveragingOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def begin(self, step: int) -> None:
-        """A step begins: have sent what can be sent. Raises CommError if somebody is gone."""
+        """Send what can be sent at the start of a step. Raises CommError if a worker is lost."""
 
     def wait(self) -> None:
-        """What the step cannot do without is here; raises CommError if it cannot be had."""
+        """Wait for what the step needs. Raises CommError if it cannot be had."""
 
     def before_load(self, step: int) -> None:
-        """A state of this step is about to be loaded."""
+        """Prepare to load a state of this step."""
 
     @abstractmethod
     def _average(self) -> None:
         """Move the model towards the others'."""
 
     def _after_step(self) -> None:
-        """The gradient has been applied."""
+        """Run after the gradient has been applied."""
 
 
 class SynchronousAveraging(AveragingOptimizer):
-    """SMA (EA-SGD): in each step the model is drawn by `alpha` towards the mean of all workers' models at the step's
-    begin, and then the worker's own gradient is applied.
+    """SMA (EA-SGD): move the model by `alpha` towards the mean of all workers' models, then apply the own gradient.
 
-    The models of all workers are summed while the program computes.
+    The mean is that of the models at the start of the step. They are summed while the program computes.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, alpha: float = 0.1) -> None:
@@ -160,7 +158,7 @@ class SynchronousAveraging(AveragingOptimizer):
         self._copies: list[ParameterCopies] = []
         self._under_way: list[Handle] = []
         self._is_here = False
-        """Whether the sums of this step's models have come, and are not used yet."""
+        """Whether the sums of this step's models have arrived, and are not used yet."""
         self._retired: list[tuple[Engine, list[ParameterCopies]]] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -207,8 +205,8 @@ class SynchronousAveraging(AveragingOptimizer):
 
 
 class AdaptiveSGD(SynchronousAveraging):
-    """SMA in the first `change_step` steps, synchronous SGD from then on. In between all workers get the first one's
-    whole state, optimizer and all, so from there on their models are the same to the bit."""
+    """SMA in the first `change_step` steps, synchronous SGD after that. In between all workers get the first one's
+    whole state, optimizer included, so their models are the same to the bit from there on."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, change_step: int, alpha: float = 0.1) -> None:
         super().__init__(optimizer, alpha)
@@ -236,7 +234,7 @@ class AdaptiveSGD(SynchronousAveraging):
             super().begin(step)
             return
         if step == self.change_step and self._engine is not None and self._engine.size > 1:
-            # Whenever this step is begun, also once more after a loss: what to do then depends on nothing but the step.
+            # Also when this step is repeated after a loss: it depends on nothing but the step.
             self._equalise()
         gradients = self._gradients
         if gradients is not None and gradients.sums.wanted != self._could_sum:
@@ -244,17 +242,16 @@ class AdaptiveSGD(SynchronousAveraging):
             gradients.use_layout(None)
 
     def before_load(self, step: int) -> None:
-        """Who comes later gets the layout of the sums with the state, and must know that there are some."""
+        """A new worker gets the layout of the sums with the state, and must know that there are sums."""
         if self._gradients is not None:
             self._gradients.sums.wanted = self._could_sum and step > self.change_step
 
 
 class PairAveraging(AveragingOptimizer):
-    """AD-PSGD: in each step a worker takes the mean of its model and that of one other, which it chooses at random, then
-    applies its own gradient, then saves its model for others to fetch.
+    """AD-PSGD: in each step take the mean of the own model and that of one random worker, then apply the own gradient.
 
     The other's model is fetched while the program computes, and is of whichever step that worker has saved last. If it
-    cannot be had (the worker is new and has saved none yet, or is gone) the step goes without it.
+    cannot be had (the worker is new and has saved none yet, or is lost), the step goes without it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
@@ -263,7 +260,7 @@ class PairAveraging(AveragingOptimizer):
             raise ConfigError(f"PairAveraging: seed={seed!r} must be a whole number")
         self.seed = seed
         self.peer: int | None = None
-        """The rank whose model the last step was averaged with; None if with none."""
+        """The rank whose model the last step was averaged with; None without one."""
         self._asked: tuple[int, Handle] | None = None
         self._saved: ParameterCopies | None = None
         """Where the model is put together to be saved."""
@@ -320,14 +317,14 @@ class PairAveraging(AveragingOptimizer):
 
 
 def peer_of(rank: int, size: int, step: int, seed: int) -> int:
-    """Another rank, each as likely as any other; the program's own random numbers are left alone."""
+    """Return another rank, each equally likely. The program's random generators are not used."""
     label = f"{seed}:{step}:{rank}".encode()
     found = int.from_bytes(hashlib.sha256(label).digest()[:8]) % (size - 1)
     return found + (found >= rank)
 
 
 def find_averaging(optimizers: Sequence[torch.optim.Optimizer]) -> AveragingOptimizer | None:
-    """The one that averages, if there is one. Raises ConfigError if it is not the only optimizer."""
+    """Return the optimizer that averages models, if there is one. Raises ConfigError if it is not the only optimizer."""
     found = [optimizer for optimizer in optimizers if isinstance(optimizer, AveragingOptimizer)]
     if found and len(optimizers) > 1:
         raise ConfigError(
@@ -352,7 +349,7 @@ class ParameterCopies:
         torch._foreach_copy_(self.views, self.parameters)
 
     def pull_parameters(self, weight: float) -> None:
-        """Draw the parameters towards what is here."""
+        """Move the parameters towards these copies by `weight`."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             other = view.to(parameter.device)
             if other.dtype == parameter.dtype:
@@ -362,7 +359,7 @@ class ParameterCopies:
 
 
 def copies_to_sum(parameters: Sequence[Parameter], engine: Engine) -> list[ParameterCopies]:
-    """In pieces like those of gradients, so that the first is under way while the next is copied."""
+    """Make copies in pieces like the buckets of gradients, so that the first is sent while the next is copied."""
     kinds = [(_summed_as(parameter.dtype), parameter.device) for parameter in parameters]
     items = [BucketItem(kind, p.numel() * kind[0].itemsize) for p, kind in zip(parameters, kinds, strict=True)]
     made = []
@@ -376,12 +373,12 @@ def copies_to_sum(parameters: Sequence[Parameter], engine: Engine) -> list[Param
 
 
 def _summed_as(dtype: torch.dtype) -> torch.dtype:
-    """A mean of models in 8 or 11 bits would move them further than many a gradient."""
+    """Return the type to sum in: a mean of models in 8 or 11 bits would move them further than many a gradient."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def copies_to_fetch(parameters: Sequence[Parameter]) -> ParameterCopies:
-    """As one run of bytes: whoever fetches it has a model of one step."""
+    """Make one run of bytes: whoever fetches it has a model of a single step."""
     members = sorted(parameters, key=lambda parameter: -parameter.element_size())  # so that each is aligned
     flat = torch.empty(sum(parameter.nbytes for parameter in members), dtype=torch.uint8)
     views, offset = [], 0

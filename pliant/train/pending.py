@@ -43,21 +43,22 @@ _METADATA = frozenset(
     )
     if found is not None
 )  # fmt: skip
-"""What can be asked of a parameter without using its values."""
+"""Attributes of a parameter that can be read without using its values."""
 
 
 class PendingOwner(Protocol):
-    """Who knows how to make a parameter ready."""
+    """Makes parameters ready for use."""
 
     def use(self, index: int) -> None:
-        """Something is about to use this parameter: have it ready, and release it."""
+        """Make this parameter ready, and release it: something is about to use it."""
 
     def gradient_is_read(self, index: int) -> None:
-        """Somebody reads its gradient, which is a use as well."""
+        """Take note that the parameter's gradient is read, which is a use as well."""
 
 
 _owners: dict[int, tuple[PendingOwner, int]] = {}
-"""By id: whose they are, and their number there. (An attribute would be pickled with the parameter.)"""
+"""The owner of each pending parameter, and its index there, by id. (An attribute would be pickled with the parameter.)
+"""
 
 
 class Pending(Parameter):
@@ -85,13 +86,13 @@ class Pending(Parameter):
 
 
 def suspend_parameter(parameter: Parameter, owner: PendingOwner, index: int) -> None:
-    """From now on a use of this parameter asks its owner first."""
+    """Make every use of this parameter ask its owner first."""
     _owners[id(parameter)] = (owner, index)
     parameter.__class__ = Pending
 
 
 def release_parameter(parameter: Parameter) -> None:
-    """It is an ordinary parameter again."""
+    """Make it an ordinary parameter again."""
     _make_plain(parameter)
     _owners.pop(id(parameter), None)
 
@@ -102,7 +103,7 @@ def _make_plain(parameter: Parameter) -> None:
 
 
 def _complete_all(values: Any) -> None:
-    """Have all pending parameters among these ready."""
+    """Make all pending parameters among these values ready."""
     for value in values:
         if isinstance(value, Pending):
             owner = _owners.get(id(value))
@@ -122,21 +123,21 @@ def _complete_all(values: Any) -> None:
 _optimizers: Any = importlib.import_module("torch.optim.optimizer")  # torch hides it behind a name of its own
 
 ParameterGroups = list[dict[str, Any]]
-"""As `param_groups` has them."""
+"""Groups in the form of `param_groups`."""
 
 
 @dataclass(slots=True, eq=False)
 class DeferredStep:
-    """A call of `optimizer.step()` that has not happened yet for some parameters."""
+    """A call of `optimizer.step()` that is still to be done for some parameters."""
 
     optimizer: torch.optim.Optimizer
     options: ParameterGroups
-    """Of each group, as they were at the call: a scheduler may have changed them since."""
+    """The options of each group at the call. A scheduler may have changed them since."""
     state: Any
-    """The optimizer's, at the call: the program may have put another in its place since, for later steps."""
+    """The optimizer's state at the call. The program may have replaced it since, for later steps."""
 
     def apply(self, groups: list[list[Parameter]]) -> None:
-        """Let it happen for these parameters, which are of these groups."""
+        """Do the step for these parameters of each group."""
         given = [{**options, "params": group} for options, group in zip(self.options, groups, strict=True)]
         present, self.optimizer.state = self.optimizer.state, self.state
         try:
@@ -146,7 +147,7 @@ class DeferredStep:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> ParameterGroups:
-    """The options of each group, as they are now."""
+    """Return copies of the options of each group."""
     return [_copy_options(group) for group in optimizer.param_groups]
 
 
@@ -159,12 +160,12 @@ def _copy_options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> set[int]:
-    """The ids of its parameters."""
+    """Return the ids of its parameters."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def with_groups(optimizer: torch.optim.Optimizer, groups: ParameterGroups, act: Callable[[], Any]) -> Any:
-    """`act` while the optimizer believes these to be its groups. Its state is by parameter, so it stays right."""
+    """Call `act` while the optimizer has these groups."""
     own = optimizer.param_groups
     optimizer.param_groups = groups
     try:
@@ -174,12 +175,12 @@ def with_groups(optimizer: torch.optim.Optimizer, groups: ParameterGroups, act: 
 
 
 def _bare_step(optimizer: torch.optim.Optimizer) -> None:
-    """The update alone, without what torch and schedulers have put around `step`: that has happened at the call."""
+    """Run the update alone, without what torch and schedulers have put around `step`: that ran at the call."""
     function: Any = type(optimizer).step
     if getattr(function, "hooked", False):
         function = function.__wrapped__
-    # Where a compiled function is the first to use a parameter, torch believes that it compiles, and its optimizers compute
-    # other bits then.
+    # If a compiled function is the first to use a parameter, torch believes that it compiles, and its optimizers would
+    # compute other bits.
     compiler: Any = torch.compiler
     compiling, compiler._is_compiling_flag = compiler._is_compiling_flag, False
     try:
@@ -190,7 +191,7 @@ def _bare_step(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def default_modes() -> Iterator[None]:
-    """What happens to be the mode of whoever uses a parameter first is none of the optimizer's business."""
+    """Set the modes that an optimizer expects, whatever the modes of the code that uses a parameter first."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
@@ -201,7 +202,7 @@ def default_modes() -> Iterator[None]:
 
 
 def why_inseparable(optimizer: torch.optim.Optimizer) -> str:
-    """Why this optimizer cannot update one parameter after the other; empty if it can."""
+    """Return why this optimizer cannot update parameters one by one; empty if it can."""
     name = type(optimizer).__name__
     if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:
         return f"{name} is not one of torch's own optimizers, and may need all gradients at once"
@@ -224,7 +225,7 @@ def why_inseparable(optimizer: torch.optim.Optimizer) -> str:
 
 
 def wrappers(function: Any) -> Iterator[Any]:
-    """A patched method and all that it wraps."""
+    """Yield a patched method and all that it wraps."""
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
@@ -235,7 +236,7 @@ def wrappers(function: Any) -> Iterator[Any]:
 
 @dataclass(slots=True)
 class SavedParameter:
-    """A parameter and its optimizer state before an update that may have to be taken back."""
+    """A parameter and its optimizer state before an update that may have to be undone."""
 
     parameter: Parameter
     values: torch.Tensor
@@ -243,27 +244,30 @@ class SavedParameter:
 
 
 class UndoLog:
-    """The way back to where a step began."""
+    """Restores parameters and optimizers to the beginning of a step.
+
+    Only what is updated before all sums of its step have arrived has to be saved.
+    """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
         self._saved: list[SavedParameter] = []
         self._states: list[tuple[torch.optim.Optimizer, Any]] = []
-        """The optimizers' whole states, as objects: the program may put another in its place."""
+        """The optimizers' states as objects: the program may replace them."""
         self._options: list[tuple[torch.optim.Optimizer, ParameterGroups]] = []
-        """Of all groups, when backward was over."""
+        """The options of all groups when backward was over."""
 
     def begin(self) -> None:
-        """Backward is over: what is updated from now on may have to be taken back."""
+        """Begin a step: what is updated from now on may have to be undone."""
         self.clear()
         self._options = [(optimizer, options_of(optimizer)) for optimizer in self._optimizers]
 
     def save_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer steps now, with this state."""
+        """Save the state object with which the optimizer steps now."""
         self._states.append((optimizer, optimizer.state))
 
     def save(self, parameter: Parameter) -> None:
-        """As it is, with whatever optimizers know of it: it may be updated at once, or by the program itself."""
+        """Save a parameter with its optimizer state: it may be updated at once, or changed by the program."""
         states = []
         for optimizer in self._optimizers:
             state = optimizer.state.get(parameter)
@@ -274,7 +278,7 @@ class UndoLog:
         self._saved.append(SavedParameter(parameter, parameter.detach().clone(), states))
 
     def restore(self) -> None:
-        """Everything is as it was when backward was over."""
+        """Restore everything as it was when backward was over."""
         for optimizer, state in self._states:
             optimizer.state = state
         with torch.no_grad():
@@ -291,7 +295,7 @@ class UndoLog:
         self.clear()
 
     def clear(self) -> None:
-        """Nothing has to be taken back any more."""
+        """Forget everything: nothing has to be undone any more."""
         self._saved.clear()
         self._states.clear()
         self._options.clear()
@@ -306,4 +310,4 @@ class PendingSum:
 
     handle: Handle
     members: list[tuple[int, torch.Tensor | None]]
-    """The number of each parameter, and where its sum will be; None where no replica has used it."""
+    """The index of each parameter, and where its sum will be; None if no replica has used it."""

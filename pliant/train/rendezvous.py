@@ -39,14 +39,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REPORT_BYTES = 8192
-"""Room for a report: reports are of one size, so that telling them takes one round."""
+"""The fixed size of a report. With one size for all, a single all_gather exchanges them."""
 
 
 class Left(SystemExit):
-    """This worker is no longer part of the job, in good order. Ends the program with exit code 0."""
+    """Raised when this worker is no longer part of the job, in good order. Ends the program with exit code 0."""
 
     ends_at_once = True
-    """Somebody waits for its device: a fork of the warm process does not take the interpreter apart (`launch.warm`)."""
+    """Another process waits for this worker's device, so `launch.warm` ends the process without taking the interpreter
+    apart."""
 
     def __init__(self, why: str) -> None:
         super().__init__(0)
@@ -55,7 +56,7 @@ class Left(SystemExit):
 
 @dataclass(frozen=True, slots=True)
 class MemberReport:
-    """What a worker says when it enters a view."""
+    """A worker's report when it enters a view."""
 
     step: int
     """Steps committed here; -1 without a state."""
@@ -63,9 +64,9 @@ class MemberReport:
     program: str
     """What must be the same on all workers: replicas, parameters, data."""
     fingerprint: dict[str, Any]
-    """What the bits depend on."""
+    """The properties of the machine that the bits depend on."""
     stays: bool = False
-    """Whether it waits until everybody has the state; else it trains on, and others may fetch from it meanwhile."""
+    """If true, it waits until every member has the state. If false, it trains on while others fetch from it."""
 
     def to_bytes(self) -> bytes:
         return json.dumps([self.step, self.offered_bytes, self.program, self.fingerprint, self.stays]).encode()
@@ -93,15 +94,15 @@ class ViewRendezvous:
         self._member, self._trainer, self._state = member, trainer, state
         self._program, self._fingerprint, self._level = program, fingerprint, level
         self._start_job = start_job
-        """Makes the state to begin with; told whether the job had one before and lost it."""
+        """Makes the state to start with. Its argument tells whether the job had a state before and lost it."""
         self._before_end = before_end
-        """Called when nobody is left to go on: the last chance to write the state down."""
+        """Called when no worker is left to go on: the last chance to write a checkpoint."""
         self._notify = notify
         self._was_listed = self._announces = False
         self.has_state = False
 
     def join(self) -> None:
-        """A newcomer's way in: say that we are ready, wait to be listed."""
+        """Enter the job as a new worker: report that it is ready, and wait to be a member."""
         try:
             self._member.ready()
         except NotWanted as error:
@@ -109,7 +110,7 @@ class ViewRendezvous:
         self._enter_next(None)
 
     def enter_next_view(self) -> None:
-        """The way on from a view that has ended, at a step's boundary."""
+        """Leave a view that has ended, at a step's boundary, and enter the next one."""
         trainer = self._trainer
         planned = trainer.switch_to if trainer.torn is None else None
         lost, old_size = trainer.torn is not None, self._member.size
@@ -118,7 +119,7 @@ class ViewRendezvous:
         trainer.changes.begin(since_s, old_size, lost, self._announce)
 
     def _announce(self, change: ViewChange) -> None:
-        """Say so once, by the first of those who were there before."""
+        """Print and record the change. The first of the workers that were there before does so."""
         if self._announces:
             what = f"recovered at step {change.step}:" if change.lost else "resize"
             again = f", {change.repeated} steps are done again" if change.repeated > 1 else ""
@@ -134,7 +135,7 @@ class ViewRendezvous:
             )
 
     def _enter_next(self, planned: int | None) -> None:
-        """Enter `planned`, or else whatever roll comes next, until it works."""
+        """Enter `planned`, or else the next membership, until one works."""
         after = self._member.entered
         while True:
             roll = self._member.prepared_membership(planned) if planned is not None else None
@@ -172,8 +173,8 @@ class ViewRendezvous:
         engine = member.enter(roll)
         reports = self._submit_report(engine, "settle", offered, stays=not planned)
         if planned:
-            # All who were in the old view have done its last step. They know each other's reports, and need not wait for
-            # those of newcomers, who fetch the state from them while they train on.
+            # All members of the old view have committed its last step, so they know that they hold the state. They do
+            # not wait for the reports of new workers, who fetch the state while these train on.
             holders = [rank for rank, worker in enumerate(view.workers) if worker in known]
         else:
             holders = self._compare(engine, roll, offered, reports)
@@ -185,7 +186,7 @@ class ViewRendezvous:
         self._announces = engine.rank == holders[0]
 
     def _compare(self, engine: Engine, roll: Membership, offered: int, submitted: Handle | None) -> list[int]:
-        """Find out who has the newest state, and have it, too; the ranks of those who had it."""
+        """Find out who has the newest state, obtain it, and return the ranks that had it."""
         reports = self._reports(submitted, offered)
         holders = _holders(reports)
         if not holders:
@@ -200,12 +201,12 @@ class ViewRendezvous:
         return holders
 
     def _obtain_state(self, engine: Engine, reports: Sequence[MemberReport], holders: Sequence[int]) -> None:
-        """Everybody has the newest state afterwards, as far as this worker has to do with it."""
+        """Take this worker's part in giving everybody the newest state."""
         source, offered = holders[0], reports[holders[0]].offered_bytes
         lacking = [rank for rank in range(engine.size) if rank not in holders]
         if engine.rank in lacking and not offered:
-            # The others have left a view together, in good order as they thought, and lend nothing. Rare enough to
-            # begin anew: this worker ends, and its runner starts another.
+            # The others have left a view together, in good order as they thought, and lend nothing. This is rare: this
+            # worker ends, and its runner starts another.
             raise TrainError(
                 f"{self._member.me} missed the last step of a view that the others have left: it has to be replaced"
             )
@@ -214,7 +215,7 @@ class ViewRendezvous:
             own = self._state.read() if engine.rank == source else None
             state = relay_state(engine, source, lacking, offered, own)
         elif engine.rank in lacking:
-            # Where models are averaged every holder has its own: what is fetched must be of one.
+            # If models are averaged, every holder has its own: all of the state must come from one.
             sources = holders if self._trainer.averaging is None else holders[:1]
             state = fetch_state(engine, sources, offered)
         if engine.rank in lacking:
@@ -226,7 +227,7 @@ class ViewRendezvous:
         return MemberReport(step, offered, self._program, self._fingerprint.to_json(), stays)
 
     def _submit_report(self, engine: Engine, name: str, offered: int, stays: bool = True) -> Handle | None:
-        """Tell everybody what this worker has; None where there is nobody."""
+        """Send everybody this worker's report; return None if it is alone."""
         if engine.view.size == 1:
             return None
         data = self._report(offered, stays).to_bytes()
@@ -242,7 +243,7 @@ class ViewRendezvous:
         return [MemberReport.from_bytes(bytes(row.numpy())) for row in rows]
 
     def _check(self, reports: Sequence[MemberReport], reference: int, engine: Engine) -> None:
-        """Refuse to take part where this program or this machine would change the result."""
+        """Refuse to take part if this program or this machine would change the result."""
         theirs, mine = reports[reference], reports[engine.rank]
         if theirs.program != mine.program:
             raise TrainError(
@@ -259,7 +260,7 @@ class ViewRendezvous:
             raise SystemExit(REFUSED_EXIT)
 
     def equalise(self) -> None:
-        """Give every worker the state of the first. Raises CommError if somebody is gone."""
+        """Give every worker the state of the first one. Raises CommError if a worker is lost."""
         engine = self._trainer.engine
         assert engine is not None, "there is a view"
         state = spread_state(engine, self._state.read() if engine.rank == 0 else None)
@@ -268,7 +269,7 @@ class ViewRendezvous:
 
 
 def _holders(reports: Sequence[MemberReport]) -> list[int]:
-    """The ranks with the newest state."""
+    """Return the ranks with the newest state."""
     newest = max(report.step for report in reports)
     return [rank for rank, report in enumerate(reports) if report.step == newest and newest >= 0]
 
@@ -281,13 +282,13 @@ Stateful = dict[str, Any]
 
 
 class JobState:
-    """Reads the state off a trainer and what is tracked beside it, and puts it back."""
+    """Reads the whole state of a job from its trainer and the tracked objects, and loads it again."""
 
     def __init__(self, trainer: Trainer, tracked: Stateful) -> None:
         self._trainer, self._tracked = trainer, tracked
 
     def read(self) -> dict[str, Any]:
-        """All that a newcomer must know. References, no copies."""
+        """Return all that a new worker must know: references, no copies."""
         trainer = self._trainer
         progress, replicas = trainer.progress, trainer.replicas
         return {
@@ -302,14 +303,14 @@ class JobState:
         }
 
     def _layout(self) -> list[list[int]] | None:
-        """L2, once it is in use; under D0 nothing, for a restarted DDP begins with L1 again."""
+        """Return L2 once it is in use. Under D0 return None, because a restarted DDP begins with L1 again."""
         gradients = self._trainer.gradients
         if gradients.waits_for_order or not gradients.sums.wanted or not self._trainer.keeps_layout:
             return None
         return gradients.layout.to_json()
 
     def load(self, state: dict[str, Any]) -> None:
-        """Raises TrainError where it is of a program that tracks other objects."""
+        """Load a state. Raises TrainError if its program tracks other objects."""
         trainer = self._trainer
         missing = set(state["tracked"]) ^ set(self._tracked)
         if missing:
@@ -339,7 +340,7 @@ class JobState:
 
 
 _LENT_PREFIX = "state:"
-"""What the names of lent memory begin with."""
+"""The prefix of the names of lent memory."""
 
 
 def _lent_prefix(view: int) -> str:
@@ -347,7 +348,7 @@ def _lent_prefix(view: int) -> str:
 
 
 def lend_state(member: Member | SoloMember, view: int, state: object) -> int:
-    """Let the others of the view to come fetch `state`, before they can ask; how long its table of contents is."""
+    """Let members of the coming view fetch `state`, before any can ask; return the size of its table of contents."""
     contents, hosts = _pack_state(state)
     member.publish(f"{_lent_prefix(view)}contents", torch.frombuffer(bytearray(contents), dtype=torch.uint8))
     for number, host in enumerate(hosts):
@@ -357,7 +358,7 @@ def lend_state(member: Member | SoloMember, view: int, state: object) -> int:
 
 
 def _pack_state(state: object) -> tuple[bytes, list[torch.Tensor]]:
-    """The table of contents, and the tensors; these are no copies where they are on the host already."""
+    """Return the table of contents, and the tensors: no copies if they are on the host already."""
     skeleton, tensors = state_tree.flatten(state)
     hosts = [tensor.detach().cpu().contiguous() for tensor in tensors]
     specs = [spec.to_json() for spec in state_tree.describe_tensors(hosts)]
@@ -365,10 +366,10 @@ def _pack_state(state: object) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def spread_state(engine: Engine, state: object | None) -> object:
-    """The state of rank 0, on every rank; the others give None.
+    """Return the state of rank 0 on every rank; the others pass None.
 
     Raises:
-        CommError: somebody is gone.
+        CommError: a worker is lost.
     """
     contents, tensors = _pack_state(state) if engine.rank == 0 else (b"", None)
     contents = engine.all_gather_bytes("spread", contents)[0]
@@ -376,11 +377,12 @@ def spread_state(engine: Engine, state: object | None) -> object:
 
 
 def relay_state(engine: Engine, holder: int, lacking: Sequence[int], num_bytes: int, state: object | None) -> object:
-    """The state of `holder` on all ranks that lack it: these pass shares of it on to each other, so that the holder sends it
-    about once, however many they are. The holder gives its `state`, whose table of contents has `num_bytes`.
+    """Return the state of `holder` on all ranks that lack it. These pass shares of it on to each other, so the holder
+    sends it about once, however many they are. The holder passes its `state`, whose table of contents has
+    `num_bytes`.
 
     Raises:
-        CommError: somebody is gone.
+        CommError: a worker is lost.
     """
     ranks = sorted([holder, *lacking])
     contents = torch.empty(num_bytes, dtype=torch.uint8)
@@ -400,7 +402,7 @@ def _broadcast(
     holder: int,
     ranks: Sequence[int] | None,
 ) -> object:
-    """The holder's state on all these ranks, which have its table of contents; the others give no tensors."""
+    """Return the holder's state on all these ranks, which have its table of contents. The others pass no tensors."""
     table = json.loads(contents)
     if tensors is None:
         tensors = [TensorSpec.from_json(entry).empty("cpu") for entry in table["tensors"]]
@@ -415,15 +417,15 @@ def _broadcast(
 
 
 def reclaim_state(member: Member | SoloMember) -> None:
-    """Lend nothing any more."""
+    """Stop lending."""
     member.unpublish(_LENT_PREFIX)
 
 
 def fetch_state(engine: Engine, holders: Sequence[int], num_bytes: int) -> object:
-    """The state that the workers of these ranks lend, each asked for its share.
+    """Fetch the state that these ranks lend, a share from each.
 
     Raises:
-        CommError: one of them is gone.
+        CommError: one of them is lost.
     """
     prefix = _lent_prefix(engine.view.number)
     contents = torch.empty(num_bytes, dtype=torch.uint8)
@@ -433,7 +435,7 @@ def fetch_state(engine: Engine, holders: Sequence[int], num_bytes: int) -> objec
     tensors = [spec.empty("cpu") for spec in specs]
     load = dict.fromkeys(holders, 0)
     waiting: list[Handle] = []
-    # The largest first, each to whoever has the least to send so far.
+    # The largest tensors first, each from the holder with the least to send so far.
     for number in sorted(range(len(specs)), key=lambda number: -specs[number].nbytes):
         if tensors[number].numel():
             source = min(load, key=lambda rank: load[rank])

@@ -16,12 +16,12 @@ from pliant.train.context import DataPosition, ReplicaContext, RngState, capture
 from pliant.train.sampling import LoaderOptions, num_batches, samples_used
 
 Blocks = Callable[[int], Sequence[int]]
-"""How many replicas each of so many workers hosts."""
+"""Returns how many replicas each of this many workers hosts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Rank r hosts `blocks[r]` replicas; this is how `rank` sees it."""
+    """Rank r hosts `blocks[r]` replicas, as `rank` sees it."""
 
     blocks: tuple[int, ...] = ()
     rank: int = 0
@@ -33,7 +33,7 @@ class Placement:
         return range(begin, begin + self.blocks[self.rank]) if self.blocks else range(0)
 
     def owner_of(self, replica: int) -> int:
-        """The rank that hosts a replica."""
+        """Return the rank that hosts a replica."""
         for rank, size in enumerate(self.blocks):
             replica -= size
             if replica < 0:
@@ -42,10 +42,10 @@ class Placement:
 
 
 def place_replicas(num_replicas: int, size: int, rank: int, wanted: Blocks | None = None) -> Placement:
-    """The replicas on so many workers: evenly, or as the program wants it.
+    """Place the replicas on this many workers: evenly, or as the program wants it.
 
     Raises:
-        TrainError: what it wants does not place every replica, or leaves a worker without one.
+        TrainError: its wish does not place every replica, or leaves a worker without one.
     """
     blocks = tuple(wanted(size)) if wanted else even_blocks(num_replicas, size)
     if len(blocks) != size or sum(blocks) != num_replicas or min(blocks) < 1:
@@ -54,7 +54,7 @@ def place_replicas(num_replicas: int, size: int, rank: int, wanted: Blocks | Non
 
 
 def even_blocks(num_replicas: int, num_workers: int) -> tuple[int, ...]:
-    """How many replicas each worker hosts: as even as can be, the first ones one more."""
+    """Return how many replicas each worker hosts; the first ones host one more if needed."""
     share, more = divmod(num_replicas, num_workers)
     return tuple(share + (rank < more) for rank in range(num_workers))
 
@@ -66,10 +66,10 @@ Tensors = list[torch.Tensor]
 
 
 class ModelBuffers:
-    """The buffers of a model (BatchNorm's running statistics and the like), saved and loaded as a whole."""
+    """The buffers of a model (such as BatchNorm's running statistics), saved and loaded as a whole."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        # Found once: walking through the modules of a large model costs more than copying what is found there.
+        # Searched once: walking through the modules of a large model costs more than copying its buffers.
         self._places = [(module._buffers, name) for module, name in _buffer_owners(model)]
         self.num_bytes = sum(buffer.nbytes for buffer in self._current())
         self._groups = _groups_by_type(self._current())
@@ -96,12 +96,12 @@ class ModelBuffers:
                 torch._foreach_copy_([targets[index] for index in group], [sources[index] for index in group])
 
     def pack(self, saved: Sequence[torch.Tensor]) -> torch.Tensor:
-        """All of them as one run of bytes on the host."""
+        """Return all of them as one run of bytes on the host."""
         flat = [tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() for tensor in saved if tensor.numel()]
         return torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
 
     def unpack(self, flat: torch.Tensor) -> Tensors:
-        """What `pack` made, on the devices where the model's buffers are."""
+        """Return what was packed, on the devices of the model's buffers."""
         tensors, begin = [], 0
         for buffer in self._current():
             piece = flat[begin : begin + buffer.nbytes].clone()
@@ -111,7 +111,7 @@ class ModelBuffers:
 
 
 def _buffer_owners(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str]]:
-    """Where each buffer is kept, in the order of `model.buffers()`."""
+    """Return the module and name of each buffer, in the order of `model.buffers()`."""
     owners, seen = [], set()
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -132,16 +132,16 @@ def _groups_by_type(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 class Replicas:
-    """Their number, their contexts, and their data."""
+    """The number of replicas, their contexts, and how the samples are dealt to them."""
 
     def __init__(self, count: int, num_samples: int, loading: LoaderOptions) -> None:
         self.count = count
-        """N: fixed, unless it follows the number of workers."""
+        """N. It is fixed, unless it follows the number of workers."""
         self.contexts: list[ReplicaContext] = []
-        """Of all replicas, at the boundary where the last step was committed."""
+        """The contexts of all replicas at the last committed step."""
         self.num_samples = num_samples
         self.loading = loading
-        """How samples are dealt and loaded, now: decisions may change the batch size."""
+        """The present loader options. Decisions may change the batch size."""
 
     @property
     def num_loader_workers(self) -> int:
@@ -149,28 +149,28 @@ class Replicas:
 
     @property
     def num_batches(self) -> int:
-        """Of each in a whole epoch, with the batch size of now."""
+        """Batches of each replica in a whole epoch, at the present batch size."""
         return num_batches(self.num_samples, self.count, self.loading)
 
     def batches_left(self, epoch: int) -> int:
-        """Of each in this epoch."""
+        """Return the batches of each replica that are left in this epoch."""
         stream = self.stream_of(0, epoch)
         return num_batches(self.num_samples, self.count, self.loading, stream.consumed) - stream.batch
 
     def stream_of(self, replica: int, epoch: int) -> DataPosition:
-        """Where the replica's data stand, in the epoch that the job is in."""
+        """Return the data position of the replica in this epoch, which may be the one after its context's."""
         stream = self.contexts[replica].stream
         while stream.epoch < epoch:
             stream = stream.next_epoch(self.loading)
         return stream
 
     def _rest(self, epoch: int) -> DataPosition:
-        """The place from which what is left of the epoch is dealt anew."""
+        """Return the position from which the rest of the epoch is dealt anew."""
         stream = self.stream_of(0, epoch)
         return DataPosition(stream.epoch, consumed=samples_used(self.num_samples, self.count, stream, self.loading))
 
     def deal_to(self, count: int, epoch: int, step: int, device: torch.device) -> None:
-        """Go on with another number of replicas: the rest of the epoch's samples is dealt to these."""
+        """Go on with another number of replicas: deal the rest of the epoch's samples to them."""
         rest = self._rest(epoch)
         states = [context.random for context in self.contexts[:count]]
         for replica in range(len(states), count):
@@ -182,7 +182,7 @@ class Replicas:
         self.count = count
 
     def set_batch_size(self, size: int, epoch: int) -> None:
-        """From the next step on: what is left of the epoch is dealt anew.
+        """Change the batch size from the next step on: deal the rest of the epoch anew.
 
         Raises:
             ConfigError: an epoch would not have one such batch.
@@ -197,7 +197,7 @@ class Replicas:
         self.use_batch_size(size)
 
     def use_batch_size(self, size: int) -> None:
-        """As `set_batch_size`, where the replicas' places in their data say so already."""
+        """Change the batch size where the data positions already account for it."""
         self.loading = replace(self.loading, batch_size=size)
 
 

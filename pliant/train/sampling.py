@@ -28,34 +28,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderOptions:
-    """The settings of `DataLoader` and `DistributedSampler`, by their names there unless said otherwise."""
+    """The settings of `DataLoader` and `DistributedSampler`, by their names there unless noted."""
 
     batch_size: int = 1
-    """Of one replica."""
+    """The batch size of one replica."""
     shuffle: bool = True
     seed: int = 0
-    """Of the order of samples."""
+    """The seed of the order of samples."""
     drop_last: bool = False
-    """Leave out a replica's last batch if it is short (`DataLoader`)."""
+    """Drop a replica's last batch if it is short (`DataLoader`)."""
     sampler_drop_last: bool = False
-    """Leave out samples that are too few for all replicas, rather than repeat some (`DistributedSampler`)."""
+    """Drop samples that are too few for all replicas, rather than repeat some (`DistributedSampler`)."""
     num_workers: int = 0
-    """Loader processes; one pool of so many per worker, whatever the number of replicas in it."""
+    """The loader processes of one worker, whatever the number of replicas it hosts."""
     collate_fn: Callable[[list[Any]], Any] | None = None
     """None: torch's `default_collate`."""
     worker_init_fn: Callable[[int], None] | None = None
-    """Called in each loader process for each base seed. The dataset there is shared by all replicas of the worker, so
-    chance must come from the generators of python, numpy and torch, not from one that is put into the dataset."""
+    """Called in each loader process for each base seed. All replicas of the worker share the dataset there, so random
+    numbers must come from the generators of Python, NumPy and torch, not from one inside the dataset."""
     pin_memory: bool = False
     prefetch_factor: int | None = None
-    """Batches loaded ahead per loader process; None: 2."""
+    """Batches prefetched per loader process; None: 2."""
     persistent_workers: bool = False
-    """Loader processes, and their random states, live on into the next epoch."""
+    """Keep loader processes, and their random states, for the next epoch."""
     generator: torch.Generator | None = None
-    """Gives the base seeds instead of the default generator. Must serve nothing else."""
+    """Draws the base seeds instead of the default generator. Must be used for nothing else."""
     multiprocessing_context: BaseContext | str | None = None
     timeout_s: float = 0.0
-    """How long to wait for one batch of a loader process (`timeout` of `DataLoader`); 0: for ever."""
+    """How long to wait for one batch of a loader process (`timeout` of `DataLoader`); 0: forever."""
 
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("num_workers", 0)):
@@ -79,18 +79,18 @@ class LoaderOptions:
 _NAMES = tuple(field.name for field in dataclasses.fields(LoaderOptions))
 
 _SAMPLER_NAMES = ("seed", "sampler_drop_last")
-"""What a `DataLoader` says nothing about unless it has a `DistributedSampler`."""
+"""Settings that a `DataLoader` does not have unless it has a `DistributedSampler`."""
 
 
 def loader_options(source: Any, **overrides: Any) -> tuple[Any, LoaderOptions]:
-    """The dataset in `source` (a map-style dataset or a `DataLoader`), and how it is to be loaded.
+    """Return the dataset in `source` (a map-style dataset or a `DataLoader`), and the options to load it with.
 
-    A sampler's own `num_replicas` and `rank` are of no account: the job says who gets which share. Of a `DataLoader`
-    only `seed` and `sampler_drop_last` can be overridden.
+    The `num_replicas` and `rank` of a sampler are ignored, because the job decides who gets which share. Of a
+    `DataLoader` only `seed` and `sampler_drop_last` can be overridden.
 
     Raises:
         Unsliceable: its samples cannot be dealt to replicas.
-        ConfigError: settings that are wrong, unknown, or said twice.
+        ConfigError: settings are wrong, unknown, or given twice.
     """
     for name in ("sampler", "batch_sampler"):
         if name in overrides:
@@ -152,8 +152,7 @@ def _settings_of(loader: DataLoader[Any], overrides: dict[str, Any]) -> dict[str
 
 
 def _sampler_settings(sampler: Any) -> dict[str, Any]:
-    """What the sampler says about the order of samples."""
-    # A subclass may do anything, so only torch's own types are understood.
+    # A subclass may do anything, so only torch's own types are accepted.
     if type(sampler) is DistributedSampler:
         return {"shuffle": sampler.shuffle, "seed": sampler.seed, "sampler_drop_last": sampler.drop_last}
     if type(sampler) is RandomSampler:
@@ -184,7 +183,7 @@ def _check_dataset(dataset: Any) -> None:
 def replica_batches(
     length: int, num_replicas: int, replica: int, epoch: int, options: LoaderOptions, consumed: int = 0
 ) -> list[list[int]]:
-    """The samples of each batch of `replica` in `epoch`, of a dataset of `length`.
+    """Return the samples of each batch of `replica` in `epoch`, of a dataset of `length`.
 
     The first `consumed` samples in the order of that epoch are left out, and the rest is dealt to the replicas.
     """
@@ -195,18 +194,18 @@ def replica_batches(
 
 
 def num_batches(length: int, num_replicas: int, options: LoaderOptions, consumed: int = 0) -> int:
-    """Batches of every replica in an epoch of which `consumed` samples are used."""
+    """Return the number of batches of every replica in an epoch of which `consumed` samples are used."""
     share = _padded_length(length - consumed, num_replicas, options) // num_replicas
     return share // options.batch_size if options.drop_last else math.ceil(share / options.batch_size)
 
 
 def samples_used(length: int, num_replicas: int, stream: DataPosition, options: LoaderOptions) -> int:
-    """Samples of the epoch that are used when all replicas stand where `stream` does: where to deal anew."""
+    """Return how many samples of the epoch are used when all replicas are at this position."""
     return min(length, stream.consumed + stream.batch * options.batch_size * num_replicas)
 
 
 def sample_order(length: int, num_replicas: int, epoch: int, options: LoaderOptions, consumed: int) -> Tensor:
-    """All samples in the order in which they are dealt to the replicas, round and round."""
+    """Return all samples in the order in which they are dealt to the replicas, round-robin."""
     if options.shuffle:
         order = torch.randperm(length, generator=torch.Generator().manual_seed(options.seed + epoch))
     else:
@@ -217,7 +216,7 @@ def sample_order(length: int, num_replicas: int, epoch: int, options: LoaderOpti
 
 
 def batch_indices(share: Tensor, number: int, options: LoaderOptions) -> list[int]:
-    """The samples of a replica's batch with this number; `share` is what was dealt to that replica."""
+    """Return the samples of a replica's batch; `share` are all samples dealt to that replica."""
     samples: list[int] = share[number * options.batch_size : (number + 1) * options.batch_size].tolist()
     return samples
 

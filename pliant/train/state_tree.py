@@ -25,10 +25,10 @@ import torch
 from pliant.errors import CheckpointError, TrainError
 
 MAX_DEPTH = 100
-"""Containers within containers; deeper is taken for a mistake."""
+"""The most nested containers; deeper nesting is taken for a mistake."""
 
 LARGE_ARRAY_BYTES = 1 << 14
-"""A NumPy array of this size and more travels as a tensor; a smaller one (a generator's state) within the text."""
+"""A NumPy array of this size or more becomes a tensor; a smaller one (such as a generator's state) is in the text."""
 
 REMEDY = (
     "keep only tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of them in a state_dict, "
@@ -46,19 +46,19 @@ _DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What must be known to make room for a tensor."""
+    """What must be known to allocate a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
     device: str
-    """The type only, cpu or cuda: the receiver knows which of its devices is meant."""
+    """Only the type, cpu or cuda: the receiver knows which of its devices is meant."""
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
     def empty(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """Room for the tensor, contiguous, on `device` or on the kind of device it came from."""
+        """Allocate the tensor, contiguous, on `device` or on the kind of device it came from."""
         return torch.empty(self.shape, dtype=dtype_of(self.dtype), device=device or self.device)
 
     def to_json(self) -> dict[str, object]:
@@ -92,20 +92,19 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def flatten(tree: object, what: str = "state") -> tuple[str, list[torch.Tensor]]:
-    """The skeleton of `tree`, and its tensors as references to the same memory.
+    """Return the skeleton of `tree`, and its tensors as references to the same memory.
 
-    A dense tensor in another memory order (channels_last) is listed as a contiguous permutation of itself, and
-    tensors that are the same memory are listed once; `unflatten` restores both. Only a tensor with gaps or
-    overlaps is listed as it is, not contiguous. Raises TrainError for what cannot be written down; `what` is
-    the root's name in the message.
+    A dense tensor in another memory order (channels_last) is listed as a contiguous permutation of itself, and tensors
+    that share all memory are listed once; `unflatten` restores both. A tensor with gaps or overlaps is listed as it is.
+    Raises TrainError for values that cannot be written; `what` is the name of the root in the message.
     """
     flattener = _Flattener()
     return json.dumps(flattener.encode(tree, what, 0), separators=(",", ":")), flattener.tensors
 
 
 def unflatten(skeleton: str, tensors: Sequence[torch.Tensor]) -> object:
-    """The tree again, with these tensors (not copies) as its leaves. OrderedDicts come back as dicts, except
-    for a module's state_dict with the versions of its submodules. Raises CheckpointError if the two do not fit."""
+    """Return the tree again, with these tensors (not copies) as its leaves. OrderedDicts come back as dicts, except a
+    module's state_dict with the versions of its submodules. Raises CheckpointError if the two do not fit."""
     try:
         return _decode(json.loads(skeleton), tensors)
     except (ValueError, TypeError, KeyError, IndexError, RuntimeError, AttributeError, struct.error) as error:
@@ -116,7 +115,7 @@ def unflatten(skeleton: str, tensors: Sequence[torch.Tensor]) -> object:
 
 
 def tensor_names(skeleton: str, num_tensors: int) -> list[str]:
-    """A name for each tensor, by where it stands first: `model.0.weight`, `optimizer.state.3.exp_avg`. All differ."""
+    """Return a unique name for each tensor, by its first place: `model.0.weight`, `optimizer.state.3.exp_avg`."""
     names: dict[int, str] = {}
     _name(json.loads(skeleton), "", names)
     taken: Counter[str] = Counter(names.values())
@@ -151,7 +150,8 @@ class _Flattener:
             raise TrainError(f"{path[:200]}...: nested more than {MAX_DEPTH} deep, or containing itself: {REMEDY}")
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        # Exact types: np.float64 is a float, an IntEnum an int, and a named tuple a tuple, and none would come back.
+        # Exact types: np.float64 is a float, an IntEnum an int, and a named tuple a tuple, and none would come back as
+        # itself.
         kind = type(value)
         if value is None or kind is bool or kind is int:
             return value
@@ -260,7 +260,7 @@ class _Flattener:
 
 
 def _memory_order(value: torch.Tensor) -> list[int] | None:
-    """The permutation that makes a dense tensor contiguous; None if it is so already or has gaps."""
+    """Return the permutation that makes a dense tensor contiguous; None if it is contiguous already or has gaps."""
     if value.is_contiguous():
         return None
     strides = value.stride()
@@ -269,12 +269,12 @@ def _memory_order(value: torch.Tensor) -> list[int] | None:
 
 
 def _is_text(value: str) -> bool:
-    """Lone surrogates would join on the way through JSON."""
+    """Return False for lone surrogates, which would join on the way through JSON."""
     return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _scalar(value: object) -> object:
-    """What stands for a value that is no container; None if nothing does."""
+    """Encode a value that is no container; None if it cannot be encoded."""
     kind = type(value)
     match value:
         case str() if kind is str:
@@ -339,7 +339,7 @@ def _bigarray(content: tuple[str, list[int], int], tensors: Sequence[torch.Tenso
     return tensors[_index(index)].cpu().contiguous().numpy().view(np.dtype(dtype)).reshape(shape)
 
 
-# Every decoder gets what stood behind its tag; what it raises on nonsense becomes a CheckpointError.
+# Every decoder gets the content of its tag. What it raises on nonsense becomes a CheckpointError.
 _DECODERS: dict[str, Callable[..., object]] = {
     "d": _pairs,
     "D": _pairs,

@@ -43,28 +43,30 @@ MIN_IN_FLIGHT_BYTES = 24 << 10
 MAX_IN_FLIGHT_BYTES = 1 << 20
 
 BASELINE_BYTES = 4_000_000
-"""Arrays of this size and more are cut by the baseline, as MXNet does by default."""
+"""The baseline cuts arrays of this size and more, as MXNet does by default."""
 
 SLICE_SHARE = 0.007
-"""A slice takes this part of a step on the wire: what is urgent waits for about one of them. More and smaller ones cost
-processor time, fewer and larger ones delay."""
+"""A slice takes this fraction of a step on the wire: urgent data wait for about one slice. Smaller slices cost
+processor time, larger ones delay.
+"""
 
 IN_FLIGHT_SHARE = 0.008
 
 SIGNIFICANT = 0.2
-"""A rate that differs by this much from the one tuned for is worth a change."""
+"""A rate that differs by this fraction from the tuned one is worth a change."""
 
 USEFUL_R = 0.6
 
 USELESS_R = 0.5
-"""`auto` takes to priorities when T/C reaches the first, and leaves them below the second. Below 0.66 the sums of all
-layers but the first can be done before backward is: there is nothing to win (reference: F:B = 1:2)."""
+"""`auto` turns priority on when T/C reaches USEFUL_R, and off below USELESS_R. Below 0.66 the sums of all layers but
+the first can be done before backward is, so there is nothing to win (reference: F:B = 1:2).
+"""
 
 CONFIRMING_STEPS = 3
-"""So many steps in which the network was never the limit mean that it is not."""
+"""After this many steps without a limit by the network, its rate counts as unknown."""
 
 PROBE_STEPS = 3
-"""So many steps are measured before `auto` says anything."""
+"""`auto` measures this many steps before it decides."""
 
 MAX_BYTES = 1 << 30
 
@@ -73,7 +75,7 @@ _WIRE = struct.Struct("<BIIddd")
 
 @dataclass(frozen=True, slots=True)
 class SyncConfig:
-    """How one step's sums travel."""
+    """How the sums of one step travel."""
 
     mode: str = "fifo"
     slice_bytes: int = FIRST_SLICE_BYTES
@@ -82,19 +84,19 @@ class SyncConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
-    """One worker's last step."""
+    """One worker's measurements of its last step."""
 
     compute_s: float = 0.0
-    """Without what it waited for the network."""
+    """Time spent computing, without waits for the network."""
     sent_bytes: float = 0.0
-    """To other hosts."""
+    """Bytes sent to other hosts."""
     rate: float = 0.0
-    """Bytes per second, while the network was the limit; 0 where it never was."""
+    """Bytes per second while the network was the limit; 0 if it never was."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncStats:
-    """What a program may know of the way its sums travel."""
+    """How sums travel, as shown to the program."""
 
     mode: str
     waits: int
@@ -105,16 +107,15 @@ class SyncStats:
     slice_bytes: int
     in_flight_bytes: int
     rate_bytes_per_s: float
-    """Of this worker's egress; 0 if the network was never the limit."""
+    """The rate of this worker's egress; 0 if the network was never the limit."""
     r: float
-    """T/C: time on the wire by time of compute; 0 if unknown."""
+    """T/C, the time on the wire divided by the time of compute; 0 if unknown."""
 
 
 SYNC_BYTES = _WIRE.size
 
 
 def pack_sync(config: SyncConfig, measured: StepMeasurement) -> bytes:
-    """What a worker says with its step."""
     return _WIRE.pack(
         SYNC_MODES.index(config.mode),
         config.slice_bytes,
@@ -131,7 +132,7 @@ def unpack_sync(data: bytes) -> tuple[SyncConfig, StepMeasurement]:
 
 
 def check_sync_options(option: str, slice_bytes: int | None, in_flight_bytes: int | None) -> None:
-    """Raises ConfigError where `join` was asked for something that there is not."""
+    """Raise ConfigError for options of `join` that do not exist."""
     if option not in SYNC_OPTIONS:
         raise ConfigError(
             f"sync={option!r}: use 'priority', 'fifo' or 'auto' (or, to compare, {' or '.join(map(repr, SYNC_OPTIONS[3:]))})"
@@ -146,7 +147,7 @@ def check_sync_options(option: str, slice_bytes: int | None, in_flight_bytes: in
 
 
 class SyncTuner:
-    """Decides for the next step from what all workers measured in the last ones."""
+    """Chooses the configuration of the next step by what all workers measured in the last steps."""
 
     def __init__(
         self, option: str, slice_bytes: int | None, in_flight_bytes: int | None, notify: Callable[[str], None]
@@ -164,13 +165,13 @@ class SyncTuner:
         )
         self.r = 0.0
         self.rate = 0.0
-        """What the network takes, by the steps so far."""
+        """The estimated rate of the network."""
         self._tuned_for = 0.0
-        """The bytes that the network would have carried in a step, when sizes were last chosen."""
+        """The bytes that the network carries in a step, as of the last tuning."""
         self._in_steps: deque[float] = deque(maxlen=3)
-        """The same of the last steps."""
+        """The same for each of the last steps."""
         self._outlier_rate = 0.0
-        """Of the last step, where it was far from what is known."""
+        """The rate of the last step, if it was far from the estimate."""
         self._unlimited_steps = 0
         self._steps = 0
         self._notified = ""
@@ -182,9 +183,9 @@ class SyncTuner:
         return self._option != "fifo"
 
     def learn(self, steps: Sequence[StepMeasurement], *, decides: bool = True) -> SyncConfig:
-        """What all workers measured in a step; the choice for the steps to come.
+        """Learn what all workers measured in a step; return the configuration of the next one.
 
-        Only the one that `decides` has anything to say about it.
+        Only a worker that `decides` prints what it changes.
         """
         if not any(measured.compute_s for measured in steps):
             return self.config  # a view's first step: nobody has measured anything
@@ -255,14 +256,14 @@ class SyncTuner:
 
 
 def _common_rate(rates: Sequence[float]) -> float:
-    """What the slowest line carries. A measured rate can only be too low, where a processor was late to hand something
-    over; so among lines that seem alike the middle one is nearer to the truth than the least."""
+    """Return what the slowest link carries. A measured rate can only be too low, if a processor was late; so among
+    links that seem equal the median is nearer to the truth than the minimum."""
     middle, least = statistics.median(rates), min(rates)
     return middle if least >= (1 - SIGNIFICANT) * middle else least
 
 
 def _rounded(num_bytes: float, least: int, most: int) -> int:
-    """To one of a few sizes within bounds: each size that was used leaves its plans behind."""
+    """Round to one of a few sizes within bounds: each size that was used leaves its plans in memory."""
     steps = round(2 * math.log2(max(1.0, num_bytes)))
     return int(min(most, max(least, 2 ** (steps / 2)))) >> 10 << 10
 
@@ -271,27 +272,26 @@ def _rounded(num_bytes: float, least: int, most: int) -> int:
 
 
 class SyncController:
-    """The way of the step in progress, and of the next one."""
+    """Carries out on this worker what the first worker's tuner has chosen."""
 
     def __init__(self, gradients: GradientCollector, deferred: DeferredUpdates, tuner: SyncTuner) -> None:
         self._gradients, self._deferred, self._tuner = gradients, deferred, tuner
         self._now = SyncConfig()
         self._next: SyncConfig | None = None
         self._in_flight_bytes = 0
-        """What the connections were told last."""
+        """The limit that the connections were given last."""
 
     @property
     def proposed(self) -> SyncConfig:
-        """How this worker would have them travel; counts where it is the first."""
+        """The configuration that this worker proposes; that of the first worker counts."""
         return self._tuner.config
 
     def enter_view(self) -> None:
-        """There is another view."""
         self._next = None
 
     def begin_step(self, engine: Engine) -> None:
-        """In a view's first step by buckets: newcomers know no better, and the order in which parameters are used is
-        observed meanwhile."""
+        """Begin a step. In a view's first step sums travel by buckets, because new workers do not know better, and the
+        order in which parameters are used is observed meanwhile."""
         config = self._next
         if config is None and self._tuner.may_defer and engine.size > 1:
             self._deferred.observe()
@@ -302,20 +302,20 @@ class SyncController:
         self._gradients.sums.plan_step(self._now, self._deferred.order)
 
     def apply_decision(self, chosen: SyncConfig, measured: Sequence[StepMeasurement], rank: int) -> None:
-        """The first worker has chosen for all. The others keep up with it, for they may be first in the next view."""
+        """Follow the first worker's choice. The tuners of the others keep up, because they may be first in the next
+        view."""
         self._next = chosen
         self._tuner.learn(measured, decides=rank == 0)
         if rank != 0:
             self._tuner.config = chosen
 
     def defer_updates(self, awaited: Sequence[PendingSum]) -> None:
-        """These sums are under way: the program goes on, and each is taken in when it is needed."""
+        """Let the program go on: each of these sums is applied when its parameter is needed."""
         wanted = {index: place for place, index in enumerate(self._deferred.order)}
         priorities = [wanted.get(index, len(wanted)) for index in range(len(self._gradients.parameters))]
         self._deferred.begin(awaited, priorities)
 
     def stats(self) -> SyncStats:
-        """How the sums travel now, and what the network has cost so far."""
         waits, config = self._deferred.waits, self._now
         return SyncStats(
             config.mode,
@@ -334,7 +334,7 @@ class SyncController:
 
 @dataclass(slots=True)
 class StepTimer:
-    """The figures of the step in progress, and those of the last one."""
+    """Measures the step in progress; keeps the measurements of the last one."""
 
     compute_s: float = 0.0
     last: StepMeasurement = field(default_factory=StepMeasurement)
@@ -342,13 +342,13 @@ class StepTimer:
     """When the step in progress began, by time.monotonic()."""
     _turn_began_s: float = 0.0
     _waited_s: float = 0.0
-    """At gates, when the turn began."""
+    """Time waited for the network when the turn began."""
     _pressure: TimedBytes = field(default_factory=lambda: TimedBytes(0, 0.0))
     _sent_bytes: int = 0
 
     @classmethod
     def of(cls, engine: Engine) -> StepTimer:
-        """In a new view, where nobody has done a step yet."""
+        """Return a timer for a new view."""
         return cls(_pressure=engine.backpressure(), _sent_bytes=engine.wire_bytes)
 
     def begin_step(self, engine: Engine) -> None:
@@ -359,7 +359,7 @@ class StepTimer:
         self._sent_bytes, self._pressure = sent, pressure
 
     def begin_turn(self, waited_s: float) -> None:
-        """A replica computes from now on; `waited_s` is what the network has cost so far."""
+        """Begin to compute; `waited_s` is the total time waited for the network so far."""
         self._turn_began_s, self._waited_s = time.monotonic(), waited_s
 
     def end_turn(self, waited_s: float) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 VARIABLE = "PLIANT_TRACE"
 
 _TRACKS = {"step": 0, "forward": 1, "backward": 1, "wait": 2, "apply": 3, "push": 4, "reply": 5, "back": 6}
-"""Which line of the picture each category is drawn on; others come below."""
+"""The line of the picture on which each category is drawn; others come below."""
 
 _events: list[tuple[str, str, float, float]] = []
 
@@ -23,12 +23,12 @@ _written_to: Path | None = None
 
 
 def enabled() -> bool:
-    """Whether this process writes a trace."""
+    """Return whether this process writes a trace."""
     return _written_to is not None
 
 
 def begin(rank: int) -> None:
-    """Start to collect, if the environment asks for it; written when the process ends."""
+    """Start to collect events if the environment asks for it; they are written when the process ends."""
     global _written_to
     prefix = os.environ.get(VARIABLE)
     if prefix and _written_to is None:
@@ -37,13 +37,13 @@ def begin(rank: int) -> None:
 
 
 def event(category: str, name: str, begin_s: float, end_s: float | None = None) -> None:
-    """Note what happened from `begin_s` to `end_s` (now) of time.monotonic(); from any thread."""
+    """Add an event from `begin_s` to `end_s` (now by default) of time.monotonic(). Any thread may call this."""
     if _written_to is not None:
         _events.append((category, name, begin_s, time.monotonic() if end_s is None else end_s))
 
 
 def write(rank: int) -> None:
-    """Write what was collected so far."""
+    """Write the events so far."""
     if _written_to is None:
         return
     lines = dict(_TRACKS)

@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Turn:
-    """The turn of one replica."""
+    """One replica's turn in a step."""
 
     replica: int
     slot: int
@@ -56,7 +56,7 @@ class Turn:
 
 @dataclass(slots=True)
 class UserObjects:
-    """What the user gave."""
+    """The objects that the program has given to `job.wrap`, and their data loader."""
 
     model: torch.nn.Module
     optimizers: list[torch.optim.Optimizer]
@@ -67,7 +67,7 @@ class UserObjects:
 
 @dataclass(frozen=True, slots=True)
 class StepUndo:
-    """The job before a step whose sums are not all here yet."""
+    """The state of the job before a step whose sums have not all arrived."""
 
     progress: Progress
     contexts: list[ReplicaContext]
@@ -76,7 +76,7 @@ class StepUndo:
 
 
 class Trainer:
-    """Runs the steps of this worker. Used by one thread, the program's own."""
+    """Runs the steps of this worker, in the program's own thread."""
 
     def __init__(
         self,
@@ -93,29 +93,29 @@ class Trainer:
     ) -> None:
         self.user = user
         self.follows_view = follows_view
-        """Whether there shall be one replica per worker, whatever their number: weak scaling."""
+        """Whether there is one replica per worker, whatever their number (weak scaling)."""
         self.replicas = replicas
         self.gradients = gradients
         self.progress = Progress()
         self.buffers = ModelBuffers(user.model)
         self.first_buffers: Tensors = self.buffers.save()
-        """Replica 0's, at the boundary where the last step was committed: what DDP would broadcast."""
+        """The buffers of replica 0 at the last committed step: what DDP would broadcast."""
         self.replica_switch = ReplicaSwitch(self.buffers, user.device, user.sync_buffers)
         self.turn: Turn | None = None
         self.torn: CommError | None = None
         self.catching_up = False
-        """Whether the program is at the end of an epoch that its state is already beyond."""
+        """Whether the program is at the end of an epoch that the job has already left."""
         self.switch_to: int | None = None
-        """The roll that all members have agreed to enter at the next boundary."""
+        """The membership that all workers have agreed to enter at the next boundary."""
         self.changes = ViewChanges()
         self.step_ended_s = 0.0
         """When the program came back from its last step for the next batch."""
         self.torn_s = 0.0
-        """When a loss was noticed last."""
+        """When the last loss of a worker was noticed."""
         self.engine: Engine | None = None
         self.hosted: range = range(0)
         self.enter_next_view: Callable[[], None] = lambda: None
-        """How to get into the next view; `train.settling` provides it."""
+        """Enters the next view; `rendezvous` provides it."""
         self.state_fetched: Handle | None = None
         """Done when everybody in the view has the state."""
         self.on_commit: Callable[[], None] = lambda: None
@@ -124,19 +124,19 @@ class Trainer:
         deferred.on_sum = gradients.sums.sum_arrived
         self.sync = SyncController(gradients, deferred, tuner)
         self.loss_scale: Callable[[], float] = lambda: 1.0
-        """What gradient scalers multiply the loss with."""
+        """Returns the product of all gradient scalers' factors."""
         self.averaging: AveragingOptimizer | None = None
-        """The optimizer, where it averages models in place of gradients."""
+        """The optimizer, if it averages models instead of gradients."""
         self._undo: StepUndo | None = None
         self._tracked_before: dict[str, tuple[Any, dict[str, Any]]] = {}
         self._timer = StepTimer()
         self.stall_watch: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
-        """Put around what may take long, for whoever looks for stalls."""
+        """Wraps waits that may take long, for the stall detector."""
         self.adaptation = Adaptation(AdaptationSettings(), self, replicas.loading.batch_size, None, lambda _: None)
-        """What policies decide; by default nobody decides anything."""
+        """By default there are no policies, and nothing is decided."""
         self.exchange = StepExchange(self.buffers, replicas.num_loader_workers)
         self.keeps_layout = keeps_layout
-        """Whether the layout of buckets outlives a view: else a new one begins as a restarted DDP would."""
+        """Whether the bucket layout outlives a view. If not, a new view begins with L1, as a restarted DDP would."""
         self._member = member
         self._blocks = blocks
         self._needs_hosting = True
@@ -150,7 +150,7 @@ class Trainer:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the worker that does what one does for all."""
+        """Whether this worker does what one worker does for all."""
         return self.engine is None or self.engine.rank == 0
 
     def _current_engine(self) -> Engine:
@@ -158,7 +158,7 @@ class Trainer:
         return self.engine
 
     def enter_view(self, engine: Engine) -> None:
-        """Take up this view: know which replicas are hosted here."""
+        """Use this engine from now on, and host the replicas that its view places here."""
         changed = self.engine is not None and self.engine is not engine
         self.engine = engine
         size = engine.view.size
@@ -180,14 +180,14 @@ class Trainer:
         self.adaptation.enter_view(engine)
 
     def trace_engine(self) -> None:
-        """Have the engine's slices in the trace, if there is one."""
+        """Add the engine's slices to the trace, if one is written."""
         if trace.enabled() and self.engine is not None:
             self.engine.watch(_trace_slice)
 
     # --- the loop ---
 
     def steps(self) -> Iterator[Any]:
-        """The batches of the rest of this epoch, for the replicas hosted here in turn."""
+        """Yield the batches of the rest of this epoch, for the hosted replicas in turn."""
         self._needs_hosting = True
         self.catching_up = False
         epoch = self.progress.epoch
@@ -200,7 +200,7 @@ class Trainer:
                         break
                 self._end_step()
         except GeneratorExit:
-            # The program leaves its loop early: a step that is complete counts.
+            # The program leaves its loop early. A complete step counts.
             if self.turn is not None and self.turn.is_last and self.turn.done and self.torn is None:
                 self._end_step()
             raise
@@ -211,7 +211,7 @@ class Trainer:
             self._rest()
 
     def _begin_step(self, epoch: int) -> bool:
-        """Be in the right view; False if the epoch is over."""
+        """Enter the right view and begin a step; return False if the epoch is over."""
         while True:
             if self.switch_to is not None:
                 self.wait_for_sums()
@@ -220,8 +220,8 @@ class Trainer:
             if self.torn is not None or self.switch_to is not None:
                 self.enter_next_view()
             if self.progress.epoch != epoch:
-                # The others had finished this epoch before they brought us up to date. What the program does at its
-                # end has been done to the state that we were given.
+                # The others had finished this epoch before they gave us their state. What the program does at its end
+                # has already been done to that state.
                 self.catching_up = True
                 return False
             if self._needs_hosting:
@@ -245,7 +245,7 @@ class Trainer:
                 return False
 
     def _begin_averaging(self) -> bool:
-        """Have models on their way, where it is them that are averaged; False if somebody is gone."""
+        """Start the exchange of models, if models are averaged; return False if a worker is lost."""
         if self.averaging is not None:
             try:
                 self.averaging.begin(self.progress.step)
@@ -254,7 +254,7 @@ class Trainer:
         return self.torn is None
 
     def wait_for_sums(self) -> bool:
-        """Wait for what is still under way of the last step; False if it was torn instead."""
+        """Wait for the sums of the last step that are still on their way; return False if it was torn instead."""
         self.deferred.flush()
         return self.torn is None
 
@@ -264,7 +264,7 @@ class Trainer:
         self._tracked_before.clear()
 
     def undo_step(self) -> None:
-        """A step was torn. If the one before it was not whole either, that one does not count as well."""
+        """Undo the torn step, and the step before it if its sums had not all arrived."""
         self.changes.steps_begun = self.progress.step + 1
         if self._undo is not None:
             undo, self._undo = self._undo, None
@@ -278,11 +278,12 @@ class Trainer:
         self.deferred.undo_step()
 
     def save_tracked(self, name: str, thing: Any, state: dict[str, Any]) -> None:
-        """How a tracked object was before a step that may have to be taken back."""
+        """Remember the state of a tracked object from before a step that may have to be undone."""
         self._tracked_before.setdefault(name, (thing, state))
 
     def _await_newcomers(self) -> None:
-        """What the program does at the end of an epoch may change what newcomers are still reading."""
+        """Wait until new workers have the state: what the program does at the end of an epoch may change what they
+        read."""
         state_fetched, self.state_fetched = self.state_fetched, None
         if state_fetched is not None:
             try:
@@ -291,7 +292,7 @@ class Trainer:
                 self.mark_torn(error)
 
     def _take_turn(self, slot: int, replica: int) -> Generator[Any, None, bool]:
-        """Give out the replica's batches until it hands in its gradients; False if the epoch ended before."""
+        """Yield the replica's batches until it hands in its gradients; return False if the epoch ended before."""
         context = self.replicas.contexts[replica]
         turn = self.turn = Turn(replica, slot, slot == len(self.hosted) - 1)
         self.replica_switch.restore(context, self.first_buffers)
@@ -315,13 +316,14 @@ class Trainer:
 
     @property
     def may_commit(self) -> bool:
-        """Whether what the program does once per step (optimizer, scheduler, ...) shall be done now."""
+        """Whether the program shall now do what belongs to the step (optimizer, scheduler, ...)."""
         if self.turn is None:
             return not self.catching_up and self.torn is None
         return self.turn.is_last and self.turn.done and self.torn is None
 
     def end_turn(self) -> None:
-        """The replica has handed in its gradients: keep what its next turn depends on."""
+        """Save the context of the replica that has handed in its gradients. After the last turn, exchange with all
+        workers."""
         turn = self.turn
         if turn is None:
             raise TrainError("a summed backward outside of the loader's loop: call it on a batch that the loader gave")
@@ -342,7 +344,7 @@ class Trainer:
                 self.mark_torn(error)
 
     def mark_torn(self, error: CommError) -> None:
-        """The step in progress does not count."""
+        """Drop the step in progress because of a lost worker. Raises other errors, which no new view would cure."""
         if not self._member.elastic or not isinstance(error, WorkerLost | ViewChanged | EngineClosed):
             raise error  # no other roll would come of it
         log.debug("step %d is torn: %s", self.progress.step, error)
@@ -352,7 +354,7 @@ class Trainer:
     # --- what travels with a step ---
 
     def _exchange(self) -> None:
-        """Sum the gradients, and tell everybody what the next step depends on."""
+        """Sum the gradients, and send everybody what the next step depends on."""
         if self._current_engine().view.size == 1:
             figures = self.adaptation.pack_row()  # of the last step, as among several workers
             self.gradients.sums.wait()
@@ -391,7 +393,7 @@ class Trainer:
         self.adaptation.read_rows([each.figures for each in messages])
 
     def _agreed(self, prepared: Sequence[int]) -> int | None:
-        """The roll that all are prepared for, if it is a new one. The same answer on every worker."""
+        """Return the membership that all are prepared for, if it is new. The answer is the same on every worker."""
         number = min(prepared)
         return number if number == max(prepared) and number > self._member.entered else None
 
@@ -421,7 +423,7 @@ class Trainer:
         self.progress.epoch_step += 1
         new.clear()
         if self._reported_view < 0 or self._reported_view != self._member.entered:
-            # Told for every roll: the server forgets it of workers that were off the roll for a while.
+            # Reported for every membership: the server forgets it for workers that were not members for a while.
             self._reported_view = self._member.entered
             self._member.settled()
             reclaim_state(self._member)  # a step with all of them: everybody has what it needs
@@ -430,7 +432,7 @@ class Trainer:
 
     @property
     def step_times(self) -> tuple[float, float]:
-        """Seconds since the step in progress began, and how many of them this worker's replicas computed."""
+        """Seconds since the step in progress began, and how many of them the replicas hosted here computed."""
         return time.monotonic() - self._timer.began_s, self._timer.compute_s
 
     # --- what policies decide ---
@@ -443,7 +445,7 @@ class Trainer:
             self.mark_torn(error)
 
     def position(self) -> JobPosition:
-        """How far the job is."""
+        """Return the progress of the job as the policies see it."""
         progress, replicas = self.progress, self.replicas
         return JobPosition(
             progress.step,
@@ -456,7 +458,7 @@ class Trainer:
         )
 
     def set_batch_size(self, size: int) -> None:
-        """Of every replica, from the next step on: what is left of the epoch is dealt anew.
+        """Change the batch size of every replica from the next step on: deal the rest of the epoch anew.
 
         Raises:
             ConfigError: an epoch would not have one such batch.
@@ -465,12 +467,12 @@ class Trainer:
         self._needs_hosting = True
 
     def use_batch_size(self, size: int) -> None:
-        """As `set_batch_size`, where the replicas' places in their data say so already."""
+        """Change the batch size where the data positions of the replicas already account for it."""
         self.replicas.use_batch_size(size)
         self._needs_hosting = True
 
     def request_workers(self, num_workers: int) -> None:
-        """Ask for as many workers; they come when they come."""
+        """Request a number of workers in the background."""
         threading.Thread(target=self._request_workers, args=(num_workers,), daemon=True).start()
 
     def _request_workers(self, num_workers: int) -> None:
@@ -480,7 +482,7 @@ class Trainer:
             log.warning("%d workers cannot be had: %s", num_workers, error)
 
     def _rest(self) -> None:
-        """Between epochs every worker has replica 0's buffers, and the random state of the first replica it hosts."""
+        """Between epochs, load the buffers of replica 0 and the random state of the first hosted replica."""
         self.gradients.end_turns()
         if self.hosted and self.replicas.contexts:
             restore_rng(self.replicas.contexts[self.hosted[0]].random, self.user.device)
@@ -488,5 +490,5 @@ class Trainer:
 
 
 def _trace_slice(what: str, name: str, index: int, peer: int, begin_s: float, end_s: float) -> None:
-    """Put a slice into the trace."""
+    """Add a slice to the trace."""
     trace.event(what, f"{name}[{index}]" + ("" if what == "back" else f" to {peer}"), begin_s, end_s)

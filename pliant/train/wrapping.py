@@ -33,7 +33,7 @@ NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 def trainable_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters that get gradients, with their names. Raises ConfigError if there are none."""
+    """Return the parameters that get gradients, with their names; raise ConfigError if there are none."""
     found = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not found:
         raise ConfigError("the model has no parameter that requires a gradient: there is nothing to train")
@@ -41,7 +41,7 @@ def trainable_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Par
 
 
 def check_epoch(replicas: Replicas) -> None:
-    """Raises ConfigError if an epoch has not one batch."""
+    """Raise ConfigError if an epoch does not have a single batch."""
     if replicas.num_batches == 0:
         raise ConfigError(
             f"{replicas.num_samples} samples give {replicas.count} replicas not one batch of "
@@ -50,7 +50,7 @@ def check_epoch(replicas: Replicas) -> None:
 
 
 def describe_program(parameters: NamedParameters, replicas: Replicas, *, follows_view: bool) -> str:
-    """What must be the same on all workers, for people to compare."""
+    """Describe what must be the same on all workers: replicas, parameters, samples."""
     shapes = repr([(name, tuple(p.shape), str(p.dtype)) for name, p in parameters]).encode()
     digest = hashlib.sha256(shapes).hexdigest()[:12]
     count = "a replica per worker" if follows_view else f"{replicas.count} replicas"
@@ -59,7 +59,7 @@ def describe_program(parameters: NamedParameters, replicas: Replicas, *, follows
 
 
 def why_no_priority(model: torch.nn.Module, averaging: AveragingOptimizer | None) -> str:
-    """Why sums of this program must travel by `fifo`; empty if they need not."""
+    """Return why the sums of this program must travel by `fifo`; empty if they need not."""
     return hidden_uses(model) if averaging is None else f"{averaging.describe()} averages models"
 
 
@@ -69,10 +69,10 @@ def make_probe(
     optimizers: Sequence[torch.optim.Optimizer],
     averaging: AveragingOptimizer | None,
 ) -> GradientProbe | None:
-    """What looks at gradients for these monitors, if there are some.
+    """Return the probe for these monitors; None without monitors.
 
     Raises:
-        ConfigError: gradients are not summed here.
+        ConfigError: the optimizer averages models, so gradients are not summed.
     """
     if not monitors:
         return None
@@ -96,13 +96,13 @@ _ONCE_PER_STEP = ("step", "update", "update_parameters", "unscale_")
 """Methods of tracked objects that belong to the step and not to a replica."""
 
 Running: TypeAlias = "Callable[[], Trainer]"
-"""Gives the trainer; raises TrainError where the program is not training."""
+"""Returns the trainer, or raises TrainError if the program is not training."""
 
 
 def wrap_optimizer(
     optimizer: torch.optim.Optimizer, running: Running, trainer_of: Callable[[], Trainer | None]
 ) -> None:
-    """Let `step` happen in the last turn only, and with priority sync when its sums are there."""
+    """Make `step` run in the last turn only, and, with deferred updates, for each parameter when its sum has arrived."""
     original, original_zero = optimizer.step, optimizer.zero_grad
 
     @functools.wraps(original)
@@ -141,15 +141,15 @@ def wrap_optimizer(
             original_zero(set_to_none=set_to_none)
 
     step.of_pliant = True  # type: ignore[attr-defined]
-    # Bound methods, as they were: LR schedulers that are made later look for their functions.
+    # Bound methods, as before: LR schedulers that are made later look for their functions.
     optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def _scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[None]:
-    """Step with the program's rates times what policies have decided. Schedulers, of whatever kind, and checkpoints only
-    ever see the program's own."""
+    """Multiply the learning rates by the policies' factor for the time of a step. Schedulers and checkpoints only ever
+    see the program's own rates."""
     if factor == 1.0:
         yield
         return
@@ -165,8 +165,8 @@ def _scaled_rates(optimizer: torch.optim.Optimizer, factor: float) -> Iterator[N
 
 
 def wrap_tracked(name: str, thing: Any, trainer_of: Callable[[], Trainer | None]) -> None:
-    """Give a tracked `thing` a class of its own whose methods know about turns. Methods put on the object itself would
-    become part of its state: a scheduler's state_dict is all that it has."""
+    """Give `thing` a class of its own whose methods run once per step. Methods on the object itself would become part
+    of its state, because the state_dict of a scheduler is its __dict__."""
     kind = type(thing)
     methods = {
         method: _once_per_step(name, getattr(kind, method), trainer_of)
@@ -191,7 +191,7 @@ def _once_per_step(
             return None
         if trainer.deferred.is_pending:
             if isinstance(thing, LRScheduler):
-                # Small, and it does not look at parameters: kept as it was, in case the step is torn.
+                # A scheduler's state is small and independent of parameters: save it in case the step is torn.
                 trainer.save_tracked(name, thing, copy.deepcopy(thing.state_dict()))
             else:
                 trainer.deferred.warn_once(
@@ -208,7 +208,7 @@ def _once_per_step(
 def check_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[tuple[str, torch.nn.Parameter]]
 ) -> None:
-    """Raises ConfigError or Unsliceable for optimizers that a job cannot have."""
+    """Raise ConfigError or Unsliceable if a job cannot use these optimizers."""
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"{type(optimizer).__name__} is not an optimizer: give one, or a list of them")
@@ -225,7 +225,7 @@ def check_optimizers(
 
 
 def check_tracked(optimizers: Sequence[torch.optim.Optimizer], tracked: dict[str, Any]) -> None:
-    """Raises TrainError if a scheduler changes an optimizer behind the job's back."""
+    """Raise TrainError if a scheduler that is not tracked changes an optimizer."""
     known = {id(each.optimizer) for each in tracked.values() if isinstance(each, LRScheduler)}
     for optimizer in optimizers:
         inner = optimizer.inner if isinstance(optimizer, AveragingOptimizer) else optimizer
@@ -239,8 +239,8 @@ def check_tracked(optimizers: Sequence[torch.optim.Optimizer], tracked: dict[str
 
 
 def refuse_untracked_scalers(tracked: dict[str, Any], trainer_of: Callable[[], Trainer | None]) -> Callable[[], None]:
-    """A GradScaler that the job does not know would be updated once per turn, so its result would depend on where the
-    replicas are: better to say so at once. Returns how to undo this."""
+    """Raise TrainError when a GradScaler that is not tracked is updated. It would be updated once per turn, so the
+    result would depend on the placement. Returns a function that undoes this."""
     original = torch.amp.GradScaler.update
 
     @functools.wraps(original)
