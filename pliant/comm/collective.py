@@ -312,9 +312,7 @@ class Collectives:
         self.operations = OpenOperations(self.peers, by_key, self._buffers)
         self._notices = NoticeBatch(self.peers)
         self.sender = SliceSender(self.peers, self.memory_map, self.specs, self._notices, self.operations)
-        self._runner = StepRunner(
-            self.peers, memory, self.memory_map, self._notices, self.operations, self.sender
-        )
+        self._runner = StepRunner(self.peers, memory, self.memory_map, self._notices, self.operations, self.sender)
         self._matcher = FrameMatcher(
             self.peers, memory, self.specs, self.memory_map, self.operations, self.sender, self._runner
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 
 from pliant.comm import order
@@ -164,9 +164,7 @@ class Spec:
 
     def pack(self) -> bytes:
         """Return the spec as the payload of a DEFINE frame."""
-        portion = self.portion and (self.portion.whole, self.portion.begin, self.portion.lanes)
-        fields = (self.kind, self.name, self.members, self.dtype, self.length, self.op, self.exact, self.root, self.parts)
-        return json.dumps((*fields, portion)).encode()
+        return json.dumps(astuple(self)).encode()
 
     @classmethod
     def unpack(cls, payload: bytes) -> Spec:
@@ -178,11 +176,12 @@ class Spec:
         try:
             kind, name, members, dtype, length, op, exact, root, parts, run = json.loads(payload)
             portion = Portion(int(run[0]), int(run[1]), tuple(map(int, run[2]))) if run is not None else None
-            spec = cls(kind, name, tuple(members), dtype, int(length), op, bool(exact), int(root), tuple(parts), portion)
+            sizes = int(length), op, bool(exact), int(root), tuple(parts), portion
+            spec = cls(kind, name, tuple(members), dtype, *sizes)
         except (ValueError, TypeError, IndexError) as error:
             raise CommError(f"a peer sent a damaged description of a collective: {error}") from None
         if spec.kind not in KINDS:
-            raise CommError(f"a peer asked for an unknown kind of collective {spec.kind!r}: do all run the same version?")
+            raise CommError(f"a peer asked for an unknown collective {spec.kind!r}: do all run the same version?")
         return spec
 
 

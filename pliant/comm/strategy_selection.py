@@ -67,13 +67,13 @@ class Network:
     @cached_property
     def egress(self) -> tuple[float, ...]:
         """The rate at which each host can send: the mean of the better half of its links."""
-        return tuple(_better_half_mean([rate for j, rate in enumerate(row) if j != i]) for i, row in enumerate(self.links))
+        return tuple(_upper_mean([rate for j, rate in enumerate(row) if j != i]) for i, row in enumerate(self.links))
 
     @cached_property
     def ingress(self) -> tuple[float, ...]:
         """The rate at which each host can receive."""
         size = len(self.leaders)
-        return tuple(_better_half_mean([self.links[i][j] for i in range(size) if i != j]) for j in range(size))
+        return tuple(_upper_mean([self.links[i][j] for i in range(size) if i != j]) for j in range(size))
 
     @cached_property
     def best_first(self) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class Network:
         return max(self.replicas, len(self.hosts))
 
 
-def _better_half_mean(rates: Sequence[float]) -> float:
+def _upper_mean(rates: Sequence[float]) -> float:
     """Return the mean of the better half, which limits of single peers and single errors affect little."""
     if not rates:
         return 1.0

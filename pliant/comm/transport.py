@@ -113,12 +113,7 @@ class Transport:
         return link is not None and not link.is_leaving
 
     def connect(
-        self,
-        workers: Sequence[Worker],
-        number: int,
-        *,
-        timeout_s: float,
-        cancelled: Callable[[], bool] | None = None,
+        self, workers: Sequence[Worker], number: int, *, timeout_s: float, cancelled: Callable[[], bool] | None = None
     ) -> None:
         """Block until there is a connection to each of `workers`. Thread-safe. Existing connections cost nothing.
 

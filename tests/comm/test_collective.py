@@ -46,7 +46,9 @@ class Rank:
         """An all-reduce of a tensor from shared memory, as `comm.submission` would make it."""
         view, rank = self.collectives.view, self.collectives.rank
         members = tuple(range(view.size))
-        registered = self.collectives.specs.register(Spec("all_reduce", name, members, "float32", len(tensor), "sum", True, -1))
+        registered = self.collectives.specs.register(
+            Spec("all_reduce", name, members, "float32", len(tensor), "sum", True, -1)
+        )
         plan = make_plan(registered.spec, rank, view.hosts, Strategy(strategy), 4, 4096)
         local = [other for other, host in enumerate(view.hosts) if host == view.hosts[rank]]
         program = registered.plans.setdefault(0, compile_plan(registered, plan, local.__contains__, 4))
@@ -86,7 +88,9 @@ def ranks_on(hosts: str) -> Iterator[list[Rank]]:
         for other, there in enumerate(ranks[:one]):
             shared = hosts[one] == hosts[other]
             for near, far, sock in zip((here, there), (other, one), socket.socketpair(), strict=True):
-                link = PeerLink(far, view.workers[far], sock, shared=shared, receiver=near.collectives, unsent=near.unsent)
+                link = PeerLink(
+                    far, view.workers[far], sock, shared=shared, receiver=near.collectives, unsent=near.unsent
+                )
                 near.collectives.peers.links[far] = link
     yield ranks
     for rank in ranks:

@@ -279,7 +279,9 @@ def test_a_rank_that_leaves_is_missing_in_what_it_had_not_finished(peers: Peers)
 
 
 @pytest.mark.parametrize(("view", "missing"), [(3, True), (5, False)])
-def test_a_rank_that_leaves_from_a_later_view_had_finished_with_this_one(peers: Peers, view: int, missing: bool) -> None:
+def test_a_rank_that_leaves_from_a_later_view_had_finished_with_this_one(
+    peers: Peers, view: int, missing: bool
+) -> None:
     peers.on_bye(peers.links[1], view, finished(3))
     peers.mark_lost(1, "it left the job")
     assert (peers.why_incomplete(SPEC, 0) is not None) is missing

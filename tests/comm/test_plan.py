@@ -240,4 +240,3 @@ def test_all_ranks_use_the_same_strategy_whatever_they_had_submitted(seed: int) 
                 submit(rank, spec)
     assert taken[0] == taken[1] == taken[2]
     assert set(taken[0].values()) == {0, 1, 2, 3, 4}
-

@@ -153,4 +153,3 @@ def test_one_host_and_many_hosts() -> None:
     assert 0 not in {
         tree.root for tree in choose(many, 10 * MB, Strategy("STAR")).strategy.topologies(many.hosts, True)
     }
-

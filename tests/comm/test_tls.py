@@ -216,7 +216,9 @@ def test_a_blocked_write_is_tried_again_in_full_though_less_may_be_written_at_on
     """OpenSSL calls it a bad retry otherwise, and the connection is gone."""
     ends = tls_pair(certificates[0])
     recorder = FrameRecorder()
-    sender, receiver = (PeerLink(0, Worker("127.0.0.1", 1), end, shared=False, receiver=recorder, unsent=set()) for end in ends)
+    sender, receiver = (
+        PeerLink(0, Worker("127.0.0.1", 1), end, shared=False, receiver=recorder, unsent=set()) for end in ends
+    )
     payload = memoryview(bytes(4 << 20))
     sender.send(0, header(FrameKind.BCAST, 0, seq=5, length=len(payload)), [payload], None)
     for _ in range(100):  # until nothing fits any more
