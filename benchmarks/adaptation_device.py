@@ -149,8 +149,8 @@ def fig8(rounds: int, size: int) -> Json:
 
 
 def fig9(nodes: tuple[int, ...], sides: tuple[str, ...], repeat: int, iters: int) -> Json:
-    from pliant_repro.bench.scaling import contest as scaling
-    from pliant_repro.bench.scaling.contest import ScalingOptions
+    from pliant_repro.bench import scaling
+    from pliant_repro.bench.scaling import ScalingOptions
     from pliant_repro.figures.figures import Options
     from pliant_repro.figures.kungfu import fig9 as kungfu_fig9
 

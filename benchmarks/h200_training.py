@@ -236,8 +236,8 @@ def digest(model: Any, optimizer: Any, buffers: Iterable[torch.Tensor], scaler: 
 def throughput(tiny: bool) -> Json:
     """4 replicas in one worker beside 4 packed DDP processes, and beside a bare loop of four batches as the bound."""
     from pliant_repro.bench import report
-    from pliant_repro.bench.contest import Rules
     from pliant_repro.bench.throughput import TrainOptions, contest, per_step
+    from pliant_repro.contest import Rules
 
     rules = Rules(rounds=3 if tiny else 7, iterations=2 if tiny else 6, warmup=2 if tiny else 6, timeout_s=90.0)
     options = TrainOptions(

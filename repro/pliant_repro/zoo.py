@@ -209,7 +209,9 @@ class CifarResNet(nn.Module):
         for stage in range(3):
             for number in range((depth - 2) // 6):
                 stride = 2 if stage and not number else 1
-                stages.append(ResidualBlock(inputs, [(width << stage, 3, stride), (width << stage, 3, 1)], padded=padded))
+                stages.append(
+                    ResidualBlock(inputs, [(width << stage, 3, stride), (width << stage, 3, 1)], padded=padded)
+                )
                 inputs = width << stage
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(inputs, classes)

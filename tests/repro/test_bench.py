@@ -17,12 +17,32 @@ import numpy as np
 import pytest
 from command import command
 from gang import FULL
-from pliant_repro.bench import allreduce, bounds, contenders, report
-from pliant_repro.bench.allreduce import AllreduceOptions, graphs, parse_lab, parse_peers
-from pliant_repro.bench.contenders import Ground
-from pliant_repro.bench.contest import Entry, Job, Rules, Series, Starter, hold, last_words
-from pliant_repro.bench.stats import Summary, paired_ratios, quantile
-from pliant_repro.bench.worker import Task, contribution, pattern
+from pliant_repro import contest
+from pliant_repro.bench import allreduce
+from pliant_repro.bench.allreduce import (
+    AllreduceOptions,
+    contribution,
+    graphs,
+    make_contender,
+    parse_lab,
+    parse_peers,
+    pattern,
+    why_no_openmpi,
+)
+from pliant_repro.contest import (
+    Contender,
+    Entry,
+    Placement,
+    Rules,
+    Series,
+    Starter,
+    Summary,
+    hold,
+    last_words,
+    paired_ratios,
+    quantile,
+)
+from pliant_repro.lab import iperf
 from pliant_repro.lab.machine import check
 from pliant_repro.profiles import MODELS, parse_sizes, tensor_sizes
 
@@ -79,37 +99,37 @@ def series(*rounds: list[float], failure: str = "", wrong: int | None = None) ->
 
 
 def test_speedup_is_the_peers_time_over_ours() -> None:
-    peer = report.beside(series([0.4], [0.4]), series([0.1], [0.1]), 1000)
+    peer = contest.beside(series([0.4], [0.4]), series([0.1], [0.1]), 1000)
     assert peer["speedup"] == pytest.approx(4.0)
     assert peer["median_s"] == 0.4
-    assert report.bound("b", 0.05, series([0.1]), {})["fraction"] == pytest.approx(0.5)
+    assert contest.bound("b", 0.05, series([0.1]), {})["fraction"] == pytest.approx(0.5)
 
 
 def test_a_failed_contender_has_no_numbers_and_a_remark() -> None:
     dead = series([0.4], failure="gloo: died")
     ours = series([0.1])
-    assert report.measured(dead, 10)["median_s"] is None
-    assert report.beside(dead, ours, 10)["speedup"] is None
-    assert report.beside(ours, dead, 10)["speedup"] is None
-    assert report.bound("b", 0.1, dead, {})["fraction"] is None
-    assert report.failures({"gloo": dead, "a": ours, "b": series([1.0], wrong=3)}) == [
+    assert contest.measured(dead, 10)["median_s"] is None
+    assert contest.beside(dead, ours, 10)["speedup"] is None
+    assert contest.beside(ours, dead, 10)["speedup"] is None
+    assert contest.bound("b", 0.1, dead, {})["fraction"] is None
+    assert contest.failures({"gloo": dead, "a": ours, "b": series([1.0], wrong=3)}) == [
         "gloo: died",
         "b: 3 wrong elements",
     ]
-    assert not report.is_ok(dead)
-    assert not report.is_ok(series([1.0], wrong=3))
-    assert report.is_ok(series([1.0], wrong=0))
-    assert report.fastest(["x", "y", "z"], {"x": series([3.0]), "y": series([2.0]), "z": dead}) == "y"
+    assert not contest.is_ok(dead)
+    assert not contest.is_ok(series([1.0], wrong=3))
+    assert contest.is_ok(series([1.0], wrong=0))
+    assert contest.fastest(["x", "y", "z"], {"x": series([3.0]), "y": series([2.0]), "z": dead}) == "y"
 
 
 def test_the_bound_between_hosts() -> None:
-    assert bounds.ring_bound_s(4, 100_000_000, 8e8) == pytest.approx(1.5)
-    assert bounds.ring_bound_s(2, 100_000_000, 8e8) == pytest.approx(1.0)
+    assert iperf.ring_bound_s(4, 100_000_000, 8e8) == pytest.approx(1.5)
+    assert iperf.ring_bound_s(2, 100_000_000, 8e8) == pytest.approx(1.0)
 
 
 def test_the_machine_is_described_without_loading_torch() -> None:
     code = (
-        "import sys, pliant_repro.bench.allreduce, pliant_repro.cli.bench; from pliant_repro.bench.report import machine;"
+        "import sys, pliant_repro.bench.allreduce, pliant_repro.cli.bench; from pliant.machine import machine;"
         "m = machine(); assert m['cores'] and m['torch'] and m['cpu'], m; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
@@ -178,18 +198,12 @@ def test_graphs_can_be_dumped() -> None:
 
 def test_a_model_beyond_the_memory_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigError, match="GB are free"):
-        allreduce._check_memory(AllreduceOptions(), 10**15)
+        allreduce.check_memory(AllreduceOptions(), 10**15)
 
 
 def test_fusing_makes_one_tensor() -> None:
     assert AllreduceOptions(model="slp", fuse=True).sizes() == (7850,)
     assert AllreduceOptions(model="slp").sizes() == (7840, 10)
-
-
-def test_a_task_survives_its_file(tmp_path: Path) -> None:
-    task = Task(side="gloo", sizes=(3, 4), num_workers=2, control="c", parallel=True)
-    task.write(tmp_path / "task.json")
-    assert Task.read(tmp_path / "task.json") == task
 
 
 def test_last_words_skip_rulers_and_source_lines() -> None:
@@ -216,12 +230,11 @@ for text in line.makefile():
     if kind == "hangs" and turn == 3 and rank == 1: time.sleep(60)
     if kind == "errs" and turn == 3 and rank == 1: answer(error="ValueError: no"); continue
     n = command["iterations"]
-    egress = {"egress_bytes": turn * 300}
-    answer(wall_s=[0.1 * (rank + 1)] * n, cpu_s=[0.01] * n, wrong=rank, before={"egress_bytes": 0}, after=egress)
+    answer(wall_s=[0.1 * (rank + 1)] * n, cpu_s=[0.01] * n, wrong=rank, egress_bytes=turn * 300)
 """
 
 
-def stand_in(kind: str, folder: Path, num_workers: int = 2) -> Job:
+def stand_in(kind: str, folder: Path, num_workers: int = 2) -> Contender:
     control = folder / f"{kind}.sock"
 
     def starter(rank: int) -> Starter:
@@ -231,7 +244,7 @@ def stand_in(kind: str, folder: Path, num_workers: int = 2) -> Job:
 
         return start
 
-    return Job(kind, num_workers, [starter(rank) for rank in range(num_workers)], control)
+    return Contender(kind, num_workers, [starter(rank) for rank in range(num_workers)], control)
 
 
 @pytest.fixture
@@ -241,7 +254,7 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def compete(*jobs: Job, rules: Rules) -> dict[str, Series]:
+def compete(*jobs: Contender, rules: Rules) -> dict[str, Series]:
     for job in jobs:
         job.start()
     for job in jobs:
@@ -293,8 +306,8 @@ def test_a_failure_of_ours_is_not_ok_but_still_a_result(folder: Path) -> None:
     options = AllreduceOptions(model="slp", peers=("gloo",), strategy="all")
     results = {f"pliant {strategy}": series(failure="pliant: died") for strategy in options.strategies}
     results |= {"gloo": series([0.2]), "copy": series([0.1])}
-    rates = allreduce._LineRates(None, [], lambda what, fraction: None)
-    result = allreduce._result(options, {"np": 4}, 31400, results, rates, ["why"])
+    rates = allreduce.LineRates(None, [], lambda what, fraction: None)
+    result = allreduce.make_result(options, {"np": 4}, 31400, results, rates, ["why"])
     assert result["ok"] is False
     assert result["peers"]["gloo"]["median_s"] == 0.2  # type: ignore[index]
     json.dumps(result)
@@ -303,8 +316,8 @@ def test_a_failure_of_ours_is_not_ok_but_still_a_result(folder: Path) -> None:
 @pytest.mark.parametrize("accepted", [True, False])
 def test_a_worker_ends_with_its_controller_whatever_it_is_doing(accepted: bool, folder: Path) -> None:
     code = (
-        "import socket, sys, time; from pliant_repro.bench.told import Line; line = socket.socket(socket.AF_UNIX);"
-        "line.connect(sys.argv[1]); told = Line(line.makefile('rb'), line.makefile('wb'));"
+        "import socket, sys, time; from pliant_repro.worker import ControlLine; line = socket.socket(socket.AF_UNIX);"
+        "line.connect(sys.argv[1]); told = ControlLine(line.makefile('rb'), line.makefile('wb'));"
         "print('ready', flush=True); time.sleep(60)"
     )
     with socket.socket(socket.AF_UNIX) as controller:
@@ -322,18 +335,18 @@ def test_a_worker_ends_with_its_controller_whatever_it_is_doing(accepted: bool, 
 
 # The real ones
 
-MISSING = [*check(), *filter(None, [bounds.why_no_iperf()])]
+MISSING = [*check(), *filter(None, [iperf.why_no_iperf()])]
 
 
 @pytest.mark.processes
 def test_a_real_contest_at_small_size(folder: Path) -> None:
-    ground = Ground(num_workers=2, sizes=(7840, 10), folder=folder, parallel=True)
-    jobs = [contenders.pliant(ground, "AUTO"), contenders.memory(ground)]
-    if MISSING:  # else it has its contest below, between hosts
-        jobs.append(contenders.gloo(ground))
-    why_no_openmpi = contenders.why_no_openmpi(ground)
-    if not why_no_openmpi:
-        jobs.append(contenders.openmpi(ground, yielding=True))
+    options, placement = AllreduceOptions(num_workers=2, model="slp"), Placement(num_workers=2, folder=folder)
+    sides = ["pliant", "copy"]
+    if MISSING:  # else gloo has its contest below, between hosts
+        sides.append("gloo")
+    if not why_no_openmpi(options):
+        sides.append("openmpi")
+    jobs = [make_contender(options, placement, side, yielding=True) for side in sides]
     entries = [Entry(job.name, job.start(), sums=job.name != "copy") for job in jobs]
     entries.append(Entry("pliant RING", jobs[0], {"strategy": "RING"}))
     try:
@@ -350,26 +363,25 @@ def test_a_real_contest_at_small_size(folder: Path) -> None:
         assert measured.wrong == (None if label == "copy" else 0)
 
 
-def test_openmpi_says_why_it_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ground = Ground(num_workers=2, sizes=(10,), folder=folder, dtype="bfloat16")
+def test_openmpi_says_why_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("mpirun"):
-        assert "bfloat16" in contenders.why_no_openmpi(ground)
+        assert "bfloat16" in why_no_openmpi(AllreduceOptions(dtype="bfloat16"))
     monkeypatch.setenv("PATH", "")
-    assert "openmpi-bin" in contenders.why_no_openmpi(ground)
-    between_hosts = Ground(num_workers=2, sizes=(10,), folder=folder, lab=parse_lab("hosts=2,rate=none"))
-    assert "launcher" in contenders.why_no_openmpi(between_hosts)
+    assert "openmpi-bin" in why_no_openmpi(AllreduceOptions())
+    assert "launcher" in why_no_openmpi(AllreduceOptions(lab=parse_lab("hosts=2,rate=none")))
 
 
 @pytest.mark.skipif(not FULL, reason="tens of seconds beside what smaller tests show: PLIANT_FULL=1")
 @pytest.mark.root
 @pytest.mark.processes
 @pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING) or "a lab is possible")
-def test_gloo_between_hosts_and_iperf_beside_it(folder: Path) -> None:
+def test_gloo_between_hosts_and_iperf_beside_it(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").write_text("250000")
     with parse_lab("hosts=2,rate=200mbit").up() as lab:
-        ground = Ground(num_workers=2, sizes=(250_000,), folder=folder, lab=lab)
-        with contenders.gloo(ground).start() as job:
+        options = AllreduceOptions(num_workers=2, model=str(tmp_path / "model"), lab=lab)
+        with make_contender(options, Placement(num_workers=2, folder=folder, lab=lab), "gloo").start() as job:
             job.ready(60.0)  # before the links are measured: its imports take all of a small machine
-            bits_per_s = bounds.measure(lab, [(0, 1), (1, 0)], seconds=1)
+            bits_per_s = iperf.measure(lab, [(0, 1), (1, 0)], seconds=1)
             tx = lambda: sum(lab.tx_bytes(host) for host in range(2))  # noqa: E731
             rules = Rules(rounds=2, iterations=2, check=True, timeout_s=30.0)
             results = hold([Entry("gloo", job)], rules, count_link_bytes=tx)
@@ -378,4 +390,4 @@ def test_gloo_between_hosts_and_iperf_beside_it(folder: Path) -> None:
     assert results["gloo"].wrong == 0
     # 2(N-1)/N*S = 1 MB per host, and two hosts; headers and barriers come on top.
     assert all(2e6 < sent < 2.6e6 for sent in results["gloo"].link_bytes)
-    assert quantile(results["gloo"].seconds, 0.5) > 0.5 * bounds.ring_bound_s(2, 1_000_000, min(bits_per_s))
+    assert quantile(results["gloo"].seconds, 0.5) > 0.5 * iperf.ring_bound_s(2, 1_000_000, min(bits_per_s))

@@ -8,18 +8,16 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from command import command
 from gang import FULL
-from pliant_repro.bench import recover, replicas, resize, throughput
-from pliant_repro.bench.contest import Rules, Series
-from pliant_repro.bench.elastic import ElasticJob, ElasticOptions, members, step_times, steps_in_view
-from pliant_repro.bench.elastic_worker import Beginning, ElasticTask
+from pliant_repro.bench import replicas, resize, train
+from pliant_repro.bench.elastic import ElasticJob, ElasticOptions, StepBegun, members, step_times, steps_in_view
 from pliant_repro.bench.replicas import ReplicasOptions
-from pliant_repro.bench.throughput import TrainOptions
+from pliant_repro.bench.train import TrainOptions
+from pliant_repro.contest import Rules, Series
 from pliant_repro.profiles import TRAINED, tensor_sizes
 from pliant_repro.zoo import NETWORKS, Samples, build, compute_loss, make_optimizer, network
 
@@ -89,90 +87,84 @@ def test_an_unknown_network_lists_the_known_ones() -> None:
 # What the workers of an elastic job tell
 
 
-def begin(pid: int, step: int, *, size: int = 2, at_s: float, own: int = 9, **more: object) -> Beginning:
+def begin(pid: int, step: int, *, size: int = 2, at_s: float, own: int = 9, **more: object) -> StepBegun:
     values = {"rank": pid, "worker": f"h:{pid}", "ended_s": at_s - 0.001, **more}
-    return Beginning(pid=pid, size=size, step=step, own=own, at_s=at_s, **values)  # type: ignore[arg-type]
+    return StepBegun(pid=pid, size=size, step=step, own=own, at_s=at_s, **values)  # type: ignore[arg-type]
 
 
 def test_a_beginning_survives_its_line() -> None:
     for each in (begin(1, 2, at_s=3.0), begin(1, 2, at_s=3.0, change=(4, 2, 0.01, False))):
-        assert Beginning.from_line(each.to_line()) == each
-
-
-def test_a_task_survives_its_file(tmp_path: Path) -> None:
-    task = ElasticTask(control="c", replicas=4, batch=3)
-    task.write(tmp_path / "task.json")
-    assert ElasticTask.read(tmp_path / "task.json") == task
+        assert StepBegun.from_line(each.to_line()) == each
 
 
 def test_steps_are_counted_from_the_last_change_on() -> None:
-    told = [begin(0, 1, at_s=1), begin(1, 1, at_s=1), begin(0, 2, at_s=2, size=1, change=(2, 1, 0.01, False))]
-    assert steps_in_view(told, 2) == {"h:1": 1}
-    assert steps_in_view(told, 1) == {"h:0": 1}
-    told += [begin(0, 3, at_s=3, change=(1, 2, 0.01, False)), begin(0, 4, at_s=4), begin(2, 3, at_s=3, own=0)]
-    assert steps_in_view(told, 2) == {"h:0": 2, "h:1": 1, "h:2": 1}
+    reports = [begin(0, 1, at_s=1), begin(1, 1, at_s=1), begin(0, 2, at_s=2, size=1, change=(2, 1, 0.01, False))]
+    assert steps_in_view(reports, 2) == {"h:1": 1}
+    assert steps_in_view(reports, 1) == {"h:0": 1}
+    reports += [begin(0, 3, at_s=3, change=(1, 2, 0.01, False)), begin(0, 4, at_s=4), begin(2, 3, at_s=3, own=0)]
+    assert steps_in_view(reports, 2) == {"h:0": 2, "h:1": 1, "h:2": 1}
 
 
 def test_members_are_those_who_kept_up() -> None:
-    told = [begin(0, 4, at_s=1), begin(1, 4, at_s=1), begin(0, 9, at_s=2), begin(7, 8, at_s=2, rank=1)]
-    assert {rank: each.pid for rank, each in members(told).items()} == {0: 0, 1: 7}
+    reports = [begin(0, 4, at_s=1), begin(1, 4, at_s=1), begin(0, 9, at_s=2), begin(7, 8, at_s=2, rank=1)]
+    assert {rank: each.pid for rank, each in members(reports).items()} == {0: 0, 1: 7}
 
 
 def test_disturbed_steps_are_not_among_the_step_times() -> None:
-    told = [begin(0, step, at_s=step / 10) for step in range(3)]
-    told += [begin(0, 3, at_s=0.9, change=(3, 2, 0.6, False)), begin(0, 4, at_s=1.5), begin(0, 5, at_s=1.6)]
-    assert step_times(told, 2) == pytest.approx([0.1, 0.1, 0.1])
-    assert step_times(told, 3) == []
+    reports = [begin(0, step, at_s=step / 10) for step in range(3)]
+    reports += [begin(0, 3, at_s=0.9, change=(3, 2, 0.6, False)), begin(0, 4, at_s=1.5), begin(0, 5, at_s=1.6)]
+    assert step_times(reports, 2) == pytest.approx([0.1, 0.1, 0.1])
+    assert step_times(reports, 3) == []
 
 
 def test_the_survivor_who_waited_longest_counts() -> None:
     changes = resize.Changes()
-    told = [
+    reports = [
         begin(0, 5, at_s=10.0, ended_s=9.97, change=(4, 2, 0.02, False)),
         begin(1, 5, at_s=10.1, ended_s=9.99, change=(4, 2, 0.01, False)),
         begin(0, 6, at_s=10.4),
         begin(1, 6, at_s=10.4),
     ]
-    changes.add(told, 2, asked_s=9.0)
+    changes.add(reports, 2, asked_s=9.0)
     assert changes.pause_s == [0.02]
     assert changes.to_next_batch_s == pytest.approx([0.11])
     assert changes.first_step_s == pytest.approx([0.4])
     assert changes.request_to_switch_s == pytest.approx([1.1])
     with pytest.raises(LaunchError, match="nobody stayed"):
-        changes.add(told, 3, asked_s=9.0)
+        changes.add(reports, 3, asked_s=9.0)
 
 
 def test_newcomers_count_when_the_last_of_them_has_committed() -> None:
-    seen = resize.Seen()
-    told = [begin(pid, 5, at_s=10.0 + pid, own=0, ended_s=0.0) for pid in (2, 3)]
-    told += [begin(pid, 6, at_s=20.0 + pid, own=1) for pid in (2, 3)]
-    seen.add_newcomers(told, asked_s=9.0)
-    assert (seen.newcomer_began_s, seen.newcomer_committed_s) == ([4.0], [14.0])
+    seen = resize.Resizes()
+    reports = [begin(pid, 5, at_s=10.0 + pid, own=0, ended_s=0.0) for pid in (2, 3)]
+    reports += [begin(pid, 6, at_s=20.0 + pid, own=1) for pid in (2, 3)]
+    seen.add_new_workers(reports, asked_s=9.0)
+    assert (seen.new_began_s, seen.new_committed_s) == ([4.0], [14.0])
 
 
 @pytest.mark.parametrize(("again", "lost", "of_the_dead"), [(7, 0, 0), (6, 1, 1), (8, 0, 0)])
 def test_a_committed_step_that_is_done_again_is_a_lost_one(again: int, lost: int, of_the_dead: int) -> None:
-    seen = recover.Recoveries()
+    seen = resize.Recoveries()
     before = {0: begin(0, 6, at_s=1.0), 1: begin(1, 6, at_s=1.0)}
-    told = [
+    reports = [
         begin(1, 7, at_s=1.5),  # the victim
         begin(0, 7, at_s=1.5),  # had committed 7 steps
         begin(0, again, at_s=2.5, size=1, ended_s=1.4, change=(2, 1, 0.3, True)),
     ]
-    seen.add(before, 1, 2.0, told)
+    seen.add(before, 1, 2.0, reports)
     assert seen.recover_s == [0.5]
     assert (seen.steps_lost, seen.steps_of_the_dead) == (lost, of_the_dead)
 
 
 def test_a_step_of_which_the_optimizer_is_done_is_committed() -> None:
-    seen = recover.Recoveries()
+    seen = resize.Recoveries()
     before = {0: begin(0, 6, at_s=1.0), 1: begin(1, 6, at_s=1.0)}
     seen.add(before, 1, 2.0, [begin(0, 6, at_s=2.5, size=1, ended_s=1.9, change=(2, 1, 0.3, True))])
     assert seen.steps_lost == 1
 
 
 def test_every_rank_is_killed_before_any_is_killed_again() -> None:
-    ranks = list(itertools.islice(recover.victims(4, random.Random(1)), 12))
+    ranks = list(itertools.islice(resize.victims(4, random.Random(1)), 12))
     assert [sorted(ranks[begin : begin + 4]) for begin in (0, 4, 8)] == [[0, 1, 2, 3]] * 3
 
 
@@ -197,15 +189,15 @@ def series(*seconds: float, failure: str = "") -> Series:
 def test_each_model_has_its_target(model: str, num_workers: int, theirs: float, ok: bool) -> None:
     side = "pytorch" if num_workers == 1 else "ddp_gloo"
     results = {"pliant": series(1.0, 1.0), side: series(theirs, theirs)}
-    cell = throughput.cell_of(TrainOptions(model=model), num_workers, [side], results)
+    cell, remarks = train.make_cell(TrainOptions(model=model), num_workers, [side], results)
     assert cell["ok"] is ok
     assert cell["peers"][side]["speedup"] == pytest.approx(theirs)  # type: ignore[index]
-    assert bool(cell["remarks"]) is not ok
+    assert bool(remarks) is not ok
 
 
 def test_a_peer_that_failed_proves_nothing() -> None:
     results = {"pliant": series(1.0), "ddp_gloo": series(failure="ddp_gloo: died")}
-    cell = throughput.cell_of(TrainOptions(), 2, ["ddp_gloo"], results)
+    cell, _ = train.make_cell(TrainOptions(), 2, ["ddp_gloo"], results)
     assert cell["ok"] is False
     json.dumps(cell)
 
@@ -218,16 +210,16 @@ def found(replicas_: int, step_s: float, without_s: float, peak: int) -> dict[st
 def test_switching_and_memory_have_their_limits() -> None:
     options = ReplicasOptions(replicas=(2, 4), device="cuda")
     cells = [
-        replicas.cell_of(options, found(2, 1.0, 0.995, 1000)),
-        replicas.cell_of(options, found(4, 2.0, 1.99, 1005)),
+        replicas.make_cell(found(2, 1.0, 0.995, 1000)),
+        replicas.make_cell(found(4, 2.0, 1.99, 1005)),
     ]
-    result = replicas._result(options, {}, cells, [])
+    result = replicas.make_result(options, {}, cells, [])
     assert result["ok"] is True
     assert (result["switch_share"], result["replicas"]) == (pytest.approx(0.005), 4)
     assert result["memory_by_replicas"] == {"2": 1000, "4": 1005}
-    assert replicas.cell_of(options, found(2, 1.0, 0.9, 1000))["ok"] is False
-    cells[1] = replicas.cell_of(options, found(4, 2.0, 1.99, 1020))
-    uneven = replicas._result(options, {}, cells, [])
+    assert replicas.make_cell(found(2, 1.0, 0.9, 1000))["ok"] is False
+    cells[1] = replicas.make_cell(found(4, 2.0, 1.99, 1020))
+    uneven = replicas.make_result(options, {}, cells, [])
     assert uneven["ok"] is False
     assert "2.0%" in str(uneven["remarks"])
 
@@ -264,7 +256,7 @@ def test_wrong_arguments_are_config_errors(args: list[str]) -> None:
 
 def test_the_commands_are_there_without_torch() -> None:
     code = (
-        "import sys, pliant_repro.bench.resize, pliant_repro.bench.recover, pliant_repro.bench.replicas, pliant_repro.bench.throughput;"
+        "import sys, pliant_repro.bench.resize, pliant_repro.bench.replicas, pliant_repro.bench.train;"
         "import pliant_repro.cli.bench; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
@@ -276,16 +268,16 @@ def test_the_commands_are_there_without_torch() -> None:
 @pytest.mark.processes
 def test_a_real_job_is_resized_and_loses_a_worker() -> None:
     options = ElasticOptions(num_workers=2, small=1, repeat=1, model="small", batch=2, size=16)
-    changes, losses = resize.Seen(), recover.Recoveries()
+    changes, losses = resize.Resizes(), resize.Recoveries()
     with ElasticJob(options) as job:
-        resize._resize_often(job, changes, lambda what, fraction: None)
-        recover._kill_often(job, losses, lambda what, fraction: None)
-        told = list(job.told)
-    resized = resize._result(options, {}, changes, told)
+        resize.resize_repeatedly(job, changes, lambda what, fraction: None)
+        resize.kill_repeatedly(job, losses, lambda what, fraction: None)
+        reports = list(job.reports)
+    resized = resize.resize_result(options, {}, changes, reports)
     assert [len(each.pause_s) for each in (changes.shrink, changes.grow)] == [1, 1]
     assert 0 < changes.shrink.pause_s[0] <= changes.shrink.to_next_batch_s[0] < changes.shrink.request_to_switch_s[0]
-    assert 0 < changes.newcomer_began_s[0] < changes.newcomer_committed_s[0]
-    recovered = recover._result(options, {}, losses, told)
+    assert 0 < changes.new_began_s[0] < changes.new_committed_s[0]
+    recovered = resize.recover_result(options, {}, losses, reports)
     assert losses.steps_lost == 0
     assert losses.pause_s[0] < losses.recover_s[0] < 5
     json.dumps([resized, recovered])
@@ -295,7 +287,7 @@ def test_a_real_job_is_resized_and_loses_a_worker() -> None:
 @pytest.mark.processes
 def test_a_real_contest_of_trainings() -> None:
     options = TrainOptions(num_workers=(2,), model="small", rules=Rules(rounds=2, iterations=2, warmup=1))
-    result = throughput.run(options, {"np": [2]}, lambda what, fraction: None)
+    result = train.run(options, {"np": [2]}, lambda what, fraction: None)
     assert result["remarks"] == []
     [cell] = result["cells"]  # type: ignore[misc]
     assert cell["ours"]["num_samples"] == cell["peers"]["ddp_gloo"]["num_samples"] == 2

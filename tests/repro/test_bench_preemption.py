@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from pliant_repro.bench import preemption
-from pliant_repro.bench.preemption import LATENCY, QUEUED, WAYS, Found, Wire
+from pliant_repro.bench.preemption import LATENCY, QUEUED, SEND_MODES, Delays, Links
 from typer.testing import CliRunner
 
 from pliant.cli.main import build
 from pliant.errors import ConfigError
 
 MBIT = 125_000.0
-WIRE = Wire(2, 100 * MBIT)
+LINKS = Links(2, 100 * MBIT)
 
 
 def event(category: str, begin_s: float, end_s: float, name: str = "first") -> dict[str, Any]:
@@ -26,15 +26,15 @@ def event(category: str, begin_s: float, end_s: float, name: str = "first") -> d
 
 def cells(narrow_s: float, fifo_s: float, wide_s: float, wide_queued: float = 1_250_000) -> list[dict[str, Any]]:
     found = (
-        Found([narrow_s] * 3, 125_000, 62_500), Found([fifo_s] * 3, 125_000, 0), Found([wide_s] * 3, 4 << 20, wide_queued)
+        Delays([narrow_s] * 3, 125_000, 62_500), Delays([fifo_s] * 3, 125_000, 0), Delays([wide_s] * 3, 4 << 20, wide_queued)
     )  # fmt: skip
-    return [preemption.cell(way, WIRE, each) for way, each in zip(WAYS, found, strict=True)]
+    return [preemption.make_cell(mode, LINKS, each) for mode, each in zip(SEND_MODES, found, strict=True)]
 
 
 def test_the_yardsticks() -> None:
-    assert WIRE.first_s == pytest.approx(4000 / 12.5e6)
-    assert WIRE.all_s == pytest.approx(0.80032)
-    assert WIRE.queues_s(125_000) == pytest.approx(0.020)
+    assert LINKS.first_s == pytest.approx(4000 / 12.5e6)
+    assert LINKS.all_s == pytest.approx(0.80032)
+    assert LINKS.queues_s(125_000) == pytest.approx(0.020)
 
 
 def test_a_latency_is_from_the_last_gradient_to_the_last_parameter() -> None:
@@ -50,7 +50,7 @@ def test_queues_are_those_of_the_last_steps() -> None:
         [event(QUEUED, 1, 1, "900"), event(QUEUED, 2, 2, "100")],
         [event(QUEUED, 1, 1, "0"), event(QUEUED, 2, 2, "300")],
     ]
-    assert preemption.queued_bytes(ranks, 1) == 200
+    assert preemption.mean_queued_bytes(ranks, 1) == 200
 
 
 @pytest.mark.parametrize(
@@ -69,19 +69,17 @@ def test_queues_are_those_of_the_last_steps() -> None:
 def test_verdicts(figures: tuple[float, float, float], holds: list[bool]) -> None:
     made = cells(*figures)
     assert [ok for _, ok in preemption.judge(made)] == holds
-    result = preemption.result_of(WIRE, made, {}, [])
+    result = preemption.make_result(LINKS, made, {}, [])
     assert result["ok"] is all(holds)
     assert {"bench", "args", "ours", "peers", "bound", "cells", "machine", "ok", "remarks"} <= set(result)
     json.dumps(result)
 
 
 def test_the_model_notes_latency_and_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pliant_repro.bench import preemption_model as subject
-
     noted: list[tuple[str, str]] = []
-    monkeypatch.setattr(subject.trace, "enabled", lambda: True)
-    monkeypatch.setattr(subject.trace, "event", lambda category, name, *_: noted.append((category, name)))
-    model, inputs = subject.build()
+    monkeypatch.setattr(preemption.trace, "enabled", lambda: True)
+    monkeypatch.setattr(preemption.trace, "event", lambda category, name, *_: noted.append((category, name)))
+    model, inputs = preemption.build()
     for _ in range(2):
         model(inputs).square().mean().backward()
     assert [category for category, _ in noted] == [QUEUED, LATENCY, QUEUED]
@@ -89,18 +87,16 @@ def test_the_model_notes_latency_and_queues(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_unread_bytes_are_queued() -> None:
-    from pliant_repro.bench.preemption_model import queued_bytes
-
     with socket.create_server(("127.0.0.1", 0)) as server:
         sender = socket.create_connection(server.getsockname())
         receiver, _ = server.accept()
         with sender, receiver:
             sender.setblocking(False)
-            before = queued_bytes()
+            before = preemption.queued_bytes()
             with contextlib.suppress(BlockingIOError):
                 while True:
                     sender.send(b"\0" * 65536)
-            assert queued_bytes() > before + 65536
+            assert preemption.queued_bytes() > before + 65536
 
 
 @pytest.mark.parametrize("words", [["--rate", "none"], ["--nodes", "1"], ["--iters", "0"], ["--rate", "fast"]])

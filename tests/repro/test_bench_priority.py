@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -13,21 +14,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command import command
 from gang import FULL
-from pliant_repro.bench.priority import cells as priority_cells
-from pliant_repro.bench.priority import hosts as priority_hosts
-from pliant_repro.bench.priority import sweep as priority
-from pliant_repro.bench.priority import trace, verdict
-from pliant_repro.bench.priority.cells import measured_layers, remarks_on, utilisation
-from pliant_repro.bench.priority.contest import step_times_s
-from pliant_repro.bench.priority.hosts import Host, identities, parse_hosts, placed, ssh_argv
-from pliant_repro.bench.priority.options import PriorityOptions, batch_from, parse_modes, parse_rates, parse_slices
-from pliant_repro.bench.priority.worker import Task, default_iface, running_s, sent_bytes, window
-from pliant_repro.bench.told import Line
+from pliant_repro.bench import priority_cells, priority_verdict
+from pliant_repro.bench.priority import (
+    PriorityOptions,
+    choose_batch,
+    collect_traces,
+    merge_traces,
+    parse_rates,
+    parse_slices,
+    step_times_s,
+    stretch,
+)
+from pliant_repro.bench.priority_cells import make_cell, make_cells, make_result, remarks_on, utilisation
+from pliant_repro.bench.ssh_hosts import Host, host_identities, hosts_of_ranks, parse_hosts, read_hosts, ssh_argv
+from pliant_repro.bench.training import Subject, TrainingLoop, durations, run_window, running_s, sent_bytes
+from pliant_repro.contest import split_words
 from pliant_repro.lab.hosts import Lab
 from pliant_repro.lab.machine import check
-from priority_records import entry, record, ring
+from pliant_repro.scaling_model import Layer
+from pliant_repro.worker import ControlLine, default_interface
+from priority_records import entry, record, setting
 
 from pliant.errors import ConfigError
 from pliant.identity import worker_spec
@@ -52,15 +61,15 @@ def test_rates_share_a_unit() -> None:
 def test_slices_are_parameters() -> None:
     assert parse_slices("auto") == (None,)
     assert parse_slices("1k,50k,1m,700") == (1000, 50_000, 1_000_000, 700)
-    assert parse_modes("ddp, priority,ddp") == ("ddp", "priority")
+    assert split_words("ddp, priority,ddp") == ("ddp", "priority")
 
 
 def test_the_batch_is_the_flags_then_the_environments() -> None:
-    assert batch_from(16, {"BATCH_SIZE": "64"}) == 16
-    assert batch_from(None, {"BATCH_SIZE": "64"}) == 64
-    assert batch_from(None, {}) == 0
+    assert choose_batch(16, {"BATCH_SIZE": "64"}) == 16
+    assert choose_batch(None, {"BATCH_SIZE": "64"}) == 64
+    assert choose_batch(None, {}) == 0
     with pytest.raises(ConfigError, match="BATCH_SIZE"):
-        batch_from(None, {"BATCH_SIZE": "many"})
+        choose_batch(None, {"BATCH_SIZE": "many"})
 
 
 def test_paced_compute_grows_with_the_batch() -> None:
@@ -99,12 +108,12 @@ def test_wrong_arguments_are_config_errors(args: list[str]) -> None:
 
 
 def test_ddp_is_tried_with_buckets_that_cut_as_those_of_the_full_model() -> None:
-    assert priority.caps_of(PriorityOptions(model="resnet50")) == [None, 2.5, 0.5, 0.1]
-    assert priority.caps_of(PriorityOptions(model="resnet50", compute="real")) == [None, 25.0, 5.0, 1.0]
+    assert PriorityOptions(model="resnet50").bucket_sizes_mb() == [None, 2.5, 0.5, 0.1]
+    assert PriorityOptions(model="resnet50", compute="real").bucket_sizes_mb() == [None, 25.0, 5.0, 1.0]
 
 
 def test_nothing_of_this_loads_torch_before_it_runs() -> None:
-    code = "import pliant_repro.bench.priority.sweep, pliant_repro.bench.priority.verdict, sys; sys.exit('torch' in sys.modules)"
+    code = "import pliant_repro.bench.priority, pliant_repro.bench.priority_verdict, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
 
 
@@ -115,7 +124,7 @@ def test_hosts_are_names_or_objects() -> None:
     assert parse_hosts('["chifflet-2", "10.0.0.7"]') == (Host("chifflet-2"), Host("10.0.0.7"))
     hosts = parse_hosts('[{"host": "a", "iface": "eth1", "slots": 2}, "b"]')
     assert hosts == (Host("a", "eth1", 2), Host("b"))
-    assert [host.host for host in placed(hosts)] == ["a", "a", "b"]
+    assert [host.host for host in hosts_of_ranks(hosts)] == ["a", "a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -129,28 +138,23 @@ def test_other_host_lists_are_refused(text: str) -> None:
 
 
 def test_the_ssh_command_asks_nothing_and_tells_no_secret() -> None:
-    argv = ssh_argv(Host("node1"), "/opt/my python", "pliant_repro.bench.priority.worker", 3)
+    argv = ssh_argv(Host("node1"), "/opt/my python", 3)
     assert argv[0] == "ssh"
     assert "BatchMode=yes" in argv
-    assert argv[-2:] == ["node1", "exec '/opt/my python' -m pliant_repro.bench.priority.worker 3"]
+    assert argv[-2:] == ["node1", "exec '/opt/my python' -m pliant_repro.worker --rank 3"]
 
 
 def test_each_job_has_ports_and_identities_of_its_own() -> None:
     hosts = (Host("a", slots=2), Host("b"))
-    first, second = (identities(hosts, number, b"secret") for number in (0, 1))
+    first, second = (host_identities(hosts, number, b"secret") for number in (0, 1))
     specs = [worker_spec(environ) for environ in (*first, *second)]
     assert [str(spec.worker) for spec in specs[:3]] == ["a:29501", "a:29502", "b:29503"]
     assert [spec.view.rank_of(spec.worker) for spec in specs] == [0, 1, 2, 0, 1, 2]
     assert len({str(spec.worker) for spec in specs}) == 6
-    assert {worker_spec(environ).secret for environ in identities(hosts, 0)} != {b"secret"}
+    assert {worker_spec(environ).secret for environ in host_identities(hosts, 0)} != {b"secret"}
 
 
 # A worker's parts
-
-
-def test_a_task_survives_the_wire() -> None:
-    task = Task(side="ddp", num_workers=2, ifaces=("e0", ""), environs=({"A": "1"}, {}), slice_bytes=4000)
-    assert Task.from_json(json.loads(json.dumps(task.to_json()))) == task
 
 
 def test_what_an_interface_has_sent() -> None:
@@ -161,55 +165,43 @@ def test_what_an_interface_has_sent() -> None:
 
 def test_the_default_route_names_the_interface() -> None:
     head = "Iface\tDestination\tGateway\n"
-    assert default_iface(f"{head}e0\t000AA8C0\t0\neth0\t00000000\t0101A8C0\n") == "eth0"
-    assert default_iface(head) == "lo"
+    assert default_interface(f"{head}e0\t000AA8C0\t0\neth0\t00000000\t0101A8C0\n") == "eth0"
+    assert default_interface(head) == "lo"
 
 
 def test_commands_arrive_in_order() -> None:
-    line = Line(io.BytesIO(b'{"do": "count"}\n{"do": "hash"}\n{"do": "stop"}\n'), io.BytesIO())
+    line = ControlLine(io.BytesIO(b'{"do": "count"}\n{"do": "hash"}\n{"do": "stop"}\n'), io.BytesIO())
     assert [command["do"] for command in line] == ["count", "hash"]
 
 
-class Counting:
-    """A side that only counts."""
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-
-    def step(self) -> None:
-        self.done.append("step")
-
-    def flush(self) -> None:
-        self.done.append("flush")
-
-    def facts(self) -> dict[str, object]:
-        return {"waits": len(self.done)}
-
-    def take_losses(self) -> list[float]:
-        return [0.5] * self.done.count("step")
-
-
 def test_a_window_leads_in_and_flushes() -> None:
-    side = Counting()
-    found = window(side, iterations=4, lead=3)  # type: ignore[arg-type]
-    assert side.done == ["step"] * 7 + ["flush"]
-    assert len(found["marks_s"]) == 5  # type: ignore[arg-type]
-    assert found["losses"] == [0.5] * 7
-    assert (found["before"], found["after"]) == ({"waits": 0}, {"waits": 8})
+    model = torch.nn.Linear(1, 1)
+    subject = Subject(model, lambda model, batch: model(batch).mean(), None)
+    flushed: list[int] = []
+    model.register_state_dict_pre_hook(lambda *_: flushed.append(loop.num_steps))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = itertools.repeat(torch.ones(1))
+    loop = TrainingLoop(subject, model, optimizer, batches, stats=lambda: {"steps": loop.num_steps})
+    found: Any = run_window(loop, iterations=4, lead=3)
+    assert flushed == [7]
+    assert len(found["marks_s"]) == 5
+    assert len(found["losses"]) == 7
+    assert (found["before"], found["after"]) == ({"steps": 0}, {"steps": 7})
+    assert found["wall_s"] == [pytest.approx((found["marks_s"][-1] - found["marks_s"][0]) / 4)]
 
 
 # From samples to cells
 
 
 def test_a_step_ends_when_its_last_rank_does() -> None:
-    marks = [[0.0, 1.0, 2.0], [0.0, 1.2, 2.1]]
+    marks = [{"marks_s": [0.0, 1.0, 2.0]}, {"marks_s": [0.0, 1.2, 2.1]}]
     assert step_times_s(marks, one_clock=True) == pytest.approx([1.2, 0.9])
     assert step_times_s(marks, one_clock=False) == pytest.approx([1.2, 1.0])
 
 
 def test_a_cell_has_what_scripts_rely_on() -> None:
     # 80 Mbit/s carry 10 MB/s: T = 1.5 * 4 MB / 10 MB/s = 0.6 s, C = 0.6 s, P* = 0.15 + 0.6 = 0.75 s by its first layer.
-    one = priority_cells.cell(ring(), entry("priority"), record(0.8, 1.0, 0.8), {"ddp": record(1.0, 1.0, 1.2)})
+    one = make_cell(setting(), entry("priority"), record(0.8, 1.0, 0.8), {"ddp": record(1.0, 1.0, 1.2)})
     for key in (
         "model", "rate_mbit", "mode", "r", "iter_median_s", "p_star_s", "fraction_of_bound", "p_fifo_s",
         "tx_bytes_per_iter", "cpu_s_per_iter", "hash",
@@ -230,11 +222,11 @@ def test_a_cell_has_what_scripts_rely_on() -> None:
 
 
 def test_real_training_is_held_against_the_curve_of_losses() -> None:
-    real = dataclasses.replace(ring(), compute="real")  # P* 0.9 s
+    real = dataclasses.replace(setting(), compute="real")  # P* 0.9 s
     losses = [3 - 0.1 * step for step in range(9)]
     curve: dict[str, Any] = {"losses": [9.0, *losses], "timed_losses": losses}
     ours, theirs = record(0.9, 0.9, 0.9, **curve), record(1.2, 1.2, 1.2, **curve)
-    one = priority_cells.cell(real, entry("priority"), ours, {"ddp": theirs})
+    one = make_cell(real, entry("priority"), ours, {"ddp": theirs})
     assert one["losses"] == curve["losses"]
     assert one["target_loss"] == pytest.approx(sum(losses[-8:]) / 8)
     assert (one["s_to_target"], one["s_to_target_ddp"]) == pytest.approx((8.1, 10.8))
@@ -244,9 +236,9 @@ def test_real_training_is_held_against_the_curve_of_losses() -> None:
     [said] = [remark for remark in remarks_on([one]) if "losses of 10 steps the same bits" in remark]
     assert said.endswith("holds")
     theirs.losses = [9.01, *losses]
-    one = priority_cells.cell(real, entry("priority"), ours, {"ddp": theirs})
+    one = make_cell(real, entry("priority"), ours, {"ddp": theirs})
     assert any("does not hold" in remark for remark in remarks_on([one]))
-    assert "losses" not in priority_cells.cell(ring(), entry("priority"), ours, {"ddp": theirs}), "paced: no curve"
+    assert "losses" not in make_cell(setting(), entry("priority"), ours, {"ddp": theirs}), "paced: no curve"
 
 
 def test_a_rate_is_settled_when_no_later_step_is_slow() -> None:
@@ -257,24 +249,24 @@ def test_a_rate_is_settled_when_no_later_step_is_slow() -> None:
 
 
 def test_a_failed_mode_is_a_cell_without_numbers() -> None:
-    one = priority_cells.cell(ring(), entry("priority"), record(failure="rank 2 ended early"), {})
+    one = make_cell(setting(), entry("priority"), record(failure="rank 2 ended early"), {})
     assert (one["iter_median_s"], one["fraction_of_bound"], one["ok"]) == (None, None, False)
     assert "resnet50 at 80 Mbit/s, priority: rank 2 ended early" in remarks_on([one])
 
 
 def test_without_a_known_rate_there_is_no_bound() -> None:
-    one = priority_cells.cell(ring(None), entry("priority"), record(0.8), {})
+    one = make_cell(setting(None), entry("priority"), record(0.8), {})
     assert (one["r"], one["p_star_s"], one["fraction_of_bound"], one["bound"]) == (None, None, None, None)
 
 
 def test_ddp_has_two_cells_also_where_its_default_is_best() -> None:
     shown = [entry("priority"), entry("ddp", label="ddp-default")]
     records = {"priority": record(0.5), "ddp-default": record(1.0)}
-    cells = priority.cells_of(ring(), shown, records, {"default": 1.0})
+    cells = make_cells(setting(), shown, records, {"default": 1.0})
     assert [one["mode"] for one in cells] == ["priority", "ddp-default", "ddp"]
     assert cells[0]["gain_over_ddp"] == cells[0]["gain_over_ddp_default"] == 1.0
     shown.append(entry("ddp", bucket_cap_mb=0.5))
-    cells = priority.cells_of(ring(), shown, {**records, "ddp": record(0.75)}, {"default": 1.0, "0.5": 0.75})
+    cells = make_cells(setting(), shown, {**records, "ddp": record(0.75)}, {"default": 1.0, "0.5": 0.75})
     assert [one["mode"] for one in cells] == ["priority", "ddp-default", "ddp"]
     assert cells[0]["gain_over_ddp"] == 0.5
     assert cells[2]["probe_s_by_bucket"] == {"default": 1.0, "0.5": 0.75}
@@ -283,20 +275,20 @@ def test_ddp_has_two_cells_also_where_its_default_is_best() -> None:
 def test_other_bits_are_noticed_but_not_those_of_other_maths() -> None:
     shown = [entry("priority"), entry("ddp", label="ddp-default"), entry("ddp", bucket_cap_mb=0.5)]
     records = {"priority": record(0.5), "ddp-default": record(0.7), "ddp": record(0.6, digest="cc")}
-    cells = priority.cells_of(ring(), shown, records, {})
+    cells = make_cells(setting(), shown, records, {})
     assert not any("differ between modes" in remark for remark in remarks_on(cells))
     records["priority"] = record(0.5, digest="bb")
-    cells = priority.cells_of(ring(), shown, records, {})
+    cells = make_cells(setting(), shown, records, {})
     assert any("differ between modes" in remark for remark in remarks_on(cells))
-    result = priority.result_of(PriorityOptions(), {}, cells, [])
+    result = make_result({}, cells, [])
     assert result["ok"] is False
     assert {"bench", "args", "ours", "peers", "bound", "cells", "machine", "ok", "remarks"} <= set(result)
 
 
 def test_a_busy_machine_gives_no_verdict() -> None:
-    one = priority_cells.cell(ring(), entry("priority"), record(2.0, busy=0.9), {})
+    one = make_cell(setting(), entry("priority"), record(2.0, busy=0.9), {})
     assert any("no verdict" in remark for remark in remarks_on([one]))
-    checks = verdict.judge({"cells": [one]})
+    checks = priority_verdict.judge({"cells": [one]})
     assert not any(check.ok is False for check in checks)
     assert any("no verdict" in check.found for check in checks)
 
@@ -310,24 +302,21 @@ def test_utilisation_is_of_the_capacity() -> None:
 
 
 def test_measured_layers_are_stretched_to_the_time_with_communication() -> None:
-    layers = measured_layers([[0.1, 0.2, 400.0], [0.1, 0.2, 800.0]])
-    assert [layer.num_bytes for layer in layers] == [400, 800]
+    layers = (Layer(0.1, 0.2, 400), Layer(0.1, 0.2, 800))
     records = {"plain": record(0.6, compute_s=[0.5]), "priority": record(0.9, compute_s=[0.75])}
-    assert [layer.forward_s for layer in priority.stretched(layers, records)] == pytest.approx([0.15, 0.15])
-    assert priority.stretched(layers, {"priority": record(0.9, compute_s=[0.75])}) == layers
+    assert [layer.forward_s for layer in stretch(layers, records)] == pytest.approx([0.15, 0.15])
+    assert stretch(layers, {"priority": record(0.9, compute_s=[0.75])}) == layers
     assert running_s("1500000000 500000000 7") == 2.0
 
 
 def test_the_side_that_sends_nothing_is_not_held_against_anything() -> None:
-    one = priority_cells.cell(ring(), entry("plain"), record(0.6, compute_s=[0.5]), {})
+    one = make_cell(setting(), entry("plain"), record(0.6, compute_s=[0.5]), {})
     assert (one["iter_median_s"], one["fraction_of_bound"], one["ok"]) == (0.6, None, True)
     assert remarks_on([{**one, "compute": "real"}]) == []
 
 
 def test_forwards_last_until_the_next_and_backwards_from_the_one_before() -> None:
-    from pliant_repro.bench.priority import models
-
-    found = models._durations({"a": 1.0, "b": 2.0}, {"b": 5.0, "a": 9.0})
+    found = durations({"a": 1.0, "b": 2.0}, {"b": 5.0, "a": 9.0})
     assert found["a"] == pytest.approx((1.0, 4.0))
     assert found["b"] == pytest.approx((1.0, 2.0))  # a third of the time around the loss is forward
 
@@ -337,7 +326,7 @@ def test_forwards_last_until_the_next_and_backwards_from_the_one_before() -> Non
 
 def test_traces_of_all_ranks_become_one() -> None:
     event = {"ph": "X", "name": "conv1", "cat": "forward", "ts": 5e6, "dur": 10.0, "pid": 1, "tid": 1}
-    merged = trace.merged({"ddp": {0: [event]}, "priority": {1: [{**event, "ts": 5.5e6}]}})
+    merged = merge_traces({"ddp": {0: [event]}, "priority": {1: [{**event, "ts": 5.5e6}]}})
     events = merged["traceEvents"]
     assert isinstance(events, list)
     names = [each["args"]["name"] for each in events if each["name"] == "process_name"]
@@ -349,7 +338,7 @@ def test_traces_of_all_ranks_become_one() -> None:
 def test_a_damaged_trace_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "trace-slicing-1000.0.json").write_text('{"traceEvents": [{"ts": 1}]}')
     (tmp_path / "trace-slicing-1000.1.json").write_text('{"traceEv')
-    assert trace.collect(tmp_path) == {"slicing-1000": {0: [{"ts": 1}]}}
+    assert collect_traces(tmp_path) == {"slicing-1000": {0: [{"ts": 1}]}}
 
 
 # The real ones
@@ -432,4 +421,4 @@ def test_hosts_and_a_number_of_nodes_must_agree(tmp_path: Path) -> None:
     (tmp_path / "hosts.json").write_text('["node1", "node2"]')
     answer = bench("--hosts", str(tmp_path / "hosts.json"), "--nodes", "4")
     assert isinstance(answer.exception, ConfigError)
-    assert priority_hosts.read_hosts(tmp_path / "hosts.json") == (Host("node1"), Host("node2"))
+    assert read_hosts(tmp_path / "hosts.json") == (Host("node1"), Host("node2"))

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 from command import command
-from pliant_repro.bench.priority import paper, verdict
-from pliant_repro.bench.priority import sweep as priority
-from pliant_repro.bench.priority.contest import Record
-from pliant_repro.bench.priority.options import PriorityOptions
-from priority_records import entry, record, ring
+from pliant_repro.bench import priority_verdict as verdict
+from pliant_repro.bench.priority import PriorityOptions, PriorityRecord
+from pliant_repro.bench.priority_cells import make_cells
+from priority_records import entry, record, setting
 
 from pliant.errors import ConfigError
 
@@ -27,21 +26,21 @@ def as_published(model: str, nodes: int = 4) -> dict[str, Any]:
     options = PriorityOptions(model=model)
     layers = tuple(options.layers() or ())
     cells: list[Any] = []
-    for gbps, curves in paper.FIG7[model].items():
+    for gbps, curves in verdict.FIG7[model].items():
         bits = int(gbps * 1e9 / options.profile().scale)
         here = dataclasses.replace(
-            ring(model=model), rate_bits_per_s=bits, capacity_bits_per_s=bits, layers=layers, nodes=nodes,
+            setting(model=model), rate_bits_per_s=bits, capacity_bits_per_s=bits, layers=layers, nodes=nodes,
             num_bytes=options.profile().num_bytes,
         )  # fmt: skip
         assert here.bound is not None
         tx = [[here.least_tx_bytes * 1.01] * 4]
-        steps = dict(zip(paper.FIG7_MODES, (32 / value for value in curves), strict=True))
+        steps = dict(zip(verdict.FIG7_MODES, (32 / value for value in curves), strict=True))
         steps["priority"] = max(here.bound.p_star_s / 0.99, min(steps["priority"], here.bound.p_star_s / 0.96))
         steps["ddp"] = here.bound.p_fifo_s * 1.02
         records = {
-            mode: Record(**{**dataclasses.asdict(record(step_s)), "tx_bytes": tx}) for mode, step_s in steps.items()
+            mode: PriorityRecord(**{**dataclasses.asdict(record(step_s)), "tx_bytes": tx}) for mode, step_s in steps.items()
         }
-        cells += priority.cells_of(here, [entry(mode) for mode in steps], records, {})
+        cells += make_cells(here, [entry(mode) for mode in steps], records, {})
     return {"bench": "priority", "cells": cells}
 
 
@@ -99,7 +98,7 @@ def test_the_tuner_is_held_against_the_best_size() -> None:
         sizes = {None: tuned_s, 1000: 0.5, 5000: 0.4, 50_000: 0.6}
         shown = [entry("priority", label=str(size), slice_params=size) for size in sizes]
         records = {str(size): record(step_s) for size, step_s in sizes.items()}
-        return {"cells": priority.cells_of(ring(), shown, records, {})}
+        return {"cells": make_cells(setting(), shown, records, {})}
 
     assert not any("slice size" in name for name in failing(result(0.42)))
     unlimited = result(0.43)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from command import command
-from pliant_repro.bench.priority.options import PriorityOptions
-from pliant_repro.bench.priority.paper import FIG7, FIG10
+from pliant_repro.bench.priority import PriorityOptions
+from pliant_repro.bench.priority_verdict import FIG7, FIG10
 from pliant_repro.figures import p3
 from pliant_repro.figures.figure import Options, save
 from pliant_repro.scaling_model import bounds

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from gang import FULL
 from pliant_repro import scaling_model as model
-from pliant_repro.bench.scaling import contest as scaling
-from pliant_repro.bench.scaling import mpi, order, published
-from pliant_repro.bench.scaling.contest import Run, ScalingOptions, Sweep
-from pliant_repro.bench.scaling.order import OrderCheck, Trained
+from pliant_repro.bench import order, scaling
+from pliant_repro.bench.order import OrderCheck, Trained
+from pliant_repro.bench.scaling import ScalingOptions, ScalingRun, Sweep
 from pliant_repro.figures.figure import Options
 from pliant_repro.figures.kungfu_scaling import HostScaling, LaunchOrder, predictions
 from pliant_repro.lab.hosts import Lab
@@ -34,23 +33,23 @@ SIZES = (1, 2, 4, 8, 16, 32)
 
 
 def test_the_ratio_is_the_most_that_the_published_throughput_allows() -> None:
-    assert published.published_ratio() == pytest.approx(0.82, abs=0.01)
-    assert published.published_bytes_per_s() * 8 / 1e9 == pytest.approx(3.03, abs=0.02)
-    assert published.star_bytes_per_s() * 8 / 1e9 == pytest.approx(7.1, abs=0.1)
-    found = bounds(layers_of(published.full_profile("resnet50")), 32, published.published_bytes_per_s())
+    assert scaling.published_ratio() == pytest.approx(0.82, abs=0.01)
+    assert scaling.published_bytes_per_s() * 8 / 1e9 == pytest.approx(3.03, abs=0.02)
+    assert scaling.star_bytes_per_s() * 8 / 1e9 == pytest.approx(7.1, abs=0.1)
+    found = bounds(layers_of(scaling.full_profile("resnet50")), 32, scaling.published_bytes_per_s())
     assert 32 / found.p_fifo_s == pytest.approx(43.43, rel=1e-3)
     with pytest.raises(ConfigError, match="shorter than its compute"):
-        published.most_traffic_s(layers_of(published.full_profile("resnet50")), 0.5)
+        scaling.most_traffic_s(layers_of(scaling.full_profile("resnet50")), 0.5)
     with pytest.raises(ConfigError, match="resnet50, mobilenet-v2"):
-        published.full_profile("vgg")
+        scaling.full_profile("vgg")
 
 
 def test_the_lab_has_the_same_ratio() -> None:
-    for name in published.K80_PER_S:
-        full = bounds(layers_of(published.full_profile(name)), 32, published.published_bytes_per_s())
-        lab = bounds(layers_of(published.lab_profile(name)), 32, published.lab_bits_per_s(name) / 8)
+    for name in scaling.K80_PER_S:
+        full = bounds(layers_of(scaling.full_profile(name)), 32, scaling.published_bytes_per_s())
+        lab = bounds(layers_of(scaling.lab_profile(name)), 32, scaling.lab_bits_per_s(name) / 8)
         assert lab.r == pytest.approx(full.r, rel=0.01)
-        fast = bounds(layers_of(published.lab_profile(name, 20)), 32, published.lab_bits_per_s(name, 20) / 8)
+        fast = bounds(layers_of(scaling.lab_profile(name, 20)), 32, scaling.lab_bits_per_s(name, 20) / 8)
         assert fast.r == pytest.approx(full.r, rel=0.01)
 
 
@@ -74,12 +73,13 @@ def test_the_model_counts_the_bytes_that_the_plans_send(strategy: str, costs: st
 
 def sweep_of(steps: dict[str, dict[int, float]], name: str = "resnet50", nodes: tuple[int, ...] = SIZES) -> Sweep:
     found = Sweep(ScalingOptions(model=name, nodes=nodes, speed=1.0))
-    found.capacity = dict.fromkeys(nodes, published.lab_bits_per_s(name) * 0.99)
-    found.runs.append(Run(1, "plain", 1.0, None, [[0.64, 0.641]], [0.01], [0.02], [0.0], True))
+    found.capacity = dict.fromkeys(nodes, scaling.lab_bits_per_s(name) * 0.99)
+    found.runs.append(ScalingRun(nodes=1, side="plain", rounds=[[0.64, 0.641]], cpu_s=[0.01], busy=[0.02], sent=[0.0], same_bits=True))
     for side, by_nodes in steps.items():
         for count, step_s in by_nodes.items():
             rounds = [[step_s, step_s * 1.01], [step_s * 0.99, step_s]]
-            found.runs.append(Run(count, side, 1.0, 0.6, rounds, [0.01 + 1e-4 * count], [0.5], [2.5e6], True))
+            costs: Any = {"cpu_s": [0.01 + 1e-4 * count], "busy": [0.5], "sent": [2.5e6], "same_bits": True}
+            found.runs.append(ScalingRun(nodes=count, side=side, cap_mb=0.6, rounds=rounds, **costs))
     return found
 
 
@@ -240,14 +240,14 @@ def test_a_fast_sweep_on_two_hosts() -> None:
         assert not each.failure
         assert each.median_s is not None
         assert each.same_bits or each.side == "ddp-best"
-        assert each.sent[0] == pytest.approx(published.lab_profile("resnet50").num_bytes, rel=0.1)
+        assert each.sent[0] == pytest.approx(scaling.lab_profile("resnet50").num_bytes, rel=0.1)
     assert len(sweep.probed[2]) == len(scaling.DDP_CAPS_MB)
 
 
 @pytest.mark.root
 def test_open_mpis_launcher_enters_the_host(tmp_path: Path) -> None:
     with Lab(num_hosts=2).up() as lab:
-        agent = mpi.write_agent(lab, tmp_path / "enter")
+        agent = scaling.write_launch_agent(lab, tmp_path / "enter")
         said = lab.run(0, [str(agent), "-x", lab.addresses[1], "hostname;", "ip -br addr show e0"])
         assert said.stdout.split()[0] == "node1"
         assert lab.addresses[1] in said.stdout

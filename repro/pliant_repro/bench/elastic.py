@@ -1,11 +1,14 @@
-"""A real elastic job for benches: `pliant run -w` on this host, whose workers tell when each of their steps begins.
+"""A real elastic job for benches: `pliant run -w` on this host, whose workers report when each of their steps begins.
 
-`ElasticJob` starts it, listens, and ends it; `bench.resize` and `bench.recover` change it and measure.
+`ElasticJob` starts the job, listens to its workers, and ends it; `bench.resize` changes it and measures. The workers run this
+module as a program (`python -m pliant_repro.bench.elastic TASK.json`): an ordinary training loop that sends a `StepBegun`
+before each step, and nothing while a step is under way.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -16,42 +19,43 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from pliant.errors import ConfigError, LaunchError
 from pliant.machine import Json
-from pliant_repro.bench.contest import last_words
-from pliant_repro.bench.elastic_worker import Beginning, ElasticTask
-from pliant_repro.bench.stats import Summary
+from pliant_repro.contest import Summary, check_least, clean_environ, last_words
 from pliant_repro.profiles import check_trained
 
-MAIN = "from pliant.cli.main import main; main()"
+if TYPE_CHECKING:
+    from pliant.train.job import Job
+
+COMMAND = "from pliant.cli.main import main; main()"
 END_S = 20.0
-Condition = Callable[[Sequence[Beginning]], bool]
+EPOCH_STEPS, MAX_EPOCHS = 1000, 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticOptions:
-    """What a bench of an elastic job was asked for.
+    """Options of `pliant bench resize` and `pliant bench recover`.
 
     Raises (when made):
-        ConfigError: a value that cannot be.
+        ConfigError: a value is not possible.
     """
 
     num_workers: int = 4
     small: int = 2
-    """The number of workers to shrink to, where the bench resizes."""
+    """Number of workers to shrink to, if the bench resizes."""
     replicas: int = 0
-    """Of the job; 0: one for each of `num_workers`."""
+    """Replicas of the job; 0 means one for each of `num_workers`."""
     repeat: int = 20
     model: str = "resnet18"
     batch: int = 2
     size: int = 32
     seed: int = 0
-    """Of the choice of whom to kill, and when."""
+    """Seed of the choice of whom to kill, and when."""
     timeout_s: float = 60.0
     """How long a change may take."""
     start_timeout_s: float = 180.0
@@ -65,24 +69,52 @@ class ElasticOptions:
             raise ConfigError(f"--to {self.small}: use 1 to {self.num_workers - 1}, fewer than -np")
         if self.replicas and self.replicas < self.num_workers:
             raise ConfigError(f"--replicas {self.replicas}: use -np {self.num_workers} or more")
-        for flag, value in (("--repeat", self.repeat), ("--batch", self.batch), ("--size", self.size)):
-            if value < 1:
-                raise ConfigError(f"{flag} {value}: use 1 or more")
+        check_least(("--repeat", self.repeat, 1), ("--batch", self.batch, 1), ("--size", self.size, 1))
 
     @property
     def num_replicas(self) -> int:
         return self.replicas or self.num_workers
 
 
-class ElasticJob:
-    """A job under `pliant run -w`, and all that its workers have said. A context manager."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBegun:
+    """A worker has the first batch of a step. Times are of the monotonic clock, which all processes of a host share."""
 
-    def __init__(self, options: ElasticOptions, *, max_restarts: int = 0) -> None:
+    pid: int
+    worker: str
+    """The worker's address, HOST:PORT."""
+    rank: int
+    size: int
+    """Number of workers."""
+    step: int
+    """Steps committed before this one."""
+    own: int
+    """Steps that this process has seen committed."""
+    at_s: float
+    ended_s: float
+    """When this process's optimizer had done the step before; 0 if there was none."""
+    change: tuple[int, int, float, bool] | None = None
+    """(old size, new size, pause in seconds as the job measured it, whether a worker was lost), if this is the first step in a
+    new view of a worker that was there before."""
+    config_server: str = ""
+
+    def to_line(self) -> bytes:
+        return json.dumps(asdict(self)).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> StepBegun:
+        values = json.loads(line)
+        return cls(**{**values, "change": values["change"] and tuple(values["change"])})
+
+
+class ElasticJob:
+    """A job under `pliant run -w`, and all that its workers have reported. A context manager."""
+
+    def __init__(self, options: ElasticOptions) -> None:
         self.options = options
-        self.told: list[Beginning] = []
-        """Every step that any worker has begun, in the order of arrival; times in it are exact, the order is not."""
-        self._max_restarts = max_restarts
-        self._gone: set[int] = set()
+        self.reports: list[StepBegun] = []
+        """Every step that any worker has begun, in the order of arrival; the times in it are exact, the order is not."""
+        self._ended: set[int] = set()
         self._changed = threading.Condition()
         self._cleanup = contextlib.ExitStack()
         self._runner: subprocess.Popen[bytes] | None = None
@@ -94,27 +126,20 @@ class ElasticJob:
         listener.bind(str(folder / "control"))
         listener.listen(64)
         options = self.options
-        task = ElasticTask(
-            control=str(folder / "control"),
-            replicas=options.num_replicas,
-            model=options.model,
-            batch=options.batch,
-            size=options.size,
-        )
-        task.write(folder / "task.json")
+        task = {
+            "control": str(folder / "control"), "replicas": options.num_replicas, "model": options.model,
+            "batch": options.batch, "size": options.size,
+        }  # fmt: skip
+        (folder / "task.json").write_text(json.dumps(task))
         self._log = folder / "log"
-        program = [sys.executable, "-m", "pliant_repro.bench.elastic_worker", str(folder / "task.json")]
-        flags = ["-w", "-q", "-np", str(options.num_workers), "--max-restarts", str(self._max_restarts)]
-        flags += ["-port-range", _some_ports()]
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("PLIANT_")}
+        # A range of ports in which no other job on this host is likely to look for some.
+        first_port = random.SystemRandom().randrange(12_000, 31_000, 500)
+        flags = ["-w", "-q", "-np", str(options.num_workers), "--max-restarts", "0"]
+        flags += ["-port-range", f"{first_port}-{first_port + 500}"]
+        argv = [sys.executable, "-c", COMMAND, "run", *flags, sys.executable, "-m", __name__, str(folder / "task.json")]
         with self._log.open("wb") as output:
-            self._runner = subprocess.Popen(
-                [sys.executable, "-c", MAIN, "run", *flags, *program],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**kept, "OMP_NUM_THREADS": "1"},
-            )
+            nowhere = subprocess.DEVNULL
+            self._runner = subprocess.Popen(argv, stdin=nowhere, stdout=output, stderr=output, env=clean_environ())
         self._cleanup.callback(self._end)
         threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
         return self
@@ -135,83 +160,70 @@ class ElasticJob:
         with contextlib.suppress(OSError):  # closed: the bench is over
             while True:
                 connection = listener.accept()[0]
-                threading.Thread(target=self._hear, args=(connection,), daemon=True).start()
+                threading.Thread(target=self._receive, args=(connection,), daemon=True).start()
 
-    def _hear(self, connection: socket.socket) -> None:
+    def _receive(self, connection: socket.socket) -> None:
         pid = 0
         with contextlib.suppress(OSError), connection, connection.makefile("rb") as lines:
             for line in lines:
                 if not line.endswith(b"\n"):
-                    break  # killed in the middle of a word
-                beginning = Beginning.from_line(line)
-                pid = beginning.pid
+                    break  # the worker was killed while it wrote
+                begun = StepBegun.from_line(line)
+                pid = begun.pid
                 with self._changed:
-                    self.told.append(beginning)
+                    self.reports.append(begun)
                     self._changed.notify_all()
         with self._changed:
-            self._gone.add(pid)
+            self._ended.add(pid)
             self._changed.notify_all()
 
-    # --- what benches ask ---
-
-    def await_that(self, what: str, condition: Condition, since: int = 0) -> list[Beginning]:
-        """What was told from number `since` on, as soon as it meets the condition.
+    def wait_until(
+        self, what: str, condition: Callable[[Sequence[StepBegun]], bool], since: int = 0
+    ) -> list[StepBegun]:
+        """Return the reports from number `since` on, as soon as they meet the condition.
 
         Raises:
-            LaunchError: the job ended, or the time of the options passed.
+            LaunchError: the job ended, or the condition was not met in the options' time.
         """
         timeout_s = self.options.timeout_s if since else self.options.start_timeout_s
         deadline_s = time.monotonic() + timeout_s
+        assert self._runner is not None, "entered"
         with self._changed:
             while True:
-                told = self.told[since:]
-                if condition(told):
-                    return told
-                self._check_alive(what)
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    raise LaunchError(f"{what}: not within {timeout_s:g} s; {self._last_words()}")
+                found = self.reports[since:]
+                if condition(found):
+                    return found
+                code, left_s = self._runner.poll(), deadline_s - time.monotonic()
+                why = f"the job ended with exit code {code}" if code is not None else f"not within {timeout_s:g} s"
+                if code is not None or left_s <= 0:
+                    said = last_words(self._log.read_text(errors="replace"))
+                    raise LaunchError(f"{what}: {why}; " + (f"it said: {said}" if said else "it said nothing"))
                 self._changed.wait(min(left_s, 1.0))
 
-    def _check_alive(self, what: str) -> None:
-        assert self._runner is not None, "entered"
-        code = self._runner.poll()
-        if code is not None:
-            raise LaunchError(f"{what}: the job ended with exit code {code}; {self._last_words()}")
+    def wait_until_steady(self, num_workers: int, steps: int, since: int = 0) -> list[StepBegun]:
+        """Wait until `num_workers` workers have each committed `steps` steps in a view of this size; return all since."""
 
-    def _last_words(self) -> str:
-        said = last_words(self._log.read_text(errors="replace"))
-        return f"it said: {said}" if said else "it said nothing"
-
-    def await_steady(self, num_workers: int, steps: int, since: int = 0) -> list[Beginning]:
-        """Until `num_workers` workers have each committed `steps` steps in a view of this size; everything since."""
-
-        def steady(told: Sequence[Beginning]) -> bool:
-            counts = steps_in_view(told, num_workers)
-            present = [counts.get(each.worker, 0) for each in members(told).values()]
+        def is_steady(reports: Sequence[StepBegun]) -> bool:
+            counts = steps_in_view(reports, num_workers)
+            present = [counts.get(each.worker, 0) for each in members(reports).values()]
             return len(present) == num_workers and min(present) > steps
 
-        return self.await_that(f"{steps} steps on {num_workers} workers", steady, since)
+        return self.wait_until(f"{steps} steps on {num_workers} workers", is_steady, since)
 
-    def await_exits(self, told: Sequence[Beginning], num_workers: int) -> None:
-        """Until all who told something, but for the members of the view of `num_workers`, have ended."""
-        present = {each.worker for each in told if each.size == num_workers and each.change is not None}
-        leavers = {each.pid for each in told if each.worker not in present}
-        self.await_that("the end of those who left", lambda _: leavers <= self._gone, self.mark)
-
-    @property
-    def mark(self) -> int:
-        """How much has been told."""
-        return len(self.told)
+    def wait_for_exits(self, reports: Sequence[StepBegun], num_workers: int) -> None:
+        """Wait until all who reported, except the members of the view of `num_workers`, have ended."""
+        present = {each.worker for each in reports if each.size == num_workers and each.change is not None}
+        leavers = {each.pid for each in reports if each.worker not in present}
+        self.wait_until("the end of those who left", lambda _: leavers <= self._ended, len(self.reports))
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Callable[[int], float]]:
-        """A function that asks for a number of workers, and returns the monotonic time just before."""
+        """Give a function that asks for a number of workers, and returns the monotonic time just before."""
         from pliant.elastic.client import ConfigClient
 
-        first = self.await_that("the first step", bool)[0]
+        first = self.wait_until("the first step", bool)[0]
         with ConfigClient(first.config_server) as client:
-            client.wanted()  # connected: later requests do not begin with that
+            client.wanted()  # connects, so that later requests do not begin with that
 
             def resize(size: int) -> float:
                 asked_s = time.monotonic()
@@ -221,38 +233,33 @@ class ElasticJob:
             yield resize
 
 
-def _some_ports() -> str:
-    """A range in which no other job on this host is likely to look for ports."""
-    begin = random.SystemRandom().randrange(12_000, 31_000, 500)
-    return f"{begin}-{begin + 500}"
+# --- reading the reports ---
 
 
-def members(told: Sequence[Beginning]) -> dict[int, Beginning]:
-    """The workers of the newest view that anybody told of, by rank, each with its newest step."""
-    newest: dict[str, Beginning] = {each.worker: each for each in told}
+def members(reports: Sequence[StepBegun]) -> dict[int, StepBegun]:
+    """Return the workers of the newest reported view, by rank, each with its newest step."""
+    newest: dict[str, StepBegun] = {each.worker: each for each in reports}
     top = max((each.step for each in newest.values()), default=0)
-    size = next((each.size for each in reversed(told)), 0)
+    size = next((each.size for each in reversed(reports)), 0)
     return {each.rank: each for each in newest.values() if each.size == size and top - each.step <= 1}
 
 
-def steps_in_view(told: Sequence[Beginning], size: int) -> dict[str, int]:
-    """For each worker of a view of this size: the steps it has begun since it was last in another."""
+def steps_in_view(reports: Sequence[StepBegun], size: int) -> dict[str, int]:
+    """Return, for each worker of a view of this size, the steps it has begun since it was last in another."""
     counts: dict[str, int] = {}
-    for each in told:
+    for each in reports:
         if each.size != size:
             counts.pop(each.worker, None)
-        elif each.change is not None:
-            counts[each.worker] = 1
         else:
-            counts[each.worker] = counts.get(each.worker, 0) + 1
+            counts[each.worker] = 1 if each.change is not None else counts.get(each.worker, 0) + 1
     return counts
 
 
-def step_times(told: Sequence[Beginning], size: int) -> list[float]:
-    """Seconds of the undisturbed steps in views of this size: from the beginning of one to that of the next."""
-    before: dict[str, Beginning] = {}
+def step_times(reports: Sequence[StepBegun], size: int) -> list[float]:
+    """Return the seconds of undisturbed steps in views of this size, from the beginning of one to that of the next."""
+    before: dict[str, StepBegun] = {}
     found = []
-    for each in told:
+    for each in reports:
         last = before.get(each.worker)
         if last is not None and last.pid == each.pid and last.size == each.size == size:
             undisturbed = each.change is None and last.change is None and last.own > 0
@@ -262,17 +269,86 @@ def step_times(told: Sequence[Beginning], size: int) -> list[float]:
     return found
 
 
-def summary(samples: Sequence[float]) -> Json:
-    """The one form's numbers; null where there is no sample."""
+def summarise(samples: Sequence[float], *, with_samples: bool = True) -> Json:
+    """Return the numbers of the one form; null if there is no sample."""
     if not samples:
         return {"median_s": None, "iqr_s": None, "num_samples": 0}
-    return {**Summary.of(samples).to_json(), "max_s": max(samples), "samples_s": list(samples)}
+    listed = {"samples_s": list(samples)} if with_samples else {}
+    return {**Summary.of(samples).to_json(), "max_s": max(samples), **listed}
 
 
-def brief(samples: Sequence[float]) -> Json:
-    """The same without the samples."""
-    return {key: value for key, value in summary(samples).items() if key != "samples_s"}
+def judge_median(name: str, samples: Sequence[float], target_s: float, form: str = ".1f") -> str:
+    """Return a remark if the median of the samples misses the target; else nothing."""
+    median_s = Summary.of(samples).median if samples else None
+    if median_s is not None and median_s <= target_s:
+        return ""
+    said = f"{median_s * 1e3:{form}} ms" if median_s is not None else "not measured"
+    return f"{name}: {said}, to reach {target_s * 1e3:g} ms"
 
 
-def within(samples: Sequence[float], target_s: float) -> bool:
-    return bool(samples) and Summary.of(samples).median <= target_s
+# --- in the worker processes ---
+
+
+class StepReporter:
+    """Sends a StepBegun to the controller when the first turn of a step begins."""
+
+    def __init__(self, control: str, job: Job) -> None:
+        from pliant.identity import worker_spec
+
+        self._job = job
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(control)
+        spec = worker_spec()
+        self._identity = {"pid": os.getpid(), "worker": str(spec.worker), "config_server": spec.config_server}
+        self._key, self._num_changes, self._own = (-1, -1), 0, 0
+        self.ended_s = 0.0
+
+    def report(self) -> None:
+        """Report that a step begins, unless this is a later turn of a step that was reported."""
+        job, changes = self._job, self._job.changes
+        key = (job.step, len(changes))
+        if key == self._key:
+            return
+        at_s = time.monotonic()
+        if self._key[0] >= 0 and job.step > self._key[0]:
+            self._own += 1
+        change = None
+        if new := changes[self._num_changes :]:
+            # Several changes without a step between them are one pause; its length is the longest wait.
+            change = (new[0].old_size, new[-1].new_size, max(each.pause_s for each in new), new[-1].lost)
+        self._key, self._num_changes = key, len(changes)
+        begun = StepBegun(
+            rank=job.rank, size=job.size, step=job.step, own=self._own, at_s=at_s, ended_s=self.ended_s, change=change,
+            **self._identity,  # type: ignore[arg-type]
+        )  # fmt: skip
+        self._socket.sendall(begun.to_line())
+
+
+def main() -> None:
+    """Train the task's network under `pliant run`, and report each step."""
+    import torch
+
+    import pliant
+    from pliant_repro.zoo import Samples, build, compute_loss, make_optimizer, network
+
+    task = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    chosen = network(task["model"])
+    job = pliant.join(replicas=task["replicas"])
+    reporter = StepReporter(task["control"], job)
+    inner = build(task["model"])
+    dataset = Samples(chosen.kind, task["size"], EPOCH_STEPS * task["batch"] * task["replicas"])
+    optimizer = make_optimizer(chosen.optimizer, inner)
+    model, optimizer, loader = job.wrap(inner, optimizer, dataset, batch_size=task["batch"], shuffle=False)
+    for _epoch in job.epochs(MAX_EPOCHS):
+        for inputs, targets in loader:
+            reporter.report()
+            optimizer.zero_grad()
+            compute_loss(model, inputs, targets).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            if job.committing:
+                reporter.ended_s = time.monotonic()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,81 +1,91 @@
-"""`pliant bench preemption`: how long what is urgent waits for what is already on its way.
+"""`pliant bench preemption`: how long an urgent gradient waits for one that is already on its way.
 
-A tiny first layer and a large last one: when the tiny gradient is ready, the large one is being sent. With priorities
-it waits for at most what lies in the kernel's queues, once on its way to the owner and once on the way back: 2q/B. With
-a FIFO it waits for all of it, T. And if the queues may hold more, priorities must get worse by as much as that says:
-else something other than the order of sending would be the reason. How much they may hold is not how much they do
-(TCP's window has a say), so the kernel is asked.
+A tiny first layer and a large last one: when the tiny gradient is ready, the large one is being sent. With priorities it waits
+at most for what lies in the kernel's queues, once on its way to the owner and once on the way back: 2q/B. With a FIFO it waits
+for everything, T. If the queues may hold more, priorities must get worse by as much as that predicts; otherwise something
+other than the order of sending would be the reason. How much the queues may hold is not how much they do hold (TCP's window has
+a say), so the kernel is asked.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
+import socket
+import stat
+import struct
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import termios
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from pliant.errors import LabError
-from pliant.machine import Json, machine
-from pliant_repro.bench import bounds as links
-from pliant_repro.bench.priority import trace as traces
-from pliant_repro.bench.priority.options import PriorityOptions
-from pliant_repro.bench.priority.stage import Stage
-from pliant_repro.bench.stats import Summary
+import torch
+from torch import Tensor, nn
+
+from pliant.machine import Json
+from pliant.train import trace
+from pliant_repro.bench.priority import PriorityOptions, collect_traces, make_contender
+from pliant_repro.contest import Progress, Summary, form
+from pliant_repro.lab import iperf
 from pliant_repro.lab.hosts import Lab
 from pliant_repro.lab.rates import format_rate
 from pliant_repro.scaling_model import transfer_s
 
-Progress = Callable[[str, float], None]
-MODEL = "pliant_repro.bench.preemption_model:build"
 FIRST_PARAMETERS, LAST_PARAMETERS = 1_000, 2_500_000
 ITEM_BYTES = 4
 LATENCY = "latency"
-"""The category of the model's own events in the trace: from a gradient to the new value."""
+"""Trace category of the time from a gradient to the parameter's new value."""
 QUEUED = "queued"
-"""The same: how many bytes, as the event's name, lay in the kernel's queues when the gradient was ready."""
+"""Trace category whose event names are the bytes in the kernel's queues when the gradient was ready."""
 FIRST_BACKWARD_S = 0.040
-"""For so long the last layer's gradient is alone: the queues are full when the first layer's is ready."""
+"""So long is the last layer's gradient alone: the queues are full when the first layer's gradient is ready."""
 WIDE_BYTES = 4 << 20
 MARGIN_S = 0.010
-"""For what is neither wire nor queue: two wake-ups, a sum, an update."""
+"""Time for what is neither wire nor queue: two wake-ups, a sum, an update."""
 FIFO_SHARE = 0.9
 ABOUT = (0.6, 1.2)
-"""What is measured of a predicted delay counts as about that much. A queue is not full at every moment: less is likelier."""
+"""Accepted ratio of measured to predicted delay. A queue is not full at every moment, so less is likelier than more."""
 LEAD = 5
 """Steps until sizes are tuned and the pipeline is steady."""
-_PATIENCE_S = 120.0
+PATIENCE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class SendMode:
     """One way of sending."""
 
     label: str
     sync: str
     in_flight_bytes: int | None = None
-    """None: tuned."""
+    """None means tuned."""
 
 
-WAYS = (Way("priority", "priority"), Way("fifo", "fifo"), Way("priority, wide", "priority", WIDE_BYTES))
+SEND_MODES = (
+    SendMode("priority", "priority"),
+    SendMode("fifo", "fifo"),
+    SendMode("priority, wide", "priority", WIDE_BYTES),
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What one way was seen to do."""
+class Delays:
+    """Measurements of one way of sending."""
 
     latencies_s: list[float]
-    """Of each step."""
+    """One per step."""
     in_flight_bytes: int
-    """Allowed: q."""
+    """Bytes that the queues may hold: q."""
     queued_bytes: float
-    """What did lie in the kernel's queues."""
+    """Bytes that the queues did hold."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
-    """What the links can do."""
+class Links:
+    """What the links can carry."""
 
     nodes: int
     bytes_per_s: float
@@ -96,7 +106,7 @@ class Wire:
 
 
 def run(nodes: int, rate: int, iters: int, args: Mapping[str, object], progress: Progress) -> Json:
-    """Measure all ways, one after the other; the result in the one form of all benches.
+    """Measure all ways of sending, one after the other, and return the result.
 
     Raises:
         LabError: no lab can be made here.
@@ -107,119 +117,155 @@ def run(nodes: int, rate: int, iters: int, args: Mapping[str, object], progress:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pliant-bench-")))
         lab = cleanup.enter_context(Lab(num_hosts=nodes, rate=format_rate(rate), mtu=9000).up())
         progress("iperf3", 0.0)
-        wire = Wire(nodes, _capacity(lab, rate, remarks) / 8)
-        options = PriorityOptions(
-            model=MODEL, compute="real", nodes=nodes, rates=(rate,), modes=("priority",), trace=folder / "trace"
-        )
-        stage = Stage(options, folder, lab)
+        bits_per_s = iperf.mean_ring_rate(lab, remarks)
+        links = Links(nodes, (bits_per_s if bits_per_s is not None else rate * iperf.MTU_SHARE) / 8)
         cells = []
-        for number, way in enumerate(WAYS):
-            progress(way.label, (number + 1) / (len(WAYS) + 1))
-            cells.append(cell(way, wire, _measure(stage, way, number, iters)))
-    return result_of(wire, cells, args, remarks)
+        for number, mode in enumerate(SEND_MODES):
+            progress(mode.label, (number + 1) / (len(SEND_MODES) + 1))
+            cells.append(make_cell(mode, links, _measure(folder, lab, rate, mode, number, iters)))
+    return make_result(links, cells, args, remarks)
 
 
-def _capacity(lab: Lab, rate: int, remarks: list[str]) -> float:
-    """Bits per second with all nodes sending."""
-    why_not = links.why_no_iperf()
-    if not why_not:
-        try:
-            return links.measure_ring(lab).bits_per_s
-        except LabError as error:
-            why_not = str(error)
-    remarks.append(why_not)
-    return rate * links.MTU_SHARE
-
-
-def _measure(stage: Stage, way: Way, number: int, iters: int) -> Found:
-    name = f"way-{number}"
-    with stage.job(name, way.sync, number, in_flight_bytes=way.in_flight_bytes) as job:
-        job.start()
-        job.ready(_PATIENCE_S)
-        # One more: a step's parameter is used in the next one.
-        answers = job.ask({"do": "run", "iterations": iters + 1, "lead": LEAD}, _PATIENCE_S + 10.0 * iters)
+def _measure(folder: Path, lab: Lab, rate: int, mode: SendMode, number: int, iters: int) -> Delays:
+    model, nodes, name = f"{__name__}:build", lab.num_hosts, f"way-{number}"
+    options = PriorityOptions(
+        model=model, compute="real", nodes=nodes, rates=(rate,), modes=("priority",), trace=folder / "trace"
+    )
+    limit = mode.in_flight_bytes
+    with make_contender(options, folder, lab, name, mode.sync, number, in_flight_bytes=limit) as job:
+        job.start().ready(PATIENCE_S)
+        # One step more: a step's parameter is used in the next one.
+        answers = job.ask({"do": "run", "iterations": iters + 1, "lead": LEAD}, PATIENCE_S + 10.0 * iters)
     facts = cast("Mapping[str, int]", answers[0]["after"])
-    ranks = list(traces.collect(stage.folder).get(name, {}).values())
-    return Found(latencies_s(ranks)[-iters:], facts["in_flight_bytes"], queued_bytes(ranks, iters))
+    ranks = list(collect_traces(folder).get(name, {}).values())
+    return Delays(latencies_s(ranks)[-iters:], facts["in_flight_bytes"], mean_queued_bytes(ranks, iters))
 
 
 def latencies_s(ranks: Sequence[Sequence[Json]]) -> list[float]:
-    """Of each step: from the moment that the last rank has its gradient to that at which the last has its parameter."""
-    spans = [
-        [(cast(float, each["ts"]), cast(float, each["ts"]) + cast(float, each["dur"])) for each in events
-         if each.get("cat") == LATENCY]
-        for events in ranks
-    ]  # fmt: skip
-    return [(max(end for _, end in step) - max(begin for begin, _ in step)) / 1e6 for step in zip(*spans, strict=True)]
+    """Return, for each step, the time from when the last rank has its gradient until the last has its parameter."""
+    spans = [[each for each in events if each.get("cat") == LATENCY] for events in ranks]
+    moments = [[(float(str(e["ts"])), float(str(e["ts"])) + float(str(e["dur"]))) for e in events] for events in spans]
+    steps = zip(*moments, strict=True)
+    return [(max(end for _, end in step) - max(begin for begin, _ in step)) / 1e6 for step in steps]
 
 
-def queued_bytes(ranks: Sequence[Sequence[Json]], iters: int) -> float:
-    """What lay in a rank's queues when its gradient was ready: the mean of all ranks and of the last steps."""
-    counts = [
-        [int(cast(str, each["name"])) for each in events if each.get("cat") == QUEUED][-iters:] for events in ranks
-    ]
+def mean_queued_bytes(ranks: Sequence[Sequence[Json]], iters: int) -> float:
+    """Return the mean over all ranks and the last steps of the bytes in the queues when the gradient was ready."""
+    counts = [[int(str(each["name"])) for each in events if each.get("cat") == QUEUED][-iters:] for events in ranks]
     every = [count for each in counts for count in each]
     return sum(every) / len(every)
 
 
-def cell(way: Way, wire: Wire, found: Found) -> Json:
-    """What one way took, beside what it may take."""
-    seconds = found.latencies_s
-    summary = Summary.of(seconds)
+def make_cell(mode: SendMode, links: Links, found: Delays) -> Json:
+    """Return what one way of sending took, beside what it may take."""
+    summary = Summary.of(found.latencies_s)
     return {
-        "way": way.label,
-        "mode": way.sync,
-        "nodes": wire.nodes,
+        "way": mode.label,
+        "mode": mode.sync,
+        "nodes": links.nodes,
         "q_bytes": found.in_flight_bytes,
         "queued_bytes": found.queued_bytes,
-        "t0_s": wire.first_s,
-        "capacity_mbit": wire.bytes_per_s * 8e-6,
-        "all_s": wire.all_s,
-        "queues_s": wire.queues_s(found.in_flight_bytes),
-        "queued_s": wire.queues_s(found.queued_bytes),
+        "t0_s": links.first_s,
+        "capacity_mbit": links.bytes_per_s * 8e-6,
+        "all_s": links.all_s,
+        "queues_s": links.queues_s(found.in_flight_bytes),
+        "queued_s": links.queues_s(found.queued_bytes),
         "latency_s": summary.median,
         "latency_p90_s": summary.p90,
-        "latencies_s": seconds,
-        "num_steps": len(seconds),
+        "latencies_s": found.latencies_s,
+        "num_steps": len(found.latencies_s),
     }
 
 
-def judge(cells: Sequence[Json]) -> list[tuple[str, bool]]:
-    """What must hold, with the figures, and whether it does."""
-    narrow, fifo, wide = cells
-    values = {name: cast(float, narrow[name]) for name in ("latency_s", "t0_s", "queues_s", "all_s")}
-    bound_s = values["t0_s"] + values["queues_s"] + MARGIN_S
-    fifo_s, least_s = cast(float, fifo["latency_s"]), FIFO_SHARE * values["all_s"]
-    worse_s = cast(float, wide["latency_s"]) - values["latency_s"]
-    predicted_s = cast(float, wide["queued_s"]) - cast(float, narrow["queued_s"])
+def judge(cells: Sequence[Mapping[str, object]]) -> list[tuple[str, bool]]:
+    """Return each claim with its figures, and whether it holds."""
+    narrow, fifo, wide = (cast("Mapping[str, float]", one) for one in cells)
+    latency_s, bound_s = narrow["latency_s"], narrow["t0_s"] + narrow["queues_s"] + MARGIN_S
+    fifo_s, least_s = fifo["latency_s"], FIFO_SHARE * narrow["all_s"]
+    worse_s, predicted_s = wide["latency_s"] - latency_s, wide["queued_s"] - narrow["queued_s"]
+    share = worse_s / predicted_s
     return [
         (
-            f"priority: {values['latency_s'] * 1e3:.1f} ms, at most t_0 + 2q/B + 10 ms = {bound_s * 1e3:.1f} ms",
-            values["latency_s"] <= bound_s,
+            f"priority: {latency_s * 1e3:.1f} ms, at most t_0 + 2q/B + 10 ms = {bound_s * 1e3:.1f} ms",
+            latency_s <= bound_s,
         ),
         (f"fifo: {fifo_s * 1e3:.0f} ms, at least 0.9 T = {least_s * 1e3:.0f} ms", fifo_s >= least_s),
         (
-            f"priority with up to {cast(int, wide['q_bytes']) / 2**20:g} MiB in flight: {worse_s * 1e3:.0f} ms more; predicted by "
-            f"what lies in the queues: {predicted_s * 1e3:.0f} ms ({worse_s / predicted_s:.2f} of it)",
-            ABOUT[0] <= worse_s / predicted_s <= ABOUT[1],
+            f"priority with up to {wide['q_bytes'] / 2**20:g} MiB in flight: {worse_s * 1e3:.0f} ms more; predicted by "
+            f"what lies in the queues: {predicted_s * 1e3:.0f} ms ({share:.2f} of it)",
+            ABOUT[0] <= share <= ABOUT[1],
         ),
     ]
 
 
-def result_of(wire: Wire, cells: Sequence[Json], args: Mapping[str, object], remarks: Sequence[str]) -> Json:
-    """All of it in the one form."""
+def make_result(links: Links, cells: Sequence[Json], args: Mapping[str, object], remarks: Sequence[str]) -> Json:
     verdicts = judge(cells)
     ours, fifo = (Summary.of(cast("list[float]", one["latencies_s"])) for one in cells[:2])
-    bound_s = wire.first_s + cast(float, cells[0]["queues_s"])
-    return {
-        "bench": "preemption",
-        "args": dict(args),
-        "ours": {"median_s": ours.median, "iqr_s": ours.iqr},
-        "peers": {"fifo": {"median_s": fifo.median, "iqr_s": fifo.iqr, "speedup": fifo.median / ours.median}},
-        "bound": {"name": "t_0 + 2q/B", "median_s": bound_s, "fraction": bound_s / ours.median},
-        "cells": list(cells),
-        "verdicts": [{"text": text, "ok": ok} for text, ok in verdicts],
-        "machine": machine(),
-        "ok": all(ok for _, ok in verdicts),
-        "remarks": list(remarks),
-    }
+    bound_s = links.first_s + cast(float, cells[0]["queues_s"])
+    return form(
+        "preemption",
+        args,
+        all(ok for _, ok in verdicts),
+        remarks,
+        ours={"median_s": ours.median, "iqr_s": ours.iqr},
+        peers={"fifo": {"median_s": fifo.median, "iqr_s": fifo.iqr, "speedup": fifo.median / ours.median}},
+        bound={"name": "t_0 + 2q/B", "median_s": bound_s, "fraction": bound_s / ours.median},
+        cells=list(cells),
+        verdicts=[{"text": text, "ok": ok} for text, ok in verdicts],
+    )
+
+
+# --- in the worker processes ---
+
+
+class TwoLayers(nn.Module):
+    """A tiny layer, then a large one, and nearly nothing to compute.
+
+    Backward makes the large gradient first, so it is on the wire when the tiny one, which the next forward needs first, is
+    ready. The trace records how long each step's tiny gradient took to become the parameter's next value, and how much lay in
+    the kernel's queues when it was ready.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.full((FIRST_PARAMETERS,), 0.5))
+        self.last = nn.Parameter(torch.full((LAST_PARAMETERS,), 0.5))
+        self._ready_s: float | None = None
+        self.first.register_post_accumulate_grad_hook(lambda _: self._note_gradient())  # type: ignore[no-untyped-call]
+
+    def _note_gradient(self) -> None:
+        self._ready_s = time.monotonic()
+        if trace.enabled():
+            trace.event(QUEUED, str(queued_bytes()), self._ready_s)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = (self.first * inputs).mean()  # waits until the parameter is here
+        if self._ready_s is not None:
+            trace.event(LATENCY, "first", self._ready_s)
+        if hidden.requires_grad:
+            # The time of the first layer's backward pass.
+            hidden.register_hook(lambda _: time.sleep(FIRST_BACKWARD_S))  # type: ignore[no-untyped-call]
+        found: Tensor = self.last * hidden
+        return found
+
+
+def queued_bytes() -> int:
+    """Return the bytes of this process's TCP connections that the kernel holds and nobody has acknowledged."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        try:
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                    (found,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, b"\0" * 4))
+                    total += found
+        except OSError:
+            continue  # closed meanwhile, or it listens
+    return total
+
+
+def build() -> tuple[nn.Module, Tensor]:
+    """Return the model and its inputs, as `--model module:function` wants them."""
+    return TwoLayers(), torch.ones(1)

@@ -1,149 +1,284 @@
-"""`pliant bench resize`: how long a running job stands still when workers leave and when workers come.
+"""`pliant bench resize` and `pliant bench recover`: how long a running job stands still when its workers change.
 
-The pause of a change is that of the survivor who waited longest: from the end of its last step in the old view to its
-being ready for the first one in the new view (`ViewChange.pause_s` of the job). Beside it: the same until
-the next batch was in hand, how long the first step then took, and how long it took from the request until
-newcomers had committed a step.
+The pause of a resize is that of the survivor who waited longest: from the end of its last step in the old view until it is
+ready for the first one in the new view (`ViewChange.pause_s`). Beside it: the same until the next batch was loaded, how long
+the first step then took, and how long it took from the request until new workers had committed a step.
+
+The time of a recovery runs from just before `kill -9` is sent until the last survivor has the first batch of its next step.
+Every rank is killed about equally often, rank 0 among them, at a random moment of its step. Then the bench asks for a
+replacement, and goes on when that has joined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pliant.errors import LaunchError
-from pliant.machine import Json, machine
-from pliant_repro.bench.elastic import ElasticJob, ElasticOptions, brief, step_times, summary, within
-from pliant_repro.bench.elastic_worker import Beginning
+from pliant.machine import Json
+from pliant_repro.bench.elastic import (
+    ElasticJob,
+    ElasticOptions,
+    StepBegun,
+    judge_median,
+    members,
+    step_times,
+    summarise,
+)
+from pliant_repro.contest import Progress, form, quantile
 
-Progress = Callable[[str, float], None]
-
-SHRINK_S, GROW_S, REQUEST_S = 0.020, 0.100, 1.5
-"""What is to be reached, in the median."""
+SHRINK_S, GROW_S, REQUEST_S, RECOVER_S = 0.020, 0.100, 1.5, 0.300
+"""Targets for the medians."""
 SETTLED = 3
 """Steps between changes."""
 
 
+# --- resize ---
+
+
 @dataclass(slots=True)
 class Changes:
-    """What was seen of changes in one direction; one value for each of them."""
+    """Measurements of the changes in one direction; one value for each of them."""
 
     pause_s: list[float] = field(default_factory=list)
     to_next_batch_s: list[float] = field(default_factory=list)
     first_step_s: list[float] = field(default_factory=list)
     request_to_switch_s: list[float] = field(default_factory=list)
 
-    def add(self, told: Sequence[Beginning], size: int, asked_s: float) -> None:
-        """Note the change to `size` workers in what was told around it."""
-        first = [each for each in told if each.change is not None and each.change[1] == size]
+    def add(self, reports: Sequence[StepBegun], size: int, asked_s: float) -> None:
+        """Add the change to `size` workers that the reports around it show."""
+        first = [each for each in reports if each.change is not None and each.change[1] == size]
         if not first:
             raise LaunchError(f"nobody stayed when the job went to {size} workers")
-        pauses = [each.change[2] for each in first if each.change is not None]
-        self.pause_s.append(max(pauses))
+        self.pause_s.append(max(each.change[2] for each in first if each.change is not None))
         self.to_next_batch_s.append(max(each.at_s - each.ended_s for each in first))
-        self.first_step_s.append(max(_next(told, each).at_s - each.at_s for each in first))
+        self.first_step_s.append(max(_next_step(reports, each).at_s - each.at_s for each in first))
         self.request_to_switch_s.append(max(each.at_s for each in first) - asked_s)
 
     def to_json(self) -> Json:
         return {
-            **summary(self.pause_s),
-            "to_next_batch": summary(self.to_next_batch_s),
-            "first_step": summary(self.first_step_s),
-            "request_to_switch": summary(self.request_to_switch_s),
+            **summarise(self.pause_s),
+            "to_next_batch": summarise(self.to_next_batch_s),
+            "first_step": summarise(self.first_step_s),
+            "request_to_switch": summarise(self.request_to_switch_s),
         }
 
 
 @dataclass(slots=True)
-class Seen:
-    """All that was measured."""
+class Resizes:
+    """All measurements of `pliant bench resize`."""
 
     shrink: Changes = field(default_factory=Changes)
     grow: Changes = field(default_factory=Changes)
-    newcomer_began_s: list[float] = field(default_factory=list)
-    newcomer_committed_s: list[float] = field(default_factory=list)
+    new_began_s: list[float] = field(default_factory=list)
+    new_committed_s: list[float] = field(default_factory=list)
     failure: str = ""
 
-    def add_newcomers(self, told: Sequence[Beginning], asked_s: float) -> None:
-        """Note when the newcomers (the last of them) began their first step, and had committed it."""
-        began = [each for each in told if each.own == 0 and each.change is None and each.ended_s == 0.0]
+    def add_new_workers(self, reports: Sequence[StepBegun], asked_s: float) -> None:
+        """Add when the last new worker began its first step, and had committed it."""
+        began = [each for each in reports if each.own == 0 and each.change is None and each.ended_s == 0.0]
         if not began:
-            raise LaunchError("no newcomer began a step")
-        self.newcomer_began_s.append(max(each.at_s for each in began) - asked_s)
-        self.newcomer_committed_s.append(max(_next(told, each).at_s for each in began) - asked_s)
+            raise LaunchError("no new worker began a step")
+        self.new_began_s.append(max(each.at_s for each in began) - asked_s)
+        self.new_committed_s.append(max(_next_step(reports, each).at_s for each in began) - asked_s)
 
 
-def _next(told: Sequence[Beginning], this: Beginning) -> Beginning:
-    """The step that the same process began next."""
-    later = (each for each in told if each.pid == this.pid and each.at_s > this.at_s)
+def _next_step(reports: Sequence[StepBegun], this: StepBegun) -> StepBegun:
+    """Return the step that the same process began next."""
+    later = (each for each in reports if each.pid == this.pid and each.at_s > this.at_s)
     return min(later, key=lambda each: each.at_s)
 
 
-def run(options: ElasticOptions, args: Mapping[str, object], progress: Progress) -> Json:
-    """Resize a job to and fro; the result in the one form of all benches. Everything started is gone afterwards."""
-    seen = Seen()
+def run_resize(options: ElasticOptions, args: Mapping[str, object], progress: Progress) -> Json:
+    """Resize a job to and fro, and return the result. Everything started is gone afterwards."""
+    seen = Resizes()
     with ElasticJob(options) as job:
         try:
-            _resize_often(job, seen, progress)
+            resize_repeatedly(job, seen, progress)
         except LaunchError as error:
             seen.failure = str(error)
-        told = list(job.told)
-    return _result(options, args, seen, told)
+    return resize_result(options, args, seen, job.reports)
 
 
-def _resize_often(job: ElasticJob, seen: Seen, progress: Progress) -> None:
+def resize_repeatedly(job: ElasticJob, seen: Resizes, progress: Progress) -> None:
     big, small, repeat = job.options.num_workers, job.options.small, job.options.repeat
     progress("starting", 0.0)
-    job.await_steady(big, SETTLED)
+    job.wait_until_steady(big, SETTLED)
     with job.client() as resize:
-        # The first time, the warm process may not be up yet, and memory is touched that later changes find in place.
+        # The first pair is not counted: the warm process may not be up yet, and memory is touched for the first time.
         for number in range(repeat + 1):
-            counts = number > 0
             for size in (small, big):
                 progress(f"{big + small - size} -> {size} workers", number / (repeat + 1))
-                mark = job.mark
+                mark = len(job.reports)
                 asked_s = resize(size)
-                told = job.await_steady(size, SETTLED, mark)
+                reports = job.wait_until_steady(size, SETTLED, mark)
                 if size == small:
-                    job.await_exits(told, size)
-                if counts:
-                    (seen.shrink if size == small else seen.grow).add(told, size, asked_s)
-                if counts and size == big:
-                    seen.add_newcomers(told, asked_s)
+                    job.wait_for_exits(reports, size)
+                if number:
+                    (seen.shrink if size == small else seen.grow).add(reports, size, asked_s)
+                if number and size == big:
+                    seen.add_new_workers(reports, asked_s)
     progress("done", 1.0)
 
 
-def _result(options: ElasticOptions, args: Mapping[str, object], seen: Seen, told: Sequence[Beginning]) -> Json:
-    remarks = [
-        "a pause is that of the survivor who waited longest; the first change in each direction is not counted",
-    ]
-    verdicts = {
-        "shrink": (seen.shrink.pause_s, SHRINK_S),
-        "grow": (seen.grow.pause_s, GROW_S),
-        "request_to_first_step": (seen.newcomer_committed_s, REQUEST_S),
-    }
-    ok = not seen.failure
-    if seen.failure:
-        remarks.append(seen.failure)
-    for name, (samples, target_s) in verdicts.items():
-        if not within(samples, target_s):
-            ok = False
-            median_s = summary(samples)["median_s"]
-            said = f"{median_s * 1e3:.1f} ms" if isinstance(median_s, float) else "not measured"
-            remarks.append(f"{name}: {said}, to reach {target_s * 1e3:g} ms")
-    shrink, grow = seen.shrink.to_json(), seen.grow.to_json()
-    return {
-        "bench": "resize",
-        "args": dict(args),
-        "ours": shrink,
-        "shrink": shrink,
-        "grow": grow,
-        "request_to_first_step": {
-            **summary(seen.newcomer_committed_s),
-            "until_it_began": summary(seen.newcomer_began_s),
+def resize_result(
+    options: ElasticOptions, args: Mapping[str, object], seen: Resizes, reports: Sequence[StepBegun]
+) -> Json:
+    targets = {"shrink": SHRINK_S, "grow": GROW_S, "request_to_first_step": REQUEST_S}
+    samples = (seen.shrink.pause_s, seen.grow.pause_s, seen.new_committed_s)
+    judged = zip(targets.items(), samples, strict=True)
+    missed = [judge_median(name, found, target_s) for (name, target_s), found in judged]
+    missed = [text for text in (seen.failure, *missed) if text]
+    about = "a pause is that of the survivor who waited longest; the first change in each direction is not counted"
+    shrink = seen.shrink.to_json()
+    return form(
+        "resize",
+        args,
+        not missed,
+        [about, *missed],
+        ours=shrink,
+        shrink=shrink,
+        grow=seen.grow.to_json(),
+        request_to_first_step={**summarise(seen.new_committed_s), "until_it_began": summarise(seen.new_began_s)},
+        step={
+            str(size): summarise(step_times(reports, size), with_samples=False)
+            for size in (options.small, options.num_workers)
         },
-        "step": {str(size): brief(step_times(told, size)) for size in (options.small, options.num_workers)},
-        "targets_s": {name: target_s for name, (_, target_s) in verdicts.items()},
-        "machine": machine(),
-        "ok": ok,
-        "remarks": remarks,
-    }
+        targets_s=targets,
+    )
+
+
+# --- recover ---
+
+
+@dataclass(slots=True)
+class Recoveries:
+    """Measurements of `pliant bench recover`; one value for each kill."""
+
+    ranks: list[int] = field(default_factory=list)
+    """The killed ranks."""
+    recover_s: list[float] = field(default_factory=list)
+    pause_s: list[float] = field(default_factory=list)
+    """The pause as the job measured it: from when a survivor noticed the loss."""
+    replace_s: list[float] = field(default_factory=list)
+    """From the request for a replacement to its first committed step."""
+    steps_lost: int = 0
+    """Steps that a survivor had committed before the kill and had to do again."""
+    steps_of_the_dead: int = 0
+    """Steps that only the killed worker had committed; they were done again, to the same bits."""
+    failure: str = ""
+
+    def add(self, before: Mapping[int, StepBegun], victim: int, killed_s: float, reports: Sequence[StepBegun]) -> None:
+        """Add a recovery: `before` are the workers by rank before the kill, `reports` what came from then on."""
+        after = first_steps_after_loss(reports, killed_s)
+        self.ranks.append(victim)
+        self.recover_s.append(max(each.at_s for each in after.values()) - killed_s)
+        self.pause_s.append(max(each.change[2] for each in after.values() if each.change is not None))
+        for pid, first in after.items():
+            known = [each for each in (*before.values(), *reports) if each.pid == pid and each.at_s < first.at_s]
+            last = max(known, key=lambda each: each.at_s)
+            committed = last.step + (1 if first.ended_s > last.at_s else 0)
+            self.steps_lost += max(0, committed - first.step)
+        dead = before[victim].pid
+        reached = max((each.step for each in reports if each.pid == dead), default=before[victim].step)
+        self.steps_of_the_dead += max(0, reached - max(each.step for each in after.values()))
+
+
+def first_steps_after_loss(reports: Sequence[StepBegun], killed_s: float) -> dict[int, StepBegun]:
+    """Return, by process, the first step of each survivor after a loss."""
+    found: dict[int, StepBegun] = {}
+    for each in reports:
+        if each.change is not None and each.change[3] and each.at_s > killed_s:
+            found.setdefault(each.pid, each)
+    return found
+
+
+def run_recover(options: ElasticOptions, args: Mapping[str, object], progress: Progress) -> Json:
+    """Kill workers of a running job, and return the result. Everything started is gone afterwards."""
+    seen = Recoveries()
+    with ElasticJob(options) as job:
+        try:
+            kill_repeatedly(job, seen, progress)
+        except LaunchError as error:
+            seen.failure = str(error)
+    return recover_result(options, args, seen, job.reports)
+
+
+def victims(num_workers: int, rng: random.Random) -> Iterator[int]:
+    """Yield ranks at random without end, each of them once before any comes again."""
+    while True:
+        ranks = list(range(num_workers))
+        rng.shuffle(ranks)
+        yield from ranks
+
+
+def kill_repeatedly(job: ElasticJob, seen: Recoveries, progress: Progress) -> None:
+    size, repeat = job.options.num_workers, job.options.repeat
+    rng = random.Random(job.options.seed)
+    progress("starting", 0.0)
+    reports = job.wait_until_steady(size, SETTLED)
+    ranks = victims(size, rng)
+    with job.client() as resize:
+        for number in range(repeat + 1):
+            victim = next(ranks) if number else size - 1  # the first kill is not counted
+            progress(f"killing rank {victim}", number / (repeat + 1))
+            before, killed_s, mark = _kill(job, victim, rng, reports)
+
+            def all_back(reports: Sequence[StepBegun], killed_s: float = killed_s) -> bool:
+                return len(first_steps_after_loss(reports, killed_s)) == size - 1
+
+            reports = job.wait_until(f"{size - 1} survivors at work", all_back, mark)
+            if number:
+                seen.add(before, victim, killed_s, reports)
+            asked_s = resize(size)
+            reports = job.wait_until_steady(size, SETTLED, mark)
+            if number:
+                began = [each for each in reports if each.own == 1 and each.change is None]
+                seen.replace_s.append(max(each.at_s for each in began) - asked_s)
+    progress("done", 1.0)
+
+
+def _kill(
+    job: ElasticJob, victim: int, rng: random.Random, reports: Sequence[StepBegun]
+) -> tuple[dict[int, StepBegun], float, int]:
+    """Kill a rank at a random moment of its step; return the workers before, the time, and the number of reports."""
+    times = step_times(reports, job.options.num_workers)
+    step_s = quantile(times, 0.5) if times else 0.0
+    pid = members(job.reports)[victim].pid
+    is_next = lambda since: any(each.pid == pid for each in since)  # noqa: E731
+    job.wait_until("the next step of the victim", is_next, len(job.reports))
+    time.sleep(rng.random() * step_s)
+    before, mark = members(job.reports), len(job.reports)
+    killed_s = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    return before, killed_s, mark
+
+
+def recover_result(
+    options: ElasticOptions, args: Mapping[str, object], seen: Recoveries, reports: Sequence[StepBegun]
+) -> Json:
+    missed = [seen.failure, judge_median("recover", seen.recover_s, RECOVER_S, ".0f")]
+    missed.append(f"{seen.steps_lost} committed steps were done again" if seen.steps_lost else "")
+    missed = [text for text in missed if text]
+    pairs = list(zip(seen.ranks, seen.recover_s, strict=True))
+    by_rank = {str(rank): summarise([s for who, s in pairs if who == rank]) for rank in sorted(set(seen.ranks))}
+    ours = summarise(seen.recover_s)
+    return form(
+        "recover",
+        args,
+        not missed,
+        missed,
+        ours=ours,
+        recover={**ours, "by_rank": by_rank},
+        noticed_to_ready=summarise(seen.pause_s),
+        replacement=summarise(seen.replace_s),
+        steps_lost=seen.steps_lost,
+        steps_of_the_dead=seen.steps_of_the_dead,
+        killed_ranks=list(seen.ranks),
+        step=summarise(step_times(reports, options.num_workers), with_samples=False),
+        targets_s={"recover": RECOVER_S},
+    )

@@ -1,7 +1,7 @@
-"""Background traffic: a paced sender and a sink, both bounded in time.
+"""`pliant bench traffic`: a paced sender and a sink of background traffic, both bounded in time.
 
-For disturbing an experiment on purpose. It never leaves the machine: targets are loopback
-addresses or hosts of a lab (10.77.0.0/16), and the sink listens only there.
+They disturb an experiment on purpose. Traffic never leaves the machine: targets are loopback addresses or hosts of a lab
+(10.77.0.0/16), and the sink listens only there.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _CHUNK, _PACED_CHUNK = bytes(64 << 10), bytes(16 << 10)
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """How much went through, and in which time."""
+class Transferred:
+    """Bytes that went through, and the time that took."""
 
     num_bytes: int
     seconds: float
@@ -37,10 +37,10 @@ class Sent:
 
 
 def check_target(text: str) -> Worker:
-    """`HOST:PORT` as a place that traffic may go to.
+    """Parse `HOST:PORT` as a place that traffic may go to.
 
     Raises:
-        ConfigError: not loopback and not in a lab, or no address at all.
+        ConfigError: it is neither loopback nor in a lab, or no address at all.
     """
     target = Worker.parse(text.replace("localhost:", "127.0.0.1:"))
     try:
@@ -66,10 +66,10 @@ def check_connections(count: int) -> int:
     return count
 
 
-def send(target: Worker, bits_per_s: int | None, seconds: float, connections: int = 1) -> Sent:
-    """Send zeros to `target` at that rate (None: as fast as it takes them) for `seconds`, then stop.
+def send(target: Worker, bits_per_s: int | None, seconds: float, connections: int = 1) -> Transferred:
+    """Send zeros to `target` at that rate for `seconds`; without a rate, as fast as they are taken.
 
-    On several connections, which send in turn as each has room: the more, the larger their share of a full link.
+    Several connections send in turn as each has room: the more there are, the larger their share of a full link.
 
     Raises:
         LabError: nobody listens there, or the sink went away.
@@ -88,7 +88,7 @@ def send(target: Worker, bits_per_s: int | None, seconds: float, connections: in
                 if due_s > time.monotonic():
                     time.sleep(max(0.0, min(due_s - time.monotonic(), left_s)))
                     continue
-                # In turn, and little at a time: a burst would leave the link to others for as long as it had it.
+                # Send in turn, and little at a time: after a burst the link would be left to others for as long.
                 ready = [key.fileobj for key, _ in waiting.select(left_s)]
                 if ready:
                     turn = (turn + 1) % len(ready)
@@ -97,11 +97,11 @@ def send(target: Worker, bits_per_s: int | None, seconds: float, connections: in
         raise LabError(
             f"traffic to {target}: {error}; start the sink first: `pliant bench traffic --listen {target.port}`"
         ) from error
-    return Sent(num_bytes, time.monotonic() - begun_s)
+    return Transferred(num_bytes, time.monotonic() - begun_s)
 
 
 def listen_address() -> str:
-    """This host's address in its lab, or loopback outside of one."""
+    """Return this host's address in its lab, or loopback outside of one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("10.77.0.254", 9))  # sends nothing; asks the routing table
@@ -111,10 +111,8 @@ def listen_address() -> str:
     return own if own and ipaddress.ip_address(own) in LAB_NETWORK else "127.0.0.1"
 
 
-def sink(port: int, seconds: float, announce: Callable[[str], None]) -> Sent:
-    """Take and drop whatever arrives on `port` for `seconds`, then stop.
-
-    `announce` is told the address once it listens.
+def sink(port: int, seconds: float, announce: Callable[[str], None]) -> Transferred:
+    """Take and drop whatever arrives on `port` for `seconds`; `announce` is called with the address once it listens.
 
     Raises:
         LabError: the port is taken.
@@ -145,7 +143,7 @@ def sink(port: int, seconds: float, announce: Callable[[str], None]) -> Sent:
         for key in list(waiting.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
-    return Sent(num_bytes, time.monotonic() - begun_s)
+    return Transferred(num_bytes, time.monotonic() - begun_s)
 
 
 def _read(connection: socket.socket, room: bytearray) -> int:

@@ -1,217 +1,477 @@
-"""One worker process of a training contest: `python -m pliant_repro.bench.training TASK.json RANK`.
+"""The worker side of all training contests: plain PyTorch, stock DDP, Open MPI and pliant train one model with one loop.
 
-The sides train the same network on the same data with the same loop: plain PyTorch in one process, stock
-`DistributedDataParallel` on gloo, and pliant. A window is a number of whole steps, from one batch in hand to the next,
-so loading, commit and whatever else a side does between steps are in it. Between windows a worker waits,
-blocked, with a batch in hand.
+A window is a few steps that bring the pipeline into its steady state, then the timed ones, each from before one batch is
+loaded to before the next, so loading, commit and whatever else a side does between steps count. See `pliant_repro.worker`
+for how commands arrive.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
+import importlib
 import json
 import os
-import socket
+import queue
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from pliant_repro.bench import gloo
-from pliant_repro.bench.told import Line
-from pliant_repro.bench.worker import COLLECTIVE_TIMEOUT_S
-from pliant_repro.zoo import ReadyBatches, as_is, build, compute_loss, make_optimizer, network
+from pliant.errors import ConfigError
+from pliant.train import trace
+from pliant_repro import zoo
+from pliant_repro.bench.train import TrainingTask
+from pliant_repro.paced import PacedNet
+from pliant_repro.profiles import PUBLISHED_BATCH, profile, scaled
+from pliant_repro.worker import Command, Opened, join_group
 
-EPOCH_STEPS = 1000
-MAX_EPOCHS = 1_000_000
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingTask:
-    """What the workers of one side do."""
-
-    side: str
-    """A name of SIDES."""
-    num_workers: int
-    replicas: int
-    control: str
-    """The controller's Unix socket."""
-    store: str = ""
-    """A file through which the ranks of gloo find each other."""
-    model: str = "resnet18"
-    optimizer: str = "sgd"
-    batch: int = 16
-    size: int = 32
-    device: str = "cpu"
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
-
-    @classmethod
-    def read(cls, path: Path) -> TrainingTask:
-        return cls(**json.loads(path.read_text()))
-
-    def dataset(self) -> ReadyBatches:
-        length = EPOCH_STEPS * self.batch * self.replicas
-        return ReadyBatches(network(self.model).kind, self.size, length, self.device)
+EPOCH_STEPS, MAX_EPOCHS = 5_000, 1_000_000
+POOL = 61
+"""Number of distinct batches: a prime, so that every rank sees all of them, whatever the number of ranks."""
+IMAGE = (3, 32, 32)
 
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+# --- models and data ---
 
 
-class Side:
-    """One rank of a way to train: model, optimizer, and turns, of which `turns_per_step` make a step."""
+@dataclass(slots=True)
+class Subject:
+    """A model, the loss of a batch, and the data."""
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Tensor]
+    dataset: Any
+    batch: int = 1
+    """Items of the data set that make a batch."""
+    paced: PacedNet | None = None
+    """The model, if it only pretends to compute."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.numel() * each.element_size() for each in self.model.parameters() if each.requires_grad)
+
+
+def make_subject(task: TrainingTask, waited_until: Callable[[], float] | None = None) -> Subject:
+    """Build the task's model with the same initial values in every process.
+
+    `waited_until` returns when the program last stopped waiting for the network; without it, the loop notes that itself.
+
+    Raises:
+        ConfigError: the user's function cannot be imported, or returns something else.
+    """
+    length = EPOCH_STEPS * task.num_replicas
+    torch.manual_seed(1)
+    if task.compute != "real":
+        net = _paced_net(task, waited_until)
+        generator = torch.Generator().manual_seed(0)
+        batches = [torch.randn(net.num_inputs, generator=generator) for _ in range(POOL)]
+        return Subject(net, lambda model, batch: model(batch), zoo.BatchList(batches, length), paced=net)
+    if ":" in task.model:
+        model, inputs = _model_from_function(task.model, task.batch)
+        return Subject(model, _mean_square, zoo.BatchList(_varied(inputs), length))
+    chosen = zoo.network(task.model)
+    batch = task.batch or min(chosen.batch, 16)
+    size = task.size or (64 if chosen.kind == "images" else chosen.size)
+    dataset = zoo.ReadyBatches(chosen.kind, size, length * batch, task.device)
+    model = zoo.build(task.model, task.device)
+    return Subject(model, lambda model, pair: zoo.compute_loss(model, *pair), dataset, batch)
+
+
+def _paced_net(task: TrainingTask, waited_until: Callable[[], float] | None) -> PacedNet:
+    if task.compute == "scaling":
+        from pliant_repro.bench.scaling import lab_profile
+
+        return PacedNet(lab_profile(task.model, task.speed), waited_until=waited_until)
+    return PacedNet(scaled(profile(task.model, batch=task.batch or PUBLISHED_BATCH)), waited_until=waited_until)
+
+
+def _model_from_function(name: str, batch: int) -> tuple[nn.Module, Any]:
+    module, _, function = name.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        made = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"--model {name}: {error}; give a function that can be imported from here") from None
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, torch.randn(batch or 16, *IMAGE))
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"--model {name} gave a {type(model).__name__}: return a module, or (module, inputs)")
+    return model, inputs
+
+
+def _varied(inputs: Any) -> list[Any]:
+    """Make batches that differ, so that replicas do; whole numbers such as words stay as they are."""
+    if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
+        return [inputs]
+    return [inputs * (1 + number / POOL) for number in range(POOL)]
+
+
+def _mean_square(model: nn.Module, inputs: Any) -> Tensor:
+    outputs = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+    if not isinstance(outputs, Tensor):
+        raise ConfigError(f"the model gave a {type(outputs).__name__}: one that returns a tensor is needed")
+    return outputs.float().square().mean()
+
+
+def make_optimizer(task: TrainingTask, model: nn.Module) -> torch.optim.Optimizer:
+    if task.optimizer == "p3":
+        return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=1e-4)
+    return zoo.make_optimizer(task.optimizer, model)
+
+
+def load_batches(subject: Subject, rank: int, num_ranks: int) -> Iterator[Any]:
+    """Yield the batches of one rank without end, as a plain DDP script loads them."""
+    sampler: DistributedSampler[Any] = DistributedSampler(subject.dataset, num_ranks, rank, shuffle=False)
+    loader: DataLoader[Any] = DataLoader(
+        subject.dataset, batch_size=subject.batch, sampler=sampler, collate_fn=zoo.as_is
+    )
+    while True:
+        yield from loader
+
+
+def digest_of(model: nn.Module) -> str:
+    """Return the SHA-256 of all parameters, in their order. `state_dict` waits for updates that are still under way."""
+    values = model.state_dict()
+    found = hashlib.sha256()
+    for name, _ in model.named_parameters():
+        found.update(values[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+# --- the sides ---
+
+
+class TrainingLoop:
+    """The body of a plain training loop, one step at a time."""
 
     def __init__(
         self,
+        subject: Subject,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        batches: Callable[[], Iterator[Batch]],
+        optimizer: Any,
+        batches: Iterator[Any],
         *,
+        turns: int = 1,
         accumulate: int = 1,
-        turns_per_step: int = 1,
+        wait_for_sums: Callable[[], None] | None = None,
+        stats: Callable[[], dict[str, object]] = dict,
+        traced: bool = False,
     ) -> None:
-        self.model, self.optimizer, self.batches = model, optimizer, batches
-        self.turns_per_step = turns_per_step
-        """Batches that this rank sees in a step."""
-        self._accumulate = accumulate
-        self._num_turns = 0
+        """
+        Args:
+            turns: replicas that this rank trains one after the other in each step.
+            accumulate: batches whose gradients are summed before an update.
+            wait_for_sums: called between the backward pass and the update; where it returns, the program may have waited.
+            traced: whether to trace steps here, because the side does not do so itself.
+        """
+        self.subject, self._model, self._optimizer, self._batches = subject, model, optimizer, batches
+        self._turns, self._accumulate, self._wait_for_sums = turns, accumulate, wait_for_sums
+        self.stats, self._traced = stats, traced
+        self.num_steps = 0
+        self._losses: list[Tensor] = []
 
-    def turn(self, batch: Batch) -> None:
-        """The body of a plain training loop."""
-        self._num_turns += 1
-        loss = compute_loss(self.model, *batch)
-        (loss / self._accumulate if self._accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
-        if self._num_turns % self._accumulate == 0:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+    def step(self) -> None:
+        begin_s = time.monotonic()
+        for number in range(self._turns * self._accumulate):
+            batch = next(self._batches)
+            if number % self._accumulate == 0:
+                self._optimizer.zero_grad()
+            loss = self.subject.loss(self._model, batch)
+            (loss / self._accumulate if self._accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+            self._losses.append(loss.detach())  # read later: reading a loss may wait for the device
+            if (number + 1) % self._accumulate:
+                continue
+            if self._wait_for_sums is not None:
+                self._wait_for_sums()
+                if self.subject.paced is not None:
+                    self.subject.paced.device.stalled()  # before the update, which is part of what is paced
+            self._optimizer.step()
+        self.num_steps += 1
+        if self._traced:
+            trace.event("step", f"step {self.num_steps}", begin_s)
+
+    def take_losses(self) -> list[float]:
+        """Return the losses of the batches since the last call."""
+        found, self._losses = self._losses, []
+        return [float(loss) for loss in found]
 
 
-def _loader(task: TrainingTask, rank: int, num_ranks: int) -> Callable[[], Iterator[Batch]]:
-    dataset: Any = task.dataset()
-    sampler: DistributedSampler[int] = DistributedSampler(dataset, num_ranks, rank, shuffle=False)
-    loader: DataLoader[Batch] = DataLoader(dataset, batch_size=task.batch, sampler=sampler, collate_fn=as_is)
+Choose = Callable[[Mapping[str, Any]], TrainingLoop]
+"""Returns the loop for the options of a command: DDP has one per bucket size, the other sides have one."""
 
-    def batches() -> Iterator[Batch]:
-        while True:
-            yield from loader
 
-    return batches
+class DdpLoops:
+    """Stock DDP. Every set of options asked for has its own model, made when it is first chosen."""
+
+    def __init__(self, task: TrainingTask, rank: int) -> None:
+        self._task, self._rank = task, rank
+        self._loops: dict[str, TrainingLoop] = {}
+        self._random: dict[str, Tensor] = {}
+        self._key = ""
+
+    def choose(self, options: Mapping[str, Any]) -> TrainingLoop:
+        asked = {name: value for name, value in options.items() if value}
+        key = json.dumps(asked, sort_keys=True)
+        self._random[self._key] = torch.get_rng_state()  # each model draws as if it were alone
+        self._key = key
+        if key in self._loops:
+            torch.set_rng_state(self._random[key])
+            return self._loops[key]
+        subject = make_subject(self._task)
+        asked.pop("purpose", None)
+        model = DistributedDataParallel(subject.model, **{**self._task.ddp, **asked})
+        optimizer = make_optimizer(self._task, subject.model)
+        batches = load_batches(subject, self._rank, self._task.num_workers)
+        self._loops[key] = TrainingLoop(subject, model, optimizer, batches, wait_for_sums=lambda: None, traced=True)
+        return self._loops[key]
 
 
 @contextlib.contextmanager
-def _open_plain(task: TrainingTask, rank: int) -> Iterator[Side]:
-    """One process; where there are several replicas, their batches one after the other and one step."""
-    model = build(task.model, task.device)
-    optimizer = make_optimizer(task.optimizer, model)
-    turns = task.replicas
-    yield Side(model, optimizer, _loader(task, 0, 1), accumulate=turns, turns_per_step=turns)
+def _open_plain(task: TrainingTask, rank: int) -> Iterator[Choose]:
+    """Plain PyTorch; if one process stands for several replicas, it accumulates the gradients of their batches."""
+    subject = make_subject(task)
+    batches = load_batches(subject, rank, task.num_workers)
+    accumulate = task.num_replicas // task.num_workers
+    loop = TrainingLoop(subject, subject.model, make_optimizer(task, subject.model), batches, accumulate=accumulate)
+    yield lambda _: loop
 
 
 @contextlib.contextmanager
-def _open_ddp(task: TrainingTask, rank: int) -> Iterator[Side]:
-    """Stock DDP in its default settings; `ddp_gloo_views`: with gradients in the buckets, which saves a copy."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with gloo.joined(f"file://{task.store}", rank, task.num_workers, COLLECTIVE_TIMEOUT_S):
-        inner = build(task.model, task.device)
-        model = DistributedDataParallel(inner, gradient_as_bucket_view=task.side == "ddp_gloo_views")
-        yield Side(model, make_optimizer(task.optimizer, inner), _loader(task, rank, task.num_workers))
+def _open_ddp(task: TrainingTask, rank: int) -> Iterator[Choose]:
+    with join_group(task.rendezvous, rank, task.num_workers):
+        yield DdpLoops(task, rank).choose
 
 
 @contextlib.contextmanager
-def _open_pliant(task: TrainingTask, rank: int) -> Iterator[Side]:
+def _open_pliant(task: TrainingTask, rank: int) -> Iterator[Choose]:
     import pliant
 
-    with pliant.join(replicas=task.replicas) as job:
-        inner = build(task.model, task.device)
-        dataset = task.dataset()
-        model, optimizer, loader = job.wrap(
-            inner,
-            make_optimizer(task.optimizer, inner),
-            dataset,
-            batch_size=task.batch,
-            shuffle=False,
-            collate_fn=as_is,
-        )
+    with pliant.join(replicas=task.num_replicas, **task.join) as job:
+        subject = make_subject(task, lambda: job.sync_stats().waited_until_s)
+        data: dict[str, Any] = {"batch_size": subject.batch, "shuffle": False, "collate_fn": zoo.as_is}
+        optimizer = make_optimizer(task, subject.model)
+        model, optimizer, loader = job.wrap(subject.model, optimizer, subject.dataset, **data, **task.wrap)
 
-        def batches() -> Iterator[Batch]:
+        def batches() -> Iterator[Any]:
             for _epoch in job.epochs(MAX_EPOCHS):
                 yield from loader
 
-        hosted = task.replicas // task.num_workers
-        yield Side(model, optimizer, batches, turns_per_step=hosted)
+        turns = task.num_replicas // task.num_workers
+        stats = lambda: dataclasses.asdict(job.sync_stats())  # noqa: E731
+        loop = TrainingLoop(subject, model, optimizer, batches(), turns=turns, stats=stats)
+        yield lambda _: loop
 
 
-SIDES = {"pytorch": _open_plain, "ddp_gloo": _open_ddp, "ddp_gloo_views": _open_ddp, "pliant": _open_pliant}
+class MpiSums:
+    """Sums gradients by Open MPI in buckets, in the order in which backward fills them, on a thread of its own.
+
+    This is what Horovod does, without its coordinator: paced nets have one order on all ranks.
+    """
+
+    def __init__(self, model: nn.Module, cap_bytes: int) -> None:
+        from mpi4py import MPI
+
+        self._comm, self._in_place = MPI.COMM_WORLD, MPI.IN_PLACE
+        self._buckets: list[list[nn.Parameter]] = [[]]
+        for parameter in reversed(list(model.parameters())):
+            if sum(each.numel() * 4 for each in self._buckets[-1]) >= cap_bytes:
+                self._buckets.append([])
+            self._buckets[-1].append(parameter)
+        self._flat = [torch.empty(sum(each.numel() for each in bucket)) for bucket in self._buckets]
+        self._missing = [len(bucket) for bucket in self._buckets]
+        self._ready: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._summed: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number, bucket in enumerate(self._buckets):
+            for parameter in bucket:
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda _, number=number: self._add_gradient(number)
+                )
+        self._thread = threading.Thread(target=self._sum_buckets, daemon=True)
+        self._thread.start()
+
+    def _add_gradient(self, number: int) -> None:
+        self._missing[number] -= 1
+        if self._missing[number] == 0:
+            torch.cat([each.grad.view(-1) for each in self._buckets[number]], out=self._flat[number])  # type: ignore[union-attr]
+            self._ready.put(number)
+
+    def _sum_buckets(self) -> None:
+        while (number := self._ready.get()) is not None:
+            self._comm.Allreduce(self._in_place, self._flat[number].numpy())
+            self._summed.put(number)
+
+    def wait(self) -> None:
+        """Wait until all sums of this step are in the gradients, as means."""
+        for _ in self._buckets:
+            number = self._summed.get()
+            sizes = [parameter.numel() for parameter in self._buckets[number]]
+            means = torch.split(self._flat[number].div_(self._comm.Get_size()), sizes)
+            for parameter, mean in zip(self._buckets[number], means, strict=True):
+                assert parameter.grad is not None, "its hook has run"
+                parameter.grad.copy_(mean.view_as(parameter.grad))
+            self._missing[number] = len(self._buckets[number])
+
+    def close(self) -> None:
+        self._ready.put(None)
+        self._thread.join()
 
 
-def train(side: Side, line: Line) -> None:
-    """Train window by window as told; one step before each window is not in it: it brings the ranks together."""
-    steps_left, begun_s, cpu_begun_s, asked = 0, 0.0, 0.0, 0
-    for number, batch in enumerate(side.batches()):
-        if number % side.turns_per_step == 0:
-            if steps_left == asked > 0:
-                _synchronize(batch)
-                begun_s, cpu_begun_s = time.perf_counter(), time.process_time()
-            elif steps_left == 0:
-                if asked:
-                    _synchronize(batch)
-                    wall_s, cpu_s = time.perf_counter() - begun_s, time.process_time() - cpu_begun_s
-                    line.answer(wall_s=[wall_s / asked], cpu_s=[cpu_s / asked], **_memory(batch))
-                command = line.next()
-                if command is None:
-                    return
-                asked = _steps(command)
-                steps_left = asked + 1
-            steps_left -= 1
-        side.turn(batch)
-    raise AssertionError("the epochs were meant to have no end")
-
-
-def _steps(command: Mapping[str, object]) -> int:
-    steps = command.get("iterations")
-    assert isinstance(steps, int), f"steps in {command}"
-    assert steps > 0, f"steps in {command}"
-    return steps
-
-
-def _synchronize(batch: Batch) -> None:
-    if batch[0].device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _memory(batch: Batch) -> dict[str, object]:
-    if batch[0].device.type != "cuda":
-        return {}
-    return {
-        "device_peak_bytes": torch.cuda.max_memory_allocated(),
-        "device_reserved_bytes": torch.cuda.memory_reserved(),
-    }
-
-
-def main() -> None:
-    task, rank = TrainingTask.read(Path(sys.argv[1])), int(sys.argv[2])
-    torch.set_num_threads(1)
-    connection = socket.socket(socket.AF_UNIX)
-    connection.connect(task.control)
-    line = Line(connection.makefile("rb"), connection.makefile("wb"))
+@contextlib.contextmanager
+def _open_mpi(task: TrainingTask, rank: int) -> Iterator[Choose]:
+    subject = make_subject(task)
+    sums = MpiSums(subject.model, int(task.bucket_cap_mb * (1 << 20)))
+    batches = load_batches(subject, rank, task.num_workers)
+    optimizer = make_optimizer(task, subject.model)
+    loop = TrainingLoop(subject, subject.model, optimizer, batches, wait_for_sums=sums.wait)
     try:
-        with SIDES[task.side](task, rank) as side:
-            line.answer(rank=rank)
-            train(side, line)
-    except Exception as error:
-        line.answer(error=f"{type(error).__name__}: {error}")
-        raise
-    os._exit(0)  # some libraries take seconds to tidy up, which the contest would have to wait for
+        yield lambda _: loop
+    finally:
+        sums.close()
 
 
-if __name__ == "__main__":
-    main()
+SIDES = {"plain": _open_plain, "ddp": _open_ddp, "openmpi": _open_mpi, "pliant": _open_pliant}
+
+
+def preload() -> None:
+    """Import what every side needs, before ranks are forked."""
+    import pliant
+
+    torch.optim.SGD(nn.Linear(1, 1).parameters())  # the first optimizer of a process loads much of torch
+    assert pliant.join is not None, "loads what is behind it"
+
+
+@contextlib.contextmanager
+def opened(values: Mapping[str, object], rank: int) -> Iterator[Opened]:
+    """Open the side of a TrainingTask; the program of `pliant_repro.worker`."""
+    task = TrainingTask(**cast("dict[str, Any]", values))
+    torch.set_num_threads(1)
+    trace.begin(rank)
+    with SIDES[task.side](task, rank) as choose:
+        num_bytes = choose({}).subject.num_bytes
+        yield {"num_bytes": num_bytes}, lambda command: carry_out(choose, task, command)
+    trace.write(rank)
+
+
+# --- commands ---
+
+
+def carry_out(choose: Choose, task: TrainingTask, command: Command) -> dict[str, object]:
+    """Carry out one command of the controller, and return the answer."""
+    options = cast("Mapping[str, Any]", command.get("options", {}))
+    match command["do"]:
+        case "run":
+            lead = cast(int, command.get("lead", task.lead))
+            return run_window(choose(options), cast(int, command["iterations"]), lead, cuda=task.device == "cuda")
+        case "count":
+            counters = Path("/proc/thread-self/net/dev").read_text()
+            return {"tx_bytes": sent_bytes(counters, os.environ["GLOO_SOCKET_IFNAME"])}
+        case "hash":
+            loop = choose(options)
+            return {"hash": digest_of(loop.subject.model), "steps": loop.num_steps}
+        case "layers":
+            return {"layers": layer_times(choose(options), rounds=7)}
+        case other:
+            raise AssertionError(f"unknown command {other!r}")
+
+
+def run_window(loop: TrainingLoop, iterations: int, lead: int, *, cuda: bool = False) -> dict[str, object]:
+    """Train one window.
+
+    `marks_s` are the moments at which the timed steps began and the last one ended, by the monotonic clock that all
+    processes of a host share. `compute_s` is how long this thread ran, or was ready to, in a step.
+    """
+    cpu_begun_s, begun_s, before = time.process_time(), _thread_running_s(), loop.stats()
+    marks_s: list[float] = []
+    for number in range(lead + iterations):
+        if number >= lead:
+            if cuda and not marks_s:
+                torch.cuda.synchronize()
+            marks_s.append(time.monotonic())
+        loop.step()
+    if cuda:
+        torch.cuda.synchronize()
+    marks_s.append(time.monotonic())
+    compute_s = (_thread_running_s() - begun_s) / (lead + iterations)
+    loop.subject.model.state_dict()  # waits for updates that are still under way
+    cpu_s = (time.process_time() - cpu_begun_s) / (lead + iterations)
+    costs = {"wall_s": [(marks_s[-1] - marks_s[0]) / iterations], "cpu_s": [cpu_s], "compute_s": compute_s}
+    return {"marks_s": marks_s, **costs, "losses": loop.take_losses(), "before": before, "after": loop.stats()}
+
+
+def sent_bytes(counters: str, iface: str) -> int:
+    """Return what `iface` has sent so far, by the text of /proc/net/dev; 0 if there is no such interface."""
+    for line in counters.splitlines():
+        name, colon, rest = line.partition(":")
+        if colon and name.strip() == iface:
+            return int(rest.split()[8])
+    return 0
+
+
+def running_s(schedstat: str) -> float:
+    """Return the seconds that a thread has run or was ready to run, by the text of its schedstat."""
+    ran_ns, ready_ns, _ = schedstat.split()
+    return (int(ran_ns) + int(ready_ns)) / 1e9
+
+
+def _thread_running_s() -> float:
+    return running_s(Path("/proc/thread-self/schedstat").read_text())
+
+
+def layer_times(loop: TrainingLoop, rounds: int) -> list[list[float]]:
+    """Return forward seconds, backward seconds and bytes of each module that owns parameters, in the order of their use.
+
+    The times are coarse: a module's forward lasts until the next one begins; its backward lasts from the gradient before until
+    its own is complete. They are medians of `rounds` steps. A parameter that two modules share counts where it is used first.
+    """
+    starts: dict[str, float] = {}
+    ready: dict[str, float] = {}
+    owners: dict[str, list[nn.Parameter]] = {}
+    seen: set[int] = set()
+    handles = []
+    for name, module in loop.subject.model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in seen]
+        seen.update(map(id, own))
+        if own:
+            owners[name] = own
+            note = lambda *_, key=name: starts.setdefault(key, time.perf_counter()) and None  # noqa: E731
+            handles.append(module.register_forward_pre_hook(note))
+            handles += [p.register_post_accumulate_grad_hook(lambda _, key=name: _renew(ready, key)) for p in own]
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in owners}
+    for _ in range(rounds):
+        starts.clear()
+        ready.clear()
+        loop.step()
+        for name, pair in durations(starts, ready).items():
+            samples[name].append(pair)
+    for handle in handles:
+        handle.remove()
+    used = [name for name in starts if samples[name]]
+    sizes = {name: float(sum(p.numel() * p.element_size() for p in owners[name])) for name in used}
+    return [[*(sorted(each)[rounds // 2] for each in zip(*samples[name], strict=True)), sizes[name]] for name in used]
+
+
+def _renew(moments: dict[str, float], key: str) -> None:
+    moments.pop(key, None)
+    moments[key] = time.perf_counter()
+
+
+def durations(starts: dict[str, float], ready: dict[str, float]) -> dict[str, tuple[float, float]]:
+    """Return (forward, backward) seconds of each module, from when forwards began and when gradients were complete."""
+    forward, backward = list(starts.items()), list(ready.items())
+    # The loss lies between the last forward and the first gradient: a third of that counts as forward, as everywhere.
+    turn_s = forward[-1][1] + (backward[0][1] - forward[-1][1]) / 3
+    ends = [at_s for _, at_s in forward[1:]] + [turn_s]
+    forward_s = {name: end_s - at_s for (name, at_s), end_s in zip(forward, ends, strict=True)}
+    begins = [turn_s] + [at_s for _, at_s in backward[:-1]]
+    backward_s = {name: at_s - begin_s for (name, at_s), begin_s in zip(backward, begins, strict=True)}
+    return {name: (forward_s[name], backward_s.get(name, 0.0)) for name in forward_s}

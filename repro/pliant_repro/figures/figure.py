@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 from pliant.cli import plotting
 from pliant.errors import ConfigError
 from pliant.machine import machine
-from pliant_repro.bench.stats import Summary
+from pliant_repro.contest import Summary
 from pliant_repro.profiles import PROFILES, WORKLOAD_SCALES, WORKLOADS
 
 if TYPE_CHECKING:

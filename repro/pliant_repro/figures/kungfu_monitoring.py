@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
-from pliant_repro.bench.stats import Summary, quantile
+from pliant_repro.contest import Summary, quantile
 from pliant_repro.figures import launch
 from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Result, TableRows, num_cores, show, timed
 from pliant_repro.figures.launch import Task

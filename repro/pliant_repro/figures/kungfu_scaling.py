@@ -1,7 +1,7 @@
 """Figures 9 and 10 of KungFu: throughput per worker on up to 32 hosts, and NCCL in one launch order.
 
 Figure 9's hosts are network namespaces of this machine, layers sleep for as long as a K80 would compute, and sizes and rates are
-divided by the same factor; `bench.scaling.published` derives the ratio of traffic to compute from the published numbers.
+divided by the same factor; `bench.scaling` derives the ratio of traffic to compute from the published numbers.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
+from typing import Any
 
 from pliant_repro import profiles
 from pliant_repro import scaling_model as scaling
-from pliant_repro.bench.scaling import contest, order, published
-from pliant_repro.bench.scaling.contest import Run, ScalingOptions, Sweep
-from pliant_repro.bench.scaling.order import OrderCheck, Trained
-from pliant_repro.bench.stats import Summary
+from pliant_repro.bench import order
+from pliant_repro.bench import scaling as contest
+from pliant_repro.bench.order import OrderCheck, Trained
+from pliant_repro.bench.scaling import ScalingOptions, ScalingRun, Sweep
+from pliant_repro.contest import Summary
 from pliant_repro.figures.figure import (
     Figure,
     Headline,
@@ -67,7 +69,7 @@ def result_line(cell: Result, facts: Result) -> str:
 
 def layers_of(model: str) -> tuple[Layer, ...]:
     """Return the layers as the lab trains them, in the published machine's time."""
-    return tuple(profiles.layers_of(published.lab_profile(model)))
+    return tuple(profiles.layers_of(contest.lab_profile(model)))
 
 
 def fit_side(sweep: Sweep, side: str, cores: int) -> ScalingFit | None:
@@ -102,7 +104,7 @@ def predictions(sweep: Sweep, cores: int) -> dict[str, Result]:
         fit = fit_side(sweep, side, cores)
         if fit is None:
             continue
-        full = fit.model.enlarged(published.KAPPA[sweep.options.model])
+        full = fit.model.enlarged(contest.KAPPA[sweep.options.model])
         found[side] = {
             "pattern": fit.model.load.pattern,
             "buckets": fit.model.load.buckets,
@@ -110,7 +112,7 @@ def predictions(sweep: Sweep, cores: int) -> dict[str, Result]:
             "residuals": list(fit.residuals),
             "cpu_residuals": list(fit.cpu_residuals),
             "worst_residual": fit.worst,
-            "samples_per_s": {str(nodes): published.BATCH / full.predict(nodes) for nodes in PREDICTED},
+            "samples_per_s": {str(nodes): contest.BATCH / full.predict(nodes) for nodes in PREDICTED},
         }
     return found
 
@@ -126,7 +128,7 @@ class HostScaling(Figure):
     about = "throughput per worker on 1 to 32 hosts, beside DDP and Open MPI; needs root"
     usual_s = 465
     needs_lab = True
-    paper = {"kungfu": published.KUNGFU, "horovod": published.HOROVOD, "over_horovod": 3.42}
+    paper = {"kungfu": contest.KUNGFU, "horovod": contest.HOROVOD, "over_horovod": 3.42}
     twice, close, busy = 2.0, 1.03, 0.85
     """Goal over DDP; how much two runs of one side differ here; share of the cores above which they set the pace."""
     title = "Throughput per worker"
@@ -142,7 +144,7 @@ class HostScaling(Figure):
     )
 
     def run(self, options: Options) -> Result:
-        known = tuple(published.K80_PER_S)
+        known = tuple(contest.K80_PER_S)
         models = options.choose_models(("resnet50",), known if options.full else ("resnet50",), known)
         sweeps = []
         for number, model in enumerate(models):
@@ -194,17 +196,17 @@ class HostScaling(Figure):
             ddp_by_bucket=buckets,
         )
 
-    def cell(self, sweep: Sweep, run: Run) -> Result:
+    def cell(self, sweep: Sweep, run: ScalingRun) -> Result:
         """Return one side on one number of hosts, in the published machine's time."""
         model, speed = sweep.options.model, sweep.options.speed_at(run.nodes)
         limits = scaling.bounds(layers_of(model), run.nodes, sweep.capacity[run.nodes] / 8 / speed)
         step_s = run.median_s * run.speed if run.median_s is not None else None
-        mean, spread = mean_and_spread([published.BATCH / (s * run.speed) for s in run.seconds]) if step_s else (None, None)
+        mean, spread = mean_and_spread([contest.BATCH / (s * run.speed) for s in run.seconds]) if step_s else (None, None)
         measured = {key: median(values) if step_s and values else None
                     for key, values in (("cpu_s", run.cpu_s), ("cpu_busy", run.busy), ("sent_bytes", run.sent))}  # fmt: skip
         return {
-            "model": model, "np": run.nodes, "side": run.side, "bs": published.BATCH, "speed": run.speed,
-            "img_per_s": mean, "spread": spread, "of_ideal": mean / published.K80_PER_S[model] if mean else None,
+            "model": model, "np": run.nodes, "side": run.side, "bs": contest.BATCH, "speed": run.speed,
+            "img_per_s": mean, "spread": spread, "of_ideal": mean / contest.K80_PER_S[model] if mean else None,
             "step_s": step_s, "r": limits.r, "p_star_s": limits.p_star_s, "p_fifo_s": limits.p_fifo_s,
             "fraction_of_bound": limits.p_star_s / step_s if step_s else None, **measured, "bucket_cap_mb": run.cap_mb,
             "same_on_all_ranks": run.same_bits, "failure": run.failure,
@@ -219,7 +221,7 @@ class HostScaling(Figure):
         facts = {
             "framework": {"ddp": "ddp-gloo", "ddp-best": "ddp-gloo", "openmpi": "openmpi"}.get(side, "pliant"),
             "np": cell["np"], "strategy": contest.STRATEGIES.get(side, "-"), "bs": cell["bs"],
-            "model": published.NAMES[cell["model"]], "kf-opt": "sync-sgd",
+            "model": contest.NAMES[cell["model"]], "kf-opt": "sync-sgd",
             "sync": "priority" if side == "priority" else "fifo", "side": side,
         }  # fmt: skip
         return result_line(cell, facts)
@@ -284,14 +286,14 @@ class HostScaling(Figure):
     ) -> list[str]:
         """Return what a reader must know before believing the cells."""
         found = [self.verdict(model, claim) for model, claim in claims.items() if claim]
-        ratio, gbit = published.published_ratio(), published.published_bytes_per_s() * 8 / 1e9
+        ratio, gbit = contest.published_ratio(), contest.published_bytes_per_s() * 8 / 1e9
         rates = ", ".join(
-            f"{sweep.options.model} 1/{published.KAPPA[sweep.options.model]:g} at "
-            f"{published.lab_bits_per_s(sweep.options.model) / 1e6:.0f} Mbit/s"
+            f"{sweep.options.model} 1/{contest.KAPPA[sweep.options.model]:g} at "
+            f"{contest.lab_bits_per_s(sweep.options.model) / 1e6:.0f} Mbit/s"
             for sweep in sweeps
         )
         found += [
-            f"the ratio: a K80 at {published.K80_PER_S['resnet50']:g} images/s computes for 0.64 s; KungFu's 43.4 images/s leave "
+            f"the ratio: a K80 at {contest.K80_PER_S['resnet50']:g} images/s computes for 0.64 s; KungFu's 43.4 images/s leave "
             f"room for T/C = {ratio:.2f} at most, {gbit:.1f} Gbit/s per VM",
             f"compute is paced, sizes and rates are scaled: {rates}; gradients, sums and updates are real",
             "Horovod 0.16.1 is not rebuilt: its 12.7 images/s are less than no overlap at all would give at this ratio "
@@ -332,11 +334,11 @@ class HostScaling(Figure):
         rows = []
         for cell in result["cells"]:
             where = (cell["model"], cell["np"], cell["side"])
-            paper = {("resnet50", 32, "tree"): published.KUNGFU, ("resnet50", 32, "openmpi"): published.HOROVOD}.get(where, {})
+            paper = {("resnet50", 32, "tree"): contest.KUNGFU, ("resnet50", 32, "openmpi"): contest.HOROVOD}.get(where, {})
             spread = f" +-{cell['spread']:.1f}" if cell["spread"] is not None else ""
             rows.append(
                 (
-                    published.NAMES[cell["model"]], str(cell["np"]), LABELS[cell["side"]], show(cell["img_per_s"]) + spread,
+                    contest.NAMES[cell["model"]], str(cell["np"]), LABELS[cell["side"]], show(cell["img_per_s"]) + spread,
                     show(cell["of_ideal"], ".0%"), show(cell["step_s"], ".3f"), show(cell["p_star_s"], ".3f"),
                     show(cell["cpu_busy"], ".0%"), show(paper.get("mean")),
                 )
@@ -345,9 +347,9 @@ class HostScaling(Figure):
             for side, found in sides.items():
                 for nodes in ("64", "256", "1024"):
                     rate = found["samples_per_s"][nodes]
-                    speed = f"{rate:.1f}", f"{rate / published.K80_PER_S[model]:.0%}", f"{published.BATCH / rate:.3f}"
+                    speed = f"{rate:.1f}", f"{rate / contest.K80_PER_S[model]:.0%}", f"{contest.BATCH / rate:.3f}"
                     fits = f"fits within {found['worst_residual']:.0%}"
-                    rows.append((published.NAMES[model], nodes, f"{LABELS[side]}: predicted", *speed, "-", fits, "-"))
+                    rows.append((contest.NAMES[model], nodes, f"{LABELS[side]}: predicted", *speed, "-", fits, "-"))
         columns = ("model", "np", "side", "img/s per worker", "of ideal", "step [s]", "P* [s]", "CPU busy", "paper")
         return TableRows("throughput per worker over the number of hosts", columns, tuple(rows))
 
@@ -364,10 +366,10 @@ class HostScaling(Figure):
                     per_s = found["samples_per_s"]
                     lines[f"_{side}, predicted"] = ([int(nodes) for nodes in per_s], list(per_s.values()), "--", colour)
             if model == "resnet50":
-                for name, paper in (("KungFu", published.KUNGFU), ("Horovod", published.HOROVOD)):
+                for name, paper in (("KungFu", contest.KUNGFU), ("Horovod", contest.HOROVOD)):
                     lines[f"paper, {name}"] = ([32], [paper["mean"]], "s", "0.6")
-            ideal = [published.K80_PER_S[model]]
-            title = published.NAMES[model]
+            ideal = [contest.K80_PER_S[model]]
+            title = contest.NAMES[model]
             panels.append(
                 Panel(title=title, x="hosts", y="images/s per worker", lines=lines, levels=ideal, scale="log-x")
             )
@@ -430,8 +432,8 @@ class LaunchOrder(Figure):
             for turn in range(turns):
                 for side, runs in found.items():
                     options.say(f"ResNet-50 on {num_gpus} GPUs: {side}, turn {turn + 1} of {turns}")
-                    asked = {"model": "resnet50", "batch": 64, "iterations": iterations, "warmup": 5}
-                    runs.append(order.train(job, folder, side, **asked, backend="nccl", turn=turn))  # type: ignore[arg-type]
+                    asked: dict[str, Any] = {"model": "resnet50", "batch": 64, "iterations": iterations, "warmup": 5}
+                    runs.append(order.train(job, folder, side, **asked, backend="nccl", turn=turn))
         return [
             Trained(side, tuple(s for each in runs for s in each.seconds), all(each.same_on_all_ranks for each in runs))
             for side, runs in found.items()

@@ -21,7 +21,7 @@ from statistics import median
 from typing import IO
 
 from pliant.errors import LaunchError
-from pliant_repro.bench.scaling import published
+from pliant_repro.bench import scaling as published
 from pliant_repro.figures import launch
 from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Points, Result, TableRows, show
 from pliant_repro.figures.launch import PLIANT, Task

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from pliant_repro.bench.priority import sweep as priority
-from pliant_repro.bench.priority.options import PriorityOptions
-from pliant_repro.bench.priority.paper import FIG7, FIG7_MODES, FIG9, FIG10, FIG12
+from pliant_repro.bench import priority
+from pliant_repro.bench.priority import PriorityOptions
+from pliant_repro.bench.priority_verdict import FIG7, FIG7_MODES, FIG9, FIG10, FIG12
 from pliant_repro.figures.figure import (
     Figure,
     Headline,

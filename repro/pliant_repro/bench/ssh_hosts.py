@@ -1,7 +1,7 @@
-"""The machines of `pliant bench priority --hosts`: the list as the artifact's workflow has it, and the ssh commands.
+"""Machines of `pliant bench priority --hosts`: the list as the artifact's workflow has it, and the ssh commands.
 
-Workers are started through ssh and told everything else over their standard input, so no secret is on a command line,
-and a worker ends when its connection does. No torch.
+Workers are started through ssh and told everything else over their standard input, so no secret is on a command line, and a
+worker ends when its connection does.
 """
 
 from __future__ import annotations
@@ -9,16 +9,21 @@ from __future__ import annotations
 import json
 import secrets
 import shlex
+import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker, check_host
 from pliant.errors import ConfigError, reason
 from pliant.identity import WorkerSpec
+from pliant_repro.contest import WORKER, Starter, clean_environ
 
 BASE_PORT = 29500
-"""DDP's ranks meet here; the workers of our jobs listen on the ports above."""
+"""Port where the ranks of DDP meet; the workers of our jobs listen on the ports above."""
 _FORM = 'use a list such as ["node1", "node2"] or [{"host": "node1", "iface": "eth0", "slots": 1}]'
 
 
@@ -28,16 +33,16 @@ class Host:
 
     host: str
     iface: str = ""
-    """Its interface towards the others; empty: the one of its default route."""
+    """Its interface towards the others; empty means that of its default route."""
     slots: int = 1
-    """Workers on it."""
+    """Number of workers on it."""
 
 
 def read_hosts(path: Path) -> tuple[Host, ...]:
-    """The hosts that a file lists.
+    """Read the hosts that a file lists.
 
     Raises:
-        ConfigError: it cannot be read, or has another form.
+        ConfigError: the file cannot be read, or has another form.
     """
     try:
         text = path.read_text()
@@ -47,10 +52,10 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
 
 
 def parse_hosts(text: str, name: str = "--hosts") -> tuple[Host, ...]:
-    """A JSON list of names, or of objects with host, iface and slots.
+    """Parse a JSON list of names, or of objects with host, iface and slots.
 
     Raises:
-        ConfigError: another form, a host twice, or not one host.
+        ConfigError: the text has another form, a host twice, or no host.
     """
     try:
         items = json.loads(text)
@@ -58,14 +63,14 @@ def parse_hosts(text: str, name: str = "--hosts") -> tuple[Host, ...]:
         raise ConfigError(f"{name} is not JSON ({error}); {_FORM}") from None
     if not isinstance(items, list) or not items:
         raise ConfigError(f"{name} lists no host; {_FORM}")
-    hosts = tuple(_host(item, name) for item in items)
+    hosts = tuple(_parse_host(item, name) for item in items)
     names = [each.host for each in hosts]
     for twice in {each for each in names if names.count(each) > 1}:
         raise ConfigError(f"{name} has {twice} twice: give it once, with its number of slots")
     return hosts
 
 
-def _host(item: object, name: str) -> Host:
+def _parse_host(item: object, name: str) -> Host:
     if isinstance(item, str):
         item = {"host": item}
     if not isinstance(item, dict) or not isinstance(item.get("host"), str) or set(item) - {"host", "iface", "slots"}:
@@ -76,21 +81,33 @@ def _host(item: object, name: str) -> Host:
     return Host(check_host(item["host"]), iface, slots)
 
 
-def placed(hosts: Sequence[Host]) -> list[Host]:
-    """The host of each rank: those of one host are neighbours."""
+def hosts_of_ranks(hosts: Sequence[Host]) -> list[Host]:
+    """Return the host of each rank; ranks of one host are neighbours."""
     return [host for host in hosts for _ in range(host.slots)]
 
 
-def ssh_argv(host: Host, python: str, module: str, rank: int) -> list[str]:
-    """The command that starts a worker there. BatchMode: a question for a password is a failure, not a wait."""
-    remote = shlex.join([python, "-m", module, str(rank)])
+def ssh_argv(host: Host, python: str, rank: int) -> list[str]:
+    """Return the command that starts a rank there. BatchMode makes a question for a password a failure, not a wait."""
+    remote = shlex.join([python, "-m", WORKER, "--rank", str(rank)])
     options = ["-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
     return ["ssh", *options, host.host, f"exec {remote}"]
 
 
-def identities(hosts: Sequence[Host], number: int, secret: bytes = b"") -> list[dict[str, str]]:
-    """The environments that say to the ranks of our job `number` who they are: each job has ports of its own."""
-    ranks = placed(hosts)
+def ssh_starter(host: Host, rank: int, control: Path) -> Starter:
+    """Return a starter of a rank over ssh, whose standard input and output are its control connection."""
+
+    def start(output: IO[bytes]) -> subprocess.Popen[bytes]:
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(str(control))
+            argv, fd = ssh_argv(host, sys.executable, rank), line.fileno()
+            return subprocess.Popen(argv, stdin=fd, stdout=fd, stderr=output, env=clean_environ())
+
+    return start
+
+
+def host_identities(hosts: Sequence[Host], number: int, secret: bytes = b"") -> list[dict[str, str]]:
+    """Return the environment of each rank of our job `number`; each job has its own ports."""
+    ranks = hosts_of_ranks(hosts)
     base = BASE_PORT + 1 + number * len(ranks)
     members = tuple(Worker(host.host, base + rank) for rank, host in enumerate(ranks))
     view = View(0, members, tuple(Worker(host.host, DEFAULT_RUNNER_PORT) for host in hosts))

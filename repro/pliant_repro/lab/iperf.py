@@ -1,4 +1,4 @@
-"""What the hardware allows: the rate that iperf3 reaches between the hosts of a lab, and the bounds that follow."""
+"""The rate that iperf3 reaches between the hosts of a lab, and the bound on an all-reduce that follows from it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from pliant.errors import LabError
 from pliant_repro.lab.hosts import Lab
@@ -16,45 +15,46 @@ from pliant_repro.lab.hosts import Lab
 _PORT = 5201
 _START_TIMEOUT_S = 10.0
 MTU_SHARE = 1448 / 1514
-"""Payload in a full Ethernet frame with TCP timestamps: what a shaper that counts frames leaves of its rate."""
+"""Share of payload in a full Ethernet frame with TCP timestamps; a shaper counts whole frames."""
 
 
 def ring_bound_s(num_hosts: int, num_bytes: int, bits_per_s: float) -> float:
-    """2(N-1)/N * S/B: what each host must at least send and receive to all-reduce `num_bytes`."""
+    """Return 2(N-1)/N * S/B: the time in which each host can send and receive what an all-reduce of `num_bytes` needs."""
     return 2 * (num_hosts - 1) / num_hosts * num_bytes * 8 / bits_per_s
 
 
-@dataclass(frozen=True, slots=True)
-class LineRate:
-    """What iperf3 received per host, in bits per second."""
-
-    ring: tuple[float, ...]
-    """All hosts at once, each sending to the next and receiving from the one before."""
-
-    @property
-    def bits_per_s(self) -> float:
-        return sum(self.ring) / len(self.ring)
-
-
 def why_no_iperf() -> str:
-    """Why the line rate cannot be measured; empty where it can."""
+    """Return why the line rate cannot be measured; empty if it can."""
     return (
         "" if shutil.which("iperf3") else "iperf3 not found, so the bound uses the nominal rate; apt-get install iperf3"
     )
 
 
-def measure_ring(lab: Lab, *, seconds: int = 2) -> LineRate:
-    """All hosts sending to the next at once: links and processors as busy as in a ring all-reduce.
+def measure_ring(lab: Lab, *, seconds: int = 2) -> list[float]:
+    """Return the bits per second that each host receives while all send to the next one, as in a ring all-reduce.
 
     Raises:
         LabError: iperf3 failed.
     """
     hosts = range(lab.num_hosts)
-    return LineRate(tuple(measure(lab, [(host, (host + 1) % lab.num_hosts) for host in hosts], seconds=seconds)))
+    return measure(lab, [(host, (host + 1) % lab.num_hosts) for host in hosts], seconds=seconds)
+
+
+def mean_ring_rate(lab: Lab, remarks: list[str]) -> float | None:
+    """Return the mean bits per second of a host in `measure_ring`; None, and a remark, if it cannot be measured."""
+    why_not = why_no_iperf()
+    if not why_not:
+        try:
+            rates = measure_ring(lab)
+            return sum(rates) / len(rates)
+        except LabError as error:
+            why_not = str(error)
+    remarks[:] = dict.fromkeys([*remarks, why_not])
+    return None
 
 
 def measure(lab: Lab, pairs: Sequence[tuple[int, int]], *, seconds: int = 2) -> list[float]:
-    """Bits per second received for each (sender, receiver), all at once; the first second is left out.
+    """Return the bits per second received for each (sender, receiver), all at once, without the first second.
 
     Raises:
         LabError: iperf3 failed or hung.

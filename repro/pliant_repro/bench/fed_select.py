@@ -1,8 +1,8 @@
 """`pliant bench fed --what select`: how long one selection takes, and how much memory, for very many clients.
 
-Each side runs in a process of its own, so that its peak of memory is its own. Three populations: nobody has taken part yet,
-half of them, all of them. The peer is the same rule one client after the other in plain Python, which is how Oort's
-published programs are written; it is our own code, and does not more than score, sort and draw.
+Each side runs in a process of its own, so that its peak of memory is its own. There are three populations: nobody has taken
+part yet, half of the clients have, all have. The peer is the same rule one client after the other in plain Python, which is
+how Oort's published programs are written; it is our own code, and does no more than score, sort and draw.
 """
 
 from __future__ import annotations
@@ -13,26 +13,23 @@ import random
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import cast
 
 from pliant.errors import ConfigError
-from pliant.machine import Json, machine
-from pliant_repro.bench.contest import measured_apart
-from pliant_repro.bench.stats import Summary, quantile
+from pliant.machine import Json
+from pliant_repro.contest import Progress, Summary, check_choice, check_least, form, measure_apart, quantile
 
-Progress = Callable[[str, float], None]
 GOAL_S = 0.1
 GOAL_BYTES = 500e6
 EXPLORED = (0.0, 0.5, 1.0)
 """Shares of the clients that have taken part."""
-PEERS = ("loops", "none")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SelectOptions:
-    """What `pliant bench fed --what select` was asked for."""
+    """Options of `pliant bench fed --what select`."""
 
     clients: int = 1_000_000
     pick: int = 100
@@ -46,63 +43,54 @@ class SelectOptions:
         from pliant.fed.selection.selectors import preset
 
         preset(self.preset)
-        for flag, value in (("--clients", self.clients), ("--pick", self.pick), ("--repeat", self.repeat)):
-            if value < 1:
-                raise ConfigError(f"{flag} {value}: use 1 or more")
+        check_least(("--clients", self.clients, 1), ("--pick", self.pick, 1), ("--repeat", self.repeat, 1))
         if self.clients > 50_000_000:
             raise ConfigError(f"--clients {self.clients}: use at most 50,000,000")
         if self.pick > self.clients:
             raise ConfigError(f"--pick {self.pick} of --clients {self.clients}: pick as many as there are, or fewer")
-        if self.peers not in PEERS:
-            raise ConfigError(f"--peers {self.peers!r}: use one of {', '.join(PEERS)}")
+        check_choice("--peers", self.peers, ("loops", "none"))
 
 
 def run(options: SelectOptions, args: Mapping[str, object], progress: Progress) -> Json:
-    """Measure each population on each side; the result in the one form of all benches."""
+    """Measure each population on each side, and return the result."""
     sides = ("ours", "loops") if options.peers == "loops" else ("ours",)
     found: dict[tuple[float, str], Json] = {}
     todo = [(share, side) for share in EXPLORED for side in sides]
     for number, (share, side) in enumerate(todo):
         progress(f"{side}, {share:.0%} have taken part", number / len(todo))
-        found[share, side] = _measured(options, share, side)
+        task = json.dumps({"options": asdict(options), "share": share, "side": side})
+        limit_s, remedy = options.timeout_s, "use fewer --clients"
+        found[share, side] = measure_apart(__name__, task, who=side, timeout_s=limit_s, remedy=remedy)
     progress("done", 1.0)
-    cells = [_cell(share, found[share, "ours"], found.get((share, "loops"))) for share in EXPLORED]
+    cells: list[Json] = []
+    for share in EXPLORED:
+        ours, loops = found[share, "ours"], found.get((share, "loops"))
+        speedup = {"speedup": cast(float, loops["median_s"]) / cast(float, ours["median_s"])} if loops else {}
+        cells.append({"explored": share, "ours": ours, "peers": {"loops": {**loops, **speedup}} if loops else {}})
     slowest = max(cells, key=lambda cell: cast(float, cast(Json, cell["ours"])["median_s"]))
+    ours = cast(Json, slowest["ours"])
     most_bytes = max(cast(int, cast(Json, cell["ours"])["peak_bytes"]) for cell in cells)
-    fast = cast(float, cast(Json, slowest["ours"])["median_s"]) <= GOAL_S
-    remarks = [
-        "memory is the peak of the whole process, with interpreter and NumPy",
-        "the peer `loops` is our own plain-Python rendering of the rule, one client after the other",
-    ]
-    return {
-        "bench": "fed select",
-        "args": dict(args),
-        "ours": {**cast(Json, slowest["ours"]), "peak_bytes": most_bytes},
-        "peers": slowest["peers"],
-        "bound": None,
-        "goal": {"median_s": GOAL_S, "peak_bytes": GOAL_BYTES},
-        "cells": cells,
-        "machine": machine(),
-        "ok": fast and most_bytes < GOAL_BYTES,
-        "remarks": remarks[: 1 + (options.peers == "loops")],
-    }
+    remarks = ["memory is the peak of the whole process, with interpreter and NumPy"]
+    if options.peers == "loops":
+        remarks.append("the peer `loops` is our own plain-Python rendering of the rule, one client after the other")
+    return form(
+        "fed select",
+        args,
+        cast(float, ours["median_s"]) <= GOAL_S and most_bytes < GOAL_BYTES,
+        remarks,
+        ours={**ours, "peak_bytes": most_bytes},
+        peers=slowest["peers"],
+        bound=None,
+        goal={"median_s": GOAL_S, "peak_bytes": GOAL_BYTES},
+        cells=cells,
+    )
 
 
-def _cell(share: float, ours: Json, loops: Json | None) -> Json:
-    peers: Json = {}
-    if loops is not None:
-        peers["loops"] = {**loops, "speedup": cast(float, loops["median_s"]) / cast(float, ours["median_s"])}
-    return {"explored": share, "ours": ours, "peers": peers}
-
-
-def _measured(options: SelectOptions, share: float, side: str) -> Json:
-    task = json.dumps({**asdict(options), "share": share, "side": side})
-    module = "pliant_repro.bench.fed.selection"
-    return measured_apart(module, task, who=side, timeout_s=options.timeout_s, remedy="use fewer --clients")
+# --- in the measuring process ---
 
 
 def measure_ours(options: SelectOptions, share: float) -> Json:
-    """Selections of the selector that the rounds use, each followed by its feedback, which is not timed."""
+    """Measure selections of the selector that the rounds use, each followed by its feedback, which is not timed."""
     import numpy as np
 
     from pliant.fed.selection.selectors import make_selector
@@ -121,11 +109,11 @@ def measure_ours(options: SelectOptions, share: float) -> Json:
         wall_s.append(time.perf_counter() - begun_s)
         cpu_s.append(time.process_time() - used_s)
         selector.feedback(picked, utility=size[picked] * draw.random(len(picked)), duration_s=duration_s[picked])
-    return _numbers(wall_s[1:], cpu_s[1:])
+    return _summarise(wall_s[1:], cpu_s[1:])
 
 
 def measure_loops(options: SelectOptions, share: float) -> Json:
-    """The same rule on a dictionary of clients; at most three selections."""
+    """Measure the same rule on a dictionary of clients; at most three selections."""
     draw = random.Random(options.seed)
     clients = {
         number: [draw.random() * 300, draw.lognormvariate(3, 1), int(number < share * options.clients)]
@@ -137,11 +125,11 @@ def measure_loops(options: SelectOptions, share: float) -> Json:
         looped_selection(clients, options.pick, number + 2, draw)
         wall_s.append(time.perf_counter() - begun_s)
         cpu_s.append(time.process_time() - used_s)
-    return _numbers(wall_s, cpu_s)
+    return _summarise(wall_s, cpu_s)
 
 
 def looped_selection(clients: Mapping[int, list[float]], pick: int, number: int, draw: random.Random) -> list[int]:
-    """Oort in plain Python: clients are [utility, seconds, last round]; 0 for never."""
+    """Select as Oort does, in plain Python: clients are [utility, seconds, last round], 0 for never."""
     round_s = sorted(seconds for _, seconds, _ in clients.values())[len(clients) // 10]
     known = [each for each, (_, _, last) in clients.items() if last]
     fresh = [each for each, (_, _, last) in clients.items() if not last]
@@ -166,16 +154,15 @@ def looped_selection(clients: Mapping[int, list[float]], pick: int, number: int,
     return picked
 
 
-def _numbers(wall_s: list[float], cpu_s: list[float]) -> Json:
+def _summarise(wall_s: list[float], cpu_s: list[float]) -> Json:
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {**Summary.of(wall_s).to_json(), "cpu_s": quantile(cpu_s, 0.5), "peak_bytes": peak_bytes}
 
 
 def main() -> None:
     task = json.loads(sys.argv[1])
-    share, side = task.pop("share"), task.pop("side")
-    measure = measure_ours if side == "ours" else measure_loops
-    print(json.dumps(measure(SelectOptions(**task), share)))
+    measure = measure_ours if task["side"] == "ours" else measure_loops
+    print(json.dumps(measure(SelectOptions(**task["options"]), task["share"])))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """`pliant bench fed --what simulate`: clients per second, ours beside Flower's simulation and a bare loop.
 
-The same network, samples, steps and cores on all sides. Each turn of a side is a process of its own with rounds that count and
-one before them that does not; turns go ours, Flower, bare, ours, Flower, bare, ... `ours` are a server and one executor for
-each core, as `pliant submit` starts them; `flower` its Ray backend with one CPU for each client, so that it, too, uses every
-core; `bare` is one process that trains one client after the other and does nothing else: on all cores it could do no more than
-`cores` times as many.
+All sides have the same network, samples, steps and cores. Each turn of a side is a process of its own with rounds that count and
+one before them that does not; turns go ours, Flower, bare, ours, Flower, bare, ... `ours` is a server and one executor for each
+core, as `pliant submit` starts them; `flower` is its Ray backend with one CPU for each client, so that it, too, uses every
+core; `bare` is one process that trains one client after the other and does nothing else: on all cores it could do no more
+than `cores` times as many. A client of the peers is the plainest loop that there is: no optimizer object, no loader.
 """
 
 from __future__ import annotations
@@ -17,22 +17,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from pliant.errors import ConfigError, LaunchError
-from pliant.machine import Json, machine
-from pliant_repro.bench.contest import last_words
-from pliant_repro.bench.stats import Summary, paired_ratios, quantile
+from pliant.machine import Json
+from pliant_repro.contest import Progress, Summary, check_least, form, last_words, paired_ratios, quantile
 
 if TYPE_CHECKING:
-    from pliant.fed.config import FedConfig
+    from torch import nn
 
-Progress = Callable[[str, float], None]
+    from pliant.fed.config import FedConfig
+    from pliant.fed.data.task import InMemory, Task
+
 GOAL = 2.0
-"""Times as many clients per second as Flower."""
+"""How many times as many clients per second as Flower."""
 OURS, FLOWER, BARE = "ours", "flower", "bare"
 PEERS = (FLOWER, BARE)
 START_S = 120.0
@@ -40,38 +42,35 @@ START_S = 120.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulateOptions:
-    """What `pliant bench fed --what simulate` was asked for."""
+    """Options of `pliant bench fed --what simulate`."""
 
     clients: int = 100
     participants: int = 20
     steps: int = 10
     batch_size: int = 20
     rounds: int = 15
-    """Of a turn, that count."""
+    """Rounds of a turn that count."""
     turns: int = 4
     cores: int = 0
-    """0: all that this process may use."""
+    """0 means all that this process may use."""
     batching: int | None = None
-    """Clients trained at once; None: as the product measures it."""
+    """Clients trained at once; None means as the product measures it."""
     peers: str = "flower,bare"
     seed: int = 7
     timeout_s: float = 600.0
-    """Of a turn."""
+    """How long a turn may take."""
 
     def __post_init__(self) -> None:
-        for flag, value in (
-            ("--clients", self.clients), ("--pick", self.participants), ("--steps", self.steps),
-            ("--batch-size", self.batch_size), ("--rounds", self.rounds), ("--repeat", self.turns),
-        ):  # fmt: skip
-            if value < 1:
-                raise ConfigError(f"{flag} {value}: use 1 or more")
+        check_least(
+            ("--clients", self.clients, 1), ("--pick", self.participants, 1), ("--steps", self.steps, 1),
+            ("--batch-size", self.batch_size, 1), ("--rounds", self.rounds, 1), ("--repeat", self.turns, 1),
+            ("--batching", self.batching or 0, 0),
+        )  # fmt: skip
         if self.participants > self.clients:
             raise ConfigError(f"--pick {self.participants}: there are {self.clients} clients; pick at most so many")
         there = len(os.sched_getaffinity(0))
         if not 0 <= self.cores <= there:
             raise ConfigError(f"--cores {self.cores}: this process may use {there}; use at most so many")
-        if self.batching is not None and self.batching < 0:
-            raise ConfigError(f"--batching {self.batching}: use 0 or more")
         for name in self.others:
             if name not in PEERS:
                 raise ConfigError(f"--peers {name!r}: use {', '.join(PEERS)}, or none")
@@ -82,12 +81,12 @@ class SimulateOptions:
 
     @property
     def quick(self) -> SimulateOptions:
-        """Too few rounds to believe; enough to see that all sides run."""
+        """Too few rounds to believe, but enough to see that all sides run."""
         return replace(self, rounds=2, turns=1)
 
 
 def run(options: SimulateOptions, args: Mapping[str, object], progress: Progress) -> Json:
-    """Let the sides take turns; the result in the one form of all benches."""
+    """Let the sides take turns, and return the result."""
     options = replace(options, cores=options.cores or len(os.sched_getaffinity(0)))
     turns: dict[str, list[list[float]]] = {side: [] for side in (OURS, *options.others)}
     facts: dict[str, Json] = {}
@@ -98,7 +97,7 @@ def run(options: SimulateOptions, args: Mapping[str, object], progress: Progress
             if side in failed:
                 continue
             try:
-                found = _turn(options, side)
+                found = _measure_turn(options, side)
             except LaunchError as error:
                 if side == OURS:
                     raise
@@ -107,17 +106,16 @@ def run(options: SimulateOptions, args: Mapping[str, object], progress: Progress
             turns[side].append(cast("list[float]", found.pop("seconds")))
             facts[side] = found
     progress("done", 1.0)
-    return _result(options, args, turns, facts, failed)
+    return make_result(options, args, turns, facts, failed)
 
 
-def _result(
+def make_result(
     options: SimulateOptions,
     args: Mapping[str, object],
     turns: Mapping[str, list[list[float]]],
     facts: Mapping[str, Json],
     failed: Mapping[str, str],
 ) -> Json:
-    ours = _numbers(options, turns[OURS], facts[OURS])
     peers: Json = {}
     ratios: dict[str, float] = {}
     for side in options.others:
@@ -128,18 +126,17 @@ def _result(
         ratios[side] = quantile(paired, 0.5)
         spread = {"speedup": ratios[side], "speedup_least": min(paired), "speedup_most": max(paired)}
         peers[side] = {**_numbers(options, turns[side], facts[side]), **spread}
-    return {
-        "bench": "fed simulate",
-        "args": dict(args),
-        "ours": ours,
-        "peers": peers,
-        "ratio": ratios.get(FLOWER),
-        "bound": None,
-        "goal": {"ratio": GOAL},
-        "machine": machine(),
-        "ok": FLOWER not in options.others or ratios.get(FLOWER, 0.0) >= GOAL,
-        "remarks": _remarks(options, facts, failed),
-    }
+    return form(
+        "fed simulate",
+        args,
+        FLOWER not in options.others or ratios.get(FLOWER, 0.0) >= GOAL,
+        _remarks(options, facts, failed),
+        ours=_numbers(options, turns[OURS], facts[OURS]),
+        peers=peers,
+        ratio=ratios.get(FLOWER),
+        bound=None,
+        goal={"ratio": GOAL},
+    )
 
 
 def _remarks(options: SimulateOptions, facts: Mapping[str, Json], failed: Mapping[str, str]) -> list[str]:
@@ -156,31 +153,28 @@ def _remarks(options: SimulateOptions, facts: Mapping[str, Json], failed: Mappin
 def _numbers(options: SimulateOptions, turns: list[list[float]], facts: Json) -> Json:
     seconds = [each for turn in turns for each in turn]
     rates = [options.participants / quantile(turn, 0.5) for turn in turns]
-    return {
-        "clients_per_s": options.participants / quantile(seconds, 0.5),
-        "turns_clients_per_s": rates,
-        **Summary.of(seconds).to_json(),
-        **facts,
-    }
+    overall = {"clients_per_s": options.participants / quantile(seconds, 0.5), "turns_clients_per_s": rates}
+    return {**overall, **Summary.of(seconds).to_json(), **facts}
 
 
-def _turn(options: SimulateOptions, side: str) -> Json:
-    """One process that measures one side once. Everything that it has started is gone afterwards."""
+def _measure_turn(options: SimulateOptions, side: str) -> Json:
+    """Measure one side once, in a process of its own. Everything that it has started is gone afterwards."""
     with tempfile.TemporaryDirectory(prefix="pliant-") as folder:
-        answer = Path(folder) / "answer.json"
-        task = json.dumps({**asdict(options), "side": side, "folder": folder})
+        answer, log = Path(folder) / "answer.json", Path(folder) / "log"
+        task = json.dumps({"options": asdict(options), "side": side, "folder": folder})
         environ = {
             **os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "FLWR_HOME": folder,
             "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0",
         }  # fmt: skip
-        argv = [sys.executable, "-m", "pliant_repro.bench.fed.simulate", task]
-        log = Path(folder) / "log"
+        argv = [sys.executable, "-m", __name__, task]
         with log.open("wb") as file:
             process = subprocess.Popen(argv, stdout=file, stderr=file, env=environ, start_new_session=True)
+        pidfd = os.pidfd_open(process.pid)
         try:
-            in_time = _ends_within(process, options.timeout_s)
+            in_time = bool(select.select([pidfd], [], [], options.timeout_s)[0])
         finally:
-            # its session with it: what a failed side has started would else go on; not reaped yet, the number is ours
+            os.close(pidfd)
+            # Kill its whole session: what a failed side has started would otherwise go on.
             os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
         if not in_time:
@@ -191,31 +185,91 @@ def _turn(options: SimulateOptions, side: str) -> Json:
         return found
 
 
-def _ends_within(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    pidfd = os.pidfd_open(process.pid)
-    try:
-        return bool(select.select([pidfd], [], [], timeout_s)[0])
-    finally:
-        os.close(pidfd)
+# --- in the measuring process ---
 
 
-# --- in the process of a side ---
+def make_job(options: SimulateOptions) -> FedConfig:
+    """Make a job of random clients, all alike, on Fashion-MNIST if Debian's package is installed, else on noise."""
+    from pliant.fed.config import DataConfig, FedConfig, LocalConfig
+    from pliant.fed.data.datasets import DEBIAN
+
+    kind = "fashion-mnist" if DEBIAN.is_dir() else f"{__spec__.name if __spec__ else __name__}:lookalike"
+    after_all = options.rounds + 2  # no round is tested or saved, and no more rounds are done than are measured
+    return FedConfig(
+        name="simulate",
+        seed=options.seed,
+        data=DataConfig(kind=kind, partition="iid", clients=options.clients, test_samples=1000),
+        model="cnn",
+        local=LocalConfig(steps=options.steps, batch_size=options.batch_size, lr=0.05),
+        participants=options.participants,
+        overcommit=1.0,
+        selector="random",  # type: ignore[arg-type]
+        devices="equal",
+        rounds=after_all,
+        evaluate_every=after_all,
+        checkpoint_every=after_all,
+        batching=options.batching,
+        device="cpu",
+    )
+
+
+def lookalike() -> tuple[InMemory, InMemory]:
+    """Make ten kinds of noise, 1 x 28 x 28."""
+    import torch
+
+    from pliant.fed.data.task import InMemory
+
+    draw = torch.Generator().manual_seed(5)
+    kinds = torch.randn(10, 1, 28, 28, generator=draw)
+    parts = []
+    for count in (60_000, 1_000):
+        labels = torch.arange(count) % 10
+        images = kinds[labels] + torch.randn(count, 1, 28, 28, generator=draw)
+        parts.append(InMemory(images, labels, tuple("0123456789")))
+    return parts[0], parts[1]
+
+
+@cache
+def task_and_module(job_json: str) -> tuple[Task, nn.Module]:
+    """Return the task of a job and a module to train with; made once in each process."""
+    from pliant.fed.config import FedConfig
+    from pliant.fed.data.build import build_task
+
+    task = build_task(FedConfig.model_validate_json(job_json))
+    return task, task.model()
+
+
+def train_client(task: Task, module: nn.Module, client: int, number: int) -> float:
+    """Do one client's part of a round in `module`, and return its mean loss."""
+    import numpy as np
+    import torch
+
+    from pliant.fed.local_steps import stream
+
+    local = task.config.local
+    samples = torch.from_numpy(np.asarray(stream(task, client, number, local.steps * local.batch_size)))
+    parameters = list(module.parameters())
+    total = 0.0
+    for batch in torch.split(samples, local.batch_size):
+        outputs = module(task.train.inputs(batch.numpy()))
+        loss = torch.nn.functional.cross_entropy(outputs, task.train.labels[batch])
+        gradients = torch.autograd.grad(loss, parameters)
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.sub_(gradient, alpha=local.lr)
+        total += float(loss.detach())
+    return total / local.steps
 
 
 def measure(options: SimulateOptions, side: str, folder: str) -> Json:
-    """Seconds of each round that counts."""
-    from pliant_repro.bench.fed import work
-
+    """Return the seconds of each round that counts, and facts about the side."""
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
-    config = work.job(
-        clients=options.clients, participants=options.participants, steps=options.steps, batch_size=options.batch_size,
-        rounds=options.rounds + 1, batching=options.batching, seed=options.seed,
-    )  # fmt: skip
-    measured = {OURS: _ours, FLOWER: _flower, BARE: _bare}[side](options, config, folder)
+    config = make_job(options)
+    measured = {OURS: _measure_ours, FLOWER: _measure_flower, BARE: _measure_bare}[side](options, config, folder)
     return {**measured, "seconds": cast("list[float]", measured["seconds"])[1:], "data": config.data.kind}
 
 
-def _ours(options: SimulateOptions, config: FedConfig, folder: str) -> Json:
+def _measure_ours(options: SimulateOptions, config: FedConfig, folder: str) -> Json:
     from pliant.fed.data.build import build_task
     from pliant.fed.rounds.loop import FederatedLoop
     from pliant.fed.rounds.storage import JobRecorder
@@ -236,40 +290,37 @@ def _ours(options: SimulateOptions, config: FedConfig, folder: str) -> Json:
         return {"seconds": seconds, "batching": loop.batching, "executors": options.cores}
 
 
-def _flower(options: SimulateOptions, config: FedConfig, folder: str) -> Json:
+def _measure_flower(options: SimulateOptions, config: FedConfig, folder: str) -> Json:
     from importlib.metadata import version
 
     try:
-        from pliant_repro.bench.fed import flower
+        from pliant_repro.bench import fed_flower
     except ImportError as error:
         raise ConfigError(f"Flower's simulation is not installed ({error}): pip install 'pliant[flower]'") from None
-    seconds = flower.measure(config, rounds=options.rounds + 1, cores=options.cores, folder=folder)
+    seconds = fed_flower.measure(config, rounds=options.rounds + 1, cores=options.cores, folder=folder)
     return {"seconds": seconds, "version": version("flwr"), "ray": version("ray")}
 
 
-def _bare(options: SimulateOptions, config: FedConfig, folder: str) -> Json:
+def _measure_bare(options: SimulateOptions, config: FedConfig, folder: str) -> Json:
     import torch
 
-    from pliant_repro.bench.fed import work
-
     torch.set_num_threads(1)
-    task, module = work.known(config.model_dump_json())
+    task, module = task_and_module(config.model_dump_json())
     start = {name: each.clone() for name, each in module.state_dict().items()}
     seconds = []
     for number in range(1, options.rounds + 2):
         begun_s = time.perf_counter()
         for client in range(options.participants):
             module.load_state_dict(start)
-            work.train(task, module, client, number)
+            train_client(task, module, client, number)
         seconds.append(time.perf_counter() - begun_s)
     return {"seconds": seconds}
 
 
 def main() -> None:
     task = json.loads(sys.argv[1])
-    side, folder = task.pop("side"), task.pop("folder")
-    found = measure(SimulateOptions(**task), side, folder)
-    Path(folder, "answer.json").write_text(json.dumps(found))
+    found = measure(SimulateOptions(**task["options"]), task["side"], task["folder"])
+    Path(task["folder"], "answer.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -1,36 +1,81 @@
-"""`pliant bench fed --what simulate` says what all benches say; its sides do the same work."""
+"""`pliant bench fed`: its results have the one form, and its peers do the same work as ours."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from pliant_repro.bench.fed import simulate, work
-from pliant_repro.bench.fed.simulate import SimulateOptions
+from pliant_repro.bench import fed_simulate
+from pliant_repro.bench.fed_select import looped_selection
+from pliant_repro.bench.fed_simulate import SimulateOptions
 from typer.testing import CliRunner
 
 from pliant.cli.main import build
 from pliant.errors import ConfigError
 from pliant.fed.config import DataConfig, FedConfig
+from pliant.fed.selection.selectors import make_selector
 from pliant.fed.trainer import ClientTrainer
 from pliant.fed.work import Training, Weights
 
 
+def test_a_selection_writes_its_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "select.json"
+    words = f"bench fed --what select --clients 3000 --pick 20 --repeat 2 --peers none --json {path}"
+    # In a process of its own, whose memory is told.
+    command = [sys.executable, "-c", "from pliant.cli.main import main; main()", *words.split()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads(path.read_text())
+    assert found["bench"] == "fed select"
+    assert [cell["explored"] for cell in found["cells"]] == [0.0, 0.5, 1.0]
+    assert found["ok"] is True
+    assert 0 < found["ours"]["median_s"] == max(cell["ours"]["median_s"] for cell in found["cells"])
+    assert 10e6 < found["ours"]["peak_bytes"] < 500e6
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--what train", "--what 'train': use select or simulate"),
+        ("--pick 0", "--pick 0: use 1 or more"),
+        ("--pick 1000 --clients 100", "--pick 1000 of --clients 100: pick as many as there are, or fewer"),
+        ("--preset kuiper", "preset 'kuiper' is unknown"),
+        ("--peers oort", "--peers 'oort': use one of loops, none"),
+    ],
+)
+def test_wrong_values_of_a_selection_are_named(words: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        CliRunner().invoke(build(), ["bench", "fed", *words.split()], catch_exceptions=False)
+
+
+def test_the_peer_picks_by_the_same_rule() -> None:
+    """Everybody has taken part, and the best are so far apart that chance has no say: both must pick the same."""
+    draw = random.Random(3)
+    clients = {number: [2.0**number, draw.lognormvariate(3, 0.1), 1.0] for number in range(40)}
+    ours = make_selector("oort", exploration_factor=0.0)
+    ours.register(range(40), duration_s=[seconds for _, seconds, _ in clients.values()])
+    ours.select(1)
+    ours.feedback(range(40), utility=[utility for utility, _, _ in clients.values()])
+    assert ours.select(8).tolist() == sorted(looped_selection(clients, 8, 2, draw)) == list(range(32, 40))
+
+
 def small_job() -> FedConfig:
     """The bench's job on fewer, smaller images, which are read in no time."""
-    job = work.job(clients=20, participants=2, steps=3, batch_size=5, rounds=2, batching=1, seed=7)
+    options = SimulateOptions(clients=20, participants=2, steps=3, batch_size=5, rounds=1, batching=1)
+    job = fed_simulate.make_job(options)
     return job.model_copy(update={"data": DataConfig(kind="digits", clients=20)})
 
 
 def test_a_client_of_the_peers_does_the_work_of_ours() -> None:
-    task, module = work.known(small_job().model_dump_json())
+    task, module = fed_simulate.task_and_module(small_job().model_dump_json())
     start = Weights.of(module)
-    work.train(task, module, 5, 2)
+    fed_simulate.train_client(task, module, 5, 2)
     theirs = start.change_to(Weights.of(module))
     done = ClientTrainer(task).run(start, Training(2, (5,), (3,), task.config.local.lr))
     assert isinstance(done, tuple)
@@ -46,7 +91,7 @@ def test_the_result_says_how_much_faster() -> None:
     options = SimulateOptions(participants=20, turns=2, cores=1)
     turns = {"ours": [[0.2, 0.4, 0.2], [0.25] * 3], "flower": [[0.6] * 3, [1.0] * 3], "bare": []}
     facts = {"ours": {"data": "fashion-mnist", "batching": 4}, "flower": {"version": "1.41.0"}}
-    found = simulate._result(options, {"what": "simulate"}, turns, facts, {"bare": "exit code 1"})
+    found = fed_simulate.make_result(options, {"what": "simulate"}, turns, facts, {"bare": "exit code 1"})
     ours, peers = found["ours"], found["peers"]
     assert isinstance(ours, dict)
     assert isinstance(peers, dict)
@@ -57,12 +102,12 @@ def test_the_result_says_how_much_faster() -> None:
     assert (peers["flower"]["speedup_least"], peers["flower"]["speedup_most"]) == (pytest.approx(3.0), 4.0)
     assert found["ok"] is True
     assert peers["bare"] == {"clients_per_s": None, "failure": "exit code 1"}
-    slow = simulate._result(options, {}, {**turns, "flower": [[0.3], [0.3]]}, facts, {"bare": "exit code 1"})
+    slow = fed_simulate.make_result(options, {}, {**turns, "flower": [[0.3], [0.3]]}, facts, {"bare": "exit code 1"})
     assert slow["ok"] is False
 
 
 def test_the_bare_loop_is_timed_by_round(tmp_path: Path) -> None:
-    found = simulate._bare(SimulateOptions(clients=20, participants=2, rounds=1), small_job(), "")
+    found = fed_simulate._measure_bare(SimulateOptions(clients=20, participants=2, rounds=1), small_job(), "")
     assert len(found["seconds"]) == 2
     assert min(found["seconds"]) > 0
 
@@ -97,6 +142,6 @@ def test_all_sides_run(tmp_path: Path) -> None:
         ("--rounds 0", "--rounds 0: use 1 or more"),
     ],
 )
-def test_wrong_values_are_named(words: str, says: str) -> None:
+def test_wrong_values_of_a_simulation_are_named(words: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         CliRunner().invoke(build(), ["bench", "fed", "--what", "simulate", *words.split()], catch_exceptions=False)

@@ -1,6 +1,6 @@
 """The peer of `pliant bench fed --what simulate`: Flower's own simulation, with Ray, its FedAvg and its defaults.
 
-In a module of its own, because Ray's actors find the app by its name.
+This is a module of its own, because Ray's actors find the app by its name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flwr.simulation import run_simulation
 
 from pliant.errors import TrainError
 from pliant.fed.config import FedConfig
-from pliant_repro.bench.fed import work
+from pliant_repro.bench.fed_simulate import task_and_module, train_client
 
 JOB = "job"
 client_app = ClientApp()
@@ -27,17 +27,17 @@ client_app = ClientApp()
 def train(message: Message, context: Context) -> Message:
     torch.set_num_threads(1)
     orders = message.content.config_records["config"]
-    task, module = work.known(str(orders[JOB]))
+    task, module = task_and_module(str(orders[JOB]))
     module.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
     client, number = int(context.node_config["partition-id"]), int(str(orders["server-round"]))
-    loss = work.train(task, module, client, number)
-    told = MetricRecord({"num-examples": int(task.sizes[client]), "loss": loss})
-    content = RecordDict({"arrays": ArrayRecord(module.state_dict()), "metrics": told})
+    loss = train_client(task, module, client, number)
+    metrics = MetricRecord({"num-examples": int(task.sizes[client]), "loss": loss})
+    content = RecordDict({"arrays": ArrayRecord(module.state_dict()), "metrics": metrics})
     return Message(content, reply_to=message)
 
 
-class Timed(FedAvg):
-    """Notes when each round begins, and when the last one is over."""
+class TimedFedAvg(FedAvg):
+    """FedAvg that records when each round begins, and when the last one is over."""
 
     def __init__(self, participants: int, clients: int) -> None:
         super().__init__(
@@ -73,20 +73,20 @@ class Timed(FedAvg):
 
     @property
     def seconds(self) -> list[float]:
-        """Of each round: from its beginning to that of the next one."""
+        """Seconds of each round, from its beginning to that of the next one."""
         ends_s = [*self.at_s[1:], self.ended_s]
         return [end_s - begin_s for begin_s, end_s in zip(self.at_s, ends_s, strict=True)]
 
 
 def measure(config: FedConfig, *, rounds: int, cores: int, folder: str) -> list[float]:
-    """Seconds of each round; the first one starts the actors."""
-    strategy = Timed(config.participants, config.data.clients)
+    """Return the seconds of each round; the first one starts the actors."""
+    strategy = TimedFedAvg(config.participants, config.data.clients)
     text = config.model_dump_json()
     server_app = ServerApp()
 
     @server_app.main()
     def main(grid: Grid, context: Context) -> None:
-        _, module = work.known(text)
+        _, module = task_and_module(text)
         arrays = ArrayRecord(module.state_dict())
         strategy.start(grid, arrays, num_rounds=rounds, train_config=ConfigRecord({JOB: text}))
 

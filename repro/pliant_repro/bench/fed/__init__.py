@@ -1,1 +1,0 @@
-"""`pliant bench fed`: how fast clients are chosen and simulated, beside plain Python and Flower."""
