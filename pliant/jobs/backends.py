@@ -59,33 +59,30 @@ class LocalBackend:
         self._devices = dict(devices)
         self._environ = environ
         self._ids = _cuda_devices(devices, visible_devices(environ, device_files()))
-        self._runs: dict[int, ProcessRun] = {}
+        self._runs: dict[int, TrainRun | FederatedRun] = {}
 
     def devices(self) -> dict[str, int]:
-        """Return the devices."""
         return dict(self._devices)
 
     def start(self, run: JobRun, devices: Counts) -> RunHandle:
-        """Start the keeper of a run, which starts the run."""
         handle = self._runs[run.number] = self._handle(run)
         try:
             run.place.mkdir(mode=0o700, parents=True)
             handle.assign(devices)
-            handle.begin(handle.command(devices), self._environ)
+            handle.begin(handle.command(devices), {**self._environ, **handle.environment()})
         except OSError as error:
             self.forget(run)
             raise LaunchError(f"{run.place}: {error.strerror or error}; make room, or give another --state") from None
         return handle
 
     def adopt(self, run: JobRun) -> RunHandle | None:
-        """Return the run if its keeper had begun."""
         handle = self._handle(run)
         if not handle.was_started():
             return None
         self._runs[run.number] = handle
         return handle
 
-    def _handle(self, run: JobRun) -> ProcessRun:
+    def _handle(self, run: JobRun) -> TrainRun | FederatedRun:
         return FederatedRun(run, self) if isinstance(run.spec, FederatedJob) else TrainRun(run, self)
 
     def close(self) -> None:
@@ -118,14 +115,6 @@ class ProcessRun:
 
     # --- start ---
 
-    def command(self, devices: Counts) -> list[str]:
-        """Return the command of the run."""
-        raise NotImplementedError
-
-    def environment(self) -> dict[str, str]:
-        """Return variables that the run gets beside those of the scheduler."""
-        return {}
-
     def begin(self, command: list[str], environ: Mapping[str, str]) -> None:
         """Start the keeper, which starts the command."""
         token = secrets.token_urlsafe(24)
@@ -144,7 +133,7 @@ class ProcessRun:
             with self._run.log.open("ab") as log:
                 self._keeper = subprocess.Popen(
                     [sys.executable, "-I", "-S", keeper.__file__, str(self._place), str(lock), *command],
-                    env={**kept, **self.environment(), **ours},
+                    env={**kept, **ours},
                     cwd=self._run.spec.directory,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -200,23 +189,7 @@ class ProcessRun:
             draft.write_text(json.dumps(value))
             draft.replace(self._place / f"{name}.json")
 
-    def resize(self, devices: Counts) -> None:
-        """Ask for these devices."""
-        raise NotImplementedError
-
-    def occupied(self) -> dict[str, int]:
-        """Return the devices that processes are on."""
-        raise NotImplementedError
-
-    def drop(self) -> None:
-        """Kill the workers on devices that the run shall not have."""
-        raise NotImplementedError
-
     # --- end ---
-
-    def end(self, *, kill: bool = False) -> None:
-        """End the run, in good order or at once."""
-        raise NotImplementedError
 
     def ended(self) -> RunEnd | None:
         """Return how the run ended; None as long as any of its processes lives."""
@@ -286,7 +259,6 @@ class TrainRun(ProcessRun):
         return self._run_command(["-w"], flags)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables of the job file."""
         return dict(self._spec.env)
 
     @property
@@ -306,7 +278,6 @@ class TrainRun(ProcessRun):
         return {process.slot for process in self._living().values()}
 
     def resize(self, devices: Counts) -> None:
-        """Write the new view to the run's config server."""
         with self._client() as client:
             view = client.wanted().view
             if view is None or not view.workers:
@@ -350,7 +321,6 @@ class TrainRun(ProcessRun):
         return dict(Counter(kinds) | self._before)
 
     def drop(self) -> None:
-        """Kill the workers that are not in the wanted view."""
         with self._client() as client:
             view = client.wanted().view
         wanted = {str(worker) for worker in view.workers} if view is not None else set()
@@ -359,7 +329,6 @@ class TrainRun(ProcessRun):
                 kill_group(process.pid, signal.SIGKILL)
 
     def end(self, *, kill: bool = False) -> None:
-        """Clear the wanted view, or kill the runner and its workers."""
         if kill:
             # The runner's guardian would end the workers, too; this is sooner.
             processes = self._living().values()
@@ -397,7 +366,6 @@ class FederatedRun(ProcessRun):
     """The coordinator of a federated job, which starts its workers by itself. It is started and ended, never resized."""
 
     def command(self, devices: Counts) -> list[str]:
-        """Return the coordinator's command."""
         return [sys.executable, "-P", "-m", "pliant.jobs.federated", str(self._run.folder)]
 
     def environment(self) -> dict[str, str]:
@@ -491,11 +459,10 @@ class RayBackend(LocalBackend):
         """Return whether actors of a job of Ray's live."""
         return bool(self._cluster.has_actors(job))
 
-    def _handle(self, run: JobRun) -> ProcessRun:
+    def _handle(self, run: JobRun) -> TrainRun | FederatedRun:
         return FederatedRun(run, self) if isinstance(run.spec, FederatedJob) else RayRun(run, self)
 
     def close(self) -> None:
-        """Leave the cluster."""
         self._stack.close()
 
 
@@ -508,7 +475,6 @@ class RayRun(TrainRun):
         self._seen: Counter[str] = Counter()
 
     def command(self, devices: Counts) -> list[str]:
-        """Return `pliant run --on ray`."""
         wanted = ",".join(f"{kind}={count}" for kind, count in devices.items() if count)
         return self._run_command([], {"--on": "ray", "--ray-address": self._ray.address, "--devices": wanted})
 
@@ -523,7 +489,6 @@ class RayRun(TrainRun):
         self._wanted = {kind: count for kind, count in devices.items() if count}
 
     def resize(self, devices: Counts) -> None:
-        """Ask the driver for these devices."""
         with self._client() as client:
             if client.wanted().cleared:
                 raise ServerUnavailable(f"job {self._run.spec.name}: it is ending")
@@ -531,7 +496,6 @@ class RayRun(TrainRun):
         self.assign(devices)
 
     def occupied(self) -> dict[str, int]:
-        """Return the devices that the driver holds."""
         try:
             with self._client() as client:
                 self._seen = Counter(client.occupied_devices())
@@ -541,7 +505,6 @@ class RayRun(TrainRun):
         return dict(self._seen)
 
     def drop(self) -> None:
-        """Tell the driver to kill the workers on devices that it shall not have."""
         with self._client() as client:
             client.drop_unwanted()
 

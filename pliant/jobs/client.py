@@ -200,7 +200,7 @@ class JobsClient(HttpClient):
 
     def stop(self, name: str, *, kill: bool = False) -> None:
         """Tell a job to end, after its step or round or at once. Returns when the server has accepted it."""
-        self._send("DELETE", _path(name), {"kill": "true"} if kill else {}, job=name)
+        self._ask(JobStatus, "DELETE", _path(name), {"kill": "true"} if kill else {}, job=name)
 
     def resume(self, name: str) -> JobStatus:
         """Let a job that was stopped, has failed or was interrupted go on from its checkpoint."""
@@ -235,7 +235,9 @@ class JobsClient(HttpClient):
         job: str = "",
         hold_s: float = 0.0,
     ) -> Answer:
-        answer = self._send(method, path, query, body=body, job=job, hold_s=hold_s)
+        answer = self._request(method, path, query=query, body=body, hold_s=hold_s)
+        if not answer.is_success:
+            raise self._refusal(answer, job)
         try:
             return form.model_validate_json(answer.content)
         except ValidationError as error:
@@ -244,21 +246,6 @@ class JobsClient(HttpClient):
             raise ConfigError(
                 f"{self._url} is no server of this version of pliant: {why} in its answer to {method} {path}"
             ) from None
-
-    def _send(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str] | None = None,
-        *,
-        body: Mapping[str, object] | None = None,
-        job: str = "",
-        hold_s: float = 0.0,
-    ) -> httpx.Response:
-        answer = self._request(method, path, query=query, body=body, hold_s=hold_s)
-        if not answer.is_success:
-            raise self._refusal(answer, job)
-        return answer
 
     def _describe_unreachable(self, error: httpx.TransportError) -> str:
         if self.server.is_gone:

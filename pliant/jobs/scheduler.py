@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from pliant.errors import ConfigError, NameTaken, PliantError, ServerUnavailable, StaleView, UnknownJob
 from pliant.fed.jobfile import FederatedJob, make_job_folder
@@ -39,10 +39,9 @@ from pliant.jobs.status import (
     JobDetail,
     JobEvent,
     JobStatus,
-    State,
     check_forgettable,
-    federated_progress,
     record_path,
+    stored_status,
     stored_statuses,
 )
 from pliant.jobs.store import JobStore, StoredJob, check_not_running
@@ -199,19 +198,11 @@ def demand_of(job: JobSpec) -> Demand:
     """Return what a job asks of the rules. A federated job asks for one device for each worker on this machine."""
     if isinstance(job, FederatedJob):
         workers = max(1, job.placement.num_local_workers)
-        return Demand(
-            name=job.name, replicas=workers, min=workers, max=workers, priority=job.priority, rigid=True
-        )  # fmt: skip
+        return Demand(name=job.name, replicas=workers, min=workers, max=workers, priority=job.priority, rigid=True)
     return Demand(
-        name=job.name,
-        replicas=job.replicas,
-        min=job.min,
-        max=job.max,
-        devices=job.devices,
-        speed=job.speed,
-        mixed=job.mixed,
-        priority=job.priority,
-    )
+        name=job.name, replicas=job.replicas, min=job.min, max=job.max, devices=job.devices, speed=job.speed,
+        mixed=job.mixed, priority=job.priority,
+    )  # fmt: skip
 
 
 # --- the scheduler ---
@@ -381,28 +372,12 @@ class Scheduler:
         return [job for job in stored_statuses(rows, self._store.runs()) if job.name not in self._state.jobs]
 
     def _status(self, job: ManagedJob) -> JobStatus:
-        spec = self._specs[job.name]
-        said, folder = spec.model_dump(mode="json"), self._folders[job.name]
-        federated = federated_progress(said, folder)
-        is_running = job.state == RUNNING
-        return JobStatus(
-            name=job.name,
-            state=cast(State, job.state),
-            kind=spec.kind,
-            replicas=job.demand.replicas if federated is None else federated.participants,
-            devices={kind: count for kind, count in job.asked.items() if count},
-            workers=sum(job.occupied.values()) if is_running else 0,
-            step=job.step if federated is None else federated.round,
-            steps_per_s=job.throughput.steps_per_s if is_running else None,
-            submitted_s=job.submitted_s,
-            started_s=job.started_s,
-            ended_s=job.ended_s,
-            exit_code=job.exit_code,
-            why=job.why,
-            folder=folder,
-            record=record_path(said, folder),
-            federated=federated,
-        )
+        row = {**self._row(job), "name": job.name, "scheduled": True}
+        status = stored_status(row, is_alive=True)
+        if job.state != RUNNING:
+            return status
+        workers, speed = sum(job.occupied.values()), job.throughput.steps_per_s
+        return status.model_copy(update={"workers": workers, "steps_per_s": speed})
 
     def _check_name(self, spec: JobSpec) -> None:
         """Raise NameTaken if the name cannot be used; an ended federated job of the same name is forgotten."""
@@ -438,10 +413,9 @@ class Scheduler:
         spec = job_from_json(row["spec"])
         self._specs[name], self._folders[name] = spec, row["folder"]
         state = "stopped" if row["state"] == "running" else row["state"]
-        job = ManagedJob(
+        self._state.jobs[name] = ManagedJob(
             demand=demand_of(spec), number=row["number"], submitted_s=row["submitted_s"], state=state
-        )  # fmt: skip
-        self._state.jobs[name] = job
+        )
 
     def _directory(self, name: str) -> Path:
         return self._store.directory / "jobs" / name

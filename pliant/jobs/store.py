@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any
 
 from pliant.child import start_ticks
-from pliant.errors import ConfigError, NameTaken, UnknownJob
+from pliant.errors import ConfigError, NameTaken
 
 log = logging.getLogger(__name__)
 
@@ -398,12 +398,3 @@ def check_not_running(store: JobStore, name: str) -> None:
     is_alive = any(run.name == name for run in store.runs())
     if is_alive or (job is not None and job["state"] in ("waiting", "starting", "put-off")):
         raise NameTaken(f"{name} is running: stop it first, or give another --name")
-
-
-def find_stored(store: JobStore, name: str) -> StoredJob:
-    """Return the job of that name; raises UnknownJob with the names there are."""
-    job = store.job(name)
-    if job is None:
-        known = ", ".join(sorted(store.names())) or "none"
-        raise UnknownJob(f"no job is called {name!r}: there are {known}")
-    return job
