@@ -22,7 +22,7 @@ from gang import FULL, addresses, run, specs, torchrun
 from pliant import record
 from pliant.fed import simulate
 from pliant.fed.data.datasets import DEBIAN
-from pliant.fed.jobs.jobfile import read_fed_job
+from pliant.jobs.schema import read_job
 from pliant.yaml_source import YamlSource
 
 sys.path.insert(0, str(Path(__file__).parent / "jobs"))
@@ -189,7 +189,7 @@ def test_the_job_file_is_submitted_to_a_cluster(told: Told, tmp_path: Path) -> N
 
 
 def test_the_federated_file_learns_digits() -> None:
-    history = simulate(read_fed_job(YamlSource.read(EXAMPLES / "federated" / "digits.yml")).config)
+    history = simulate(read_job(YamlSource.read(EXAMPLES / "federated" / "digits.yml")).job.config)
     assert history.final is not None
     assert history.final.round == 20
     assert history.final.accuracy > 0.8
@@ -197,7 +197,7 @@ def test_the_federated_file_learns_digits() -> None:
 
 @pytest.mark.skipif(not DEBIAN.is_dir(), reason="no Fashion-MNIST: apt install dataset-fashion-mnist")
 def test_the_federated_file_with_oort_does_a_round() -> None:
-    job = read_fed_job(YamlSource.read(EXAMPLES / "federated" / "fmnist-oort.yml"))
+    job = read_job(YamlSource.read(EXAMPLES / "federated" / "fmnist-oort.yml")).job
     history = simulate(job.config.model_copy(update={"rounds": 1, "batching": 0}))
     assert history.final is not None
     assert len(history.rounds[0].aggregated) == 20

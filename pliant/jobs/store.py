@@ -116,8 +116,10 @@ class JobStore:
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             check_private(self.directory)
-            # Created by hand, so that nobody else can read it at any moment.
-            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
+            # Created by hand, so that nobody else can read it at any moment. An existing file must not be opened and closed
+            # here: that would drop the locks of another connection of this process, and SQLite would lose writes.
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         except OSError as error:
             raise ConfigError(f"{self.directory}: {error.strerror}; give a directory that can be written") from None
         try:

@@ -16,7 +16,7 @@ from pliant.cluster import Host
 from pliant.elastic.client import ConfigClient
 from pliant.elastic.membership import Limits
 from pliant.elastic.server import ConfigServer
-from pliant.launch.registry import registered
+from pliant.jobs.store import registered
 
 Said = tuple[int, str, str]
 """Exit code, stdout, stderr."""
@@ -26,7 +26,7 @@ Said = tuple[int, str, str]
 def resize(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Said]:
     """Runs the command in this process; no job of this user but the test's own is seen."""
     tmp_path.chmod(0o700)
-    monkeypatch.setattr("pliant.launch.registry._folders", lambda environ: [tmp_path / "run" / "pliant" / "jobs"])
+    monkeypatch.setenv("PLIANT_HOME", str(tmp_path / "home"))
     for name in ("PLIANT_CONFIG_SERVER", "PLIANT_TOKEN"):
         monkeypatch.delenv(name, raising=False)
 
@@ -121,9 +121,9 @@ def test_the_job_is_found_by_itself(
     (tmp_path / "run").mkdir(mode=0o700)
     with registered(str(job.url), ["train.py"], host="127.0.0.1") as listed:
         assert resize("1")[0] == 0
-        assert resize("1", "--job", listed.id)[0] == 0
+        assert resize("1", "--job", listed.name)[0] == 0
         assert resize("1", "--job", "other")[0] == 2
-        assert resize("1", "--job", listed.id, "--config-server", str(job.url))[0] == 2
+        assert resize("1", "--job", listed.name, "--config-server", str(job.url))[0] == 2
         monkeypatch.setenv("PLIANT_CONFIG_SERVER", "http://127.0.0.1:1/config")
         assert "127.0.0.1:1" in resize("1")[2], "the variable goes before the list"
     monkeypatch.setenv("PLIANT_CONFIG_SERVER", str(job.url))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pliant.errors import ConfigError
-from pliant.fed.jobs.artifact_keys import KNOWN
-from pliant.fed.jobs.job import FedJob
-from pliant.fed.jobs.jobfile import parsed
+from pliant.fed.artifact import KNOWN
+from pliant.fed.jobfile import FederatedJob
+from pliant.jobs.schema import read_federated_form
 from pliant.yaml_source import YamlSource
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "federated"
@@ -125,14 +125,14 @@ FEDSCALE_KEYS = [
 
 def read(
     folder: Path, *lines: str, top: str = "ps_ip: 127.0.0.1\nworker_ips: ['127.0.0.1:2']\n", name: str = ""
-) -> FedJob:
+) -> FederatedJob:
     (folder / "devices").touch()
     text = top + "job_conf:\n" + "".join(f"  - {line}\n" for line in lines)
     (folder / "conf.yml").write_text(text)
-    return parsed(YamlSource.read(folder / "conf.yml"), name)
+    return read_federated_form(YamlSource.read(folder / "conf.yml"), name)
 
 
-def digits(folder: Path, *lines: str, **more: str) -> FedJob:
+def digits(folder: Path, *lines: str, **more: str) -> FederatedJob:
     return read(folder, "data_set: digits", "model: mlp", "client_path: devices", "num_clients: 30", *lines, **more)
 
 
@@ -179,9 +179,9 @@ def test_what_the_artifact_means_by_its_keys(tmp_path: Path) -> None:
     assert config.aggregator.options == {"even": True, "lr": 5e-3, "tau": 1e-3, "beta1": 0.0, "beta2": 0.999}
     assert config.model_bytes == 65536 * 1000 // 8
     assert (config.clock_factor, config.malicious, config.devices) == (2.0, 0.1, str(tmp_path / "devices"))
-    assert (job.ground.log_path, job.ground.port, job.time) == (str(tmp_path / "evals"), 29501, "0101_000000")
-    assert job.ground.host == ""
-    assert job.ground.workers == ("127.0.0.1:2",)
+    assert (job.placement.log_path, job.placement.port, job.time) == (str(tmp_path / "evals"), 29501, "0101_000000")
+    assert job.placement.host == ""
+    assert job.placement.workers == ("127.0.0.1:2",)
     assert job.remarks == ()
 
 
@@ -206,7 +206,7 @@ def test_fedscale_has_its_own_names_and_defaults(tmp_path: Path) -> None:
     assert (config.malicious, config.device, config.model_bytes, config.clock_factor) == (0.25, "cpu", 0, 2.437)
     assert config.privacy is not None
     assert (config.privacy.clip, config.privacy.noise_multiplier, config.privacy.where) == (3.0, 0.2, "client")
-    assert job.ground.workers == ("127.0.0.1:3",)
+    assert job.placement.workers == ("127.0.0.1:3",)
     assert digits(tmp_path, "malicious_factor: 1e15").config.malicious == 0
 
 
@@ -246,7 +246,7 @@ def test_paths_are_as_a_shell_takes_them(tmp_path: Path, monkeypatch: pytest.Mon
     job = read(tmp_path, "data_set: digits", "model: mlp", "device_conf_file: $FEDSCALE_HOME/d", "num_clients: 9",
                "log_path: ${FEDSCALE_HOME}/logs", "seed: 5")  # fmt: skip
     assert job.config.devices == str(tmp_path / "tables" / "d")
-    assert job.ground.log_path == str(tmp_path / "tables" / "logs")
+    assert job.placement.log_path == str(tmp_path / "tables" / "logs")
     assert job.config.seed == 5
 
 
@@ -278,8 +278,8 @@ def test_unknown_keys_are_warned_about_with_their_lines(tmp_path: Path) -> None:
     top = "ps_ip: 127.0.0.1\nwokers: 3\nsetup_commands: [source activate]\nexecutor_entry: a.py\n"
     assert told(tmp_path, "totalworker: 3", "moon_phase: full", "loss_decay: 0.5", top=top) == [
         "conf.yml:2: wokers is not known, and has no effect: did you mean worker_ips?",
-        "conf.yml:3: setup_commands are not run: executors start with the Python that pliant is installed in",
-        "conf.yml:4: executor_entry is not run: server and executors are pliant's own",
+        "conf.yml:3: setup_commands are not run: workers start with the Python that pliant is installed in",
+        "conf.yml:4: executor_entry is not run: coordinator and workers are pliant's own",
         "conf.yml:10: totalworker is not known, and has no effect: did you mean total_worker?",
         "conf.yml:11: moon_phase is not known, and has no effect",
         "conf.yml:12: loss_decay has no effect: a client's utility is taken from all samples of its first pass",
@@ -345,7 +345,7 @@ def test_several_mistakes_are_told_together(tmp_path: Path) -> None:
     ]
     (tmp_path / "conf.yml").write_text("ps_ip: 127.0.0.1\n")
     with pytest.raises(ConfigError, match=r"conf.yml:1: job_conf is missing: add a list"):
-        parsed(YamlSource.read(tmp_path / "conf.yml"))
+        read_federated_form(YamlSource.read(tmp_path / "conf.yml"))
 
 
 @pytest.mark.parametrize("name", ["openimage", "speech", "stackoverflow"])
@@ -354,9 +354,9 @@ def test_the_examples_want_only_the_users_paths(tmp_path: Path, name: str) -> No
     assert len(text.splitlines()) < 120
     (tmp_path / "conf.yml").write_text(text)
     with pytest.raises(ConfigError) as refusal:
-        parsed(YamlSource.read(tmp_path / "conf.yml"))
+        read_federated_form(YamlSource.read(tmp_path / "conf.yml"))
     assert all("no such file or folder" in line for line in str(refusal.value).splitlines())
     (tmp_path / "conf.yml").write_text(re.sub(r"/path/to/[\w./]+", ".", text))
-    config = parsed(YamlSource.read(tmp_path / "conf.yml")).config
+    config = read_federated_form(YamlSource.read(tmp_path / "conf.yml")).config
     assert (config.participants, config.invited, config.rounds) == (100, 130, 500)
     assert (config.selector.kind, config.aggregator.kind, config.data.partition) == ("oort", "fed-yogi", "natural")

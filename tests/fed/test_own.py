@@ -14,9 +14,9 @@ from pliant.errors import ConfigError
 from pliant.fed.config import FedConfig
 from pliant.fed.data.build import build_task
 from pliant.fed.data.task import Task
-from pliant.fed.jobs.jobfile import read_fed_job
 from pliant.fed.rounds.loop import simulate
 from pliant.fed.rounds.storage import warn_too_few_clients
+from pliant.jobs.schema import read_job
 from pliant.yaml_source import YamlSource
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +135,7 @@ def test_a_mistake_in_the_users_model_is_one_line(own: Path, model: str, told: s
 
 
 def test_the_example_learns_and_the_guide_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = read_fed_job(YamlSource.read(ROOT / "examples" / "federated" / "own.yml"))
+    job = read_job(YamlSource.read(ROOT / "examples" / "federated" / "own.yml")).job
     monkeypatch.syspath_prepend(job.directory)
     monkeypatch.delitem(sys.modules, "own", raising=False)
     history = simulate(job.config)

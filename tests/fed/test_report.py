@@ -15,8 +15,7 @@ from command import command
 from pliant.errors import ConfigError
 from pliant.fed.config import FedConfig
 from pliant.fed.history import Point
-from pliant.fed.jobs.perf_files import read_curve
-from pliant.fed.jobs.report import compare
+from pliant.fed.report import compare, read_curve
 from pliant.fed.rounds.storage import JobRecorder
 
 REPLAY = Path(__file__).parents[2] / "examples" / "federated" / "replay.json"

@@ -9,9 +9,9 @@ import pytest
 
 from pliant.errors import ConfigError
 from pliant.fed.config import NamedOptions
-from pliant.fed.jobs.job import FedJob
-from pliant.fed.jobs.jobfile import is_federated, parsed, read_fed_job
+from pliant.fed.jobfile import FederatedJob
 from pliant.fed.workers import WorkerPlace, WorkerPlaces
+from pliant.jobs.schema import is_federated, read_federated_form, read_job
 from pliant.yaml_source import YamlSource
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -38,11 +38,11 @@ port: 4000
 """
 
 
-def read(folder: Path, text: str, *, file: str = "fed.yml", name: str = "") -> FedJob:
+def read(folder: Path, text: str, *, file: str = "fed.yml", name: str = "") -> FederatedJob:
     for made in ("text.txt", "map.csv", "devices.csv"):
         (folder / made).touch()
     (folder / file).write_text(text)
-    return parsed(YamlSource.read(folder / file), name)
+    return read_federated_form(YamlSource.read(folder / file), name)
 
 
 def refused(folder: Path, text: str) -> list[str]:
@@ -67,26 +67,26 @@ def test_every_section_arrives_with_absolute_paths_and_survives_json(tmp_path: P
     assert config.aggregator == NamedOptions(kind="fed-yogi", options={"lr": 0.001})
     assert config.privacy is not None
     assert config.privacy.clip == 1.5
-    assert job.ground.places == WorkerPlaces(
+    assert job.placement.places == WorkerPlaces(
         (WorkerPlace("local", "localhost", 2), WorkerPlace("ssh", "there", 3), WorkerPlace("ray", "ray", 4))
     )
-    assert job.ground.log_path == str(tmp_path / "logs here")
-    assert (job.ground.ssh_user, job.ground.port) == ("me", 4000)
-    assert FedJob.model_validate_json(job.model_dump_json()) == job
+    assert job.placement.log_path == str(tmp_path / "logs here")
+    assert (job.placement.ssh_user, job.placement.port) == ("me", 4000)
+    assert FederatedJob.model_validate_json(job.model_dump_json()) == job
 
 
 @pytest.mark.parametrize(
     ("text", "told"), [("3", "local 3"), ("0", ""), ("ray:4", "ray 4"), ("h:2", "ssh 2"), ('["a:1", 127.0.0.1:2]', "ssh 1, local 2")]
 )  # fmt: skip
 def test_workers_are_a_number_a_host_ray_or_several(tmp_path: Path, text: str, told: str) -> None:
-    places = read(tmp_path, f"participants: 2\nworkers: {text}\n").ground.places
+    places = read(tmp_path, f"participants: 2\nworkers: {text}\n").placement.places
     assert ", ".join(f"{place.kind} {place.count}" for place in (places.parts if places else ())) == told
 
 
 def test_participants_are_enough_and_names_are_numbered(tmp_path: Path) -> None:
     job = read(tmp_path, "participants: 2\n", file="my fed.yml")
     assert (job.config.name, job.is_named) == ("my-fed-1", False)
-    assert job.renumbered(["my-fed-1", "my-fed-3"]).config.name == "my-fed-2"
+    assert job.with_free_name(["my-fed-1", "my-fed-3"]).config.name == "my-fed-2"
     assert read(tmp_path, FULL, name="other").config.name == "other"
     with pytest.raises(ConfigError, match=r"name 'a/b': use up to 64 letters"):
         read(tmp_path, FULL, name="a/b")
@@ -168,7 +168,7 @@ def test_which_files_are_federated(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["digits", "fmnist-oort"])
 def test_our_examples_are_jobs(name: str) -> None:
     path = EXAMPLES / "federated" / f"{name}.yml"
-    assert parsed(YamlSource.read(path)).config.name == name
+    assert read_federated_form(YamlSource.read(path)).config.name == name
     assert len(path.read_text().splitlines()) < 120
 
 
@@ -200,7 +200,7 @@ def test_what_is_not_there_is_told_before_there_is_a_job(tmp_path: Path, more: s
     (tmp_path / "fed.yml").write_text(f"participants: 2\nname: a\n{rest}\n{more}\n")
     before = list(sys.path)
     with pytest.raises(ConfigError) as refusal:
-        read_fed_job(YamlSource.read(tmp_path / "fed.yml"))
+        read_job(tmp_path / "fed.yml")
     said = str(refusal.value).replace(f"{tmp_path}/", "")
     assert said.startswith(told.replace("{here}", str(tmp_path)))
     assert "\n" not in said
@@ -211,12 +211,12 @@ def test_what_is_not_there_is_told_before_there_is_a_job(tmp_path: Path, more: s
 def test_functions_beside_the_file_and_the_artifacts_keys(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "fed.yml").write_text("participants: 2\nmodel: mine:model\ndata: {kind: 'mine:data'}\n")
-    assert read_fed_job(YamlSource.read(tmp_path / "fed.yml")).config.model == "mine:model"  # and data() was not called
+    assert read_job(YamlSource.read(tmp_path / "fed.yml")).job.config.model == "mine:model"  # and data() was not called
     (tmp_path / "table").touch()
     text = "ps_ip: 127.0.0.1\njob_conf:\n  - data_set: digits\n  - model: lr\n  - device_conf_file: table\n"
     (tmp_path / "fed.yml").write_text(text)
     with pytest.raises(ConfigError, match=r"fed.yml:5: device_conf_file: .*/table: the file is empty"):
-        read_fed_job(YamlSource.read(tmp_path / "fed.yml"))
+        read_job(tmp_path / "fed.yml")
 
 
 @pytest.mark.parametrize(
