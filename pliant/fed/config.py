@@ -1,7 +1,7 @@
 """What a federated job is: data and whose they are, the model, who is picked, how long, and how results become one model.
 
 `FedConfig` is all that a run depends on: two runs of one config have the same bits, whatever executes them; without `batching`,
-where both have measured the same. Files are read by `fed.jobs.jobfile` (ours, and the artifact's form); nothing here opens one.
+where both have measured the same. Job files are read by `fed.jobfile` (our form) and `fed.artifact`; nothing here opens one.
 """
 
 from __future__ import annotations

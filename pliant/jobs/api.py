@@ -47,7 +47,7 @@ from pliant.jobs.status import (
     JobList,
     JobStatus,
     LogPart,
-    Reservation,
+    ReservedDevices,
     log_part,
     log_path,
     read_log,
@@ -201,7 +201,7 @@ async def _not_saved(request: Request, error: Exception) -> Response:
 
 # --- OpenAPI ---
 
-_MODELS = (TrainJob, FederatedJob, JobStatus, JobDetail, JobList, LogPart, ClusterStatus, Reservation)
+_MODELS = (TrainJob, FederatedJob, JobStatus, JobDetail, JobList, LogPart, ClusterStatus, ReservedDevices)
 _PATHS: Mapping[str, Mapping[str, tuple[str, int, str]]] = {
     "/jobs": {"get": ("List all jobs.", 200, "JobList"), "post": ("Submit a job.", 201, "JobStatus")},
     "/jobs/{name}": {
@@ -214,7 +214,7 @@ _PATHS: Mapping[str, Mapping[str, tuple[str, int, str]]] = {
     "/jobs/{name}/resume": {"post": ("Let a stopped or failed job go on from its checkpoint.", 202, "JobStatus")},
     "/jobs/{name}/forget": {"post": ("Delete an ended job from the list; its files stay.", 200, "JobStatus")},
     "/cluster": {"get": ("Return the devices, and which job has which.", 200, "ClusterStatus")},
-    "/reserve": {"put": ("Reserve devices, or give them back; answers when they are free.", 200, "Reservation")},
+    "/reserve": {"put": ("Reserve devices, or give them back; answers when they are free.", 200, "ReservedDevices")},
     "/healthz": {"get": ("Return whether the server answers; needs no token.", 200, "")},
     "/openapi.json": {"get": ("Return this description.", 200, "")},
 }

@@ -31,7 +31,7 @@ from pliant.jobs.status import (
     JobList,
     JobStatus,
     LogPart,
-    Reservation,
+    ReservedDevices,
     check_forgettable,
     log_part,
     log_path,
@@ -220,9 +220,9 @@ class JobsClient(HttpClient):
         """Return the devices, and which job has which."""
         return self._ask(ClusterStatus, "GET", "/cluster")
 
-    def reserve(self, devices: Mapping[str, int]) -> Reservation:
+    def reserve(self, devices: Mapping[str, int]) -> ReservedDevices:
         """Take devices from the jobs, or give them back (0); returns when they are free."""
-        return self._ask(Reservation, "PUT", "/reserve", body=dict(devices), hold_s=RESERVE_S)
+        return self._ask(ReservedDevices, "PUT", "/reserve", body=dict(devices), hold_s=RESERVE_S)
 
     def _ask(
         self,

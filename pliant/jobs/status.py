@@ -127,7 +127,7 @@ class ClusterStatus(_Answer):
     jobs: dict[str, dict[str, int]]
 
 
-class Reservation(_Answer):
+class ReservedDevices(_Answer):
     """The devices that are reserved now, and how long it took until they were free."""
 
     reserved: dict[str, int]
