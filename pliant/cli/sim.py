@@ -106,7 +106,7 @@ def sim(
     from pliant.sched import compare as simulation
     from pliant.sched import policies as schedulers
     from pliant.sched import traces
-    from pliant.sched.cluster import ReservedDevices
+    from pliant.sched.cluster import Reservation
     from pliant.sched.compare import SimulationSetting, compare
 
     chosen = schedulers.parse_policies(policy)
@@ -126,7 +126,7 @@ def sim(
         live_pause_s=pause if pause >= 0 else None,
         seed=seed,
         speeds=tuple(parse_numbers(speed, "--speed").items()),
-        reservations=tuple(each for text in reserve or () for each in ReservedDevices.parse(text)),
+        reservations=tuple(each for text in reserve or () for each in Reservation.parse(text)),
     )
     with exit_on_sigterm(), show_progress() as progress:
         outcomes = compare(chosen, setting, processes=processes, progress=progress)
