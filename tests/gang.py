@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SECRET = b"a secret for tests"
 FULL = os.environ.get("PLIANT_FULL") == "1"
-"""Whether tests that take minutes shall run, too."""
+"""Whether tests that take minutes run, too."""
 
 _PR_SET_PDEATHSIG = 1
 _context = mp.get_context("forkserver")
@@ -42,11 +42,11 @@ _context.set_forkserver_preload(
 
 
 class Failed(Exception):
-    """A worker raised; its traceback is the message."""
+    """A worker raised an exception; the message is its traceback."""
 
 
 class Gang:
-    """Worker processes, each with a pipe on which its outcome comes back."""
+    """Worker processes, each with a pipe for messages and its outcome."""
 
     def __init__(self, function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> None:
         self.processes: list[Any] = []
@@ -63,13 +63,13 @@ class Gang:
         return int(self.processes[rank].pid)
 
     def kill(self, rank: int, sig: int = signal.SIGKILL) -> float:
-        """Send a signal; the monotonic time just before."""
+        """Send a signal; return the monotonic time just before."""
         at_s = time.monotonic()
         os.kill(self.pid(rank), sig)
         return at_s
 
     def hear(self, rank: int, timeout_s: float = 60) -> Any:
-        """The next thing that worker says (see `say`); raises Failed with its traceback if it raised."""
+        """Return the next value that a worker sends with `say`, or its result; raises Failed if the worker raised."""
         if not self._pipes[rank].poll(timeout_s):
             raise TimeoutError(f"worker {rank} said nothing for {timeout_s:g} s")
         try:
@@ -85,7 +85,7 @@ class Gang:
         self._pipes[rank].send(value)
 
     def results(self, timeout_s: float = 60, ranks: Sequence[int] | None = None) -> list[Any]:
-        """The next thing that each of `ranks` (default: all) says."""
+        """Return the next value of each of `ranks` (default: all)."""
         deadline_s = time.monotonic() + timeout_s
         asked = range(len(self.processes)) if ranks is None else ranks
         return [self.hear(rank, max(0.1, deadline_s - time.monotonic())) for rank in asked]
@@ -105,17 +105,17 @@ _outside: Connection
 
 
 def say(value: Any) -> None:
-    """In a worker: tell the test something while the work goes on."""
+    """In a worker: send a value to the test."""
     _outside.send(("value", value))
 
 
 def told() -> bool:
-    """In a worker: whether the test has said something that `listen` would return at once."""
+    """In a worker: return whether `listen` would return at once."""
     return _outside.poll(0)
 
 
 def listen(timeout_s: float = 60) -> Any:
-    """In a worker: what the test tells."""
+    """In a worker: return the next value that the test sends with `tell`."""
     assert _outside.poll(timeout_s), "the test said nothing"
     return _outside.recv()
 
@@ -143,13 +143,13 @@ def gang(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> 
 
 
 def run(function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 60) -> list[Any]:
-    """What `function(rank, *args)` returns in each of `size` processes."""
+    """Return what `function(rank, *args)` returns in each of `size` processes."""
     with gang(function, [args] * size) as started:
         return started.results(timeout_s)
 
 
 def warm_up() -> None:
-    """Start the fork server, so that its descriptors are there before a test counts them."""
+    """Start the fork server before a test counts descriptors."""
     run(_nothing, 1)
 
 
@@ -158,7 +158,7 @@ def _nothing(rank: int) -> None:
 
 
 def addresses(hosts: str) -> list[str]:
-    """`AAB` as loopback addresses: 127.0.0.1, 127.0.0.1, 127.0.0.2."""
+    """Return `AAB` as loopback addresses: 127.0.0.1, 127.0.0.1, 127.0.0.2."""
     return [f"127.0.0.{ord(letter) - ord('A') + 1}" for letter in hosts]
 
 
@@ -171,7 +171,7 @@ def specs(
     secret: bytes = SECRET,
     config_server: str = "",
 ) -> list[WorkerSpec]:
-    """A worker on a free port for each entry of `hosts` (loopback addresses)."""
+    """Return the spec of a worker on a free port for each entry of `hosts` (loopback addresses)."""
     workers: list[Worker] = []
     for host in hosts:
         workers.append(Worker(host, free_port(host, [worker.port for worker in workers])))
@@ -190,7 +190,7 @@ def specs(
 
 
 def free_port(host: str, taken: Sequence[int] = ()) -> int:
-    """A port that nobody listens on, below those that the kernel gives to whoever connects."""
+    """Return a port that nobody listens on, below the kernel's range of ephemeral ports."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Between here and its use nobody holds it: tests that run side by side (pytest-xdist's gw0, gw1) have ports of their own.
     lane = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 4
@@ -204,7 +204,7 @@ def free_port(host: str, taken: Sequence[int] = ()) -> int:
 
 @contextlib.contextmanager
 def torchrun(size: int) -> Iterator[list[dict[str, str]]]:
-    """The environments of `size` ranks that meet as under torchrun: at a store that is held here, so nobody takes its port."""
+    """Yield the environments of `size` ranks under torchrun, with a store that is held here so that its port stays taken."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -217,7 +217,7 @@ def torchrun(size: int) -> Iterator[list[dict[str, str]]]:
 
 @contextlib.contextmanager
 def joined(spec: WorkerSpec, *, determinism: Any = "exact", **mesh: Any) -> Iterator[Engine]:
-    """In a worker: the engine of `spec`, connected; `mesh` are further fields of MeshConfig."""
+    """In a worker: yield the connected engine of `spec`; `mesh` are further fields of MeshConfig."""
     from pliant.comm.engine import EngineConfig
     from pliant.comm.mesh import MeshConfig
     from pliant.comm.topology import Strategy
@@ -235,7 +235,7 @@ def joined(spec: WorkerSpec, *, determinism: Any = "exact", **mesh: Any) -> Iter
 
 
 def left_behind(members: Sequence[WorkerSpec], pids: Sequence[int]) -> list[str]:
-    """What is still there of a job that has ended: processes, Unix sockets, TCP listeners."""
+    """Return what is left of a job that has ended: processes, Unix sockets, TCP listeners."""
     found = [f"process {pid}" for pid in pids if Path(f"/proc/{pid}").exists()]
     unix = Path("/proc/net/unix").read_text()
     listening = _listening()

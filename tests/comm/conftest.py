@@ -8,7 +8,7 @@ from gang import FULL, warm_up
 
 @pytest.fixture(scope="session")
 def fork_server() -> None:
-    """The server that workers are forked from. First, so that `no_leaks` does not count its descriptors."""
+    """Start the server that workers are forked from, before `no_leaks` counts descriptors."""
     warm_up()
 
 

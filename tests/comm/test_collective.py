@@ -1,4 +1,4 @@
-"""The engine's mind without its thread: submissions, frames and folding in any order come to the same end."""
+"""The state machine without its thread: submissions, frames and folds in any order give the same result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LENGTH = 5000
 
 
 class Rank:
-    """A collectives with its links, and nobody to drive it but the test."""
+    """The collectives of one rank with their links, driven by the test."""
 
     timeout_s = 0.0
 
@@ -43,7 +43,7 @@ class Rank:
         return ()
 
     def submit(self, name: str, tensor: torch.Tensor, strategy: str = "STAR") -> Handle:
-        """An all-reduce of a tensor from shared memory, as `comm.submission` would make it."""
+        """Begin an all-reduce of a tensor in shared memory, as `comm.submission` does."""
         view, rank = self.collectives.view, self.collectives.rank
         members = tuple(range(view.size))
         registered = self.collectives.specs.register(
@@ -100,7 +100,7 @@ def ranks_on(hosts: str) -> Iterator[list[Rank]]:
 
 
 def settle(ranks: list[Rank]) -> None:
-    """Let everybody do everything that there is to do."""
+    """Let all ranks work until nothing is left to do."""
     for _ in range(50):
         for rank in ranks:
             rank.work()
@@ -149,7 +149,7 @@ def test_a_name_that_means_two_things_fails_on_both_ranks(hosts: str, first: int
         assert all(isinstance(handle.error, Mismatch) for handle in handles)
 
 
-def test_who_is_reported_lost_is_given_up_by_all() -> None:
+def test_a_worker_that_one_peer_reports_lost_is_dropped_by_all() -> None:
     with ranks_on("ABC") as ranks:
         handles = [ranks[number].submit("x", ranks[number].tensor(1.0)) for number in (0, 1)]
         ranks[0].collectives.on_lost(2, "it was killed")
@@ -160,7 +160,7 @@ def test_who_is_reported_lost_is_given_up_by_all() -> None:
         assert isinstance(late.error, WorkerLost)
 
 
-def test_what_the_view_owes_a_peer_is_still_said_when_it_is_left() -> None:
+def test_a_retired_view_still_sends_what_it_owes_its_peers() -> None:
     with ranks_on("AB") as ranks:
         tensors = [rank.tensor(1.0) for rank in ranks]
         done = [rank.submit("x", tensor) for rank, tensor in zip(ranks, tensors, strict=True)]

@@ -46,7 +46,7 @@ class Outcome:
     why: str
     at_s: float
     again_s: float
-    """How long it took until the next submission failed, too."""
+    """Time until the next submission failed, too."""
     went_on: bool
     """Whether the survivors could still reduce among themselves."""
 
@@ -55,7 +55,7 @@ class Outcome:
 
 
 def survivor(rank: int, spec: WorkerSpec, when: str, namespace: str = "") -> Outcome:
-    """Reduce until somebody is lost."""
+    """Reduce until a worker is lost."""
     if namespace:
         enter(namespace)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -81,7 +81,7 @@ def lost(engine: Engine, forever: bool) -> Outcome:
 
 
 def everything(engine: Engine) -> list[Handle]:
-    """One collective of each kind, all at once."""
+    """Submit one collective of each kind at once."""
     return [
         *(engine.all_reduce(f"gradient {i}", torch.ones(200_000)) for i in range(3)),
         engine.reduce("reduce", torch.ones(100_000), root=1),
@@ -233,7 +233,7 @@ def test_a_worker_that_wakes_after_it_was_given_up_learns_it() -> None:
 
 @pytest.mark.root
 @pytest.mark.parametrize("victim", [0, 3] if FULL else [3])
-def test_a_cut_link(victim: int) -> None:
+def test_survivors_name_a_worker_whose_link_is_cut(victim: int) -> None:
     missing = machine.check()
     if missing:
         pytest.skip("; ".join(missing))
@@ -255,7 +255,7 @@ def test_a_cut_link(victim: int) -> None:
 
 
 def on_hosts(members: Sequence[WorkerSpec], hosts: Sequence[str]) -> list[WorkerSpec]:
-    """The same job elsewhere: each worker on its own host."""
+    """Return the same job with each worker on a host of its own."""
     workers = tuple(Worker(host, spec.worker.port) for host, spec in zip(hosts, members, strict=True))
     view = View(0, workers, tuple(Worker(host, 1) for host in hosts))
     timeout_s = members[0].heartbeat_timeout_s
@@ -280,7 +280,7 @@ def test_a_worker_that_returns_is_said_to_have_left(hosts: str) -> None:
 
 
 def leaver(rank: int, spec: WorkerSpec) -> Outcome | str:
-    """Rank 3 does its work and goes; what it took part in is complete everywhere."""
+    """Reduce once; then rank 3 leaves, and the others return how they learned of it."""
     with joined(spec) as engine:
         last = torch.full((700_000,), float(rank))
         engine.all_reduce("last", last).wait(20)

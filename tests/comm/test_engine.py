@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 QUICK = EngineConfig(collective_timeout_s=20)
 MIXED = ["AAAA", "AABB", "ABCD"] if FULL else ["AABB"]
-"""Where some share memory and some do not, both are at work."""
+"""Hosts on which some ranks share memory and some do not, so that both transports are used."""
 
 
 def on_all(ranks: list[Engine], act: Callable[[Engine], Any]) -> list[Any]:
@@ -428,8 +428,7 @@ def test_the_secret_is_not_shown() -> None:
 @pytest.mark.parametrize("hosts", ["ABCDEF", "AABCD", "ABCABC"])
 @pytest.mark.parametrize("root", [0, 3])
 def test_a_large_broadcast_does_not_crowd_the_roots_link(hosts: str, root: int) -> None:
-    """Everybody passes a share on: no host sends more than twice the tensor to others, where a star's root sends it to
-    each."""
+    """Every rank passes a share on, so no host sends more than about twice the tensor; the root of a star sends it to each."""
     length = 300_000
     with loopback_engines(hosts, QUICK) as ranks:
 

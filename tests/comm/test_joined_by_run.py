@@ -40,7 +40,7 @@ LINE = re.compile(
 
 @contextmanager
 def runner(directory: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """`pliant run` with these arguments, ended at the latest when the block is."""
+    """Start `pliant run` with these arguments; kill it at the end of the block if it still runs."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PLIANT_", "XDG_"))}
     program = [sys.executable, "-c", "from pliant.cli.main import main; main()", "run"]
     with subprocess.Popen(

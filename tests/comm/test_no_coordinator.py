@@ -27,7 +27,7 @@ NAMES = [f"слой {i}/重み/ñ {'🙂' * (i % 3)}" for i in range(200)]
 
 
 def in_any_order(rank: int, spec: WorkerSpec, rounds: int) -> int:
-    """All names from four threads, each round in another order, which no other rank has."""
+    """Reduce all names from four threads, in each round in an order that no other rank has."""
     lengths = [index * 37 % 5000 for index in range(len(NAMES))]
     with joined(spec) as engine, ThreadPoolExecutor(4) as threads:
         for round_number in range(rounds):
@@ -63,7 +63,7 @@ def test_any_order_from_any_thread_while_the_config_server_dies(tmp_path: Path) 
 
 @contextmanager
 def config_server(directory: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`pliant config-server` as a process, holding a view."""
+    """Start `pliant config-server` with a view as a process."""
     view = directory / "view.json"
     view.write_text(json.dumps(specs(addresses("AABB"))[0].view.to_json()))
     program = [sys.executable, "-c", "from pliant.cli.main import main; main()", "config-server"]
@@ -84,7 +84,7 @@ def config_server(directory: Path) -> Iterator[tuple[subprocess.Popen[str], str]
 
 
 def big(rank: int, spec: WorkerSpec) -> tuple[bool, bool]:
-    """300 MiB: whether it came out right, and whether an empty one beside it did."""
+    """Reduce 300 MiB and an empty tensor; return whether both results are right."""
     length = (300 << 20) // 4
     with joined(spec) as engine:
         pattern = torch.arange(length, dtype=torch.int32)
@@ -99,7 +99,7 @@ def big(rank: int, spec: WorkerSpec) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize("hosts", ["AA", "AB"], ids=["shared-memory", "tcp"])
-def test_300_mib_and_nothing(hosts: str) -> None:
+def test_300_mib_and_an_empty_tensor_are_reduced(hosts: str) -> None:
     members = specs(addresses(hosts))
     with gang(big, [(spec,) for spec in members]) as started:
         pids = [started.pid(rank) for rank in range(2)]
@@ -108,7 +108,7 @@ def test_300_mib_and_nothing(hosts: str) -> None:
 
 
 def odd(rank: int, spec: WorkerSpec) -> None:
-    """Names of all lengths and scripts, many of them, and nothing at all."""
+    """Reduce many names of all lengths and scripts, then empty tensors with every collective."""
     names = ["", " ", "\0", "a\nb", "ß" * 10_000, "🙂" * 3_000, "pliant", "../../etc", '"quoted"', "\ud800 alone"]
     names += [f"name {index}" for index in range(2000)]
     with joined(spec) as engine:
@@ -130,7 +130,7 @@ def odd(rank: int, spec: WorkerSpec) -> None:
 
 
 @pytest.mark.parametrize("hosts", ["AAA", "AAB", "ABC"] if FULL else ["AAB"])
-def test_two_thousand_odd_names(hosts: str) -> None:
+def test_two_thousand_odd_names_are_reduced(hosts: str) -> None:
     with gang(odd, [(spec,) for spec in specs(addresses(hosts))]) as started:
         assert started.results(60) == [None] * 3
 
@@ -144,7 +144,7 @@ def total(rank: int, spec: WorkerSpec) -> float:
 
 
 @pytest.mark.parametrize("hosts", [["::1", "127.0.0.1", "::1"], ["::1", "::1"], ["localhost", "127.0.0.2"]], ids=str)
-def test_ipv6_and_names_as_hosts(hosts: Sequence[str]) -> None:
+def test_hosts_may_be_ipv6_addresses_or_names(hosts: Sequence[str]) -> None:
     if "::1" in hosts and not has_ipv6():
         pytest.skip("needs ::1: ip -6 address add ::1/128 dev lo")
     members = specs(hosts)

@@ -32,7 +32,7 @@ MIB = 1 << 20
 SIZES = (0, 1, MIB - 1, MIB, MIB + 1, 3 * MIB + 7)
 HOSTS = {1: "A", 2: "AB", 3: "AAB", 4: "ABBA", 5: "AABAB", 8: "AAABBBAB"}
 GLOO = ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
-"""What torch's gloo reduces as we do. (It takes bool too, but sums it as bytes.)"""
+"""The types that torch's gloo reduces as we do. (It accepts bool, too, but sums it as bytes.)"""
 OURS = (*GLOO, "bool", "int16", "uint16", "uint32", "uint64", "complex64", "complex128")
 
 
@@ -53,7 +53,7 @@ FEW = FLOAT32 if FULL else [cell for cell in FLOAT32 if cell.size in (0, 1, MIB 
 
 
 def operand(cell: Cell, rank: int) -> torch.Tensor:
-    """What `rank` brings: any value of the type where sums wrap, many magnitudes where they round."""
+    """Return the operand of `rank`: any value of an integer type, many magnitudes of a floating type."""
     dtype = dtype_of(cell.dtype)
     rng = np.random.default_rng([cell.size, rank, *cell.dtype.encode(), *cell.op.encode()])
     if not (dtype.is_floating_point or dtype.is_complex):
@@ -68,14 +68,14 @@ def operand(cell: Cell, rank: int) -> torch.Tensor:
 
 
 def exponents(dtype: torch.dtype, op: str) -> tuple[int, int]:
-    """The lowest exponent, and a mask for what is added to it: as many magnitudes as the type can hold."""
+    """Return the lowest exponent and a mask for what is added to it: as many magnitudes as the type can hold."""
     if op == "prod":  # near 1, so that no partial product leaves the range of float16
         return -1, 1
     return (-4, 7) if dtype == torch.float16 else (-16, 31)
 
 
 def floats(bits: np.ndarray, lowest: int, mask: int) -> np.ndarray:
-    """float32 of random sign and mantissa, and of 2**lowest .. 2**(lowest + mask)."""
+    """Return float32 of random sign and mantissa between 2**lowest and 2**(lowest + mask)."""
     exponent = ((bits >> 23) & mask) + (127 + lowest)
     return ((bits & 0x807FFFFF) | (exponent << 23).astype(np.uint32)).view(np.float32)
 
@@ -88,7 +88,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def torchs(rank: int, size: int, store: str, cells: Sequence[Cell]) -> dict[Cell, str]:
-    """Stock torch: a digest for each cell."""
+    """Reduce each cell with stock torch; return the digests."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     found = {}
@@ -103,7 +103,7 @@ def torchs(rank: int, size: int, store: str, cells: Sequence[Cell]) -> dict[Cell
 def ours(
     rank: int, spec: WorkerSpec, strategies: Sequence[str], exact: Sequence[Cell], fast: Sequence[Cell]
 ) -> tuple[dict[tuple[Determinism, str, Cell], str], list[str]]:
-    """Digests by (order, strategy, cell), and what is not NumPy's result within rounding."""
+    """Return digests by (order, strategy, cell), and a message for each result that differs from NumPy's."""
     found, wrong = {}, []
     with joined(spec) as engine:
         for cell in dict.fromkeys([*exact, *fast]):
@@ -122,7 +122,7 @@ def ours(
 
 @lru_cache(maxsize=1)
 def numpys(cell: Cell, size: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """NumPy's own result in a wide type, and how far one rounded at every operand may be from it (None: nowhere)."""
+    """Return NumPy's result in a wide type, and the error bound of a result that is rounded at every operand; None if exact."""
     operands = [operand(cell, rank) for rank in range(size)]
     dtype = operands[0].dtype
     if not (dtype.is_floating_point or dtype.is_complex):
@@ -146,7 +146,7 @@ _right: set[tuple[Cell, str]] = set()
 
 
 def within_rounding(cell: Cell, size: int, bits: str, found: torch.Tensor) -> bool:
-    """Whether `found` is NumPy's result; the same bits need not be looked at twice."""
+    """Return whether `found` is NumPy's result; the same bits are compared only once."""
     if (cell, bits) in _right:
         return True
     wanted, error = numpys(cell, size)
@@ -169,7 +169,7 @@ def torchs_digests(size: int, store: Path, cells: Sequence[Cell]) -> dict[Cell, 
 def our_digests(
     hosts: Sequence[str], exact: Sequence[Cell], fast: Sequence[Cell], strategies: Sequence[str] = STRATEGIES
 ) -> dict[tuple[str, str, Cell], str]:
-    """Checks that all ranks agree and that NumPy does."""
+    """Return the digests of rank 0 after checking that all ranks, and NumPy, agree."""
     with gang(ours, [(spec, strategies, exact, fast) for spec in specs(hosts)]) as started:
         everybody: list[tuple[dict[Any, str], list[str]]] = started.results(1200)
     digests = everybody[0][0]
@@ -211,7 +211,7 @@ def check_against_torch(
 
 
 def telling(cells: Sequence[Cell]) -> list[Cell]:
-    """For each floating type, the shortest tensor that surely tells one order of summation from another."""
+    """Return for each floating type the shortest tensor whose bits depend on the order of summation."""
     sums = [c for c in cells if c.op == "sum" and c.size > 1000 and c.dtype in GLOO]
     floats = {c.dtype for c in sums if dtype_of(c.dtype).is_floating_point}
     return [min((c for c in sums if c.dtype == dtype), key=lambda c: c.size) for dtype in floats]

@@ -27,7 +27,7 @@ from pliant.comm.plan import (
 from pliant.comm.topology import STRATEGIES, Strategy
 
 Expr = object
-"""A replica's number, or a pair (a, b) for a + b."""
+"""The number of a replica, or a pair (a, b) for a + b."""
 
 
 def test_chunks_are_gloos() -> None:
@@ -39,7 +39,7 @@ def test_chunks_are_gloos() -> None:
     assert order.chain(1, 3) == (0, 2, 1)
 
 
-def test_kungfus_partition_and_hash() -> None:
+def test_partition_and_hash_are_kungfus() -> None:
     assert even_partition(10, 3) == [(0, 4), (4, 7), (7, 10)]
     assert name_hash("part::g[0:10]") == 93045
     assert name_hash("part::g[0:262144]") == 104065
@@ -57,7 +57,7 @@ def test_slices_cover_everything_once(length: int, replicas: int) -> None:
 
 
 def run(plans: list[RankPlan], blocks: list[list[int]]) -> list[dict[int, Expr]]:
-    """Walk the plans of all ranks in one process; the expression that each rank ends up with, per slice and piece."""
+    """Follow the plans of all ranks; return the expression that each rank gets for each slice and piece."""
     ranks = range(len(plans))
 
     def operands(rank: int, index: int) -> list[Expr]:

@@ -1,4 +1,4 @@
-"""Measuring the links between workers: who meets whom, what arrivals say, and real connections."""
+"""Measurement of links: the tournament's rounds, the rate that follows from arrivals, and real connections."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_among_many_only_some_rounds_are_played_and_the_rest_is_estimated() -> N
     assert [full[i][i] for i in range(4)] == [0.0] * 4
 
 
-def test_what_passes_on_credit_does_not_count() -> None:
+def test_pieces_that_pass_a_shaper_on_credit_do_not_count() -> None:
     # Eight pieces on credit, eight at 1000 bytes per 0.1 s.
     arrivals = [0.2 + 0.001 * i for i in range(8)] + [0.3 + 0.1 * i for i in range(8)]
     assert probe.rate_of(arrivals, 0.0, 1000) == pytest.approx(1e4, rel=0.02)
@@ -84,7 +84,7 @@ def test_all_ranks_have_the_same_rates(hosts: str) -> None:
         on_all(ranks, lambda engine: engine.barrier())  # and life goes on
 
 
-def test_it_can_be_done_again_and_between_collectives() -> None:
+def test_links_can_be_measured_again_and_between_collectives() -> None:
     with loopback_engines("ABC", QUICK) as ranks:
 
         def work(engine: Engine) -> float:
@@ -131,7 +131,7 @@ def test_shares_on_some_hosts_only() -> None:
 
 
 def across(lab: Lab, server: int, client: int) -> tuple[socket.socket, socket.socket]:
-    """A TCP connection between two hosts of a lab: the ends at `server` and at `client`."""
+    """Return both ends of a TCP connection between two hosts of a lab."""
     with lab.call(server, lambda: socket.create_server((lab.addresses[server], 0))) as listener:
         there = lab.call(client, lambda: socket.create_connection(listener.getsockname(), timeout=5))
         return listener.accept()[0], there
@@ -139,7 +139,7 @@ def across(lab: Lab, server: int, client: int) -> tuple[socket.socket, socket.so
 
 @contextlib.contextmanager
 def lab_engines(lab: Lab) -> Iterator[list[Engine]]:
-    """An engine on each host of a lab, all in this process."""
+    """Yield an engine on each host of a lab, all in this process."""
     view = view_of(lab.addresses)
     made = [Transport(worker, MeshConfig(secret=b"lab"), QUICK) for worker in view.workers]
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Who does not belong to the job is refused, logged and told why; the job does not notice.
+"""A process that does not belong to the job is refused with a reason and logged, and the job is not disturbed.
 
 Three real workers reduce in a loop. Meanwhile clients of all kinds come to rank 0's TCP port and
 Unix socket; each must find its refusal in the log, by its address and the reason.
@@ -43,7 +43,7 @@ HELLO = struct.Struct("<6sHBB")
 
 @dataclass(frozen=True)
 class Report:
-    """What a worker has seen."""
+    """The steps and log messages of a worker."""
 
     num_steps: int
     warnings: list[str]
@@ -63,7 +63,7 @@ class Notes(logging.Handler):
 
 
 def steady(rank: int, spec: WorkerSpec, patience_s: float = HANDSHAKE_S) -> Report:
-    """Reduce and check until rank 0 is told to stop; told anything else, it says how far it is."""
+    """Reduce and check until rank 0 receives "stop"; on any other message, rank 0 reports its progress."""
     mesh.HANDSHAKE_S = patience_s
     notes = Notes()
     logging.getLogger("pliant").addHandler(notes)
@@ -103,20 +103,20 @@ class Job:
     members: list[WorkerSpec]
     started: Gang
     expected: list[tuple[str, str]]
-    """(the stranger's address as logged, part of the reason)"""
+    """(address of the stranger as logged, part of the reason)."""
 
     @property
     def target(self) -> Worker:
         return self.members[0].worker
 
     def progress(self) -> tuple[int, int]:
-        """How many steps were done, and how many strangers were logged."""
+        """Return the number of steps done and of strangers logged."""
         self.started.tell(0, "how far?")
         num_steps, num_warnings = self.started.hear(0, 20)
         return num_steps, num_warnings
 
     def settle(self) -> None:
-        """Wait until all who have come have been dealt with: a thread each, so that may take a moment."""
+        """Wait until all strangers are refused: each has a thread, so that may take a moment."""
         deadline_s = time.monotonic() + HANDSHAKE_S + 5
         while self.progress()[1] < len(self.expected) and time.monotonic() < deadline_s:
             pass
@@ -138,7 +138,7 @@ class Job:
 
 @contextmanager
 def under_attack(patience_s: float = HANDSHAKE_S) -> Iterator[Job]:
-    """Three workers; at the end all strangers must be in the log, and nothing else, and every sum was right."""
+    """Run three workers; at the end check that the log has exactly the expected refusals and that every sum was right."""
     members = specs(addresses("AAB"), number=5)
     with gang(steady, [(spec, patience_s) for spec in members]) as started:
         pids = [started.pid(rank) for rank in range(3)]
@@ -179,7 +179,7 @@ def greeting(job: Job, *, protocol: int = channel.PROTOCOL, purpose: str = "work
 
 
 def refusal(sock: socket.socket) -> str:
-    """What a refused client is told before the connection closes."""
+    """Return the reason that a refused client receives before the connection closes."""
     with sock, sock.makefile("rb") as answer:
         assert answer.read(1) == b"\0", "taken in"
         text = answer.read(int.from_bytes(answer.read(2), "little")).decode()
@@ -195,7 +195,7 @@ def closed(sock: socket.socket) -> None:
 
 
 def prove(sock: socket.socket, hello: bytes, secret: bytes) -> socket.socket:
-    """Go through the handshake with `secret` up to the last answer."""
+    """Do the handshake with `secret` up to the last answer."""
     sock.sendall(hello)
     with sock.makefile("rb") as answer:
         assert answer.read(1) == b"\1", "refused before the proof"
@@ -238,7 +238,7 @@ def test_our_own_client_says_why_it_was_refused(way: Way) -> None:
                 channel.connect_handshake(sock, secret, purpose="worker", name=name, deadline_s=late)
 
 
-def test_garbage_and_silence() -> None:
+def test_garbage_and_silence_are_refused() -> None:
     patience_s = 1.0
     with under_attack(patience_s) as job:
         silent = []
@@ -274,7 +274,7 @@ def tls_hello(sock: socket.socket) -> None:
 
 
 @both_ways
-def test_a_flood_of_connections(way: Way) -> None:
+def test_a_flood_of_connections_does_no_harm(way: Way) -> None:
     with under_attack() as job:
         for _ in range(300):
             way(job, "closed during the handshake").close()
@@ -287,7 +287,7 @@ def refusal_of_one_more(job: Job, way: Way) -> str:
     return refusal(sock)
 
 
-def test_more_at_once_than_are_listened_to() -> None:
+def test_connections_beyond_the_limit_are_closed_at_once() -> None:
     with under_attack() as job:
         held = [job.tcp("closed during the handshake") for _ in range(MAX_STRANGERS)]
         for _ in range(20):
@@ -314,7 +314,7 @@ def late_steady(index: int, spec: WorkerSpec) -> Report:
 
 
 def dial(worker: Worker) -> socket.socket:
-    """A connection, as soon as there is somebody to connect to."""
+    """Connect as soon as the worker listens."""
     deadline_s = time.monotonic() + 20
     while True:
         try:
@@ -339,7 +339,7 @@ def test_two_jobs_on_the_same_hosts_do_not_meet() -> None:
 
 @pytest.mark.parametrize("hosts", ["AA", "AB"], ids=["unix", "tcp"])
 def test_a_worker_that_takes_another_job_for_its_own_is_refused(hosts: str) -> None:
-    """By TCP the stranger finds the port; by Unix socket it does not even find the other job."""
+    """By TCP the stranger finds the port; by Unix socket it does not find the other job at all."""
     mine = specs(addresses(hosts))
     workers = (mine[0].worker, mine[1].worker)
     lost = replace(mine[1], view=View(0, workers, mine[0].view.runners), secret=b"of another job")

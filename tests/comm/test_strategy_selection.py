@@ -24,13 +24,13 @@ def uniform(size: int, rate: float = RATE) -> list[list[float]]:
 
 
 def hose(egress: list[float], ingress: list[float]) -> list[list[float]]:
-    """Links that are only limited by the hosts at their ends."""
+    """Return link rates that are limited by the hosts at both ends only."""
     size = len(egress)
     return [[0.0 if i == j else min(egress[i], ingress[j]) for j in range(size)] for i in range(size)]
 
 
 def all_trees(size: int) -> list[tuple[int, ...]]:
-    """Every tree over `size` ranks with every root."""
+    """Return every tree over `size` ranks with every root."""
     found = []
     for parents in itertools.product(range(size), repeat=size):
         if sum(rank == parent for rank, parent in enumerate(parents)) == 1:

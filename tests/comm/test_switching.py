@@ -18,7 +18,7 @@ from pliant.errors import CommError, ViewChanged, WorkerLost
 from pliant.identity import WorkerSpec
 
 MIXED = ["AAA", "AAB", "ABC"] if FULL else ["AAB"]
-"""Where some share memory and some do not, both are at work."""
+"""Hosts on which some ranks share memory and some do not, so that both transports are used."""
 
 pytestmark = [
     pytest.mark.processes,
@@ -28,7 +28,7 @@ pytestmark = [
 
 
 def plan(workers: Sequence[Worker], count: int) -> list[View]:
-    """Permutations of the workers, at times without one of them; everybody is in the first and the last."""
+    """Return permutations of the workers, some without one of them; the first and the last have all."""
     chance, found = random.Random(5), []
     for number in range(count):
         order = chance.sample(list(workers), len(workers))
@@ -39,7 +39,7 @@ def plan(workers: Sequence[Worker], count: int) -> list[View]:
 
 
 def wanderer(rank: int, spec: WorkerSpec, planned: list[View]) -> int:
-    """Go through all views at the same points as the others, without a word about it."""
+    """Enter all views at the same points of the program as the others."""
     with opened(spec) as transport:
         transport.connect(spec.view.workers, 0, timeout_s=20)
         entered = 0
@@ -51,7 +51,7 @@ def wanderer(rank: int, spec: WorkerSpec, planned: list[View]) -> int:
 
 
 @pytest.mark.parametrize("hosts", MIXED)
-def test_fifty_switches(hosts: str) -> None:
+def test_fifty_changes_of_the_view(hosts: str) -> None:
     members = specs(addresses(hosts))
     planned = plan(members[0].view.workers, 50)
     with gang(wanderer, [(spec, planned) for spec in members]) as started:
@@ -64,7 +64,7 @@ def test_fifty_switches(hosts: str) -> None:
 
 
 def hasty(rank: int, spec: WorkerSpec, planned: list[View]) -> tuple[int, int]:
-    """Leave each view in the midst of its collectives; how many of them were complete, and how many not."""
+    """Leave each view in the midst of its collectives; return how many were complete, and how many were not."""
     chance, buffers = random.Random(rank), []
     complete = given_up = 0
     with opened(spec) as transport:
@@ -105,7 +105,7 @@ def test_views_are_left_at_odd_moments(hosts: str) -> None:
 
 
 def bereaved(rank: int, spec: WorkerSpec) -> tuple[str, bool, str]:
-    """Reduce until somebody dies; go on without, on the same buffers."""
+    """Reduce until a worker dies; continue without it on the same buffers."""
     with opened(spec) as transport:
         lost: list[str] = []
         transport.on_lost = lambda worker, why: lost.append(str(worker))
@@ -134,7 +134,7 @@ def bereaved(rank: int, spec: WorkerSpec) -> tuple[str, bool, str]:
 
 
 @pytest.mark.parametrize(("hosts", "victim"), [("AABB", 0), ("AAAA", 2), *([("AABB", 2), ("AAAA", 0)] if FULL else ())])
-def test_survivors_go_on_without_the_dead(hosts: str, victim: int) -> None:
+def test_survivors_continue_without_a_dead_worker(hosts: str, victim: int) -> None:
     members = specs(addresses(hosts))
     others = [rank for rank in range(4) if rank != victim]
     with gang(bereaved, [(spec,) for spec in members]) as started:
@@ -144,7 +144,7 @@ def test_survivors_go_on_without_the_dead(hosts: str, victim: int) -> None:
 
 
 def stayer(rank: int, spec: WorkerSpec) -> str:
-    """Meet the others, lose rank 1, meet it again."""
+    """Connect, lose rank 1, and connect to it again."""
     with opened(spec) as transport:
         transport.connect(spec.view.workers, 0, timeout_s=20)
         check_sums(transport.enter(spec.view), spec.worker)
@@ -180,7 +180,7 @@ def test_a_worker_that_was_killed_comes_back_under_its_name(hosts: str) -> None:
 
 
 def parent(rank: int, spec: WorkerSpec) -> float:
-    """Rank 0 forks a child that lives on; rank 1 waits until it has lost rank 0, and says when."""
+    """Fork a child in rank 0 that outlives it; in rank 1 return the time at which rank 0 was lost."""
     with opened(spec) as transport:
         transport.connect(spec.view.workers, 0, timeout_s=20)
         engine = transport.enter(spec.view)
@@ -213,7 +213,7 @@ def test_a_child_does_not_hide_its_parents_death(hosts: str) -> None:
 
 
 def waiting(rank: int, spec: WorkerSpec) -> list[str]:
-    """Wait for a worker that never comes: until the time is up, and until it is told not to."""
+    """Wait for a worker that never comes, until the timeout and until cancelled; return the errors."""
     found = []
     with opened(spec) as transport:
         for cancelled in (None, lambda: True):
@@ -240,7 +240,7 @@ def test_a_worker_that_does_not_come_is_named() -> None:
 
 
 def test_a_peer_that_moves_on_late_is_not_taken_for_lost() -> None:
-    """Heartbeats: whoever waits for a slow worker's next view is not taken for silent, and takes nobody for it."""
+    """A worker that waits for a slow one to enter the next view is not silent, and does not take the slow one for silent."""
     members = specs(addresses("AB"), timeout_s=0.5)
     with gang(slow, [(spec,) for spec in members]) as started:
         assert started.results(30) == ["done", "done"]

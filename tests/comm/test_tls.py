@@ -36,13 +36,13 @@ pytestmark = [
 ]
 
 MARK = 1234.5
-"""An element of the tensors; sixteen of them in a row are easy to see on a wire."""
+"""An element of the tensors; sixteen of them in a row are easy to recognise on the wire."""
 SEEN = torch.full((16,), MARK).numpy().tobytes()
 
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, str]]:
-    """Two self-signed certificates, each with its key."""
+    """Make two self-signed certificates, each with its key."""
     directory = tmp_path_factory.mktemp("certificates")
     return [make_certificate(directory, name) for name in ("job", "stranger")]
 
@@ -63,7 +63,7 @@ def reducing(
     listener: socket.socket | None = None,
     patience_s: float = 20.0,
 ) -> str:
-    """Sums of all sizes; the error if the others would not have us."""
+    """Reduce tensors of many sizes; return "right", or the error."""
     certificate, key = tls
     own = {"listen_fd": listener.detach()} if listener is not None else {}
     try:
@@ -96,8 +96,8 @@ def test_each_host_may_have_a_certificate_of_its_own(certificates: list[tuple[st
 
 
 @pytest.mark.parametrize("encrypted", [True, False], ids=["tls", "plain"])
-def test_who_listens_on_the_wire_reads_nothing(encrypted: bool, certificates: list[tuple[str, str]]) -> None:
-    """Without TLS the same ear hears the numbers: so it would have heard them."""
+def test_a_listener_on_the_wire_reads_nothing(encrypted: bool, certificates: list[tuple[str, str]]) -> None:
+    """Without TLS the same proxy sees the numbers, which proves that it would have seen them."""
     outcomes, heard = through_a_proxy(certificates[0] if encrypted else ("", ""), stranger=None)
     assert outcomes == ["right"] * 2
     assert len(heard) > 12_000_000, "the collectives did not go this way"
@@ -114,9 +114,9 @@ def test_a_man_in_the_middle_is_refused(certificates: list[tuple[str, str]]) -> 
 
 
 def through_a_proxy(tls: tuple[str, str], stranger: tuple[str, str] | None) -> tuple[list[str], bytes]:
-    """Two workers with a proxy between them: their outcomes, and all that went through it.
+    """Run two workers with a proxy between them; return their outcomes and all bytes that went through it.
 
-    With a `stranger`'s certificate it ends TLS and begins it anew; without one it passes bytes on.
+    With a `stranger`'s certificate the proxy terminates TLS and starts it anew; without one it passes bytes on.
     """
     members = specs(addresses("AB"))
     patience_s = 20.0 if stranger is None else 2.0  # rank 0 waits in vain for a rank 1 that was refused
@@ -190,7 +190,7 @@ def in_the_middle(
 def test_what_tls_has_already_decrypted_is_not_left_lying(
     certificates: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A selector does not see it: a frame left there would wait for the next one, perhaps for ever."""
+    """epoll does not see decrypted bytes: a frame left there would wait for the next one, perhaps for ever."""
     record = 16384
     monkeypatch.setattr(connection, "READ_BYTES", 4 * record)
     sender, receiver = tls_pair(certificates[0])
@@ -213,7 +213,7 @@ def test_what_tls_has_already_decrypted_is_not_left_lying(
 def test_a_blocked_write_is_tried_again_in_full_though_less_may_be_written_at_once_now(
     certificates: list[tuple[str, str]],
 ) -> None:
-    """OpenSSL calls it a bad retry otherwise, and the connection is gone."""
+    """Otherwise OpenSSL reports a bad write retry, and the connection is lost."""
     ends = tls_pair(certificates[0])
     recorder = FrameRecorder()
     sender, receiver = (

@@ -1,4 +1,4 @@
-"""A worker moves from view to view on connections that live on, all workers in one process."""
+"""Transports move from view to view on the same connections, with all workers in one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_view_of_one_folds_alone_and_grows() -> None:
         everybody_sums(made, subview(1, workers))
 
 
-def test_open_collectives_end_and_the_old_engine_refuses() -> None:
+def test_open_collectives_fail_and_the_old_engine_refuses_more() -> None:
     workers = view_of("AB").workers
     with loopback_transports(workers, QUICK) as made:
         old = [transport.enter(subview(0, workers)) for transport in made]
@@ -55,7 +55,7 @@ def test_open_collectives_end_and_the_old_engine_refuses() -> None:
             made[0].enter(subview(2, workers[1:]))
 
 
-def test_frames_of_a_later_view_wait_and_those_of_an_earlier_one_go_nowhere() -> None:
+def test_frames_of_a_later_view_wait_and_those_of_an_earlier_one_are_discarded() -> None:
     workers = view_of("ABB").workers
     with loopback_transports(workers, QUICK) as made:
         old = [transport.enter(subview(0, workers)) for transport in made]
@@ -77,7 +77,7 @@ def test_frames_of_a_later_view_wait_and_those_of_an_earlier_one_go_nowhere() ->
 
 
 def test_a_slower_peer_completes_what_the_faster_has_left() -> None:
-    """Rank 0 is done with view 0 as soon as its bytes are with the kernel; rank 1 has not even begun."""
+    """Rank 0 has finished view 0 as soon as the kernel has its bytes; rank 1 has not even begun."""
     workers = view_of("AB").workers
     with loopback_transports(workers, QUICK) as made:
         old = [transport.enter(subview(0, workers)) for transport in made]
@@ -125,7 +125,7 @@ def test_published_memory_is_read_as_it_is_through_views() -> None:
         ranks[2].request(0, "other", torch.empty(300, 1000)).wait()
 
 
-def test_who_answers_keeps_its_name_and_who_does_not_loses_it() -> None:
+def test_a_worker_that_answers_keeps_its_name_and_a_silent_one_loses_it() -> None:
     workers = (*view_of("AB").workers, Worker("C", 10009))
     with loopback_transports(workers[:2], QUICK) as made:
         lost: list[tuple[Worker, str]] = []

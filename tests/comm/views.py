@@ -1,4 +1,4 @@
-"""For tests that move workers from view to view: transports, views of some workers, and sums that are check_strategy."""
+"""Helpers of tests that move workers from view to view: transports, views of some workers, and checked sums."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def subview(number: int, workers: Sequence[Worker]) -> View:
 
 @contextlib.contextmanager
 def opened(spec: WorkerSpec) -> Iterator[Transport]:
-    """In a worker: its transport, listening."""
+    """Open the transport of a worker."""
     config = EngineConfig(
         heartbeat_timeout_s=spec.heartbeat_timeout_s, collective_timeout_s=20, slice_bytes=64 << 10, linger_s=1
     )
@@ -39,20 +39,20 @@ def on_all(made: Sequence[Any], act: Callable[[Any], Any]) -> list[Any]:
 
 
 def everybody_sums(transports: Sequence[Transport], view: View) -> list[Engine]:
-    """Enter the view with all its members, and check what they sum."""
+    """Enter the view on all its members, and check their sums."""
     engines = [transport.enter(view) for transport in transports]
     on_all(list(zip(engines, view.workers, strict=True)), lambda pair: check_sums(*pair))
     return engines
 
 
 def values(worker: Worker, number: int, length: int) -> torch.Tensor:
-    """What a worker contributes in a view: sums of these round, so an order shows in the bits."""
+    """Return what a worker contributes in a view. Sums of these are rounded, so the order shows in the bits."""
     seed = worker.port * 1000 + number
     return torch.randn(length, generator=torch.Generator().manual_seed(seed))
 
 
 def check_sums(engine: Engine, me: Worker, length: int = 50_000) -> None:
-    """Collectives of several kinds; their values are compared with sums made here, their bits with the others'."""
+    """Run several collectives; compare their values with sums made here, and their bits with those of other ranks."""
     number, everybody = engine.view.number, engine.view.workers
     mine = values(me, number, length)
     exact, fast = mine.clone(), engine.empty(length)
