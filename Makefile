@@ -16,6 +16,7 @@ test: $(VENV)/.installed
 
 docs: $(VENV)/.installed
 	$(BIN)/python scripts/cli_reference.py
+	$(BIN)/python scripts/api_reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open build/site/index.html; with its search: python3 -m http.server -d build/site"
 

@@ -1,7 +1,4 @@
-"""Writes docs/cli.md from the commands themselves: `python scripts/cli_reference.py`, or with `--check` says whether it is stale.
-
-The pages of the site are made from what the code says about itself where that is possible; a test runs the check.
-"""
+"""Writes docs/cli.md from the commands themselves: `python scripts/cli_reference.py`; `--check` fails if it is stale."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from typing import Any
 
 import typer
 
-from pliant.cli.main import build
+from pliant.cli.main import REPRO_COMMANDS, build
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 HEAD = """\
@@ -24,6 +21,7 @@ HEAD = """\
 
 Made from the code by `python scripts/cli_reference.py`; do not edit. `pliant COMMAND -h` shows the same in a terminal.
 Flags that KungFu has may be written as there, with one dash (`-np 4`, `-np=4`). What a command's end means is under [exit codes](exit-codes.md).
+The package `pliant-repro` adds `bench`, `demo`, `lab` and `reproduce`, which explain themselves with `-h`.
 `--json` prints one JSON object on stdout and nothing else there; where it takes a file, `--json FILE` writes it there and prints the table, too.
 
 `pliant --install-completion` teaches your shell (bash, zsh or fish) to complete commands, options and many values, such as the
@@ -33,7 +31,7 @@ names of jobs and experiments; it works in new terminals. `pliant --show-complet
 
 
 def page() -> str:
-    """The whole page, as it should be now."""
+    """Return the page as it should be now."""
     root = typer.main.get_command(build())
     commands = [(path, command) for path, command in _walk(root, ("pliant",)) if not hasattr(command, "commands")]
     lines = [HEAD, "| command | what it does |", "|---|---|"]
@@ -46,10 +44,10 @@ def page() -> str:
 
 
 def _walk(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """All commands, in the order of `pliant -h`, those of a group after its name."""
+    """Yield all commands in the order of `pliant -h`, those of a group after its name."""
     yield path, command
     for name, inner in getattr(command, "commands", {}).items():
-        if not inner.hidden:
+        if not inner.hidden and (name not in REPRO_COMMANDS or len(path) > 1):
             yield from _walk(inner, (*path, name))
 
 
@@ -62,9 +60,17 @@ def _section(path: tuple[str, ...], command: Any) -> list[str]:
         lines += ["", "| argument | what |", "|---|---|"]
         lines += [f"| {_code(_argument(each))} | {_cell(each.help or '')} |" for each in arguments]
     if options:
-        lines += ["", "| option | default | what |", "|---|---|---|"]
-        lines += [f"| {_names(each)} | {_default(each)} | {_cell(each.help or '')} |" for each in options]
+        lines += ["", "| option | what |", "|---|---|"]
+        lines += [f"| {_names(each)} | {_cell(each.help or '')}{_default(each)} |" for each in options]
+    if rare := [each for each in command.params if each.param_type_name == "option" and each.hidden]:
+        lines += ["", "Rarely needed: " + "; ".join(f"{_names(each)} {_lower(each.help)}" for each in rare) + "."]
     return lines
+
+
+def _lower(help_: str | None) -> str:
+    """Return a help text as a part of a sentence."""
+    text = _cell(help_ or "").rstrip(".")
+    return f"({text[:1].lower()}{text[1:]})"
 
 
 def _argument(param: Any) -> str:
@@ -74,7 +80,7 @@ def _argument(param: Any) -> str:
 
 
 def _names(param: Any) -> str:
-    """All spellings of an option, with what it takes after the last."""
+    """Return all spellings of an option, with its value after the last one."""
     on = ", ".join(f"`{name}`" for name in sorted(param.opts, key=lambda name: name.startswith("--")))
     if param.is_flag:
         return f"{on} / {', '.join(f'`{name}`' for name in param.secondary_opts)}" if param.secondary_opts else on
@@ -84,19 +90,16 @@ def _names(param: Any) -> str:
 
 
 def _default(param: Any) -> str:
+    """Return the default as a part of the help text, unless the text names it."""
     value = param.default() if callable(param.default) else param.default
     if param.required:
-        return "needed"
+        return " Required."
     if isinstance(value, bool) and param.is_flag:
-        return "yes" if value and param.secondary_opts else ""
-    if value is None or value == "" or value == () or type(value).__name__ == "Sentinel":
+        return " On by default." if value and param.secondary_opts else ""
+    if value in (None, "", (), 0, "0") or type(value).__name__ == "Sentinel" or "default" in (param.help or ""):
         return ""
-    return _code(_home_free(str(value)))
-
-
-def _home_free(text: str) -> str:
-    """The page must not say whose machine it was made on."""
-    return text.replace(str(Path.home()), "~")
+    # The page must not show on whose machine it was made.
+    return f" Default: {_code(str(value).replace(str(Path.home()), '~'))}."
 
 
 def _first_line(command: Any) -> str:
@@ -104,7 +107,7 @@ def _first_line(command: Any) -> str:
 
 
 def _text(help_: str | None) -> str:
-    """A docstring as paragraphs. What is indented in it, or follows a \\b line, stays as it is."""
+    """Return a docstring as paragraphs. Text that is indented or follows a \\b line stays as it is."""
     paragraphs = inspect.cleandoc((help_ or "").partition("\f")[0]).split("\n\n")
     return "\n\n".join(_paragraph(each) for each in paragraphs)
 
@@ -116,7 +119,7 @@ def _paragraph(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    """In a table, a | ends the cell even between backticks, and readers of Markdown differ about how to escape it there."""
+    """Return code for a table cell, where a | would end the cell even between backticks."""
     return f"<code>{html.escape(text).replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
 
 

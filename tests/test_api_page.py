@@ -1,9 +1,10 @@
-"""The reference of Python names: every public one has an example in its section, and those that need no job are run."""
+"""The reference of Python names: signatures are those of the code, and every name has an example, some of which are run."""
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,23 @@ import torch
 
 import pliant
 
-PAGE = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+
+import api_reference
+
+PAGE = api_reference.PAGE.read_text()
 SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]}
 ALONE = ["Policies", "Optimizers that average models", "Errors", "Other names"]
 """Sections whose examples need neither workers nor files."""
 
 
 def examples(section: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", SECTIONS[section], re.DOTALL)
+    by_hand = api_reference.BLOCK.sub("", SECTIONS[section])
+    return re.findall(r"```python\n(.*?)```", by_hand, re.DOTALL)
+
+
+def test_signatures_are_those_of_the_code() -> None:
+    assert api_reference.page(PAGE) == PAGE, "run `python scripts/api_reference.py`"
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -29,7 +39,7 @@ def test_every_name_has_an_example_that_is_python(section: str) -> None:
         ast.parse(text)
     # In any case of letters: an example has a job, an engine, a handle.
     used = set(re.findall(r"\w+", " ".join(told).lower()))
-    names = [name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", SECTIONS[section], re.MULTILINE)]
+    names = [name.rpartition(".")[2] for name in api_reference.BLOCK.findall(SECTIONS[section])]
     assert told
     assert not [name for name in names if name.lower() not in used]
 
