@@ -14,7 +14,7 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -41,23 +41,11 @@ from pliant.identity import WorkerSpec
 
 if TYPE_CHECKING:
     from pliant.train.gradient_probe import GradientProbe
+    from pliant.train.trainer import Trainer
 
 
 DECISION_ORDER = [kind.kind for kind in (SetBatchSize, SetLearningRate, Resize, SetTopology, ProbeLinks)]
 """The order in which the decisions of one step are carried out."""
-
-
-class Adaptable(Protocol):
-    """What decisions need of the trainer."""
-
-    def set_batch_size(self, size: int) -> None:
-        """Change the batch size from now on: deal the rest of the epoch anew."""
-
-    def use_batch_size(self, size: int) -> None:
-        """Use a batch size that the data positions already account for."""
-
-    def request_workers(self, num_workers: int) -> None:
-        """Request a number of workers."""
 
 
 @dataclass(slots=True)
@@ -79,7 +67,7 @@ class Adaptation:
     def __init__(
         self,
         settings: AdaptationSettings,
-        subject: Adaptable,
+        trainer: Trainer,
         batch_size: int,
         monitor: GradientProbe | None,
         notify: Callable[[str], None],
@@ -100,9 +88,11 @@ class Adaptation:
         """Values that the program has reported in the step in progress."""
         self.last_values: dict[str, float] = {}
         """Values that it has reported in the last committed step."""
-        self._subject, self._notify = subject, notify
+        self._trainer, self._notify = trainer, notify
         self._replayed = settings.replayed
-        self._record_file = JobRecord(settings.record)
+        self._record_path = settings.record
+        self._recorder: record.Recorder | None = None
+        """Opened when this worker writes its first fact."""
         self._engine: Engine | None = None
         self._began_s: float | None = None
         """The first worker's clock when the job began."""
@@ -144,7 +134,8 @@ class Adaptation:
         if not self.is_active:
             return b""
         probed = self.monitor.pack_row() if self.monitor is not None else b""
-        return pack_message(self._figures, time.time(), self._pending, probed)
+        length = len(encode_decisions(self._pending)) if self._pending else 0
+        return AdaptationMessage(length, time.time(), self._figures, probed).to_bytes()
 
     def read_rows(self, rows: Sequence[bytes]) -> None:
         """Read everybody's rows of the step in progress. If the first worker has decided something, receive that, too.
@@ -154,9 +145,9 @@ class Adaptation:
         """
         if not self.is_active:
             return
-        assert self._engine is not None, "work_in() comes first"
+        assert self._engine is not None, "enter_view() comes first"
         workers = self._engine.view.workers
-        said = [unpack_message(str(worker), row) for worker, row in zip(workers, rows, strict=True)]
+        said = [AdaptationMessage.from_bytes(str(worker), row) for worker, row in zip(workers, rows, strict=True)]
         self._workers = tuple(each.figures for each in said)
         clock_s = said[0].clock_s
         if self._began_s is None:
@@ -281,7 +272,9 @@ class Adaptation:
         self._record_if_first("end", at.step, time_s_since_begin=round(seen.time_s, 3))
 
     def close(self) -> None:
-        self._record_file.close()
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
 
     def _observe(self, at: JobPosition, link_rates: LinkRates | None = None) -> Observation:
         figures = self.monitor.figures() if self.monitor is not None else {}
@@ -327,7 +320,7 @@ class Adaptation:
         assert self._engine is not None
         match decision:
             case SetBatchSize():
-                self._subject.set_batch_size(decision.size)
+                self._trainer.set_batch_size(decision.size)
                 self.batch_size = decision.size
             case SetLearningRate():
                 self.learning_rate_factor = decision.factor
@@ -336,7 +329,7 @@ class Adaptation:
                     self._engine.set_strategy(decision.strategy)
             case Resize():
                 if self._engine.rank == 0:
-                    self._subject.request_workers(decision.workers)
+                    self._trainer.request_workers(decision.workers)
             case _:
                 raise ConfigError(f"{type(decision).__name__} is no decision that a job can carry out")
 
@@ -364,12 +357,17 @@ class Adaptation:
 
     def record(self, kind: str, step: int, **data: Any) -> None:
         """Append a fact to the record. One worker of the job does so."""
-        self._record_file.write(kind, step, **data)
+        if self._record_path:
+            self._recorder = self._recorder or record.Recorder(self._record_path)
+            self._recorder.write(kind, step, **data)
 
     def _record_step(self, seen: Observation) -> None:
         if self._recorded_view != seen.view:
             self._recorded_view = seen.view
-            self._record_if_first("workers", seen.step, **workers_fact(seen))
+            workers = [each.name for each in seen.workers]
+            self._record_if_first(
+                "workers", seen.step, view=seen.view, workers=workers, replicas=seen.replicas, strategy=seen.strategy
+            )
         self._record_if_first("step", seen.step, **step_fact(seen, self.last_values))
 
     def _notify_first(self, text: str) -> None:
@@ -404,7 +402,7 @@ class Adaptation:
         if state["batch_size"] != self.batch_size:
             if self.resumed_at is not None:
                 self._notify(f"going on with the checkpoint's batch size, {state['batch_size']}, not {self.batch_size}")
-            self._subject.use_batch_size(state["batch_size"])
+            self._trainer.use_batch_size(state["batch_size"])
             self.batch_size = state["batch_size"]
 
 
@@ -452,8 +450,8 @@ class AdaptationSettings:
         """Describe what must be the same on all workers."""
         if not self.is_active:
             return "nothing to adapt by"
-        stall_watch = ", ".join(f"{name} every {steps} steps" for name, steps in sorted(self.monitors.items()))
-        return f"{len(self.policies)} policies, {stall_watch or 'no monitors'}"
+        monitored = ", ".join(f"{name} every {steps} steps" for name, steps in sorted(self.monitors.items()))
+        return f"{len(self.policies)} policies, {monitored or 'no monitors'}"
 
 
 def adaptation_settings(
@@ -488,47 +486,37 @@ def _parse_policies(text: str) -> list[Policy]:
     return [registry.parse(line) for line in text.splitlines()]
 
 
-# --- told ---
+# --- rows and decisions as bytes ---
 
 
 _MESSAGE = struct.Struct("<Idddddd")
 """The length of the decisions, the clock, and the fields of `WorkerFigures`."""
-
 MESSAGE_BYTES = _MESSAGE.size
-
 NamedDecision = tuple[str, Decision]
 """The name of a policy, and its decision."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdaptationMessage:
-    """The content of one worker's row."""
+    """One worker's row: the length of its decisions (0 without any), its clock, its last step, its probe's row."""
 
     num_bytes: int
-    """The length of its decisions; 0 without any."""
     clock_s: float
     figures: WorkerFigures
     probed: bytes
-    """The row of its gradient probe."""
 
+    def to_bytes(self) -> bytes:
+        own = self.figures
+        numbers = (own.step_s, own.compute_s, own.comm_bytes, own.comm_s, own.egress_bytes)
+        return _MESSAGE.pack(self.num_bytes, self.clock_s, *numbers) + self.probed
 
-def pack_message(figures: WorkerFigures, clock_s: float, decided: Sequence[NamedDecision], probed: bytes) -> bytes:
-    length, own = len(encode_decisions(decided)) if decided else 0, figures
-    head = _MESSAGE.pack(length, clock_s, own.step_s, own.compute_s, own.comm_bytes, own.comm_s, own.egress_bytes)
-    return head + probed
-
-
-def unpack_message(name: str, row: bytes) -> AdaptationMessage:
-    length, clock_s, step_s, compute_s, comm_bytes, comm_s, egress_bytes = _MESSAGE.unpack_from(row)
-    figures = WorkerFigures(
-        name=name,
-        step_s=step_s,
-        compute_s=compute_s,
-        comm_bytes=comm_bytes,
-        comm_s=comm_s,
-        egress_bytes=egress_bytes,
-    )
-    return AdaptationMessage(length, clock_s, figures, row[_MESSAGE.size :])
+    @classmethod
+    def from_bytes(cls, name: str, row: bytes) -> AdaptationMessage:
+        """Read the row of the worker with this name."""
+        length, clock_s, *numbers = _MESSAGE.unpack_from(row)
+        names = ("step_s", "compute_s", "comm_bytes", "comm_s", "egress_bytes")
+        figures = WorkerFigures(name=name, **dict(zip(names, numbers, strict=True)))
+        return cls(length, clock_s, figures, row[_MESSAGE.size :])
 
 
 def encode_decisions(decided: Sequence[NamedDecision]) -> bytes:
@@ -539,32 +527,7 @@ def decode_decisions(data: bytes) -> list[NamedDecision]:
     return [(name, decision_from_json(decision)) for name, decision in json.loads(data)]
 
 
-# --- facts ---
-
-
-class JobRecord:
-    """A record that is opened when this worker writes its first fact. Without a path nothing is written."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._recorder: record.Recorder | None = None
-
-    def write(self, kind: str, step: int, **data: Any) -> None:
-        if not self._path:
-            return
-        if self._recorder is None:
-            self._recorder = record.Recorder(self._path)
-        self._recorder.write(kind, step, **data)
-
-    def close(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
-            self._recorder = None
-
-
-def workers_fact(seen: Observation) -> dict[str, Any]:
-    names = [each.name for each in seen.workers]
-    return {"view": seen.view, "workers": names, "replicas": seen.replicas, "strategy": seen.strategy}
+# --- facts of the record ---
 
 
 def step_fact(seen: Observation, values: Mapping[str, float]) -> dict[str, Any]:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 FIRST_BYTES = 1 << 20
 """DDP's first bucket is small, so that its reduction begins early."""
-
 CAP_BYTES = 25 << 20
 
 
@@ -399,13 +398,10 @@ def unflatten_sum(flat: torch.Tensor, bucket: Bucket) -> Sequence[torch.Tensor]:
 
 FIRST_PRIORITY = -1
 """The priority of what every worker needs before it can begin its next step: before all units."""
-
 MIN_SLICE_BYTES = 8 << 10
 """No slice needs to be smaller than this, however urgent: each message has a cost."""
-
 URGENT_SHARE = 8
 """What is needed before a unit is this many times a slice of it."""
-
 MAX_SLICES = 4096
 """The most slices of one unit: a description of more would not be worth its bytes."""
 

@@ -30,13 +30,9 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-
 SUFFIX = ".safetensors"
-
 _STEP_NAME = re.compile(r"step-(\d{9,})\.safetensors")
-
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
-
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

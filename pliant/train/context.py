@@ -33,24 +33,16 @@ if TYPE_CHECKING:
 
 
 _TWISTER_WORDS = 624
-
 _PYTHON = struct.Struct(f"<{_TWISTER_WORDS + 1}I")
 """The words of a Mersenne twister and the position in them."""
-
 _PYTHON_VERSION = 3
-
 _POSITION = 4
 """The size of the position, which Python keeps before the words and NumPy after them."""
-
 _NUMPY_BYTES = (_TWISTER_WORDS + 1) * 4
 """The words and the position."""
-
 _TORCH_BYTES = 5056
-
 _CUDA_BYTES = 16
-
 _RECORD = struct.Struct(f"<{_PYTHON.size}s?d{_NUMPY_BYTES}s?d{_TORCH_BYTES}s?{_CUDA_BYTES}s")
-
 _SPARE = struct.Struct("ixxxxd")
 """Whether NumPy has a spare normal deviate, and which. Its Box-Muller makes two at a time."""
 
@@ -283,7 +275,6 @@ def _numpy() -> _NumpyGlobal:
 
 
 _POSITION_HEADER = struct.Struct("<qqq?q")
-
 _WORKER_STATE = struct.Struct(f"<?{RNG_BYTES}s")
 
 

@@ -31,9 +31,7 @@ from pliant.comm import kernels, order
 from pliant.errors import ConfigError
 
 Level = Literal["D0", "D1", "D2"]
-
 LEVELS: tuple[Level, ...] = ("D0", "D1", "D2")
-
 PINS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "OMP_NUM_THREADS")
 """The variables that D2 needs in the environment before torch is loaded."""
 
@@ -47,10 +45,8 @@ _ISAS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("AVX512_CORE_BF16", ("avx512_bf16",)),
     ("AVX512_CORE_AMX", ("amx_tile", "amx_bf16")),
 )
-
 _CAPABILITIES = {"DEFAULT": "", "AVX2": "AVX2", "AVX512": "AVX512_CORE"}
 """The capabilities that torch may be told to use, and what the machine must have for each."""
-
 _FP32_PARTS: dict[str, Any] = {
     "matmul": torch.backends.cuda.matmul,
     "conv": torch.backends.cudnn.conv,  # type: ignore[attr-defined]
@@ -301,9 +297,7 @@ def _gpu(device: torch.device) -> dict[str, str]:
 
 MAX_RANKS = 8
 """More ranks cost time by their square and show nothing new: the ring is the same."""
-
 TIMEOUT = datetime.timedelta(seconds=10)
-
 SIZES = (
     (torch.float32, 1),
     (torch.float32, 10),
@@ -311,7 +305,6 @@ SIZES = (
     (torch.float64, 1023),
     (torch.bfloat16, 4099),
 )
-
 FACTORS = (1.0, -0.7310585, 1.3591409, 0.5772157, -1.6180340, 0.9159656, -1.2020569, 0.6931472)
 """The ranks' values differ by these factors: of both signs and no two equal, so that the order of the sum shows."""
 

@@ -63,7 +63,7 @@ class StepExchange:
         """Send this worker's part. `known` are the contexts that everybody has; `order_length` is the number of
         parameters that wait for replica 0's order, or 0."""
         engine = self._engine
-        assert engine is not None, "arrange() comes first"
+        assert engine is not None, "enter_view() comes first"
         row = self.codec.pack(message, self.new_contexts, known, self._num_loaders)
         rows = engine.all_gather(self.codec.name, row, priority=FIRST_PRIORITY)
         buffers = order = None
@@ -116,15 +116,10 @@ class StepExchange:
 
 _HEAD = struct.Struct("<QQ?")
 """The step, the newest membership that the worker is prepared for, and whether its changes fit."""
-
 _WORD = np.dtype("<u8")
-
 _CHANGE = np.dtype([("place", "<u2"), ("word", _WORD)])
-
 _COUNT = struct.Struct("<H")
-
 MAX_CHANGES = 16
-
 CHANGES_BYTES = _COUNT.size + MAX_CHANGES * _CHANGE.itemsize
 """The room for the changes of one context."""
 

@@ -57,16 +57,11 @@ def start_exporters(
 
 
 log = logging.getLogger(__name__)
-
 PORT_OFFSET = 10000
 """The page of a worker is at its own port plus this, as KungFu's is."""
-
 LATENCY_PERIOD_S = 10.0
-
 LATENCY_TIMEOUT_S = 5.0
-
 _HIGHEST_PORT = 65535
-
 _PERIODS = ("PLIANT_MONITORING_PERIOD", "KUNGFU_CONFIG_MONITORING_PERIOD")
 
 

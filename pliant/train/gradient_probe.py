@@ -29,13 +29,10 @@ from pliant.errors import CommError, ConfigError
 
 CHUNK = 1 << 15
 """Elements whose squares are added in the gradients' own precision: so few that one thread does it."""
-
 _ONE = 1 << 149
 """The integers count in units of the least positive float32."""
-
 NEVER = (-2, 0.0, 1.0)
 """The step, batch and scale before the first step."""
-
 _ROW = struct.Struct("<qdd?48s48s?3d")
 """The step, the batch of a replica and the scale of its loss; whether there are squares, of the replicas and of the
 sum; whether there is a variance, in three numbers.
@@ -361,12 +358,9 @@ VarianceShare = tuple[float, float, float]
 """The squared norm of the variable that begins before the share, the sum of the norms of the variables in it, and the
 squared norm of the variable that ends after it.
 """
-
 NO_STEP = -1
-
 LAST_PRIORITY = 1 << 20
 """A priority behind everything that training needs."""
-
 VARIANCE_CHUNK = 1 << 16
 """Elements that are processed at once, so that intermediate results stay in the cache."""
 
@@ -433,7 +427,7 @@ class GradientVariance:
                 place.copy_(flat).square_()
 
     def _allocate(self, flat: torch.Tensor) -> None:
-        assert self._engine is not None, "arrange() comes first"
+        assert self._engine is not None, "enter_view() comes first"
         dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
         shared = self._engine.empty(self._offsets[-1], dtype)
         if flat.is_cuda:
@@ -446,7 +440,7 @@ class GradientVariance:
 
     @property
     def _share(self) -> tuple[int, int]:
-        assert self._engine is not None, "arrange() comes first"
+        assert self._engine is not None, "enter_view() comes first"
         rank = self._engine.rank
         return self._bounds[rank], self._bounds[rank + 1]
 
@@ -470,7 +464,7 @@ class GradientVariance:
         self._submit(self._host)
 
     def _submit(self, squares: torch.Tensor) -> None:
-        assert self._engine is not None, "arrange() comes first"
+        assert self._engine is not None, "enter_view() comes first"
         for root in range(self._engine.size):
             low, high = self._bounds[root], self._bounds[root + 1]
             if low < high:

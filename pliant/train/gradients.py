@@ -42,8 +42,8 @@ from pliant.train.pending import Pending, PendingSum
 from pliant.train.sync import SyncConfig
 
 
-class GradientCollector:
-    """Collects the gradients of `parameters`, for a job of N replicas, and passes them to `sums`."""
+class GradientReducer:
+    """Collects the gradients of `parameters` and sums them over N replicas: turn by turn into buckets."""
 
     def __init__(
         self,
@@ -58,33 +58,46 @@ class GradientCollector:
     ) -> None:
         self.names = [name for name, _ in parameters]
         self.parameters = [parameter for _, parameter in parameters]
+        self.num_replicas = num_replicas
         self.no_sync = False
         """While true, gradients only accumulate in `.grad`."""
+        self.wanted = num_replicas > 1 or always_sums
+        """Whether there is anything to sum. The gradients of a single replica stay where backward puts them."""
+        self.probe: GradientProbe | None = None
+        """Is shown gradients and sums; set it before the first view."""
         self.ready_order: list[int] = []
         """The order in which the gradients of the last complete backward came."""
         self._on_backward, self._before_backward = on_backward, before_backward
         self._find_unused, self._cap_bytes = find_unused, cap_bytes
         self._items = [BucketItem((p.dtype, p.device), p.numel() * p.element_size()) for p in self.parameters]
-        wanted = num_replicas > 1 or always_sums
-        self.waits_for_order = wanted and not find_unused
-        """Whether L1 is still in use, to be replaced when the order of replica 0 is known."""
-        self.layout = first_layout(self._items, find_unused=find_unused, cap_bytes=cap_bytes)
-        self.sums = GradientSums(
-            self.names,
-            self.parameters,
-            num_replicas,
-            self.layout,
-            self._generation,
-            wanted=wanted,
-            find_unused=find_unused,
-        )
+        self._engine: Engine | None = None
+        self._blocks: tuple[int, ...] = ()
+        self._on_device = self.parameters[0].is_cuda
+        self._copier = DeviceCopier()
+        self._buckets: list[Bucket] = []
+        self._slots: list[GradientSlot] = []
+        """The place of each parameter's gradient."""
+        self._retired: list[tuple[Engine, list[Bucket]]] = []
+        self._config = SyncConfig()
+        """How sums travel in this step."""
+        self._units: list[UnitBuffer] = []
+        """The units that travel by themselves; empty if whole buckets do."""
+        self._unit_of: list[UnitBuffer] = []
+        self._cut_for: SyncConfig | None = None
         self._expecting = self._queued = False
         self._halted = False
         """Whether the step is torn. Others may still read its memory, so that is left alone."""
         self._resting = True
         """Whether no replica has its turn. Backwards are then the program's own affair."""
-        self._leftover: set[int] = set()
+        self._unseen: set[int] = set()
         """Parameters that the forward before this backward was not seen to use."""
+        self._slot = 0
+        self._scale = 1.0
+        self._is_last = False
+        self._held_back: Bucket | None = None
+        self._used: torch.Tensor | None = None
+        self._used_handle: Handle | None = None
+        self.use_layout(None)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._collect, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(self.parameters)
@@ -96,15 +109,12 @@ class GradientCollector:
 
     # --- the layout ---
 
-    @property
-    def _generation(self) -> int:
-        return 1 if self.waits_for_order else 2
-
     def use_layout(self, layout: BucketLayout | None) -> None:
         """Use L2 as another worker or a checkpoint has it. None goes back to L1, as a restarted DDP would."""
-        self.waits_for_order = layout is None and self.sums.wanted and not self._find_unused
+        self.waits_for_order = layout is None and self.wanted and not self._find_unused
+        """Whether L1 is still in use, to be replaced when the order of replica 0 is known."""
         self.layout = layout or first_layout(self._items, find_unused=self._find_unused, cap_bytes=self._cap_bytes)
-        self.sums.use_layout(self.layout, self._generation)
+        self._buckets, self._units = [], []
 
     def rebuild(self, ready_order: Sequence[int]) -> None:
         """Replace L1 by L2 for good."""
@@ -112,19 +122,71 @@ class GradientCollector:
 
     def disable_sums(self) -> None:
         """Leave gradients where backward puts them."""
-        self.sums.wanted = self.waits_for_order = False
+        self.wanted = self.waits_for_order = False
 
     # --- views and turns ---
 
     def enter_view(self, engine: Engine, blocks: Sequence[int]) -> None:
         """Use this engine from now on: rank r hosts `blocks[r]` replicas."""
+        if self._engine is not None and self._engine.may_be_written_to:
+            # A worker that was given up for its silence may only be stopped. When it goes on, it finishes its part of
+            # an old sum, into this memory, which must therefore never be used again.
+            self._retired.append((self._engine, self._buckets))
+        self._copier.wait()  # before the memory that is being copied to is given away
+        self._engine, self._blocks = engine, tuple(blocks)
+        self._buckets, self._units = [], []
         self._expecting = self._halted = False
-        self.sums.enter_view(engine, blocks)
+        if self.probe is not None:
+            self.probe.enter_view(engine, self._blocks)
+
+    def _have_buckets(self, engine: Engine) -> None:
+        if self._buckets or not self.wanted:
+            return
+        hosted = self._blocks[engine.rank]
+        self._buckets = allocate_buckets(
+            self.layout,
+            self.parameters,
+            engine,
+            hosted,
+            generation=1 if self.waits_for_order else 2,
+            on_device=self._on_device,
+        )
+        self._slots = gradient_slots(self._buckets)
+        self._units, self._cut_for = [], None
+
+    def plan_step(self, config: SyncConfig, order: Sequence[int]) -> None:
+        """Decide how the sums of the step that begins now travel. `order` is the order in which they are wanted."""
+        engine = self._engine
+        assert engine is not None, "enter_view() comes first"
+        self._have_buckets(engine)
+        self._config = config
+        if config.mode == "fifo" or not self.wanted or engine.size == 1:
+            self._units = []
+            return
+        if not self._units or self._cut_for != config:
+            self._units = cut_unit_buffers(self._buckets, config, engine.num_lanes)
+            unit_of = {index: unit for unit in self._units for index in unit.indices}
+            self._unit_of = [unit_of[index] for index in range(len(self.parameters))]
+        self._cut_for = config
+        wanted = {index: place for place, index in enumerate(order)}
+        for unit in self._units:
+            first = min(wanted.get(index, len(self.parameters)) for index in unit.indices)
+            unit.priority = first if config.mode == "priority" else 0
 
     def begin_turn(self, slot: int) -> None:
         """Begin the turn of the replica in this slot of those hosted here."""
-        self.sums.begin_turn(slot)
-        self._leftover = set()
+        engine = self._engine
+        assert engine is not None, "enter_view() comes first"
+        self._have_buckets(engine)
+        for unit in self._units:
+            unit.missing, unit.handle = len(unit.indices), None
+        for bucket in self._buckets:
+            bucket.seen, bucket.handle = 0, None
+        self._slot, self._is_last, self._held_back = slot, slot == self._blocks[engine.rank] - 1, None
+        self._scale = 1.0 / self.num_replicas
+        if self._find_unused and self.wanted and slot == 0:
+            self._used = torch.zeros(len(self.parameters), dtype=torch.uint8)
+        self._unseen = set()
         self._expecting, self._queued, self._resting = True, False, False
 
     def halt(self) -> None:
@@ -145,7 +207,7 @@ class GradientCollector:
 
     def _collect(self, index: int, parameter: torch.nn.Parameter) -> None:
         """Take a complete gradient. Called for every parameter of every replica, so it does as little as possible."""
-        if parameter.__class__ is Pending or index in self._leftover:
+        if parameter.__class__ is Pending or index in self._unseen:
             raise TrainError(
                 f"{self.names[index]!r} got a gradient, but its last update was still under way when it was used: something "
                 "(compiled or scripted code?) uses it where torch's Python functions do not see it. Use sync='fifo'"
@@ -154,8 +216,8 @@ class GradientCollector:
             return
         if not self._queued:
             self._begin_backward(index)
-        if self.sums.wanted:
-            self.sums.put(index, parameter)
+        if self.wanted:
+            self._put(index, parameter)
             if self.waits_for_order:
                 self.ready_order.append(index)
 
@@ -165,138 +227,19 @@ class GradientCollector:
                 f"a second backward reached {self.names[index]!r} before the next batch: each replica has one backward "
                 "per step whose gradients are summed. To accumulate, put `with job.no_sync():` around all but the last"
             )
-        self._leftover = self._before_backward()
-        if index in self._leftover:
+        self._unseen = self._before_backward()
+        if index in self._unseen:
             self._collect(index, self.parameters[index])
         self._queued = True
         self.ready_order = []
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_done)
 
-    def _backward_done(self) -> None:
-        with torch.no_grad():
-            self.sums.end_turn()
-        self._expecting = False
-        self._queued = False
-        self._on_backward()
-
-
-# --- summing ---
-
-
-class GradientSums:
-    """Sums the gradients of `parameters` over N replicas: turn by turn into buckets, which the engine then sums."""
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        parameters: Sequence[torch.nn.Parameter],
-        num_replicas: int,
-        layout: BucketLayout,
-        generation: int,
-        *,
-        wanted: bool,
-        find_unused: bool,
-    ) -> None:
-        self.num_replicas = num_replicas
-        self.wanted = wanted
-        """Whether there is anything to sum. The gradients of a single replica stay where backward puts them."""
-        self.probe: GradientProbe | None = None
-        """Is shown gradients and sums; set it before the first view."""
-        self._names, self._parameters = names, parameters
-        self._find_unused = find_unused
-        self._layout, self._generation = layout, generation
-        self._buckets: list[Bucket] = []
-        self._places: list[GradientSlot] = []
-        """The place of each parameter's gradient."""
-        self._on_device = parameters[0].is_cuda
-        self._copier = DeviceCopier()
-        self._engine: Engine | None = None
-        self._blocks: tuple[int, ...] = ()
-        self._retired: list[tuple[Engine, list[Bucket]]] = []
-        self._config = SyncConfig()
-        """How sums travel in this step."""
-        self._units: list[UnitBuffer] = []
-        """The units that travel by themselves; empty if whole buckets do."""
-        self._unit_of: list[UnitBuffer] = []
-        self._cut_for: SyncConfig | None = None
-        self._slot = 0
-        self._scale = 1.0
-        self._is_last = False
-        self._held_back: Bucket | None = None
-        self._used: torch.Tensor | None = None
-        self._used_handle: Handle | None = None
-
-    # --- where things lie ---
-
-    def use_layout(self, layout: BucketLayout, generation: int) -> None:
-        """Use this layout from now on. `generation` keeps the names of its buckets apart from those of others."""
-        self._layout, self._generation = layout, generation
-        self._buckets, self._units = [], []
-
-    def enter_view(self, engine: Engine, blocks: Sequence[int]) -> None:
-        """Use this engine from now on: rank r hosts `blocks[r]` replicas."""
-        if self._engine is not None and self._engine.may_be_written_to:
-            # A worker that was given up for its silence may only be stopped. When it goes on, it finishes its part of
-            # an old sum, into this memory, which must therefore never be used again.
-            self._retired.append((self._engine, self._buckets))
-        self._copier.wait()  # before the memory that is being copied to is given away
-        self._engine, self._blocks = engine, tuple(blocks)
-        self._buckets, self._units = [], []
-        if self.probe is not None:
-            self.probe.enter_view(engine, self._blocks)
-
-    def _have_buckets(self, engine: Engine) -> None:
-        if self._buckets or not self.wanted:
-            return
-        hosted = self._blocks[engine.rank]
-        self._buckets = allocate_buckets(
-            self._layout, self._parameters, engine, hosted, generation=self._generation, on_device=self._on_device
-        )
-        self._places = gradient_slots(self._buckets)
-        self._units, self._cut_for = [], None
-
-    def plan_step(self, config: SyncConfig, order: Sequence[int]) -> None:
-        """Decide how the sums of the step that begins now travel. `order` is the order in which they are wanted."""
-        engine = self._engine
-        assert engine is not None, "arrange() comes first"
-        self._have_buckets(engine)
-        self._config = config
-        if config.mode == "fifo" or not self.wanted or engine.size == 1:
-            self._units = []
-            return
-        if not self._units or self._cut_for != config:
-            self._units = cut_unit_buffers(self._buckets, config, engine.num_lanes)
-            unit_of = {index: unit for unit in self._units for index in unit.indices}
-            self._unit_of = [unit_of[index] for index in range(len(self._parameters))]
-        self._cut_for = config
-        wanted = {index: place for place, index in enumerate(order)}
-        for unit in self._units:
-            first = min(wanted.get(index, len(self._parameters)) for index in unit.indices)
-            unit.priority = first if config.mode == "priority" else 0
-
-    # --- one replica's turn ---
-
-    def begin_turn(self, slot: int) -> None:
-        """Begin the turn of the replica in this slot of those hosted here."""
-        engine = self._engine
-        assert engine is not None, "arrange() comes first"
-        self._have_buckets(engine)
-        for unit in self._units:
-            unit.missing, unit.handle = len(unit.indices), None
-        for bucket in self._buckets:
-            bucket.seen, bucket.handle = 0, None
-        self._slot, self._is_last, self._held_back = slot, slot == self._blocks[engine.rank] - 1, None
-        self._scale = 1.0 / self.num_replicas
-        if self._find_unused and self.wanted and slot == 0:
-            self._used = torch.zeros(len(self._parameters), dtype=torch.uint8)
-
-    def put(self, index: int, parameter: torch.nn.Parameter) -> None:
-        """Take a complete gradient. Called for every parameter of every replica, so it does as little as possible."""
-        place = self._places[index]
+    def _put(self, index: int, parameter: torch.nn.Parameter) -> None:
+        place = self._slots[index]
         bucket = place.bucket
         if bucket.seen & place.bit:
             raise Unsliceable(
-                f"{self._names[index]!r} got its gradient twice in one backward, as with re-entrant checkpointing: "
+                f"{self.names[index]!r} got its gradient twice in one backward, as with re-entrant checkpointing: "
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
         bucket.seen |= place.bit
@@ -305,7 +248,7 @@ class GradientSums:
             assert gradient is not None, "the hook runs after the gradient was accumulated"
             if gradient.is_sparse:
                 raise Unsliceable(
-                    f"{self._names[index]!r} has a sparse gradient, which has no fixed place in a bucket: use sparse=False"
+                    f"{self.names[index]!r} has a sparse gradient, which has no fixed place in a bucket: use sparse=False"
                 )
             torch.mul(gradient, self._scale, out=place.views[self._slot])
             if self.probe is not None and self.probe.wants_parts:
@@ -318,12 +261,18 @@ class GradientSums:
         elif bucket.seen == bucket.whole:
             self._bucket_full(bucket)
 
-    def end_turn(self) -> None:
+    def _backward_done(self) -> None:
+        with torch.no_grad():
+            self._end_turn()
+        self._expecting = self._queued = False
+        self._on_backward()
+
+    def _end_turn(self) -> None:
         """End a turn: every gradient has come, or was not used."""
         if any(bucket.seen != bucket.whole for bucket in self._buckets):
             self._fill_in_unused()
         if self._used is not None:
-            self._used |= torch.tensor([self._has_come(index) for index in range(len(self._parameters))])
+            self._used |= torch.tensor([self._has_come(index) for index in range(len(self.parameters))])
             if self._is_last:
                 assert self._engine is not None
                 self._used_handle = self._engine.all_reduce(
@@ -332,22 +281,22 @@ class GradientSums:
         if self._held_back is not None:
             self._send_from_device(self._held_back)
         if self.probe is not None and self.probe.wants_parts and self._is_last:
-            self._parts_over(self.probe)
+            self._gradients_complete(self.probe)
 
     def _has_come(self, index: int) -> bool:
-        place = self._places[index]
+        place = self._slots[index]
         return bool(place.bucket.seen & place.bit)
 
     def _fill_in_unused(self) -> None:
         """Let unused parameters contribute zeros."""
-        unused = [index for index in range(len(self._parameters)) if not self._has_come(index)]
+        unused = [index for index in range(len(self.parameters)) if not self._has_come(index)]
         if not self._find_unused:
-            names = ", ".join(repr(self._names[index]) for index in unused[:8])
+            names = ", ".join(repr(self.names[index]) for index in unused[:8])
             raise TrainError(
                 f"{len(unused)} parameters got no gradient in this backward ({names}): freeze them with "
                 "requires_grad_(False), or pass find_unused_parameters=True to job.wrap as you would to DDP"
             )
-        places = [self._places[index] for index in unused]
+        places = [self._slots[index] for index in unused]
         if not self._on_device:
             for place in places:
                 place.views[self._slot].zero_()
@@ -455,7 +404,7 @@ class GradientSums:
         self.sums_complete()
         used = self._wait_for_used()
         # A parameter that no replica has used keeps its gradient, as with DDP.
-        unused = {id(parameter) for index, parameter in enumerate(self._parameters) if used and not used[index]}
+        unused = {id(parameter) for index, parameter in enumerate(self.parameters) if used and not used[index]}
         for bucket in self._buckets:
             for parameter, total in zip(bucket.parameters, bucket.sums, strict=True):
                 if id(parameter) not in unused:
@@ -481,10 +430,10 @@ class GradientSums:
         if self.probe is not None and self.probe.wants_parts:
             self.probe.record_samples(samples, scale())
 
-    def _parts_over(self, probe: GradientProbe) -> None:
+    def _gradients_complete(self, probe: GradientProbe) -> None:
         """Tell the probe that the last replica hosted here is done."""
         if not self.wanted:
-            for index, parameter in enumerate(self._parameters):
+            for index, parameter in enumerate(self.parameters):
                 if parameter.grad is not None:
                     probe.add_gradient(index, in_memory_order(parameter, parameter.grad.detach()))
         probe.gradients_complete()
@@ -492,7 +441,7 @@ class GradientSums:
     def sum_arrived(self, index: int) -> None:
         """Show the probe the sum of a parameter's gradients, before anybody has touched it."""
         if self.probe is not None and self.probe.wants_sums:
-            place = self._places[index]
+            place = self._slots[index]
             self.probe.add_sum(index, place.bucket.total[place.begin : place.end])
 
     def sums_complete(self) -> None:

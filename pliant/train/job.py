@@ -29,7 +29,7 @@ import torch
 from pliant.adapt import Observation, Policy
 from pliant.adapt.monitors import wants_stall_detection
 from pliant.cluster import PortRange, Worker
-from pliant.elastic.member import Member, SoloMember, open_member
+from pliant.elastic.member import Member, open_member
 from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, TrainError
 from pliant.identity import WorkerSpec, worker_spec
 from pliant.train import determinism, obstacles, trace
@@ -39,7 +39,7 @@ from pliant.train.deferred import DeferredUpdates, gate_evaluation, gate_state
 from pliant.train.events import StepCommitted, ViewChange
 from pliant.train.feeder import ReplicaLoader
 from pliant.train.gradient_probe import GradientProbe
-from pliant.train.gradients import GradientCollector
+from pliant.train.gradients import GradientReducer
 from pliant.train.optim import AveragingOptimizer, find_averaging
 from pliant.train.rendezvous import JobState, Left, ViewRendezvous
 from pliant.train.replicas import Blocks, Replicas, ReplicaSwitch
@@ -47,7 +47,6 @@ from pliant.train.sampling import loader_options
 from pliant.train.sync import SyncStats, SyncTuner, check_sync_options
 from pliant.train.trainer import Trainer, UserObjects
 from pliant.train.wrapping import (
-    NamedParameters,
     check_epoch,
     check_optimizers,
     check_tracked,
@@ -61,7 +60,6 @@ from pliant.train.wrapping import (
 )
 
 __all__ = ["Job", "Left", "Loader", "StepCommitted", "ViewChange", "join"]
-
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
@@ -169,8 +167,9 @@ class Job:
         self.pinned = determinism.pin(level, torch.device("cpu"))
         """The settings that this level of determinism has pinned in this process."""
         atexit.register(self.close)
-        if spec is not None and spec.elastic:
-            handle_preemption_notice(self._leave)
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if spec is not None and spec.elastic and in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._leave)
 
     # --- who and where ---
 
@@ -290,7 +289,7 @@ class Job:
     @property
     def gradient_probe(self) -> GradientProbe | None:
         """The monitor of noise scale and variance; None if neither was asked for."""
-        return self._need_trainer().gradients.sums.probe
+        return self._need_trainer().gradients.probe
 
     @property
     def replica_switch(self) -> ReplicaSwitch:
@@ -344,21 +343,35 @@ class Job:
         feeder = self._stack.enter_context(ReplicaLoader(dataset, options, replicas.count))
         check_epoch(replicas)
         follows_view = self._asked is None and isinstance(self._member, Member)
-        trainer = self._trainer = make_trainer(
-            self._member,
-            UserObjects(model, optimizers, feeder, sync_buffers, device),
+        gradients = GradientReducer(
             parameters,
-            replicas,
-            (self._sync_mode(model, averaging), *self._sync[1:]),
-            self._blocks,
+            replicas.count,
             find_unused=find_unused_parameters,
             cap_bytes=None if bucket_cap_mb is None else int(bucket_cap_mb * (1 << 20)),
+            always_sums=follows_view,
+            on_backward=lambda: trainer.end_turn(),
+            before_backward=lambda: deferred.unused_parameters(),
+        )
+        deferred = DeferredUpdates(
+            gradients.parameters,
+            gradients.names,
+            can_undo=self._member.elastic,
+            notify=self._notify_first,
+            optimizers=optimizers,
+        )
+        tuner = SyncTuner(self._sync_mode(model, averaging), *self._sync[1:], notify=self._notify_first)
+        trainer = self._trainer = Trainer(
+            self._member,
+            UserObjects(model, optimizers, feeder, sync_buffers, device),
+            replicas,
+            gradients,
+            deferred,
+            tuner,
+            self._blocks,
             follows_view=follows_view,
             keeps_layout=self._level != "D0",
-            notify=self._notify_first,
         )
-        gradients, deferred = trainer.gradients, trainer.deferred
-        probe = gradients.sums.probe = make_probe(self._adapting.monitors, gradients, optimizers, averaging)
+        probe = gradients.probe = make_probe(self._adapting.monitors, gradients, optimizers, averaging)
         trainer.adaptation = Adaptation(self._adapting, trainer, options.batch_size, probe, self._notify)
         trainer.loss_scale = self._loss_scale
         if self._adapting.metrics or self._adapting.tensorboard or wants_stall_detection():
@@ -591,74 +604,12 @@ class Job:
     def _notify(self, text: str) -> None:
         print(text, flush=True)
 
-    def _leave(self) -> bool:
-        """Leave the job at the next step's boundary. Return False if it has not begun, or if it is being left already."""
+    def _leave(self, signum: int, frame: object) -> None:
+        """Leave the job at the next step's boundary: SIGTERM is the notice that this machine will be taken away.
+
+        Exit at once if the job has not begun, or if it is being left already.
+        """
         if self._rendezvous is None or not self._rendezvous.has_state or self._notified:
-            return False
+            sys.exit(0)
         self._notified = True
         self._member.leave()
-        return True
-
-
-# --- notice ---
-
-
-def handle_preemption_notice(leave: Callable[[], bool]) -> None:
-    """Call `leave` on SIGTERM, the notice that this machine will be taken away. If it returns False, exit at once.
-
-    Does nothing outside the main thread, or if the program has a handler of its own.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return
-
-    def apply_decision(signum: int, frame: object) -> None:
-        if not leave():
-            sys.exit(0)
-
-    signal.signal(signal.SIGTERM, apply_decision)
-
-
-# --- wrapping ---
-
-
-def make_trainer(
-    member: Member | SoloMember,
-    user: UserObjects,
-    parameters: NamedParameters,
-    replicas: Replicas,
-    sync: tuple[str, int | None, int | None],
-    blocks: Blocks | None,
-    *,
-    find_unused: bool,
-    cap_bytes: int | None,
-    follows_view: bool,
-    keeps_layout: bool,
-    notify: Callable[[str], None],
-) -> Trainer:
-    """Build the trainer with everything it needs. `sync` is the sync mode, slice_bytes and in_flight_bytes."""
-    gradients = GradientCollector(
-        parameters,
-        replicas.count,
-        find_unused=find_unused,
-        cap_bytes=cap_bytes,
-        always_sums=follows_view,
-        on_backward=lambda: trainer.end_turn(),
-        before_backward=lambda: deferred.unused_parameters(),
-    )
-    deferred = DeferredUpdates(
-        gradients.parameters, gradients.names, can_undo=member.elastic, notify=notify, optimizers=user.optimizers
-    )
-    trainer = Trainer(
-        member,
-        user,
-        replicas,
-        gradients,
-        deferred,
-        SyncTuner(*sync, notify=notify),
-        blocks,
-        follows_view=follows_view,
-        keeps_layout=keeps_layout,
-    )
-    return trainer

@@ -264,7 +264,6 @@ class _LoaderWorkers:
 
 
 _HEADER = struct.Struct("<QI")
-
 _MAX_DESCRIPTORS = 253
 """The most descriptors that the kernel lets one message carry (SCM_MAX_FD)."""
 

@@ -26,15 +26,11 @@ from pliant.errors import Unsliceable
 
 COLLECTIVES = ("all_reduce", "allreduce", "all_gather", "allgather", "all_to_all", "alltoall", "barrier", "broadcast",
                "gather", "irecv", "isend", "recv", "reduce", "scatter", "send")  # fmt: skip
-
 PRODUCTS = ("addbmm", "addmm", "baddbmm", "bilinear", "bmm", "einsum", "linear", "matmul", "mm", "mv", "tensordot",
             "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
             "conv_transpose3d", "multi_head_attention_forward")  # fmt: skip
-
 _CONVOLUTIONS = (nn.modules.conv._ConvNd,)
-
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
-
 _PRODUCT_MODULES = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 # Their backward on CUDA uses atomics, and torch has no other (torch.use_deterministic_algorithms lists them).
@@ -174,7 +170,6 @@ def _about_vendors(module: nn.Module) -> Iterator[_Finding]:
 
 
 MAX_CALLS_DEEP = 8
-
 _KNOWN_PACKAGES = {"torch", "numpy", "builtins"} | set(sys.stdlib_module_names)
 """Packages whose functions are known and not examined."""
 

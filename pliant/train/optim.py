@@ -24,11 +24,10 @@ from pliant.errors import CommError, ConfigError, Unsliceable
 from pliant.train.buckets import BucketItem, first_layout
 
 if TYPE_CHECKING:
-    from pliant.train.gradients import GradientCollector
+    from pliant.train.gradients import GradientReducer
 
 
 log = logging.getLogger(__name__)
-
 _SAVED = "model of a pair"
 """The name of a worker's model in its store."""
 
@@ -112,7 +111,7 @@ class AveragingOptimizer(torch.optim.Optimizer, ABC):
     def describe(self) -> str:
         """Describe what must be the same on all workers."""
 
-    def attach(self, gradients: GradientCollector, equalise: Callable[[], None]) -> None:
+    def attach(self, gradients: GradientReducer, equalise: Callable[[], None]) -> None:
         """Become the optimizer of a job: gradients are not summed. `equalise` gives all workers the state of the first."""
         gradients.disable_sums()
 
@@ -179,7 +178,7 @@ class SynchronousAveraging(AveragingOptimizer):
             handle.wait()
         self._under_way = []
         engine = self._engine
-        assert engine is not None, "work_in() comes first"
+        assert engine is not None, "enter_view() comes first"
         if engine.size == 1:
             return
         if not self._copies:
@@ -213,7 +212,7 @@ class AdaptiveSGD(SynchronousAveraging):
         if isinstance(change_step, bool) or not isinstance(change_step, int) or change_step < 0:
             raise ConfigError(f"AdaptiveSGD: change_step={change_step!r} must be a number of steps, 0 or more")
         self.change_step = change_step
-        self._gradients: GradientCollector | None = None
+        self._gradients: GradientReducer | None = None
         self._could_sum = False
         self._equalise: Callable[[], None] = lambda: None
 
@@ -225,8 +224,8 @@ class AdaptiveSGD(SynchronousAveraging):
     def describe(self) -> str:
         return f"AdaptiveSGD(change_step={self.change_step}, alpha={self.alpha:g})"
 
-    def attach(self, gradients: GradientCollector, equalise: Callable[[], None]) -> None:
-        self._gradients, self._could_sum, self._equalise = gradients, gradients.sums.wanted, equalise
+    def attach(self, gradients: GradientReducer, equalise: Callable[[], None]) -> None:
+        self._gradients, self._could_sum, self._equalise = gradients, gradients.wanted, equalise
         super().attach(gradients, equalise)
 
     def begin(self, step: int) -> None:
@@ -237,14 +236,14 @@ class AdaptiveSGD(SynchronousAveraging):
             # Also when this step is repeated after a loss: it depends on nothing but the step.
             self._equalise()
         gradients = self._gradients
-        if gradients is not None and gradients.sums.wanted != self._could_sum:
-            gradients.sums.wanted = self._could_sum
+        if gradients is not None and gradients.wanted != self._could_sum:
+            gradients.wanted = self._could_sum
             gradients.use_layout(None)
 
     def before_load(self, step: int) -> None:
         """A new worker gets the layout of the sums with the state, and must know that there are sums."""
         if self._gradients is not None:
-            self._gradients.sums.wanted = self._could_sum and step > self.change_step
+            self._gradients.wanted = self._could_sum and step > self.change_step
 
 
 class PairAveraging(AveragingOptimizer):
@@ -280,7 +279,7 @@ class PairAveraging(AveragingOptimizer):
 
     def begin(self, step: int) -> None:
         engine, asked = self._engine, self._asked
-        assert engine is not None, "work_in() comes first"
+        assert engine is not None, "enter_view() comes first"
         if asked is not None and not asked[1].done:
             self._fetched = None  # it may still come, and shall not come into what is asked for now
         self._asked = None

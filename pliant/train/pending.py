@@ -25,9 +25,7 @@ from torch.nn import Parameter
 from pliant.comm.handle import Handle
 
 _Tensor: Any = torch.Tensor
-
 _READ_GRADIENT = _Tensor.grad.__get__
-
 _METADATA = frozenset(
     getattr(found, "__get__", found) if not callable(found) else found
     for found in (
@@ -121,7 +119,6 @@ def _complete_all(values: Any) -> None:
 
 
 _optimizers: Any = importlib.import_module("torch.optim.optimizer")  # torch hides it behind a name of its own
-
 ParameterGroups = list[dict[str, Any]]
 """Groups in the form of `param_groups`."""
 

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-
 REPORT_BYTES = 8192
 """The fixed size of a report. With one size for all, a single all_gather exchanges them."""
 
@@ -305,7 +304,7 @@ class JobState:
     def _layout(self) -> list[list[int]] | None:
         """Return L2 once it is in use. Under D0 return None, because a restarted DDP begins with L1 again."""
         gradients = self._trainer.gradients
-        if gradients.waits_for_order or not gradients.sums.wanted or not self._trainer.keeps_layout:
+        if gradients.waits_for_order or not gradients.wanted or not self._trainer.keeps_layout:
             return None
         return gradients.layout.to_json()
 
@@ -330,7 +329,7 @@ class JobState:
         trainer.gradients.use_layout(BucketLayout.from_json(layout) if layout is not None else None)
         replicas = trainer.replicas
         replicas.contexts = [ReplicaContext.from_bytes(data, replicas.num_loader_workers) for data in state["contexts"]]
-        replicas.count = trainer.gradients.sums.num_replicas = len(replicas.contexts)
+        replicas.count = trainer.gradients.num_replicas = len(replicas.contexts)
         trainer.progress = Progress(*state["progress"])
         if "adaptation" in state:  # checkpoints of before there were decisions have none
             trainer.adaptation.load_state_dict(state["adaptation"])

@@ -77,7 +77,6 @@ class LoaderOptions:
 
 
 _NAMES = tuple(field.name for field in dataclasses.fields(LoaderOptions))
-
 _SAMPLER_NAMES = ("seed", "sampler_drop_last")
 """Settings that a `DataLoader` does not have unless it has a `DistributedSampler`."""
 

@@ -26,19 +26,15 @@ from pliant.errors import CheckpointError, TrainError
 
 MAX_DEPTH = 100
 """The most nested containers; deeper nesting is taken for a mistake."""
-
 LARGE_ARRAY_BYTES = 1 << 14
 """A NumPy array of this size or more becomes a tensor; a smaller one (such as a generator's state) is in the text."""
-
 REMEDY = (
     "keep only tensors, numbers, strings, bytes, None, and lists, tuples, sets and dicts of them in a state_dict, "
     "and rebuild everything else in the program"
 )
-
 _FACTORIES: dict[str, Callable[[], object]] = {
     kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple, Counter, OrderedDict)
 }
-
 _DTYPES: dict[str, torch.dtype] = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }

@@ -22,54 +22,37 @@ from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
     from pliant.train.deferred import DeferredUpdates
-    from pliant.train.gradients import GradientCollector
+    from pliant.train.gradients import GradientReducer
     from pliant.train.pending import PendingSum
 
 
 SYNC_MODES = ("fifo", "slicing", "priority", "baseline")
-
 SYNC_OPTIONS = ("fifo", "priority", "auto", "slicing", "baseline")
-
 FIRST_SLICE_BYTES = 128 << 10
-
 FIRST_IN_FLIGHT_BYTES = 192 << 10
-
 MIN_SLICE_BYTES = 16 << 10
-
 MAX_SLICE_BYTES = 1 << 20
-
 MIN_IN_FLIGHT_BYTES = 24 << 10
-
 MAX_IN_FLIGHT_BYTES = 1 << 20
-
 BASELINE_BYTES = 4_000_000
 """The baseline cuts arrays of this size and more, as MXNet does by default."""
-
 SLICE_SHARE = 0.007
 """A slice takes this fraction of a step on the wire: urgent data wait for about one slice. Smaller slices cost
 processor time, larger ones delay.
 """
-
 IN_FLIGHT_SHARE = 0.008
-
 SIGNIFICANT = 0.2
 """A rate that differs by this fraction from the tuned one is worth a change."""
-
 USEFUL_R = 0.6
-
 USELESS_R = 0.5
 """`auto` turns priority on when T/C reaches USEFUL_R, and off below USELESS_R. Below 0.66 the sums of all layers but
 the first can be done before backward is, so there is nothing to win (reference: F:B = 1:2).
 """
-
 CONFIRMING_STEPS = 3
 """After this many steps without a limit by the network, its rate counts as unknown."""
-
 PROBE_STEPS = 3
 """`auto` measures this many steps before it decides."""
-
 MAX_BYTES = 1 << 30
-
 _WIRE = struct.Struct("<BIIddd")
 
 
@@ -274,7 +257,7 @@ def _rounded(num_bytes: float, least: int, most: int) -> int:
 class SyncController:
     """Carries out on this worker what the first worker's tuner has chosen."""
 
-    def __init__(self, gradients: GradientCollector, deferred: DeferredUpdates, tuner: SyncTuner) -> None:
+    def __init__(self, gradients: GradientReducer, deferred: DeferredUpdates, tuner: SyncTuner) -> None:
         self._gradients, self._deferred, self._tuner = gradients, deferred, tuner
         self._now = SyncConfig()
         self._next: SyncConfig | None = None
@@ -299,7 +282,7 @@ class SyncController:
             self._in_flight_bytes = config.in_flight_bytes
             engine.limit_kernel_queue(config.in_flight_bytes)
         self._now = config or SyncConfig()
-        self._gradients.sums.plan_step(self._now, self._deferred.order)
+        self._gradients.plan_step(self._now, self._deferred.order)
 
     def apply_decision(self, chosen: SyncConfig, measured: Sequence[StepMeasurement], rank: int) -> None:
         """Follow the first worker's choice. The tuners of the others keep up, because they may be first in the next

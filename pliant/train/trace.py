@@ -13,12 +13,9 @@ import time
 from pathlib import Path
 
 VARIABLE = "PLIANT_TRACE"
-
 _TRACKS = {"step": 0, "forward": 1, "backward": 1, "wait": 2, "apply": 3, "push": 4, "reply": 5, "back": 6}
 """The line of the picture on which each category is drawn; others come below."""
-
 _events: list[tuple[str, str, float, float]] = []
-
 _written_to: Path | None = None
 
 

@@ -30,7 +30,7 @@ from pliant.train.context import ReplicaContext, restore_rng
 from pliant.train.deferred import DeferredUpdates
 from pliant.train.events import Progress, ViewChanges
 from pliant.train.exchange import StepExchange, StepMessage
-from pliant.train.gradients import GradientCollector
+from pliant.train.gradients import GradientReducer
 from pliant.train.rendezvous import reclaim_state
 from pliant.train.replicas import Blocks, ModelBuffers, Replicas, ReplicaSwitch, Tensors, place_replicas
 from pliant.train.sync import StepTimer, SyncController, SyncTuner
@@ -83,7 +83,7 @@ class Trainer:
         member: Member | SoloMember,
         user: UserObjects,
         replicas: Replicas,
-        gradients: GradientCollector,
+        gradients: GradientReducer,
         deferred: DeferredUpdates,
         tuner: SyncTuner,
         blocks: Blocks | None = None,
@@ -121,7 +121,7 @@ class Trainer:
         self.on_commit: Callable[[], None] = lambda: None
         self.deferred = deferred
         deferred.on_lost, deferred.on_complete = self.mark_torn, self._sums_complete
-        deferred.on_sum = gradients.sums.sum_arrived
+        deferred.on_sum = gradients.sum_arrived
         self.sync = SyncController(gradients, deferred, tuner)
         self.loss_scale: Callable[[], float] = lambda: 1.0
         """Returns the product of all gradient scalers' factors."""
@@ -154,7 +154,7 @@ class Trainer:
         return self.engine is None or self.engine.rank == 0
 
     def _current_engine(self) -> Engine:
-        assert self.engine is not None, "work_in() comes first"
+        assert self.engine is not None, "enter_view() comes first"
         return self.engine
 
     def enter_view(self, engine: Engine) -> None:
@@ -164,7 +164,7 @@ class Trainer:
         size = engine.view.size
         if self.follows_view and size != self.replicas.count:
             self.replicas.deal_to(size, self.progress.epoch, self.progress.step, self.user.device)
-            self.gradients.sums.num_replicas = size
+            self.gradients.num_replicas = size
         placement = place_replicas(self.replicas.count, size, engine.rank, self._blocks)
         self.hosted = placement.hosted
         self.exchange.enter_view(engine, placement)
@@ -233,7 +233,7 @@ class Trainer:
                     continue
                 self.adaptation.begin_epoch(self.position())
                 self.sync.begin_step(self._current_engine())
-                self.gradients.sums.begin_step(self.progress.step)
+                self.gradients.begin_step(self.progress.step)
                 if trace.enabled() and self._timer.began_s:
                     trace.event("step", f"step {self.progress.step - 1}", self._timer.began_s)
                 self._timer.begin_step(self._current_engine())
@@ -259,7 +259,7 @@ class Trainer:
         return self.torn is None
 
     def _sums_complete(self) -> None:
-        self.gradients.sums.sums_complete()
+        self.gradients.sums_complete()
         self._undo = None
         self._tracked_before.clear()
 
@@ -310,7 +310,7 @@ class Trainer:
                 self.changes.end(self.progress.step, self._current_engine().view.size)
             self._timer.begin_turn(self.deferred.waits.seconds)
             taken += samples
-            self.gradients.sums.record_samples(taken, self.loss_scale)
+            self.gradients.record_samples(taken, self.loss_scale)
             yield batch
         return True
 
@@ -357,18 +357,18 @@ class Trainer:
         """Sum the gradients, and send everybody what the next step depends on."""
         if self._current_engine().view.size == 1:
             figures = self.adaptation.pack_row()  # of the last step, as among several workers
-            self.gradients.sums.wait()
+            self.gradients.wait()
             self.switch_to = self._agreed([self._member.prepared])
             self.adaptation.read_rows([figures])
             return
-        sums, contexts = self.gradients.sums, self.replicas.contexts
-        waiting = len(self.gradients.parameters) if self.gradients.waits_for_order else 0
+        gradients, contexts = self.gradients, self.replicas.contexts
+        waiting = len(gradients.parameters) if gradients.waits_for_order else 0
         sent = self.exchange.send(self._build_message(), contexts, waiting)
         began_s = time.monotonic()
-        awaited = sums.pending_sums() if sums.are_deferred else None
+        awaited = gradients.pending_sums() if gradients.are_deferred else None
         with self.stall_watch(f"the sums of step {self.progress.step}"):
             if awaited is None:
-                sums.wait()
+                gradients.wait()
             if self.averaging is not None:
                 self.averaging.wait()
             messages = self.exchange.receive(sent, contexts, self.adaptation.row_size)

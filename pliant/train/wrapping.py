@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from pliant.errors import ConfigError, TrainError, Unsliceable
 from pliant.train.deferred import hidden_uses, watch_state
 from pliant.train.gradient_probe import GradientProbe
-from pliant.train.gradients import GradientCollector
+from pliant.train.gradients import GradientReducer
 from pliant.train.optim import AveragingOptimizer
 from pliant.train.pending import wrappers
 from pliant.train.replicas import Replicas
@@ -65,7 +65,7 @@ def why_no_priority(model: torch.nn.Module, averaging: AveragingOptimizer | None
 
 def make_probe(
     monitors: dict[str, int],
-    gradients: GradientCollector,
+    gradients: GradientReducer,
     optimizers: Sequence[torch.optim.Optimizer],
     averaging: AveragingOptimizer | None,
 ) -> GradientProbe | None:
@@ -94,7 +94,6 @@ def make_probe(
 
 _ONCE_PER_STEP = ("step", "update", "update_parameters", "unscale_")
 """Methods of tracked objects that belong to the step and not to a replica."""
-
 Running: TypeAlias = "Callable[[], Trainer]"
 """Returns the trainer, or raises TrainError if the program is not training."""
 

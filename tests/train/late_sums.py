@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from pliant.comm.handle import Handle
 from pliant.errors import WorkerLost
 from pliant.train.deferred import DeferredUpdates, gate_evaluation, gate_state
-from pliant.train.gradients import GradientCollector
+from pliant.train.gradients import GradientReducer
 from pliant.train.pending import Pending
 from pliant.train.sync import SyncConfig
 from pliant.train.trainer import Turn
@@ -61,7 +61,7 @@ class Sum:
         if not self.handle.done:
             self.handle.fail(WorkerLost("host:1", 1, "the test says so"))
 
-    def hurry(self) -> None:
+    def wake(self) -> None:
         """Somebody waits."""
         self._network.waited.append(self.name)
         if self._network.broken:
@@ -103,7 +103,7 @@ class Loop:
         self.network = Network()
         self.said: list[str] = []
         self.lost: list[Exception] = []
-        self.gradients = GradientCollector(
+        self.gradients = GradientReducer(
             list(model.named_parameters()),
             2,
             find_unused=find_unused,
@@ -137,17 +137,17 @@ class Loop:
         if self.way.mode == "fifo":
             self.deferred.observe()
         self.network.sums = [] if not self.deferred.is_pending else self.network.sums
-        self.gradients.sums.plan_step(self.way, self.deferred.order)
+        self.gradients.plan_step(self.way, self.deferred.order)
         self.turn.done = False
         self.gradients.begin_turn(0)
 
     def _backward_over(self) -> None:
         self.turn.done = True
-        if self.gradients.sums.are_deferred:
-            sums = self.gradients.sums.pending_sums()
+        if self.gradients.are_deferred:
+            sums = self.gradients.pending_sums()
             self.deferred.begin(sums, list(range(len(self.gradients.parameters))))
         else:
-            self.gradients.sums.wait()
+            self.gradients.wait()
         self.way = SyncConfig("priority", slice_bytes=1)
 
     @property

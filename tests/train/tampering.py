@@ -18,7 +18,7 @@ from pliant.comm.reactor import ReactorCall
 from pliant.train import gradients, pending
 from pliant.train.context import DataPosition, ReplicaContext, restore_rng
 from pliant.train.deferred import DeferredUpdates
-from pliant.train.gradients import GradientCollector
+from pliant.train.gradients import GradientReducer
 from pliant.train.pending import UndoLog
 from pliant.train.replicas import ReplicaSwitch, Tensors
 from pliant.train.sync import StepMeasurement, SyncConfig, SyncTuner
@@ -67,22 +67,22 @@ def no_loader_position() -> Iterator[None]:
 def first_layout_for_ever() -> Iterator[None]:
     """Gradients stay in one bucket, in the order of the parameters."""
 
-    def rebuild(self: GradientCollector, ready_order: Sequence[int]) -> None:
+    def rebuild(self: GradientReducer, ready_order: Sequence[int]) -> None:
         self.use_layout(self.layout)
 
-    with mock.patch.object(GradientCollector, "rebuild", rebuild):
+    with mock.patch.object(GradientReducer, "rebuild", rebuild):
         yield
 
 
 @contextlib.contextmanager
 def parameters_order() -> Iterator[None]:
     """The second layout is made in the order of the parameters, not in that of replica 0's gradients."""
-    original = GradientCollector.rebuild
+    original = GradientReducer.rebuild
 
-    def rebuild(self: GradientCollector, ready_order: Sequence[int]) -> None:
+    def rebuild(self: GradientReducer, ready_order: Sequence[int]) -> None:
         original(self, sorted(ready_order))
 
-    with mock.patch.object(GradientCollector, "rebuild", rebuild):
+    with mock.patch.object(GradientReducer, "rebuild", rebuild):
         yield
 
 

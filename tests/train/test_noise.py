@@ -23,7 +23,7 @@ from pliant.errors import ConfigError
 from pliant.train import gradient_probe
 from pliant.train.deferred import DeferredUpdates
 from pliant.train.gradient_probe import GradientProbe
-from pliant.train.gradients import GradientCollector
+from pliant.train.gradients import GradientReducer
 from pliant.train.replicas import even_blocks
 from pliant.train.sync import SyncConfig
 
@@ -83,32 +83,32 @@ def _worker(
     optimizer = make_optimizer(model.parameters())
     placed = even_blocks(replicas, engine.size)
     begin = sum(placed[: engine.rank])
-    gradients = GradientCollector(list(model.named_parameters()), replicas, find_unused=True, on_backward=lambda: None)
+    gradients = GradientReducer(list(model.named_parameters()), replicas, find_unused=True, on_backward=lambda: None)
     deferred = DeferredUpdates(
         gradients.parameters, gradients.names, can_undo=False, notify=print, optimizers=[optimizer]
     )
-    probe = gradients.sums.probe = GradientProbe(gradients.parameters, [optimizer], **kwargs)
+    probe = gradients.probe = GradientProbe(gradients.parameters, [optimizer], **kwargs)
     gradients.enter_view(engine, placed)
     told: list[dict[str, float | None]] = []
     for step in range(steps + 1):
-        gradients.sums.plan_step(SyncConfig(sync, slice_bytes=1024), range(len(gradients.parameters)))
-        gradients.sums.begin_step(step)
+        gradients.plan_step(SyncConfig(sync, slice_bytes=1024), range(len(gradients.parameters)))
+        gradients.begin_step(step)
         for slot in range(placed[engine.rank]):
             optimizer.zero_grad()
             gradients.begin_turn(slot)
-            gradients.sums.record_samples(BATCH)
+            gradients.record_samples(BATCH)
             _backward(model, step, begin + slot)
         row = engine.all_gather("row", torch.frombuffer(bytearray(probe.pack_row()), dtype=torch.uint8))
-        if gradients.sums.are_deferred:
-            for awaited in gradients.sums.pending_sums():
+        if gradients.are_deferred:
+            for awaited in gradients.pending_sums():
                 awaited.handle.wait()
                 for index, total in awaited.members:
                     if total is not None:
-                        gradients.sums.sum_arrived(index)
+                        gradients.sum_arrived(index)
                         gradients.parameters[index].grad = total
-            gradients.sums.sums_complete()
+            gradients.sums_complete()
         else:
-            gradients.sums.wait()
+            gradients.wait()
         optimizer.step()
         rows = row.wait()
         assert rows is not None

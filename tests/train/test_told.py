@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from pliant import record
 from pliant.adapt import Observation, Resize, SetBatchSize, WorkerFigures
 from pliant.train.adaptation import (
     MESSAGE_BYTES,
     AdaptationMessage,
-    JobRecord,
     decode_decisions,
     encode_decisions,
     links_fact,
-    pack_message,
     step_fact,
-    unpack_message,
 )
 
 pytestmark = pytest.mark.timeout(30)
@@ -27,11 +20,10 @@ DECIDED = [("one", SetBatchSize(size=64, reason="more")), ("other", Resize(worke
 
 
 def test_a_row_says_what_it_was_given() -> None:
-    row = pack_message(FIGURES, 12.5, DECIDED, b"probed")
+    message = AdaptationMessage(len(encode_decisions(DECIDED)), 12.5, FIGURES, b"probed")
+    row = message.to_bytes()
     assert len(row) == MESSAGE_BYTES + len(b"probed")
-    said = unpack_message("a:1", row)
-    assert said == AdaptationMessage(len(encode_decisions(DECIDED)), 12.5, FIGURES, b"probed")
-    assert unpack_message("a:1", pack_message(FIGURES, 12.5, [], b"")).num_bytes == 0
+    assert AdaptationMessage.from_bytes("a:1", row) == message
 
 
 def test_decisions_travel() -> None:
@@ -54,17 +46,3 @@ def test_links_are_those_between_hosts() -> None:
     rates = ((0.0, 9.0, 1.4), (9.0, 0.0, 9.0), (2.6, 9.0, 0.0))
     found = links_fact(["a", "a", "b"], rates)
     assert found == {"hosts": ["a", "b"], "bytes_per_s": [[0, 1], [3, 0]]}
-
-
-def test_a_record_begins_with_the_first_fact(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    book = JobRecord(str(path))
-    assert not path.exists()
-    book.write("step", 3, **step_fact(_seen(), {}))
-    book.close()
-    [fact] = record.read(path)
-    assert (fact.kind, fact.step, fact.data["batch_size"]) == ("step", 3, 8)
-    assert json.loads(path.read_text())["kind"] == "step"
-    without = JobRecord("")
-    without.write("step", 3)
-    without.close()
