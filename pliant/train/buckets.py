@@ -98,7 +98,7 @@ def _fill_buckets(items: Sequence[BucketItem], order: Sequence[int], limits: Seq
     return BucketLayout(tuple(closed))
 
 
-# --- flat ---
+# --- flat tensors ---
 
 
 def parameter_views(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
@@ -136,7 +136,7 @@ def _is_dense(parameter: torch.nn.Parameter) -> bool:
     return True
 
 
-# --- buckets ---
+# --- buckets in memory ---
 
 
 @dataclass(slots=True, eq=False)
@@ -290,7 +290,7 @@ def cut_unit_buffers(buckets: Sequence[Bucket], config: SyncConfig, num_lanes: i
     return made
 
 
-# --- device ---
+# --- CUDA ---
 
 
 PIECE_BYTES = 2 << 20

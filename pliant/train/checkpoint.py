@@ -22,7 +22,7 @@ import torch
 from pliant.errors import CheckpointError, TrainError
 from pliant.train import determinism
 from pliant.train.checkpoint_file import Checkpoint, CheckpointImage, read, read_step, verify
-from pliant.train.context import DataPosition, ReplicaContext, RngState, capture_rng, seeded_rng
+from pliant.train.context import DataPosition, ReplicaContext, capture_rng, seeded_rng
 
 if TYPE_CHECKING:
     from pliant.train.rendezvous import JobState
@@ -105,15 +105,6 @@ class CheckpointWriter:
             path.unlink(missing_ok=True)
 
 
-def write_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
-    """Write one checkpoint to this file, now. Raises CheckpointError if it cannot be written."""
-    image = CheckpointImage(checkpoint, into=None)
-    try:
-        image.write(Path(path))
-    except OSError as error:
-        raise CheckpointError(_failure(Path(path), image.nbytes, error)) from None
-
-
 def load_checkpoint(path: str | Path, notify: Callable[[str], None] = log.warning) -> Checkpoint:
     """Return the checkpoint in this file, or the newest good one of this directory; its tensors are on the CPU."""
     path = Path(path)
@@ -180,9 +171,6 @@ def _failure(path: Path, nbytes: int, error: OSError) -> str:
     return f"checkpoint {path} not written{room}: {error.strerror or error}: {remedy}"
 
 
-# --- saving ---
-
-
 class Checkpointing:
     """Decides when a job writes checkpoints, and where."""
 
@@ -214,7 +202,7 @@ class Checkpointing:
     def write_last(self) -> None:
         """Keep the last state: the job is told to end, or its last worker must leave."""
         if self._directory and self._trainer.is_first:
-            self._write_whole("")  # a step that was torn meanwhile has been taken back
+            self._write_now("")  # a step that was torn meanwhile has been taken back
             self.flush()
 
     def flush(self) -> None:
@@ -228,9 +216,9 @@ class Checkpointing:
 
     def _write(self, path: str) -> None:
         if self._trainer.wait_for_sums():  # else the step does not count, and will be written when it does
-            self._write_whole(path)
+            self._write_now(path)
 
-    def _write_whole(self, path: str) -> None:
+    def _write_now(self, path: str) -> None:
         """Write the present state, which is that of the last step that counts."""
         directory = Path(path).parent if path else Path(self._directory or ".")
         if self._writer is None or self._written_to != directory:
@@ -252,14 +240,15 @@ class Checkpointing:
         )
 
 
-# --- beginning ---
-
-
-Say = Callable[[str], None]
-
-
 def set_initial_state(
-    trainer: Trainer, state: JobState, had_state: bool, *, asked: str, directory: str, seed: int | None, notify: Say
+    trainer: Trainer,
+    state: JobState,
+    had_state: bool,
+    *,
+    asked: str,
+    directory: str,
+    seed: int | None,
+    notify: Callable[[str], None],
 ) -> None:
     """Set the state that a job starts with: from a checkpoint, or as the program has built it.
 
@@ -271,42 +260,28 @@ def set_initial_state(
     Raises:
         CheckpointError: the checkpoint is damaged, or of a job with another number of replicas.
     """
-    if trainer.replicas.count > 1:
-        _check_fold(trainer.replicas.count, notify)
-    if not asked and had_state and directory:
-        asked = "auto"
-    found = newest_checkpoint(directory) if asked == "auto" else Path(asked) if asked else None
-    if found is not None:
-        _resume(trainer, state, found, notify)
+    count, device = trainer.replicas.count, trainer.user.device
+    if count > 1 and not (found := determinism.self_check(count)).ok:
+        notify(f"torch {torch.__version__} does not sum as expected, so only D0 holds: {found.detail}")
+    if asked == "auto" or (not asked and had_state and directory):
+        path = newest_checkpoint(directory)
+    else:
+        path = Path(asked) if asked else None
+    if path is not None:
+        loaded = load_checkpoint(path)
+        if loaded.num_replicas != count:
+            raise CheckpointError(
+                f"{path} is of a job with {loaded.num_replicas} replicas, this one has {count}: "
+                f"that is another experiment; use replicas={loaded.num_replicas}"
+            )
+        state.load({**loaded.state, "contexts": loaded.contexts})  # type: ignore[dict-item]
+        notify(f"resumed from {path} at step {loaded.step}")
+        trainer.adaptation.resumed_at = loaded.step
         return
     if had_state:
         notify("all workers with the job's state were lost, and there is no checkpoint: beginning again at step 0")
     trainer.first_buffers = trainer.buffers.save()
     own = b"" if trainer.user.sync_buffers else bytes(trainer.buffers.pack(trainer.first_buffers).numpy())
-    random = _first_random(trainer, seed)
+    present = capture_rng(device)
+    random = [present if seed is None else seeded_rng(seed + replica, device) for replica in range(count)]
     trainer.replicas.contexts = [ReplicaContext(each, DataPosition(), own) for each in random]
-
-
-def _resume(trainer: Trainer, state: JobState, path: Path, notify: Say) -> None:
-    loaded, count = load_checkpoint(path), trainer.replicas.count
-    if loaded.num_replicas != count:
-        raise CheckpointError(
-            f"{path} is of a job with {loaded.num_replicas} replicas, this one has {count}: "
-            f"that is another experiment; use replicas={loaded.num_replicas}"
-        )
-    state.load({**loaded.state, "contexts": loaded.contexts})  # type: ignore[dict-item]
-    notify(f"resumed from {path} at step {loaded.step}")
-    trainer.adaptation.resumed_at = loaded.step
-
-
-def _check_fold(num_replicas: int, notify: Say) -> None:
-    found = determinism.self_check(num_replicas)
-    if not found.ok:
-        notify(f"torch {torch.__version__} does not sum as expected, so only D0 holds: {found.detail}")
-
-
-def _first_random(trainer: Trainer, seed: int | None) -> list[RngState]:
-    device, count = trainer.user.device, trainer.replicas.count
-    if seed is None:
-        return [capture_rng(device)] * count
-    return [seeded_rng(seed + replica, device) for replica in range(count)]

@@ -271,7 +271,7 @@ def _numpy() -> _NumpyGlobal:
     return _NumpyGlobal()
 
 
-# --- stream ---
+# --- the position in the data ---
 
 
 _POSITION_HEADER = struct.Struct("<qqq?q")
@@ -335,7 +335,7 @@ def fill_states(workers: Sequence[bytes | None], num_workers: int) -> list[bytes
     return [*workers, *[None] * (num_workers - len(workers))]
 
 
-# --- context ---
+# --- the context ---
 
 
 class ReplicaContext:

@@ -359,7 +359,7 @@ class DeferredUpdates:
             self.notify(text)
 
 
-# --- gates ---
+# --- gates for optimizer states and evaluation ---
 
 
 class GatedState(defaultdict[Any, Any]):

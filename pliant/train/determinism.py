@@ -292,7 +292,7 @@ def _gpu(device: torch.device) -> dict[str, str]:
     }
 
 
-# --- fold_check ---
+# --- the order of sums ---
 
 
 MAX_RANKS = 8

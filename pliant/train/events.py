@@ -16,9 +16,6 @@ class Progress:
     step: int = 0
 
 
-# --- events ---
-
-
 @dataclass(frozen=True, slots=True)
 class StepCommitted:
     """A step that all replicas have done, as one worker saw it.
@@ -41,9 +38,6 @@ class StepCommitted:
     """The part of `duration_s` in which the replicas hosted here ran their forward and backward passes."""
     values: Mapping[str, float]
     """What the program passed to `job.report` in this step."""
-
-
-# --- view_changes ---
 
 
 @dataclass(frozen=True, slots=True)

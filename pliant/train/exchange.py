@@ -111,7 +111,7 @@ class StepExchange:
         return message
 
 
-# --- rows ---
+# --- the messages ---
 
 
 _HEAD = struct.Struct("<QQ?")

@@ -53,9 +53,6 @@ def start_exporters(
         adaptation.listeners.append(scalars.publish)
 
 
-# --- metrics ---
-
-
 log = logging.getLogger(__name__)
 PORT_OFFSET = 10000
 """The page of a worker is at its own port plus this, as KungFu's is."""
@@ -107,10 +104,10 @@ class MetricsServer(Collector):
         registry.register(metrics)
         wanted = port + PORT_OFFSET
         try:
-            server, thread = _serve(wanted if wanted <= _HIGHEST_PORT else 0, host, registry)
+            server, thread = start_http_server(wanted if wanted <= _HIGHEST_PORT else 0, host, registry)
         except OSError:
             try:
-                server, thread = _serve(0, host, registry)
+                server, thread = start_http_server(0, host, registry)
             except OSError as error:
                 raise ConfigError(f"metrics at {host}: {error.strerror}; use an address of this machine") from None
         bound = int(server.server_port)
@@ -181,8 +178,10 @@ class MetricsServer(Collector):
             latency.add_metric([peer], seconds)
         yield latency
         if self._stalls is not None:
-            yield _gauge("pliant_stalls", "Waits that were called a stall so far.", self._stalls.count)
-            yield _gauge("pliant_stalled_seconds", "How long one has lasted that is going on.", self._stalls.stalled_s)
+            yield GaugeMetricFamily("pliant_stalls", "Waits that were called a stall so far.", value=self._stalls.count)
+            yield GaugeMetricFamily(
+                "pliant_stalled_seconds", "How long one has lasted that is going on.", value=self._stalls.stalled_s
+            )
 
     def _traffic(self) -> Iterator[Metric]:
         engine = self._engine
@@ -200,24 +199,26 @@ class MetricsServer(Collector):
             yield rate
 
     def _progress(self, seen: Observation) -> Iterator[Metric]:
-        yield _gauge("pliant_step", "Steps committed.", seen.step)
-        yield _gauge("pliant_epoch", "The epoch.", seen.epoch)
-        yield _gauge("pliant_step_seconds", "The last step, by the slowest worker.", seen.step_s)
-        yield _gauge("pliant_samples_per_second", "Of the whole job.", seen.samples_per_s)
-        yield _gauge("pliant_batch_size", "Of one replica.", seen.batch_size)
-        yield _gauge("pliant_learning_rate_factor", "Decisions' part in the learning rate.", seen.learning_rate_factor)
-        yield _gauge("pliant_workers", "How many there are.", seen.num_workers)
-        yield _gauge("pliant_replicas", "How many there are.", seen.replicas)
-        yield _gauge("pliant_view", "Grows with every change of the workers.", seen.view)
         for name, about, value in (
+            ("pliant_step", "Steps committed.", seen.step),
+            ("pliant_epoch", "The epoch.", seen.epoch),
+            ("pliant_step_seconds", "The last step, by the slowest worker.", seen.step_s),
+            ("pliant_samples_per_second", "Of the whole job.", seen.samples_per_s),
+            ("pliant_batch_size", "Of one replica.", seen.batch_size),
+            ("pliant_learning_rate_factor", "Decisions' part in the learning rate.", seen.learning_rate_factor),
+            ("pliant_workers", "How many there are.", seen.num_workers),
+            ("pliant_replicas", "How many there are.", seen.replicas),
+            ("pliant_view", "Grows with every change of the workers.", seen.view),
             ("pliant_noise_scale", "Gradient noise scale, in samples.", seen.noise_scale),
             ("pliant_gradient_variance", "Between replicas, summed over variables.", seen.variance),
         ):
             if value is not None:
-                yield _gauge(name, about, value)
+                yield GaugeMetricFamily(name, about, value=value)
         own = next((worker for worker in seen.workers if worker.name == self._own), None)
         if own is not None:
-            yield _gauge("pliant_compute_seconds", "This worker's own part of the last step.", own.compute_s)
+            yield GaugeMetricFamily(
+                "pliant_compute_seconds", "This worker's own part of the last step.", value=own.compute_s
+            )
             rate = GaugeMetricFamily(
                 "pliant_strategy_bytes_per_second", "What collectives carried.", labels=["strategy"]
             )
@@ -225,19 +226,8 @@ class MetricsServer(Collector):
             yield rate
 
 
-def _serve(port: int, host: str, registry: CollectorRegistry) -> tuple[Any, threading.Thread]:
-    return start_http_server(port, host, registry)
-
-
-def _gauge(name: str, about: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(name, about, value=value)
-
-
 def _rates_per_s(before: Mapping[str, int], after: Mapping[str, int], took_s: float) -> dict[str, float]:
     return {peer: max(0, total - before.get(peer, 0)) / took_s for peer, total in after.items()}
-
-
-# --- tensorboard ---
 
 
 class TensorBoardExporter:

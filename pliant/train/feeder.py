@@ -252,7 +252,7 @@ def _pinned(data: Any) -> Any:
         return wrap_exception("while the batch was copied into pinned memory")
 
 
-# --- feeder ---
+# --- the loader ---
 
 
 _PREFETCH_FACTOR = 2

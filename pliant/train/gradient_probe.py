@@ -351,7 +351,7 @@ def _exact_sum_of_squares(norms: Sequence[torch.Tensor]) -> int | None:
     return total
 
 
-# --- dispersion ---
+# --- variance ---
 
 
 VarianceShare = tuple[float, float, float]
@@ -550,7 +550,7 @@ class GradientVariance:
         return norms + [math.sqrt(square) for index, square in split.items() if index >= 0]
 
 
-# --- precondition ---
+# --- Adam ---
 
 
 class AdamDenominators:

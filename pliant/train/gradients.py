@@ -449,7 +449,7 @@ class GradientReducer:
             self.probe.sums_complete()
 
 
-# --- buckets ---
+# --- starting a sum ---
 
 
 def sum_bucket(engine: Engine, blocks: tuple[int, ...], bucket: Bucket) -> Handle:

@@ -260,7 +260,7 @@ class _LoaderWorkers:
         )
 
 
-# --- parcel ---
+# --- batches in shared memory ---
 
 
 _HEADER = struct.Struct("<QI")

@@ -166,7 +166,7 @@ def _about_vendors(module: nn.Module) -> Iterator[_Finding]:
             yield f"{found.name.lstrip('.')} ({found.where}) is a vendor's kernel, chosen by the kind of GPU", remedy
 
 
-# --- calls ---
+# --- the bytecode ---
 
 
 MAX_CALLS_DEEP = 8

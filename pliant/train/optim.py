@@ -333,7 +333,7 @@ def find_averaging(optimizers: Sequence[torch.optim.Optimizer]) -> AveragingOpti
     return found[0] if found else None
 
 
-# --- model_copies ---
+# --- copies of models ---
 
 
 @dataclass(slots=True, eq=False)

@@ -115,7 +115,7 @@ def _complete_all(values: Any) -> None:
             _complete_all(value.values())
 
 
-# --- partial_step ---
+# --- steps for single parameters ---
 
 
 _optimizers: Any = importlib.import_module("torch.optim.optimizer")  # torch hides it behind a name of its own
@@ -228,7 +228,7 @@ def wrappers(function: Any) -> Iterator[Any]:
         function = getattr(function, "__wrapped__", None)
 
 
-# --- kept ---
+# --- undo ---
 
 
 @dataclass(slots=True)
@@ -296,9 +296,6 @@ class UndoLog:
         self._saved.clear()
         self._states.clear()
         self._options.clear()
-
-
-# --- crossing ---
 
 
 @dataclass(slots=True, eq=False)

@@ -273,7 +273,7 @@ def _holders(reports: Sequence[MemberReport]) -> list[int]:
     return [rank for rank, report in enumerate(reports) if report.step == newest and newest >= 0]
 
 
-# --- job_state ---
+# --- the state of the job ---
 
 
 Stateful = dict[str, Any]
@@ -335,7 +335,7 @@ class JobState:
             trainer.adaptation.load_state_dict(state["adaptation"])
 
 
-# --- handover ---
+# --- state between workers ---
 
 
 _LENT_PREFIX = "state:"

@@ -59,9 +59,6 @@ def even_blocks(num_replicas: int, num_workers: int) -> tuple[int, ...]:
     return tuple(share + (rank < more) for rank in range(num_workers))
 
 
-# --- buffers ---
-
-
 Tensors = list[torch.Tensor]
 
 
@@ -126,9 +123,6 @@ def _groups_by_type(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     for index, tensor in enumerate(tensors):
         groups.setdefault((tensor.dtype, tensor.device), []).append(index)
     return list(groups.values())
-
-
-# --- replicas ---
 
 
 class Replicas:

@@ -176,20 +176,7 @@ def _check_dataset(dataset: Any) -> None:
         raise ConfigError(f"{name} is no map-style dataset: give one with __len__ and __getitem__, or a DataLoader")
 
 
-# --- dealing ---
-
-
-def replica_batches(
-    length: int, num_replicas: int, replica: int, epoch: int, options: LoaderOptions, consumed: int = 0
-) -> list[list[int]]:
-    """Return the samples of each batch of `replica` in `epoch`, of a dataset of `length`.
-
-    The first `consumed` samples in the order of that epoch are left out, and the rest is dealt to the replicas.
-    """
-    share = sample_order(length, num_replicas, epoch, options, consumed)[replica::num_replicas]
-    return [
-        batch_indices(share, number, options) for number in range(num_batches(length, num_replicas, options, consumed))
-    ]
+# --- which samples ---
 
 
 def num_batches(length: int, num_replicas: int, options: LoaderOptions, consumed: int = 0) -> int:

@@ -251,9 +251,6 @@ def _rounded(num_bytes: float, least: int, most: int) -> int:
     return int(min(most, max(least, 2 ** (steps / 2)))) >> 10 << 10
 
 
-# --- way ---
-
-
 class SyncController:
     """Carries out on this worker what the first worker's tuner has chosen."""
 
@@ -310,9 +307,6 @@ class SyncController:
             self._tuner.rate,
             self._tuner.r,
         )
-
-
-# --- measuring ---
 
 
 @dataclass(slots=True)

@@ -89,7 +89,7 @@ def make_probe(
     )
 
 
-# --- guards ---
+# --- wrapped methods ---
 
 
 _ONCE_PER_STEP = ("step", "update", "update_parameters", "unscale_")

@@ -21,10 +21,18 @@ from torch.utils.data.distributed import DistributedSampler
 
 from pliant.errors import ConfigError, Unsliceable
 from pliant.train.context import DataPosition
-from pliant.train.sampling import LoaderOptions, loader_options, num_batches, replica_batches, samples_used
+from pliant.train.sampling import LoaderOptions, batch_indices, loader_options, num_batches, sample_order, samples_used
 
 pytestmark = pytest.mark.timeout(60)
 LENGTH = 26
+
+
+def replica_batches(
+    length: int, num_replicas: int, replica: int, epoch: int, options: LoaderOptions, consumed: int = 0
+) -> list[list[int]]:
+    """The samples of each batch of `replica` in `epoch`."""
+    share = sample_order(length, num_replicas, epoch, options, consumed)[replica::num_replicas]
+    return [batch_indices(share, n, options) for n in range(num_batches(length, num_replicas, options, consumed))]
 
 
 class Numbers(Dataset[torch.Tensor]):

@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_dealing import replica_batches
 
 from pliant.errors import ConfigError, TrainError
 from pliant.train.context import DataPosition, ReplicaContext, seeded_rng
 from pliant.train.events import ViewChange, ViewChanges
 from pliant.train.replicas import Placement, Replicas, even_blocks, place_replicas
-from pliant.train.sampling import LoaderOptions, replica_batches
+from pliant.train.sampling import LoaderOptions
 
 pytestmark = pytest.mark.timeout(60)
 CPU = torch.device("cpu")
