@@ -236,7 +236,7 @@ def slow_rest() -> Iterator[None]:
 
 
 def _is_gradient(operation: Operation) -> bool:
-    return operation.program.spec.name.startswith("grad:")
+    return operation.compiled.spec.name.startswith("grad:")
 
 
 @contextlib.contextmanager
