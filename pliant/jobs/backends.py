@@ -69,7 +69,7 @@ class LocalBackend:
         try:
             run.place.mkdir(mode=0o700, parents=True)
             handle.assign(devices)
-            handle.begin(handle.command(devices), {**self._environ, **handle.environment()})
+            handle.begin(handle.command(devices), self._environ, handle.environment())
         except OSError as error:
             self.forget(run)
             raise LaunchError(f"{run.place}: {error.strerror or error}; make room, or give another --state") from None
@@ -115,17 +115,13 @@ class ProcessRun:
 
     # --- start ---
 
-    def begin(self, command: list[str], environ: Mapping[str, str]) -> None:
-        """Start the keeper, which starts the command."""
+    def begin(self, command: list[str], environ: Mapping[str, str], own: Mapping[str, str]) -> None:
+        """Start the keeper, which starts the command; `own` are variables of this run alone."""
         token = secrets.token_urlsafe(24)
         with open(os.open(self._place / "token", os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             file.write(token)
         kept = {name: value for name, value in environ.items() if name not in NOT_INHERITED}
-        ours = {
-            "PLIANT_TOKEN": token,
-            JOB_NAME: self._run.spec.name,
-            "PLIANT_HOME": str(self._run.directory.parents[1]),
-        }
+        home = str(self._run.directory.parents[1])
         lock = os.open(self._place / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             # Locked before there is a keeper: whoever looks later sees it held, or a run that was never begun.
@@ -133,7 +129,7 @@ class ProcessRun:
             with self._run.log.open("ab") as log:
                 self._keeper = subprocess.Popen(
                     [sys.executable, "-I", "-S", keeper.__file__, str(self._place), str(lock), *command],
-                    env={**kept, **ours},
+                    env={**kept, **own, "PLIANT_TOKEN": token, "PLIANT_HOME": home, JOB_NAME: self._run.spec.name},
                     cwd=self._run.spec.directory,
                     stdin=subprocess.DEVNULL,
                     stdout=log,

@@ -239,19 +239,17 @@ class JobStore:
 
     def runs(self) -> list[ForegroundRun]:
         """Return the registered processes that live, the oldest first."""
-        found = []
-        for (text,) in self._open.execute("SELECT run FROM runs").fetchall():
-            with contextlib.suppress(TypeError, ValueError):
-                found.append(ForegroundRun(**json.loads(text)))
+        found = [ForegroundRun(**json.loads(text)) for (text,) in self._open.execute("SELECT run FROM runs").fetchall()]
         return sorted((run for run in found if run.is_alive), key=lambda run: (run.started_s, run.pid))
 
     def add_run(self, run: ForegroundRun) -> None:
         """Register a process, and drop the rows of dead ones."""
-        alive = {each.pid for each in self.runs()} | {run.pid}
         with self._writing() as database:
-            database.execute("INSERT OR REPLACE INTO runs VALUES (?, ?)", (run.pid, json.dumps(asdict(run))))
-            dead = [(pid,) for (pid,) in database.execute("SELECT pid FROM runs").fetchall() if pid not in alive]
-            database.executemany("DELETE FROM runs WHERE pid = ?", dead)
+            alive = [each for each in self.runs() if each.pid != run.pid]
+            database.execute("DELETE FROM runs")
+            database.executemany(
+                "INSERT INTO runs VALUES (?, ?)", [(each.pid, json.dumps(asdict(each))) for each in (*alive, run)]
+            )
 
     def remove_run(self, pid: int) -> None:
         """Take a process off the list."""

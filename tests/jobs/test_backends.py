@@ -14,12 +14,15 @@ import pytest
 from patience import until
 
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
-from pliant.jobs.backends import LocalBackend, TrainRun
+from pliant.fed.config import FedConfig
+from pliant.fed.jobfile import FederatedJob
+from pliant.jobs.backends import FederatedRun, LocalBackend, TrainRun
 from pliant.jobs.rules import RunEnd
 from pliant.jobs.scheduler import JobRun
 from pliant.jobs.schema import job_from_json
 from pliant.launch import state_file
 from pliant.launch.devices import device_of_slot
+from pliant.launch.guardian import marked
 
 SLEEPS = "import time; time.sleep(60)"
 
@@ -41,8 +44,8 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
 
     begin = TrainRun.begin
 
-    def noted(running: TrainRun, command: list[str], environ: Any) -> None:
-        begin(running, command, environ)
+    def noted(running: TrainRun, *arguments: Any) -> None:
+        begin(running, *arguments)
         assert running._keeper is not None
         started.append(running._keeper.pid)
 
@@ -229,3 +232,49 @@ def test_an_end_says_when(tmp_path: Path) -> None:
     found = LocalBackend({"cpu": 1}).adopt(run)
     assert found is not None
     assert found.ended() == RunEnd(0, 12.5)
+
+
+# --- federated runs ---
+
+
+@pytest.fixture
+def federated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], FederatedRun]:
+    """Starts a federated run whose coordinator is this Python code."""
+
+    def start(code: str) -> FederatedRun:
+        monkeypatch.setattr(FederatedRun, "command", lambda self, devices: [sys.executable, "-c", code])
+        spec = FederatedJob(config=FedConfig(name="a"), directory=str(tmp_path))
+        (tmp_path / "aggregator").mkdir()
+        run = JobRun(spec=spec, number=1, directory=tmp_path / "jobs" / "a", folder=tmp_path)
+        handle = LocalBackend({"cpu": 2}).start(run, {"cpu": 2})
+        assert isinstance(handle, FederatedRun)
+        assert handle.occupied() == {"cpu": 2}
+        return handle
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [(0, (0, True, "")), (75, (0, False, "")), (2, (2, False, "no data")), (-9, (-9, False, ""))]
+)
+def test_how_a_coordinator_ends_says_what_becomes_of_the_job(
+    federated: Callable[[str], FederatedRun], code: int, expected: tuple[int, bool, str]
+) -> None:
+    ends = "import os; os.kill(os.getpid(), 9)" if code < 0 else f"raise SystemExit({code})"
+    prints = "print('pliant: no data', flush=True); " if code == 2 else ""
+    end = until(federated(prints + ends).ended)
+    assert (end.code, end.finished, end.why) == expected
+
+
+def test_workers_that_a_coordinator_leaves_behind_are_killed_before_its_end_is_seen(
+    federated: Callable[[str], FederatedRun],
+) -> None:
+    child = f"subprocess.Popen([sys.executable, '-c', {SLEEPS!r}], start_new_session=True)"
+    handle = federated(f"import subprocess, sys; {child}; {SLEEPS}")
+    mark = str(handle._place)
+    until(lambda: len(marked(mark)) == 3, "keeper, coordinator and worker")
+    coordinator = handle._process()
+    assert coordinator is not None
+    os.kill(coordinator, signal.SIGKILL)
+    assert until(handle.ended).code == -9
+    assert not marked(mark)
