@@ -1,4 +1,4 @@
-"""Shell completion: the two flags that set it up, and values that can be completed beyond names of commands and options.
+"""Shell completion: the two flags that install it, and the values of options and arguments that can be completed.
 
 It runs at every press of the tab key: nothing here imports torch, waits for long or prints. What goes wrong is no
 completion, and never a message in the middle of somebody's command line.
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 INSTALL, SHOW = "--install-completion", "--show-completion"
 SHELLS = ("bash", "zsh", "fish")
 ANSWER_S = 1.0
-"""What a cluster's server has to name its jobs."""
+"""How long a server may take to name its jobs."""
 
 Words = Iterable[str | tuple[str, str]]
-"""What there is to choose from, some with a word about it."""
+"""Values to choose from, some with a short help text."""
 Completer = Callable[[str], list[str | tuple[str, str]]]
 
 
 class FrontDoor(TyperGroup):
-    """The program itself: its flags for completion take the shell's name, where that cannot be seen."""
+    """The program itself: its flags for completion take the shell's name, for where it cannot be detected."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if args and args[0] in (INSTALL, SHOW) and not ctx.resilient_parsing:
@@ -50,7 +50,7 @@ def _set_up(flag: str, shell: str = "", *more: str) -> None:
 
 
 def values(words: Callable[[], Words]) -> Completer:
-    """A completer of what `words` gives."""
+    """Return a completer of the values that `words` returns."""
 
     def complete(incomplete: str) -> list[str | tuple[str, str]]:
         try:
@@ -62,7 +62,7 @@ def values(words: Callable[[], Words]) -> Completer:
 
 
 def listed(words: Callable[[], Words]) -> Completer:
-    """The same for values with commas between them: the last one is completed."""
+    """Return a completer for values with commas between them, which completes the last one."""
 
     def complete(incomplete: str) -> list[str | tuple[str, str]]:
         before, comma, _ = incomplete.rpartition(",")
@@ -73,7 +73,7 @@ def listed(words: Callable[[], Words]) -> Completer:
 
 
 def one_of(*words: str) -> Completer:
-    """A completer of these."""
+    """Return a completer of these words."""
     return values(lambda: words)
 
 

@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from pliant.cli.output import parse_int
-from pliant.cli.tokens import token_given
+from pliant.cli.output import parse_int, read_token
 from pliant.cluster import PortRange, View, Worker, check_host, parse_hosts
 from pliant.elastic.membership import NO_LIMITS, Limits
 from pliant.errors import ConfigError, reason
@@ -65,7 +64,7 @@ def config_server(
         initial=_view_from(init) if init else None,
         limits=_limits(hosts, port_range),
         state=state or ":memory:",
-        token=token_given(token_file),
+        token=read_token(token_file),
         tls_cert=tls_cert,
         tls_key=tls_key,
     )

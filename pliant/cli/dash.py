@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
-from pliant.cli.output import parse_int
-from pliant.cli.tokens import token_given
+from pliant import child, record
+from pliant.cli.output import parse_int, read_token
+from pliant.errors import ConfigError
 
 Given = Annotated[
     list[str] | None,
@@ -18,6 +24,9 @@ Given = Annotated[
         help="RecordSource, folders with some, the state of a cluster, or addresses of servers; default: what runs here.",
     ),
 ]
+
+
+END_S = 5.0
 
 
 def register(app: typer.Typer) -> None:
@@ -48,9 +57,11 @@ def dash(
     from pliant.ui.server import DashConfig, serve
     from pliant.ui.sources import open_sources
 
-    known = token_given(token_file)
+    known = read_token(token_file)
     token, is_new = known or secrets.token_urlsafe(18), not known
-    config = DashConfig(host=host, port=parse_int(port, "--port", 9300), token=token, tls_cert=tls_cert, tls_key=tls_key)
+    config = DashConfig(
+        host=host, port=parse_int(port, "--port", 9300), token=token, tls_cert=tls_cert, tls_key=tls_key
+    )
     watcher = Watcher(open_sources(given or []))
 
     def say(url: str) -> None:
@@ -60,3 +71,31 @@ def dash(
             print(f"its token, for {what}: {token}", flush=True)
 
     serve(config, watcher, say)
+
+
+@contextlib.contextmanager
+def page_beside(port: str, shown: str, *, token_file: str = "") -> Iterator[None]:
+    """Show the page of `pliant dash` at a port of loopback until the block ends; an empty `port` shows none.
+
+    `shown` is a record or a state directory; empty: everything that runs here. The page is a process of its own, so that
+    drawing never delays a runner or a scheduler; the kernel ends it if this process is killed. It prints its own address.
+    """
+    if not port:
+        yield
+        return
+    if not port.isdecimal() or len(port) > 5 or int(port) > 65535:
+        raise ConfigError(f"--dash {port!r} is not a port: use a number from 1 to 65535, or 0 for any free one")
+    if shown and not os.path.exists(shown):
+        record.Recorder(shown).close()  # a run will write it; the page may look before
+    main = [sys.executable, "-c", "from pliant.cli.main import main; main()"]
+    flags = ["--port", port, *(["--token-file", token_file] if token_file else [])]
+    words = [*main, "dash", *filter(None, [shown]), *flags]
+    process = subprocess.Popen([sys.executable, child.__file__, str(os.getpid()), *words])
+    try:
+        yield
+    finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+        process.kill()
+        process.wait()

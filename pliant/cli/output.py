@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperCommand
 
-from pliant.errors import ConfigError
+from pliant.errors import ConfigError, reason
 
 if TYPE_CHECKING:
     import click
@@ -40,7 +40,7 @@ JsonFile = Annotated[
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 
 
-# --- numbers as arguments ---
+# --- numbers and tokens as arguments ---
 # They are taken as text and parsed here, because click would answer a wrong one with a page of usage.
 
 
@@ -79,6 +79,25 @@ def parse_counts(text: str, flag: str) -> dict[str, int]:
         if value < 0 or value != int(value):
             raise ConfigError(f"{flag} {name}={value:g}: use a whole number of devices")
     return {name: int(value) for name, value in found.items()}
+
+
+def read_token(file: str) -> str:
+    """Return the token in `--token-file`; without a file, PLIANT_TOKEN, or empty.
+
+    Raises:
+        ConfigError: the file cannot be read, or is empty.
+    """
+    if not file:
+        return os.environ.get("PLIANT_TOKEN", "")
+    try:
+        token = Path(file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--token-file {file} cannot be read: {reason(error)}; give a file that holds the token"
+        ) from None
+    if not token:
+        raise ConfigError(f"--token-file {file} is empty: write the token into it")
+    return token
 
 
 # --- --json [FILE] ---

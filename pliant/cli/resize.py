@@ -69,7 +69,7 @@ def resize(
 
 
 def _server(url: str, job: str) -> tuple[str, str]:
-    """The address of the config server, and what it asks for."""
+    """Return the URL and the token of the config server."""
     if url and job:
         raise ConfigError(f"--config-server {url} and --job {job} both name a job: give one of them")
     token = os.environ.get("PLIANT_TOKEN", "")
@@ -81,7 +81,7 @@ def _server(url: str, job: str) -> tuple[str, str]:
 
 
 def _wish(client: ConfigClient, num_workers: int) -> View:
-    """Ask for `num_workers`; the view that the server made of it."""
+    """Ask for `num_workers`; returns the view that the server made of it."""
     try:
         before = client.wanted().view
         if before is None:

@@ -22,7 +22,7 @@ import typer
 from typer.core import TyperCommand
 
 from pliant.cli import completion
-from pliant.cli.embedded import page
+from pliant.cli.dash import page_beside
 from pliant.cli.output import check_future_file, check_future_folder, parse_int
 from pliant.cli.run_ray import check_place, on_ray
 from pliant.cluster import DEFAULT_RUNNER_PORT, Host, PortRange, parse_hostfile, parse_hosts
@@ -290,7 +290,7 @@ def run(
             job: TrainJob = ctx.meta[JOB]
             os.environ.update(job.env)
             os.chdir(job.directory)
-        stack.enter_context(page(arguments.dash, shown))
+        stack.enter_context(page_beside(arguments.dash, shown))
         if on_a_cluster:
             address, directory = arguments.ray_address, arguments.remote_dir
             code = on_ray(ctx, options, address=address, devices=arguments.devices, directory=directory)

@@ -1,4 +1,4 @@
-"""The `pliant serve` command: shares a cluster among jobs; and, with --reserve, asks the one that runs for devices."""
+"""The `pliant serve` command: runs the job server, or, with --reserve, takes devices from the jobs of a running one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import typer
 
 from pliant.cli import completion
 from pliant.cli.connection import ServerFlag, connected, devices_text
-from pliant.cli.embedded import page
-from pliant.cli.output import parse_counts, parse_int
-from pliant.cli.tokens import token_given
+from pliant.cli.dash import page_beside
+from pliant.cli.output import parse_counts, parse_int, read_token
 from pliant.errors import ConfigError
 from pliant.launch.duration import parse_duration
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("local", "ray")
 LIVE_POLICIES = ("easyscale-heter", "easyscale-homo", "yarn-cs-gang", "yarn-cs")
-"""Those that need not know how long a job will take."""
+"""Policies that need not know how long a job will take."""
 
 
 def register(app: typer.Typer) -> None:
@@ -101,7 +100,7 @@ def serve(
         state=Path(state).absolute() if state else state_directory(),
         host=host,
         port=0 if embedded else parse_int(port, "--port", 9200),
-        token="" if embedded else token_given(token_file),
+        token="" if embedded else read_token(token_file),
         interval_s=parse_duration(interval, "--interval"),
         embedded=embedded,
     )
@@ -117,7 +116,7 @@ def serve(
         def say(text: str) -> None:
             print(text, flush=True)
             if text.startswith("pliant serve at"):  # from now on there is something to show
-                stack.enter_context(page(dash, shown, token_file=shown_token))
+                stack.enter_context(page_beside(dash, shown, token_file=shown_token))
 
         given = parse_counts(devices, "--devices")
         if embedded:
