@@ -12,10 +12,12 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-
-import filelock
+from typing import TYPE_CHECKING
 
 from pliant.errors import PliantError
+
+if TYPE_CHECKING:
+    import filelock
 
 PRIVATE_MODE = 0o600
 """Readable and writable by the owner alone: for files that hold a token or a secret."""
@@ -63,6 +65,8 @@ def hold_lock(path: Path, refusal: PliantError, *, wait_s: float = 0.0) -> Itera
         PliantError: `refusal`, if another process still holds the lock after `wait_s`.
         OSError: the file cannot be opened.
     """
+    import filelock  # here: it takes longer to import than a worker has to spare
+
     lock = filelock.FileLock(path, timeout=wait_s, mode=PRIVATE_MODE, thread_local=False, poll_interval=0.01)
     try:
         lock.acquire()

@@ -1,7 +1,7 @@
-"""Who a launched process is: what its runner tells it in the environment, and the only reader of that. Torch-free.
+"""The identity of a launched process, as its environment says, and the secret of its job. Torch-free.
 
-A worker asks with `worker_spec()`; the runner says it with `WorkerSpec.to_environ`. Values such as workers and views are in
-`cluster`.
+A runner writes a `WorkerSpec` to the environment of each worker, and `worker_spec()` reads it back: nothing else reads those
+variables. `job_secret` finds or makes the secret with which the processes of a job know each other.
 """
 
 from __future__ import annotations
@@ -9,13 +9,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pliant.cluster import View, Worker
 from pliant.errors import ConfigError, NotLaunched
+from pliant.files import create_private
 
 DEFAULT_STRATEGY = "AUTO"
+SECRET_BYTES = 32
+SECRET_REMEDY = (
+    "give every runner the same --secret-file or PLIANT_SECRET, or copy ~/.config/pliant/secret to every host"
+)
 
 
 def parse_schedule(text: str) -> tuple[tuple[int, int], ...]:
@@ -149,3 +156,63 @@ def worker_spec(environ: Mapping[str, str] = os.environ) -> WorkerSpec:
         raise ConfigError(f"{error.args[0]} is unset although PLIANT_WORKER is set: start with `pliant run`") from None
     except ValueError as error:
         raise ConfigError(f"a PLIANT_ variable is damaged ({error}): start with `pliant run`") from None
+
+
+# --- the secret of a job ---
+
+
+def parse_secret(text: str, where: str) -> bytes:
+    """Return `text` as the bytes of its hex digits if it is hex (16 bytes or more), else as it stands.
+
+    Raises:
+        ConfigError: it is empty or too short to keep a stranger out.
+    """
+    bare = text.strip()
+    if len(bare) < 16:
+        raise ConfigError(f"{where} has {len(bare)} characters: use 16 or more, such as `openssl rand -hex 32` prints")
+    try:
+        raw = bytes.fromhex(bare)
+    except ValueError:
+        return bare.encode(errors="surrogateescape")
+    return raw if len(raw) >= 16 else bare.encode()
+
+
+def read_secret(path: Path) -> bytes:
+    """Return the secret in the file `path`; raise ConfigError where it cannot be read."""
+    try:
+        return parse_secret(path.read_text(errors="surrogateescape"), f"secret file {path}")
+    except OSError as error:
+        raise ConfigError(f"secret file {path}: {error.strerror}; give a readable one with --secret-file") from None
+
+
+def user_secret_path(environ: Mapping[str, str]) -> Path:
+    """Return where the secret of a user is kept."""
+    config = environ.get("XDG_CONFIG_HOME") or str(Path(environ.get("HOME", "~")).expanduser() / ".config")
+    return Path(config) / "pliant" / "secret"
+
+
+def read_or_make_secret(path: Path) -> bytes:
+    """Return the user's own secret, made on first use and readable by nobody else.
+
+    With a home directory that the hosts share, every runner of the user finds the same one.
+    """
+    if not path.exists():
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            create_private(path, secrets.token_hex(SECRET_BYTES) + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot make {path} ({error.strerror}): {SECRET_REMEDY}") from None
+    return read_secret(path)
+
+
+def job_secret(*, secret_file: str, shared: bool, environ: Mapping[str, str]) -> bytes:
+    """Return the secret of a job: from `--secret-file`, or, if other runners must know it (`shared`), from PLIANT_SECRET
+    or the user's own secret file. Otherwise it is random, so that two jobs of one user differ.
+    """
+    if secret_file:
+        return read_secret(Path(secret_file))
+    if not shared:
+        return secrets.token_bytes(SECRET_BYTES)
+    if environ.get("PLIANT_SECRET"):
+        return parse_secret(environ["PLIANT_SECRET"], "PLIANT_SECRET")
+    return read_or_make_secret(user_secret_path(environ))

@@ -24,8 +24,8 @@ from pliant.cli.connection import (
     print_for_people,
 )
 from pliant.cli.output import JsonFlag, is_read_by_people, print_json, print_table, show_waiting
+from pliant.duration import parse_duration, span_text
 from pliant.errors import ConfigError, LaunchError
-from pliant.launch.duration import parse_duration, span_text
 
 if TYPE_CHECKING:
     from pliant.jobs.client import JobsClient, StoredJobs

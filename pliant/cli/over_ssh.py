@@ -11,12 +11,12 @@ import signal
 import sys
 import threading
 
-from pliant.launch.ssh import ARRIVED, Letter
+from pliant.launch.ssh import CONNECTED_LINE, RunnerOrder
 
 
 def main() -> None:
     try:
-        letter = Letter.from_line(_read_line(0))
+        letter = RunnerOrder.from_line(_read_line(0))
     except (ValueError, KeyError, TypeError) as error:
         print(f"pliant: this is the far end of `pliant run --ssh`, and got no letter: {error!r:.80}", file=sys.stderr)
         sys.exit(2)
@@ -28,7 +28,7 @@ def main() -> None:
     except OSError as error:
         print(f"pliant: {letter.directory}: {error.strerror}; name a directory with --remote-dir", file=sys.stderr)
         sys.exit(2)
-    os.write(1, ARRIVED + b"\n")
+    os.write(1, CONNECTED_LINE + b"\n")
     threading.Thread(target=_end_with_input, name="ssh-input", daemon=True).start()
     sys.argv = ["pliant", "run", *letter.arguments]
     from pliant.cli.main import main as pliant

@@ -10,9 +10,9 @@ import typer
 
 from pliant.cli import completion
 from pliant.cli.output import show_waiting
+from pliant.duration import format_duration, parse_duration
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
 from pliant.jobs.store import START_ONE, choose_run, running_jobs
-from pliant.launch.duration import format_duration, parse_duration
 
 if TYPE_CHECKING:
     from pliant.cluster import ClusterSnapshot, Membership, View

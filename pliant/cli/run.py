@@ -26,13 +26,13 @@ from pliant.cli.dash import page_beside
 from pliant.cli.output import check_future_file, check_future_folder, parse_int
 from pliant.cli.run_ray import check_place, on_ray
 from pliant.cluster import DEFAULT_RUNNER_PORT, Host, PortRange, parse_hostfile, parse_hosts
+from pliant.duration import parse_duration
 from pliant.errors import ConfigError, reason
 from pliant.identity import DEFAULT_STRATEGY, parse_schedule
-from pliant.launch.duration import parse_duration
 
 if TYPE_CHECKING:
     from pliant.jobs.schema import TrainJob
-    from pliant.launch.options import RunOptions
+    from pliant.launch.plan import RunOptions
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class RunArguments:
         Raises:
             ConfigError: one of them is wrong.
         """
-        from pliant.launch.options import RunOptions
+        from pliant.launch.plan import RunOptions
 
         return RunOptions(
             program=tuple(program),

@@ -12,7 +12,7 @@ from pliant.cli.run_ssh import forwarded
 from pliant.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
-    from pliant.launch.options import RunOptions
+    from pliant.launch.plan import RunOptions
 
 HERE = (
     "file", "on", "ray_address", "devices", "np", "remote_dir", "hosts", "hostfile", "self_host", "nic", "watch",
@@ -49,11 +49,10 @@ def check_place(on: str, address: str, devices: str) -> bool:
 
 def on_ray(ctx: typer.Context, options: RunOptions, *, address: str, devices: str, directory: str) -> int:
     """Run the job on the Ray cluster at `address`; return its exit code."""
+    from pliant.identity import job_secret
     from pliant.jobs.store import registered
-    from pliant.launch.on_ray.driver import RayJob
-    from pliant.launch.on_ray.run import run_on_ray
+    from pliant.launch.on_ray.driver import RayJob, run_on_ray
     from pliant.launch.plan import find_command
-    from pliant.launch.secret import job_secret
 
     given = {param.name for param in ctx.command.params if _is_given(ctx, param.name or "")}
     for param in ctx.command.params:
@@ -81,6 +80,7 @@ def on_ray(ctx: typer.Context, options: RunOptions, *, address: str, devices: st
         patience_s=options.rendezvous_timeout_s,
         state_file=options.state_file,
         record=os.path.abspath(os.path.join(directory, ctx.params["record"])) if ctx.params["record"] else "",
+        independent=options.independent,
         resumes=bool(options.checkpoint_dir),
     )
     try:

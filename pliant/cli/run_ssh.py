@@ -14,7 +14,7 @@ from pliant.cluster import place
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pliant.launch.options import RunOptions
+    from pliant.launch.plan import RunOptions
 
 LOCAL = (
     "file",
@@ -51,8 +51,8 @@ def forwarded(ctx: typer.Context, left_out: Sequence[str] = LOCAL) -> list[str]:
 
 def over_ssh(ctx: typer.Context, options: RunOptions, *, user: str, python: str, directory: str) -> int:
     """Run what `options` say on all their hosts; the exit code."""
+    from pliant.identity import job_secret
     from pliant.launch.addresses import resolve, resolve_hosts
-    from pliant.launch.secret import job_secret
     from pliant.launch.ssh import SshJob, run_over_ssh
 
     if not options.hosts:

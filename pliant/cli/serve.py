@@ -14,8 +14,8 @@ from pliant.cli import completion
 from pliant.cli.connection import ServerFlag, connected, devices_text
 from pliant.cli.dash import page_beside
 from pliant.cli.output import parse_counts, parse_int, read_token
+from pliant.duration import parse_duration
 from pliant.errors import ConfigError
-from pliant.launch.duration import parse_duration
 
 if TYPE_CHECKING:
     from pliant.jobs.scheduler import Backend
@@ -154,7 +154,7 @@ def _backend(state: Path, on: str, devices: dict[str, int], ray_address: str, *,
 def _embedded_backend(state: Path) -> tuple[str, dict[str, int], str]:
     """Return the backend of the last server if it has left jobs; else all GPUs, or all processors, of this machine."""
     from pliant.jobs.store import JobStore
-    from pliant.launch.devices import device_files, visible_devices
+    from pliant.launch.plan import device_files, visible_devices
 
     with JobStore(state) as store:
         last = store.setting("server")

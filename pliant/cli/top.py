@@ -13,8 +13,8 @@ import typer
 from pliant.cli import keys
 from pliant.cli.dash import Given
 from pliant.cli.output import print_json, show_waiting
+from pliant.duration import parse_duration
 from pliant.errors import ConfigError
-from pliant.launch.duration import parse_duration
 
 if TYPE_CHECKING:
     from pliant.ui.jobs import DashboardState, ShownJob

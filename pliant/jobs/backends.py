@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from pliant.child import start_ticks
+from pliant.child import JOB_MARK, kill_group, marked_processes, start_ticks
 from pliant.elastic.client import ConfigClient
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
 from pliant.fed.jobfile import FederatedJob
@@ -31,16 +31,15 @@ from pliant.jobs.rules import RunEnd
 from pliant.jobs.scheduler import JobRun, RunHandle
 from pliant.jobs.schema import TrainJob
 from pliant.jobs.store import JOB_NAME
-from pliant.launch.devices import device_files, visible_devices
-from pliant.launch.guardian import MARK, kill_group, marked
-from pliant.launch.state_file import RunnerState, WorkerProcess, read
+from pliant.launch.plan import device_files, visible_devices
+from pliant.launch.processes import LivingWorker, RunnerState, read_runner_state
 from pliant.sched.throughput import Counts
 
 HOST = "127.0.0.1"
 FIRST_PORT, NUM_PORTS, NUM_RANGES = 10000, 200, 110
 """Each run has a range of ports: two config servers that grow their jobs would otherwise choose the same port."""
 ANSWER_S = 2.0
-NOT_INHERITED = (MARK, "PLIANT_TOKEN", "PLIANT_SERVER", "PLIANT_CONFIG_SERVER", "PLIANT_WORKER")
+NOT_INHERITED = (JOB_MARK, "PLIANT_TOKEN", "PLIANT_SERVER", "PLIANT_CONFIG_SERVER", "PLIANT_WORKER")
 COORDINATOR_STOPPED = 75
 """Exit code of a coordinator that was told to stop before its job was done; `jobs.federated` has it, too."""
 Slot = tuple[str, str | None]
@@ -342,9 +341,9 @@ class TrainRun(ProcessRun):
         return bool(self._living())
 
     def _state(self) -> RunnerState | None:
-        return read(self._place / "state.json")
+        return read_runner_state(self._place / "state.json")
 
-    def _living(self, state: RunnerState | None = None) -> dict[str, WorkerProcess]:
+    def _living(self, state: RunnerState | None = None) -> dict[str, LivingWorker]:
         state = state or self._state()
         return {} if state is None else {name: each for name, each in state.workers.items() if each.lives}
 
@@ -368,7 +367,7 @@ class FederatedRun(ProcessRun):
         """Return the mark by which all processes of the run are found, and the devices that they may use."""
         devices = [slot[1] for slot in self.slots() if slot is not None and slot[1] is not None]
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
-        return {MARK: str(self._place), **visible}
+        return {JOB_MARK: str(self._place), **visible}
 
     def resize(self, devices: Counts) -> None:
         """Do nothing: the rules give a rigid job all of its devices or none."""
@@ -395,7 +394,7 @@ class FederatedRun(ProcessRun):
         end = super()._look_for_end()
         if end is None:
             return None
-        if marked(str(self._place)):  # workers whose coordinator was killed
+        if marked_processes(str(self._place)):  # workers whose coordinator was killed
             self._kill_marked()
             return None
         if end.code == COORDINATOR_STOPPED:
@@ -404,7 +403,7 @@ class FederatedRun(ProcessRun):
         return RunEnd(end.code, end.at_s, finished=end.code == 0, why=why)
 
     def _kill_marked(self) -> None:
-        for pid in marked(str(self._place)):
+        for pid in marked_processes(str(self._place)):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -476,9 +475,9 @@ class RayRun(TrainRun):
 
     def environment(self) -> dict[str, str]:
         """Return the variables of the job file, and their names, by which they are handed to the nodes."""
-        from pliant.launch.ssh import NAMED
+        from pliant.launch.ssh import FORWARD_VARIABLE
 
-        return {**self._spec.env, NAMED: ",".join(self._spec.env)}
+        return {**self._spec.env, FORWARD_VARIABLE: ",".join(self._spec.env)}
 
     def assign(self, devices: Counts) -> None:
         """Note what is wanted; Ray and the driver choose the devices."""
@@ -505,7 +504,7 @@ class RayRun(TrainRun):
             client.drop_unwanted()
 
     def _look_for_end(self) -> RunEnd | None:
-        from pliant.launch.on_ray.run import JOB_FILE
+        from pliant.launch.on_ray.driver import JOB_FILE
 
         end = super()._look_for_end()
         try:

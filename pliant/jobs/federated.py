@@ -32,7 +32,7 @@ from pliant.fed.rounds.storage import JobRecorder, Watch
 from pliant.fed.trainer import InProcess
 from pliant.fed.workers import coordinator_with_workers
 from pliant.jobs.store import registered
-from pliant.launch import signals
+from pliant.launch import events
 
 STOPPED = 75
 """Exit code of a coordinator that was told to stop before its job was done; `jobs.backends` has it, too."""
@@ -146,7 +146,7 @@ def _coordinate(folder: FederatedFolder) -> int:
     job = folder.job()
     signalled: list[int] = []
     known = registered("", [job.name], kind="federated", name=job.name, record=str(folder.record))
-    with known, signals.handed_to(signalled.append):
+    with known, events.handle_signals(signalled.append):
         history = run_job(folder, stop=lambda: bool(signalled), say=_say)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the work is done: the exit code must tell how it ended
     final = f"; accuracy {history.final.accuracy:.2%}" if history.final else ""

@@ -1,25 +1,29 @@
-"""Where this machine is: its network interfaces, host names resolved, and which listed host it is.
+"""Addresses and ports of this machine: its network interfaces, its place in a host list, and its listening sockets.
 
-`choose_self` is pure; the functions above it ask the operating system, without further programs.
+The runner binds the ports of its workers and hands them on as open sockets: a port that is only looked up can be taken
+before the worker binds it, a listening socket that the worker inherits cannot. Peers that connect early wait in its backlog.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import ipaddress
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from pliant.cluster import Host, check_host, is_address
-from pliant.errors import ConfigError
+from pliant.cluster import Host, PortRange, check_host, is_address
+from pliant.errors import CapacityError, ConfigError
 
 _SIOCGIFADDR = 0x8915
 LOOPBACK = "127.0.0.1"
+BACKLOG = 1024
 
 
 def interfaces() -> dict[str, tuple[str, ...]]:
-    """The addresses of each network interface: its first IPv4, then its IPv6 ones."""
+    """Return the addresses of each network interface: its first IPv4, then its IPv6 ones."""
     by_nic: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for name, found in by_nic.items():
@@ -46,7 +50,7 @@ def _ipv6_addresses() -> list[tuple[str, str]]:
 
 
 def is_local(address: str) -> bool:
-    """Whether `address` belongs to this machine: only then can a socket be bound to it."""
+    """Return whether `address` belongs to this machine: only then can a socket be bound to it."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as sock:
@@ -57,7 +61,7 @@ def is_local(address: str) -> bool:
 
 
 def resolve(host: str) -> str:
-    """The address of `host`: itself if it is one, else the first IPv4 (or IPv6) that its name has.
+    """Return the address of `host`: itself if it is one, else the first IPv4 (or IPv6) that its name has.
 
     Raises:
         ConfigError: the name does not resolve.
@@ -76,7 +80,7 @@ def resolve(host: str) -> str:
 
 
 def resolve_hosts(hosts: Sequence[Host], lookup: Callable[[str], str] = resolve) -> tuple[Host, ...]:
-    """`hosts` with addresses for names; names are looked up here, once, and never again.
+    """Return `hosts` with addresses for names; names are looked up here, once, and never again.
 
     Raises:
         ConfigError: a name does not resolve, two hosts are the same, or a name of a job with
@@ -97,7 +101,7 @@ def resolve_hosts(hosts: Sequence[Host], lookup: Callable[[str], str] = resolve)
 
 
 def nic_addresses(nic: str, nics: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """What `-nic` has; raises ConfigError where there is no such interface, or none of its addresses."""
+    """Return the addresses of the interface that `-nic` names; raise ConfigError if it has none, or does not exist."""
     if nics.get(nic):
         return tuple(nics[nic])
     there = ", ".join(f"{name} ({' '.join(found)})" for name, found in nics.items() if found) or "none"
@@ -113,7 +117,7 @@ def choose_self(
     nics: Mapping[str, Sequence[str]],
     local: Callable[[str], bool],
 ) -> str:
-    """Which of `hosts` this machine is: `-self`, else `-nic`, else 127.0.0.1, else the only one that is local.
+    """Return which of `hosts` this machine is: `-self`, else `-nic`, else 127.0.0.1, else the only one that is local.
 
     Raises:
         ConfigError: none is, or several are and nothing says which.
@@ -138,3 +142,50 @@ def choose_self(
         f"{what} is not in the host list {','.join(listed)}: this machine has {here}; "
         "add one of them to -H/-hostfile, or say which host this is with -self or -nic"
     )
+
+
+# --- listening sockets ---
+
+
+def listen_on(address: str, port: int) -> socket.socket:
+    """Return a socket that listens on (`address`, `port`); port 0 takes any. Raises OSError."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.ExitStack() as undo:
+        sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((address, port))
+        # Only one socket of those bound with SO_REUSEADDR can listen, so that this call decides.
+        sock.listen(BACKLOG)
+        undo.pop_all()
+    return sock
+
+
+def bind_ports(address: str, num_ports: int, ports: PortRange, avoid: Collection[int] = ()) -> dict[int, socket.socket]:
+    """Return the first `num_ports` free ports of the range on `address`, each listening; taken ones are skipped.
+
+    Raises:
+        CapacityError: fewer are free; those already bound are closed again.
+        ConfigError: `address` is not of this machine, or the ports need privileges.
+    """
+    bound: dict[int, socket.socket] = {}
+    with contextlib.ExitStack() as undo:
+        for port in range(ports.begin, ports.end + 1):
+            if len(bound) == num_ports:
+                break
+            if port in avoid:
+                continue
+            try:
+                bound[port] = undo.enter_context(listen_on(address, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise ConfigError(
+                        f"cannot listen on {address}:{port} ({error.strerror}): give an address of this "
+                        "machine with -self or -nic, and ports from 1024 on with -port-range"
+                    ) from None
+        if len(bound) < num_ports:
+            raise CapacityError(
+                f"no free port: -port-range {ports} has {len(ports)} ports, {len(bound)} of them free on {address}, "
+                f"and {num_ports} workers need one each; give another -port-range"
+            )
+        undo.pop_all()
+    return bound

@@ -1,182 +1,216 @@
-"""How the runners of several hosts find each other, agree on ports, and learn how the job ended.
+"""How the runners of several hosts find each other, exchange their ports, and learn how the job ended.
 
-The first host's runner is the head. The others connect to its control port, prove that they know the
-job's secret, report the ports that they bound, and get everybody's ports back. Later the same connection carries
-each runner's standing and, from the head, the verdict. The rules are in `assembly`.
+The first host's runner is the head. The others connect to its control port over an authenticated channel, report the ports
+that they bound, and get everybody's ports back. Later the same channel carries each runner's status and, from the head, the
+verdict. `HostGroup` holds the rules, without I/O.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from pliant.channel import HANDSHAKE_S, Channel, ChannelServer, connect_channel
 from pliant.cluster import Worker
-from pliant.errors import ConfigError, LaunchError
-from pliant.launch.assembly import Assembly
-from pliant.launch.channel import HANDSHAKE_S, Channel, Message, greet, introduce, keep_alive, text_of
-from pliant.launch.events import FAILED, RunnerGone, Verdict
-from pliant.launch.ports import listen_on
-from pliant.launch.secret import REMEDY
+from pliant.errors import CommError, ConfigError, HandshakeRefused, LaunchError
+from pliant.identity import SECRET_REMEDY
+from pliant.launch.addresses import listen_on
+from pliant.launch.events import BUSY, DONE, FAILED, IDLE, RunnerGone, Verdict
 
 log = logging.getLogger(__name__)
 
+PURPOSE = "runner"
 RETRY_S = 0.2
 SAY_S = 10.0
-MAX_STRANGERS = 64
-"""Connections that have not yet proved themselves, at once; more are closed unheard."""
+
+Body = dict[str, Any]
 
 
-class Head:
-    """The first host's runner: gathers the others, relays the verdict."""
+class HostGroup:
+    """What the head knows about the job's hosts: which have joined, the status of each, and the verdict. Pure."""
+
+    def __init__(self, hosts: Sequence[str], agreement: Mapping[str, object], *, elastic: bool = False) -> None:
+        self.elastic = elastic
+        """Whether the job may go on without a host."""
+        self.ports: dict[str, list[int]] = {}
+        """The ports of each host that has joined."""
+        self.begun = False
+        """Whether all hosts have joined, and were told so."""
+        self.verdict: Verdict | None = None
+        self._hosts = tuple(hosts)
+        self._agreement = dict(agreement)
+        self._status: dict[str, str] = {}
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The hosts that have not joined."""
+        return tuple(host for host in self._hosts if host not in self.ports)
+
+    def join(self, host: str, agreement: Mapping[str, object], ports: Sequence[int]) -> None:
+        """Note a runner and its ports.
+
+        Raises:
+            ConfigError: the host is not on the list, has joined already, or was started with other flags.
+        """
+        if host not in self._hosts:
+            raise ConfigError(f"host {host} is not in the head's list {','.join(self._hosts)}: start all with one -H")
+        if host in self.ports:
+            raise ConfigError(f"a runner on {host} has joined already: start one per host, or give another -port")
+        for flag, value in self._agreement.items():
+            if agreement.get(flag) != value:
+                raise ConfigError(
+                    f"{flag} is {agreement.get(flag)!r} on {host} but {value!r} on {self._hosts[0]}: "
+                    "start all runners with the same flags"
+                )
+        self.ports[host] = list(ports)
+
+    def set_status(self, host: str, status: str) -> Verdict | None:
+        """Note the status of `host`; return the verdict if the job has now ended well."""
+        self._status[host] = status
+        states = [self._status.get(known, BUSY) for known in self._hosts]
+        if self.verdict is None and BUSY not in states and DONE in states:
+            self.verdict = Verdict("", 0)
+            return self.verdict
+        return None
+
+    def fail(self, cause: str, code: int) -> Verdict:
+        """Note a failure; the first one stays the verdict."""
+        if self.verdict is None:
+            self.verdict = Verdict(cause, code)
+        return self.verdict
+
+    def leave(self, host: str) -> Verdict | None:
+        """Note that the connection to `host` is lost: a failure, unless the job is over, has not begun, or is elastic.
+
+        Before the job has begun, the host may join again.
+        """
+        if not self.begun:
+            self.ports.pop(host, None)
+        if not self.begun or self.verdict is not None:
+            return None
+        if self.elastic:
+            return self.set_status(host, IDLE)
+        return self.fail(f"the runner on {host} is gone", 1)
+
+
+class HeadRunner:
+    """The control connection of the first host's runner: gathers the others, and tells them the verdict."""
 
     def __init__(
         self,
         address: Worker,
-        assembly: Assembly,
+        group: HostGroup,
         secret: bytes,
         post: Callable[[Verdict | RunnerGone], None],
-        welcome: Message,
+        welcome: Body,
     ) -> None:
-        self._address, self._assembly, self._secret = address, assembly, secret
+        self._address, self._group, self._secret = address, group, secret
         self._post, self._welcome = post, welcome
         self._channels: dict[str, Channel] = {}
         self._changed = threading.Condition()
-        self._strangers = threading.Semaphore(MAX_STRANGERS)
-        self._listener: socket.socket | None = None
+        self._server: ChannelServer | None = None
         self._closing = False
 
     def open(self) -> None:
-        """Listen; raises ConfigError where the control port is taken."""
+        """Listen; raise ConfigError where the control port is taken."""
         try:
-            self._listener = listen_on(self._address.host, self._address.port)
+            listener = listen_on(self._address.host, self._address.port)
         except OSError as error:
             raise ConfigError(
                 f"control port {self._address} cannot be used ({error.strerror}): the runners of several hosts meet "
                 "there; give another one with -port, the same on every host"
             ) from None
-        threading.Thread(target=self._accept, args=(self._listener,), name="control", daemon=True).start()
+        self._server = ChannelServer(listener, self._secret, self._serve, purpose=PURPOSE)
+        self._server.start()
 
-    def meet(self, host: str, agreement: Mapping[str, object], ports: Sequence[int], timeout_s: float) -> Message:
-        """Wait until every host has come; the welcome that all of them then get. Raises LaunchError."""
+    def meet(self, host: str, agreement: Mapping[str, object], ports: Sequence[int], timeout_s: float) -> Body:
+        """Wait until every host has joined; return the welcome that all of them then get. Raises LaunchError."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
-            self._assembly.join(host, agreement, ports)
-            while missing := self._assembly.missing:
+            self._group.join(host, agreement, ports)
+            while missing := self._group.missing:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise LaunchError(
                         f"no runner came from {', '.join(missing)} within {timeout_s:g} s: start `pliant run` with "
                         f"the same flags there, and let it reach {self._address}; --rendezvous-timeout waits longer"
                     )
-                if not self._changed.wait(min(SAY_S, left_s)) and (missing := self._assembly.missing):
+                if not self._changed.wait(min(SAY_S, left_s)) and (missing := self._group.missing):
                     log.info("waiting for the runners on %s", ", ".join(missing))
                     self._broadcast({"waiting": ", ".join(missing)})
-            self._assembly.begun = True
-            welcome = {**self._welcome, "ports": self._assembly.ports}
+            self._group.begun = True
+            welcome = {**self._welcome, "ports": self._group.ports}
             self._broadcast(welcome)
         return welcome
 
-    def tell(self, host: str, status: str, cause: str = "", code: int = 0) -> None:
-        """Note how this or another host stands."""
+    def send_status(self, host: str, status: str, cause: str = "", code: int = 0) -> None:
+        """Note the status of this or another host."""
         with self._changed:
-            verdict = self._assembly.fail(cause, code) if status == FAILED else self._assembly.stand(host, status)
+            verdict = self._group.fail(cause, code) if status == FAILED else self._group.set_status(host, status)
             if verdict is not None:
                 self._announce(verdict)
 
     def close(self) -> None:
         self._closing = True
-        if self._listener is not None:
-            with contextlib.suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread; close alone does not
-            self._listener.close()
-        with self._changed:
-            for channel in self._channels.values():
-                channel.close()
-            self._channels.clear()
+        if self._server is not None:
+            self._server.close()
 
     def _announce(self, verdict: Verdict) -> None:
         self._broadcast({"verdict": verdict.cause, "code": verdict.code})
         self._post(verdict)
 
-    def _broadcast(self, message: Message) -> None:
+    def _broadcast(self, body: Body) -> None:
         for channel in self._channels.values():
-            with contextlib.suppress(OSError):  # the connection's own thread sees that it is gone
-                channel.send(message)
+            with contextlib.suppress(CommError):  # the connection's own thread sees that it is gone
+                channel.send(body)
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, _ = listener.accept()
-            except OSError as error:
-                if self._closing:
-                    return
-                log.warning("control port %s: %s", self._address, error)
-                time.sleep(RETRY_S)  # out of descriptors: without a pause this would spin
-                continue
-            if not self._strangers.acquire(blocking=False):
-                sock.close()
-                continue
-            threading.Thread(target=self._serve, args=(sock,), name="control-runner", daemon=True).start()
-
-    def _serve(self, sock: socket.socket) -> None:
-        with sock:
-            try:
-                peer = sock.getpeername()[0]
-                keep_alive(sock)
-                greeted = greet(sock, self._secret)
-            except OSError as error:
-                log.warning("control connection broke before its handshake was done: %s", error)
-                return
-            finally:
-                self._strangers.release()
-            if greeted is None:
-                log.warning("refused a runner from %s: it does not know the job's secret; %s", peer, REMEDY)
-                return
-            host, channel = greeted
-            if self._admit(host, channel):
-                self._follow(host, channel)
+    def _serve(self, host: str, channel: Channel) -> None:
+        """Serve one runner as long as it is connected, in a thread of its own."""
+        if not self._admit(host, channel):
+            return
+        with contextlib.suppress(CommError):
+            while (message := channel.receive()) is not None:
+                code = message.body.get("code", 1)
+                self.send_status(
+                    host,
+                    str(message.body.get("status", "")),
+                    str(message.body.get("cause", "")),
+                    code if isinstance(code, int) else 1,
+                )
+        with self._changed:
+            self._channels.pop(host, None)
+            if self._group.elastic and self._group.begun and self._group.verdict is None and not self._closing:
+                self._post(RunnerGone(host))
+            verdict = self._group.leave(host)
+            if verdict is not None:
+                self._announce(verdict)
 
     def _admit(self, host: str, channel: Channel) -> bool:
         try:
-            request = channel.receive(HANDSHAKE_S) or {}
-            agreement, ports = request.get("agreement"), request.get("ports")
+            request = channel.receive(HANDSHAKE_S)
+            body = request.body if request is not None else {}
+            agreement, ports = body.get("agreement"), body.get("ports")
             if not isinstance(agreement, dict) or not isinstance(ports, list):
                 return False
             with self._changed:
-                self._assembly.join(host, agreement, [int(port) for port in ports])
+                self._group.join(host, agreement, [int(port) for port in ports])
                 self._channels[host] = channel
                 self._changed.notify_all()
         except ConfigError as error:
             log.warning("refused the runner on %s: %s", host, error)
-            with contextlib.suppress(OSError):
-                channel.send({"refused": str(error)})
+            channel.send({"refused": str(error)})
             return False
         except (OSError, ValueError):
             return False
         return True
 
-    def _follow(self, host: str, channel: Channel) -> None:
-        with contextlib.suppress(TimeoutError, OSError):
-            while (message := channel.receive(None)) is not None:
-                code = message.get("code", 1)
-                self.tell(
-                    host, text_of(message, "status"), text_of(message, "cause"), code if isinstance(code, int) else 1
-                )
-        with self._changed:
-            self._channels.pop(host, None)
-            if self._assembly.elastic and self._assembly.begun and self._assembly.verdict is None and not self._closing:
-                self._post(RunnerGone(host))
-            verdict = self._assembly.leave(host)
-            if verdict is not None:
-                self._announce(verdict)
 
-
-class Member:
-    """Any other host's runner."""
+class MemberRunner:
+    """The control connection of any other host's runner."""
 
     def __init__(
         self,
@@ -192,35 +226,37 @@ class Member:
         self._closing = False
 
     def open(self) -> None:
-        """Nothing to open before `meet`."""
+        """Do nothing: `meet` connects."""
 
-    def meet(self, host: str, agreement: Mapping[str, object], ports: Sequence[int], timeout_s: float) -> Message:
-        """Join the head, and wait until every host has; its welcome.
+    def meet(self, host: str, agreement: Mapping[str, object], ports: Sequence[int], timeout_s: float) -> Body:
+        """Join the head, and wait until every host has; return its welcome.
 
         Raises:
             ConfigError: the head refuses.
             LaunchError: the head cannot be reached in time, or went away.
         """
         deadline_s = time.monotonic() + timeout_s
-        self._channel = self._connect(host, deadline_s, timeout_s)
+        self._channel = channel = self._connect(host, deadline_s, timeout_s)
         try:
-            self._channel.send({"agreement": dict(agreement), "ports": list(ports)})
-            welcome = self._channel.receive(max(0.001, deadline_s - time.monotonic()))
-            while waiting := text_of(welcome, "waiting"):
-                log.info("waiting for the runners on %s", waiting)
-                welcome = self._channel.receive(max(0.001, deadline_s - time.monotonic()))
-        except OSError as error:
+            channel.send({"agreement": dict(agreement), "ports": list(ports)})
+            while True:
+                message = channel.receive(max(0.001, deadline_s - time.monotonic()))
+                if message is None or "waiting" not in message.body:
+                    break
+                log.info("waiting for the runners on %s", message.body["waiting"])
+        except (CommError, OSError) as error:
             raise LaunchError(f"the runner at {self._head} did not bring all hosts together: {error}") from None
-        if welcome is None:
+        if message is None:
             raise LaunchError(f"the runner at {self._head} went away before all hosts had come: see its messages")
-        if refused := text_of(welcome, "refused"):
+        if refused := message.body.get("refused"):
             raise ConfigError(f"the runner at {self._head} refused this one: {refused}")
-        threading.Thread(target=self._follow, args=(self._channel,), name="control", daemon=True).start()
-        return welcome
+        threading.Thread(target=self._follow, args=(channel,), name="control", daemon=True).start()
+        return message.body
 
-    def tell(self, host: str, status: str, cause: str = "", code: int = 0) -> None:
+    def send_status(self, host: str, status: str, cause: str = "", code: int = 0) -> None:
+        """Tell the head the status of this host."""
         if self._channel is not None:
-            with contextlib.suppress(OSError):  # the following thread sees that the head is gone
+            with contextlib.suppress(CommError):  # the following thread sees that the head is gone
                 self._channel.send({"status": status, "cause": cause, "code": code})
 
     def close(self) -> None:
@@ -229,10 +265,12 @@ class Member:
             self._channel.close()
 
     def _connect(self, host: str, deadline_s: float, timeout_s: float) -> Channel:
-        say_at_s = time.monotonic() + SAY_S
+        address, say_at_s = (self._head.host, self._head.port), time.monotonic() + SAY_S
         while True:
             try:
-                return self._try_connect(host)
+                return connect_channel(address, self._secret, purpose=PURPOSE, name=host, remedy=SECRET_REMEDY)
+            except HandshakeRefused as error:
+                raise ConfigError(f"the runner at {self._head}: {error}") from None
             except OSError as error:
                 now_s = time.monotonic()
                 if now_s > deadline_s:
@@ -245,21 +283,12 @@ class Member:
                     say_at_s = now_s + SAY_S
                 time.sleep(RETRY_S)  # nobody listens there yet who could tell us when to try again
 
-    def _try_connect(self, host: str) -> Channel:
-        sock = socket.create_connection((self._head.host, self._head.port), timeout=HANDSHAKE_S)
-        try:
-            keep_alive(sock)
-            return introduce(sock, self._secret, host, self._head)
-        except BaseException:
-            sock.close()
-            raise
-
     def _follow(self, channel: Channel) -> None:
-        with contextlib.suppress(TimeoutError, OSError):
-            while (message := channel.receive(None)) is not None:
-                if "verdict" in message:
-                    code = message.get("code")
-                    self._post(Verdict(text_of(message, "verdict"), code if isinstance(code, int) else 1))
+        with contextlib.suppress(CommError):
+            while (message := channel.receive()) is not None:
+                if "verdict" in message.body:
+                    code = message.body.get("code")
+                    self._post(Verdict(str(message.body["verdict"]), code if isinstance(code, int) else 1))
                     return
         if self._closing:
             return
@@ -269,4 +298,4 @@ class Member:
             self._post(Verdict(f"the runner at {self._head} is gone", 1))
 
 
-Control = Head | Member
+Control = HeadRunner | MemberRunner

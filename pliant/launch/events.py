@@ -1,27 +1,33 @@
-"""What can happen to a runner (events), and what it can do about it (actions): values only."""
+"""What can happen to a runner (events), what it can do about it (actions), and the queue in which events come in.
+
+Events and actions are plain values: `supervisor` maps the one to the other. `EventQueue` is where other threads, signals and
+the ends of processes meet, so that a runner waits in one place.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import selectors
+import signal
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
 
 from pliant.cluster import Membership, View, Worker
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BUSY, IDLE, DONE, FAILED = "busy", "idle", "done", "failed"
-"""How a host stands: has workers; has none yet, or no more; all of them ended well; one failed."""
+"""The status of a host: it runs workers; it runs none yet, or none any more; all of them ended well; one failed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
-    """The wanted view is now this one."""
+class StateChanged:
+    """The wanted view, or the workers that train, are now these. `view` is None where the wanted view is unset."""
 
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class Rolled:
-    """The workers that train are now these."""
-
-    roll: Membership
+    view: View | None
+    membership: Membership = field(default_factory=Membership)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +55,14 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class TimedOut:
-    """The time of -timeout is over."""
+    """The time that -timeout allows is over."""
 
     timeout: str
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The head says how the whole job ended; an empty cause means well."""
+    """How the whole job ended, as the head runner says; an empty cause means that it ended well."""
 
     cause: str
     code: int
@@ -64,7 +70,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class RunnerGone:
-    """The connection to the runner on `host` is gone, in a job that may go on without it."""
+    """The connection to the runner on `host` is lost, in a job that may go on without it."""
 
     host: str
     was_head: bool = False
@@ -83,13 +89,12 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class Warmed:
-    """The warm process is up, or never will be."""
+class WarmProcessUp:
+    """The warm process has done its imports, or has failed to: workers can be started now."""
 
 
 Event = (
-    Arrived
-    | Rolled
+    StateChanged
     | Exited
     | StartFailed
     | Interrupted
@@ -98,12 +103,12 @@ Event = (
     | RunnerGone
     | NotReplaced
     | Tick
-    | Warmed
+    | WarmProcessUp
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartWorker:
     """Start `worker`, as a member of `view`, on local slot `slot`."""
 
     worker: Worker
@@ -112,22 +117,22 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Terminate:
+class TerminateWorker:
     """Ask a worker to end (SIGTERM)."""
 
     worker: Worker
 
 
 @dataclass(frozen=True, slots=True)
-class Kill:
+class KillWorker:
     """End a worker and its children at once (SIGKILL)."""
 
     worker: Worker
 
 
 @dataclass(frozen=True, slots=True)
-class Blame:
-    """Tell the user that `worker` failed, with its last lines."""
+class ReportFailure:
+    """Tell the user that `worker` failed, with its last lines of output."""
 
     worker: Worker
     what: str
@@ -135,21 +140,21 @@ class Blame:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Tell the config server that a worker is lost, at once: the others wait for that."""
+class ReportLoss:
+    """Tell the config server that a worker is lost, at once: the other members wait for that."""
 
     worker: Worker
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Replace:
+class RequestReplacement:
     """Ask the config server for one more worker on this host."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
-    """Tell the other hosts how this one stands."""
+class SendStatus:
+    """Tell the other hosts the status of this one."""
 
     status: str
     cause: str = ""
@@ -157,18 +162,107 @@ class Tell:
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
-    """Tell the user."""
+class ShowMessage:
+    """Show a line to the user."""
 
     text: str
     is_error: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
-    """It is over: exit with `code`."""
+class ExitRunner:
+    """The job is over on this host: exit with `code`."""
 
     code: int
 
 
-Action = Start | Terminate | Kill | Report | Replace | Blame | Tell | Say | Finish
+Action = (
+    StartWorker
+    | TerminateWorker
+    | KillWorker
+    | ReportLoss
+    | RequestReplacement
+    | ReportFailure
+    | SendStatus
+    | ShowMessage
+    | ExitRunner
+)
+
+
+# --- where events come in ---
+
+
+class EventQueue:
+    """Events from other threads, signals, and ends of processes, waited for together."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        self._events: deque[Event] = deque()
+
+    def post(self, event: Event) -> None:
+        """Hand over an event, from any thread or a signal handler's frame."""
+        self._events.append(event)
+        with contextlib.suppress(OSError):  # full: the wait will end anyway; closed: nobody waits any more
+            self._wake_write.send(b"\0")
+
+    def watch(self, worker: Worker, pidfd: int) -> None:
+        """Have `wait` return `worker` when the process behind `pidfd` ends."""
+        self._selector.register(pidfd, selectors.EVENT_READ, worker)
+
+    def forget(self, pidfd: int) -> None:
+        self._selector.unregister(pidfd)
+
+    def wait(self, timeout_s: float | None) -> tuple[list[Event], list[Worker]]:
+        """Wait for events; return them, and the workers that ended. Both are empty when the time is over."""
+        ready = self._selector.select(timeout_s)
+        ended = []
+        for key, _ in ready:
+            if key.data is not None:
+                ended.append(key.data)
+                continue
+            with contextlib.suppress(BlockingIOError):
+                while self._wake_read.recv(4096):
+                    continue
+        events = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events, ended
+
+    def close(self) -> None:
+        self._selector.close()
+        self._wake_read.close()
+        self._wake_write.close()
+
+    @contextlib.contextmanager
+    def signals(self) -> Iterator[None]:
+        """SIGINT, SIGTERM and SIGHUP come in as events, until the end of the block; SIGHUP not under nohup."""
+
+        def note(signum: int, _: FrameType | None) -> None:
+            self.post(Interrupted(signum))
+
+        under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        handled = [signum for signum in ENDING_SIGNALS if signum != signal.SIGHUP or not under_nohup]
+        before = {signum: signal.signal(signum, note) for signum in handled}
+        # Python runs handlers between bytecodes of the main thread; the descriptor ends the wait.
+        wake = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wake)
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+
+@contextlib.contextmanager
+def handle_signals(put: Callable[[int], object]) -> Iterator[None]:
+    """Call `put` with each signal that would end this program, within the block."""
+    before = {number: signal.signal(number, lambda signum, frame: put(signum)) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -118,7 +118,7 @@ class LogFile:
 
 
 @dataclass
-class Stream:
+class OutputStream:
     """One of the two pipes of a worker, and where its lines go."""
 
     descriptor: int
@@ -164,7 +164,7 @@ class OutputReader:
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = os.pipe()
         self._lock = threading.Lock()
-        self._new: list[Stream] = []
+        self._new: list[OutputStream] = []
         self._finishing = False
         self._thread = threading.Thread(target=self._run, name="worker-output", daemon=True)
 
@@ -172,7 +172,7 @@ class OutputReader:
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._thread.start()
 
-    def add(self, stream: Stream) -> None:
+    def add(self, stream: OutputStream) -> None:
         with self._lock:
             self._new.append(stream)
         os.write(self._wake_write, b"+")
@@ -211,7 +211,7 @@ class OutputReader:
         with self._lock:
             return len(self._new) + len(self._streams())
 
-    def _streams(self) -> list[Stream]:
+    def _streams(self) -> list[OutputStream]:
         return [key.data for key in self._selector.get_map().values() if key.data is not None]
 
     def _register_new(self) -> None:
@@ -221,7 +221,7 @@ class OutputReader:
             os.set_blocking(stream.descriptor, False)
             self._selector.register(stream.descriptor, selectors.EVENT_READ, stream)
 
-    def _close(self, stream: Stream) -> None:
+    def _close(self, stream: OutputStream) -> None:
         with contextlib.suppress(KeyError):
             self._selector.unregister(stream.descriptor)
         stream.close()

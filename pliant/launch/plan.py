@@ -1,25 +1,243 @@
-"""From flags to a launch plan: which host this is, who runs where, and what each worker is told.
+"""From the flags of `pliant run` to a launch plan: which host this is, what runs where, and what each worker is told.
 
-Pure functions of the options and of what the machine has (`Machine`); no socket is opened and no
-process started here. `runner` carries the plan out.
+`RunOptions` are the flags as checked values. The rest are pure functions of the options and of what the machine has
+(`Machine`): no socket is opened and no process started here. `runner` carries the plan out. Torch is not imported: a runner
+must start at once.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from pliant.cluster import Host, View, Worker, place
+from pliant.adapt.monitors import parse_monitors
+from pliant.adapt.policy import maths_decisions
+from pliant.adapt.registry import check as check_policy
+from pliant.child import JOB_MARK
+from pliant.cluster import DEFAULT_RUNNER_PORT, Host, PortRange, View, Worker, check_port, place
 from pliant.errors import CapacityError, ConfigError
-from pliant.identity import WorkerSpec, format_schedule
+from pliant.identity import DEFAULT_STRATEGY, WorkerSpec, format_schedule
 from pliant.launch.addresses import LOOPBACK, choose_self, interfaces, is_local, nic_addresses, resolve, resolve_hosts
-from pliant.launch.devices import device_environ, device_files, device_of_slot, visible_devices
-from pliant.launch.guardian import MARK
-from pliant.launch.options import RunOptions
+
+LEVELS = ("D0", "D1", "D2")
+"""Equal bits for an equal number of workers; for any number of them; and on machines of other kinds, too."""
+
+
+def check_strategy(name: str) -> str:
+    """`name` in the spelling of `comm.graph`; raises ConfigError with the names there are."""
+    from pliant.comm.topology import STRATEGIES
+
+    if name.upper() not in STRATEGIES:
+        raise ConfigError(f"-strategy {name!r} is not known: use one of {', '.join(STRATEGIES)}")
+    return name.upper()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOptions:
+    """The flags of `pliant run`; a wrong value raises ConfigError when this is made."""
+
+    program: tuple[str, ...]
+    """The program and its arguments, as typed."""
+    np: int = 1
+    """Workers in the whole job, over all hosts."""
+    hosts: tuple[Host, ...] = ()
+    """The machines, from -H or -hostfile; empty means this machine only, with enough slots."""
+    self_host: str = ""
+    """Which of the hosts this machine is."""
+    nic: str = ""
+    """The interface whose address says which host this is."""
+    port_range: PortRange = field(default_factory=PortRange)
+    """Where workers listen."""
+    strategy: str = DEFAULT_STRATEGY
+    """The topology that collectives start with."""
+    timeout_s: float = 0.0
+    """End the job after this long; 0 means never."""
+    grace_s: float = 10.0
+    """Time between SIGTERM and SIGKILL."""
+    rendezvous_timeout_s: float = 300.0
+    """How long the runners of several hosts wait for each other."""
+    heartbeat_timeout_s: float = 10.0
+    """Workers hold a peer for lost after this much silence."""
+    logdir: str = ""
+    """Where each worker's output is also written; empty means nowhere."""
+    show_output: bool = True
+    """Whether workers' output is shown."""
+    quiet: bool = False
+    """Whether the dump of arguments, interfaces and environment is left out."""
+    allow_nvlink: bool = False
+    """Leave CUDA_VISIBLE_DEVICES alone."""
+    port: int = DEFAULT_RUNNER_PORT
+    """Where the first host's runner meets the others."""
+    debug_port: int = 0
+    """Where to serve the runner's state; 0 means not at all."""
+    delay_s: float = 0.0
+    """Wait this long before starting anything."""
+    secret_file: str = ""
+    """File with the job's secret."""
+    watch: bool = False
+    """Follow the config server: start and stop workers as the view says."""
+    keep: bool = False
+    """In watch mode, stay after the local workers have finished."""
+    copies: int = 1
+    """On how many other workers each replica's context is kept."""
+    determinism: str = ""
+    """D0, D1 or D2; empty leaves it to the program."""
+    checkpoint_dir: str = ""
+    """Where checkpoints go, as an absolute path; empty means none."""
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 means only when the program asks."""
+    resume: str = ""
+    """`auto`, a checkpoint's path, or empty: what training begins with."""
+    resize_schedule: tuple[tuple[int, int], ...] = ()
+    """(step, number of workers): what the job asks for by itself; such a job is watched."""
+    adapting: Mapping[str, str] = field(default_factory=dict)
+    """Monitors, policies, record, replay, metrics and tensorboard, as typed; empty ones are left out."""
+    max_restarts: int = 100
+    """In watch mode, how many crashed workers this runner replaces."""
+    independent: bool = False
+    """In watch mode, workers do not train together: each is replaced when it crashes, and the job is over when all ended."""
+    warm: bool = True
+    """In watch mode, fork the workers of a Python program from a process that has imported torch."""
+    config_server: str = ""
+    """URL of the config server to follow."""
+    builtin_config_port: int = 0
+    """Where to run a config server inside this runner; 0 means a free port, where one is needed."""
+    init_version: int = 0
+    """The first view's number; below 0, start no workers and wait to be added."""
+    state_file: str = ""
+    """Where to write the config server's address and the workers' processes, for a scheduler to read; empty: nowhere."""
+    slot_devices: str = ""
+    """A file with the CUDA device of each slot, read whenever a worker starts; empty: slots take the devices in turn."""
+    start_time_s: float = 0.0
+    """When the job began, as Unix time, for the workers to know."""
+
+    def __post_init__(self) -> None:
+        if not self.program:
+            raise ConfigError("no program to run: write it after the flags, as in `pliant run -np 4 train.py`")
+        if self.np < 1:
+            raise ConfigError(f"-np {self.np}: use 1 or more workers")
+        if self.heartbeat_timeout_s <= 0:
+            raise ConfigError(f"--heartbeat-timeout {self.heartbeat_timeout_s:g}: use a time above 0, such as 10s")
+        check_port(self.port, "-port")
+        self._check_training()
+        if self.resize_schedule:
+            object.__setattr__(self, "watch", True)
+        for port, flag in ((self.debug_port, "-debug-port"), (self.builtin_config_port, "-builtin-config-port")):
+            if port:
+                check_port(port, flag)
+        if self.init_version < 0 and not (self.watch and self.config_server):
+            raise ConfigError(
+                f"-init-version {self.init_version} waits to be added by a config server: add -w -config-server URL"
+            )
+        if self.keep and not self.watch:
+            raise ConfigError("-k keeps a watching runner alive: add -w")
+        if self.independent and not self.watch:
+            raise ConfigError("--independent replaces workers one by one, as a watching runner does: add -w")
+        if self.config_server and self.builtin_config_port and not self.follows_builtin:
+            raise ConfigError(
+                f"-config-server {self.config_server} and -builtin-config-port {self.builtin_config_port} are two "
+                "config servers: give one of them, or the same port"
+            )
+        object.__setattr__(self, "strategy", check_strategy(self.strategy))
+
+    def _check_training(self) -> None:
+        for count, flag in (
+            (self.copies, "--copies"),
+            (self.checkpoint_every, "--checkpoint-every"),
+            (self.max_restarts, "--max-restarts"),
+        ):
+            if count < 0:
+                raise ConfigError(f"{flag} {count}: use 0 or more")
+        if self.determinism and self.determinism not in LEVELS:
+            raise ConfigError(f"--determinism {self.determinism!r} is not known: use one of {', '.join(LEVELS)}")
+        parse_monitors(self.adapting.get("monitor", ""))
+        for policy in self.adapting.get("policy", "").splitlines():
+            check_policy(policy)
+        replay = self.adapting.get("replay", "")
+        if replay and not Path(replay).is_file():
+            raise ConfigError(f"--replay {replay}: there is no such file; give a record that `--record` has written")
+        if replay:
+            maths_decisions(replay)
+        if not self.checkpoint_dir:
+            needs = "needs a directory for checkpoints: add --checkpoint-dir DIR"
+            if self.resume:
+                raise ConfigError(f"--resume {self.resume} {needs}")
+            if self.checkpoint_every:
+                raise ConfigError(f"--checkpoint-every {self.checkpoint_every} {needs}")
+
+    @property
+    def follows_builtin(self) -> bool:
+        """Whether the config server of this job is run by its head."""
+        if not self.config_server:
+            return self.watch or self.builtin_config_port > 0
+        # KungFu's commands give both flags, and mean one server.
+        try:
+            return self.builtin_config_port > 0 and urlsplit(self.config_server).port == self.builtin_config_port
+        except ValueError:
+            return False
+
+
+# --- devices ---
+
+
+def device_files() -> tuple[str, ...]:
+    """The names in /dev; empty where there is none."""
+    try:
+        return tuple(os.listdir("/dev"))
+    except OSError:
+        return ()
+
+
+def visible_devices(environ: Mapping[str, str], files: Iterable[str]) -> tuple[str, ...]:
+    """The devices that workers may use, as CUDA_VISIBLE_DEVICES would name them.
+
+    A list that the user has set is taken as it is (it may hold UUIDs); otherwise one device per
+    /dev/nvidia<number>. Empty means that there is no device to hand out.
+    """
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    if wanted is not None:
+        listed = [word.strip() for word in wanted.split(",")]
+        # CUDA itself stops at the first invalid entry, so that "0,-1,1" means "0".
+        ends = next((i for i, word in enumerate(listed) if word in ("", "-1")), len(listed))
+        return tuple(listed[:ends])
+    num_devices = sum(1 for name in files if re.fullmatch(r"nvidia\d+", name))
+    return tuple(map(str, range(num_devices)))
+
+
+def device_of_slot(file: str, slot: int) -> str | None:
+    """What the JSON list in `file` has for this slot: a scheduler changes it as it gives devices to jobs.
+
+    "" hides all devices; None, and a list that is too short, leave the environment as it is.
+    """
+    try:
+        with open(file) as text:
+            listed = json.load(text)
+        return listed[slot] if isinstance(listed[slot], str) else None
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def device_environ(slot: int, devices: Sequence[str], *, allow_nvlink: bool) -> dict[str, str]:
+    """The variables that give local slot `slot` its device; slots beyond the devices share round-robin.
+
+    With `allow_nvlink` CUDA_VISIBLE_DEVICES stays as it is, since NCCL reaches over NVLink only
+    devices that the process can see; the worker then picks by PLIANT_CUDA_VISIBLE_DEVICES.
+    """
+    if not devices:
+        return {}
+    device = devices[slot % len(devices)]
+    mine = {"PLIANT_CUDA_VISIBLE_DEVICES": device}
+    return mine if allow_nvlink else {**mine, "CUDA_VISIBLE_DEVICES": device}
+
+
+# --- the plan ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +314,51 @@ class LaunchPlan:
             "--determinism": self.options.determinism,
             "--copies": self.options.copies,
             "--resize-schedule": format_schedule(self.options.resize_schedule),
+        }
+
+    def common_environ(self, environ: Mapping[str, str], mark: str) -> dict[str, str]:
+        """Return what the environments of all workers of this host have in common: the runner's own, and the job's mark."""
+        return {
+            "PYTHONUNBUFFERED": "1",
+            **self.pins,
+            **environ,
+            "PLIANT_JOB_START": repr(self.options.start_time_s),
+            JOB_MARK: mark,
+        }
+
+    def make_spec(
+        self, worker: Worker, view: View, *, secret: bytes, config_server: str = "", listen_fd: int | None = None
+    ) -> WorkerSpec:
+        """Return what `worker` must know of its job."""
+        options = self.options
+        return WorkerSpec(
+            worker=worker,
+            view=view,
+            secret=secret,
+            strategy=options.strategy,
+            config_server=config_server,
+            listen_fd=listen_fd,
+            heartbeat_timeout_s=options.heartbeat_timeout_s,
+            elastic=options.watch,
+            copies=options.copies,
+            determinism=options.determinism,
+            checkpoint_dir=options.checkpoint_dir,
+            checkpoint_every=options.checkpoint_every,
+            resume=options.resume,
+            resize_schedule=options.resize_schedule,
+            adapting=options.adapting,
+        )
+
+    def worker_environ(self, environ: Mapping[str, str], spec: WorkerSpec, *, slot: int, mark: str) -> dict[str, str]:
+        """Return the whole environment of one worker: the common one, who it is, and its device."""
+        slot_devices = self.options.slot_devices
+        given = device_of_slot(slot_devices, slot) if slot_devices else None
+        devices = self.devices if given is None else (given,)
+        return {
+            **self.common_environ(environ, mark),
+            **spec.to_environ(),
+            **device_environ(slot, devices, allow_nvlink=self.options.allow_nvlink),
+            "PLIANT_LOCAL_RANK": str(slot),
         }
 
 
@@ -176,77 +439,6 @@ def first_view(plan: LaunchPlan, ports: Mapping[str, Sequence[int]]) -> View:
     if len(workers) < plan.options.np:
         raise CapacityError(f"the hosts bound {len(workers)} ports for {plan.options.np} workers: widen -port-range")
     return View(max(0, plan.options.init_version), workers, plan.runners)
-
-
-def common_environ(plan: LaunchPlan, environ: Mapping[str, str], mark: str) -> dict[str, str]:
-    """What the environments of all workers of this host have in common: the runner's own, and which job it is."""
-    return {
-        "PYTHONUNBUFFERED": "1",
-        **plan.pins,
-        **environ,
-        "PLIANT_JOB_START": repr(plan.options.start_time_s),
-        MARK: mark,
-    }
-
-
-def make_spec(
-    plan: LaunchPlan,
-    worker: Worker,
-    view: View,
-    *,
-    secret: bytes,
-    config_server: str = "",
-    listen_fd: int | None = None,
-) -> WorkerSpec:
-    """What `worker` must know of its job."""
-    options = plan.options
-    return WorkerSpec(
-        worker=worker,
-        view=view,
-        secret=secret,
-        strategy=options.strategy,
-        config_server=config_server,
-        listen_fd=listen_fd,
-        heartbeat_timeout_s=options.heartbeat_timeout_s,
-        elastic=options.watch,
-        copies=options.copies,
-        determinism=options.determinism,
-        checkpoint_dir=options.checkpoint_dir,
-        checkpoint_every=options.checkpoint_every,
-        resume=options.resume,
-        resize_schedule=options.resize_schedule,
-        adapting=options.adapting,
-    )
-
-
-def worker_environ(
-    plan: LaunchPlan,
-    environ: Mapping[str, str],
-    spec: WorkerSpec,
-    *,
-    slot: int,
-    mark: str,
-) -> dict[str, str]:
-    """The whole environment of one worker: the common one, and who it is."""
-    return {
-        **common_environ(plan, environ, mark),
-        **spec.to_environ(),
-        **_devices_for(plan, slot),
-        "PLIANT_LOCAL_RANK": str(slot),
-    }
-
-
-def _devices_for(plan: LaunchPlan, slot: int) -> dict[str, str]:
-    options = plan.options
-    given = device_of_slot(options.slot_devices, slot) if options.slot_devices else None
-    devices = plan.devices if given is None else (given,)
-    return device_environ(slot, devices, allow_nvlink=options.allow_nvlink)
-
-
-def log_name(worker: Worker, version: int | None, stream: str) -> str:
-    """The file of `-logdir` for a worker's stream; `version` is given in watch mode."""
-    label = worker.label if version is None else f"{worker.label}@{version}"
-    return f"{label}.{stream}.log"
 
 
 def describe(plan: LaunchPlan, machine: Machine) -> list[str]:

@@ -1,29 +1,43 @@
-"""Worker processes: started, signalled, reaped, and never left behind.
+"""Processes of a runner: workers, started directly or forked from the warm process, and what is told of them in a file.
 
-Each worker leads a session of its own, so that a signal reaches its children too and a Ctrl-C in the
-terminal reaches only the runner. Its life is tied to the runner's three times over: by the kernel (child.py; through
-the warm process where it was forked from that), by the guardian, and by the sweep when the job ends.
+Each worker leads a session of its own, so that a signal reaches its children too and a Ctrl-C in the terminal reaches only
+the runner. Its life is tied to the runner's three times over: by the kernel (child.py; through the warm process where it was
+forked from that), by the guardian, and by killing all that carries the job's mark when the job ends.
 """
 
 from __future__ import annotations
 
+import array
 import contextlib
+import json
+import logging
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
 from pliant import child
-from pliant.launch import guardian
+from pliant.child import start_ticks
+from pliant.errors import LaunchError
+from pliant.files import write_atomic
 
-SWEEP_S = 5.0
+log = logging.getLogger(__name__)
+
+WARM_IMPORTS = ("numpy", "torch", "torch._dynamo", "pliant.elastic.client", "pliant.train.job")
+"""What workers would each spend seconds on; what is not installed is left out.
+
+The first optimizer that a program makes imports torch._dynamo, which takes as long as torch itself.
+"""
+_WARM_SCRIPT = Path(__file__).resolve().with_name("warm.py")
 
 
 def script(path: str) -> list[str]:
@@ -32,7 +46,7 @@ def script(path: str) -> list[str]:
 
 
 @dataclass
-class Process:
+class WorkerProcess:
     """A started worker, however it was started. `pidfd` becomes readable when it ends."""
 
     pid: int
@@ -47,7 +61,7 @@ class Process:
     def signal(self, signum: int) -> None:
         """Send `signum` to the worker and its children; nothing happens once it is reaped."""
         if self.code is None:
-            guardian.kill_group(self.pid, signum)
+            child.kill_group(self.pid, signum)
 
     def reap(self) -> int:
         """The exit code (negative: the signal) of a worker that has ended, whose children end here too.
@@ -58,13 +72,13 @@ class Process:
         ended = select.poll()
         ended.register(self.pidfd, select.POLLIN)
         ended.poll()
-        guardian.kill_group(self.pid, signal.SIGKILL)
+        child.kill_group(self.pid, signal.SIGKILL)
         self.code = self.wait()
         os.close(self.pidfd)
         return self.code
 
 
-def start(command: Sequence[str], environ: Mapping[str, str], listener: socket.socket | None) -> Process:
+def start_worker(command: Sequence[str], environ: Mapping[str, str], listener: socket.socket | None) -> WorkerProcess:
     """Start one worker, which inherits `listener`.
 
     Must be called from the main thread: the kernel's tie is to the thread that forks. Raises OSError.
@@ -79,7 +93,7 @@ def start(command: Sequence[str], environ: Mapping[str, str], listener: socket.s
             pass_fds=() if listener is None else (listener.fileno(),),
             start_new_session=True,
         )
-        return Process(popen.pid, _pidfd(popen), stdout, stderr, popen.wait)
+        return WorkerProcess(popen.pid, _pidfd(popen), stdout, stderr, popen.wait)
 
 
 @contextlib.contextmanager
@@ -126,12 +140,12 @@ class Guardian:
         self._mark = mark
         # Without the mark of a job that this runner itself is part of: the sweep of that one must
         # not take the guardian before it has done its work.
-        self._environ = {name: value for name, value in environ.items() if name != guardian.MARK}
+        self._environ = {name: value for name, value in environ.items() if name != child.JOB_MARK}
         self._popen: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Guardian:
         self._popen = subprocess.Popen(
-            [*script(guardian.__file__), self._mark],
+            [*script(child.__file__), "guard", self._mark],
             env=self._environ,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -150,12 +164,12 @@ class Guardian:
 
     def __exit__(self, *_: object) -> None:
         """End what is left of the job, then the guardian itself."""
-        guardian.sweep(self._mark, time.monotonic() + SWEEP_S)
+        child.kill_marked(self._mark, time.monotonic() + child.KILL_S)
         process, notes = self._entered()
         with contextlib.suppress(OSError):
             notes.close()
         try:
-            process.wait(SWEEP_S)
+            process.wait(child.KILL_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -168,3 +182,209 @@ class Guardian:
         assert self._popen is not None, "used outside its `with`"
         assert self._popen.stdin is not None, "started with a pipe"
         return self._popen, self._popen.stdin
+
+
+# --- the warm process ---
+
+ANSWER_S = 30.0
+"""A fork takes 10 ms; a warm process that says nothing for this long is stuck."""
+
+
+def can_start_warm(command: Sequence[str], search_path: str | None = None) -> bool:
+    """Whether `command` is a Python file or module for the Python that runs this, without options for it."""
+    if len(command) < 2:
+        return False
+    found = shutil.which(command[0], path=search_path)
+    # By folder, too: the Pythons of all virtual environments are links to one file.
+    is_ours = (
+        found is not None
+        and os.path.samefile(found, sys.executable)
+        and os.path.samefile(os.path.dirname(found), os.path.dirname(sys.executable))
+    )
+    if command[1] == "-m":
+        return is_ours and len(command) > 2
+    return is_ours and command[1].endswith(".py") and os.path.isfile(command[1])
+
+
+class WarmLost(LaunchError):
+    """The warm process is gone, or does not answer."""
+
+
+class WarmProcess:
+    """Starts the warm process, and workers from it. A context manager; used from one thread.
+
+    `stdout` and `stderr` are the reading ends of its own output, from `__enter__` on.
+    """
+
+    def __init__(
+        self,
+        environ: Mapping[str, str],
+        done: Callable[[], None],
+        *,
+        imports: Sequence[str] = WARM_IMPORTS,
+        shown: Sequence[str] = (),
+    ) -> None:
+        self._environ, self._done = dict(environ), done
+        self._arguments = [str(os.getpid()), ",".join(imports), *shown]
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self.stdout = self.stderr = -1
+        self.is_up: bool | None = None
+        """Whether it can fork; None as long as it imports. `done` is called, from a thread, when that is known."""
+
+    @property
+    def pid(self) -> int:
+        assert self._popen is not None, "used outside its `with`"
+        return self._popen.pid
+
+    def __enter__(self) -> WarmProcess:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        (self.stdout, out_write), (self.stderr, err_write) = os.pipe(), os.pipe()
+        try:
+            # A fork's command line is its parent's, so that `ps` and `pgrep -f` find the program only if it is here.
+            self._popen = subprocess.Popen(
+                [sys.executable, str(_WARM_SCRIPT), *self._arguments],
+                env=self._environ,
+                stdin=theirs.fileno(),
+                stdout=out_write,
+                stderr=err_write,
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+            os.close(out_write)
+            os.close(err_write)
+        threading.Thread(target=self._await, args=(self._socket,), name="warm-up", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it at once; the workers that it still has end with it."""
+        assert self._popen is not None, "used outside its `with`"
+        self._popen.kill()
+        self._popen.wait()
+        if self._socket is not None:
+            self._socket.close()
+
+    def fork(self, command: Sequence[str], environ: Mapping[str, str], listener: socket.socket | None) -> WorkerProcess:
+        """A worker that runs `command` (which `can_start_warm`) in `environ`, and inherits `listener`.
+
+        Raises:
+            WarmLost: it is gone, or stuck.
+            OSError: the machine has no room for a process, or no descriptors.
+        """
+        changes = {name: value for name, value in environ.items() if self._environ.get(name) != value}
+        with output_pipes() as (stdout, stderr, *written):
+            descriptors = [*written, *([] if listener is None else [listener.fileno()])]
+            answer = self._ask({"argv": list(command[1:]), "environ": changes}, descriptors)
+            if "pid" not in answer:
+                raise OSError(f"fork: {answer.get('error')}")
+            pid = int(str(answer["pid"]))
+            return WorkerProcess(pid, os.pidfd_open(pid), stdout, stderr, lambda: self._reap(pid))
+
+    def _reap(self, pid: int) -> int:
+        try:
+            return int(str(self._ask({"reap": pid})["code"]))
+        except WarmLost as error:
+            # The kernel has killed it with the warm process, and nobody knows better.
+            log.warning("%s, and worker process %d with it", error, pid)
+            return -signal.SIGKILL
+
+    def _ask(self, request: Mapping[str, object], descriptors: Sequence[int] = ()) -> dict[str, object]:
+        if not self.is_up or self._socket is None:
+            raise WarmLost("the warm process has ended")
+        try:
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+            self._socket.sendmsg([json.dumps(request).encode()], rights)
+            answer = self._socket.recv(child.MAX_REQUEST_BYTES)
+        except (OSError, TimeoutError) as error:
+            self.is_up = False
+            raise WarmLost(f"the warm process does not answer ({error})") from None
+        if not answer:
+            self.is_up = False
+            raise WarmLost("the warm process has ended")
+        return dict(json.loads(answer))
+
+    def _await(self, ours: socket.socket) -> None:
+        try:
+            is_up = bool(ours.recv(child.MAX_REQUEST_BYTES))
+            ours.settimeout(ANSWER_S)
+        except OSError:
+            is_up = False  # closed: the job was over before it was up
+        self.is_up = is_up
+        self._done()
+
+
+class WorkerStarter:
+    """Starts workers: from the warm process as long as there is one, else each as a Python of its own."""
+
+    def __init__(self, command: Sequence[str], warm: WarmProcess | None) -> None:
+        self._command, self._warm = command, warm
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether `start` would do so at once: not while the warm process imports."""
+        return self._warm is None or self._warm.is_up is not None
+
+    def start(self, environ: Mapping[str, str], listener: socket.socket | None) -> WorkerProcess:
+        """Start one worker, which inherits `listener`. Call it from the main thread. Raises OSError."""
+        if self._warm is not None:
+            try:
+                return self._warm.fork(self._command, environ, listener)
+            except WarmLost as error:
+                log.warning("%s: from now on, workers are started without it", error)
+                self._warm = None
+        return start_worker(self._command, environ, listener)
+
+
+# --- what a scheduler on the same machine reads (--state-file) ---
+
+
+@dataclass(frozen=True, slots=True)
+class LivingWorker:
+    """A worker that lived when the file was written."""
+
+    pid: int
+    """Of the process, and of its group."""
+    start_ticks: int
+    """When it began: another process with the same id has another one."""
+    slot: int
+
+    @property
+    def lives(self) -> bool:
+        """Whether it does now; what is only waiting to be reaped holds no device."""
+        return start_ticks(self.pid) == self.start_ticks
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerState:
+    """What the file says."""
+
+    config_server: str
+    version: int
+    """Of the newest view that the runner has acted on: it starts nobody for an older one."""
+    workers: Mapping[str, LivingWorker]
+    """By address."""
+
+
+def write_runner_state(path: Path, config_server: str, version: int, workers: Mapping[str, tuple[int, int]]) -> None:
+    """Say where the config server is, which view was acted on, and each living worker's process and slot."""
+    living = {
+        name: asdict(LivingWorker(pid, ticks, slot))
+        for name, (pid, slot) in workers.items()
+        if (ticks := start_ticks(pid)) is not None
+    }
+    state = {"config_server": config_server, "version": version, "workers": living}
+    try:
+        write_atomic(path, json.dumps(state))
+    except OSError as error:
+        log.warning("--state-file %s: %s", path, error.strerror)
+
+
+def read_runner_state(path: Path) -> RunnerState | None:
+    """What the runner has written; None as long as it has not."""
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    workers = {name: LivingWorker(**facts) for name, facts in value["workers"].items()}
+    return RunnerState(value["config_server"], value["version"], workers)

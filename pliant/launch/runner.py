@@ -1,44 +1,61 @@
-"""The runner: carries a launch plan through its stages on this host, and ends when the job does.
+"""The runner: carries a launch plan out on this host, and ends when the job does.
 
-Secret, ports, the other hosts, the config server, then the workers (`crew`). Torch is never
-imported here.
+In order: the secret, the ports, the config server (its own or another one's), the other hosts, and then the workers
+(`process_manager`). Torch is never imported here.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
+import ipaddress
+import json
 import logging
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urljoin
 
-from pliant.cluster import View, Worker
-from pliant.errors import LaunchError
-from pliant.launch.assembly import Assembly
-from pliant.launch.channel import Message, text_of
-from pliant.launch.control import Control, Head, Member
-from pliant.launch.crew import Crew
-from pliant.launch.duration import format_duration
-from pliant.launch.events import Arrived, Rolled, Tell
-from pliant.launch.inbox import Inbox
+from pliant.cluster import ClusterSnapshot, View, Worker
+from pliant.duration import format_duration
+from pliant.errors import ClusterCleared, ConfigError, LaunchError, ServerUnavailable, StaleView
+from pliant.identity import job_secret
+from pliant.launch.addresses import bind_ports
+from pliant.launch.control import Control, HeadRunner, HostGroup, MemberRunner
+from pliant.launch.events import EventQueue, SendStatus, StateChanged
 from pliant.launch.plan import LaunchPlan, Machine, first_view
-from pliant.launch.ports import bind_ports
-from pliant.launch.secret import job_secret
+from pliant.launch.process_manager import ProcessManager
 from pliant.launch.supervisor import TIMEOUT_EXIT, Supervisor
-from pliant.launch.watch import Follower, follower
+
+if TYPE_CHECKING:
+    from pliant.elastic.client import ConfigSender
 
 log = logging.getLogger(__name__)
 
+RETRY_S = 1.0
+SAY_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunnerOutcome:
     """How the runner's part of the job ended."""
 
     code: int
     """The exit code of `pliant run`."""
     summary: str
-    """The last line for the user; empty where a failure has been told already."""
+    """The last line for the user; empty where a failure has been shown already."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigAddress:
+    """The config server that a runner follows; an empty URL means none."""
+
+    url: str = ""
+    token: str = field(default="", repr=False)
 
 
 def launch(
@@ -47,7 +64,7 @@ def launch(
     clock: Callable[[], float] = time.monotonic,
     *,
     register: Callable[..., contextlib.AbstractContextManager[object]] | None = None,
-) -> Outcome:
+) -> RunnerOutcome:
     """Run the job's part of this host to its end. Call it from the main thread.
 
     `register` lists the job for the time of a block (`jobs.store.registered`), so that `pliant resize` finds it.
@@ -60,25 +77,28 @@ def launch(
     begun_s = clock()
     for warning in plan.warnings:
         log.warning("%s", warning)
-    # Independent workers talk to somebody else, whose secret comes over ssh in the environment.
-    is_shared = _is_shared(plan) or (options.independent and "PLIANT_SECRET" in machine.environ)
+    # Independent workers talk to another process, whose secret comes over ssh in the environment.
+    is_given = options.independent and "PLIANT_SECRET" in machine.environ
+    is_shared = len(plan.hosts) > 1 or bool(options.config_server) or is_given
     secret = job_secret(secret_file=options.secret_file, shared=is_shared, environ=machine.environ)
     with contextlib.ExitStack() as stack:
-        listeners = _bind(plan, stack)
-        inbox = Inbox()
-        stack.callback(inbox.close)
-        followed = stack.enter_context(follower(plan, secret, machine.environ))
-        control = _make_control(plan, secret, inbox, followed.url)
+        listeners = _bind_worker_ports(plan, stack)
+        events = EventQueue()
+        stack.callback(events.close)
+        config = stack.enter_context(_config_server(plan, secret, machine.environ))
+        control = _make_control(plan, secret, events, config.url)
         ports = {plan.self_host: list(listeners)}
         if control is not None:
             stack.callback(control.close)
             try:
-                ports = _meet(plan, control, list(listeners), followed)
+                welcome = _meet_hosts(plan, control, list(listeners))
             except LaunchError as error:
                 if not options.timeout_s or clock() - begun_s < options.timeout_s:
                     raise
                 log.error("-timeout: %s", error)
-                return Outcome(TIMEOUT_EXIT, "")
+                return RunnerOutcome(TIMEOUT_EXIT, "")
+            ports = _ports_in(welcome)
+            config = ConfigAddress(config.url or str(welcome.get("config_server", "")), config.token)
         supervisor = Supervisor(
             plan.self_host,
             grace_s=options.grace_s,
@@ -89,45 +109,38 @@ def launch(
             max_restarts=options.max_restarts,
             independent=options.independent,
         )
-        crew = Crew(
+        manager = ProcessManager(
             plan,
             supervisor,
-            inbox,
-            environ=_with_token(machine.environ, followed),
+            events,
+            environ={**machine.environ, "PLIANT_TOKEN": config.token} if config.token else machine.environ,
             secret=secret,
             listeners=listeners,
-            config_server=followed.url,
-            tell=_teller(plan, control),
-            token=followed.token,
+            config_server=config.url,
+            send_status=_status_sender(plan, control),
+            sender=_make_sender(config) if options.watch else None,
         )
         if options.debug_port:
-            from pliant.launch.debug import serve_state
-
-            port = stack.enter_context(serve_state(plan.self_host, options.debug_port, crew.state))
+            port = stack.enter_context(serve_state(plan.self_host, options.debug_port, manager.state))
             log.info("state at http://%s/", Worker(plan.self_host, port))
-        _give_first_view(plan, ports, inbox, followed)
-        if register is not None and plan.is_head and followed.url and options.init_version >= 0:
+        _follow_views(plan, ports, events, config, stack)
+        if register is not None and plan.is_head and config.url and options.init_version >= 0:
             stack.enter_context(
                 register(
-                    followed.url,
+                    config.url,
                     options.program,
                     host=plan.self_host,
-                    token=followed.token,
+                    token=config.token,
                     record=options.adapting.get("record", ""),
                     logdir=options.logdir,
                     environ=machine.environ,
                 )
             )
-        code = crew.run(begun_s + options.timeout_s if options.timeout_s else None)
-    return Outcome(code, _summary(supervisor, clock() - begun_s) if code == 0 else "")
+        code = manager.run(begun_s + options.timeout_s if options.timeout_s else None)
+    return RunnerOutcome(code, _summary(supervisor, clock() - begun_s) if code == 0 else "")
 
 
-def _is_shared(plan: LaunchPlan) -> bool:
-    """Whether a runner on another host must find the same secret."""
-    return len(plan.hosts) > 1 or bool(plan.options.config_server)
-
-
-def _bind(plan: LaunchPlan, stack: contextlib.ExitStack) -> dict[int, socket.socket]:
+def _bind_worker_ports(plan: LaunchPlan, stack: contextlib.ExitStack) -> dict[int, socket.socket]:
     options = plan.options
     num_ports = 0 if options.init_version < 0 else plan.num_local
     listeners = bind_ports(plan.self_host, num_ports, options.port_range, avoid={options.port})
@@ -136,69 +149,216 @@ def _bind(plan: LaunchPlan, stack: contextlib.ExitStack) -> dict[int, socket.soc
     return listeners
 
 
-def _make_control(plan: LaunchPlan, secret: bytes, inbox: Inbox, config_server: str) -> Control | None:
-    """The connection to the other hosts; None for a job of one host, and for a runner that waits to be added."""
+def _status_sender(plan: LaunchPlan, control: Control | None) -> Callable[[SendStatus], None]:
+    def send(status: SendStatus) -> None:
+        if control is not None:
+            control.send_status(plan.self_host, status.status, status.cause, status.code)
+
+    return send
+
+
+def _summary(supervisor: Supervisor, took_s: float) -> str:
+    done, lost = supervisor.num_finished, supervisor.num_lost
+    text = f"all {done}/{supervisor.num_started - lost} local workers finished"
+    return f"{text}{f' ({lost} lost)' if lost else ''}, took {format_duration(took_s)}"
+
+
+# --- the other hosts ---
+
+
+def _make_control(plan: LaunchPlan, secret: bytes, events: EventQueue, config_server: str) -> Control | None:
+    """Return the connection to the other hosts; None for a job of one host, and for a runner that waits to be added."""
     if len(plan.hosts) == 1 or plan.options.init_version < 0:
         return None
     if not plan.is_head:
         # Without its head, a job whose config server runs elsewhere is still a job.
         outlives_head = plan.options.watch and not plan.options.follows_builtin
-        return Member(plan.head, secret, inbox.post, outlives_head=outlives_head)
-    assembly = Assembly([host.address for host in plan.hosts], plan.agreement, elastic=plan.options.watch)
-    return Head(plan.head, assembly, secret, inbox.post, {"config_server": config_server})
+        return MemberRunner(plan.head, secret, events.post, outlives_head=outlives_head)
+    group = HostGroup([host.address for host in plan.hosts], plan.agreement, elastic=plan.options.watch)
+    return HeadRunner(plan.head, group, secret, events.post, {"config_server": config_server})
 
 
-def _meet(plan: LaunchPlan, control: Control, bound: Sequence[int], followed: Follower) -> dict[str, list[int]]:
-    """Come together with the other hosts; the ports of all."""
+def _meet_hosts(plan: LaunchPlan, control: Control, ports: Sequence[int]) -> Mapping[str, Any]:
+    """Wait until the runners of all hosts have met; return what the head tells them."""
     options = plan.options
     timeout_s = min(options.rendezvous_timeout_s, options.timeout_s or options.rendezvous_timeout_s)
     control.open()
-    welcome = control.meet(plan.self_host, plan.agreement, bound, timeout_s)
-    followed.use(text_of(welcome, "config_server"))
-    return _ports_of(welcome)
+    return control.meet(plan.self_host, plan.agreement, ports, timeout_s)
 
 
-def _ports_of(welcome: Message) -> dict[str, list[int]]:
-    """The ports of every host, from the head."""
+def _ports_in(welcome: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the ports of every host, as the head sent them."""
     ports = welcome.get("ports")
     if not isinstance(ports, dict):
         raise LaunchError(f"the head sent no ports: {welcome!r:.100}; start all runners with one version of pliant")
     return {str(host): [int(port) for port in bound] for host, bound in ports.items()}
 
 
-def _with_token(environ: Mapping[str, str], followed: Follower) -> Mapping[str, str]:
-    """`environ`, with what lets workers talk to the config server."""
-    return {**environ, "PLIANT_TOKEN": followed.token} if followed.token else environ
+# --- the config server ---
 
 
-def _teller(plan: LaunchPlan, control: Control | None) -> Callable[[Tell], None]:
-    def tell(news: Tell) -> None:
-        if control is not None:
-            control.tell(plan.self_host, news.status, news.cause, news.code)
+@contextlib.contextmanager
+def _config_server(plan: LaunchPlan, secret: bytes, environ: Mapping[str, str]) -> Iterator[ConfigAddress]:
+    """Yield the address of the config server that the plan names; run one in this process where it asks for that.
 
-    return tell
-
-
-def _give_first_view(plan: LaunchPlan, ports: dict[str, list[int]], inbox: Inbox, followed: Follower) -> None:
-    """Post the first view, or, in watch mode, offer it to the config server and post what it has from then on."""
-    view: View | None = first_view(plan, ports) if plan.options.init_version >= 0 else None
+    Raises:
+        ConfigError: the server's port cannot be used.
+    """
     options = plan.options
+    token = environ.get("PLIANT_TOKEN", "")
+    if not options.follows_builtin:
+        yield ConfigAddress(options.config_server, token)
+        return
+    token = token or _derived_token(plan, secret)
+    if not plan.is_head:
+        yield ConfigAddress("", token)  # the URL comes with the head's welcome
+        return
+    from pliant.elastic.membership import Limits
+    from pliant.elastic.server import ConfigServer, ServerConfig
+
+    config = ServerConfig(
+        host=plan.self_host,
+        port=options.builtin_config_port,
+        limits=Limits(hosts=plan.hosts, ports=options.port_range),
+        token=token,
+    )
+    with ConfigServer(config).running() as server:
+        hint = "; requests need the token in PLIANT_TOKEN, set it to choose one" if token else ""
+        log.info("config server at %s%s", server.url, hint)
+        yield ConfigAddress(server.url, token)
+
+
+def _derived_token(plan: LaunchPlan, secret: bytes) -> str:
+    """Return the token of our own config server: none on loopback, else one that only the job's members can derive."""
+    if ipaddress.ip_address(plan.head.host).is_loopback:
+        return ""
+    return hmac.new(secret, b"config-server", hashlib.sha256).hexdigest()
+
+
+def _make_sender(config: ConfigAddress) -> ConfigSender:
+    from pliant.elastic.client import ConfigSender
+
+    return ConfigSender(config.url, config.token)
+
+
+def _follow_views(
+    plan: LaunchPlan,
+    ports: Mapping[str, Sequence[int]],
+    events: EventQueue,
+    config: ConfigAddress,
+    stack: contextlib.ExitStack,
+) -> None:
+    """Post the first view; in watch mode, offer it to the config server and post every state that it has from then on.
+
+    Raises:
+        ClusterCleared: the last job of the config server has ended, and nobody has reset it.
+        ConfigError: the server's address is wrong, or it refuses.
+        LaunchError: the server does not answer in time.
+    """
+    options = plan.options
+    view = first_view(plan, ports) if options.init_version >= 0 else None
     offered = view if plan.is_head else None
     if options.watch:
-        followed.start(
-            offered,
-            lambda wanted: inbox.post(Arrived(wanted)),
-            lambda roll: inbox.post(Rolled(roll)),
-            options.rendezvous_timeout_s,
-        )
+        _follow_server(offered, events, config, options.rendezvous_timeout_s, stack)
         return
     if options.follows_builtin:
-        followed.offer(offered, options.rendezvous_timeout_s)
+        _offer_view(config, offered, options.rendezvous_timeout_s)
     if view is not None:
-        inbox.post(Arrived(view))
+        events.post(StateChanged(view))
 
 
-def _summary(supervisor: Supervisor, took_s: float) -> str:
-    done, lost = supervisor.num_finished, supervisor.num_lost
-    told = f"all {done}/{supervisor.num_started - lost} local workers finished"
-    return f"{told}{f' ({lost} lost)' if lost else ''}, took {format_duration(took_s)}"
+def _follow_server(
+    offered: View | None, events: EventQueue, config: ConfigAddress, timeout_s: float, stack: contextlib.ExitStack
+) -> None:
+    from pliant.elastic.client import ConfigFollower
+
+    snapshot = _offer_view(config, offered, timeout_s)
+    wanted = snapshot.wanted
+    if wanted.cleared or snapshot.membership.over:
+        how = "was told to stop" if wanted.cleared else "has finished"
+        raise ClusterCleared(
+            f"config server {config.url}: the last job there {how} (version {wanted.version}); "
+            f"reset it first, as with `curl {urljoin(config.url, '/reset')}`"
+        )
+    if wanted.view is None:
+        log.info("waiting to be added: no view is set at %s", config.url)
+
+    def post(latest: ClusterSnapshot) -> None:
+        events.post(StateChanged(latest.wanted.view, latest.membership))
+
+    post(snapshot)
+    follower = ConfigFollower(config.url, config.token, post)
+    stack.callback(follower.stop)
+    follower.start(snapshot)
+
+
+def _offer_view(config: ConfigAddress, offered: View | None, timeout_s: float) -> ClusterSnapshot:
+    """Put `offered` if the server has no view yet; return the server's state after that."""
+    from pliant.elastic.client import ConfigClient
+
+    deadline_s, say_at_s = time.monotonic() + timeout_s, time.monotonic() + SAY_S
+    with ConfigClient(config.url, config.token) as client:
+        while True:
+            try:
+                snapshot = client.snapshot()
+                if snapshot.wanted.view is not None or offered is None:
+                    return snapshot
+                client.put(offered, expected=snapshot.wanted.version)
+            except StaleView:
+                continue  # somebody else put one just now: theirs counts
+            except ServerUnavailable as error:
+                if time.monotonic() > deadline_s:
+                    raise LaunchError(f"{error} (waited {timeout_s:g} s)") from None
+                if time.monotonic() > say_at_s:
+                    log.info("waiting for the config server: %s", error)
+                    say_at_s += SAY_S
+                time.sleep(RETRY_S)
+
+
+# --- -debug-port ---
+
+
+@contextlib.contextmanager
+def serve_state(address: str, port: int, state: Callable[[], dict[str, object]]) -> Iterator[int]:
+    """Answer `GET /` with `state()` as JSON, on (`address`, `port`) until the end of the block; yield the port.
+
+    Raises:
+        ConfigError: the port cannot be used.
+    """
+    import http.server  # few ask for it
+
+    class StateHandler(http.server.BaseHTTPRequestHandler):
+        timeout = 10
+
+        def do_GET(self) -> None:
+            body = json.dumps(state(), indent=2).encode() + b"\n"
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Log nothing: this is for a look now and then."""
+
+    class StateServer(http.server.ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        daemon_threads = True
+
+        def server_bind(self) -> None:
+            # The parent class looks up the host's name here, which can take seconds and serves nothing.
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.socket.bind(self.server_address)
+            self.server_address = self.socket.getsockname()
+            self.server_name, self.server_port = address, self.server_address[1]
+
+    try:
+        server = StateServer((address, port), StateHandler)
+    except OSError as error:
+        raise ConfigError(f"-debug-port {port} on {address}: {error.strerror}; give another one") from None
+    with server:
+        threading.Thread(target=server.serve_forever, args=(0.1,), name="debug", daemon=True).start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()

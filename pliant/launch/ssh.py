@@ -1,6 +1,6 @@
 """Runners on other hosts over the system's ssh: one ssh process per host, watched until all have ended.
 
-What a runner must know travels through ssh's standard input as one line of JSON (`Letter`): where, with which flags and
+What a runner must know travels through ssh's standard input as one line of JSON (`RunnerOrder`): where, with which flags and
 environment, and the secret, which must not be on any command line. That input stays open as long as the job shall run:
 the far end (`pliant.cli.over_ssh`) takes its end for the order to stop, so a lost connection leaves nothing running.
 """
@@ -22,20 +22,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pliant.cluster import Host
+from pliant.duration import format_duration
 from pliant.errors import ConfigError, LaunchError
-from pliant.launch import signals
-from pliant.launch.duration import format_duration
-from pliant.launch.output import Console, OutputReader, Stream
+from pliant.launch.events import handle_signals
+from pliant.launch.output import Console, OutputReader, OutputStream
 
 log = logging.getLogger(__name__)
 
-ARRIVED = b"pliant: arrived over ssh"
+CONNECTED_LINE = b"pliant: arrived over ssh"
 """The far end's first line: what comes later, and its exit code, are the runner's."""
-FAR_END = "pliant.cli.over_ssh"
-HANDED_OVER = ("PLIANT_", "NCCL_", "OMP_", "MKL_", "GLOO_")
+REMOTE_MODULE = "pliant.cli.over_ssh"
+FORWARDED_PREFIXES = ("PLIANT_", "NCCL_", "OMP_", "MKL_", "GLOO_")
 """Variables that runners get from here; all others are those of the host that they run on."""
 KEPT = ("PLIANT_SSH",)
-NAMED = "PLIANT_HAND_OVER"
+FORWARD_VARIABLE = "PLIANT_HAND_OVER"
 """Which others, with commas between them."""
 SSH_FAILED = 255
 NOT_STARTED = (126, 127)
@@ -45,7 +45,7 @@ _USER = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.@+-]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Letter:
+class RunnerOrder:
     """What a runner is told."""
 
     directory: str
@@ -62,7 +62,7 @@ class Letter:
         )
 
     @classmethod
-    def from_line(cls, line: bytes) -> Letter:
+    def from_line(cls, line: bytes) -> RunnerOrder:
         value = json.loads(line)
         return cls(directory=value["directory"], arguments=tuple(value["arguments"]), environ=dict(value["environ"]))
 
@@ -83,13 +83,13 @@ class SshJob:
     user: str = ""
     grace_s: float = 10.0
 
-    def letter(self, host: Host) -> Letter:
+    def order_for(self, host: Host) -> RunnerOrder:
         listed = ",".join(f"{_bracketed(each.address)}:{each.slots}" for each in self.hosts)
         who = ("-H", listed, "-self", host.address)
-        return Letter(
+        return RunnerOrder(
             directory=self.directory,
             arguments=(*who, *self.arguments),
-            environ={**handed_over(self.environ), "PLIANT_SECRET": self.secret.hex()},
+            environ={**forwarded_environ(self.environ), "PLIANT_SECRET": self.secret.hex()},
         )
 
 
@@ -97,13 +97,13 @@ def _bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def handed_over(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `environ` that are for the job: ours, those of known libraries, and those that NAMED names."""
-    named = environ.get(NAMED, "").split(",")
+def forwarded_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `environ` that are for the job: ours, those of known libraries, and those that FORWARD_VARIABLE names."""
+    named = environ.get(FORWARD_VARIABLE, "").split(",")
     return {
         name: value
         for name, value in environ.items()
-        if (name.startswith(HANDED_OVER) or name in named) and name not in KEPT
+        if (name.startswith(FORWARDED_PREFIXES) or name in named) and name not in KEPT
     }
 
 
@@ -132,15 +132,15 @@ def ssh_command(host: Host, user: str, remote: str, environ: Mapping[str, str]) 
     return [*base, "-T", *asked, *(("-l", user) if user else ()), host.public, remote]
 
 
-class _RunnerStream(Stream):
-    """Lines of workers have their worker's name already; those of the runner itself get their host's."""
+class _RunnerStream(OutputStream):
+    """PrefixedLines of workers have their worker's name already; those of the runner itself get their host's."""
 
     arrived = False
 
     def take(self, lines: list[bytes]) -> None:
-        if ARRIVED in lines:
+        if CONNECTED_LINE in lines:
             self.arrived = True
-            lines = [line for line in lines if line != ARRIVED]
+            lines = [line for line in lines if line != CONNECTED_LINE]
         self.tail.extend(lines)
         if self.console is not None and lines:
             named = self.prefix.replace(b"] ", b".")
@@ -148,10 +148,10 @@ class _RunnerStream(Stream):
             self.console.write(b"".join(line + b"\n" for line in shown))
 
 
-class _Side:
+class _SshRunner:
     """One host's ssh."""
 
-    def __init__(self, host: Host, command: Sequence[str], letter: Letter, reader: OutputReader) -> None:
+    def __init__(self, host: Host, command: Sequence[str], order: RunnerOrder, reader: OutputReader) -> None:
         self.host = host
         try:
             self._popen = subprocess.Popen(
@@ -166,7 +166,7 @@ class _Side:
         assert self._popen.stdin is not None
         assert self._popen.stdout is not None
         assert self._popen.stderr is not None
-        self._letter = letter
+        self._order = order
         prefix = f"[{host.address}] ".encode()
         # The reader closes what it was given, and so does Popen.
         self.out = _RunnerStream(os.dup(self._popen.stdout.fileno()), prefix, Console(1, coloured=False), None)
@@ -176,11 +176,11 @@ class _Side:
         for stream in (self.out, self.err):
             reader.add(stream)
 
-    def attend(self, events: queue.SimpleQueue[_Event]) -> None:
-        """Hand over the letter, and tell when ssh has ended; in a thread, because both may take long."""
+    def attend(self, events: queue.SimpleQueue[_SshEvent]) -> None:
+        """Hand over the order, and tell when ssh has ended; in a thread, because both may take long."""
         assert self._popen.stdin is not None
         with contextlib.suppress(OSError):
-            self._popen.stdin.write(self._letter.to_line())
+            self._popen.stdin.write(self._order.to_line())
             self._popen.stdin.flush()
         code = self._popen.wait()
         for stream in (self.out, self.err):
@@ -216,7 +216,7 @@ class _Side:
         return f"host {name}: ended with exit code {code} before its runner began{said}"
 
 
-_Event = tuple[_Side, int] | int
+_SshEvent = tuple[_SshRunner, int] | int
 """An ssh that has ended with its exit code, or a signal to us."""
 
 
@@ -229,33 +229,33 @@ def run_over_ssh(job: SshJob) -> int:
         ConfigError, LaunchError: before anything was started, or ssh itself cannot be.
     """
     begun_s = time.monotonic()
-    remote = f"exec {shell_path(job.python)} -m {FAR_END}"
+    remote = f"exec {shell_path(job.python)} -m {REMOTE_MODULE}"
     commands = {host: ssh_command(host, job.user, remote, job.environ) for host in job.hosts}
     reader = OutputReader()
     reader.start()
-    sides: list[_Side] = []
-    events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+    runners: list[_SshRunner] = []
+    events: queue.SimpleQueue[_SshEvent] = queue.SimpleQueue()
     try:
-        with signals.handed_to(events.put):
+        with handle_signals(events.put):
             for host, command in commands.items():
-                side = _Side(host, command, job.letter(host), reader)
-                sides.append(side)
-                threading.Thread(target=side.attend, args=(events,), name=f"ssh-{host.address}", daemon=True).start()
-            code = _mind(sides, events, job.grace_s + MARGIN_S)
+                runner = _SshRunner(host, command, job.order_for(host), reader)
+                runners.append(runner)
+                threading.Thread(target=runner.attend, args=(events,), name=f"ssh-{host.address}", daemon=True).start()
+            code = _mind(runners, events, job.grace_s + MARGIN_S)
     finally:
-        for side in sides:
-            side.end()
-            side.kill()
+        for runner in runners:
+            runner.end()
+            runner.kill()
         reader.finish()
     if code == 0:
-        told = f"all {len(sides)}/{len(sides)} hosts finished, took {format_duration(time.monotonic() - begun_s)}\n"
+        told = f"all {len(runners)}/{len(runners)} hosts finished, took {format_duration(time.monotonic() - begun_s)}\n"
         Console(1, coloured=False).write(told.encode())
     return code
 
 
-def _mind(sides: Sequence[_Side], events: queue.SimpleQueue[_Event], patience_s: float) -> int:
+def _mind(runners: Sequence[_SshRunner], events: queue.SimpleQueue[_SshEvent], patience_s: float) -> int:
     """Until every ssh has ended; the first that fails ends the others."""
-    running, code = list(sides), 0
+    running, code = list(runners), 0
     deadline_s: float | None = None
     while running:
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
@@ -268,19 +268,19 @@ def _mind(sides: Sequence[_Side], events: queue.SimpleQueue[_Event], patience_s:
             event = signal.SIGKILL
             deadline_s = None
         if isinstance(event, tuple):
-            side, ended = event
-            running.remove(side)
+            runner, ended = event
+            running.remove(runner)
             if ended == 0 or deadline_s is not None:
                 continue
-            log.error("%s", side.why(ended))
+            log.error("%s", runner.why(ended))
             code = code or ended
         elif deadline_s is not None or event == signal.SIGKILL:
-            for side in running:
-                side.kill()
+            for runner in running:
+                runner.kill()
             continue
         else:
             code = code or 128 + event
         deadline_s = time.monotonic() + patience_s
-        for side in running:
-            side.end()
+        for runner in running:
+            runner.end()
     return code

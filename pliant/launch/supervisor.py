@@ -1,63 +1,69 @@
-"""What a runner does about what happens: events in, actions out.
+"""The rules of a runner: who is started, stopped, blamed or replaced, when the job is over, and with which exit code.
 
-Pure: no process, socket, thread or clock. `crew` feeds it with what it sees and carries out what
-comes back; every rule of the launcher (who is blamed, stopped or replaced, when it is over, with which exit code) is
-here and tested without a process.
+Pure: events in, actions out; no process, socket, thread or clock. `process_manager` reports what happens and carries out
+what comes back, so that every rule is tested without a process.
 
-A job that follows the roll has begun once somebody is on it. Before that, and in a job that never
-uses it, one crash ends the job and who is not wanted is told to end. After that, a crash is only a loss,
-and members that are no longer wanted leave by themselves, at the end of a step.
+An elastic job has begun once it has a member. Before that, and in a job whose program never joins, one crash ends the job,
+and a worker that is not wanted is told to end. After that, a crash is only a loss, and members that are no longer wanted
+leave by themselves, at the end of a step. Independent workers (`--independent`) never join, and count as begun from the
+start: each of them is replaced when it crashes, and the job is over when all have ended.
 """
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Collection, Set
+from dataclasses import dataclass
 
-from pliant.cluster import View, Worker
+from pliant.cluster import Membership, View, Worker
 from pliant.errors import REFUSED_EXIT
-from pliant.launch.company import Company
 from pliant.launch.events import (
     BUSY,
     DONE,
     FAILED,
     IDLE,
     Action,
-    Arrived,
-    Blame,
     Event,
     Exited,
-    Finish,
+    ExitRunner,
     Interrupted,
-    Kill,
+    KillWorker,
     NotReplaced,
-    Replace,
-    Report,
-    Rolled,
+    ReportFailure,
+    ReportLoss,
+    RequestReplacement,
     RunnerGone,
-    Say,
-    Start,
+    SendStatus,
+    ShowMessage,
     StartFailed,
-    Tell,
-    Terminate,
+    StartWorker,
+    StateChanged,
+    TerminateWorker,
     Tick,
     TimedOut,
     Verdict,
-    Warmed,
+    WarmProcessUp,
 )
-from pliant.launch.replacement import Replacements
 
 VERDICT_WAIT_S = 5.0
 """After a failure here, how long to wait for the head to say what failed first in the whole job."""
 TIMEOUT_EXIT = 124
+FIRST_PAUSE_S = 0.5
+MAX_PAUSE_S = 30.0
+STEADY_S = 60.0
+"""A member that lived this long shows that workers can live here: the next crash is replaced at once."""
+QUICK_S = 10.0
+"""A crash so soon after the start is likely to come again."""
+MAX_QUICK = 3
 
 
 def exit_code(code: int) -> int:
-    """A shell's exit code for a process that ended with `code` (negative: killed by that signal)."""
+    """Return a shell's exit code for a process that ended with `code` (negative: killed by that signal)."""
     return 128 - code if code < 0 else code
 
 
 def describe_exit(code: int) -> str:
-    """`exit code 3`, or `killed by SIGSEGV`."""
+    """Return `exit code 3`, or `killed by SIGSEGV`."""
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -76,11 +82,202 @@ def describe_arrival(old: View | None, new: View, host: str) -> str:
         return sum(1 for worker in workers if where in ("", worker.host))
 
     local = f"+{count(now - before, host)}/-{count(before - now, host)}"
-    return f"arrived at v{new.number}, new np={new.size}, local: {local}, global: +{count(now - before)}/-{count(before - now)}"
+    everywhere = f"+{count(now - before)}/-{count(before - now)}"
+    return f"arrived at v{new.number}, new np={new.size}, local: {local}, global: {everywhere}"
+
+
+# --- what the runner knows ---
+
+
+@dataclass(frozen=True, slots=True)
+class EndedWorker:
+    """What a local worker was to the job when it ended."""
+
+    was_member: bool
+    """It has been a member."""
+    was_reported_lost: bool
+    """Other members had reported it lost, rather than a request removed it."""
+
+
+class HostState:
+    """The job as the runner on `host` knows it: who is wanted, who trains, and what became of its own workers."""
+
+    def __init__(self, host: str, *, independent: bool = False) -> None:
+        self.view: View | None = None
+        self.membership = Membership()
+        self.begun = independent
+        """Whether somebody has been a member, so that a crash is only a loss."""
+        self.finished: set[Worker] = set()
+        """Workers of the view that ended well."""
+        self._host, self._independent = host, independent
+        self._joined: set[Worker] = set()  # local workers that are or were members
+        self._reported_lost: set[Worker] = set()  # local workers that others have reported lost
+        self._dismissed: set[Worker] = set()  # local workers that live, but are not in the view any more
+        self._crashed: set[Worker] = set()  # of the view
+        self._crashed_members: set[Worker] = set()
+        self._closed_by: int | None = None  # the view with which a job ended that somebody has reset
+
+    @property
+    def over(self) -> bool:
+        """Whether a job that had begun has ended."""
+        return self.begun and self.membership.over
+
+    @property
+    def wanted(self) -> tuple[Worker, ...]:
+        """Workers of the view, on all hosts."""
+        return self.view.workers if self.view is not None else ()
+
+    @property
+    def known(self) -> set[Worker]:
+        """Workers that train or shall, and have neither crashed here nor finished."""
+        members = set(self.membership.members) - self._crashed_members
+        return ((set(self.wanted) - self._crashed) | members) - self.finished
+
+    @property
+    def here(self) -> set[Worker]:
+        """Workers wanted on this host that have not crashed."""
+        return self._local(self.wanted) - self._crashed
+
+    def must_start(self, worker: Worker) -> bool:
+        """Whether a wanted worker has still to do its work. A crashed one is replaced by one with another address."""
+        return worker.host == self._host and worker not in self.finished and worker not in self._crashed
+
+    def never_joined(self, worker: Worker) -> bool:
+        """Whether a local worker has never been a member."""
+        return worker not in self._joined
+
+    def update(
+        self, view: View | None, membership: Membership, living: Collection[Worker]
+    ) -> tuple[set[Worker], set[Worker]]:
+        """Take the newest view and membership; return whom the view adds to this host, and whom a request removed.
+
+        `view` is None where the wanted view is unset; the old one then stays. `living` are the local workers that run.
+        """
+        old, self.membership = self.membership, membership
+        if membership.urgent > old.number:
+            # A request would have removed it from the view first, and left it a member until the next step.
+            left = set(old.members).difference(membership.members).intersection(living)
+            self._reported_lost |= left - self._dismissed
+        if old.over and not membership.over:  # somebody has reset the server
+            self.begun = self._independent
+        self.begun = self.begun or bool(membership.members)
+        self._joined |= set(membership.members).intersection(living)
+        added, removed = self._update_view(view, living) if view is not None else (set[Worker](), set[Worker]())
+        if membership.over and not old.over:
+            self._closed_by = self.view.number if self.view is not None else -1
+        self._crashed &= set(self.wanted)
+        self._crashed_members &= set(membership.members)
+        self._reopen()
+        return added, removed
+
+    def _update_view(self, view: View, living: Collection[Worker]) -> tuple[set[Worker], set[Worker]]:
+        before, now = self._local(self.wanted), self._local(view.workers)
+        removed = before - now - self._crashed
+        self._dismissed = (self._dismissed | removed.intersection(living)) - now
+        self.view = view
+        self.finished &= set(view.workers)
+        return now - before, removed - self._reported_lost
+
+    def _reopen(self) -> None:
+        """Forget how the last job ended, once the first view of the next one is there."""
+        is_open = not self.membership.over and self.view is not None
+        if self._closed_by is not None and is_open and self.view is not None and self.view.number > self._closed_by:
+            self._closed_by = None
+            self.finished.clear()
+            self._crashed.clear()
+
+    def add_crash(self, worker: Worker) -> None:
+        """Note that `worker` has crashed: it is not started again under this address."""
+        self._crashed |= {worker}.intersection(self.wanted)
+        self._crashed_members |= {worker}.intersection(self.membership.members)
+
+    def remove(self, worker: Worker) -> EndedWorker:
+        """Forget a local worker that has ended."""
+        ended = EndedWorker(worker in self._joined, worker in self._reported_lost)
+        for group in (self._joined, self._reported_lost, self._dismissed):
+            group.discard(worker)
+        return ended
+
+    def _local(self, workers: Collection[Worker]) -> set[Worker]:
+        return {worker for worker in workers if worker.host == self._host}
+
+
+class Replacements:
+    """Whether, and how soon, crashed workers of this host are replaced: those due, those requested, how many may come."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self.due_s: list[float] = []
+        """When the next ones are to be requested."""
+        self.requested = 0
+        """Requested of the config server, and not yet in the view."""
+        self._max_restarts = max_restarts
+        self._num_restarts = 0
+        self._pause_s = 0.0
+        self._started_s: dict[Worker, float] = {}
+        self._joined_s: dict[Worker, float] = {}
+        # A replacement inherits how many quick crashes in a row led to it. Several workers that are
+        # killed at once are thus one crash, and a program that always fails is three.
+        self._quick_before: dict[Worker, int] = {}
+        self._num_quick = 0
+        self._given_up = False
+
+    def note_start(self, worker: Worker, at_s: float) -> None:
+        self._started_s[worker] = at_s
+        self._quick_before[worker] = self._num_quick
+        self._joined_s.pop(worker, None)
+
+    def note_join(self, worker: Worker, at_s: float) -> None:
+        """Note that `worker` became a member."""
+        self._joined_s.setdefault(worker, at_s)
+
+    def decide(self, worker: Worker, at_s: float) -> tuple[bool, str]:
+        """Decide about a replacement for `worker`, which crashed: whether one comes, and what to tell the user."""
+        is_quick = at_s - self._started_s.get(worker, at_s) < QUICK_S
+        self._num_quick = self._quick_before.get(worker, 0) + 1 if is_quick else 0
+        self._given_up = self._given_up or self._num_quick >= MAX_QUICK
+        if self._given_up:
+            times = f"{MAX_QUICK} times in a row"
+            return False, f"not replaced: workers on this host crashed within {QUICK_S:g}s of their start {times}"
+        if self._num_restarts >= self._max_restarts:
+            return False, f"not replaced: the {self._max_restarts} restarts of --max-restarts are used up"
+        if at_s - self._joined_s.get(worker, at_s) >= STEADY_S:
+            self._pause_s = 0.0
+        pause_s = self._pause_s
+        self._pause_s = min(MAX_PAUSE_S, 2 * pause_s or FIRST_PAUSE_S)
+        self._num_restarts += 1
+        self.due_s.append(at_s + pause_s)
+        when = f"in {pause_s:g}s" if pause_s else "now"
+        return True, f"replacing it {when} (restart {self._num_restarts} of {self._max_restarts})"
+
+    def note_view(self, added: Set[Worker], removed: Set[Worker]) -> None:
+        """Note whom a new view adds to this host and whom it removes, other than by a loss.
+
+        What was requested has then come. Or somebody else's request has filled the slot, or does not want it filled.
+        """
+        num_come = min(self.requested, len(added))
+        self.requested -= num_come
+        del self.due_s[: len(added) - num_come]
+        if removed:
+            self.due_s.clear()
+
+    def take_due(self, at_s: float, num_free: int) -> int:
+        """Return how many to request now, where `num_free` slots are free; others that are due are given up."""
+        num_due = sum(1 for due_s in self.due_s if at_s >= due_s)
+        self.due_s = [due_s for due_s in self.due_s if at_s < due_s]
+        num_new = max(0, min(num_due, num_free - self.requested))
+        self.requested += num_new
+        return num_new
+
+    def note_refusal(self) -> None:
+        """Note that one that was requested will not come."""
+        self.requested = max(0, self.requested - 1)
+
+
+# --- what the runner does ---
 
 
 class Supervisor:
-    """The rules of one runner. Fed with events, answers with actions; does no I/O."""
+    """The rules of one runner. Takes events and returns actions; does no I/O."""
 
     def __init__(
         self,
@@ -97,18 +294,17 @@ class Supervisor:
         self.running: dict[Worker, int] = {}
         """Local workers that live, with their slots."""
         self.leaving: dict[Worker, float] = {}
-        """Those told to end, and when they will be killed."""
+        """Local workers told to end, and when they will be killed."""
         self.num_started = self.num_finished = self.num_lost = 0
-        """Over the whole job; those that a view removed have finished too."""
-        self._independent = independent
-        self._company = Company(host, begun=independent)
+        """Over the whole job; workers that a view removed have finished too."""
+        self._state = HostState(host, independent=independent)
         self._host, self._grace_s, self._slots = host, grace_s, slots
-        self._watch, self._keep, self._alone = watch, keep, alone
+        self._watch, self._keep, self._alone, self._independent = watch, keep, alone, independent
         self._replacements = Replacements(max_restarts)
-        self._patience: dict[Worker, float] = {}  # members no longer wanted, and how long they may take
+        self._leave_by_s: dict[Worker, float] = {}  # members no longer wanted, and when they are told to end
         self._last_crash: tuple[Worker, str, int] | None = None
         self._outcome: tuple[str, int] | None = None
-        self._verdict = alone
+        self._has_verdict = alone
         self._verdict_by_s: float | None = None
         self._status = ""
         self._was_listed = False
@@ -116,228 +312,234 @@ class Supervisor:
 
     @property
     def view(self) -> View | None:
-        return self._company.view
+        """The newest view that the runner has seen."""
+        return self._state.view
 
     @property
     def failed(self) -> bool:
+        """Whether the job ends with a failure."""
         return self._outcome is not None
 
     @property
     def next_deadline_s(self) -> float | None:
         """When a Tick is due; None means that only events matter."""
-        waits = [*self.leaving.values(), *self._patience.values(), *self._replacements.due_s]
-        if self._verdict_by_s is not None and not self._verdict:
+        waits = [*self.leaving.values(), *self._leave_by_s.values(), *self._replacements.due_s]
+        if self._verdict_by_s is not None and not self._has_verdict:
             waits.append(self._verdict_by_s)
         return min(waits, default=None)
 
     def handle(self, event: Event, at_s: float) -> list[Action]:
-        """What to do about `event`. Nothing comes back after Finish."""
+        """Return what to do about `event`. Nothing comes back after ExitRunner."""
         if self._over:
             return []
-        reacted = self._react(event, at_s)
-        reacted += self._fail_if_deserted(at_s)
-        # Telling workers to end comes before telling the user why, which may wait for last lines.
-        actions = self._stop_some(at_s) + reacted
-        actions += self._replace_some(at_s)
-        actions += self._start_some(at_s)
-        actions += self._tell_status()
-        actions += self._finish_if_over(at_s)
+        reactions = self._react(event, at_s)
+        reactions += self._fail_if_nobody_is_left(at_s)
+        # Workers are told to end before the user is told why, which may wait for the last lines of output.
+        actions = self._stop_workers(at_s) + reactions
+        actions += self._request_replacements(at_s)
+        actions += self._start_workers(at_s)
+        actions += self._send_status()
+        actions += self._exit_if_over(at_s)
         return actions
 
     def _react(self, event: Event, at_s: float) -> list[Action]:
         match event:
-            case Arrived(view):
-                return self._arrive(view, at_s)
-            case Rolled(roll):
-                self._company.follow(roll, self.running)
-                for worker in self.running.keys() & set(roll.members):
-                    self._replacements.join(worker, at_s)
-                return []
+            case StateChanged(view, membership):
+                return self._on_state(view, membership, at_s)
             case Exited(worker, code):
-                return self._lose(worker, code, at_s)
+                return self._on_exit(worker, code, at_s)
             case StartFailed(worker, why):
                 self.running.pop(worker, None)
                 self.leaving.pop(worker, None)
-                if self._company.begun:
-                    return self._crash(worker, f"could not be started: {why}", 1, at_s)
+                if self._state.begun:
+                    return self._on_crash(worker, f"could not be started: {why}", 1, at_s)
                 return self._fail(f"worker {worker} could not be started: {why}", 1, at_s)
             case Interrupted(signum):
-                return self._interrupt(signum, at_s)
+                return self._on_signal(signum, at_s)
             case TimedOut(timeout):
                 return self._fail(f"the job was not done after -timeout {timeout}", TIMEOUT_EXIT, at_s)
             case Verdict(cause, code):
-                return self._judge(cause, code)
+                return self._on_verdict(cause, code)
             case RunnerGone(host, was_head):
-                return self._miss(host, was_head, at_s)
+                return self._on_runner_gone(host, was_head, at_s)
             case NotReplaced(why):
-                self._replacements.refuse()
-                return [Say(f"no replacement: {why}")]
-            case Tick() | Warmed():
+                self._replacements.note_refusal()
+                return [ShowMessage(f"no replacement: {why}")]
+            case Tick() | WarmProcessUp():
                 return []
 
-    def _arrive(self, view: View, at_s: float) -> list[Action]:
-        if self.view is not None and view.number <= self.view.number:
-            return []
-        line = describe_arrival(self.view, view, self._host)
-        if not view.workers and self._others():
-            self._last_crash = None  # a wish: the last workers were not lost
-        added, dismissed = self._company.arrive(view, self.running, at_s)
-        self._replacements.arrive(added, dismissed)
-        self._was_listed = self._was_listed or self._is_listed(view)
-        return [Say(line)] if self._watch else []
+    def _on_state(self, view: View | None, membership: Membership, at_s: float) -> list[Action]:
+        is_new = view is not None and (self.view is None or view.number > self.view.number)
+        messages: list[Action] = []
+        if view is not None and is_new:
+            if self._watch:
+                messages = [ShowMessage(describe_arrival(self.view, view, self._host))]
+            if not view.workers and self._others_remain():
+                self._last_crash = None  # somebody asked for it: the last workers were not lost
+        added, removed = self._state.update(view if is_new else None, membership, self.running)
+        if view is not None and is_new:
+            self._replacements.note_view(added, removed)
+            self._was_listed = self._was_listed or self._is_listed(view)
+        for worker in self.running.keys() & set(membership.members):
+            self._replacements.note_join(worker, at_s)
+        return messages
 
-    def _lose(self, worker: Worker, code: int, at_s: float) -> list[Action]:
+    def _on_exit(self, worker: Worker, code: int, at_s: float) -> list[Action]:
         self.running.pop(worker, None)
-        self._patience.pop(worker, None)
+        self._leave_by_s.pop(worker, None)
         was_told = self.leaving.pop(worker, None) is not None
-        bond = self._company.part(worker, at_s)
+        ended = self._state.remove(worker)
         if self.failed:
-            return []  # it follows another's failure: no news in how it ended
-        is_wanted = worker in self._company.wanted
-        if code == 0 or (was_told and not bond.was_lost):
+            return []  # it follows another's failure, so how it ended says nothing new
+        is_wanted = worker in self._state.wanted
+        if code == 0 or (was_told and not ended.was_reported_lost):
             self.num_finished += 1
-            return [] if was_told else self._see_off(worker, is_stranger=is_wanted and not bond.was_member)
+            return [] if was_told else self._on_good_end(worker, was_early=is_wanted and not ended.was_member)
         what = describe_exit(code)
-        if not self._company.begun or (self._company.over and is_wanted):
+        if not self._state.begun or (self._state.over and is_wanted):
             cause = f"worker {worker} failed: {what}"
-            return [Blame(worker, what), *self._fail(cause, exit_code(code), at_s, said=True)]
-        return self._crash(worker, what, exit_code(code), at_s, is_wanted=is_wanted or bond.was_lost)
+            return [ReportFailure(worker, what), *self._fail(cause, exit_code(code), at_s, is_said=True)]
+        return self._on_crash(worker, what, exit_code(code), at_s, is_wanted=is_wanted or ended.was_reported_lost)
 
-    def _see_off(self, worker: Worker, *, is_stranger: bool) -> list[Action]:
-        """React to a worker that ended well, and by itself."""
-        company = self._company
-        if self._independent or not company.begun or company.over or worker in company.roll.members:
-            company.finished.add(worker)
+    def _on_good_end(self, worker: Worker, *, was_early: bool) -> list[Action]:
+        """React to a worker that ended with 0, and by itself."""
+        state = self._state
+        if self._independent:
+            state.finished.add(worker)
+        elif not state.begun or state.over or worker in state.membership.members:
+            state.finished.add(worker)
             self._last_crash = None  # the job has outlived it
-        elif is_stranger:
-            company.lose(worker)
+        elif was_early:
+            state.add_crash(worker)
             why = "it ended before it was ready"  # and the others would wait for it for ever
-            return [Report(worker, why), Say(f"lost {worker.label}: {why}")]
+            return [ReportLoss(worker, why), ShowMessage(f"lost {worker.label}: {why}")]
         return []
 
-    def _crash(self, worker: Worker, what: str, code: int, at_s: float, *, is_wanted: bool = True) -> list[Action]:
+    def _on_crash(self, worker: Worker, what: str, code: int, at_s: float, *, is_wanted: bool = True) -> list[Action]:
         """React to a loss in a job that has begun."""
-        self._company.lose(worker)
-        self._last_crash = (worker, what, code)
+        self._state.add_crash(worker)
         self.num_lost += 1
-        report = Report(worker, what)
-        if self._company.over or not is_wanted:
+        is_replaced = False
+        if self._state.over or not is_wanted:
             then = "it was told to leave anyway"
         elif code == REFUSED_EXIT:
             then = "the job will not have it, so it is not replaced (see its messages)"
         else:
-            then = self._replacements.crash(worker, at_s)
-        return [report, Say(f"lost {worker.label}: {what}; {then}")]
+            is_replaced, then = self._replacements.decide(worker, at_s)
+        if not (self._independent and is_replaced):
+            self._last_crash = (worker, what, code)
+        return [ReportLoss(worker, what), ShowMessage(f"lost {worker.label}: {what}; {then}")]
 
-    def _others(self) -> bool:
+    def _others_remain(self) -> bool:
         """Whether somebody still trains, or will."""
-        return bool(self._replacements.asked or self._replacements.due_s or self._company.known)
+        return bool(self._replacements.requested or self._replacements.due_s or self._state.known)
 
-    def _fail_if_deserted(self, at_s: float) -> list[Action]:
-        """Fail if the last member anywhere was lost, and nobody comes."""
-        if self._last_crash is None or self.failed or self.running or self._others():
+    def _fail_if_nobody_is_left(self, at_s: float) -> list[Action]:
+        """Fail if the last worker anywhere was lost, and none comes."""
+        if self._last_crash is None or self.failed or self.running or self._others_remain():
             return []
         worker, what, code = self._last_crash
         cause = f"worker {worker} was lost, the last one: {what}"
-        return [Blame(worker, what, "was the last one, and failed"), *self._fail(cause, code, at_s, said=True)]
+        report = ReportFailure(worker, what, "was the last one, and failed")
+        return [report, *self._fail(cause, code, at_s, is_said=True)]
 
-    def _miss(self, host: str, was_head: bool, at_s: float) -> list[Action]:
+    def _on_runner_gone(self, host: str, was_head: bool, at_s: float) -> list[Action]:
         """React to the end of the runner on `host`, which takes its workers with it."""
-        if not self._company.begun:
+        if not self._state.begun:
             return self._fail(f"the runner on {host} is gone", 1, at_s)
         if was_head:
-            self._alone = self._verdict = True
-        known = self._company.known
+            self._alone = self._has_verdict = True
+        known = self._state.known
         theirs = sorted(worker for worker in known if worker.host == host)
-        reports: list[Action] = [Report(worker, f"the runner on {host} is gone") for worker in theirs]
-        if theirs and len(theirs) == len(known) and not self._replacements.asked:
+        reports: list[Action] = [ReportLoss(worker, f"the runner on {host} is gone") for worker in theirs]
+        if theirs and len(theirs) == len(known) and not self._replacements.requested:
             return [*reports, *self._fail(f"the runner on {host} is gone, and all workers with it", 1, at_s)]
-        return [*reports, Say(f"the runner on {host} is gone; the job goes on without it")]
+        return [*reports, ShowMessage(f"the runner on {host} is gone; the job goes on without it")]
 
-    def _interrupt(self, signum: int, at_s: float) -> list[Action]:
+    def _on_signal(self, signum: int, at_s: float) -> list[Action]:
         name = signal.Signals(signum).name
         if self.failed:
-            self._verdict = True  # nobody's word is waited for any more
-            return [Say(f"{name} while ending: killing what is left", True), *map(Kill, self.running)]
+            self._has_verdict = True  # the head's verdict is not waited for any more
+            return [ShowMessage(f"{name} while ending: killing what is left", True), *map(KillWorker, self.running)]
         return self._fail(f"{name} received by the runner on {self._host}", 128 + signum, at_s)
 
-    def _fail(self, cause: str, code: int, at_s: float, *, said: bool = False) -> list[Action]:
+    def _fail(self, cause: str, code: int, at_s: float, *, is_said: bool = False) -> list[Action]:
         if self.failed:
             return []
         self._outcome = (cause, code)
         self._verdict_by_s = at_s + self._grace_s + VERDICT_WAIT_S
         ending = [f"ending {len(self.running)} local workers"] if self.running else []
-        text = "; ".join([*([] if said else [cause]), *ending])
-        return [*([Say(text, True)] if text else []), Tell(FAILED, cause, code)]
+        text = "; ".join([*([] if is_said else [cause]), *ending])
+        return [*([ShowMessage(text, True)] if text else []), SendStatus(FAILED, cause, code)]
 
-    def _judge(self, cause: str, code: int) -> list[Action]:
-        if self._verdict:
+    def _on_verdict(self, cause: str, code: int) -> list[Action]:
+        if self._has_verdict:
             return []
-        self._verdict = True
+        self._has_verdict = True
         if not cause or (self._outcome is not None and self._outcome[0] == cause):
             return []
-        # Whatever failed here may only have followed: the head saw what came first.
+        # What failed here may only have followed: the head saw what came first.
         self._outcome = (cause, code)
-        return [Say(f"the job ends on every host: {cause}", True)]
+        return [ShowMessage(f"the job ends on every host: {cause}", True)]
 
-    def _stop_some(self, at_s: float) -> list[Action]:
+    def _stop_workers(self, at_s: float) -> list[Action]:
         overdue = [worker for worker, kill_at_s in self.leaving.items() if at_s >= kill_at_s]
         self.leaving |= dict.fromkeys(overdue, at_s + self._grace_s)  # again, should one not die
-        actions: list[Action] = [Kill(worker) for worker in overdue]
+        actions: list[Action] = [KillWorker(worker) for worker in overdue]
         for worker in self.running:
             if worker in self.leaving:
                 continue
-            patience_s = self._patience_for(worker)
-            if patience_s is None:
-                self._patience.pop(worker, None)
-            elif not patience_s or at_s >= self._patience.setdefault(worker, at_s + patience_s):
-                self._patience.pop(worker, None)
+            wait_s = self._wait_before_stop(worker)
+            if wait_s is None:
+                self._leave_by_s.pop(worker, None)
+            elif not wait_s or at_s >= self._leave_by_s.setdefault(worker, at_s + wait_s):
+                self._leave_by_s.pop(worker, None)
                 self.leaving[worker] = at_s + self._grace_s
-                actions.append(Terminate(worker))
+                actions.append(TerminateWorker(worker))
         return actions
 
-    def _patience_for(self, worker: Worker) -> float | None:
-        """How long `worker` may go on before it is told to end; None means for ever."""
-        company = self._company
-        is_wanted = worker in company.wanted
+    def _wait_before_stop(self, worker: Worker) -> float | None:
+        """Return how long `worker` may go on before it is told to end; None means for ever."""
+        state = self._state
+        is_wanted = worker in state.wanted
         if self.failed:
             return 0.0
-        if not company.begun:
+        if not state.begun:
             return None if is_wanted else 0.0
-        if company.over and company.is_stranger(worker):
+        if state.over and state.never_joined(worker):
             return 0.0
-        if is_wanted or worker in company.roll.members:
-            return None  # one that is on the roll leaves by itself, when the others' next roll lets it
-        return 0.0 if company.is_stranger(worker) else self._grace_s
+        if is_wanted or worker in state.membership.members:
+            return None  # a member leaves by itself, when the next membership of the others lets it
+        return 0.0 if state.never_joined(worker) else self._grace_s
 
-    def _replace_some(self, at_s: float) -> list[Action]:
-        if self.failed or self._company.over:
+    def _request_replacements(self, at_s: float) -> list[Action]:
+        if self.failed or self._state.over:
             self._replacements.due_s.clear()
             return []
-        asked = self._replacements.ask(at_s, self._slots - len(self._company.here))
-        actions: list[Action] = [Replace()] * asked
-        if asked and self._last_crash is not None and not self._company.known:
-            # The server keeps the last worker of a view listed, lost or not, for else the job would be over. Now that
-            # another is coming, it can go.
-            actions.append(Report(*self._last_crash[:2]))
+        num_new = self._replacements.take_due(at_s, self._slots - len(self._state.here))
+        actions: list[Action] = [RequestReplacement()] * num_new
+        if num_new and self._last_crash is not None and not self._state.known:
+            # The server keeps the last worker of a view listed, lost or not, because without any the job would be over.
+            # Now that another is coming, it can go.
+            actions.append(ReportLoss(*self._last_crash[:2]))
         return actions
 
-    def _start_some(self, at_s: float) -> list[Action]:
-        if self.failed or self.view is None or self._company.over:
+    def _start_workers(self, at_s: float) -> list[Action]:
+        if self.failed or self.view is None or self._state.over:
             return []
         actions: list[Action] = []
         for worker in self.view.workers:
-            # One that is still leaving under the same name is waited for: two cannot share a port.
-            if self._company.is_to_start(worker) and worker not in self.running:
+            # A worker with the same address that is still leaving is waited for: two cannot share a port.
+            if self._state.must_start(worker) and worker not in self.running:
                 slot = next(slot for slot in range(len(self.running) + 1) if slot not in self.running.values())
                 self.running[worker] = slot
                 self.num_started += 1
-                self._replacements.start(worker, at_s)
-                actions.append(Start(worker, self.view, slot))
+                self._replacements.note_start(worker, at_s)
+                actions.append(StartWorker(worker, self.view, slot))
         return actions
 
-    def _standing(self) -> str:
-        if self.running or self._replacements.due_s or self._replacements.asked:
+    def _current_status(self) -> str:
+        if self.running or self._replacements.due_s or self._replacements.requested:
             return BUSY
         if self.view is None:
             return IDLE
@@ -345,32 +547,32 @@ class Supervisor:
             return DONE
         if self._keep:
             return IDLE
-        if self._company.over:
+        if self._state.over:
             return DONE
         was_removed = self._was_listed and not self._is_listed(self.view)
-        return DONE if self._company.finished or not self.view.workers or was_removed else IDLE
+        return DONE if self._state.finished or not self.view.workers or was_removed else IDLE
 
     def _is_listed(self, view: View) -> bool:
         return any(runner.host == self._host for runner in view.runners)
 
-    def _tell_status(self) -> list[Action]:
-        status = FAILED if self.failed else self._standing()
+    def _send_status(self) -> list[Action]:
+        status = FAILED if self.failed else self._current_status()
         if status == self._status:
             return []
         self._status = status
-        return [] if status == FAILED else [Tell(status)]
+        return [] if status == FAILED else [SendStatus(status)]
 
-    def _finish_if_over(self, at_s: float) -> list[Action]:
+    def _exit_if_over(self, at_s: float) -> list[Action]:
         if self.running:
             return []
         if self._outcome is not None:
-            waiting = not self._verdict and self._verdict_by_s is not None and at_s < self._verdict_by_s
+            must_wait = not self._has_verdict and self._verdict_by_s is not None and at_s < self._verdict_by_s
             code = self._outcome[1]
         else:
             # With -k only a signal ends the runner, and its own verdict is then the outcome above.
-            fine = self._standing() == DONE if self._alone else self._verdict
-            waiting, code = not fine, 0
-        if waiting:
+            is_done = self._current_status() == DONE if self._alone else self._has_verdict
+            must_wait, code = not is_done, 0
+        if must_wait:
             return []
         self._over = True
-        return [Finish(code)]
+        return [ExitRunner(code)]

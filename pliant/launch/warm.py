@@ -1,6 +1,6 @@
 """The warm process: has imported torch once, and forks a worker from itself for each request.
 
-Started by the runner as a script with a socket as its stdin (`forker` is the other end). It
+Started by the runner as a script with a socket as its stdin (`processes.WarmProcess` is the other end). It
 imports and forks, and starts no thread and no CUDA context, which a fork would not survive. A forked worker finds
 itself as if it had been started by `python FILE` or `python -m MODULE`: own session, own output, `__main__`, `sys.argv`,
 and the interpreter's own way out (exit codes, tracebacks, atexit); only who leaves a job that goes on takes a shorter one.
@@ -24,14 +24,8 @@ import sys
 import threading
 import types
 
-from pliant.child import die_with
+from pliant.child import MAX_REQUEST_BYTES, die_with
 
-IMPORTS = ("numpy", "torch", "torch._dynamo", "pliant.elastic.client", "pliant.train.job")
-"""What workers would each spend seconds on; what is not there is left out.
-
-The first optimizer that a program makes imports torch._dynamo, which takes as long as torch itself.
-"""
-MAX_REQUEST_BYTES = 1 << 20
 NUM_DESCRIPTORS = 3
 """A worker's stdout, its stderr, and the socket that it listens on, if any."""
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pliant.launch.duration import span_text
+from pliant.duration import span_text
 from pliant.ui.timeline import LR, FederatedTimeline, JobTimeline, Point, Series, TimelineEvent
 
 # --- frames and lines ---

@@ -9,8 +9,8 @@ from itertools import islice
 
 from nicegui import run, ui
 
+from pliant.duration import span_text
 from pliant.errors import PliantError
-from pliant.launch.duration import span_text
 from pliant.ui import charts, widgets
 from pliant.ui.charts import StepWindow
 from pliant.ui.cluster_chart import allocation_chart, allocation_description, device_uses

@@ -12,9 +12,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from pliant.duration import span_text
 from pliant.errors import PliantError
 from pliant.jobs.status import ClusterStatus
-from pliant.launch.duration import span_text
 from pliant.ui.cluster_chart import device_uses, devices_in_use
 from pliant.ui.jobs import DashboardState, ShownCluster, ShownJob, strip_controls
 from pliant.ui.timeline import FederatedTimeline, MeasuredLinks, Series, TimelineEvent

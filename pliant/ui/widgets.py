@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from nicegui import ui
 
+from pliant.duration import span_text
 from pliant.jobs.status import JobEvent
-from pliant.launch.duration import span_text
 from pliant.ui.charts import EVENT_COLOURS, Options
 from pliant.ui.jobs import EVENT_KINDS, ShownJob, strip_controls
 from pliant.ui.timeline import LR, TimelineEvent, ViewWorkers

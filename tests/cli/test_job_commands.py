@@ -18,10 +18,10 @@ import pytest
 from patience import until
 
 from pliant.cli.connection import devices_text
+from pliant.duration import span_text
 from pliant.errors import ConfigError, ServerUnavailable
 from pliant.jobs.client import JobsClient, ServerAddress, find_server
 from pliant.jobs.store import state_directory
-from pliant.launch.duration import span_text
 
 MAIN = "from pliant.cli.main import main; main()"
 DEADLINE_S = 60.0

@@ -19,7 +19,7 @@ from pliant.elastic.client import ConfigClient
 from pliant.jobs.client import JobsClient, find_server
 from pliant.jobs.schema import job_from_json
 from pliant.jobs.status import JobStatus
-from pliant.launch.state_file import RunnerState, WorkerProcess, read
+from pliant.launch.processes import LivingWorker, RunnerState, read_runner_state
 
 MAIN = (sys.executable, "-c", "from pliant.cli.main import main; main()")
 PROGRAM = Path(__file__).with_name("train_program.py")
@@ -90,12 +90,12 @@ class Serving:
 
     def runner_state(self, name: str) -> RunnerState | None:
         runs = self._runs(name)
-        return read(runs[-1] / "state.json") if runs else None
+        return read_runner_state(runs[-1] / "state.json") if runs else None
 
     def runner(self, name: str) -> int:
         return int(json.loads((self._runs(name)[-1] / "started.json").read_text())["pid"])
 
-    def workers(self, name: str) -> list[WorkerProcess]:
+    def workers(self, name: str) -> list[LivingWorker]:
         """Processes of its workers that live."""
         state = self.runner_state(name)
         return [each for each in state.workers.values() if each.lives] if state is not None else []

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from patience import until
 
+from pliant.child import marked_processes
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
 from pliant.fed.config import FedConfig
 from pliant.fed.jobfile import FederatedJob
@@ -20,9 +21,8 @@ from pliant.jobs.backends import FederatedRun, LocalBackend, TrainRun
 from pliant.jobs.rules import RunEnd
 from pliant.jobs.scheduler import JobRun
 from pliant.jobs.schema import job_from_json
-from pliant.launch import state_file
-from pliant.launch.devices import device_of_slot
-from pliant.launch.guardian import marked
+from pliant.launch import processes
+from pliant.launch.plan import device_of_slot
 
 SLEEPS = "import time; time.sleep(60)"
 
@@ -173,7 +173,7 @@ class Bench:
     def live_on(self, running: TrainRun, *slots: int) -> None:
         """This process plays the workers of these slots."""
         workers = {f"127.0.0.1:{slot}": (os.getpid(), slot) for slot in slots}
-        state_file.write(running._place / "state.json", "http://127.0.0.1:1", 1, workers)
+        processes.write_runner_state(running._place / "state.json", "http://127.0.0.1:1", 1, workers)
 
     @staticmethod
     def devices(running: TrainRun) -> list[str | None]:
@@ -272,9 +272,9 @@ def test_workers_that_a_coordinator_leaves_behind_are_killed_before_its_end_is_s
     child = f"subprocess.Popen([sys.executable, '-c', {SLEEPS!r}], start_new_session=True)"
     handle = federated(f"import subprocess, sys; {child}; {SLEEPS}")
     mark = str(handle._place)
-    until(lambda: len(marked(mark)) == 3, "keeper, coordinator and worker")
+    until(lambda: len(marked_processes(mark)) == 3, "keeper, coordinator and worker")
     coordinator = handle._process()
     assert coordinator is not None
     os.kill(coordinator, signal.SIGKILL)
     assert until(handle.ended).code == -9
-    assert not marked(mark)
+    assert not marked_processes(mark)

@@ -18,8 +18,8 @@ from contextlib import suppress
 def warm_up() -> None:
     """Import all that a runner needs, also what the libraries import at their first use."""
     import pliant.cli.main as cli
+    import pliant.elastic.client
     import pliant.elastic.server
-    import pliant.launch.debug
     import pliant.launch.runner  # noqa: F401
     from pliant.errors import ConfigError
 

@@ -14,7 +14,7 @@ import pliant.cli.main
 import pliant.cli.run
 from pliant.cluster import Host, PortRange
 from pliant.errors import ConfigError
-from pliant.launch.options import RunOptions
+from pliant.launch.plan import RunOptions
 
 
 @pytest.fixture(autouse=True)

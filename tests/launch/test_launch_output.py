@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pliant.launch.output import Console, LineSplitter, LogFile, OutputReader, Stream, prefix
+from pliant.launch.output import Console, LineSplitter, LogFile, OutputReader, OutputStream, prefix
 
 
 def test_lines_are_cut_wherever_the_bytes_break() -> None:
@@ -69,7 +69,7 @@ def test_every_byte_arrives_in_order_and_the_last_lines_are_kept(shown: Path, tm
         reader.start()
         read, write = os.pipe()
         log = LogFile(tmp_path / "log")
-        stream = Stream(read, b"[a] ", Console(file.fileno(), coloured=False), log)
+        stream = OutputStream(read, b"[a] ", Console(file.fileno(), coloured=False), log)
         reader.add(stream)
         with open(write, "wb") as pipe:
             pipe.write(b"\n".join(lines))
@@ -87,7 +87,7 @@ def test_a_pipe_that_a_stranger_holds_is_given_up(shown: Path, monkeypatch: pyte
         reader = OutputReader()
         reader.start()
         read, write = os.pipe()
-        reader.add(Stream(read, b"", Console(file.fileno(), coloured=False), None))
+        reader.add(OutputStream(read, b"", Console(file.fileno(), coloured=False), None))
         os.write(write, b"partial")
         reader.finish()
         os.close(write)

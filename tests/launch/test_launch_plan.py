@@ -11,19 +11,8 @@ from pliant.cluster import Host, PortRange, Worker
 from pliant.errors import CapacityError, ConfigError
 from pliant.identity import worker_spec
 from pliant.launch.addresses import interfaces, is_local, nic_addresses, resolve
-from pliant.launch.options import RunOptions
-from pliant.launch.plan import (
-    LaunchPlan,
-    Machine,
-    common_environ,
-    describe,
-    find_command,
-    first_view,
-    log_name,
-    make_plan,
-    make_spec,
-    worker_environ,
-)
+from pliant.launch.plan import LaunchPlan, Machine, RunOptions, describe, find_command, first_view, make_plan
+from pliant.launch.process_manager import log_name
 
 NICS = {"lo": ("127.0.0.1", "::1"), "eth0": ("10.0.0.1", "fd00::1"), "dark0": ()}
 NAMES = {"node1": "10.0.0.1", "node2": "10.0.0.2", "self": "127.0.1.1"}
@@ -170,13 +159,13 @@ def test_init_version_is_the_number_of_the_first_view() -> None:
 def test_a_worker_reads_its_environment_back() -> None:
     made = plan(np=2, start_time_s=12.5, heartbeat_timeout_s=3.0, strategy="ring")
     view = first_view(made, {"127.0.0.1": [10000, 10005]})
-    spec = make_spec(made, view.workers[1], view, secret=b"s" * 16, listen_fd=9)
-    environ = worker_environ(made, {"HOME": "/h", "PYTHONUNBUFFERED": "x"}, spec, slot=1, mark="m")
+    spec = made.make_spec(view.workers[1], view, secret=b"s" * 16, listen_fd=9)
+    environ = made.worker_environ({"HOME": "/h", "PYTHONUNBUFFERED": "x"}, spec, slot=1, mark="m")
     assert worker_spec(environ) == spec
     assert spec.strategy == "RING"
     assert environ["HOME"] == "/h"
     assert environ["PYTHONUNBUFFERED"] == "x"
-    assert worker_environ(made, {}, spec, slot=1, mark="m")["PYTHONUNBUFFERED"] == "1"
+    assert made.worker_environ({}, spec, slot=1, mark="m")["PYTHONUNBUFFERED"] == "1"
     assert environ["PLIANT_JOB_START"] == "12.5"
     assert environ["PLIANT_LOCAL_RANK"] == "1"
     assert "CUDA_VISIBLE_DEVICES" not in environ
@@ -192,20 +181,20 @@ def test_a_worker_is_told_what_the_job_wants_of_its_training() -> None:
         resize_schedule=((10, 2), (20, 0)),
     )
     view = first_view(made, {"127.0.0.1": [10000]})
-    spec = make_spec(made, view.workers[0], view, secret=b"s" * 16, config_server="http://x")
-    read = worker_spec(worker_environ(made, {}, spec, slot=0, mark="m"))
+    spec = made.make_spec(view.workers[0], view, secret=b"s" * 16, config_server="http://x")
+    read = worker_spec(made.worker_environ({}, spec, slot=0, mark="m"))
     assert read == spec
     assert (read.elastic, read.copies, read.determinism, read.resume) == (True, 2, "D1", "auto")
     assert (read.checkpoint_dir, read.checkpoint_every, read.resize_schedule) == ("/ck", 50, ((10, 2), (20, 0)))
-    assert not make_spec(plan(), view.workers[0], view, secret=b"s").elastic
+    assert not plan().make_spec(view.workers[0], view, secret=b"s").elastic
 
 
 def test_d2_pins_the_kernels_unless_the_user_has() -> None:
-    pins = common_environ(plan(determinism="D2"), {"MKL_CBWR": "AVX2"}, "m")
+    pins = plan(determinism="D2").common_environ({"MKL_CBWR": "AVX2"}, "m")
     assert (pins["ATEN_CPU_CAPABILITY"], pins["ONEDNN_MAX_CPU_ISA"], pins["MKL_CBWR"]) == ("avx2", "AVX2", "AVX2")
     assert (pins["OMP_NUM_THREADS"], pins["MKL_NUM_THREADS"]) == ("1", "1")
     assert pins["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert "MKL_CBWR" not in common_environ(plan(determinism="D1"), {}, "m")
+    assert "MKL_CBWR" not in plan(determinism="D1").common_environ({}, "m")
     old = make_plan(RunOptions(program=("true",), determinism="D2"), Machine(has_avx2=False, resolve=lookup))
     assert old.pins["ATEN_CPU_CAPABILITY"] == "default"
 

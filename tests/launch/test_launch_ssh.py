@@ -22,7 +22,7 @@ from pliant.cli.main import build
 from pliant.cli.remote_install import install_script
 from pliant.cluster import Host
 from pliant.errors import ConfigError
-from pliant.launch.ssh import Letter, SshJob, handed_over, ssh_command
+from pliant.launch.ssh import RunnerOrder, SshJob, forwarded_environ, ssh_command
 
 needs_sshd = pytest.mark.skipif(bool(sshd.missing()), reason=sshd.missing() or "there is one")
 HOSTS = "127.0.0.1:1,127.0.0.2:1"
@@ -55,10 +55,10 @@ def remote(launcher: Launcher, server: sshd.Sshd, free_port: int) -> Remote:
 
 
 def test_a_letter_arrives_as_it_was_written() -> None:
-    letter = Letter(directory="/a b", arguments=("-np", "2", "x y"), environ={"PLIANT_X": "\n'\""})
+    letter = RunnerOrder(directory="/a b", arguments=("-np", "2", "x y"), environ={"PLIANT_X": "\n'\""})
     line = letter.to_line()
     assert line.count(b"\n") == 1
-    assert Letter.from_line(line) == letter
+    assert RunnerOrder.from_line(line) == letter
 
 
 def test_the_secret_is_in_the_letter_and_on_no_command_line() -> None:
@@ -66,14 +66,14 @@ def test_the_secret_is_in_the_letter_and_on_no_command_line() -> None:
     hosts = (Host("10.0.0.1", 2), Host("fd00::2", 1, "node7"))
     job = SshJob(hosts=hosts, arguments=("-np", "3", "a.py"), python="/opt/a b/python", directory="/w", secret=secret,
                  environ={"PLIANT_TLS_CERT": "c", "PLIANT_SSH": "ssh -p 1", "AWS_KEY": "no", "OMP_NUM_THREADS": "1"})  # fmt: skip
-    letter = job.letter(hosts[1])
+    letter = job.order_for(hosts[1])
     assert letter.environ == {"PLIANT_TLS_CERT": "c", "OMP_NUM_THREADS": "1", "PLIANT_SECRET": secret.hex()}
     assert letter.arguments == ("-H", "10.0.0.1:2,[fd00::2]:1", "-self", "fd00::2", "-np", "3", "a.py")
     command = ssh_command(hosts[1], "me", "exec it", job.environ)
     assert command[:3] == ["ssh", "-p", "1"]
     assert command[-4:] == ["-l", "me", "node7", "exec it"]
     assert secret.hex() not in repr(job) + " ".join(command)
-    assert "AWS_KEY" not in handed_over(job.environ)
+    assert "AWS_KEY" not in forwarded_environ(job.environ)
 
 
 @pytest.mark.parametrize("user", ["-oProxyCommand=x", "a b", "a;b"])

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from pliant.cluster import PortRange
+from pliant.duration import format_duration, parse_duration
 from pliant.errors import CapacityError, ConfigError
-from pliant.launch.devices import device_environ, visible_devices
-from pliant.launch.duration import format_duration, parse_duration
-from pliant.launch.ports import bind_ports, listen_on
-from pliant.launch.secret import cookie_path, job_secret, parse_secret
+from pliant.identity import job_secret, parse_secret, user_secret_path
+from pliant.launch.addresses import bind_ports, listen_on
+from pliant.launch.plan import device_environ, visible_devices
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_job_of_one_host_has_a_secret_of_its_own() -> None:
 def test_a_shared_secret_comes_from_file_then_environment_then_cookie(tmp_path: Path) -> None:
     environ = {"HOME": str(tmp_path)}
     cookie = job_secret(secret_file="", shared=True, environ=environ)
-    path = cookie_path(environ)
+    path = user_secret_path(environ)
     assert path == tmp_path / ".config/pliant/secret"
     assert path.stat().st_mode & 0o777 == 0o600
     assert job_secret(secret_file="", shared=True, environ=environ) == cookie

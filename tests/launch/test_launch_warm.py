@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 from launching import DEADLINE_S, Ended, Launcher
 
-from pliant.launch.forker import Starter, WarmLost, WarmProcess, takes_warmth
-from pliant.launch.processes import Process
+from pliant.launch.processes import WarmLost, WarmProcess, WorkerProcess, WorkerStarter, can_start_warm
 
 pytestmark = pytest.mark.processes
 
@@ -46,14 +45,14 @@ def warm() -> Iterator[WarmProcess]:
     close_warm(made)
 
 
-def end(process: Process) -> Ended:
+def end(process: WorkerProcess) -> Ended:
     assert select.select([process.pidfd], [], [], DEADLINE_S)[0]
     code = process.reap()
     with os.fdopen(process.stdout) as stdout, os.fdopen(process.stderr) as stderr:
         return Ended(code, stdout.read(), stderr.read())
 
 
-def first_line(process: Process) -> bytes:
+def first_line(process: WorkerProcess) -> bytes:
     line = b""
     while not line.endswith(b"\n"):
         line += os.read(process.stdout, 1)
@@ -263,23 +262,23 @@ def test_when_the_warm_process_dies_its_forks_do_and_others_are_started_without_
         with pytest.raises(WarmLost):
             made.fork([sys.executable, str(path)], {}, None)
         hello = script(tmp_path, "print('hello')")
-        assert end(Starter([sys.executable, str(hello)], made).start(os.environ, None)).stdout == "hello\n"
+        assert end(WorkerStarter([sys.executable, str(hello)], made).start(os.environ, None)).stdout == "hello\n"
     finally:
         close_warm(made)
 
 
 def test_only_a_plain_python_program_of_this_python_is_forked(tmp_path: Path) -> None:
     path = str(script(tmp_path, ""))
-    assert takes_warmth([sys.executable, path, "-O"])
-    assert takes_warmth([sys.executable, "-m", "json.tool"])
-    assert not takes_warmth([sys.executable, "-O", path])
-    assert not takes_warmth([sys.executable, "-c", "1"])
-    assert not takes_warmth([sys.executable])
-    assert not takes_warmth(["sh", path])
-    assert not takes_warmth([sys.executable, str(tmp_path)])
+    assert can_start_warm([sys.executable, path, "-O"])
+    assert can_start_warm([sys.executable, "-m", "json.tool"])
+    assert not can_start_warm([sys.executable, "-O", path])
+    assert not can_start_warm([sys.executable, "-c", "1"])
+    assert not can_start_warm([sys.executable])
+    assert not can_start_warm(["sh", path])
+    assert not can_start_warm([sys.executable, str(tmp_path)])
     other = tmp_path / "python3"
     other.symlink_to(os.path.realpath(sys.executable))
-    assert not takes_warmth([str(other), path])
+    assert not can_start_warm([str(other), path])
 
 
 WAIT = """

@@ -7,14 +7,14 @@ import pytest
 from pliant.cluster import View, Worker
 from pliant.errors import CapacityError, ConfigError
 from pliant.launch.on_ray.cluster import bundle_of, check_devices, devices_in, nodes_of, total
-from pliant.launch.on_ray.seats import Seats
+from pliant.launch.on_ray.slots import DeviceSlots
 
 HOSTS = {"a": "10.0.0.1", "b": "10.0.0.2"}
 
 
-def seated(*nodes: str) -> tuple[Seats, View]:
+def seated(*nodes: str) -> tuple[DeviceSlots, View]:
     """A job with a worker on each of `nodes`, in this order."""
-    seats = Seats(("cpu",))
+    seats = DeviceSlots(("cpu",))
     seats.want({"cpu": len(nodes)}, None)
     for number, node in enumerate(nodes):
         seats.all[number].node = node
@@ -22,7 +22,7 @@ def seated(*nodes: str) -> tuple[Seats, View]:
     return seats, view_of(seats)
 
 
-def view_of(seats: Seats, *more: Worker) -> View:
+def view_of(seats: DeviceSlots, *more: Worker) -> View:
     runners = tuple(Worker(host, 38080) for host in HOSTS.values())
     return View(1, (*seats.wanted, *more), runners)
 
@@ -74,20 +74,20 @@ def test_whom_a_runner_replaces_sits_where_the_lost_one_sat() -> None:
 def test_workers_sit_where_their_slots_have_their_devices() -> None:
     seats, view = seated("a", "a", "b")
     first, second, other = view.workers
-    seats.reseat("a", [0, 1], {first: 1, second: 0})
+    seats.reassign("a", [0, 1], {first: 1, second: 0})
     assert [seat.worker for seat in seats.all.values()] == [second, first, other]
     seats.want({"cpu": 2}, view)
     assert [seat.worker for seat in seats.leaving] == [other]
-    seats.reseat("b", [2], {other: 0})
+    seats.reassign("b", [2], {other: 0})
     assert seats.all[2].worker == other
 
 
 def test_devices_of_a_size_are_the_best_there_may_be() -> None:
-    seats = Seats(("v100", "t4"), {"v100": 2, "t4": 2})
+    seats = DeviceSlots(("v100", "t4"), {"v100": 2, "t4": 2})
     assert seats.devices_for(3) == {"v100": 2, "t4": 1}
     with pytest.raises(CapacityError, match="size 5: --devices v100=2, t4=2 holds 4"):
         seats.devices_for(5)
-    assert Seats(("cpu",)).devices_for(5) == {"cpu": 5}
+    assert DeviceSlots(("cpu",)).devices_for(5) == {"cpu": 5}
 
 
 def listed(name: str, address: str, alive: bool = True, **resources: float) -> dict[str, object]:

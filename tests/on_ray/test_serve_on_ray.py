@@ -14,7 +14,7 @@ from patience import open_gate, until
 from serving_process import Serving, serving
 from two_nodes import CPUS, HEAD, Nodes
 
-from pliant.launch.state_file import WorkerProcess, read
+from pliant.launch.processes import LivingWorker, read_runner_state
 
 pytestmark = [
     pytest.mark.processes,
@@ -27,10 +27,10 @@ JOBS = {"conv": 4, "lstm": 3, "adamw": 3}
 """Program and epochs; all of them in one run of the oracle, which other tests ask for, too."""
 
 
-def workers(server: Serving, *names: str) -> dict[str, WorkerProcess]:
+def workers(server: Serving, *names: str) -> dict[str, LivingWorker]:
     """The living workers of these jobs, as the runners on the nodes, which are all this machine, have written them down."""
     servers = {state.config_server for name in names if (state := server.runner_state(name)) is not None}
-    told = [read(file) for file in Path(tempfile.gettempdir()).glob("pliant-ray-*/state.json")]
+    told = [read_runner_state(file) for file in Path(tempfile.gettempdir()).glob("pliant-ray-*/state.json")]
     found = [state.workers for state in told if state is not None and state.config_server in servers]
     return {worker: each for theirs in found for worker, each in theirs.items() if each.lives}
 

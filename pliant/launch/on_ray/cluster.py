@@ -1,7 +1,7 @@
-"""A Ray cluster as pliant sees it: nodes with devices, and seats on them.
+"""A Ray cluster as pliant sees it: nodes with devices, and slots on them.
 
 A type of device is a resource of Ray's: `cpu` is its CPU, `gpu` its GPU, and any other name a custom resource, as in
-`ray start --resources '{"t4": 4}'`. A seat is one device, held by a placement group of one bundle: Ray chooses the node,
+`ray start --resources '{"t4": 4}'`. A slot is one device, held by a placement group of one bundle: Ray chooses the node,
 nobody else is given it, and when its node is lost Ray moves it to another one as soon as there is room.
 Ray is imported inside: the rest of the launcher must do without it.
 """
@@ -31,7 +31,7 @@ NOT_DEVICES = ("CPU", "GPU", "memory", "object_store_memory")
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class RayNode:
     """A machine of the cluster."""
 
     id: str
@@ -41,7 +41,7 @@ class Node:
     """By type; free or not."""
 
 
-def nodes_of(listed: Sequence[Mapping[str, Any]]) -> dict[str, Node]:
+def nodes_of(listed: Sequence[Mapping[str, Any]]) -> dict[str, RayNode]:
     """The living nodes among what `ray.nodes()` lists, by their ids. Pure.
 
     Raises:
@@ -60,7 +60,7 @@ def nodes_of(listed: Sequence[Mapping[str, Any]]) -> dict[str, Node]:
         for node in living
     }
     return {
-        str(node["NodeID"]): Node(str(node["NodeID"]), hosts[str(node["NodeID"])], devices_in(node["Resources"]))
+        str(node["NodeID"]): RayNode(str(node["NodeID"]), hosts[str(node["NodeID"])], devices_in(node["Resources"]))
         for node in living
     }
 
@@ -80,7 +80,7 @@ def devices_in(resources: Mapping[str, float]) -> dict[str, int]:
     return {name: count for name, count in found.items() if count}
 
 
-def total(nodes: Mapping[str, Node]) -> dict[str, int]:
+def total(nodes: Mapping[str, RayNode]) -> dict[str, int]:
     """All devices of the cluster."""
     found: Counter[str] = Counter()
     for node in nodes.values():
@@ -88,7 +88,7 @@ def total(nodes: Mapping[str, Node]) -> dict[str, int]:
     return dict(found)
 
 
-def check_devices(wanted: Mapping[str, int], nodes: Mapping[str, Node], flag: str = "--devices") -> None:
+def check_devices(wanted: Mapping[str, int], nodes: Mapping[str, RayNode], flag: str = "--devices") -> None:
     """Raise ConfigError or CapacityError where the whole cluster, were it idle, does not have what `flag` asks for."""
     there = total(nodes)
     listed = ", ".join(f"{kind}={count}" for kind, count in sorted(there.items())) or "no devices"
@@ -104,7 +104,7 @@ def check_devices(wanted: Mapping[str, int], nodes: Mapping[str, Node], flag: st
             )
 
 
-def bundle_of(kind: str, nodes: Mapping[str, Node]) -> dict[str, float]:
+def bundle_of(kind: str, nodes: Mapping[str, RayNode]) -> dict[str, float]:
     """The resources of one device. A custom type whose nodes all have GPUs is a type of GPU, and holds one."""
     if kind in BUILT_IN:
         return {BUILT_IN[kind]: 1}
@@ -158,7 +158,7 @@ def _answering(address: str, found: str, flag: str) -> str:
         raise ConfigError(f"{flag} {address}: nobody answers at {found} ({error}); {START_ONE.format(flag)}") from None
 
 
-def living_nodes() -> dict[str, Node]:
+def living_nodes() -> dict[str, RayNode]:
     """The nodes of the connected cluster."""
     import ray
 
@@ -203,8 +203,8 @@ def _gpus() -> list[str]:
     return [str(each) for each in ray.get_gpu_ids()]
 
 
-class Hold:
-    """One seat: a placement group, from asking for it to giving it back."""
+class DeviceHold:
+    """One slot: a placement group, from asking for it to giving it back."""
 
     def __init__(self, bundle: Mapping[str, float]) -> None:
         from ray.util.placement_group import placement_group

@@ -328,8 +328,7 @@ def run_two_at_a_time(calls: Sequence[Callable[[], RunLog]]) -> list[RunLog]:
 
 def pins() -> dict[str, str]:
     """Return the environment that determinism level D2 pins."""
-    from pliant.launch.options import RunOptions
-    from pliant.launch.plan import Machine, make_plan
+    from pliant.launch.plan import Machine, RunOptions, make_plan
 
     return dict(make_plan(RunOptions(program=(sys.executable,), determinism="D2"), Machine.this()).pins)
 

@@ -1,4 +1,4 @@
-"""The workers of this host: started and signalled as `supervisor` says, and seen to their end."""
+"""Runs the workers of this host: starts, signals and reaps them as `supervisor` says, and shows what they print."""
 
 from __future__ import annotations
 
@@ -10,40 +10,50 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pliant.cluster import View, Worker
+from pliant.duration import format_duration
 from pliant.errors import PliantError
-from pliant.launch import processes, state_file
-from pliant.launch.courier import Courier
-from pliant.launch.duration import format_duration
+from pliant.launch.addresses import bind_ports, listen_on
 from pliant.launch.events import (
     Action,
-    Arrived,
-    Blame,
     Event,
+    EventQueue,
     Exited,
-    Finish,
-    Kill,
+    ExitRunner,
+    KillWorker,
     NotReplaced,
-    Replace,
-    Report,
-    Say,
-    Start,
+    ReportFailure,
+    ReportLoss,
+    RequestReplacement,
+    SendStatus,
+    ShowMessage,
     StartFailed,
-    Tell,
-    Terminate,
+    StartWorker,
+    StateChanged,
+    TerminateWorker,
     Tick,
     TimedOut,
-    Warmed,
+    WarmProcessUp,
 )
-from pliant.launch.forker import Starter, WarmProcess, takes_warmth
-from pliant.launch.inbox import Inbox
-from pliant.launch.output import Console, LogFile, OutputReader, Stream, prefix
-from pliant.launch.plan import LaunchPlan, common_environ, log_name, make_spec, worker_environ
-from pliant.launch.ports import bind_ports, listen_on
-from pliant.launch.supervisor import Supervisor
+from pliant.launch.output import Console, LogFile, OutputReader, OutputStream, prefix
+from pliant.launch.processes import (
+    Guardian,
+    WarmProcess,
+    WorkerProcess,
+    WorkerStarter,
+    can_start_warm,
+    write_runner_state,
+)
+
+if TYPE_CHECKING:
+    from pliant.elastic.client import ConfigSender
+    from pliant.launch.plan import LaunchPlan
+    from pliant.launch.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -52,73 +62,72 @@ TAIL_WAIT_S = 1.0
 
 
 @dataclass
-class Launched:
-    """A worker that was started, kept for -debug-port after its end."""
+class StartedWorker:
+    """A worker that was started; it is kept for -debug-port after its end."""
 
-    process: processes.Process
+    process: WorkerProcess
     slot: int
-    stdout: Stream
-    stderr: Stream
+    stdout: OutputStream
+    stderr: OutputStream
 
     @property
     def state(self) -> str:
         return "running" if self.process.code is None else f"ended with {self.process.code}"
 
 
-class Crew:
+class ProcessManager:
     """The local workers of a job. `run` blocks until the job is over."""
 
     def __init__(
         self,
         plan: LaunchPlan,
         supervisor: Supervisor,
-        inbox: Inbox,
+        events: EventQueue,
         *,
         environ: Mapping[str, str],
         secret: bytes,
         listeners: dict[int, socket.socket],
         config_server: str = "",
-        tell: Callable[[Tell], None],
-        token: str = "",
+        send_status: Callable[[SendStatus], None],
+        sender: ConfigSender | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._plan, self._supervisor, self._inbox, self._environ = plan, supervisor, inbox, environ
+        self._plan, self._supervisor, self._events, self._environ = plan, supervisor, events, environ
         self._secret, self._listeners, self._config_server = secret, listeners, config_server
-        self._tell, self._clock = tell, clock
+        self._send_status, self._clock = send_status, clock
         self._mark = secrets.token_hex(16)
-        self._guardian = processes.Guardian(self._mark, environ)
+        self._guardian = Guardian(self._mark, environ)
         self._output = OutputReader()
-        self._consoles = {fd: Console(fd, coloured=_takes_colour(fd, environ)) for fd in (1, 2)}
-        self._starter = Starter(plan.command, None)
-        self._held: dict[Worker, tuple[Start, socket.socket]] = {}
+        self._consoles = {fd: Console(fd, coloured=_shows_colour(fd, environ)) for fd in (1, 2)}
+        self._starter = WorkerStarter(plan.command, None)
+        self._held: dict[Worker, tuple[StartWorker, socket.socket]] = {}
         """Those to be started once the warm process is up."""
-        self._courier = Courier(config_server, token, self._forgo) if plan.options.watch else None
+        self._sender = sender
         self._reserved: dict[int, socket.socket] = {}
         """Ports for replacements that were asked for."""
         self._used_ports = {plan.options.port}
-        self._launched: dict[Worker, Launched] = {}
+        self._launched: dict[Worker, StartedWorker] = {}
         self._views: dict[int, View] = {}
         self._code: int | None = None
 
     def run(self, deadline_s: float | None) -> int:
-        """Work until the supervisor says that it is over; the exit code. Nothing of the job lives afterwards."""
+        """Work until the supervisor says that the job is over; return the exit code. Nothing of the job lives afterwards."""
         with self._guardian, contextlib.ExitStack() as stack:
             self._output.start()
             self._warm_up(stack)
             stack.callback(self._end_all)
-            self._tell_state()
-            if self._courier is not None:
-                self._courier.start()
-                stack.callback(self._courier.close)
-            with self._inbox.signals():
+            self._write_state()
+            if self._sender is not None:
+                stack.callback(self._sender.close)
+            with self._events.signals():
                 while self._code is None:
-                    self._turn(deadline_s)
+                    self._wait_and_handle(deadline_s)
         # Signals have their usual meaning again: a console that blocks can be left with Ctrl-C.
         self._output.finish()
         return self._code
 
     def state(self) -> dict[str, object]:
-        """For -debug-port: the views seen, and the local workers."""
+        """Return what -debug-port shows: the views seen, and the local workers."""
         return {
             "stages": {str(number): view.to_json() for number, view in sorted(self._views.items())},
             "workers": {
@@ -130,11 +139,11 @@ class Crew:
     def _warm_up(self, stack: contextlib.ExitStack) -> None:
         """Start the warm process, where the workers can come from one."""
         options = self._plan.options
-        if not (options.watch and options.warm and takes_warmth(self._plan.command, self._environ.get("PATH"))):
+        if not (options.watch and options.warm and can_start_warm(self._plan.command, self._environ.get("PATH"))):
             return
-        environ = common_environ(self._plan, self._environ, self._mark)
+        environ = self._plan.common_environ(self._environ, self._mark)
         try:
-            made = WarmProcess(environ, lambda: self._inbox.post(Warmed()), shown=self._plan.command[1:])
+            made = WarmProcess(environ, lambda: self._events.post(WarmProcessUp()), shown=self._plan.command[1:])
             warm = stack.enter_context(made)
         except OSError as error:
             log.warning("no warm process (%s): workers are started without it", error.strerror)
@@ -143,15 +152,15 @@ class Crew:
         shown = options.show_output
         for name, descriptor, console in (("stdout", warm.stdout, 1), ("stderr", warm.stderr, 2)):
             to = self._consoles[console]
-            self._output.add(Stream(descriptor, prefix("warm", name, None), to if shown else None, None))
-        self._starter = Starter(self._plan.command, warm)
+            self._output.add(OutputStream(descriptor, prefix("warm", name, None), to if shown else None, None))
+        self._starter = WorkerStarter(self._plan.command, warm)
 
-    def _turn(self, deadline_s: float | None) -> None:
-        """Wait for something to happen, and do what it takes."""
+    def _wait_and_handle(self, deadline_s: float | None) -> None:
+        """Wait for events, and do what the supervisor says about them."""
         if self._supervisor.failed:
             deadline_s = None  # -timeout has nothing more to end
         waits = [at_s for at_s in (deadline_s, self._supervisor.next_deadline_s) if at_s is not None]
-        events, ended = self._inbox.wait(max(0.0, min(waits) - self._clock()) if waits else None)
+        events, ended = self._events.wait(max(0.0, min(waits) - self._clock()) if waits else None)
         # Ends of workers first: one that failed by itself is the cause, whatever came after.
         for event in [*(self._reap(worker) for worker in ended), *events, Tick()]:
             self._handle(event)
@@ -160,43 +169,47 @@ class Crew:
 
     def _handle(self, event: Event) -> None:
         for action in self._supervisor.handle(event, self._clock()):
-            self._do(action)
-        if isinstance(event, Warmed):
+            self._perform(action)
+        if isinstance(event, WarmProcessUp):
             held, self._held = self._held, {}
             for start, listener in held.values():
                 self._launch(start, listener)
-        if isinstance(event, Arrived):
+        if isinstance(event, StateChanged) and event.view is not None and event.view.number not in self._views:
             self._views[event.view.number] = event.view
             self._used_ports |= {worker.port for worker in event.view.workers if worker.host == self._plan.self_host}
-            # Ports bound for a first view that the config server has overruled.
+            # Close ports that were bound for a first view which the config server has overruled.
             while self._listeners:
                 self._listeners.popitem()[1].close()
-            self._tell_state()
+            self._write_state()
 
-    def _do(self, action: Action) -> None:
+    def _perform(self, action: Action) -> None:
         match action:
-            case Start():
+            case StartWorker():
                 self._start(action)
-            case Terminate(worker):
+            case TerminateWorker(worker):
                 self._signal(worker, signal.SIGTERM)
-            case Kill(worker):
+            case KillWorker(worker):
                 log.warning("worker %s did not end when told to: killing it", worker)
                 self._signal(worker, signal.SIGKILL)
-            case Report(worker, why):
-                if self._courier is not None:
-                    self._courier.report(worker, why)
-            case Replace():
-                self._replace()
-            case Blame():
-                self._blame(action)
-            case Tell():
-                self._tell(action)
-            case Say(text, is_error):
+            case ReportLoss(worker, why):
+                if self._sender is not None:
+                    self._report_loss(worker, why)
+            case RequestReplacement():
+                self._request_replacement()
+            case ReportFailure():
+                self._report_failure(action)
+            case SendStatus():
+                self._send_status(action)
+            case ShowMessage(text, is_error):
                 log.log(logging.ERROR if is_error else logging.INFO, "%s", text)
-            case Finish(code):
+            case ExitRunner(code):
                 self._code = code
 
-    def _start(self, start: Start) -> None:
+    def _report_loss(self, worker: Worker, why: str) -> None:
+        assert self._sender is not None, "checked by the caller"
+        self._sender.report(f"{worker} is lost", lambda client: client.lost(worker, why))
+
+    def _start(self, start: StartWorker) -> None:
         """Start a worker, as soon as that can be done, on a port that is its own from now on."""
         worker = start.worker
         try:
@@ -210,31 +223,30 @@ class Crew:
         else:
             self._held[worker] = (start, listener)
 
-    def _launch(self, start: Start, listener: socket.socket) -> None:
+    def _launch(self, start: StartWorker, listener: socket.socket) -> None:
         worker, view, slot = start.worker, start.view, start.slot
         try:
             with listener:
-                spec = make_spec(
-                    self._plan,
+                spec = self._plan.make_spec(
                     worker,
                     view,
                     secret=self._secret,
                     config_server=self._config_server,
                     listen_fd=listener.fileno(),
                 )
-                environ = worker_environ(self._plan, self._environ, spec, slot=slot, mark=self._mark)
+                environ = self._plan.worker_environ(self._environ, spec, slot=slot, mark=self._mark)
                 process = self._starter.start(environ, listener)
         except OSError as error:
             self._fail_start(worker, error)
             return
         self._guardian.watch(process.pid)
         stdout, stderr = self._streams(worker, view, slot, process)
-        self._launched[worker] = Launched(process, slot, stdout, stderr)
-        self._inbox.watch(worker, process.pidfd)
-        self._tell_state()
+        self._launched[worker] = StartedWorker(process, slot, stdout, stderr)
+        self._events.watch(worker, process.pidfd)
+        self._write_state()
 
-    def _tell_state(self) -> None:
-        """Keep --state-file up to date."""
+    def _write_state(self) -> None:
+        """Bring --state-file up to date."""
         if self._plan.options.state_file:
             living = {
                 str(worker): (launched.process.pid, launched.slot)
@@ -242,39 +254,45 @@ class Crew:
                 if launched.process.code is None
             }
             version = self._supervisor.view.number if self._supervisor.view is not None else -1
-            state_file.write(Path(self._plan.options.state_file), self._config_server, version, living)
+            write_runner_state(Path(self._plan.options.state_file), self._config_server, version, living)
 
     def _fail_start(self, worker: Worker, error: OSError) -> None:
         # Posted, not handled here: the actions that came with this one must be done first.
-        self._inbox.post(StartFailed(worker, f"{error.strerror or error}; give it a free port, or free resources"))
+        self._events.post(StartFailed(worker, f"{error.strerror or error}; give it a free port, or free resources"))
 
-    def _replace(self) -> None:
+    def _request_replacement(self) -> None:
         """Ask for one more worker here, on a port that was never used.
 
-        Whoever is late to notice the loss would otherwise report, or connect to, the wrong one.
+        A peer that notices the loss late would otherwise report, or connect to, the wrong worker.
         """
-        assert self._courier is not None, "only a watching runner replaces"
+        assert self._sender is not None, "only a watching runner replaces"
         options, host = self._plan.options, self._plan.self_host
         try:
             bound = bind_ports(host, 1, options.port_range, avoid=self._used_ports)
         except PliantError as error:
-            self._inbox.post(NotReplaced(str(error)))
+            self._events.post(NotReplaced(str(error)))
             return
         self._reserved |= bound
         self._used_ports |= set(bound)
-        self._courier.add(Worker(host, *bound))
+        worker = Worker(host, *bound)
 
-    def _forgo(self, worker: Worker, refusal: NotReplaced) -> None:
-        self._reserved.pop(worker.port).close()
-        self._inbox.post(refusal)
+        def check(done: Future[View]) -> None:
+            error = None if done.cancelled() else done.exception()
+            if error is not None:
+                self._reserved.pop(worker.port).close()
+                self._events.post(NotReplaced(str(error)))
 
-    def _streams(self, worker: Worker, view: View, slot: int, process: processes.Process) -> tuple[Stream, Stream]:
+        self._sender.submit(lambda client: client.add_worker(worker)).add_done_callback(check)
+
+    def _streams(
+        self, worker: Worker, view: View, slot: int, process: WorkerProcess
+    ) -> tuple[OutputStream, OutputStream]:
         options = self._plan.options
         version = view.number if options.watch else None
         made = []
         for name, descriptor, console in (("stdout", process.stdout, 1), ("stderr", process.stderr, 2)):
             shown = self._consoles[console]
-            stream = Stream(
+            stream = OutputStream(
                 descriptor=descriptor,
                 prefix=prefix(worker.label, name, slot if shown.coloured else None),
                 console=shown if options.show_output else None,
@@ -287,22 +305,22 @@ class Crew:
     def _signal(self, worker: Worker, signum: int) -> None:
         if worker in self._held:
             self._held.pop(worker)[1].close()
-            self._inbox.post(Exited(worker, -signum))
+            self._events.post(Exited(worker, -signum))
         elif worker in self._launched:
             self._launched[worker].process.signal(signum)
 
     def _reap(self, worker: Worker) -> Exited:
         process = self._launched[worker].process
-        self._inbox.forget(process.pidfd)
+        self._events.forget(process.pidfd)
         code = process.reap()
         self._guardian.forget(process.pid)
-        self._tell_state()
+        self._write_state()
         return Exited(worker, code)
 
-    def _blame(self, blame: Blame) -> None:
-        worker = blame.worker
+    def _report_failure(self, failure: ReportFailure) -> None:
+        worker = failure.worker
         if worker not in self._launched:
-            log.error("worker %s %s: %s", worker, blame.how, blame.what)
+            log.error("worker %s %s: %s", worker, failure.how, failure.what)
             return
         launched = self._launched[worker]
         deadline_s = self._clock() + TAIL_WAIT_S
@@ -314,7 +332,10 @@ class Crew:
         rank = view.workers.index(worker) if view is not None and worker in view.workers else None
         who = f"worker {worker}" + (f" (rank {rank})" if rank is not None else "")
         last = f"; its last lines of {name}:" if lines else "; it printed nothing"
-        log.error("%s %s: %s%s", who, blame.how, blame.what, "\n  ".join([last, *lines]))
+        log.error("%s %s: %s%s", who, failure.how, failure.what, "\n  ".join([last, *lines]))
+        if self._plan.options.independent:
+            # Whoever started these workers reads the last line only.
+            log.error("%s %s: %s%s", who, failure.how, failure.what, f": {lines[-1]}" if lines else "")
 
     def _end_all(self) -> None:
         """Kill what still runs: only after an error of our own, since a job that is over has nothing left."""
@@ -326,5 +347,11 @@ class Crew:
                 launched.process.reap()
 
 
-def _takes_colour(descriptor: int, environ: Mapping[str, str]) -> bool:
+def _shows_colour(descriptor: int, environ: Mapping[str, str]) -> bool:
     return os.isatty(descriptor) and "NO_COLOR" not in environ and environ.get("TERM") != "dumb"
+
+
+def log_name(worker: Worker, version: int | None, stream: str) -> str:
+    """The file of `-logdir` for a worker's stream; `version` is given in watch mode."""
+    label = worker.label if version is None else f"{worker.label}@{version}"
+    return f"{label}.{stream}.log"
