@@ -1,4 +1,4 @@
-"""Small clients on one device: how many per second in turn, and so many at once.
+"""Federated clients on one device: how many per second one after the other, and how many in batches.
 
     python benchmarks/fed_device.py cuda      # a machine with one GPU
     python benchmarks/fed_device.py cpu       # the same on one core, to test this program itself
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
@@ -38,7 +37,7 @@ WANTED = 10.0
 
 
 def pictures() -> tuple[InMemory, InMemory]:
-    """Ten patterns, with noise: no file is needed, and something can be learned."""
+    """Make ten patterns with noise: no file is needed, and something can be learned."""
     chance = torch.Generator().manual_seed(1)
     patterns = torch.randn(10, 1, 28, 28, generator=chance)
     labels = torch.randint(0, 10, (60_000,), generator=chance)
@@ -48,7 +47,7 @@ def pictures() -> tuple[InMemory, InMemory]:
 
 
 def apart(one: tuple[Trained, ...], other: tuple[Trained, ...]) -> list[float]:
-    """The distance of each client's two changes, relative to their length."""
+    """Return the distance of each client's two changes, relative to their length."""
     found = []
     for mine, theirs in zip(one, other, strict=True):
         a, b = (torch.cat([each.flatten().double() for each in got.update.change.all]) for got in (mine, theirs))
@@ -57,8 +56,11 @@ def apart(one: tuple[Trained, ...], other: tuple[Trained, ...]) -> list[float]:
 
 
 def closeness(one: tuple[Trained, ...], other: tuple[Trained, ...]) -> dict[str, float]:
-    """Some of very many activations are so near to 0 that rounding decides whether they count; their client then takes
-    another path. So most clients are apart by rounding only, and a few by more."""
+    """Summarise the distances.
+
+    Some of very many activations are so near to 0 that rounding decides whether they count; their client then takes another
+    path. So most clients are apart by rounding only, and a few by more.
+    """
     found = apart(one, other)
     return {
         "median": statistics.median(found),
@@ -71,23 +73,18 @@ def main(device: str) -> None:
     torch.set_num_threads(1)
     config = {"data": {"kind": "fed_device:pictures", "clients": CLIENTS}, "model": "cnn", "local": {"steps": STEPS}}
     task = build_task(FedConfig.model_validate(config))
-    trainer, by_layers = ClientTrainer(task, device=device), ClientTrainer(task, device=device).together
+    by_layers, by_functions = ClientTrainer(task, device=device), ClientTrainer(task, device=device)
+    by_functions.together = BatchedTrainer(task, by_functions.module, None)
     start = Weights.of(task.model())
-    by_functions = BatchedTrainer(task, trainer.module, None)
 
-    def run(clients: int, way: BatchedTrainer | None = None) -> tuple[Trained, ...]:
-        if way is not None:
-            trainer.__dict__["together"] = way
+    def run(clients: int, trainer: ClientTrainer) -> tuple[Trained, ...]:
         done = trainer.run(start, Training(1, tuple(range(clients)), (STEPS,) * clients, 0.05))
         assert isinstance(done, tuple)
         return done
 
     def in_turn(clients: int) -> tuple[Trained, ...]:
-        return tuple(
-            each
-            for client in range(clients)
-            for each in trainer.run(start, Training(1, (client,), (STEPS,), 0.05))  # type: ignore[union-attr]
-        )
+        units = (Training(1, (client,), (STEPS,), 0.05) for client in range(clients))
+        return tuple(each for unit in units for each in by_layers.run(start, unit))  # type: ignore[union-attr]
 
     ways: dict[str, tuple[int, Callable[[], object]]] = {"in turn": (8, lambda: in_turn(8))}
     for size in BATCHES[device]:

@@ -1,11 +1,11 @@
-"""Replicas on one GPU: the bits of DDP, flat memory, throughput beside packed DDP, and what switching costs.
+"""Replicas on one GPU: the bits of DDP, flat memory, throughput beside packed DDP, and the cost of switching.
 
     OUT=. python benchmarks/h200_training.py            # on a machine with one CUDA GPU, from the repository's root
     OUT=. python benchmarks/h200_training.py --tiny     # small networks on the CPU, to test this program itself
 
-Needs torch and numpy only, ends by itself within nine minutes, writes $OUT/h200_training.json and prints a summary. Each part
-runs in a process of its own with a time limit, so that none can take the others along. With PROFILE=1 it also
-writes a trace of two steps ($OUT/trace.json.gz).
+It needs torch and numpy only, ends by itself within nine minutes, writes $OUT/h200_training.json and prints a summary. Each part
+runs in a process of its own with a time limit, so that none can end the others. With PROFILE=1 it also writes a trace of two
+steps ($OUT/trace.json.gz).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "repro")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -37,12 +37,12 @@ from torch.utils.data.distributed import DistributedSampler  # noqa: E402
 
 LIMIT_S = 535.0
 PARTS = {"bits": 190.0, "throughput": 210.0, "memory": 170.0, "switch": 90.0, "profile": 60.0}
-"""And how long each may take."""
+"""The parts, and how many seconds each may take."""
 REPLICAS = 4
 STEPS = 8
 SEED = 1234
 RATIO = 1.3
-"""Of images per second over packed DDP, at least."""
+"""Least ratio of images per second to packed DDP."""
 FLAT = 0.01
 SHARE = 0.01
 
@@ -53,11 +53,11 @@ Json = dict[str, Any]
 
 
 def bits(tiny: bool) -> Json:
-    """Stock DDP on gloo with 4 processes beside pliant on 1, 2 and 4, a digest after every step."""
+    """Compare stock DDP on gloo with 4 processes and pliant on 1, 2 and 4, by a digest after every step."""
     device = "cpu" if tiny else "cuda"
     cells = []
     for variant in ("float32", "autocast"):
-        # All at once: most of the time they only start.
+        # Start all at once: they spend most of the time starting.
         oracle, *gangs = [
             Gang(side, size, device, variant, sync)
             for side, size, sync in (
@@ -89,15 +89,15 @@ def bits(tiny: bool) -> Json:
 
 
 class Gang:
-    """The processes of one side."""
+    """The processes of one side, all started at once."""
 
     def __init__(self, side: str, size: int, device: str, variant: str, sync: str) -> None:
-        from pliant_repro.bench.contenders import Ground, identities
+        from pliant_repro.contest import Placement
 
         self.size, self.sync, self.failure = size, sync, ""
         self._temporary = tempfile.TemporaryDirectory()
         self._folder = folder = Path(self._temporary.name)
-        environs, sockets = identities(Ground(num_workers=size, sizes=(), folder=folder), "AUTO")
+        environs, sockets = Placement(num_workers=size, folder=folder).identities()
         task = {"side": side, "workers": size, "device": device, "variant": variant, "sync": sync}
         task["store"] = f"{folder}/store"
         self._name = f"{side} on {size} processes ({variant} {sync})"
@@ -120,7 +120,7 @@ class Gang:
             sock.close()
 
     def digests(self) -> list[str]:
-        """Those of rank 0 after every step; none where a process failed."""
+        """Return the digests of rank 0 after every step; none if a process failed."""
         codes = [process.wait() for process in self._processes]
         with self._temporary:
             if any(codes):
@@ -132,7 +132,7 @@ class Gang:
 
 
 def bits_rank(task: Json, rank: int) -> list[str]:
-    """Train a small network with convolutions, BatchNorm and dropout; a digest after every step."""
+    """Train a small network with convolutions, BatchNorm and dropout, and return a digest after every step."""
     from pliant_repro.zoo import Samples, build, make_optimizer
 
     from pliant.train import determinism
@@ -167,57 +167,48 @@ def _ours(task: Json, rank: int, model: Any, optimizer: Any, dataset: Any, scale
     import pliant
 
     digests: list[str] = []
-    crossed: list[bool] = []
+    overlapped: list[bool] = []
     with pliant.join(replicas=REPLICAS, seed=SEED, sync=task["sync"], slice_bytes=16 << 10) as job:
         model, optimizer, loader = job.wrap(model, optimizer, dataset, batch_size=8)
         if scaler is not None:
             job.track("scaler", scaler)
-        trainer = job._trainer
-        assert trainer is not None, "wrapped"
-        committed = trainer.on_commit
+        job.on_commit(lambda _: overlapped.append(job.has_pending_updates))
 
-        def note_now() -> None:
-            digests.append(digest(model, optimizer, trainer.first_buffers, scaler))
+        def note_last_step() -> None:
+            # Called after a backward pass: it has used all parameters, so the updates of the step before have arrived.
+            if job.step > len(digests):
+                digests.append(digest(model, optimizer, job.committed_buffers, scaler))
 
-        whole = trainer.crossing.on_whole
-
-        def became_whole() -> None:
-            whole()
-            if len(digests) < trainer.progress.step:
-                note_now()
-
-        def note() -> None:
-            crossed.append(trainer.crossing.is_open)
-            if not crossed[-1]:  # looking at parameters would wait for them
-                note_now()
-            committed()
-
-        trainer.on_commit, trainer.crossing.on_whole = note, became_whole
         for _epoch in job.epochs(1):
             for batch in loader:
-                _turn(model, optimizer, batch, scaler)
-    if task["sync"] == "priority" and scaler is None and sum(crossed) < STEPS - 2:
-        raise RuntimeError(f"steps were to overlap, but only {sum(crossed)} of {STEPS} did")
+                _turn(model, optimizer, batch, scaler, note_last_step)
+        note_last_step()
+    if task["sync"] == "priority" and scaler is None and sum(overlapped) < STEPS - 2:
+        raise RuntimeError(f"steps were to overlap, but only {sum(overlapped)} of {STEPS} did")
     return digests
 
 
-def _turn(model: Any, optimizer: Any, batch: Any, scaler: Any) -> None:
+def _turn(
+    model: Any, optimizer: Any, batch: Any, scaler: Any, before_update: Callable[[], None] = lambda: None
+) -> None:
     from pliant_repro.zoo import compute_loss
 
     optimizer.zero_grad()
     if scaler is None:
         compute_loss(model, *batch).backward()
+        before_update()
         optimizer.step()
         return
     with torch.autocast(batch[0].device.type, torch.bfloat16):
         loss = compute_loss(model, *batch)
     scaler.scale(loss).backward()
+    before_update()
     scaler.step(optimizer)
     scaler.update()
 
 
 def digest(model: Any, optimizer: Any, buffers: Iterable[torch.Tensor], scaler: Any) -> str:
-    """SHA-256 of parameters, optimizer state, buffers and the scaler's state."""
+    """Return the SHA-256 of parameters, optimizer state, buffers and the scaler's state."""
     digested = hashlib.sha256()
     tensors = [*model.parameters(), *buffers]
     for parameter in model.parameters():
@@ -234,9 +225,9 @@ def digest(model: Any, optimizer: Any, buffers: Iterable[torch.Tensor], scaler: 
 
 
 def throughput(tiny: bool) -> Json:
-    """4 replicas in one worker beside 4 packed DDP processes, and beside a bare loop of four batches as the bound."""
-    from pliant_repro.bench import report
-    from pliant_repro.bench.throughput import TrainOptions, contest, per_step
+    """Measure 4 replicas in one worker beside 4 packed DDP processes, and beside a bare loop of four batches as the bound."""
+    from pliant_repro import contest
+    from pliant_repro.bench.train import TrainOptions, hold, per_step
     from pliant_repro.contest import Rules
 
     rules = Rules(rounds=3 if tiny else 7, iterations=2 if tiny else 6, warmup=2 if tiny else 6, timeout_s=90.0)
@@ -248,23 +239,23 @@ def throughput(tiny: bool) -> Json:
         rules=rules,
         start_timeout_s=100.0,
     )
-    results = contest(options, 1, ["ddp_gloo", "pytorch"], _say, replicas=REPLICAS)
+    results = hold(options, 1, ["ddp_gloo", "pytorch"], _say, replicas=REPLICAS)
     ours, peer, bare = results["pliant"], results["ddp_gloo"], results["pytorch"]
     images = REPLICAS * options.batch
 
     def with_images(values: Json) -> Json:
         return {**values, "images_per_s": images * values["steps_per_s"] if values["steps_per_s"] else None}
 
-    beside = with_images(per_step(report.beside(peer, ours, 0)))
-    bound = with_images(per_step(report.beside(bare, ours, 0)))
+    beside = with_images(per_step(contest.beside(peer, ours)))
+    bound = with_images(per_step(contest.beside(bare, ours)))
     speedup = beside["speedup"]
     return {
         "ok": isinstance(speedup, float) and speedup >= RATIO,
-        "ours": with_images(per_step(report.measured(ours, 0))),
+        "ours": with_images(per_step(contest.measured(ours))),
         "peers": {"ddp_gloo": beside},
         "bound": {**bound, "name": "plain PyTorch, a loop of four batches and one step", "fraction": bound["speedup"]},
         "target_speedup": RATIO,
-        "remarks": report.failures(results),
+        "remarks": contest.failures(results),
     }
 
 
@@ -273,7 +264,7 @@ def _say(what: str, fraction: float) -> None:
 
 
 def memory(tiny: bool) -> Json:
-    """Peak memory on the device for 1 to 16 replicas in one worker."""
+    """Measure the peak memory on the device for 1 to 16 replicas in one worker."""
     found = _replicas(tiny, (1, 2, 4, 8, 16), with_pairs=False, windows=2, steps=2, warmup=2, timeout_s=60.0)
     from pliant_repro.bench.replicas import flatness
 
@@ -290,7 +281,7 @@ def memory(tiny: bool) -> Json:
 
 
 def switch(tiny: bool) -> Json:
-    """The share of a step of 4 replicas that switching between them takes."""
+    """Measure the share of a step of 4 replicas that switching between them takes."""
     found = _replicas(tiny, (REPLICAS,), with_pairs=True, windows=4 if tiny else 10, steps=3, warmup=3, timeout_s=80.0)
     shares = [found["switch_share"], found["switch_timer_share"]]
     return {
@@ -304,8 +295,8 @@ def switch(tiny: bool) -> Json:
 
 def profile(tiny: bool) -> Json:
     path = Path(os.environ.get("OUT", ".")) / "trace.json.gz"
-    extra = {"profile": str(path.resolve())}
-    _replicas(tiny, (REPLICAS,), with_pairs=False, windows=1, steps=1, warmup=2, timeout_s=55.0, extra=extra)
+    where = str(path.resolve())
+    _replicas(tiny, (REPLICAS,), with_pairs=False, windows=1, steps=1, warmup=2, timeout_s=55.0, profile=where)
     return {"ok": path.exists(), "trace": path.name, "num_bytes": path.stat().st_size}
 
 
@@ -325,7 +316,7 @@ ACTS: dict[str, Callable[[bool], Json]] = {
 
 
 def run_parts(names: Sequence[str], tiny: bool, folder: Path) -> dict[str, Json]:
-    """What each part found; one that fails or takes too long has `ok: false` and says why."""
+    """Run the parts and return their results; one that fails or takes too long has `ok: false` and says why."""
     deadline_s = time.monotonic() + LIMIT_S
     found: dict[str, Json] = {}
     for name in names:
@@ -360,9 +351,9 @@ def _run_part(name: str, tiny: bool, folder: Path, limit_s: float) -> Json:
 
 
 def _environ(folder: Path) -> dict[str, str]:
-    """For children: this tree on the path, and a stand-in for httpx where it is missing: jobs of a fixed view have no
-    config server to talk to."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    """Return the children's environment: this tree on the path, and a stand-in for httpx if it is missing, because jobs of a
+    fixed view have no config server to talk to."""
+    paths = [str(ROOT), str(ROOT / "repro"), *filter(None, [os.environ.get("PYTHONPATH")])]
     if importlib.util.find_spec("httpx") is None:
         stand_in = folder / "stand_in"
         stand_in.mkdir(exist_ok=True)
@@ -372,7 +363,7 @@ def _environ(folder: Path) -> dict[str, str]:
 
 
 def summary(parts: dict[str, Json]) -> list[str]:
-    """A line for each part."""
+    """Return a line for each part."""
     lines = []
     for name, found in parts.items():
         said = found.get("why", "")
@@ -418,13 +409,13 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         parts = run_parts(names, args.tiny, Path(folder))
-    contest = parts.get("throughput", {})
+    throughput_part = parts.get("throughput", {})
     result = {
         "bench": "h200_training",
         "args": {"tiny": args.tiny, "parts": names},
-        "ours": contest.get("ours", {}),
-        "peers": contest.get("peers", {}),
-        "bound": contest.get("bound", {}),
+        "ours": throughput_part.get("ours", {}),
+        "peers": throughput_part.get("peers", {}),
+        "bound": throughput_part.get("bound", {}),
         "parts": parts,
         "machine": {**machine(), "device": "cpu" if args.tiny else torch.cuda.get_device_name(0)},
         "ok": all(found["ok"] for found in parts.values()),

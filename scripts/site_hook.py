@@ -20,7 +20,7 @@ BORROWED = {
     "index.md": "README.md",
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
-    "results.md": "benchmarks/results/README.md",
+    "results.md": "repro/results/README.md",
 }
 """Pages that are written elsewhere in the repository."""
 LINK = re.compile(r"(\]\()([^)\s]+)(\))")

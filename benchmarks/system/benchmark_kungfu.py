@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any
 
 import img_sec
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from pliant_repro import zoo
 
@@ -28,13 +30,12 @@ WHAT = {
     "sync-sgd": "synchronous SGD by pliant's engine",
     "sync-sgd-priority": "the same, with priority propagation",
     "sync-sgd-nccl": "by NCCL in one agreed order (without GPUs: by gloo, and the run says so)",
-    "sync-sgd-hierarchical-nccl": "by NCCL within hosts, by the engine between them",
     "sma": "synchronous model averaging",
     "pair-avg": "averaging with one random peer (AD-PSGD)",
     "ada-sgd": "model averaging in the first half of the steps, synchronous SGD in the second",
     "ideal": "no communication",
 }
-ALSO = {"async-sgd": "pair-avg", "p2p": "pair-avg", "none": "ideal"}
+ALSO = {"sync-sgd-hierarchical-nccl": "sync-sgd-nccl", "async-sgd": "pair-avg", "p2p": "pair-avg", "none": "ideal"}
 ONE_BUCKET_MB = 1 << 20
 
 
@@ -70,7 +71,7 @@ def main() -> None:
     if args.image_size:
         facts["image-size"] = args.image_size
     kind = "nccl" if args.kf_optimizer.endswith("nccl") else "ideal" if args.kf_optimizer == "ideal" else "job"
-    steps = {"nccl": device_group_steps, "ideal": lone_steps, "job": job_steps}[kind]
+    steps = {"nccl": ordered_steps, "ideal": lone_steps, "job": job_steps}[kind]
     begin_s = time.perf_counter()
     with steps(args, spec, rank, device, amount, facts, say) as taken:
         next(taken)
@@ -86,7 +87,7 @@ def main() -> None:
 
 
 def spec_of() -> WorkerSpec | None:
-    """What `pliant run` has said; None without it."""
+    """Return what `pliant run` tells this worker; None if it was not started by it."""
     try:
         return worker_spec()
     except NotLaunched:
@@ -97,14 +98,14 @@ def compute(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
     F.cross_entropy(model(batch[0]), batch[1]).backward()
 
 
-# Each of these yields when it is built, when all workers are ready, and then after each step.
+# Each of these functions yields when the model is built, when all workers are ready, and then after each step.
 
 
 @contextlib.contextmanager
 def job_steps(
     args: argparse.Namespace, spec: Any, rank: int, device: torch.device, amount: img_sec.Amount, facts: Any, say: Any
 ) -> Iterator[Iterator[None]]:
-    """Through `pliant.join`, as any training program."""
+    """Train through `pliant.join`, as any training program does."""
     sync = "priority" if args.kf_optimizer == "sync-sgd-priority" else "fifo"
     with pliant.join(sync=sync) as job:
         model = img_sec.build(args, device)
@@ -116,7 +117,7 @@ def job_steps(
         elif args.kf_optimizer == "ada-sgd":
             optimizer = pliant.AdaptiveSGD(optimizer, change_step=amount.warmup + (amount.steps - amount.warmup) // 2)
         batch = img_sec.batch_of(args, device, rank)
-        # The loader only counts: the images stay where they are.
+        # The loader only counts steps: the images stay where they are.
         model, optimizer, loader = job.wrap(
             model,
             optimizer,
@@ -142,13 +143,12 @@ def job_steps(
 
 
 @contextlib.contextmanager
-def device_group_steps(
+def ordered_steps(
     args: argparse.Namespace, spec: Any, rank: int, device: torch.device, amount: img_sec.Amount, facts: Any, say: Any
 ) -> Iterator[Iterator[None]]:
-    """Each gradient by torch's own group as soon as it is there; the scheduler gives all workers one order."""
-    from pliant.comm.device.config import DeviceGroupConfig
-    from pliant.comm.device.group import DeviceGroup
-    from pliant.elastic.member import Session
+    """Sum each gradient by torch's process group as soon as backward has made it, in one launch order on all workers."""
+    from benchmark_ddp import find_place, join
+    from pliant_repro.bench.order import GradientSums, OrderedAllReduce
 
     if spec is None:
         raise ConfigError(f"--kf-optimizer={args.kf_optimizer} is about several workers: start it with `pliant run`")
@@ -161,41 +161,31 @@ def device_group_steps(
     model = img_sec.build(args, device)
     optimizer = img_sec.optimizer_of(model)
     batch = img_sec.batch_of(args, device, rank)
-    named = dict(model.named_parameters())
-    config = DeviceGroupConfig(backend=backend, hierarchical="hierarchical" in args.kf_optimizer)
-    with contextlib.ExitStack() as stack:
 
-        def steps() -> Iterator[None]:
+    def steps() -> Iterator[None]:
+        yield
+        join(find_place(os.environ), backend)
+        for parameter in model.parameters():
+            dist.broadcast(parameter.detach(), 0)
+        order = OrderedAllReduce(dict(model.named_parameters()), device)
+        sums = GradientSums(model, order.all_reduce, spec.view.size)
+        yield
+        for _ in range(amount.steps):
+            optimizer.zero_grad()
+            compute(model, batch)
+            sums.wait()
+            optimizer.step()
             yield
-            engine = stack.enter_context(Session.join()).engine
-            for handle in [engine.broadcast(f"first {name}", value.detach()) for name, value in named.items()]:
-                handle.wait()
-            group = stack.enter_context(DeviceGroup(engine, named, config).open())
-            handles: list[Any] = []
-            for name, parameter in named.items():
-                parameter.register_post_accumulate_grad_hook(
-                    lambda ready, name=name: handles.append(group.all_reduce(name, ready.grad))
-                )
-            yield
-            for _ in range(amount.steps):
-                optimizer.zero_grad()
-                compute(model, batch)
-                for handle in handles:
-                    handle.wait()
-                handles.clear()
-                for parameter in named.values():
-                    parameter.grad.div_(engine.size)
-                optimizer.step()
-                yield
+        dist.destroy_process_group()
 
-        yield steps()
+    yield steps()
 
 
 @contextlib.contextmanager
 def lone_steps(
     args: argparse.Namespace, spec: Any, rank: int, device: torch.device, amount: img_sec.Amount, facts: Any, say: Any
 ) -> Iterator[Iterator[None]]:
-    """Plain PyTorch: what the throughput would be if communication took no time."""
+    """Train in plain PyTorch: the throughput if communication took no time."""
     model = img_sec.build(args, device)
     optimizer = img_sec.optimizer_of(model)
     batch = img_sec.batch_of(args, device, rank)

@@ -24,7 +24,7 @@ from pliant.sched.traces import Trace, jobs_of
 RESTART_S = 30.0
 """Seconds of a restart in Pollux' simulator: a checkpoint, new processes, a first step."""
 LIVE_PAUSE_S = 0.0212
-"""Measured median pause of a job that grows from 2 to 4 workers (`pliant bench resize`, benchmarks/results)."""
+"""Measured median pause of a job that grows from 2 to 4 workers (`pliant bench resize`, repro/results)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

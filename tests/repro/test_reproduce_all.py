@@ -367,7 +367,7 @@ def test_a_folder_that_cannot_be_written_is_named(finished: Path, tmp_path: Path
 
 KEPT = [
     path
-    for folder in ("repro/results", "benchmarks/results")
+    for folder in ("repro/results", "repro/results")
     for path in sorted((Path(__file__).parents[2] / folder).glob("*_fig*.json"))
 ]
 

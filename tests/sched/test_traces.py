@@ -137,7 +137,7 @@ def test_a_real_cluster_is_read(cluster_data: Path) -> None:
 
 
 def test_the_philly_week_has_the_published_order(cluster_data: Path) -> None:
-    """Its first 2,500 jobs here; the whole week is in benchmarks/results."""
+    """Its first 2,500 jobs here; the whole week is in repro/results."""
     trace = read(str(cluster_data / "philly_week.csv"), limit=2500)
     found = []
     for policy in ("yarn-cs", "easyscale-homo", "easyscale-heter"):
