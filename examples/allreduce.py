@@ -1,4 +1,4 @@
-"""The engine alone: every worker brings its rank + 1, everybody gets the sum.
+"""Use the engine without a training loop: every worker contributes its rank + 1, and all get the sum.
 
 pliant run -np 4 examples/allreduce.py
 """

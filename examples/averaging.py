@@ -1,12 +1,12 @@
-"""Averaging models instead of gradients: the same loop with four optimizers.
+"""Average models instead of gradients: the same loop with four optimizers.
 
-pliant run -np 3 examples/averaging.py --optimizer sma          # all models drawn to their mean in every step
-pliant run -np 3 examples/averaging.py --optimizer pair         # each step with the model of one other worker
-pliant run -np 3 examples/averaging.py --optimizer adaptive     # the first, and after 40 steps synchronous SGD
+pliant run -np 3 examples/averaging.py --optimizer sma          # every step pulls all models towards their mean
+pliant run -np 3 examples/averaging.py --optimizer pair         # every step averages with the model of one other worker
+pliant run -np 3 examples/averaging.py --optimizer adaptive     # sma, and after 40 steps synchronous SGD
 pliant run -np 3 examples/averaging.py --optimizer sync         # synchronous SGD
 
-Each worker says after every epoch how good its own model is, and what its parameters hash to: with `sync`, and with
-`adaptive` after the change, that is the same everywhere. Workers may come and go: add `-w --resize-schedule 30:4,60:2`.
+After every epoch each worker prints the accuracy and the hash of its own model. With `sync`, and with `adaptive` after the
+change, the hash is the same on all workers. Workers may join and leave: add `-w --resize-schedule 30:4,60:2`.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import pliant
 
 
 class Rings(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Points in the plane; the class is the ring around the origin that a point lies in."""
+    """Points in the plane. The class of a point is the ring around the origin that it lies in."""
 
     def __init__(self, length: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -1,8 +1,8 @@
-"""Handwritten digits with pliant: the program of `digits_ddp.py`, and the same hash at its end, on any number of workers.
+"""Train on handwritten digits with pliant: the program of `digits_ddp.py`, with the same final hash on any number of workers.
 
-python examples/digits.py                                                  # alone: two replicas take turns
-pliant run -np 2 examples/digits.py                                        # a worker for each
-pliant run -w -np 2 --resize-schedule 40:1,80:2 examples/digits.py         # now one, now two
+python examples/digits.py                                                  # one process: two replicas take turns
+pliant run -np 2 examples/digits.py                                        # one worker per replica
+pliant run -w -np 2 --resize-schedule 40:1,80:2 examples/digits.py         # the number of workers changes twice
 """
 
 import hashlib

@@ -1,6 +1,6 @@
-"""Handwritten digits with stock DDP, to compare with: `digits.py` is the same program with pliant.
+"""Train on handwritten digits with stock DDP; `digits.py` is the same program with pliant.
 
-torchrun --nproc-per-node 2 examples/digits_ddp.py                         # ends with the hash that digits.py ends with
+torchrun --nproc-per-node 2 examples/digits_ddp.py                         # prints the same hash as digits.py
 """
 
 import hashlib
@@ -39,7 +39,7 @@ def main() -> None:
         state = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
         right = (model.eval()(dataset.tensors[0]).argmax(1) == dataset.tensors[1]).float().mean().item()
         print(f"model {hashlib.sha256(state).hexdigest()[:16]}, {right:.1%} right", flush=True)
-    del model  # torch 2.13 may hang in dropping a model that outlives its process group
+    del model  # torch 2.13 may hang when a model outlives its process group
     dist.destroy_process_group()
 
 

@@ -1,10 +1,10 @@
-"""A small GPT that learns to write like a text file, letter by letter; then it writes.
+"""Train a small GPT on the characters of a text file, then let it generate text.
 
-    python examples/gpt.py --text book.txt                                 # alone: two replicas take turns
-    pliant run -w -np 2 examples/gpt.py --text book.txt                    # `pliant resize 1` while it trains changes no letter
-    pliant run -np 2 examples/gpt.py --text book.txt --sync priority       # on slow networks
+    python examples/gpt.py --text book.txt                                 # one process: two replicas take turns
+    pliant run -w -np 2 examples/gpt.py --text book.txt                    # `pliant resize 1` while it trains changes nothing
+    pliant run -np 2 examples/gpt.py --text book.txt --sync priority       # for slow networks
 
-Without --text it reads its own source.
+Without --text it reads its own source file.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import pliant
 
 
 class Windows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Runs of a text, each with what follows letter by letter."""
+    """Windows of a text; the target of each character is the next one."""
 
     def __init__(self, text: str, length: int) -> None:
         self.letters = sorted(set(text))
@@ -35,22 +35,22 @@ class Windows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 
 
 class Block(nn.Module):
-    """Letters look at those before them, then each thinks for itself."""
+    """A transformer block: causal attention, then a perceptron."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.before_looking, self.before_thinking = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.ask, self.answer = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.think = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
+        self.attention_norm, self.perceptron_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.to_qkv, self.from_heads = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        parts = self.ask(self.before_looking(x)).view(batch, length, 3, self.heads, width // self.heads)
+        parts = self.to_qkv(self.attention_norm(x)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
-        seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.answer(seen.transpose(1, 2).reshape(batch, length, width))
-        return x + self.think(self.before_thinking(x))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.from_heads(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.perceptron(self.perceptron_norm(x))
 
 
 class Gpt(nn.Module):
@@ -69,7 +69,7 @@ class Gpt(nn.Module):
 
     @torch.no_grad()
     def write(self, text: Tensor, count: int) -> Tensor:
-        """`text` and `count` likely letters after it."""
+        """Return `text` followed by `count` sampled characters."""
         draw = torch.Generator().manual_seed(1)
         for _ in range(count):
             likely = self(text[None, -self.length :])[0, -1].softmax(0)
@@ -81,13 +81,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--text", type=Path, default=Path(__file__))
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--length", type=int, default=64, help="letters that it sees at once")
+    parser.add_argument("--length", type=int, default=64, help="characters of the context")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--sync", choices=("fifo", "priority", "auto"), default="fifo")
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # as many on every machine: other numbers of threads give other bits
+    torch.set_num_threads(1)  # the same number on every machine: other numbers of threads give other bits
     torch.manual_seed(1)
     windows = Windows(args.text.read_text(), args.length)
     net = Gpt(len(windows.letters), args.length, args.width, args.layers)

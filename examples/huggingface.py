@@ -1,10 +1,10 @@
-"""Hugging Face's Trainer, elastic: the loop is the Trainer's own, and its result does not depend on the workers.
+"""Use Hugging Face's Trainer on an elastic job: its result does not depend on the number of workers.
 
-    python examples/huggingface.py                          # alone: two replicas take turns
+    python examples/huggingface.py                          # one process: two replicas take turns
     pliant run -w -np 2 examples/huggingface.py             # `pliant resize 1` while it trains changes no bit
 
-A tiny BERT learns whether the larger of two numbers comes first. What is different from a program for one GPU: the class of
-the trainer, and `replicas`.
+A tiny BERT learns whether the larger of two numbers comes first. Compared with a program for one GPU, only the class of the
+trainer and `replicas` differ.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from transformers import BertConfig, BertForSequenceClassification, TrainingArgu
 
 
 class Pairs(torch.utils.data.Dataset):
-    """Two numbers below 100, digit by digit, and whether the first is larger."""
+    """Pairs of numbers below 100, digit by digit. The label says whether the first is larger."""
 
     def __init__(self, length: int) -> None:
         draw = torch.Generator().manual_seed(2)
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=512)
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # as many on every machine: other numbers of threads give other bits
+    torch.set_num_threads(1)  # the same number on every machine: other numbers of threads give other bits
     pairs = Pairs(args.samples)
     trainer = ElasticTrainer(model=model(), args=arguments(args.epochs), train_dataset=pairs, replicas=2)
     trainer.train()

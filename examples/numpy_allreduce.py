@@ -1,9 +1,10 @@
-"""The engine alone, with NumPy arrays: for programs of JAX, TensorFlow or plain NumPy.
+"""Use the engine with NumPy arrays, for programs in JAX, TensorFlow or plain NumPy.
 
 pliant run -np 4 examples/numpy_allreduce.py
 
-A line is fitted to points that are spread over the workers: each has the gradient of its own, all have the sum. Arrays are
-summed in place. What cannot be written to, as an array of JAX, is copied first: `sum = np.array(x)`, and `jnp.asarray(sum)` then.
+The program fits a line to points that are spread over the workers: each worker computes the gradient of its own points, and the
+engine sums the gradients in place. Copy an array that cannot be written to, such as JAX's, first: `total = np.array(x)`, and
+`jnp.asarray(total)` afterwards.
 """
 
 import numpy as np
@@ -19,11 +20,11 @@ def main() -> None:
         y = 3 * x - 1 + draw.normal(0, 0.1, 1000)
 
         line = np.zeros(2)
-        engine.broadcast("line", line, root=0).wait()  # as a program would that has begun with random numbers
+        engine.broadcast("line", line, root=0).wait()  # needed by a program that begins with random numbers
         for _ in range(200):
             error = line[0] * x + line[1] - y
             gradient = np.array([error @ x, error.sum()]) / len(x)
-            engine.all_reduce("gradient", gradient).wait()  # any name, any thread; returns at once, and waits here
+            engine.all_reduce("gradient", gradient).wait()  # all_reduce returns at once; wait blocks
             line -= 0.3 * gradient / engine.size
 
         rows = engine.all_gather("lines", line).wait()

@@ -1,11 +1,12 @@
-"""A policy of one's own: a class of ten lines that doubles the batch when the gradient is noisy.
+"""Write your own policy: ten lines that double the batch size when the gradient is noisy.
 
-    python examples/policy.py                                        # alone: four replicas take turns
+    python examples/policy.py                                        # one process: four replicas take turns
     pliant run -np 2 --record run.jsonl examples/policy.py           # two workers with two replicas each
-    pliant run -np 4 --replay run.jsonl examples/policy.py           # its decisions again, to the same bits
+    pliant run -np 4 --replay run.jsonl examples/policy.py           # replays its decisions, to the same bits
     pliant run -np 2 --policy policy:DoubleWhenNoisy:most=64 train.py   # in another program; this folder in PYTHONPATH
 
-Every worker asks its own copy, and sees the same; what the first one answers is done by all at the end of the next step.
+Every worker has a copy of the policy and sees the same numbers. All workers apply the first worker's decision at the end of the
+next step.
 """
 
 import torch
@@ -15,11 +16,11 @@ import pliant
 
 
 class DoubleWhenNoisy(pliant.Policy):
-    needs = {"noise_scale": 1}  # noqa: RUF012 - what must be measured, every how many steps
+    needs = {"noise_scale": 1}  # noqa: RUF012 - what to measure, and every how many steps
 
     def __init__(self, most: int = 128) -> None:
         self.most = most
-        self._changed_at = 0  # what begins with _ goes with the job: to newcomers, and into checkpoints
+        self._changed_at = 0  # attributes with a leading underscore are state: new workers and checkpoints get them
 
     def after_step(self, seen: pliant.Observation) -> pliant.SetBatchSize | None:
         noise, size = seen.noise_scale, min(self.most, 2 * seen.batch_size)

@@ -1,10 +1,10 @@
-"""torchvision's ResNet-18 on handwritten digits, with a learning rate that falls and a checkpoint that any number of workers can go on from.
+"""Train torchvision's ResNet-18 on handwritten digits, with a falling learning rate and checkpoints for any number of workers.
 
-    python examples/resnet.py                                               # alone: two replicas take turns
+    python examples/resnet.py                                               # one process: two replicas take turns
     pliant run -w -np 2 --checkpoint-dir run --checkpoint-every 20 examples/resnet.py
     pliant run -w -np 1 --checkpoint-dir run --resume auto examples/resnet.py     # after Ctrl-C
 
-The images are scikit-learn's, of 8 x 8 pixels, made larger. With GPUs every worker takes one; this example was run on CPUs only.
+The images are scikit-learn's 8 x 8 pixels, enlarged. With GPUs every worker uses one; this example was run on CPUs only.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # as many on every machine: other numbers of threads give other bits
+    torch.set_num_threads(1)  # the same number on every machine: other numbers of threads give other bits
     torch.manual_seed(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     net = import_torchvision().models.resnet18(num_classes=10).to(device)

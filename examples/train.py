@@ -1,10 +1,10 @@
-"""A plain training loop for the cluster: which of two spirals does a point lie on?
+"""A plain training loop for the cluster: classify points on two spirals.
 
-    python examples/train.py                     # alone: four replicas take turns
+    python examples/train.py                     # one process: four replicas take turns
     pliant run -np 2 examples/train.py           # two workers with two replicas each
-    pliant submit examples/job.yml               # as many workers as the cluster has devices for it, now more, now fewer
+    pliant submit examples/job.yml               # as many workers as the cluster has free devices; the number may change
 
-All of them end with the same line: the hash of the model does not depend on where, and on how many, it was trained.
+All of them print the same last line: the hash of the model does not depend on the number of workers.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # as many on every machine: other numbers of threads give other bits
+    torch.set_num_threads(1)  # the same number on every machine: other numbers of threads give other bits
     torch.manual_seed(1)
     dataset = spirals(4096)
     nn = torch.nn

@@ -18,6 +18,7 @@ import torch
 from pliant_repro import zoo
 from pliant_repro.figures import program
 from pliant_repro.figures.launch import Task
+from pliant_repro.figures.workloads import launched_as
 
 from pliant.errors import ConfigError
 from pliant.identity import parse_schedule
@@ -46,7 +47,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    spec = program.launched_as()
+    spec = launched_as()
     is_elastic = spec is not None and spec.elastic
     resizes = dict(parse_schedule(args.resize_schedule))
     if resizes and not (args.elastic and is_elastic):

@@ -5,8 +5,8 @@ from torch import nn
 
 
 def data():
-    """Training and test samples, each (inputs, labels): NumPy arrays or tensors."""
-    chance = np.random.default_rng(0)  # the same in every process: executors make the data again
+    """Return training and test samples, each as (inputs, labels): NumPy arrays or tensors."""
+    chance = np.random.default_rng(0)  # the same seed in every process: each worker makes the data again
     centers = np.array([[0, 2], [2, -1], [-2, -1]])
     labels = chance.integers(0, 3, 1200)
     points = centers[labels] + chance.normal(size=(1200, 2))
@@ -14,5 +14,5 @@ def data():
 
 
 def model(num_classes):
-    """A score for each class."""
+    """Return a model that gives a score for each class."""
     return nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, num_classes))

@@ -1,4 +1,4 @@
-"""First version: digits on two replicas, with a batch size that stays.
+"""First version: train on digits with two replicas and a fixed batch size.
 
 python examples/policies/v1_fixed.py
 pliant run -np 2 --record run.jsonl examples/policies/v1_fixed.py

@@ -2,7 +2,7 @@
 
 python examples/policies/v2_table.py
 pliant run -np 2 --record run.jsonl examples/policies/v2_table.py
-pliant run -np 1 --replay run.jsonl examples/policies/v1_fixed.py       # the decisions in the program that has none
+pliant run -np 1 --replay run.jsonl examples/policies/v1_fixed.py       # replays the decisions in a program without a policy
 """
 
 import torch
@@ -15,7 +15,7 @@ import pliant
 
 
 class Table(pliant.Policy):
-    """Batch sizes by step."""
+    """Sets the batch size from a table of steps."""
 
     def __init__(self, sizes: dict[int, int]) -> None:
         self.sizes = sizes

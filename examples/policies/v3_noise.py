@@ -1,4 +1,4 @@
-"""Third version: the batch grows with the noise of the gradient, once it is clear that it may.
+"""Third version: the batch grows with the noise scale of the gradient.
 
 python examples/policies/v3_noise.py
 pliant run -np 2 examples/policies/v3_noise.py
@@ -14,13 +14,13 @@ import pliant
 
 
 class GrowWithNoise(pliant.Policy):
-    """Doubles the batch where the noise scale says that a larger one costs hardly a step."""
+    """Doubles the batch size while the noise scale is much larger than the batch."""
 
-    needs = {"noise_scale": 1}  # noqa: RUF012 - what must be measured, every how many steps
+    needs = {"noise_scale": 1}  # noqa: RUF012 - what to measure, and every how many steps
 
     def __init__(self, most: int = 64, patience: int = 20) -> None:
         self.most, self.patience = most, patience
-        self._changed_at = 0  # what begins with _ is the policy's state: newcomers and resumed jobs have it, too
+        self._changed_at = 0  # attributes with a leading underscore are state: new workers and resumed jobs get them
 
     def after_step(self, seen: pliant.Observation) -> pliant.SetBatchSize | None:
         size = 2 * seen.batch_size

@@ -14,13 +14,13 @@ import pliant
 
 
 class GrowWithNoise(pliant.Policy):
-    """Doubles the batch where the noise scale says that a larger one costs hardly a step, and the learning rate by less."""
+    """Doubles the batch size while the noise scale is much larger than the batch, and raises the learning rate by its root."""
 
-    needs = {"noise_scale": 1}  # noqa: RUF012 - what must be measured, every how many steps
+    needs = {"noise_scale": 1}  # noqa: RUF012 - what to measure, and every how many steps
 
     def __init__(self, most: int = 64, patience: int = 20) -> None:
         self.most, self.patience = most, patience
-        self._changed_at = 0  # what begins with _ is the policy's state: newcomers and resumed jobs have it, too
+        self._changed_at = 0  # attributes with a leading underscore are state: new workers and resumed jobs get them
         self._first_batch = 0
 
     def before_train(self, seen: pliant.Observation) -> None:

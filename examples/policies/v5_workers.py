@@ -1,7 +1,7 @@
 """Fifth version: a second policy asks for workers; the first is now chosen on the command line.
 
 pliant run -w -np 1 -H 127.0.0.1:2 --policy grow-batch-size:max_batch=64,warmup=20,interval=20,lr=sqrt examples/policies/v5_workers.py
-python examples/policies/v5_workers.py       # alone, without the first policy, the batch stays, and nobody is asked for
+python examples/policies/v5_workers.py       # without the first policy the batch stays, and no worker is asked for
 """
 
 import torch
@@ -14,7 +14,7 @@ import pliant
 
 
 class MoreForLargeBatches(pliant.Policy):
-    """A worker for each replica, as soon as there is enough to compute for each."""
+    """Asks for one worker per replica as soon as the batch is large enough."""
 
     def __init__(self, worth: int = 16) -> None:
         self.worth = worth

@@ -24,7 +24,6 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls  # type: ignore[import-untyped]
 
 from pliant.adapt.goodput_model import Vector, fit_bounded
 from pliant.errors import ConfigError
@@ -427,6 +426,8 @@ def fit_nonnegative(features: NDArray[Any], values: NDArray[Any]) -> Vector:
 
     A column without information (all zeros, or a multiple of another one) gets what is left for it, at least 0.
     """
+    from scipy.optimize import nnls  # type: ignore[import-untyped]  # imported late: it loads slowly
+
     sizes = np.linalg.norm(features, axis=0)
     sizes = np.where(sizes > 0, sizes, 1.0)
     weights = nnls(features / sizes, values)[0]  # seconds per byte and seconds per hop are ten powers apart

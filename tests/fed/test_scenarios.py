@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from pliant_repro.figures.oort import FedCourse, FedRun
+from pliant_repro.figures.oort_jobs import FedCourse, FedRun
 
 from pliant.fed.config import DataConfig, FedConfig, LocalConfig, NamedOptions
 from pliant.fed.rounds.loop import simulate

@@ -17,7 +17,7 @@ from types import ModuleType
 import gang
 import pytest
 import torch
-from pliant_repro.figures.program import ResizeRequests
+from pliant_repro.figures.observers import ResizeRequests
 
 from pliant.cluster import View, Worker
 from pliant.errors import ConfigError

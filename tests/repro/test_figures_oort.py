@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pliant_repro.figures import oort, oort_testing, report
+from pliant_repro.figures import oort, oort_jobs, oort_testing, report
 from pliant_repro.figures.figure import Options
-from pliant_repro.figures.oort import Ablation, FedCourse, LargeRounds, LargeRun, TimeToAccuracy
+from pliant_repro.figures.oort import Ablation, LargeRounds, LargeRun, TimeToAccuracy
+from pliant_repro.figures.oort_jobs import FedCourse
 from pliant_repro.figures.oort_testing import Testers, solve_whole
 
 from pliant.fed.data.datasets import DEBIAN
@@ -165,12 +166,12 @@ def test_rounds_with_too_few_are_complained_about() -> None:
 
 
 def test_tables_are_looked_for_where_the_user_says(tmp_path: Path) -> None:
-    assert oort.tables(Options(), "devices.csv", environ={}) is None
+    assert oort_jobs.tables(Options(), "devices.csv", environ={}) is None
     (tmp_path / "fl").mkdir()
     (tmp_path / "fl" / "devices.csv").touch()
-    assert oort.tables(Options(), "devices.csv", environ={"PLIANT_DATA": str(tmp_path)}) == tmp_path / "fl"
-    assert oort.tables(Options(data=str(tmp_path / "fl")), "devices.csv", environ={}) == tmp_path / "fl"
-    assert oort.tables(Options(data=str(tmp_path / "fl")), "devices.csv", "speech_labels.csv", environ={}) is None
+    assert oort_jobs.tables(Options(), "devices.csv", environ={"PLIANT_DATA": str(tmp_path)}) == tmp_path / "fl"
+    assert oort_jobs.tables(Options(data=str(tmp_path / "fl")), "devices.csv", environ={}) == tmp_path / "fl"
+    assert oort_jobs.tables(Options(data=str(tmp_path / "fl")), "devices.csv", "speech_labels.csv", environ={}) is None
 
 
 def test_the_whole_problem_is_solved_by_highs_and_impossible_ones_are_known() -> None:
@@ -224,11 +225,11 @@ def test_jobs_side_by_side_are_the_jobs_one_after_the_other() -> None:
     from pliant.fed.config import DataConfig, FedConfig
 
     jobs = [
-        oort.FedRun("w", "random", FedConfig(seed=seed, data=DataConfig(kind="digits", clients=30), model="logistic",
+        oort_jobs.FedRun("w", "random", FedConfig(seed=seed, data=DataConfig(kind="digits", clients=30), model="logistic",
                                              participants=5, rounds=2, selector="random", batching=5))  # type: ignore[arg-type]
         for seed in (0, 1)
     ]  # fmt: skip
-    alone, beside = (oort.run_jobs(jobs, Options(), processes=count) for count in (1, 2))
+    alone, beside = (oort_jobs.run_jobs(jobs, Options(), processes=count) for count in (1, 2))
     for one, other in zip(alone, beside, strict=True):
         assert replace(one, took_s=0.0) == replace(other, took_s=0.0)
     assert alone[0].accuracies != alone[1].accuracies or alone[0].times_s != alone[1].times_s

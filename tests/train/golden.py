@@ -78,7 +78,7 @@ TOGETHER: dict[int, list[Run]] = {
 }
 """By N: what is run in one go as soon as some of it is asked for."""
 KEPT: list[DistributedDataParallel] = []
-"""Until the process ends: dropping one right after a step may hang (see `pliant_repro.figures.digits.KEPT`)."""
+"""Until the process ends: dropping one right after a step may hang (see `pliant_repro.figures.program.KEPT`)."""
 shared: Path | None = None
 """A folder in which tests that run side by side in several processes leave what they have computed."""
 _known: dict[tuple[int, Run], tuple[Step, ...]] = {}

@@ -1,4 +1,4 @@
-"""What runs beside a client's data."""
+"""The client app: trains on one client's data."""
 
 from __future__ import annotations
 

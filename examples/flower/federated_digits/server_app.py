@@ -1,4 +1,4 @@
-"""What runs beside the SuperLink: the rounds, and the tests of the model."""
+"""The server app: runs the rounds and tests the model."""
 
 from __future__ import annotations
 

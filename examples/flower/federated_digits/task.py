@@ -1,4 +1,4 @@
-"""The model, and the digits that a client has."""
+"""The model, and the digits of each client."""
 
 from __future__ import annotations
 

@@ -17,25 +17,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pliant.cli import completion
-from pliant.cli.output import (
-    JsonCommand,
-    JsonFile,
-    check_writable,
-    exit_on_sigterm,
-    is_read_by_people,
-    is_stdout,
-    moving_line,
-    print_table,
-    save_json,
-    show_progress,
-    show_waiting,
-)  # fmt: skip
+from pliant.cli import completion, output
+from pliant.cli.output import JsonFile, check_writable, is_stdout, save_json
 from pliant.errors import ConfigError
 from pliant_repro.cli import completion as repro_completion
 
 if TYPE_CHECKING:
-    from pliant_repro.figures.figure import Figure, Options, Result, TableRows
+    from pliant_repro.figures.figure import Figure, Options, TableRows
+    from pliant_repro.figures.formatting import Result
     from pliant_repro.figures.report import Status
 
 COLUMNS = ("experiment", "paper", "time", "last run", "what it shows")
@@ -43,7 +32,7 @@ COLUMNS = ("experiment", "paper", "time", "last run", "what it shows")
 
 def register(app: typer.Typer) -> None:
     """Add the command to `app`."""
-    app.command("reproduce", cls=JsonCommand)(reproduce)
+    app.command("reproduce", cls=output.JsonCommand)(reproduce)
 
 
 def reproduce(
@@ -123,7 +112,7 @@ def reproduce(
     options = Options(quick=quick, full=full, steps=steps, models=asked, scale=scale, device=device, data=data)
     _check_out(out, json_file)
     to_stderr = contextlib.redirect_stdout(sys.stderr) if is_stdout(json_file) else contextlib.nullcontext()
-    with exit_on_sigterm(), to_stderr:
+    with output.exit_on_sigterm(), to_stderr:
         if len(chosen) == 1 or replot:
             results = [_run_one(figure, options, out, plot=plot, replot=replot, verbose=verbose) for figure in chosen]
             all_well = all(result["ok"] for result in results)
@@ -142,7 +131,7 @@ def _report(folder: Path, json_file: Path | None) -> None:
     from pliant_repro.figures.report import write_report
 
     check_writable(json_file)
-    with show_progress() as progress:
+    with output.show_progress() as progress:
         path = write_report(folder, list(FIGURES.values()), watch=progress)
     save_json({"report": str(path)}, json_file)
     if not is_stdout(json_file):
@@ -151,7 +140,7 @@ def _report(folder: Path, json_file: Path | None) -> None:
 
 def _list(out: Path, json_file: Path | None) -> None:
     from pliant_repro.figures.catalog import FIGURES
-    from pliant_repro.figures.figure import clock
+    from pliant_repro.figures.formatting import clock
     from pliant_repro.figures.report import status_of
 
     found = [status_of(out, figure) for figure in FIGURES.values()]
@@ -164,11 +153,11 @@ def _list(out: Path, json_file: Path | None) -> None:
         usual = ("" if status.is_measured else "~") + clock(status.usual_s)
         args = status.result.get("args") if status.result is not None else None
         size = next((f", {key}" for key in ("quick", "full") if isinstance(args, dict) and args.get(key)), "")
-        where = [] if is_read_by_people() else [str(status.path) if status.path else "-"]
+        where = [] if output.is_read_by_people() else [str(status.path) if status.path else "-"]
         figure = status.figure
         rows.append((figure.name, figure.source, usual, status.outcome + size, *where, figure.about))
-    print_table(COLUMNS, rows, ("time",))
-    if is_read_by_people():
+    output.print_table(COLUMNS, rows, ("time",))
+    if output.is_read_by_people():
         print(f"all: about {clock(total_s)}; times: ~ of another machine with 2 cores, else of the last run")
         print(f"last run: with --out {out}, where the results are, as NAME.json")
 
@@ -195,7 +184,7 @@ def _run_one(figure: Figure, options: Options, out: Path, *, plot: bool, replot:
     _print_result(result, figure.table(result))
     files = [str(path)]
     if plot or replot:
-        with show_waiting(f"drawing {figure.name}"):
+        with output.show_waiting(f"drawing {figure.name}"):
             figure.plot(result, path.with_suffix(".png"))
         files.append(str(path.with_suffix(".png")))
     print(f"wrote {' and '.join(files)}\n")
@@ -230,7 +219,7 @@ def _measure(figure: Figure, options: Options, out: Path, *, verbose: bool) -> R
 @contextlib.contextmanager
 def _show_lines(name: str, usual_s: float, verbose: bool) -> Iterator[Callable[[str], None]]:
     """Give a function that shows a line: above a bar on a terminal; elsewhere only if asked for."""
-    from pliant_repro.figures.figure import clock
+    from pliant_repro.figures.formatting import clock
 
     with _bar(f"of about {clock(usual_s)}" if usual_s else "") as shown:
         task = shown.add_task(name, total=None)
@@ -247,7 +236,7 @@ def _show_lines(name: str, usual_s: float, verbose: bool) -> Iterator[Callable[[
 
 def _bar(tail: str) -> Progress:
     words = TextColumn("{task.description}", markup=False)
-    return moving_line(SpinnerColumn(), words, BarColumn(20), TimeElapsedColumn(), TextColumn(tail, markup=False))
+    return output.moving_line(SpinnerColumn(), words, BarColumn(20), TimeElapsedColumn(), TextColumn(tail, markup=False))
 
 
 def _cut(text: str, most: int = 60) -> str:
@@ -263,7 +252,7 @@ def _run_many(
     """Return the results, and whether nothing failed and every claim holds; what was skipped does not count."""
     from pliant.cli import plotting
     from pliant_repro.figures import report
-    from pliant_repro.figures.figure import clock
+    from pliant_repro.figures.formatting import clock
 
     try:
         plotting.check()

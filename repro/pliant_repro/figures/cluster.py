@@ -13,7 +13,8 @@ from pliant.sched import traces
 from pliant.sched.compare import PolicyRun, SimulationSetting, compare
 from pliant.sched.simulate import SimulationOutcome, in_use, summary
 from pliant.sched.traces import like_easyscale
-from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Result, TableRows, show
+from pliant_repro.figures.figure import Figure, Headline, Options, Panel, TableRows
+from pliant_repro.figures.formatting import Result, show
 
 CLUSTER = "v100=32,p100=16,t4=16"
 NOT_PUBLISHED = (
@@ -67,7 +68,6 @@ class CompletionTimes(Figure):
         "easyscale-heter": {"jct_mean_s": 676.7497, "makespan_s": 6000.0},
     }
     title = "Completion time and makespan"
-    caption = "Ours charges every change of devices, the paper only starts; its step times were not published."
     caveats = (
         SIMULATED,
         "the published seconds cannot be met: the artifact's step times were never published, and it charges 20 s for a job's "
@@ -144,7 +144,6 @@ class DevicesInUse(Figure):
     }
     """Means over the first 6000 s, which is when the last mixed job ends."""
     title = "GPUs in use over time"
-    caption = "Grey: the paper, whose step times were not published. Ours charges 30 s for every start and change."
     caveats = (SIMULATED,)
 
     def run(self, options: Options) -> Result:

@@ -11,21 +11,8 @@ from typing import Any
 
 from pliant.errors import LaunchError
 from pliant_repro.figures import launch
-from pliant_repro.figures.figure import (
-    USUAL_MODELS,
-    Figure,
-    Headline,
-    Options,
-    Panel,
-    Points,
-    Result,
-    TableRows,
-    names_in,
-    num_cores,
-    show,
-    show_span,
-    timed,
-)  # fmt: skip
+from pliant_repro.figures.figure import USUAL_MODELS, Figure, Headline, Options, Panel, Points, TableRows
+from pliant_repro.figures.formatting import Result, names_in, num_cores, show, show_span, timed
 from pliant_repro.figures.launch import RunLog, Task
 from pliant_repro.profiles import WORKLOADS
 
@@ -82,10 +69,9 @@ class SameBits(Figure):
         "max_abs_delta_loss": {"D0": 0.16, "D1": 0.0, "D1+D2": 0.0},
     }
     title = "Loss of the last replica minus loss of the last DDP rank"
-    caption = "Paper: restarts on V100 and P100; D0 is zero in stage 0 only, D1 in stages 0 and 1, D1+D2 in all."
     caveats = (
-        "10 steps in each stage instead of 100, in small models; --full has 100. Other vector instructions of one machine "
-        "stand for machines of another kind, as there is no P100 beside a V100",
+        "live resizes instead of restarts; 10 steps in each stage instead of 100, in small models (--full has 100)",
+        "a process with ATEN_CPU_CAPABILITY=default and ONEDNN_MAX_CPU_ISA=SSE41 stands for a machine of another kind",
     )
 
     def run(self, options: Options) -> Result:
@@ -101,12 +87,7 @@ class SameBits(Figure):
             ours={**cells[0]["ours"], "bits_compared": steps * len(self.stages) * len(chosen) * len(models)},
             cells=cells,
             complaints=[f"{cell['model']}: {text}" for cell in cells for text in self.judge(cell, steps)],
-            remarks=[
-                "two runs share the machine: what counts are bits, not times",
-                "live resizes instead of restarts; SHA-256 of parameters, optimizer and buffers instead of printed losses",
-                "an unlike machine is a process with ATEN_CPU_CAPABILITY=default and ONEDNN_MAX_CPU_ISA=SSE41, unless D2 "
-                "pins them; under D1 it is refused and the job continues with 2 workers, where the paper's diverges",
-            ],
+            remarks=["under D1 the unlike machine is refused and the job continues with 2 workers, where the paper's diverges"],
             steps_per_stage=steps,
             stages=list(self.stages),
         )
@@ -237,10 +218,6 @@ class Memory(Figure):
         },
     }  # fmt: skip
     title = "Memory and throughput of N replicas, relative to one packed worker"
-    caption = (
-        "On a CPU host memory, the gradients of all replicas included. Paper: one 32 GB V100, batches of 32 and 512; packing "
-        "runs out of memory at 8 and 2 workers."
-    )
     caveats = (
         "flat memory is a GPU's: on a CPU the replicas' gradients lie in the same memory and count, so ours grows, only more "
         "slowly than packed workers; on one H200 it was flat within 0.1 % (repro/results, training_h200)",
@@ -258,10 +235,7 @@ class Memory(Figure):
             ours=cells[0]["ours"],
             cells=cells,
             complaints=[text for model, mine in by_model.items() for text in self.judge(model, mine, on_gpu)],
-            remarks=[
-                "throughput in the picture is relative to one packed worker, as in the paper",
-                *([] if on_gpu else ["on a CPU the gradients of all replicas count as ours: memory grows by them"]),
-            ],
+            remarks=["throughput in the picture is relative to one packed worker, as in the paper"],
         )
 
     def _cell(self, model: str, count: int, steps: int, options: Options) -> Result:
@@ -354,17 +328,30 @@ class Memory(Figure):
 
 
 class RatioFigure(Figure):
-    """A figure with some ratios for each model, beside the paper's."""
+    """A figure that measures some ratios of each model, beside the paper's."""
 
     table_title: str
     limits: tuple[float | None, float | None] = (0, None)
+    quick_models: Sequence[str] = ("resnet50",)
+
+    def run(self, options: Options) -> Result:
+        models = options.choose_models(self.quick_models, WORKLOADS if options.full else USUAL_MODELS)
+        return self.result_of([self.measure(model, options) for model in models], options)
+
+    def result_of(self, cells: Sequence[Result], options: Options, **ours: Any) -> Result:
+        ours = {**cells[0]["ours"], **ours}
+        return self.result(options, ours=ours, cells=cells, complaints=self.judge(cells), remarks=[])
+
+    def measure(self, model: str, options: Options) -> Result:
+        """Measure one model and return its cell."""
+        raise NotImplementedError
+
+    def judge(self, cells: Sequence[Result]) -> list[str]:
+        raise NotImplementedError
 
     def ratios(self, cell: Result) -> Ratios:
         """Return (ours, published) of each ratio of a model; None where there is none."""
         raise NotImplementedError
-
-    def choose(self, options: Options, quick: Sequence[str] = ("resnet50",)) -> tuple[str, ...]:
-        return options.choose_models(quick=quick, usual=WORKLOADS if options.full else USUAL_MODELS)
 
     def table(self, result: Result) -> TableRows:
         rows = [
@@ -409,7 +396,6 @@ class SwitchCost(RatioFigure):
     paper = {name: {"off_s": off, "on_s": on, "switch_share": on / off - 1} for name, (off, on) in seconds.items()}
     title = "Time of a micro-step with the switch, relative to without"
     table_title = f"a micro-step, {replicas} replicas in one worker"
-    caption = "Steps with and without the switch alternate in one run. Paper: 8 ESTs on one V100, at most +1.97 %."
     limits = (0.8, 1.2)
     caveats = (
         "the published workers had a GPU each; here they share the cores of one machine, so ratios compare, not absolute times",
@@ -417,21 +403,21 @@ class SwitchCost(RatioFigure):
         "3 ms here; on a loaded machine it may be more than the 2 % that the claim allows",
     )
 
+    quick_models = ("shufflenetv2", "bert")
+
     def run(self, options: Options) -> Result:
         if options.quick and not options.scale and options.where == "cpu":
             options = replace(options, scale="small")  # in a tiny model anything is a large part of a step
-        models = self.choose(options, quick=("shufflenetv2", "bert"))
+        return super().run(options)
+
+    def measure(self, model: str, options: Options) -> Result:
+        options.say(f"{model}: {self.replicas} replicas in one process, switch on and off in turn")
         steps = options.choose_steps(quick=8, usual=16, full=200)
-        cells = []
-        for model in models:
-            options.say(f"{model}: {self.replicas} replicas in one process, switch on and off in turn")
-            task = task_of(model, options, steps=steps, replicas=self.replicas, alternate=True, sync_turns=True)
-            cells.append(self.cell(model, launch.train(task)))
-        most = max(self._share(cell) for cell in cells)
-        return self.result(
-            options, ours={**cells[0]["ours"], "max_switch_share": most}, cells=cells, complaints=self.judge(cells),
-            remarks=["steps with and without the switch alternate in one run", "yolov3 is not in the zoo"],
-        )  # fmt: skip
+        task = task_of(model, options, steps=steps, replicas=self.replicas, alternate=True, sync_turns=True)
+        return self.cell(model, launch.train(task))
+
+    def result_of(self, cells: Sequence[Result], options: Options, **ours: Any) -> Result:
+        return super().result_of(cells, options, max_switch_share=max(map(self._share, cells)))
 
     def cell(self, model: str, log: RunLog) -> Result:
         """Return the times of a micro-step: a step's time over the number of replicas. The first 3 steps warm up."""
@@ -494,36 +480,26 @@ class DeterminismCost(RatioFigure):
     paper = {name: {"baseline_s": base, "d1_s": d1, "d2_s": d2} for name, (base, d1, d2) in seconds.items()}
     title = "Time of a mini-batch, relative to the baseline"
     table_title = "a mini-batch under each level, relative to PyTorch as it is"
-    caption = "One thread; D2 pins vector instructions on a CPU. Paper: DDP with deterministic settings on V100."
     caveats = (
         "the published cost of D1+D2 is that of slower GPU kernels (up to 4.4x for VGG19); a CPU has none of them to avoid, so "
         "hardly any cost is to be seen here",
     )
 
-    def run(self, options: Options) -> Result:
-        models = self.choose(options)
+    def measure(self, model: str, options: Options) -> Result:
         steps, rounds = options.choose_steps(quick=8, usual=14, full=200), 1 if options.quick else 2
-        cells = []
-        for model in models:
-            task = task_of(model, options, steps=steps)
-            times: dict[str, list[list[float]]] = {"baseline": [], "D1": [], "D1+D2": []}
-            for number in range(rounds):
-                options.say(f"{model}: baseline, D1 and D1+D2, round {number + 1} of {rounds}")
-                ours = replace(task, replicas=1, determinism="D1")
-                times["baseline"].append(launch.train(replace(task, mode="plain")).step_times_s())
-                times["D1"].append(launch.train(ours).step_times_s())
-                times["D1+D2"].append(launch.train(replace(ours, determinism="D2"), pinned=True).step_times_s())
-            cells.append(self.cell(model, times))
+        task = task_of(model, options, steps=steps, replicas=1, determinism="D1")
+        times: dict[str, list[list[float]]] = {"baseline": [], "D1": [], "D1+D2": []}
+        for number in range(rounds):
+            options.say(f"{model}: baseline, D1 and D1+D2, round {number + 1} of {rounds}")
+            times["baseline"].append(launch.train(replace(task, mode="plain")).step_times_s())
+            times["D1"].append(launch.train(task).step_times_s())
+            times["D1+D2"].append(launch.train(replace(task, determinism="D2"), pinned=True).step_times_s())
+        return self.cell(model, times)
+
+    def result_of(self, cells: Sequence[Result], options: Options, **ours: Any) -> Result:
         costs = self.mean_costs(cells)
-        return self.result(
-            options,
-            ours={**cells[0]["ours"], "mean_cost_d1": fmean(costs) if costs else None, "mean_cost_d1_by_round": costs},
-            cells=cells,
-            complaints=self.judge(cells),
-            remarks=[
-                "the paper's bars are DDP with deterministic settings; ours for D1 and D1+D2 are pliant itself",
-                "yolov3 is not in the zoo",
-            ],
+        return super().result_of(
+            cells, options, mean_cost_d1=fmean(costs) if costs else None, mean_cost_d1_by_round=costs
         )
 
     def cell(self, model: str, times: Mapping[str, Sequence[Sequence[float]]]) -> Result:
@@ -586,23 +562,14 @@ class CopyCost(RatioFigure):
     paper = {name: {"copy": copy, "sync": sync} for name, (copy, sync) in relative.items()}
     title = "Time of a replica's turn, relative to a DDP worker's step"
     table_title = "a turn, relative to a step of a DDP worker with a device of its own"
-    caption = "DDP's workers share the machine, so their step time is scaled to a device each. Paper: 8 V100, and one."
     caveats = ("8 DDP workers had a V100 each; here they share the cores, and their step time is divided accordingly",)
 
-    def run(self, options: Options) -> Result:
-        models = self.choose(options)
+    def measure(self, model: str, options: Options) -> Result:
         steps = options.choose_steps(quick=5, usual=10, full=100)
-        devices = num_cores() if options.where == "cpu" else 1
-        cells = []
-        for model in models:
-            task = task_of(model, options, steps=steps, replicas=self.replicas, sync_turns=True)
-            options.say(f"{model}: {self.replicas} DDP processes, then {self.replicas} replicas in one process")
-            ddp = launch.train(replace(task, mode="ddp"))
-            cells.append(self.cell(model, launch.train(task), ddp, devices))
-        shared = f"8 DDP workers share {devices} device(s): their step time counts {min(devices, 8)}/{self.replicas}"
-        return self.result(
-            options, ours=cells[0]["ours"], cells=cells, complaints=self.judge(cells), remarks=[shared, "yolov3 is not in the zoo"]
-        )
+        task = task_of(model, options, steps=steps, replicas=self.replicas, sync_turns=True)
+        options.say(f"{model}: {self.replicas} DDP processes, then {self.replicas} replicas in one process")
+        ddp = launch.train(replace(task, mode="ddp"))
+        return self.cell(model, launch.train(task), ddp, num_cores() if options.where == "cpu" else 1)
 
     def cell(self, model: str, mine: RunLog, ddp: RunLog, devices: int) -> Result:
         turns: list[list[float]] = [[] for _ in range(self.replicas)]

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
@@ -17,15 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 from pliant.cli import plotting
 from pliant.errors import ConfigError
 from pliant.machine import machine
-from pliant_repro.contest import Summary
+from pliant_repro.figures.formatting import Result
 from pliant_repro.profiles import PROFILES, WORKLOAD_SCALES, WORKLOADS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 T = TypeVar("T")
-Result = dict[str, Any]
-"""A result in the one form, as `Figure.result` makes it or as it was read from JSON."""
 Headline = tuple[str, str, str]
 """The number that a figure is known for: (what it is, published, measured)."""
 USUAL_MODELS = tuple(name for name in WORKLOADS if name != "electra")
@@ -51,8 +48,6 @@ class Options:
     """cpu or cuda. Empty means cuda where there is a GPU."""
     data: str = ""
     """Folder of the published data set. Empty means a small data set that needs no download."""
-    parts: str = ""
-    """Folder where long figures keep the parts that are done. Empty means that nothing is kept."""
     say: Callable[[str], None] = lambda text: None
     """Called with a line about what is running now."""
 
@@ -136,8 +131,9 @@ class Panel:
 
     def draw(self, axes: Axes) -> None:
         for label, (xs, ys, style, colour) in self.lines.items():
-            values = [float("nan") if y is None else y for y in ys]
-            axes.plot(list(xs), values, style, label=label, color=colour, markersize=4, linewidth=1)
+            if len(xs):
+                values = [float("nan") if y is None else y for y in ys]
+                axes.plot(list(xs), values, style, label=label, color=colour, markersize=4, linewidth=1)
         if self.bars:
             greys = {label: plotting.PAPER for label in self.bars if label.startswith("paper")}
             plotting.bars(axes, self.labels, self.bars, greys)
@@ -171,14 +167,10 @@ class Figure:
     """The published numbers."""
     needs_lab: ClassVar[bool] = False
     """Whether the figure needs network namespaces, and so root."""
-    keeps_parts: ClassVar[bool] = False
-    """Whether an interrupted run continues in the middle."""
     caveats: ClassVar[tuple[str, ...]]
-    """Which published numbers cannot be reached here, and why. True of every run."""
+    """Which published numbers cannot be reached here, and why. True of every run; also shown below the picture."""
     title: ClassVar[str]
     """Title of the picture."""
-    caption: ClassVar[str]
-    """What is different between our measurement and the paper's; below the picture."""
 
     def run(self, options: Options) -> Result:
         raise NotImplementedError
@@ -195,9 +187,8 @@ class Figure:
 
     def plot(self, result: Result, path: Path) -> None:
         """Draw the picture; its format is that of the file's name."""
-        panels = self.panels(result)
-        args = result["args"]
-        caption = f"{self.caption} (Device {args['device']}, scale {args['scale']}.)"
+        panels, args = self.panels(result), result["args"]
+        caption = f"Device {args['device']}, scale {args['scale']}. {'. '.join(self.caveats)}."
         with plotting.picture(path, self.title, caption, len(panels)) as places:
             for axes, panel in zip(places, panels, strict=True):
                 panel.draw(axes)
@@ -244,56 +235,6 @@ def default_device() -> str:
     except importlib.metadata.PackageNotFoundError:
         for_cpu = True
     return "cuda" if Path("/dev/nvidiactl").exists() and not for_cpu else "cpu"
-
-
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-# --- numbers ---
-
-
-def timed(seconds: Sequence[float]) -> dict[str, float | None]:
-    """Return median and spread under the names of the one form; nulls where nothing was measured."""
-    return dict(Summary.of(seconds).to_json()) if seconds else {"median_s": None, "iqr_s": None}
-
-
-def pick(cells: Iterable[Result], **wanted: object) -> Result | None:
-    """Return the first cell with these values, or None."""
-    return next((one for one in cells if all(one.get(key) == value for key, value in wanted.items())), None)
-
-
-def names_in(cells: Iterable[Result], key: str = "model") -> list[str]:
-    """Return the different values of `key`, in their order."""
-    return list(dict.fromkeys(str(one[key]) for one in cells))
-
-
-def show(value: object, form: str = ".1f", unit: str = "") -> str:
-    """Return a number as text, or a dash where there is none."""
-    return format(value, form) + unit if isinstance(value, (int, float)) else "-"
-
-
-def show_span(values: Iterable[float | None], form: str = ".2f") -> str:
-    """Return the least and the greatest of the values that there are."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return "-"
-    least, most = format(min(known), form), format(max(known), form)
-    return least if least == most else f"{least} to {most}"
-
-
-def show_time(seconds: object) -> str:
-    """Return seconds as text: milliseconds below 1 s."""
-    if not isinstance(seconds, (int, float)):
-        return "-"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
-
-
-def clock(seconds: float) -> str:
-    """Return seconds as 5:19 or 1:02:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 # --- results as files ---

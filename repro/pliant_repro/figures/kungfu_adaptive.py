@@ -19,20 +19,8 @@ from typing import Any
 
 from pliant.adapt.size import next_size
 from pliant_repro.figures import launch
-from pliant_repro.figures.figure import (
-    Figure,
-    Headline,
-    Options,
-    Panel,
-    Points,
-    Result,
-    TableRows,
-    num_cores,
-    show,
-    show_span,
-    show_time,
-    timed,
-)  # fmt: skip
+from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Points, TableRows
+from pliant_repro.figures.formatting import Result, num_cores, show, show_span, show_time, timed
 from pliant_repro.figures.launch import RunLog, Task
 
 HOURS_S = 6 * 3600.0
@@ -62,10 +50,9 @@ class BatchCourse:
     def of(cls, mode: str, seed: int, log: RunLog) -> BatchCourse:
         lines = [line.partition("] ")[2] for line in log.output.splitlines() if "::stdout]" in line]
         course = cls(mode, seed, [one["time_s"] for one in log.epochs], [one["accuracy"] for one in log.epochs], lines=lines)
-        ends = [one["at_s"] for one in log.epochs]
         for turn in (turn for worker in log.workers for turn in worker):
             course.batches.setdefault(turn.rank, {})[turn.step] = turn.batch
-            course.epoch_of[turn.step] = sum(turn.at_s > end for end in ends)
+            course.epoch_of[turn.step] = turn.epoch
         return course
 
     @property
@@ -129,7 +116,6 @@ class AdaptiveBatch(Figure):
         "hardware": "ResNet-56 on CIFAR-10, 4 x 32 and 4 x 1024; about 6 h on 4 K80, 3 h on 4 TITAN X; no figures published",
     }
     title = "Accuracy over time, by batch size"
-    caption = "Ours: 4 replicas on one machine's CPU; one line for each seed. Paper: ResNet-56 on CIFAR-10, 4 GPUs."
     caveats = (
         "the published runs took 3 to 6 h on 4 GPUs (ResNet-56 on CIFAR-10: --data DIR --full) and have no published numbers, "
         "only curves; the default is a small network on handwritten digits",
@@ -183,7 +169,6 @@ class AdaptiveBatch(Figure):
             f"accuracies are means of {BatchCourse.smoothed} epochs and of the seeds; the time is training, without evaluation, "
             f"until small's final accuracy less {self.within:.1%} is reached",
             "the large batch has the learning rate of the small one: 32 times that, as in the artifact, diverges here",
-            "the full size is ResNet-56 on CIFAR-10: --data DIR (with --full for 200 epochs)",
         ]
         if judged:
             complaints += self.judge(ours)
@@ -283,10 +268,10 @@ class Provisioning(Figure):
         "workers_of_that": 3,
     }
     title = "Adaptive provisioning"
-    caption = "Left: jobs that stay as they are. Right: jobs that begin with one worker; a point is a step."
     caveats = (
         "where adding workers stops being worth it is a property of the machine: 4 GPUs of the paper, the cores here. What is "
-        "judged is that it stops where a sweep over all sizes says it should",
+        "judged is that it stops where a sweep over all sizes says it should. The full size is BERT-base on SQuAD 2.0 on 4 GPUs: "
+        "--data DIR with train-v2.0.json and BERT, --full for 800 steps",
     )
 
     def run(self, options: Options) -> Result:
@@ -383,7 +368,6 @@ class Provisioning(Figure):
         remarks = [
             f"{what}; sizes that the sweep allows: {', '.join(map(str, allowed))}; the rule on the sweep's numbers: {rule}",
             "sweep and runs are measured one after the other: let nothing else compute on this machine meanwhile",
-            "the full size is BERT-base on SQuAD 2.0 on 4 GPUs: --data DIR with train-v2.0.json and BERT, --full for 800 steps",
         ]
         lines = courses[0].lines if courses else []
         return self.result(options, ours=ours, cells=cells, complaints=complaints, remarks=remarks, runs=runs, lines=lines)
@@ -434,10 +418,6 @@ class ResizeLatency(Figure):
     line = re.compile(r"resize (\d+) -> (\d+) took ([\d.]+)(ms|s)")
     joined = re.compile(r"request to first step with (\d+) workers: ([\d.]+)s")
     title = "Resize latency"
-    caption = (
-        "Ours: one machine, small model; training continues while the new worker starts. Paper: VMs with a GPU each, "
-        "TensorFlow, ResNet50; its 1 -> 2 includes the start of a process."
-    )
     caveats = (
         "the published 20.39 s for 1 -> 2 contain the start of a process and of TensorFlow; here training continues meanwhile. "
         "The time until the new worker takes part stands beside the pause",

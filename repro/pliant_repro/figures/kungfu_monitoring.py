@@ -19,7 +19,8 @@ from statistics import fmean, median
 
 from pliant_repro.contest import Summary, quantile
 from pliant_repro.figures import launch
-from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Result, TableRows, num_cores, show, timed
+from pliant_repro.figures.figure import Figure, Headline, Options, Panel, TableRows
+from pliant_repro.figures.formatting import Result, num_cores, show, timed
 from pliant_repro.figures.launch import Task
 
 INTERVALS = {"full": (0, 0), "none": (0, 0), "noise_scale": (1, 0), "variance": (0, 1), "variance_every_8": (0, 8)}
@@ -112,10 +113,6 @@ class MonitoringCost(Figure):
         },
     }  # fmt: skip
     title = "Throughput with monitors, of that without"
-    caption = (
-        "Ours: 4 replicas on one host's processors, random images, all modes in turn within one job. Paper's artifact: 4 K80 "
-        "GPUs, TensorFlow, one run for each mode; ResNet50 and 8 images per worker in both."
-    )
     caveats = (
         "a monitor's cost is a few tens of milliseconds whatever the images: as a share it depends on what else a step does. "
         "On a machine that does something else meanwhile the differences drown",
@@ -166,10 +163,7 @@ class MonitoringCost(Figure):
             f"{small.median:.3f} s, half of them within {small.iqr / small.median:.1%} of each other",
             f"the cost in seconds is the median over {len(found['noise_scale'].extra_s)} comparisons of monitored steps with "
             f"those around them ({len(found['variance'].extra_s)} for the variance); +- is that median's standard error",
-            "by clocks: the processor time inside the monitors and in the threads of collectives, of that of a whole step, all "
-            "workers together; what else runs on the machine disturbs it less",
-            "full size: the same on a machine with 4 GPUs: `pliant run -np 4 python3 benchmarks/monitoring/benchmark.py "
-            "--kf-optimizer=noise-scale --model=ResNet50 --batch-size=8 --interval=1`",
+            "by clocks: the processor time inside the monitors and in the threads of collectives, of that of a whole step",
             *(["--quick trains a small net on tiny images: its steps are too short for the shares to mean anything"] * options.quick),
         ]
         return self.result(

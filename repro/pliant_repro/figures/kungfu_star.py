@@ -23,7 +23,8 @@ from typing import IO
 from pliant.errors import LaunchError
 from pliant_repro.bench import scaling as published
 from pliant_repro.figures import launch
-from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Points, Result, TableRows, show
+from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Points, TableRows
+from pliant_repro.figures.formatting import Result, show
 from pliant_repro.figures.launch import PLIANT, Task
 from pliant_repro.figures.p3 import PACED
 from pliant_repro.lab.hosts import Lab
@@ -216,7 +217,6 @@ class Interference(Figure):
     slow, recovered, voted, soon = 0.8, 0.9, 3, 5
     """Shares of the usual throughput that count as slow and as recovered; steps until the vote and until recovery."""
     title = "Other traffic at the root of a star"
-    caption = "Ours: namespaces of one machine, ResNet-50 paced as on a K80, sizes and rates scaled. Paper: 8 VMs with a K80."
     caveats = ("8 VMs with a K80 each are 8 network namespaces here", PACED)
 
     def run(self, options: Options) -> Result:
@@ -257,12 +257,10 @@ class Interference(Figure):
         setting = runs["adapting"].setting
         keys = ("before", "under_interference", "after", "recovery", "steps_to_vote", "steps_to_recovery")
         remarks = [
-            f"{setting.workers} namespaces of one machine instead of 8 VMs with a K80 each; sizes divided by {setting.kappa:g}; "
-            f"the other traffic leaves the root's host on {setting.connections} connections with {setting.traffic_share:.0%} "
-            "of its link; what the root receives is not disturbed",
+            f"{setting.workers} namespaces, sizes divided by {setting.kappa:g}; the other traffic leaves the root's host with "
+            f"{setting.traffic_share:.0%} of its link",
             "the topology is chosen from links that are measured at that moment, while KungFu always takes the star of rank 1; "
             "where hosts share the sums, a step is shorter than with a star in quiet times, so more than 100% can come back",
-            "full size: 8 machines with a GPU each, experimental/adapt_strategy/adapt_strategy.py under `pliant run` on each",
             *(["the 500 quiet steps are left out with --quick"] if "quiet" not in runs else []),
         ]
         ours, lines = {key: cells[0][key] for key in keys}, runs["adapting"].lines

@@ -124,6 +124,7 @@ class Turn:
     at_s: float
     """When the line was written, on the machine's monotonic clock."""
     rank: int = 0
+    epoch: int = 0
     loss: float | None = None
     batch: int = 0
     memory_bytes: int = 0

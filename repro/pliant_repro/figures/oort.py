@@ -1,246 +1,39 @@
-"""The experiments of Oort with simulated federated jobs: time to accuracy, ablation, and rounds of 1,300 participants.
-
-A job depends on its config alone, and its clock is virtual, so it makes no difference how many jobs run at a time or what else
-the machine does.
-"""
+"""Oort's experiments with simulated federated jobs: time to accuracy, ablation, and rounds of 1,300 participants."""
 
 from __future__ import annotations
 
 import csv
-import hashlib
-import json
 import multiprocessing
 import os
 import resource
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 import numpy as np
 
-from pliant import fed
 from pliant.child import die_with
 from pliant.fed.config import DataConfig, FedConfig, LocalConfig, NamedOptions
 from pliant.fed.history import History
-from pliant_repro.figures.figure import (
-    Figure,
-    Headline,
-    Options,
-    Panel,
-    Points,
-    Result,
-    TableRows,
-    num_cores,
-    show,
-    show_span,
-)  # fmt: skip
+from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Points, TableRows
+from pliant_repro.figures.formatting import Result, show, show_span
+from pliant_repro.figures.oort_jobs import (
+    FedCourse,
+    FedRun,
+    device_table,
+    flat_courses,
+    median_of_all,
+    run_jobs,
+    spread,
+)
 
-MISSING = "no tables of clients (--data DIR, or PLIANT_DATA)"
 CLIENTS = (
     "Fashion-MNIST on hundreds of simulated clients stands for the published data sets with up to 1.7 million clients on 68 "
     "GPUs: the published factors belong to those tasks, and are not expected here"
 )
-
-
-def tables(options: Options, *names: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder that has all of these files; None where there is none."""
-    places = [Path(options.data)] if options.data else []
-    if "PLIANT_DATA" in environ:
-        places.append(Path(environ["PLIANT_DATA"]) / "fl")
-    return next((place for place in places if all((place / name).is_file() for name in names)), None)
-
-
-def device_table(options: Options) -> tuple[str, str]:
-    """Return what a config says about devices, and a remark: the real table where there is one."""
-    folder = tables(options, "devices.csv")
-    if folder is None:
-        return "synthetic", f"{MISSING}: synthetic devices, drawn with the quantiles of the real table"
-    return str(folder / "devices.csv"), "client i has the phone of row i of the device table"
-
-
-# --- jobs and how they went ---
-
-
-@dataclass(frozen=True, slots=True)
-class FedRun:
-    """One job of an experiment: what data and devices are like (`world`), how participants are picked (`way`), config."""
-
-    world: str
-    way: str
-    config: FedConfig
-
-
-@dataclass(slots=True)
-class FedCourse:
-    """How a job went; times are on its virtual clock."""
-
-    world: str
-    way: str
-    seed: int
-    rounds: list[int] = field(default_factory=list)
-    """Rounds after which the model was tested."""
-    times_s: list[float] = field(default_factory=list)
-    accuracies: list[float] = field(default_factory=list)
-    rounds_s: list[float] = field(default_factory=list)
-    """Duration of each round."""
-    invited: int = 0
-    """Clients that were ever picked."""
-    coverage: int = 0
-    """Clients whose update ever counted."""
-    updates: int = 0
-    malicious: int = 0
-    """Updates of clients whose labels are wrong."""
-    took_s: float = 0.0
-    """Seconds of this machine for the whole job."""
-
-    @classmethod
-    def of(cls, run: FedRun, history: History, took_s: float) -> FedCourse:
-        rounds, points = history.rounds, history.points
-        return cls(
-            run.world,
-            run.way,
-            run.config.seed,
-            [point.round for point in points],
-            [point.clock_s for point in points],
-            [point.accuracy for point in points],
-            [each.clock_s - each.begin_s for each in rounds],
-            len({client for each in rounds for client in each.invited}),
-            len({client for each in rounds for client in each.aggregated}),
-            sum(len(each.aggregated) for each in rounds),
-            sum(each.malicious for each in rounds),
-            took_s,
-        )
-
-    @property
-    def final(self) -> float:
-        """Mean accuracy of the last tenth of the tests, because that of one test varies."""
-        return fmean(self.accuracies[-max(1, round(len(self.accuracies) / 10)) :])
-
-    @property
-    def mean_round_s(self) -> float:
-        return fmean(self.rounds_s)
-
-    def first_at(self, accuracy: float) -> int | None:
-        """Return the number of the first test that found this accuracy; None if none did."""
-        return next((number for number, found in enumerate(self.accuracies) if found >= accuracy), None)
-
-    def time_to(self, accuracy: float) -> float | None:
-        at = self.first_at(accuracy)
-        return None if at is None else self.times_s[at]
-
-    def rounds_to(self, accuracy: float) -> int | None:
-        at = self.first_at(accuracy)
-        return None if at is None else self.rounds[at]
-
-    def best_by(self, time_s: float) -> float:
-        """Return the best accuracy that a test had found by then."""
-        pairs = zip(self.times_s, self.accuracies, strict=True)
-        return max((found for at_s, found in pairs if at_s <= time_s), default=0.0)
-
-    def to_json(self) -> Result:
-        return asdict(self) | {"final_accuracy": self.final, "mean_round_s": self.mean_round_s}
-
-
-def run_jobs(runs: Sequence[FedRun], options: Options, *, processes: int = 0) -> list[FedCourse]:
-    """Run all jobs and return their courses in order; as many at a time as there are cores (or `processes`).
-
-    Where the options name a folder for parts, jobs that an earlier run has done are not done again.
-    """
-    kept = KeptCourses(Path(options.parts)) if options.parts else None
-    found = [kept.load(run) if kept is not None else None for run in runs]
-    todo = [run for run, course in zip(runs, found, strict=True) if course is None]
-    if len(todo) < len(runs):
-        options.say(f"{len(runs) - len(todo)} of {len(runs)} jobs are done already: {options.parts}")
-    fresh = _run_fresh(todo, options, min(processes or num_cores(), len(todo)), kept)
-    return [course or next(fresh) for course in found]
-
-
-def _run_fresh(
-    runs: Sequence[FedRun], options: Options, at_once: int, kept: KeptCourses | None
-) -> Iterator[FedCourse]:
-    def report(run: FedRun, course: FedCourse) -> FedCourse:
-        done = f"{course.final:.2%} after {len(course.rounds_s)} rounds, {course.times_s[-1] / 3600:.2f} h of them"
-        options.say(f"{course.world}, {course.way}, seed {course.seed}: {done}; took {course.took_s:.0f} s")
-        if kept is not None:
-            kept.save(run, course)
-        return course
-
-    if at_once <= 1:
-        yield from (report(run, _run_job(run)) for run in runs)
-        return
-    # Leaving a Pool ends its processes; should this process be killed, the kernel ends them.
-    with multiprocessing.get_context("spawn").Pool(at_once, _begin, (os.getpid(),)) as pool:
-        yield from map(report, runs, pool.imap(_run_job, runs, chunksize=1))
-
-
-def _begin(parent: int) -> None:
-    import torch
-
-    die_with(parent)
-    torch.set_num_threads(1)  # each job has one core: more threads would wait for each other
-
-
-def _run_job(run: FedRun) -> FedCourse:
-    from pliant.fed.rounds.loop import simulate
-
-    begun_s = time.perf_counter()
-    history = simulate(run.config)
-    return FedCourse.of(run, history, time.perf_counter() - begun_s)
-
-
-class KeptCourses:
-    """Courses in a folder, each under a digest of all that it depends on: its job, and the program."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        program = hashlib.sha256()
-        for path in sorted(Path(fed.__file__).parent.rglob("*.py")):
-            program.update(path.read_bytes())
-        self._program = program.hexdigest()
-
-    def load(self, run: FedRun) -> FedCourse | None:
-        try:
-            return FedCourse(**json.loads(self._path(run).read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
-
-    def save(self, run: FedRun, course: FedCourse) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._path(run)
-        draft = path.with_suffix(".new")
-        draft.write_text(json.dumps(asdict(course)))
-        draft.replace(path)
-
-    def _path(self, run: FedRun) -> Path:
-        config = run.config.model_dump(mode="json")
-        table = Path(run.config.devices)
-        if table.is_file():  # by its content: its place may be another one each time
-            config["devices"] = hashlib.sha256(table.read_bytes()).hexdigest()
-        name = json.dumps([self._program, run.world, run.way, config], sort_keys=True)
-        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.json"
-
-
-def flat_courses(found: Sequence[FedCourse]) -> list[str]:
-    """Return what even a short run must not show: an accuracy that never rises above the first test's."""
-    return [
-        f"{one.world}, {one.way}, seed {one.seed}: the accuracy does not rise above {one.accuracies[0]:.2%}, that of the first test"
-        for one in found
-        if len(one.accuracies) > 1 and max(one.accuracies[1:]) <= one.accuracies[0]
-    ]
-
-
-def spread(values: Sequence[float]) -> Result:
-    """Return a handful of values: they are too few for anything but all of them."""
-    return {"median": median(values), "least": min(values), "most": max(values), "all": list(values)}
-
-
-def median_of_all(values: Sequence[float | None]) -> float | None:
-    """Return the median if every value is known."""
-    known = [value for value in values if value is not None]
-    return median(known) if values and len(known) == len(values) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -331,7 +124,6 @@ class TimeToAccuracy(Figure):
     name = "oort-time-to-accuracy"
     about = "participants by what they teach and how fast they are, beside random ones, simulated"
     usual_s = 260
-    keeps_parts = True
     colours = {"random": "tab:orange", "oort": "tab:blue"}
     more, less_accurate, tie = 1.5, 0.005, (0.9, 1.1)
     """How much shorter the time must be, how much less accurate the end may be, and which ratios mean no difference."""
@@ -341,10 +133,6 @@ class TimeToAccuracy(Figure):
         "hardware": "68 P100; OpenImage, Speech Commands, Reddit, StackOverflow; 1,600 to 1.7 million clients, 100 in a round",
     }
     title = "Time to accuracy: Oort beside random"
-    caption = (
-        "Left: one line for each seed. Right: a dot for each seed. Virtual clock; Fashion-MNIST on 500 clients, 20 in a round. "
-        "Paper: 1.2 to 14.1 times shorter on four larger tasks; from PyramidFL's files of Oort's program: 1.1 to 2.2."
-    )
     caveats = (CLIENTS,)
 
     def setting(self, options: Options) -> FedSetting:
@@ -446,33 +234,20 @@ class TimeToAccuracy(Figure):
 
     def remarks(self, worlds: Mapping[str, Result], setting: FedSetting, judged: bool) -> list[str]:
         found = [
-            f"{setting.model}, 20 participants of 26 invited, 10 steps of 20 samples, SGD 0.05, FedAvg by samples; Oort as in the "
-            "paper except exploration_decay 0.95: 500 clients are explored sooner than thousands",
-            "times are on the virtual clock, to the first test that finds the accuracy; a final accuracy is the mean of the last "
-            "tenth of the tests",
+            f"{setting.model}, 20 participants of 26 invited, 10 steps of 20 samples, SGD 0.05; times are to the first test that "
+            "finds the accuracy; a final accuracy is the mean of the last tenth of the tests",
         ]
-        if len(setting.seeds) == 5:
-            found.append("of 5 seeds, least to most is a 94 % interval of the median")
         if not judged:
             found.append("--quick is too short for the claims: it was judged only whether accuracies rise")
         for world, one in worlds.items():
             ratio = one["ratio"]
             if ratio is not None and ratio["least"] < 1 and world != ALIKE:
-                least = f"least ratio {ratio['least']:.2f}, median {ratio['median']:.2f}"
-                found.append(f"{world}: with some seeds oort is no faster ({least})")
+                found.append(f"{world}: with some seeds oort is no faster (least ratio {ratio['least']:.2f})")
             if one["neither"]:
                 found.append(f"{world}: neither way reached the accuracy with seeds {one['neither']}")
-            elif ratio is None and world != MAIN:
-                found.append(f"{world}: oort did not reach the accuracy with every seed")
             if one["bounds_only"]:
                 seeds = one["bounds_only"]
                 found.append(f"{world}: random never reached the accuracy with seeds {seeds}; ratios are lower bounds")
-        random, oort = worlds[MAIN]["random"], worlds[MAIN]["oort"]
-        if random["rounds"] and oort["rounds"]:
-            found.append(
-                f"{MAIN}: oort needs {oort['rounds']:g} rounds to the accuracy and random {random['rounds']:g}; a round takes "
-                f"{oort['mean_round_s']:.0f} s and {random['mean_round_s']:.0f} s"
-            )
         return found
 
     def table(self, result: Result) -> TableRows:
@@ -533,7 +308,6 @@ class Ablation(Figure):
     name = "oort-ablation"
     about = "Oort without its penalty, its pacer, its exploration, simulated"
     usual_s = 122
-    keeps_parts = True
     ways = {
         way: NamedOptions(kind="oort", options={"exploration_decay": 0.95, **changed})
         for way, changed in {
@@ -553,10 +327,6 @@ class Ablation(Figure):
         "hardware": "OpenImage and StackOverflow on 68 P100; the breakdown was published as a figure",
     }
     title = "Oort without one of its parts"
-    caption = (
-        "Virtual clock; Fashion-MNIST on 500 clients, 20 in a round; one line for each seed. Paper: without the penalty "
-        "rounds are longer, without the pacer the start is fast and the end less accurate."
-    )
     caveats = (CLIENTS,)
 
     def setting(self, options: Options) -> FedSetting:
@@ -702,7 +472,6 @@ class LargeRounds(Figure):
         "hardware": "68 GPUs, at most 20 clients on each at a time",
     }
     title = "Rounds of 1,300 participants"
-    caption = "1,300 participants of 1,690 invited in each round. Paper: as many, on 68 P100."
     caveats = ("68 P100 trained as many participants; here it is shown that such rounds run, and in how much memory",)
 
     def config(self, options: Options, devices: str) -> FedConfig:

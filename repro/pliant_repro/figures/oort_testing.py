@@ -18,8 +18,9 @@ from pliant.errors import CapacityError, ConfigError
 from pliant.fed.clients import read_devices, synthetic_devices
 from pliant.fed.selection.testing import METHODS, Counts, Holdings, TesterSelection, by_category, clients_for_deviation
 from pliant.fed.tables import read_label_counts
-from pliant_repro.figures import oort
-from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Result, TableRows
+from pliant_repro.figures import oort_jobs
+from pliant_repro.figures.figure import Figure, Headline, Options, Panel, TableRows
+from pliant_repro.figures.formatting import Result
 
 MODEL_KBIT = 65_536
 """Size of the model in the artifact's figure 17."""
@@ -98,10 +99,6 @@ class Testers(Figure):
         "hardware": "OpenImage, 14,477 clients; the whole problem by Gurobi, more than 70 h for the figure",
     }
     title = "Testing by category: samples / clients at most / clients"
-    caption = (
-        "Time to choose and to test. The whole problem was ended at its limit where it had not found the best choice by then. "
-        "Dotted: 4.7x shorter on average in the paper, OpenImage, by Gurobi."
-    )
     caveats = (
         "the whole problem is given to HiGHS instead of Gurobi, for seconds instead of 70 h: ratios to it are lower bounds",
     )
@@ -127,7 +124,7 @@ class Testers(Figure):
 
     def population(self, options: Options) -> tuple[Holdings, str]:
         """Return the real map on the real phones where they are, else one like it; and a remark."""
-        folder = oort.tables(options, "speech_labels.csv", "devices.csv")
+        folder = oort_jobs.tables(options, "speech_labels.csv", "devices.csv")
         if folder is not None:
             _, words, samples = read_label_counts(folder / "speech_labels.csv")
             phones = read_devices(folder / "devices.csv").for_clients(len(samples))
@@ -135,7 +132,7 @@ class Testers(Figure):
         else:
             samples = self.like_speech()
             phones = synthetic_devices(len(samples))
-            what = f"{oort.MISSING}: a map like that of Speech Commands, and synthetic phones"
+            what = f"{oort_jobs.MISSING}: a map like that of Speech Commands, and synthetic phones"
         found = Holdings.of(samples, sample_ms=phones.compute_ms, kbit_s=phones.down_kbps, model_kbit=MODEL_KBIT)
         return found, what
 

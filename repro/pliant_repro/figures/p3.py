@@ -12,18 +12,8 @@ from typing import Any, ClassVar
 from pliant_repro.bench import priority
 from pliant_repro.bench.priority import PriorityOptions
 from pliant_repro.bench.priority_verdict import FIG7, FIG7_MODES, FIG9, FIG10, FIG12
-from pliant_repro.figures.figure import (
-    Figure,
-    Headline,
-    Options,
-    Panel,
-    Points,
-    Result,
-    TableRows,
-    names_in,
-    pick,
-    show,
-)
+from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Points, TableRows
+from pliant_repro.figures.formatting import Result, names_in, pick, show
 from pliant_repro.profiles import SCALES, profile
 
 COLOURS = {"baseline": "tab:red", "slicing": "tab:orange", "priority": "tab:blue", "ddp": "tab:green"}
@@ -55,10 +45,6 @@ class Contest(Figure):
     """A figure that is made of contests between modes of synchronisation."""
 
     needs_lab = True
-    caption = (
-        "Ours: nodes are network namespaces of one machine; sizes and rates divided by the same factor, compute paced. "
-        "Paper: machines with a GPU each, MXNet."
-    )
     caveats: ClassVar[tuple[str, ...]] = (PACED,)
 
     def contest(self, options: Options, model: str, gbps: Sequence[float], modes: Sequence[str], **more: Any) -> Result:

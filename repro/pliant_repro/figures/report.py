@@ -27,7 +27,8 @@ from pliant import child
 from pliant.cli import plotting
 from pliant.errors import ConfigError
 from pliant.machine import machine
-from pliant_repro.figures.figure import Figure, Headline, Options, Result, TableRows, clock, load
+from pliant_repro.figures.figure import Figure, Headline, Options, TableRows, load
+from pliant_repro.figures.formatting import Result, clock
 from pliant_repro.figures.launch import PLIANT, end_process_group
 from pliant_repro.lab.machine import check as check_lab
 
