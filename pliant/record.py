@@ -1,9 +1,9 @@
 """The record of a run: an append-only file of facts, one JSON object per line.
 
-What is written when: `start` (the program and its settings), `step` (figures), `view` (the workers have changed),
-`workers` (who they are, and their topology, at a view's first step), `links` (rates between hosts, where a policy had
-them measured), `decision` (what a policy has changed, and why), `end`. The decisions about the maths are enough to do
-the run again.
+The kinds of facts are `start` (the program and its settings), `step` (measurements), `view` (the workers have changed),
+`workers` (their names and topology, at a view's first step), `links` (rates between hosts, if a policy measured them),
+`decision` (what a policy has changed, and why) and `end`. The decisions on batch sizes and learning rates are enough to
+repeat the run.
 """
 
 from __future__ import annotations

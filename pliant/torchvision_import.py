@@ -1,7 +1,7 @@
-"""The import of torchvision beside any torch, also beside one that its library was not compiled for.
+"""Imports torchvision beside any torch, also one that its library was not compiled for.
 
-Its wheel from PyPI is compiled for a torch with CUDA, and beside a torch for CPUs its library cannot be loaded. Classifiers
-do not need that library, but the import does.
+The wheel from PyPI is compiled for a torch with CUDA. Beside a torch for CPUs its library cannot be loaded. Classifiers do
+not need that library, but the import does.
 """
 
 from __future__ import annotations

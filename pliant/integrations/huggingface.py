@@ -1,16 +1,16 @@
-"""Hugging Face's Trainer on a job of ours: the program stays as it is, and so does its result when workers come and go.
+"""Hugging Face's Trainer as an elastic job: the program, and its result, stay the same when workers come and go.
 
     from pliant.integrations.huggingface import ElasticTrainer
 
     trainer = ElasticTrainer(model=model, args=args, train_dataset=dataset, replicas=4)
     trainer.train()
 
-The Trainer believes to be alone, with one batch per step. Under that batch, `training_step` lets every replica that this
-worker hosts take its turn; what the Trainer then does once per step (clipping, optimizer, scheduler, logs) happens once.
+To the Trainer, this is a single process with one batch per step. `training_step` runs the turns of all hosted replicas for
+that batch. What the Trainer does once per step (clipping, optimizer, scheduler, logs) happens once.
 
-What differs from a Trainer under torchrun: samples are dealt as by torch's DistributedSampler; the loss of a batch is the mean
-over its own tokens; the loss that is logged is that of the replicas that the first worker hosts; every worker evaluates
-on the whole evaluation set, so that all come to the same decisions, and random numbers that it draws there do not count.
+Differences from a Trainer under torchrun: samples are dealt as by torch's DistributedSampler. The loss of a batch is the
+mean over its own tokens. The logged loss is that of the replicas on the first worker. Every worker evaluates on the whole
+evaluation set, so that all make the same decisions, and random numbers drawn there do not count.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pliant.errors import ConfigError, TrainError
 from pliant.torchvision_import import import_torchvision
 from pliant.train.sampling import loader_options, num_batches
 
-with contextlib.suppress(ConfigError):  # where it is not installed, it is not imported
-    import_torchvision()  # transformers imports it by itself, and beside a torch for CPUs could not
+with contextlib.suppress(ConfigError):  # torchvision may not be installed
+    import_torchvision()  # transformers imports it, which fails beside a torch for CPUs
 
 import transformers
 from transformers.trainer_utils import TrainOutput
@@ -35,7 +35,7 @@ from transformers.trainer_utils import TrainOutput
 STRATEGIES = ("random", "sequential")
 
 
-class Steps:
+class StepLoader:
     """The training data as the Trainer sees them: one item per step, the batch of the first turn."""
 
     def __init__(self, owner: ElasticTrainer, length: int) -> None:
@@ -87,7 +87,7 @@ class ElasticTrainer(transformers.Trainer):
         self.job = pliant.join(replicas, **options)
         try:
             trained = super().train(None, *args, **kwargs)
-            while self._epoch is not None:  # a training that was stopped early ends for all at the same step
+            while self._epoch is not None:  # a training that stops early ends at the same step for all
                 self._epoch = next(self._epochs, None)
             return trained
         finally:
@@ -117,7 +117,7 @@ class ElasticTrainer(transformers.Trainer):
     def get_train_dataloader(self) -> Any:
         dataset, options = self._data()
         assert self.job is not None, "train has joined"
-        return Steps(self, num_batches(len(dataset), self.job.replicas, options))
+        return StepLoader(self, num_batches(len(dataset), self.job.replicas, options))
 
     def _data(self) -> tuple[Any, Any]:
         if self.train_dataset is None:
@@ -153,7 +153,7 @@ class ElasticTrainer(transformers.Trainer):
         unused = given.ddp_find_unused_parameters
         _, _, self._loader = job.wrap(
             self.model,
-            getattr(optimizer, "optimizer", optimizer),  # accelerate's wrapper passes everything on
+            getattr(optimizer, "optimizer", optimizer),  # the optimizer inside accelerate's wrapper
             self.train_dataset,
             find_unused_parameters=not checkpointing if unused is None else unused,
             bucket_cap_mb=given.ddp_bucket_cap_mb,
@@ -178,12 +178,12 @@ class ElasticTrainer(transformers.Trainer):
 
     def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
         if self._epoch is None or epoch < self._epoch:
-            return  # the job was further when this worker came
+            return  # the job had passed it when this worker joined
         self._given, stops = 0, self.control.should_training_stop
         super()._run_epoch(model, epoch, *args, **kwargs)  # type: ignore[no-untyped-call]
         if self._turns is not None:
-            self._turns.close()  # where it was stopped early: a step that is complete counts
-        if not self._given:  # the others had done all of it: that is no lack of samples
+            self._turns.close()  # if it was stopped early, a complete step counts
+        if not self._given:  # the others had completed the epoch: it was not empty
             self.control.should_training_stop = stops
         self._epoch = next(self._epochs, None)
 
@@ -194,7 +194,7 @@ class ElasticTrainer(transformers.Trainer):
         while not self.job.committing:
             batch = next(self._turns, None)
             if batch is None:
-                break  # the others have completed the epoch, and brought us up to date: what follows is not done here
+                break  # the others have completed the epoch, and we have their state
             model.zero_grad()
             losses.append(super().training_step(model, batch, self._get_num_items_in_batch([batch], self.args.device)))
         return torch.stack(losses).mean()

@@ -117,7 +117,7 @@ class Adaptation:
             return
         for listener in self.view_listeners:
             listener(engine)
-        engine.throughput()  # what was carried before is of no interest
+        engine.throughput()  # reset the counters
         self._before = (time.monotonic(), engine.wire_bytes)
         self._figures, self._agreed = WorkerFigures(name=""), []
         self._workers = tuple(WorkerFigures(name=str(worker)) for worker in engine.view.workers)
@@ -147,15 +147,15 @@ class Adaptation:
             return
         assert self._engine is not None, "enter_view() comes first"
         workers = self._engine.view.workers
-        said = [AdaptationMessage.from_bytes(str(worker), row) for worker, row in zip(workers, rows, strict=True)]
-        self._workers = tuple(each.figures for each in said)
-        clock_s = said[0].clock_s
+        messages = [AdaptationMessage.from_bytes(str(worker), row) for worker, row in zip(workers, rows, strict=True)]
+        self._workers = tuple(each.figures for each in messages)
+        clock_s = messages[0].clock_s
         if self._began_s is None:
             self._began_s = clock_s
         self._time_s = max(self._time_s, clock_s - self._began_s)
         if self.monitor is not None:
-            self.monitor.learn([each.probed for each in said])
-        self._agreed = self._receive_decisions(said[0].num_bytes) if said[0].num_bytes else []
+            self.monitor.learn([each.probed for each in messages])
+        self._agreed = self._receive_decisions(messages[0].num_bytes) if messages[0].num_bytes else []
 
     def _receive_decisions(self, num_bytes: int) -> list[NamedDecision]:
         """Return the first worker's decisions, on all workers."""
@@ -165,9 +165,9 @@ class Adaptation:
         text = torch.zeros(num_bytes, dtype=torch.uint8)
         if self._engine.rank == 0:
             text = torch.frombuffer(bytearray(encode_decisions(self._pending)), dtype=torch.uint8)
-        heard = self._engine.broadcast("decision", text, 0).wait()
-        assert heard is not None, "a broadcast has a result on every rank"
-        return decode_decisions(bytes(heard.numpy()))
+        received = self._engine.broadcast("decision", text, 0).wait()
+        assert received is not None, "a broadcast has a result on every rank"
+        return decode_decisions(bytes(received.numpy()))
 
     # --- a step's end ---
 
@@ -207,7 +207,7 @@ class Adaptation:
         if not self.is_active:
             return
         agreed, self._agreed = self._agreed, []
-        self._pending = []  # the first worker's were told with this step, and nobody asks for the others'
+        self._pending = []  # the first worker's have been sent; those of others do not count
         at = position()
         if self._replayed is not None:
             agreed = [each for each in agreed if not each[1].is_maths]
@@ -217,7 +217,7 @@ class Adaptation:
         refused = set()
         for name, decision in sorted(agreed, key=lambda each: _order_of(each[1])):
             if decision.is_maths and name in refused:
-                continue  # a learning rate for a batch that cannot be
+                continue  # a learning rate for a refused batch size
             if not self._carry_out(name, decision, at):
                 refused.add(name)
         self._observe_and_ask(position())
@@ -244,7 +244,7 @@ class Adaptation:
         """Ask the policies at the start of an epoch, and of the job."""
         if not self.is_active:
             return
-        if self.resumed_at is not None:  # what the record says of later steps has not happened
+        if self.resumed_at is not None:  # later steps in the record have been undone
             self._record_if_first("resumed", self.resumed_at)
             self.resumed_at = None
         if self._asked["epoch"] == at.epoch:
@@ -345,11 +345,11 @@ class Adaptation:
         )
         decided = self.policies.ask("after_step", self._observe(at, rates))
         mine = encode_decisions([each for each in decided if isinstance(each[1], SetTopology)])
-        heard = self._engine.all_gather_bytes("decision:probed", mine)[0]
-        for name, each in decode_decisions(heard):
+        received = self._engine.all_gather_bytes("decision:probed", mine)[0]
+        for name, each in decode_decisions(received):
             self._carry_out(name, each, at)
 
-    # --- files, and the state for newcomers ---
+    # --- the record, and the state ---
 
     def _record_if_first(self, kind: str, step: int, **data: Any) -> None:
         if self._engine is not None and self._engine.rank == 0:
@@ -481,7 +481,7 @@ def adaptation_settings(
 
 
 def _parse_policies(text: str) -> list[Policy]:
-    from pliant.adapt import registry  # the user's own are imported by it
+    from pliant.adapt import registry  # it imports the user's own policies
 
     return [registry.parse(line) for line in text.splitlines()]
 

@@ -202,7 +202,7 @@ class Checkpointing:
     def write_last(self) -> None:
         """Keep the last state: the job is told to end, or its last worker must leave."""
         if self._directory and self._trainer.is_first:
-            self._write_now("")  # a step that was torn meanwhile has been taken back
+            self._write_now("")  # a torn step has been undone
             self.flush()
 
     def flush(self) -> None:
@@ -215,7 +215,7 @@ class Checkpointing:
             self._writer = None
 
     def _write(self, path: str) -> None:
-        if self._trainer.wait_for_sums():  # else the step does not count, and will be written when it does
+        if self._trainer.wait_for_sums():  # else the step was torn, and is written when it is repeated
             self._write_now(path)
 
     def _write_now(self, path: str) -> None:

@@ -285,14 +285,14 @@ def _temporary_folder(path: Path) -> Iterator[Path]:
 
 def _remove_leftovers(directory: Path) -> None:
     """Remove what dead writers have left behind."""
-    for unused_parameters in directory.glob(f".*{TEMPORARY}"):
+    for leftover in directory.glob(f".*{TEMPORARY}"):
         with contextlib.suppress(OSError):
-            descriptor = os.open(unused_parameters, os.O_RDONLY)
+            descriptor = os.open(leftover, os.O_RDONLY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if unused_parameters.is_dir():
-                    shutil.rmtree(unused_parameters)
+                if leftover.is_dir():
+                    shutil.rmtree(leftover)
                 else:
-                    unused_parameters.unlink()  # version 0.1 wrote to a temporary file
+                    leftover.unlink()  # version 0.1 wrote to a temporary file
             finally:
                 os.close(descriptor)

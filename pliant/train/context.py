@@ -141,7 +141,7 @@ def seeded_rng(seed: int, device: torch.device | None = None) -> RngState:
     return state
 
 
-@functools.cache  # torch writes a device's type to a stream at every call, which is seen in a switch
+@functools.cache  # torch formats the type of a device at every call, which is noticeable in a switch
 def _is_cuda(device: torch.device) -> bool:
     return device.type == "cuda"
 

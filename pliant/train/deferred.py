@@ -137,7 +137,7 @@ class DeferredUpdates:
         """Run `optimizer.step()`: now for the parameters whose sums were waited for, for the others when they are used."""
         members = members_of(optimizer)
         if any(id(self.parameters[index]) in members for index in self._deferred):
-            self.flush()  # a second step, before the first is done
+            self.flush()  # a second step before the first is done
         waiting = any(id(self.parameters[index]) in members for index in self._pending)
         if waiting and (reason := why_inseparable(optimizer)):
             self.warn_once(f"sync: {reason}: all sums are waited for before its step, so priority cannot help")
@@ -185,7 +185,7 @@ class DeferredUpdates:
         """Run `optimizer.zero_grad()`: for pending parameters right after their update."""
         at_once, later = self._split(optimizer)
         if any(index not in self._deferred for index in later):
-            self.flush()  # cleared before the step: the program means it
+            self.flush()  # cleared before the step: the program wants that
             at_once, later = self._split(optimizer)
         self._zeroed |= dict.fromkeys(later, set_to_none)
         with_groups(optimizer, at_once, lambda: original(set_to_none=set_to_none))
@@ -303,7 +303,7 @@ class DeferredUpdates:
                     call.apply(groups)
             except BaseException:
                 for index in indices:
-                    self._suspend(index)  # not updated: whoever uses it next tries again
+                    self._suspend(index)  # not updated: the next use tries again
                 raise
             for index in indices:
                 del self._pending[index], self._sums[index]
@@ -334,7 +334,7 @@ class DeferredUpdates:
             parameter = self.parameters[index]
             with torch._C.DisableTorchFunctionSubclass(), self._updating(), default_modes():
                 if self.can_undo:
-                    self._undo_log.save(parameter)  # the program may change it yet
+                    self._undo_log.save(parameter)  # the program may still change it
                 if index in self._zeroed:
                     # It has this replica's gradient, but the program has cleared it.
                     self._clear(parameter, self._zeroed[index])
@@ -421,7 +421,7 @@ class EvalGate:
             self._is_deferring.stop_observing()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _detached_gate, ()  # a copy of the model is no part of the job
+        return _detached_gate, ()  # a copy of the model is not part of the job
 
 
 def _detached_gate() -> EvalGate:

@@ -92,8 +92,8 @@ class StepExchange:
             if self.new_buffers is None and found is not None:
                 self.new_buffers = self._buffers.unpack(found)
         if sent.order is not None:
-            told = sent.order.wait()
-            self.new_order = told.tolist() if told is not None else None
+            ready_order = sent.order.wait()
+            self.new_order = ready_order.tolist() if ready_order is not None else None
         return self._read_rows(sent.rows, known, num_figures)
 
     def _read_rows(self, row: Handle, known: Sequence[ReplicaContext], num_figures: int) -> list[StepMessage]:

@@ -157,7 +157,7 @@ class MetricsServer(Collector):
                 self._ping(engine)
 
     def _ping(self, engine: Engine) -> None:
-        with contextlib.suppress(CommError):  # a view that is ending; the next one answers again
+        with contextlib.suppress(CommError):  # the view is ending; the next one answers again
             found = latencies(engine, LATENCY_TIMEOUT_S)
             self._latencies = {
                 str(worker): seconds

@@ -200,7 +200,7 @@ class _LostProcess:
 def _receive_batch(worker: int, reader: socket.socket) -> LoadedBatch | _LostProcess:
     try:
         loaded: LoadedBatch = receive_shared(reader)
-    except Exception as error:  # in the pinning thread, nobody would hear of it; in any case `Pool.receive` raises it
+    except Exception as error:  # `LoaderPool.receive` raises it
         return _LostProcess(worker, error)
     return loaded
 
@@ -225,7 +225,7 @@ class _Pinner:
         return arrived
 
     def _run(self) -> None:
-        torch.set_num_threads(1)  # of this thread: the copies must not take the cores of the training
+        torch.set_num_threads(1)  # of this thread: the copies must not take cores from training
         torch.accelerator.set_device_index(self._device)
         while True:
             for reader in wait([*self._readers, self._stop_reader]):

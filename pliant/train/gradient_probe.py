@@ -298,19 +298,19 @@ class GradientProbe:
 
     def learn(self, rows: Sequence[bytes]) -> None:
         """Update the estimates from everybody's rows. Rows of different steps, as with new workers, are ignored."""
-        rows_ = [_ROW.unpack(row[: _ROW.size]) for row in rows]
+        reported = [_ROW.unpack(row[: _ROW.size]) for row in rows]
         if self._done is self._reported:
             self._done = None
-        step, batch, scale = rows_[0][:3]
-        if step < 0 or any(each[:3] != (step, batch, scale) for each in rows_):
+        step, batch, scale = reported[0][:3]
+        if step < 0 or any(each[:3] != (step, batch, scale) for each in reported):
             return
-        if all(each[3] for each in rows_):
+        if all(each[3] for each in reported):
             replicas = max(2, self._replicas)
-            small, big = (sum(int.from_bytes(each[place], "little") for each in rows_) for place in (4, 5))
+            small, big = (sum(int.from_bytes(each[place], "little") for each in reported) for place in (4, 5))
             # Parts are divided by N, so the mean of N squares is N times the sum of theirs.
             self.noise.update(small * replicas / _ONE / scale**2, big / _ONE / scale**2, batch, replicas)
-        if all(each[6] for each in rows_):
-            norms = self._dispersion.merge([each[7:10] for each in rows_])
+        if all(each[6] for each in reported):
+            norms = self._dispersion.merge([each[7:10] for each in reported])
             self.variance.update([norm / scale**2 for norm in norms])
 
     def figures(self) -> dict[str, float | None]:
@@ -396,7 +396,7 @@ class GradientVariance:
 
     def enter_view(self, engine: Engine, replicas: int) -> None:
         if self._engine is not None and self._engine.may_be_written_to:
-            self._retired.append((self._engine, self._squares, self._host))  # as with gradients: never use it again
+            self._retired.append((self._engine, self._squares, self._host))  # as with buckets: never use it again
         self._engine, self._replicas = engine, replicas
         length = self._offsets[-1]
         self._bounds = [length * rank // engine.size for rank in range(engine.size + 1)]
@@ -412,7 +412,7 @@ class GradientVariance:
 
     def add(self, index: int, flat: torch.Tensor) -> None:
         """Add a replica's gradient of this parameter, divided by N."""
-        self._settle()  # before the last step's are overwritten
+        self._finish_step()  # before the squares of the last step are overwritten
         if self._squares is None:
             self._allocate(flat)
         assert self._squares is not None
@@ -487,10 +487,10 @@ class GradientVariance:
     def shares(self, step: int) -> VarianceShare | None:
         """Return the result of this worker's share for that step; None if a worker was lost."""
         if self._pending == step:
-            self._settle()
+            self._finish_step()
         return self._found[1] if self._found[0] == step else None
 
-    def _settle(self) -> None:
+    def _finish_step(self) -> None:
         """Wait for the collectives of the last step, and evaluate what they have brought."""
         if self._pending == NO_STEP:
             return
@@ -500,10 +500,10 @@ class GradientVariance:
             for handle in handles:
                 handle.wait()
         except CommError:
-            return  # whoever trains will notice it, too
+            return  # the trainer will notice it, too
         assert self._squares is not None
         low, high = self._share
-        if self._host is not None and len(self._bounds) > 2:  # alone there was nothing to exchange
+        if self._host is not None and len(self._bounds) > 2:  # a single worker exchanges nothing
             self._squares[low:high].copy_(self._host[low:high], non_blocking=True)
         self._found = (step, self._look(self._squares[low:high], low))
 
@@ -538,11 +538,11 @@ class GradientVariance:
         index = bisect_right(self._offsets, place) - 1
         return index if 0 <= index < len(self._offsets) - 1 and self._offsets[index] < place else -1
 
-    def merge(self, rows_: Sequence[Sequence[float]]) -> list[float]:
+    def merge(self, reported: Sequence[Sequence[float]]) -> list[float]:
         """Return the norms, or sums of several, that follow from everybody's shares, in the order of ranks."""
-        norms = [inner for _, inner, _ in rows_]
+        norms = [inner for _, inner, _ in reported]
         split: dict[int, float] = {}
-        for rank, (head, _, tail) in enumerate(rows_):
+        for rank, (head, _, tail) in enumerate(reported):
             first, last = self._cut(self._bounds[rank]), self._cut(self._bounds[rank + 1])
             split[first] = split.get(first, 0.0) + head
             if last != first:

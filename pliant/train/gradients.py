@@ -132,7 +132,7 @@ class GradientReducer:
             # A worker that was given up for its silence may only be stopped. When it goes on, it finishes its part of
             # an old sum, into this memory, which must therefore never be used again.
             self._retired.append((self._engine, self._buckets))
-        self._copier.wait()  # before the memory that is being copied to is given away
+        self._copier.wait()  # before the memory of its copies is freed
         self._engine, self._blocks = engine, tuple(blocks)
         self._buckets, self._units = [], []
         self._expecting = self._halted = False
@@ -410,7 +410,7 @@ class GradientReducer:
                 if id(parameter) not in unused:
                     parameter.grad = total
             if self._on_device:
-                bucket.sums = ()  # the memory is the gradients' now
+                bucket.sums = ()  # the gradients own the memory now
 
     def _fetch(self, bucket: Bucket) -> None:
         """Bring the sum of a bucket to the device."""

@@ -375,7 +375,7 @@ class Job:
         trainer.adaptation = Adaptation(self._adapting, trainer, options.batch_size, probe, self._notify)
         trainer.loss_scale = self._loss_scale
         if self._adapting.metrics or self._adapting.tensorboard or wants_stall_detection():
-            from pliant.train.exporters import start_exporters  # most jobs have none: do not load their libraries
+            from pliant.train.exporters import start_exporters  # loads libraries that most jobs do not need
 
             worker = self._spec.worker if self._spec is not None else Worker("127.0.0.1", PortRange().begin)
             start_exporters(trainer, self._adapting, worker, self._stack, self._notify)
@@ -595,7 +595,7 @@ class Job:
             notify=self._notify,
         )
 
-    # --- the world around ---
+    # --- messages and signals ---
 
     def _notify_first(self, text: str) -> None:
         if self.rank == 0:

@@ -78,7 +78,7 @@ class _Sum:
                     continue
                 try:
                     pulled = self._engine.request(owner, f"{self._name}/{part}", self._tensor[begin:end])
-                except CommError as error:  # this is the engine's thread: nobody else would hear of it
+                except CommError as error:  # in the engine's thread nobody else would see it
                     self.handle.fail(error)
                     return
                 pulled.add_done_callback(partial(self._pulled, pulled))

@@ -35,7 +35,7 @@ _SAVED = "model of a pair"
 class AveragingOptimizer(torch.optim.Optimizer, ABC):
     """Base class: an optimizer in the place of another, with its groups, state and hooks."""
 
-    _step_supports_amp_scaling = False  # a scaler would talk to us, not to the optimizer that scales
+    _step_supports_amp_scaling = False  # a scaler would call this optimizer, not the inner one
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # The base constructor is not called: `optimizer` has all that it would make.
@@ -55,7 +55,7 @@ class AveragingOptimizer(torch.optim.Optimizer, ABC):
     # --- in the place of the other ---
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # a copy that is being made has none yet
+        if name == "inner":  # while a copy is being made
             raise AttributeError(name)
         return getattr(self.inner, name)
 
@@ -168,13 +168,13 @@ class SynchronousAveraging(AveragingOptimizer):
 
     def enter_view(self, engine: Engine, blocks: Sequence[int]) -> None:
         if self._engine is not None and self._engine.may_be_written_to:
-            self._retired.append((self._engine, self._copies))  # somebody who is only silent may still write there
+            self._retired.append((self._engine, self._copies))  # a worker that is only silent may still write there
         super().enter_view(engine, blocks)
         self._copies, self._under_way, self._is_here = [], [], False
 
     def begin(self, step: int) -> None:
         self._is_here = False
-        for handle in self._under_way:  # of a step that was begun and dropped; its memory is needed
+        for handle in self._under_way:  # of a dropped step, whose memory is needed
             handle.wait()
         self._under_way = []
         engine = self._engine
@@ -281,7 +281,7 @@ class PairAveraging(AveragingOptimizer):
         engine, asked = self._engine, self._asked
         assert engine is not None, "enter_view() comes first"
         if asked is not None and not asked[1].done:
-            self._fetched = None  # it may still come, and shall not come into what is asked for now
+            self._fetched = None  # it may still arrive, and must not overwrite the next model
         self._asked = None
         if engine.size > 1:
             if self._fetched is None:

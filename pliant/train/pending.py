@@ -29,7 +29,7 @@ _READ_GRADIENT = _Tensor.grad.__get__
 _METADATA = frozenset(
     getattr(found, "__get__", found) if not callable(found) else found
     for found in (
-        getattr(_Tensor, name, None)  # some are of some versions of torch only
+        getattr(_Tensor, name, None)  # some exist in some versions of torch only
         for name in (
             "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "ndim", "is_cuda", "is_cpu", "is_sparse",
             "is_meta", "is_quantized", "is_nested", "names", "itemsize", "nbytes", "is_mps", "is_xpu", "grad_fn",
@@ -106,7 +106,7 @@ def _complete_all(values: Any) -> None:
         if isinstance(value, Pending):
             owner = _owners.get(id(value))
             if owner is None:
-                _make_plain(value)  # a copy of one, whose values are its own
+                _make_plain(value)  # a copy, which has its own values
             else:
                 owner[0].use(owner[1])
         elif isinstance(value, list | tuple):
@@ -118,7 +118,7 @@ def _complete_all(values: Any) -> None:
 # --- steps for single parameters ---
 
 
-_optimizers: Any = importlib.import_module("torch.optim.optimizer")  # torch hides it behind a name of its own
+_optimizers: Any = importlib.import_module("torch.optim.optimizer")  # torch.optim hides the module behind a class
 ParameterGroups = list[dict[str, Any]]
 """Groups in the form of `param_groups`."""
 

@@ -105,7 +105,7 @@ class ViewRendezvous:
         try:
             self._member.ready()
         except NotWanted as error:
-            raise Left(str(error)) from None  # removed again while it was starting
+            raise Left(str(error)) from None  # removed while it was starting
         self._enter_next(None)
 
     def enter_next_view(self) -> None:
@@ -137,62 +137,62 @@ class ViewRendezvous:
         """Enter `planned`, or else the next membership, until one works."""
         after = self._member.entered
         while True:
-            roll = self._member.prepared_membership(planned) if planned is not None else None
-            roll = roll or self._member.wait_for_membership(after)
-            if self.has_state and not roll.members:
+            membership = self._member.prepared_membership(planned) if planned is not None else None
+            membership = membership or self._member.wait_for_membership(after)
+            if self.has_state and not membership.members:
                 self._before_end()
-            if roll.over:
+            if membership.over:
                 raise Left("the job is over")
-            view = self._member.view_of(roll)
+            view = self._member.view_of(membership)
             if self._member.me not in view.workers:
-                if self._member.me not in roll.members and (self.has_state or self._was_listed):
-                    raise Left(f"{self._member.me} is not in roll {roll.number}")
-                after, planned = roll.number, None  # stand by: more workers than replicas
+                if self._member.me not in membership.members and (self.has_state or self._was_listed):
+                    raise Left(f"{self._member.me} is not a member of view {membership.number}")
+                after, planned = membership.number, None  # stand by: more workers than replicas
                 continue
             self._was_listed = self._member.entering = True
             try:
-                self._enter(roll, planned is not None)
+                self._enter(membership, planned is not None)
                 return
             except CommError as error:
                 if not self._member.elastic or isinstance(error, Mismatch | CollectiveTimeout):
                     raise
-                log.debug("roll %d came to nothing: %s", roll.number, error)
-                after, planned = max(after, roll.number), None
+                log.debug("membership %d was abandoned: %s", membership.number, error)
+                after, planned = max(after, membership.number), None
             finally:
                 self._member.entering = False
 
-    def _enter(self, roll: Membership, planned: bool) -> None:
+    def _enter(self, membership: Membership, planned: bool) -> None:
         trainer, member = self._trainer, self._member
-        view = member.view_of(roll)
+        view = member.view_of(membership)
         known = set(trainer.view.workers) if trainer.view is not None else set()
         offered = 0
         reclaim_state(member)
         if self.has_state and view.size > 1 and not (planned and known >= set(view.workers)):
-            offered = lend_state(member, roll.number, self._state.read())
-        engine = member.enter(roll)
+            offered = lend_state(member, membership.number, self._state.read())
+        engine = member.enter(membership)
         reports = self._submit_report(engine, "settle", offered, stays=not planned)
         if planned:
             # All members of the old view have committed its last step, so they know that they hold the state. They do
             # not wait for the reports of new workers, who fetch the state while these train on.
             holders = [rank for rank, worker in enumerate(view.workers) if worker in known]
         else:
-            holders = self._compare(engine, roll, offered, reports)
+            holders = self._compare(engine, membership, offered, reports)
         trainer.enter_view(engine)
-        trainer.state_fetched = None  # nobody waits for newcomers of a view that has come to nothing
+        trainer.state_fetched = None  # do not wait for new members of an abandoned view
         if view.size > 1:
             token = torch.zeros(1, dtype=torch.uint8)
             trainer.state_fetched = engine.all_reduce("fetched", token, op="max", determinism="fast")
         self._announces = engine.rank == holders[0]
 
-    def _compare(self, engine: Engine, roll: Membership, offered: int, submitted: Handle | None) -> list[int]:
+    def _compare(self, engine: Engine, membership: Membership, offered: int, submitted: Handle | None) -> list[int]:
         """Find out who has the newest state, obtain it, and return the ranks that had it."""
         reports = self._reports(submitted, offered)
         holders = _holders(reports)
         if not holders:
             if engine.rank == 0:
-                self._start_job(roll.number > 1)
+                self._start_job(membership.number > 1)
                 self.has_state = True
-                offered = lend_state(self._member, roll.number, self._state.read())
+                offered = lend_state(self._member, membership.number, self._state.read())
             reports = self._reports(self._submit_report(engine, "begin", offered), offered)
             holders = _holders(reports)
         self._check(reports, holders[0], engine)
@@ -331,7 +331,7 @@ class JobState:
         replicas.contexts = [ReplicaContext.from_bytes(data, replicas.num_loader_workers) for data in state["contexts"]]
         replicas.count = trainer.gradients.num_replicas = len(replicas.contexts)
         trainer.progress = Progress(*state["progress"])
-        if "adaptation" in state:  # checkpoints of before there were decisions have none
+        if "adaptation" in state:  # old checkpoints have none
             trainer.adaptation.load_state_dict(state["adaptation"])
 
 

@@ -86,10 +86,10 @@ class ModelBuffers:
         self._copy(self._current(), saved)
 
     def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        if not self._groups:  # entering `no_grad` would be a sixth of a small model's switch
+        if not self._groups:  # entering `no_grad` costs a sixth of a small model's switch
             return
         with torch.no_grad():
-            for group in self._groups:  # of one type: a few launches for all of them
+            for group in self._groups:  # of one type: few launches
                 torch._foreach_copy_([targets[index] for index in group], [sources[index] for index in group])
 
     def pack(self, saved: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -171,7 +171,7 @@ class SyncTuner:
         Only a worker that `decides` prints what it changes.
         """
         if not any(measured.compute_s for measured in steps):
-            return self.config  # a view's first step: nobody has measured anything
+            return self.config  # a view's first step: nothing was measured
         self._steps += 1
         self._decides = decides
         compute_s = max(measured.compute_s for measured in steps)
@@ -180,7 +180,7 @@ class SyncTuner:
             self._update_rate(_common_rate(rates))
         self._unlimited_steps = 0 if rates else self._unlimited_steps + 1
         if self._unlimited_steps >= CONFIRMING_STEPS:
-            self.rate = 0.0  # the network has not been the limit for a while: nobody knows how fast it is
+            self.rate = 0.0  # the network has not been the limit for a while: its rate is unknown
         self.r = 0.0
         if self.rate and compute_s > 0:
             self.r = max(measured.sent_bytes for measured in steps) / self.rate / compute_s
@@ -201,7 +201,7 @@ class SyncTuner:
 
     def _tune(self, compute_s: float) -> None:
         self._in_steps.append(self.rate * compute_s * max(1.0, self.r))
-        in_a_step = statistics.median_low(self._in_steps)  # one odd step is no news
+        in_a_step = statistics.median_low(self._in_steps)  # ignore a single outlier
         if self._tuned_for and abs(in_a_step / self._tuned_for - 1) <= SIGNIFICANT:
             return
         old = self.config
@@ -233,7 +233,7 @@ class SyncTuner:
 
     def _notify_once(self, text: str) -> None:
         kind = text[:40]
-        if kind != self._notified and self._decides:  # once, until there is something else to say
+        if kind != self._notified and self._decides:  # once, until something else is to be said
             self._notified = kind
             self._notify(text)
 

@@ -346,7 +346,7 @@ class Trainer:
     def mark_torn(self, error: CommError) -> None:
         """Drop the step in progress because of a lost worker. Raises other errors, which no new view would cure."""
         if not self._member.elastic or not isinstance(error, WorkerLost | ViewChanged | EngineClosed):
-            raise error  # no other roll would come of it
+            raise error  # no new view would follow
         log.debug("step %d is torn: %s", self.progress.step, error)
         self.gradients.halt()
         self.torn, self.torn_s = error, time.monotonic()
@@ -356,7 +356,7 @@ class Trainer:
     def _exchange(self) -> None:
         """Sum the gradients, and send everybody what the next step depends on."""
         if self._current_engine().view.size == 1:
-            figures = self.adaptation.pack_row()  # of the last step, as among several workers
+            figures = self.adaptation.pack_row()  # the row of the last step, as with several workers
             self.gradients.wait()
             self.switch_to = self._agreed([self._member.prepared])
             self.adaptation.read_rows([figures])
@@ -406,7 +406,7 @@ class Trainer:
             return
         self.adaptation.set_next_step(self.progress.step + 1)
         if self.adaptation.has_decided and not self.wait_for_sums():
-            return  # nothing is changed between a step that may not count and the next one
+            return  # decisions wait until the step surely counts
         if self.deferred.is_pending:
             adaptation = copy.deepcopy(self.adaptation.state_dict()) if self.adaptation.is_active else {}
             self._undo = StepUndo(replace(self.progress), self.replicas.contexts, self.first_buffers, adaptation)
@@ -426,7 +426,7 @@ class Trainer:
             # Reported for every membership: the server forgets it for workers that were not members for a while.
             self._reported_view = self._member.entered
             self._member.settled()
-            reclaim_state(self._member)  # a step with all of them: everybody has what it needs
+            reclaim_state(self._member)  # all members have done a step, so all have the state
         self._adapt()
         self.on_commit()
 

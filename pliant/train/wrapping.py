@@ -136,7 +136,7 @@ def wrap_optimizer(
         if trainer is not None and trainer.deferred.is_pending:
             trainer.deferred.zero_grad(optimizer, original_zero, set_to_none)
             return
-        with torch._C.DisableTorchFunctionSubclass():  # it is no use of the parameters
+        with torch._C.DisableTorchFunctionSubclass():  # this is no use of the parameters
             original_zero(set_to_none=set_to_none)
 
     step.of_pliant = True  # type: ignore[attr-defined]
@@ -175,7 +175,7 @@ def wrap_tracked(name: str, thing: Any, trainer_of: Callable[[], Trainer | None]
     try:
         thing.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **methods})
     except TypeError as error:
-        raise TrainError(f"track({name!r}): a {kind.__name__} cannot be told about turns ({error})") from None
+        raise TrainError(f"track({name!r}): a {kind.__name__} cannot be wrapped ({error})") from None
 
 
 def _once_per_step(
@@ -232,7 +232,7 @@ def check_tracked(optimizers: Sequence[torch.optim.Optimizer], tracked: dict[str
         scheduled = any(getattr(f, "_wrapped_by_lr_sched", False) for f in steps)
         if scheduled and not known & {id(optimizer), id(inner)}:
             raise TrainError(
-                f"an LR scheduler changes {type(optimizer).__name__}, but the job does not know it: a newcomer would "
+                f"an LR scheduler changes {type(optimizer).__name__}, but the job does not know it: a new worker would "
                 "begin with another learning rate. Add `job.track('scheduler', scheduler)`"
             )
 
