@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
-from pliant_repro.profiles import profile, tensor_sizes
+from pliant_repro.profiles import tensor_sizes
 
 from pliant.comm.plan import cut_portion
 from pliant.train.buckets import (
@@ -75,11 +75,6 @@ def _loads(units: Sequence[SyncUnit], item_bytes: Sequence[int], lanes: int, rep
         for each in slices:
             loads[each.lane] += each.length * size
     return [loads[lane] for lane in range(lanes)]
-
-
-def test_the_models_are_those_of_the_paper() -> None:
-    assert sum(MODELS["resnet50"]) == profile("resnet50").num_parameters == 25_557_032
-    assert sum(MODELS["vgg19"]) == profile("vgg").num_parameters == 143_667_240
 
 
 @pytest.mark.parametrize("slice_bytes", [16 * KIB, 50_000, 128 * KIB, 1024 * KIB])
