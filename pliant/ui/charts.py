@@ -25,7 +25,7 @@ COLOURS = ("#4c8dff", "#f59e0b", "#22b07d", "#e5484d", "#8e6cf0", "#12a5b8", "#d
 TEXT, LINE = "#79818d", "rgba(128,136,150,.22)"
 MOST_POINTS = 800
 MOST_MEANS = 240
-"""A curve: the points of its outline, and those of its means."""
+"""Most points of a curve's outline, and of its means."""
 ROUND = "v => v == null ? '' : (Math.abs(v) >= 1000 ? Math.round(v).toLocaleString('en') : String(Number(v.toPrecision(4))))"
 
 
@@ -94,16 +94,16 @@ EVENT_COLOURS = {
 }
 MOST_MARKS = 120
 MOST_APART, FEW_APART = 50, 10
-"""Lines of one kind across a chart; of learning rates."""
+"""Most event lines of one kind across a chart, and most lines of learning rates."""
 BATCH = "global batch"
 FAR_ABOVE = 20
 NOISE = {"noise scale": "noise_scale", "variance": "variance", BATCH: "batch_size"}
-"""What the noise's chart calls the figures of a timeline."""
+"""Figures of a timeline by their name in the chart of the noise scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepWindow:
-    """The steps that are drawn, and what happened in them."""
+    """The steps that are drawn, and the events in them."""
 
     begin: int
     end: int
@@ -113,7 +113,7 @@ class StepWindow:
     def of(
         cls, timeline: JobTimeline, events: Iterable[TimelineEvent] | None = None, chosen: tuple[int, int | None] = (0, None)
     ) -> StepWindow:
-        """All steps, or those that were chosen; to the newest, where there is no end. The events default to the timeline's."""
+        """Return a window of all steps, or of the chosen ones; without an end, up to the newest step."""
         begin, end = max(0, chosen[0]), max(1, timeline.step if chosen[1] is None else chosen[1])
         begin = min(begin, end - 1)
         known = timeline.events if events is None else events
@@ -122,7 +122,7 @@ class StepWindow:
 
 
 def curves(given: Mapping[str, Series], window: StepWindow, *, unit: str = "", least: float | None = None) -> Options:
-    """Series by step, with what happened as vertical lines; near one of those, the tooltip tells what and why."""
+    """Return a chart of series by step, with events as vertical lines that the tooltip explains."""
     lines: list[Options] = []
     for (name, whole), colour in zip(given.items(), COLOURS, strict=False):
         series = whole.part(window.begin, window.end)
@@ -141,7 +141,7 @@ def curves(given: Mapping[str, Series], window: StepWindow, *, unit: str = "", l
 
 
 def description(given: Mapping[str, Series], window: StepWindow) -> str:
-    """The same in words, for who cannot see it."""
+    """Describe the curves in words, for screen readers."""
     told = []
     for name, whole in given.items():
         points = whole.part(window.begin, window.end).thinned(40)
@@ -153,7 +153,7 @@ def description(given: Mapping[str, Series], window: StepWindow) -> str:
 
 
 def marks(events: Iterable[TimelineEvent], most: int = MOST_MARKS) -> list[TimelineEvent]:
-    """The events that are drawn: where there are too many, losses and decisions first, and the newest of all."""
+    """Return the events to draw; if there are too many, lost workers first, then the newest of the others."""
     drawn = [event for event in events if event.kind not in ("start", "end")]
     if len(drawn) <= most:
         return drawn
@@ -163,8 +163,10 @@ def marks(events: Iterable[TimelineEvent], most: int = MOST_MARKS) -> list[Timel
 
 
 def apart(window: StepWindow) -> list[TimelineEvent]:
-    """Those that get a line: of a kind, none nearer to another than can be told apart. Learning rates, which may follow the batch
-    in every step, give way to what else was decided; a lost worker to nothing."""
+    """Return the events that get a line, none too near to another one of its kind.
+
+    Decisions on the learning rate give way to other decisions; a lost worker always gets a line.
+    """
     span = window.end - window.begin
     drawn: list[TimelineEvent] = []
     for event in sorted(window.events, key=lambda event: (event.kind != "lost", event.what.startswith(LR))):
@@ -176,7 +178,7 @@ def apart(window: StepWindow) -> list[TimelineEvent]:
 
 
 def worker_map(timeline: JobTimeline, window: StepWindow, most_rows: int = 128) -> tuple[Options, int]:
-    """Who was there from which step to which, and with how many replicas; and the number of rows. Hosts, if workers are many."""
+    """Return a chart of when each worker was present and its replicas, and the number of rows; by host if there are many."""
     device_uses = [
         (name, max(begin, window.begin), min(end, window.end), count)
         for name, begin, end, count in _stays(timeline)
@@ -236,7 +238,7 @@ def worker_map(timeline: JobTimeline, window: StepWindow, most_rows: int = 128) 
 
 
 def noise(given: Mapping[str, Series], window: StepWindow) -> Options:
-    """The gradients' noise scale beside the batch of all replicas: both in samples."""
+    """Return a chart of the noise scale beside the batch of all replicas, both in samples."""
     options = curves(given, window, unit="samples")
     highest = {name: max((y for _, y in series.thinned(MOST_POINTS)), default=0) for name, series in given.items()}
     if BATCH in highest and max(highest.values()) > FAR_ABOVE * highest[BATCH] > 0:
@@ -252,7 +254,7 @@ def noise(given: Mapping[str, Series], window: StepWindow) -> Options:
 
 
 def _stays(timeline: JobTimeline) -> list[tuple[str, int, int, int]]:
-    """(worker, first step, last step, replicas), neighbours that are alike as one."""
+    """Return (worker, first step, last step, replicas) for each time that a worker was present."""
     found: list[tuple[str, int, int, int]] = []
     open_: dict[str, tuple[int, int]] = {}
     begins = [0, *(view.step - 1 for view in timeline.views[1:])]
@@ -270,7 +272,7 @@ def _stays(timeline: JobTimeline) -> list[tuple[str, int, int, int]]:
 
 
 def _by_host(device_uses: Sequence[tuple[str, int, int, int]]) -> list[tuple[str, int, int, int]]:
-    """The device_uses of each host's workers, with their replicas added up where they begin and end together."""
+    """Join the times of each host's workers that begin and end together, and add up their replicas."""
     sums: dict[tuple[str, int, int], int] = {}
     for name, begin, end, count in device_uses:
         key = (_host(name), begin, end)
@@ -304,7 +306,7 @@ def _mark_lines(events: Sequence[TimelineEvent]) -> Options:
 
 
 def _formatter(window: StepWindow) -> str:
-    """The tooltip of a curve: the values here, and what happened near here."""
+    """Return the JavaScript of a tooltip: the values at a step, and the events near it."""
     told = [
         [event.step, EVENT_COLOURS.get(event.kind, TEXT), html.escape(event.what), html.escape(event.why)]
         for event in window.events
@@ -328,29 +330,29 @@ def _formatter(window: StepWindow) -> str:
 OUTCOME_COLOURS = {"aggregated": COLOURS[2], "cut": COLOURS[1], "lost": COLOURS[3]}
 
 
-def fed_accuracy(told: FederatedTimeline) -> Options:
-    """The test's accuracy over the virtual clock."""
-    given = {"accuracy": told.accuracy, "top-5": told.top_5}
+def fed_accuracy(fed: FederatedTimeline) -> Options:
+    """Return a chart of the accuracy over the virtual clock."""
+    given = {"accuracy": fed.accuracy, "top-5": fed.top_5}
     shown = {name: series for name, series in given.items() if len(series)}
-    unit, scale = ("hours", 1) if told.clock_s >= 7200 else ("minutes", 60)
+    unit, scale = ("hours", 1) if fed.clock_s >= 7200 else ("minutes", 60)
     options = frame(len(shown) > 1, f"{unit} of the virtual clock", "%")
     options["series"] = [
         {**line(name, [(x * scale, y) for x, y in series.thinned(MOST_POINTS)], colour), "showSymbol": len(series) < 40}
         for (name, series), colour in zip(shown.items(), COLOURS, strict=False)
     ]
-    if told.target is not None and options["series"]:
+    if fed.target is not None and options["series"]:
         options["series"][0]["markLine"] = {
             "symbol": "none",
             "silent": True,
             "label": {"formatter": "target", "position": "insideStartBottom", "color": TEXT},
-            "data": [{"yAxis": told.target, "lineStyle": {"color": COLOURS[2], "type": "dashed"}}],
+            "data": [{"yAxis": fed.target, "lineStyle": {"color": COLOURS[2], "type": "dashed"}}],
         }
     return options
 
 
-def fed_loss(told: FederatedTimeline) -> Options:
-    """The loss in training, of those who were aggregated, and in tests of the model."""
-    shown = {name: series for name, series in fed_losses(told).items() if len(series)}
+def fed_loss(fed: FederatedTimeline) -> Options:
+    """Return a chart of the training loss of aggregated clients, and of the test loss."""
+    shown = {name: series for name, series in fed_losses(fed).items() if len(series)}
     options = frame(True, "round", "")
     options["series"] = [
         line(name, series.mean(MOST_MEANS), colour)
@@ -359,29 +361,29 @@ def fed_loss(told: FederatedTimeline) -> Options:
     return options
 
 
-def fed_losses(told: FederatedTimeline) -> dict[str, Series]:
-    return {"training": told.loss, "test": told.test_loss}
+def fed_losses(fed: FederatedTimeline) -> dict[str, Series]:
+    return {"training": fed.loss, "test": fed.test_loss}
 
 
-def fed_rounds(told: FederatedTimeline) -> Options:
-    """How many clients were aggregated, cut and lost in each round, and how long it took."""
+def fed_rounds(fed: FederatedTimeline) -> Options:
+    """Return a chart of aggregated, cut and lost clients by round, and of the rounds' duration."""
     options = frame(True, "round", "")
     options["yAxis"] = [{**options["yAxis"], "min": 0}, {**axis(""), "min": 0, "splitLine": {"show": False}}]
     options["series"] = [
         {
-            **line(name, told.outcomes[name].mean(MOST_MEANS), colour),
+            **line(name, fed.outcomes[name].mean(MOST_MEANS), colour),
             "stack": "clients",
             "areaStyle": {"opacity": 0.4},
         }
         for name, colour in OUTCOME_COLOURS.items()
-        if name in told.outcomes
+        if name in fed.outcomes
     ]
-    options["series"].append({**line("duration in s", told.duration_s.mean(MOST_MEANS), COLOURS[4]), "yAxisIndex": 1})
+    options["series"].append({**line("duration in s", fed.duration_s.mean(MOST_MEANS), COLOURS[4]), "yAxisIndex": 1})
     return options
 
 
-def fed_picked(told: FederatedTimeline) -> Options:
-    """Who was picked in the newest rounds, a dot for each."""
+def fed_picked(fed: FederatedTimeline) -> Options:
+    """Return a chart of the clients in the newest rounds, with a dot for each."""
     options = frame(False, "round", "client")
     options["xAxis"] |= {"min": "dataMin", "max": "dataMax"}
     options["tooltip"] = {**tooltip("item"), ":formatter": "p => `round ${p.value[0]}, client ${p.value[1]}`"}
@@ -392,7 +394,7 @@ def fed_picked(told: FederatedTimeline) -> Options:
             "name": outcome,
             "symbolSize": 5,
             "itemStyle": {"color": colour, "opacity": 0.8},
-            "data": [[number, client] for number, clients in told.recent.items() for client in clients[outcome]],
+            "data": [[number, client] for number, clients in fed.recent.items() for client in clients[outcome]],
             "animation": False,
         }
         for outcome, colour in OUTCOME_COLOURS.items()
@@ -400,10 +402,10 @@ def fed_picked(told: FederatedTimeline) -> Options:
     return options
 
 
-def fed_fairness(told: FederatedTimeline) -> Options:
-    """How many clients were picked how often."""
+def fed_fairness(fed: FederatedTimeline) -> Options:
+    """Return a histogram of how often clients were picked."""
     counts: dict[int, int] = {}
-    for often in told.picks.values():
+    for often in fed.picks.values():
         counts[often] = counts.get(often, 0) + 1
     often_most = max(counts, default=0)
     bins = max(1, -(-often_most // 40))
@@ -426,18 +428,18 @@ def fed_fairness(told: FederatedTimeline) -> Options:
     return options
 
 
-def fed_description(told: FederatedTimeline) -> dict[str, str]:
-    """The charts in words, for who cannot see them."""
-    target = "" if told.target is None else f", target {told.target:g} %"
-    newest = told.recent[max(told.recent)] if told.recent else {}
+def fed_description(fed: FederatedTimeline) -> dict[str, str]:
+    """Describe the charts in words, for screen readers."""
+    target = "" if fed.target is None else f", target {fed.target:g} %"
+    newest = fed.recent[max(fed.recent)] if fed.recent else {}
     counts = ", ".join(f"{len(clients)} {outcome}" for outcome, clients in newest.items())
-    best = "none yet" if told.best is None else f"{told.best:.2f} % at best"
-    last = {name: series.last for name, series in fed_losses(told).items()}
+    best = "none yet" if fed.best is None else f"{fed.best:.2f} % at best"
+    last = {name: series.last for name, series in fed_losses(fed).items()}
     said = ", ".join(f"{name} {value:.4g}" for name, value in last.items() if value is not None)
     return {
-        "accuracy": f"accuracy over the virtual clock: {best} after {span_text(told.clock_s)}{target}",
+        "accuracy": f"accuracy over the virtual clock: {best} after {span_text(fed.clock_s)}{target}",
         "loss": f"loss by round: {said or 'none yet'}",
-        "rounds": f"{told.rounds} rounds; the newest: {counts}",
-        "picked": f"who was picked in the newest rounds; round {told.rounds}: {', '.join(map(str, newest.get('invited', ())))}",
-        "fairness": f"{len(told.picks)} clients were picked, the most frequent {max(told.picks.values(), default=0)} times",
+        "rounds": f"{fed.rounds} rounds; the newest: {counts}",
+        "picked": f"who was picked in the newest rounds; round {fed.rounds}: {', '.join(map(str, newest.get('invited', ())))}",
+        "fairness": f"{len(fed.picks)} clients were picked, the most frequent {max(fed.picks.values(), default=0)} times",
     }

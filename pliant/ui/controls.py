@@ -19,12 +19,12 @@ from pliant.ui.jobs import JobControl, ShownJob
 log = logging.getLogger(__name__)
 
 WRONG_S = 1.0
-"""After a wrong token: guessing shall be slow."""
+"""Pause after a wrong token, to make guessing slow."""
 MOST_WORKERS = 100_000
 
 
 class JobActions:
-    """Makes the buttons. The token is the one that `pliant dash` says at its start."""
+    """Buttons that act on a job, for users who know the token that `pliant dash` prints."""
 
     def __init__(self, token: str) -> None:
         self._token = token
@@ -33,7 +33,7 @@ class JobActions:
         return hmac.compare_digest(given.encode(), self._token.encode())
 
     def buttons(self, job: ShownJob) -> tuple[ui.button, ui.button]:
-        """Resize and stop, in the place where they are made."""
+        """Add the buttons Resize and Stop to the present element."""
         remembered = _Remembered()
         resize = ui.button("Resize", icon="open_in_full", on_click=lambda: self._ask_resize(job, remembered))
         stop = ui.button("Stop", icon="stop", on_click=lambda: self._ask_stop(job, remembered))
@@ -70,7 +70,7 @@ class JobActions:
     def _finish(
         self, dialog: ui.dialog, job: ShownJob, verb: str, act: Callable[[JobControl], str], remembered: _Remembered
     ) -> None:
-        """The token, and the two ways out."""
+        """Add the token field and the buttons to a dialog."""
         token = ui.input("Token of this page", value=remembered.token, password=True).style("width: 100%").mark("token")
         said = ui.label("").classes("bad").style("overflow-wrap: anywhere").props("role=alert").mark("said")
 
@@ -105,18 +105,18 @@ class JobActions:
 
 
 class _Remembered:
-    """The token, once it was right, for as long as this page is open."""
+    """The last correct token, kept while the page is open."""
 
     token = ""
 
 
 NOTCHES = 200
 LEAST_STEPS = 20
-"""A job with fewer has nothing to choose from."""
+"""The slider is shown from this number of steps on."""
 
 
 class StepRange:
-    """What was chosen device_uses as it is while the job goes on; an end that was not chosen goes with the newest step."""
+    """A slider for the steps of the curves. Chosen ends stay as the job continues; the others follow the newest step."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed = changed
@@ -126,12 +126,12 @@ class StepRange:
             self._told = ui.label("").classes("note")
             self._slider = ui.range(min=0, max=NOTCHES, value={"min": 0, "max": NOTCHES})
             self._slider.props('dense drag-range aria-label="Steps that the curves show"')
-            self._slider.on("change", self._moved, [None])  # when a handle is let go: each redraw costs
+            self._slider.on("change", self._moved, [None])  # when a handle is released, because redrawing is slow
             self._all = ui.button("All steps", on_click=lambda: self.choose(0, None)).props("flat dense no-caps")
         self._row.set_visibility(False)
 
     def follow(self, last_step: int) -> None:
-        """The job has come so far."""
+        """Set the newest step of the job."""
         self._last = last_step
         self._row.set_visibility(last_step >= LEAST_STEPS)
         self._show()
@@ -151,7 +151,7 @@ class StepRange:
         whole = self.chosen == (0, None)
         self._told.set_text(f"all {self._last:,} steps" if whole else f"steps {begin:,} to {end or self._last:,}")
         self._all.set_visibility(not whole)
-        # Handles move only with what was chosen: a slider that moves by itself is hard to hold.
+        # Handles do not follow the job: a slider that moves by itself is hard to hold.
         places = {
             "min": round(NOTCHES * begin / max(1, self._last)),
             "max": NOTCHES if end is None else round(NOTCHES * end / max(1, self._last)),

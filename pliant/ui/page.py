@@ -26,11 +26,11 @@ from pliant.ui.widgets import CSS, ChartCard, HtmlCard
 DRAW_S = 1.0
 LOG_LINES = 400
 MOST_OTHERS = 4
-"""Charts for what a program reports beside its loss; what is more comes together in the last one."""
+"""Most charts for values beside the loss; all further values share the last one."""
 
 
 class JobPage:
-    """Made anew for each visitor."""
+    """The page of one job, made for each visitor."""
 
     def __init__(self, job: ShownJob, watcher: Watcher, actions: JobActions) -> None:
         self._job, self._watcher, self._actions = job, watcher, actions
@@ -72,7 +72,7 @@ class JobPage:
         ui.timer(DRAW_S, self._draw_log)
 
     def draw(self) -> None:
-        """Whatever has changed."""
+        """Redraw what has changed."""
         job, now_s = self._job, time.time()
         state = job.state(now_s)
         version = (*job.version, state, self._steps.chosen)
@@ -129,7 +129,7 @@ class JobPage:
         card.show(drawn, charts.description(given, window), title=title, key=key)
 
     def _draw_view(self, job: ShownJob) -> None:
-        """Who trains now, and who sends to whom; only where that has changed: a thousand workers are much to draw."""
+        """Redraw the workers and the topology if they have changed."""
         timeline = job.timeline
         view = timeline.views[-1] if timeline.views else ViewWorkers(0, job.members, 0) if job.members else None
         now = (view, timeline.links)
@@ -146,14 +146,14 @@ class JobPage:
         note = "; ".join(filter(None, [view.strategy or "AUTO", found.note, roots, rates]))
         self._graph.show(topology_chart(found), topology_description(found), note=note, height_px=300)
 
-    def _draw_federated(self, told: FederatedTimeline) -> None:
-        description = charts.fed_description(told)
-        has_loss = any(len(series) for series in charts.fed_losses(told).values())
-        self._accuracy.show(charts.fed_accuracy(told) if len(told.accuracy) else None, description["accuracy"])
-        self._values.show(charts.fed_loss(told) if has_loss else None, description["loss"])
-        self._rounds.show(charts.fed_rounds(told) if told.rounds else None, description["rounds"])
-        self._picked.show(charts.fed_picked(told) if told.recent else None, description["picked"])
-        self._fair.show(charts.fed_fairness(told) if told.picks else None, description["fairness"])
+    def _draw_federated(self, fed: FederatedTimeline) -> None:
+        description = charts.fed_description(fed)
+        has_loss = any(len(series) for series in charts.fed_losses(fed).values())
+        self._accuracy.show(charts.fed_accuracy(fed) if len(fed.accuracy) else None, description["accuracy"])
+        self._values.show(charts.fed_loss(fed) if has_loss else None, description["loss"])
+        self._rounds.show(charts.fed_rounds(fed) if fed.rounds else None, description["rounds"])
+        self._picked.show(charts.fed_picked(fed) if fed.recent else None, description["picked"])
+        self._fair.show(charts.fed_fairness(fed) if fed.picks else None, description["fairness"])
 
     # --- logs ---
 
@@ -186,7 +186,7 @@ def is_loss(*names: str) -> bool:
 
 
 def grouped(values: Mapping[str, Series]) -> list[dict[str, Series]]:
-    """Which values share a chart: all losses in the first one, else the first value; each other has its own scale."""
+    """Return the values of each chart: all losses in the first one, or else the first value."""
     losses = {name: series for name, series in values.items() if is_loss(name)} or dict(islice(values.items(), 1))
     rest = [(name, series) for name, series in values.items() if name not in losses]
     apart = [{name: series} for name, series in rest[: MOST_OTHERS - 1]]
@@ -195,7 +195,7 @@ def grouped(values: Mapping[str, Series]) -> list[dict[str, Series]]:
 
 
 def headline(job: ShownJob, state: str) -> str:
-    """Name, state and figures, as HTML."""
+    """Return name, state and figures of a job as HTML."""
     given = _federated_facts(job.timeline.federated) if job.timeline.federated is not None else _training_facts(job)
     why = f'<div class="note">{html.escape(told)}</div>' if (told := job.why) else ""
     where = html.escape(job.command or job.where)
@@ -206,15 +206,15 @@ def headline(job: ShownJob, state: str) -> str:
     )
 
 
-def _federated_facts(told: FederatedTimeline) -> Sequence[tuple[str, str]]:
-    given = [("round", str(told.rounds)), ("virtual clock", span_text(told.clock_s))]
-    if told.best is not None:
-        given.append(("best accuracy", f"{told.best:.2f} %"))
-    if told.target is not None:
-        hours = told.time_to(told.target)
-        given.append((f"time to {told.target:g} %", "not yet" if hours is None else span_text(3600 * hours)))
-    if told.epsilon.last is not None:
-        given.append(("epsilon", f"{told.epsilon.last:.3g}"))
+def _federated_facts(fed: FederatedTimeline) -> Sequence[tuple[str, str]]:
+    given = [("round", str(fed.rounds)), ("virtual clock", span_text(fed.clock_s))]
+    if fed.best is not None:
+        given.append(("best accuracy", f"{fed.best:.2f} %"))
+    if fed.target is not None:
+        hours = fed.time_to(fed.target)
+        given.append((f"time to {fed.target:g} %", "not yet" if hours is None else span_text(3600 * hours)))
+    if fed.epsilon.last is not None:
+        given.append(("epsilon", f"{fed.epsilon.last:.3g}"))
     return given
 
 
@@ -237,13 +237,13 @@ def _training_facts(job: ShownJob) -> Sequence[tuple[str, str]]:
 
 
 ORDER = ("running", "starting", "put-off", "waiting", "silent", "failed")
-"""In the list, what needs eyes comes first."""
+"""Order of states in the list."""
 MOST_ROWS = 100
-"""Each is sent again when any of them changes: the others are a click away."""
+"""Most jobs in the list, which is sent again with every change; a link shows all."""
 
 
 def register_pages(watcher: Watcher, actions: JobActions) -> None:
-    """Register the pages with NiceGUI, of which there is one in a process."""
+    """Register the pages with NiceGUI, which a process can do once."""
 
     @ui.page("/", title="pliant")
     def index() -> None:
@@ -256,7 +256,7 @@ def register_pages(watcher: Watcher, actions: JobActions) -> None:
         if job is None:
             _add_frame("no such job")
             ui.html('<p>No such job is known here yet. <a href="/" class="cool">All jobs</a></p>', sanitize=False)
-            # After a restart of the page, jobs are found one by one.
+            # After a restart of the server, jobs are found one by one.
             ui.timer(DRAW_S, lambda: ui.navigate.reload() if key in watcher.known.jobs else None)
             return
         ui.page_title(f"{job.name} · pliant")
@@ -265,7 +265,7 @@ def register_pages(watcher: Watcher, actions: JobActions) -> None:
 
 
 class Index:
-    """All jobs, and the cluster."""
+    """The page with all jobs and the cluster."""
 
     def __init__(self, watcher: Watcher, most: int | None) -> None:
         self._watcher, self._most = watcher, most
@@ -288,7 +288,7 @@ class Index:
         version = (round(now_s, -1), len(known.clusters), *(len(job.cluster_events) for job in list(known.jobs.values())))
         if version != self._drawn:
             self._drawn = version
-            # Of the first cluster; there is hardly ever a second.
+            # Only the first cluster is drawn.
             self._draw_cluster(next((each for each in list(known.clusters.values()) if each.status), None), now_s)
 
     def _draw_cluster(self, cluster: ShownCluster | None, now_s: float) -> None:
@@ -311,9 +311,9 @@ class Index:
 
 
 def _add_frame(where: str) -> None:
-    """What all pages have: the look, the head, the switch between dark and light."""
+    """Add what all pages have: the style sheet, the header, the switch between dark and light."""
     ui.add_css(CSS)
-    # The choice is kept by the browser; without one, the system's counts.
+    # The browser keeps the choice in a cookie; without one, the system's theme is used.
     request = ui.context.client.request
     chosen = request.query_params.get("theme") or request.cookies.get("pliant_theme")
     dark = ui.dark_mode(True if chosen == "dark" else False if chosen == "light" else None)
@@ -332,7 +332,7 @@ def _add_frame(where: str) -> None:
 
 
 def job_list(known: DashboardState, now_s: float, most: int | None = None) -> str:
-    """All jobs, or the first so many, as HTML; before them, what cannot be looked at."""
+    """Return all jobs, or the first `most`, as HTML, after the problems of the sources."""
 
     def place(job: ShownJob) -> tuple[int, float]:
         state = job.state(now_s)

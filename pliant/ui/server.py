@@ -1,4 +1,4 @@
-"""Server of the page: runs until it is signalled, and lets in only who may look.
+"""Server of the page: runs until it is signalled, and lets in only those who may look.
 
 On loopback, reading is free for requests that name loopback as their host; a page of another site whose name points to
 loopback is kept out by that name. On other addresses the token is asked for, and kept in a cookie that scripts cannot
@@ -35,7 +35,7 @@ COOKIE = "pliant_dash"
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]", "::1"})
 MAX_BODY_BYTES = 4096
 WRONG_S = 0.5
-"""After a wrong token: guessing shall be slow."""
+"""Pause after a wrong token, to make guessing slow."""
 _FORM = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>pliant</title><style>:root{color-scheme:light dark}body{font:16px/1.5 system-ui,sans-serif;display:grid;
 place-items:center;min-height:90vh;margin:0 16px}form{max-width:22rem}input,button{font:inherit;padding:.3rem .6rem;
@@ -46,13 +46,13 @@ _WHERE = "It is PLIANT_TOKEN, or what is in --token-file, or was printed where t
 
 
 class PageGate:
-    """In front of the whole application, its sockets included."""
+    """Middleware that checks every request and websocket."""
 
     def __init__(self, app: ASGIApp, token: str, *, open_to: frozenset[str] | None) -> None:
         self.app = app
         self._token = token
         self._open_to = open_to
-        """Host names under which all may read; None: nobody without the token."""
+        """Host names under which reading needs no token; None if it always does."""
         self._mark = hmac.new(token.encode(), b"pliant dash", hashlib.sha256).hexdigest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -68,7 +68,7 @@ class PageGate:
             await refusal(scope, receive, send)
 
     async def _refusal(self, scope: Scope, receive: Receive) -> Response | None:
-        """What to answer instead of the page; None: let it pass."""
+        """Return the response to a request that is refused; None to let it pass."""
         connection = HTTPConnection(scope)
         if self._open_to is not None:
             host = connection.headers.get("host", "")
@@ -100,7 +100,7 @@ class PageGate:
 
 
 def _name(host: str) -> str:
-    """A Host header without its port."""
+    """Return a Host header without its port."""
     if host.startswith("["):
         return host.partition("]")[0] + "]"
     return host.partition(":")[0]
@@ -114,15 +114,15 @@ MISSING = "the page needs NiceGUI: pip install 'pliant[dash]'; `pliant top` show
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DashConfig:
-    """Where the page is, and who may act."""
+    """Address and token of the page."""
 
     host: str = "127.0.0.1"
     port: int = 9300
-    """0 picks a free one."""
+    """Port; 0 picks a free one."""
     token: str = field(repr=False)
-    """Whoever resizes or stops a job must know it; beyond loopback, whoever looks."""
+    """Token for resizing and stopping jobs; beyond loopback, also for looking."""
     tls_cert: str = ""
-    """Certificate chain, PEM; empty: plain HTTP."""
+    """Certificate chain as PEM; empty for plain HTTP."""
     tls_key: str = ""
 
     def __post_init__(self) -> None:
@@ -142,12 +142,12 @@ class DashConfig:
 
 
 def serve(config: DashConfig, watcher: Watcher, say: Callable[[str], None]) -> None:
-    """Show what `watcher` sees until SIGTERM or SIGINT. Call it from the main thread.
+    """Serve the jobs of `watcher` until SIGTERM or SIGINT. Call it from the main thread.
 
     Raises:
         ConfigError: the address cannot be used, or NiceGUI is not installed.
     """
-    # NiceGUI would make a folder for what users store; nobody does. It looks where when it is imported.
+    # NiceGUI makes a folder for data of users when it is imported; none is stored.
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pliant-dash-"))
         os.environ.setdefault("NICEGUI_STORAGE_PATH", folder)
@@ -174,7 +174,7 @@ def _settings(config: DashConfig, app: PageGate) -> uvicorn.Config:
 
 
 def application(config: DashConfig, watcher: Watcher) -> PageGate:
-    """The page behind its door. There can be one in a process."""
+    """Return the page behind its gate. A process can have one."""
     try:
         from fastapi import FastAPI
         from nicegui import ui

@@ -1,4 +1,4 @@
-"""The same stories for a terminal: what `pliant top` draws, as values of rich."""
+"""The screen of `pliant top`: jobs, cluster and one job's timeline, as renderables of rich."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ FIGURES = {
     "global batch": "batch_size",
     "noise scale": "noise_scale",
 }
-"""What is shown of a timeline's figures."""
+"""Figures of a timeline that are shown, by name."""
 NEWS = 6
 LOG_LINES = 5
 MOST_JOBS = 20
 
 
 def screen(known: DashboardState, now_s: float, width: int, wanted: str = "", height: int = 0) -> RenderableType:
-    """All jobs, the cluster, and more about one: the wanted, or else the first that runs. 0: any height will do."""
+    """Return a screen with all jobs, the cluster, and details of the wanted or first job. Height 0 means any."""
     jobs = sorted_jobs(known, now_s)
     chosen = next(
         (job for job in jobs if wanted and wanted in (job.name, job.key)), None if wanted else next(iter(jobs), None)
@@ -64,19 +64,19 @@ def screen(known: DashboardState, now_s: float, width: int, wanted: str = "", he
 
 
 def sorted_jobs(known: DashboardState, now_s: float) -> list[ShownJob]:
-    """All jobs in the order of the table: those that run first, then the newest."""
+    """Return all jobs in the order of the table: running ones first, then the newest."""
     return sorted(known.jobs.values(), key=lambda job: (job.state(now_s) != "running", -(job.started_s or 0.0)))
 
 
 def neighbour(known: DashboardState, now_s: float, wanted: str, step: int) -> str:
-    """Which job is so many lines below the wanted one, by its key; at an end of the table, the last one there."""
+    """Return the key of the job `step` lines below the wanted one, or at the end of the table."""
     jobs = sorted_jobs(known, now_s)
     place = next((number for number, job in enumerate(jobs) if wanted in (job.name, job.key)), 0)
     return jobs[min(max(place + step, 0), len(jobs) - 1)].key if jobs else ""
 
 
 def bars(series: Series, width: int) -> str:
-    """A curve in one line: the highest bar is the greatest of the means."""
+    """Return a curve as a line of bars."""
     points = [y for _, y in series.mean(max(1, width))]
     low, high = min(points, default=0.0), max(points, default=0.0)
     reach = (high - low) or 1.0
@@ -88,7 +88,7 @@ def _table(jobs: Sequence[ShownJob], now_s: float, most: int, chosen: ShownJob |
     for name in ("JOB", "STATE", "STEP", "WORKERS", "SPEED", "VALUE", "AGE"):
         right = name in ("STEP", "WORKERS", "SPEED", "VALUE", "AGE")
         table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
-    # What is chosen device_uses in sight.
+    # The chosen job stays visible.
     first = max(0, jobs.index(chosen) - most + 1) if chosen is not None else 0
     for job in jobs[first : first + most]:
         state = job.state(now_s)
@@ -107,9 +107,9 @@ def _table(jobs: Sequence[ShownJob], now_s: float, most: int, chosen: ShownJob |
 
 def _figures(job: ShownJob) -> tuple[str, str, str, str]:
     timeline = job.timeline
-    if (told := timeline.federated) is not None:
-        best = "-" if told.best is None else f"{told.best:.2f} %"
-        return f"{told.rounds} rounds", "-", f"{told.clock_s / 3600:.2f} h", best
+    if (fed := timeline.federated) is not None:
+        best = "-" if fed.best is None else f"{fed.best:.2f} %"
+        return f"{fed.rounds} rounds", "-", f"{fed.clock_s / 3600:.2f} h", best
     speed = timeline.figures["samples_per_s"].last if "samples_per_s" in timeline.figures else None
     name, series = next(iter(timeline.values.items()), ("", Series()))
     value = "-" if series.last is None else strip_controls(f"{name} {series.last:.4g}")
@@ -152,7 +152,7 @@ def _job_panel(job: ShownJob, now_s: float, width: int, logged: int) -> Panel:
 
 
 def _view_line(job: ShownJob, width: int) -> Text:
-    """How many workers each host has."""
+    """Return the number of workers of each host."""
     view = job.timeline.views[-1]
     hosts: dict[str, int] = {}
     for name in view.workers:
@@ -174,7 +174,7 @@ def _event(event: TimelineEvent, unit: str) -> Text:
 
 
 def _links(links: MeasuredLinks) -> Text:
-    """The slowest way and the fastest, between hosts."""
+    """Return the slowest and the fastest link between hosts."""
     rates = [
         (rate, f"{links.hosts[source]} → {links.hosts[target]}")
         for source, row in enumerate(links.bytes_per_s)
@@ -188,18 +188,18 @@ def _links(links: MeasuredLinks) -> Text:
     return Text(strip_controls(told), no_wrap=True, overflow="ellipsis")
 
 
-def _picked(told: FederatedTimeline) -> Text:
-    """Who was picked in the newest round, and how many clients so far."""
-    number = max(told.recent)
-    newest = told.recent[number]
+def _picked(fed: FederatedTimeline) -> Text:
+    """Return the clients of the newest round, and how many were picked so far."""
+    number = max(fed.recent)
+    newest = fed.recent[number]
     counts = ", ".join(f"{len(newest[name])} {name}" for name in ("aggregated", "cut", "lost"))
     clients = " ".join(map(str, newest["invited"]))
-    text = f"{len(told.picks)} clients picked so far; round {number}: {counts}: {clients}"
+    text = f"{len(fed.picks)} clients picked so far; round {number}: {counts}: {clients}"
     return Text(text, no_wrap=True, overflow="ellipsis")
 
 
 def _log(job: ShownJob, most: int) -> list[str]:
-    """The newest lines of its first log. Reads them."""
+    """Read and return the newest lines of the first log."""
     log = next(iter(job.logs.values()), None)
     if log is None or not most:
         return []
@@ -211,7 +211,7 @@ def _log(job: ShownJob, most: int) -> list[str]:
 
 
 def _devices(cluster: ShownCluster, status: ClusterStatus, known: DashboardState, now_s: float, width: int) -> list[RenderableType]:
-    """The cluster's devices by who has them now, and how many were in use until now."""
+    """Return the devices of a cluster by job, and how many were in use until now."""
     told = Text(no_wrap=True, overflow="ellipsis")
     for kind, count in status.devices.items():
         told.append(f"{kind} ", "bold")

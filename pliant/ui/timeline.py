@@ -24,13 +24,13 @@ from pliant.record import Fact
 
 
 MOST_KEPT = 500_000
-"""Points of a series; beyond that it is thinned to half, so that a job of a month fits into memory."""
+"""Most points of a series. Beyond that it is thinned to half, so that a job of a month fits into memory."""
 Floats = NDArray[np.float64]
 Point = tuple[float, float]
 
 
 class Series:
-    """Points with growing x. What has not happened after all is cut off again."""
+    """Points with growing x, of which the end can be cut off again."""
 
     def __init__(self) -> None:
         self._x, self._y = array("d"), array("d")
@@ -46,7 +46,7 @@ class Series:
         return self._y[-1] if self._y else None
 
     def add(self, x: float, y: float) -> None:
-        """One more point; what lies at x or after it is replaced. What is no number, as of a model that has diverged, is a gap."""
+        """Add a point in place of those at x or after it. A value that is not finite makes a gap."""
         if self._x and x <= self._x[-1]:
             self.cut(math.nextafter(x, -math.inf))
         self._x.append(x)
@@ -56,7 +56,7 @@ class Series:
             self._x, self._y = array("d", (x for x, _ in kept)), array("d", (y for _, y in kept))
 
     def part(self, begin: float, end: float) -> Series:
-        """The points from `begin` to `end`, and one more on each side, so that a line through them leaves the graph."""
+        """Return the points from `begin` to `end`, and one more on each side, so that a line reaches the edges."""
         first = max(0, bisect_left(self._x, begin) - 1)
         last = bisect_right(self._x, end) + 1
         found = Series()
@@ -64,22 +64,22 @@ class Series:
         return found
 
     def x_at(self, y: float) -> float | None:
-        """The last x at which the series had not grown over `y`; None: it had at once. For what never falls, such as time."""
+        """Return the last x whose y is not above `y`, for a series that never falls; None if there is none."""
         place = bisect_right(self._y, y)
         return self._x[place - 1] if place else None
 
     def cut(self, after: float) -> None:
-        """Forget what is after this x."""
+        """Remove the points after this x."""
         keep = bisect_right(self._x, after)
         del self._x[keep:], self._y[keep:]
 
     def thinned(self, most: int) -> list[Point]:
-        """As `thin`, of all points; gaps are left out."""
+        """Return `thin` of all points, without gaps."""
         # Copies: a view would keep the arrays from growing.
         return thin(np.array(self._x), np.array(self._y), most)
 
     def mean(self, most: int) -> list[Point]:
-        """At most so many points, each the mean of its neighbours: for what jumps so much that extremes say nothing."""
+        """Return at most `most` points, each the mean of its neighbours."""
         x, y = _finite(np.array(self._x), np.array(self._y))
         if len(x) <= most:
             return _points(x, y)
@@ -89,9 +89,9 @@ class Series:
 
 
 def thin(x: Floats, y: Floats, most: int) -> list[Point]:
-    """At most `most` of the points, with the same outline: of each run of neighbours, the first, last, least and greatest.
+    """Return at most `most` of the points with the same outline, so that no spike is lost.
 
-    So no spike is lost, whatever its width; a mean would hide it, and every n-th point would miss it.
+    Of each run of neighbours it keeps the first, the last, the least and the greatest.
     """
     x, y = _finite(x, y)
     if len(x) <= most:
@@ -119,35 +119,35 @@ def _points(x: Floats, y: Floats) -> list[Point]:
 
 
 MOST_ROUNDS_KEPT = 50
-"""Whose picks are kept one by one, for the newest rounds."""
+"""Number of newest rounds whose clients are kept one by one."""
 OUTCOMES = ("invited", "aggregated", "cut", "lost")
 
 
 @dataclass(slots=True)
 class FederatedTimeline:
-    """What `round` and `test` facts tell."""
+    """Timeline of a federated job, from its `round` and `test` facts."""
 
     rounds: int = 0
     clock_s: float = 0.0
     accuracy: Series = field(default_factory=Series)
-    """In per cent, by hours of the virtual clock, as is the top-5 accuracy."""
+    """Accuracy in per cent by hours of the virtual clock, like `top_5`."""
     top_5: Series = field(default_factory=Series)
     epsilon: Series = field(default_factory=Series)
     loss: Series = field(default_factory=Series)
-    """Of training; by round, as the following."""
+    """Training loss by round, like the following series."""
     test_loss: Series = field(default_factory=Series)
     duration_s: Series = field(default_factory=Series)
     outcomes: dict[str, Series] = field(default_factory=dict)
-    """How many clients were invited, aggregated, cut and lost."""
+    """Number of clients that were invited, aggregated, cut and lost."""
     picks: Counter[int] = field(default_factory=Counter)
-    """How often each client was picked."""
+    """Number of times that each client was picked."""
     recent: dict[int, dict[str, tuple[int, ...]]] = field(default_factory=dict)
-    """The clients of the newest rounds, by what became of them."""
+    """Clients of the newest rounds by outcome."""
     target: float | None = None
-    """The accuracy that the job is after, in per cent."""
+    """Accuracy at which the job ends, in per cent."""
 
     def add(self, fact: Fact) -> None:
-        """A round, or a test of the model."""
+        """Add a round, or a test of the model."""
         number = _whole(fact.data, "round", fact.step)
         clock_s = _number(fact.data.get("clock_s"))
         self.clock_s = clock_s if clock_s is not None else self.clock_s
@@ -157,7 +157,7 @@ class FederatedTimeline:
             self._round(fact, number)
 
     def time_to(self, accuracy: float) -> float | None:
-        """Hours of the virtual clock until the model was first so good, in per cent; None: it has not been."""
+        """Return the hours of the virtual clock until an accuracy in per cent was first reached; None if it was not."""
         return next((hour for hour, reached in self.accuracy if reached >= accuracy), None)
 
     @property
@@ -193,7 +193,7 @@ class FederatedTimeline:
             del self.recent[min(self.recent)]
 
     def _forget(self, number: int) -> None:
-        """A job that was begun anew from its checkpoint does rounds once more."""
+        """Remove rounds that a resumed job repeats."""
         again = [each for each in self.recent if each >= number]
         for each in again:
             self.picks.subtract(self.recent.pop(each)["invited"])
@@ -212,19 +212,19 @@ def _clients(value: object) -> tuple[int, ...]:
 MOST_EVENTS = 5000
 MEASURED = ("noise_scale", "variance")
 LR = "learning rate"
-"""How decisions on it begin."""
+"""Beginning of the text of decisions on the learning rate."""
 WORKING_S = 30.0
-"""A job whose record has grown within this time is held for running, where nobody knows better."""
+"""A job whose record has grown within this time counts as running, if nothing else is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineEvent:
-    """Something that a curve should be read with."""
+    """An event that is marked on the curves."""
 
     kind: str
-    """start, resize, lost, decision, refused, resumed, or end."""
+    """One of start, resize, lost, decision, refused, resumed, end."""
     step: int | None
-    """None: told by somebody who does not know the steps, such as a cluster."""
+    """Step of the event; None if it is not known, as for events of a scheduler."""
     time_s: float
     what: str
     why: str = ""
@@ -236,14 +236,14 @@ class ViewWorkers:
 
     step: int
     workers: tuple[str, ...]
-    """host:port by rank; made up of their ranks, where the record has no names."""
+    """host:port by rank; `rank N` if the record has no names."""
     replicas: int
     strategy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLinks:
-    """Rates that were measured between hosts."""
+    """Measured rates between hosts."""
 
     step: int
     hosts: tuple[str, ...]
@@ -252,14 +252,14 @@ class MeasuredLinks:
 
 @dataclass(slots=True)
 class JobTimeline:
-    """What a record has told so far."""
+    """Series and events of a job, from the facts of its record so far."""
 
     values: dict[str, Series] = field(default_factory=dict)
-    """What the program has reported (the loss, say), by name and step."""
+    """Values that the program reports, such as the loss, by name and step."""
     figures: dict[str, Series] = field(default_factory=dict)
-    """samples_per_s, step_s, batch_size (of all replicas together), workers, noise_scale, variance; by step."""
+    """samples_per_s, step_s, batch_size (of all replicas together), workers, noise_scale, variance, by step."""
     times: Series = field(default_factory=Series)
-    """When each step was done."""
+    """Unix time of each step."""
     events: deque[TimelineEvent] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
     views: list[ViewWorkers] = field(default_factory=list)
     links: MeasuredLinks | None = None
@@ -270,7 +270,7 @@ class JobTimeline:
     last_s: float = 0.0
     over: bool = False
     num_facts: int = 0
-    """Grows with each fact: whoever has drawn the timeline sees by it whether there is news."""
+    """Number of facts so far, which shows whether the timeline has changed."""
 
     @property
     def strategy(self) -> str:
@@ -278,17 +278,17 @@ class JobTimeline:
 
     @property
     def unit(self) -> str:
-        """What steps are called."""
+        """Name of a step: `step` or `round`."""
         return "round" if self.federated is not None else "step"
 
     @property
     def num_workers(self) -> int:
-        """Of the last step, or of the view if it is newer."""
+        """Number of workers in the last step, or in the view if no step is known."""
         told = self.figures["workers"].last if "workers" in self.figures else None
         return int(told) if told is not None else len(self.views[-1].workers) if self.views else 0
 
     def step_at(self, time_s: float) -> int | None:
-        """The last step that was done by then; None: none was."""
+        """Return the last step that was done by then; None if there was none."""
         step = self.times.x_at(time_s)
         return None if step is None else int(step)
 
@@ -296,7 +296,7 @@ class JobTimeline:
         return not self.over and self.num_facts > 0 and now_s - self.last_s < WORKING_S
 
     def add(self, facts: Iterable[Fact]) -> None:
-        """Hear some more."""
+        """Add facts."""
         for fact in facts:
             self.num_facts += 1
             self.began_s = fact.time_s if self.began_s is None else self.began_s
@@ -326,7 +326,7 @@ class JobTimeline:
         self._add(fact, "resumed", f"goes on from the checkpoint of step {fact.step}")
 
     def _undo(self, after: int) -> None:
-        """The steps after this one have not happened."""
+        """Remove everything after this step, which was undone."""
         for series in (*self.values.values(), *self.figures.values(), self.times):
             series.cut(after)
         self.views = [view for view in self.views if view.step <= after]
@@ -349,7 +349,7 @@ class JobTimeline:
             self._nameless(fact.step, workers)
 
     def _nameless(self, step: int, workers: int) -> None:
-        """As records were before they had names: ranks will do."""
+        """Add a view of workers without names, as old records have them."""
         self.views.append(ViewWorkers(step, tuple(f"rank {rank}" for rank in range(workers)), self.replicas))
 
     def _view(self, fact: Fact) -> None:
@@ -431,7 +431,7 @@ _HANDLERS = {
 
 
 def summary(decision: Mapping[str, Any]) -> str:
-    """What was decided, in few words."""
+    """Return a decision in few words."""
     match decision.get("kind"):
         case "set_batch_size":
             return f"batch size {decision.get('size')} per replica"
@@ -447,7 +447,7 @@ def summary(decision: Mapping[str, Any]) -> str:
 
 
 def strategy_text(strategy: object) -> str:
-    """A strategy's name, or each rank's father, as `Observation.strategy` writes it."""
+    """Return a strategy's name, or the father of each rank, as `Observation.strategy` has it."""
     if isinstance(strategy, list | tuple):
         return ",".join(map(str, strategy))
     return str(strategy or "")

@@ -22,29 +22,29 @@ MOST_EDGES = 600
 
 @dataclass(frozen=True, slots=True)
 class GraphNode:
-    """A worker, or a host with several."""
+    """A worker, or a host with several workers."""
 
     name: str
     workers: int
     is_root: bool
-    """Whether sums, or shares of them, end here."""
+    """Whether sums, or shares of them, are completed here."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphLink:
-    """The way of partial sums from one node to another."""
+    """A connection on which partial sums go from one node to another."""
 
     source: int
     target: int
     lanes: int
-    """How many of the strategy's topologies use it."""
+    """Number of the strategy's topologies that use it."""
     bytes_per_s: float | None
-    """As measured; None: not, or within one host."""
+    """Measured rate; None if it was not measured, or within one host."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopologyGraph:
-    """The graph, and what was left out of it."""
+    """Nodes and links of a topology, and a note on what was left out."""
 
     nodes: tuple[GraphNode, ...] = ()
     links: tuple[GraphLink, ...] = ()
@@ -52,7 +52,7 @@ class TopologyGraph:
 
 
 def topology_graph(view: ViewWorkers, measured: MeasuredLinks | None) -> TopologyGraph:
-    """The topology of a view."""
+    """Return the topology of a view as a graph."""
     hosts = [name.rpartition(":")[0] or name for name in view.workers]
     try:
         lanes = lanes_of(view.strategy or "AUTO", hosts)
@@ -72,7 +72,7 @@ def topology_graph(view: ViewWorkers, measured: MeasuredLinks | None) -> Topolog
     sizes = Counter(labels)
     rates = _Rates(measured)
     shown = [pair for pair in used if max(pair) < MOST_NODES]
-    kept = shown[:: -(-len(shown) // MOST_EDGES) or 1]  # evenly, where they are too many
+    kept = shown[:: -(-len(shown) // MOST_EDGES) or 1]  # evenly chosen if there are too many
     host_of = dict(zip(labels, hosts, strict=True))
     return TopologyGraph(
         tuple(GraphNode(name, sizes[name], place[name] in roots) for name in names[:MOST_NODES]),
@@ -84,7 +84,7 @@ def topology_graph(view: ViewWorkers, measured: MeasuredLinks | None) -> Topolog
 
 
 def lanes_of(strategy: str, hosts: list[str]) -> tuple[Topology, ...]:
-    """The topologies of a strategy, or of each rank's father: `0,0,1`.
+    """Return the topologies of a strategy, or of a list with each rank's father, such as `0,0,1`.
 
     Raises:
         ConfigError: there is no such strategy, or it is no tree of these workers.
@@ -96,7 +96,7 @@ def lanes_of(strategy: str, hosts: list[str]) -> tuple[Topology, ...]:
         if len(fathers) != len(hosts):
             raise ConfigError(f"{len(fathers)} fathers for {len(hosts)} workers")
         return (tree(fathers),)
-    if len(hosts) > MOST_NODES:  # a star for each of 1000 ranks is a million edges, and shows what one does
+    if len(hosts) > MOST_NODES:  # a star for each of 1000 ranks would be a million edges
         name = {"CLIQUE": "STAR", "RING": "RING", "AUTO": "MULTI_STAR"}.get(strategy.upper(), strategy)
         return topologies(name, hosts)[:MOST_NODES]
     return topologies(strategy, hosts)
@@ -129,11 +129,11 @@ def _left_out(by_host: bool, num_nodes: int, num_links: int) -> str:
 MOST_NAMED = 24
 SIDES = (-200, 200)
 SLOW = 0.25
-"""A link with less than this share of the fastest one's rate stands out."""
+"""A link with less than this share of the fastest link's rate is drawn in red."""
 
 
 def topology_chart(graph: TopologyGraph) -> Options:
-    """A topology on a circle: roots in another colour, faster links wider, slow ones red. Both ways of a link are one line."""
+    """Return a chart with the nodes on a circle. Roots have another colour; faster links are wider."""
     fastest = max((link.bytes_per_s or 0.0 for link in graph.links), default=0.0)
     lines: dict[tuple[int, int], list[GraphLink]] = {}
     for link in graph.links:
@@ -170,7 +170,7 @@ def topology_chart(graph: TopologyGraph) -> Options:
                     }
                     for number, node in enumerate(graph.nodes)
                 ]
-                # Names stand outside the circle: what nobody sees makes room for them on both sides.
+                # Names stand outside the circle: invisible nodes make room for them on both sides.
                 + [
                     {"name": f"side {x}", "x": x, "y": 0, "symbolSize": 0, "label": {"show": False}}
                     for x in SIDES
@@ -183,14 +183,14 @@ def topology_chart(graph: TopologyGraph) -> Options:
 
 
 def topology_description(graph: TopologyGraph) -> str:
-    """The same in words, for who cannot see it."""
+    """Describe the topology in words, for screen readers."""
     told = [_ends(graph, link) + f" {rate_text(link.bytes_per_s)}" for link in graph.links if link.bytes_per_s]
     rates = f"; {', '.join(told[:MOST_NAMED])}" if told else ""
     return f"{len(graph.nodes)} nodes, {len(graph.links)} links{rates}"
 
 
 def _place(number: int, count: int) -> Options:
-    """On the circle, from the top on; the name on the outer side."""
+    """Return the position on the circle, clockwise from the top, with the name on the outer side."""
     angle = 2 * math.pi * number / max(1, count)
     x, y = math.sin(angle), -math.cos(angle)
     side = "right" if x > 0.35 else "left" if x < -0.35 else "top" if y < 0 else "bottom"
@@ -198,7 +198,7 @@ def _place(number: int, count: int) -> Options:
 
 
 def _drawn(graph: TopologyGraph, links: Sequence[GraphLink], fastest: float, count: int) -> Options:
-    """A link, or both its ways."""
+    """Return the line of a link, or of both directions of a link."""
     rates = [link.bytes_per_s for link in links if link.bytes_per_s]
     is_slow = bool(rates) and min(rates) < SLOW * fastest
     return {
@@ -216,11 +216,11 @@ def _drawn(graph: TopologyGraph, links: Sequence[GraphLink], fastest: float, cou
             "fontSize": 10,
             "color": TEXT,
         },
-        "told": "<br>".join(_told(graph, link) for link in links),
+        "told": "<br>".join(_tooltip_text(graph, link) for link in links),
     }
 
 
-def _told(graph: TopologyGraph, link: GraphLink) -> str:
+def _tooltip_text(graph: TopologyGraph, link: GraphLink) -> str:
     rate = f": {rate_text(link.bytes_per_s)}" if link.bytes_per_s else ""
     return html.escape(_ends(graph, link)) + rate + (f", {link.lanes} lanes" if link.lanes > 1 else "")
 
@@ -230,7 +230,7 @@ def _ends(graph: TopologyGraph, link: GraphLink) -> str:
 
 
 def rate_text(bytes_per_s: float | None) -> str:
-    """Such as `94 Mbit/s`."""
+    """Return a rate such as `94 Mbit/s`."""
     if bytes_per_s is None:
         return ""
     bits = 8 * bytes_per_s

@@ -102,17 +102,16 @@ EVENT_WORDS = {
 }
 MOST_SQUARES = 1024
 AWAY = "away"
-"""Of a chart that is not shown. It keeps a size: in one without, ECharts fails to lay out a graph."""
+"""CSS class of a chart that is not shown. It keeps a size, without which ECharts cannot lay out a graph."""
 
 
 class ChartCard:
-    """A titled card with a chart; out of sight as long as there is nothing to draw."""
+    """A titled card with a chart, hidden while there is nothing to draw."""
 
     def __init__(self, title: str, *, wide: bool = False, mark: str = "") -> None:
         self._words = title
         with ui.element("section").classes(f"card{' wide' if wide else ''}").mark(mark or title) as self._card:
             self._title = ui.html(_heading(title), sanitize=False)
-            # A graph to who hears the page, with what it shows in words.
             self._chart = ui.echart({"series": []}).classes("chart").props("role=img")
             self._note = ui.html("", sanitize=False).classes("note")
         self._card.classes(AWAY)
@@ -128,7 +127,7 @@ class ChartCard:
         key: str = "",
         height_px: int | None = None,
     ) -> None:
-        """`description` says what is drawn; `key` is HTML of ours."""
+        """Show a chart, or hide the card if there are no options. `key` is trusted HTML."""
         if options is None:
             self._card.classes(AWAY)
             return
@@ -149,7 +148,7 @@ class ChartCard:
 
 
 class HtmlCard:
-    """A titled card with HTML; as `ChartCard`."""
+    """A titled card with HTML, hidden while it is empty."""
 
     def __init__(self, title: str, *, wide: bool = False) -> None:
         with ui.element("section").classes(f"card{' wide' if wide else ''}") as self._card:
@@ -168,7 +167,7 @@ def _heading(title: str) -> str:
 
 
 def job_row(job: ShownJob, now_s: float) -> str:
-    """A job in the list: its name and state first, which on a phone are a line of their own."""
+    """Return a job of the list as HTML."""
     timeline, state = job.timeline, job.state(now_s)
     speed = _last(job, "samples_per_s")
     if timeline.federated is not None:
@@ -197,7 +196,7 @@ def chip(state: str) -> str:
 
 
 def facts(given: Sequence[tuple[str, str]]) -> str:
-    """Figures with their names below each other."""
+    """Return figures with their names as HTML."""
     cells = "".join(
         f'<div class="fact"><small>{html.escape(name)}</small>{html.escape(value)}</div>' for name, value in given
     )
@@ -205,7 +204,7 @@ def facts(given: Sequence[tuple[str, str]]) -> str:
 
 
 def worker_squares(view: ViewWorkers) -> str:
-    """Each worker a square on its host, with its replicas; where those are not known (0), with its rank."""
+    """Return a square for each worker as HTML, by host, with its replicas, or with its rank if those are unknown (0)."""
     share, more = divmod(view.replicas, len(view.workers))
     small = len(view.workers) > 64
     hosts: dict[str, list[tuple[str, str]]] = {}
@@ -228,7 +227,7 @@ def worker_squares(view: ViewWorkers) -> str:
 
 
 def _replicas(found: Sequence[tuple[str, str]]) -> str:
-    """In words, for who cannot see the squares."""
+    """Describe the replicas in words, for screen readers."""
     known = [replicas for _, replicas in found if replicas]
     return f" with replicas {', '.join(known)}" if known else ""
 
@@ -245,7 +244,7 @@ def event_list(events: Iterable[TimelineEvent], unit: str, most: int = 200) -> s
 
 
 def _joined(events: Sequence[TimelineEvent]) -> list[TimelineEvent]:
-    """Learning rates that follow the batch step by step are one entry, the last of them: they would push all else away."""
+    """Join consecutive decisions on the learning rate into one entry."""
     found: list[TimelineEvent] = []
     first: TimelineEvent | None = None
     for event in events:
@@ -269,7 +268,7 @@ def decision_list(events: Iterable[tuple[str, JobEvent]], most: int = 100) -> st
 
 
 def event_key(events: Iterable[TimelineEvent]) -> str:
-    """What the lines across the curves mean, of those kinds that there are."""
+    """Return the legend of the event lines as HTML."""
     there = {event.kind for event in events}
     keys = "".join(
         f'<span><i style="border-color: {EVENT_COLOURS[kind]}"></i>{words}</span>'
@@ -293,7 +292,7 @@ def number(value: float) -> str:
 
 
 def clock(at_s: float) -> str:
-    """The time of day, with the day where that is another one."""
+    """Return the time of day, with the date if it is not today."""
     at, today = time.localtime(at_s), time.localtime()
     return time.strftime("%H:%M:%S" if at[:3] == today[:3] else "%Y-%m-%d %H:%M:%S", at)
 
