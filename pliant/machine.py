@@ -11,7 +11,7 @@ Json = dict[str, object]
 
 
 def machine() -> Json:
-    """Where these numbers were measured."""
+    """Return the processor, memory and versions of this machine."""
     return {
         "cpu": _field(Path("/proc/cpuinfo"), "model name") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),

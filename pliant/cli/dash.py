@@ -34,7 +34,7 @@ def register(app: typer.Typer) -> None:
     app.command("dash")(dash)
 
 
-# Numbers are taken as text and read here: click would answer a wrong one with a page of usage.
+# Numbers are taken as text and parsed here: click would answer a wrong one with a page of usage.
 def dash(
     given: Given = None,
     host: Annotated[
@@ -52,7 +52,7 @@ def dash(
     tls_cert: Annotated[str, typer.Option("--tls-cert", metavar="FILE", help="Certificate chain, PEM.")] = "",
     tls_key: Annotated[str, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")] = "",
 ) -> None:
-    """Show jobs in the browser: curves with what happened, workers, topology, the cluster, logs. Works offline."""
+    """Show jobs in the browser: curves with events, workers, topology, the cluster, logs. Works offline."""
     from pliant.ui.jobs import Watcher
     from pliant.ui.server import DashConfig, serve
     from pliant.ui.sources import open_sources

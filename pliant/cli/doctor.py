@@ -1,4 +1,4 @@
-"""The `pliant doctor` command: what this machine can do, and what in a model stands in the way of exactness."""
+"""The `pliant doctor` command: examines this machine, or a model for modules that prevent exact training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pliant.train.obstacles import Obstacle
 
 WIDTH = 160
-"""Of a table that no terminal shows."""
+"""Width of a table that is not shown on a terminal."""
 
 
 def register(app: typer.Typer) -> None:
@@ -72,7 +72,7 @@ def _examine_machine(replicas: int, *, quiet: bool) -> tuple[bool, dict[str, obj
 
 def _examine_model(target: str, replicas: int, *, quiet: bool) -> tuple[bool, dict[str, object]]:
     aside = contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext()
-    with show_waiting(f"looking at {target}"), aside:  # a user's module may print as it likes
+    with show_waiting(f"looking at {target}"), aside:  # a user's module may print
         from pliant.train import determinism, obstacles
 
         model = _built(target)
@@ -111,7 +111,7 @@ def _print_model(found: dict[str, list[Obstacle]], verdicts: dict[str, bool], re
 
 
 def _table(found: dict[str, list[Obstacle]]) -> Table:
-    """One row for all modules with the same trouble: a ResNet has its convolutions fifty times."""
+    """Return a table with one row for all modules that have the same obstacle."""
     table = Table("in the way of", "module", "type", "why", "remedy")
     for what, obstacles in found.items():
         rows: dict[tuple[str, str, str], list[str]] = {}
@@ -124,7 +124,7 @@ def _table(found: dict[str, list[Obstacle]]) -> Table:
 
 
 def _built(target: str) -> nn.Module:
-    """The model that FILE.py:FUNCTION returns; raises ConfigError with one line about whatever goes wrong."""
+    """Return the model that FILE.py:FUNCTION makes; any failure becomes a ConfigError of one line."""
     from torch import nn
 
     file, colon, name = target.rpartition(":")
@@ -133,7 +133,7 @@ def _built(target: str) -> nn.Module:
     path = Path(file)
     if not path.is_file():
         raise ConfigError(f"there is no file {file}: name one with a function that returns the model")
-    # A name of its own: the file may be called like a module of Python's.
+    # Another name than the file's, which may be that of a standard module.
     spec = importlib.util.spec_from_file_location(f"doctor_of_{path.stem}", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{file} is no Python file: its name must end in .py")
@@ -154,7 +154,7 @@ def _built(target: str) -> nn.Module:
 
 @contextlib.contextmanager
 def _user_code(what: str) -> Iterator[None]:
-    """Whatever the user's code raises becomes one line."""
+    """Turn what the user's code raises into one line."""
     try:
         yield
     except (Exception, SystemExit) as error:

@@ -1,18 +1,16 @@
-"""What `pliant doctor` looks at on a machine. Every look ends in findings: what cannot even be imported is one, too.
+"""Checks of `pliant doctor` on this machine. Each check yields findings, also for what cannot be imported.
 
-Nothing here needs root, and nothing stays: what is tried is undone at once.
+Nothing here needs root, and nothing stays behind.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import importlib
 import os
 import platform
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from pliant.cluster import DEFAULT_RUNNER_PORT, PortRange
 State = Literal["ok", "warn", "missing"]
 SHM = Path("/dev/shm")
 LITTLE_SHM = 1 << 30
-"""Loader processes and NCCL keep what they share there; a container has 64 MiB of it unless told otherwise."""
+"""Shared memory below this size is too little for loader processes and NCCL; containers have 64 MiB by default."""
 FEW_PORTS = 64
 SERVERS = {
     "pliant run": DEFAULT_RUNNER_PORT,
@@ -33,23 +31,23 @@ SERVERS = {
     "pliant serve": 9200,
     "pliant dash": 9300,
 }
-"""Where these listen if they are not told a port."""
+"""Default ports of the servers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     what: str
     state: State
-    """warn: some of pliant does not work; missing: none of it does, or not as promised."""
+    """`warn`: a part of pliant does not work; `missing`: pliant does not work, or not as promised."""
     found: str
     remedy: str = ""
-    """What to type."""
+    """Command that helps."""
 
 
 def examine(replicas: int) -> Iterator[Finding]:
-    """All of it, one after the other."""
+    """Run all checks, one after the other."""
     torch, why = _imported("torch")
     looks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("python", _python),
@@ -66,7 +64,7 @@ def examine(replicas: int) -> Iterator[Finding]:
     for what, look in looks:
         try:
             yield from look()
-        except Exception as error:  # a machine may be broken in ways that nobody thought of
+        except Exception as error:  # a machine may be broken in unforeseen ways
             yield Finding(what, "warn", f"could not be looked at: {_one_line(error)}")
 
 
@@ -75,7 +73,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _imported(module: str) -> tuple[Any, str]:
-    """The module, or None and why not; libraries that do not fit raise whatever they like."""
+    """Return the module, or None and the reason."""
     try:
         return importlib.import_module(module), ""
     except Exception as error:
@@ -151,17 +149,6 @@ def _programs() -> Iterator[Finding]:
         "ssh", "ok" if ssh else "warn", ssh or "not found: needed by `pliant run --ssh`",
         "" if ssh else "apt-get install openssh-client",
     )  # fmt: skip
-    mpirun = shutil.which("mpirun")
-    said = ""
-    if mpirun:
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=5)
-            said = (done.stdout.splitlines() or [""])[0]
-    good = "open mpi" in said.lower() or "openrte" in said.lower()
-    found = (
-        said if good else f"{mpirun} is of another MPI" if mpirun else "not found: a peer in `pliant bench allreduce`"
-    )
-    yield Finding("Open MPI", "ok" if good else "warn", found, "" if good else "apt-get install openmpi-bin")
 
 
 def _packages() -> Iterator[Finding]:

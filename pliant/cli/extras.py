@@ -1,6 +1,6 @@
-"""What pliant can use beside its own code: whether it is installed, whether it is new enough, and how to get it.
+"""Packages that pliant can use: whether each is installed and new enough, and how to install it.
 
-By what the package's own metadata asks for, and by looking; nothing is imported, since some of it takes seconds.
+The required versions are those of pliant's own metadata. Nothing is imported, because that may take seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "yaml": "PyYAML"}
-"""Where a package is called otherwise than what it installs."""
+"""Distribution names of modules that are named differently."""
 
 USES = {
     "torchvision": "ResNet and its data sets in the benches",
@@ -20,14 +20,13 @@ USES = {
     "nicegui": "the page of `pliant dash`",
     "ray": "jobs on a Ray cluster (`pliant run --on ray`)",
     "flwr": "Flower: our selection as its strategy, and its simulation as a peer",
-    "mpi4py": "Open MPI as a peer in `pliant bench allreduce`",
-    "scipy": "Pollux in `pliant sim`, and federated testing",
+    "scipy": "fits of the goodput policy, Pollux in `pliant sim`, federated testing",
     "transformers": "BERT and the like in experiments, and Hugging Face's Trainer",
     "accelerate": "Hugging Face's Trainer on a job of ours",
     "tensorboard": "`pliant run --tensorboard`",
     "safetensors": "reading checkpoints in other programs",
 }
-"""What is optional, and what it is for."""
+"""Optional packages, and what each is used for."""
 
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*(\[[^]]*\])?\s*\(?([^;)]*)\)?")
 _CLAUSE = re.compile(r"\s*(>=|<=|==|<|>)\s*([0-9.]+)")
@@ -35,13 +34,13 @@ _CLAUSE = re.compile(r"\s*(>=|<=|==|<|>)\s*([0-9.]+)")
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package as pliant wants it, and as it is here."""
+    """A package, with the required and the installed version."""
 
     module: str
     version: str | None
-    """None: it is not installed, or cannot be found; empty: nobody knows."""
+    """Installed version; None if it is not installed, empty if it is unknown."""
     wanted: str
-    """For pip, such as `ray>=2.40`."""
+    """Requirement for pip, such as `ray>=2.40`."""
 
     @property
     def is_new_enough(self) -> bool:
@@ -53,12 +52,12 @@ class Package:
 
 
 def package(module: str) -> Package:
-    """Look for one, without importing it."""
+    """Look for a package without importing it."""
     name = DISTRIBUTIONS.get(module, module)
     wanted = _wanted().get(name.lower(), name)
     try:
         is_there = importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # whoever blocks an import blocks it here, too
+    except (ImportError, ValueError):  # an import hook may block it
         is_there = False
     if not is_there:
         return Package(module, None, wanted)
@@ -69,14 +68,14 @@ def package(module: str) -> Package:
 
 
 def absent(error: ModuleNotFoundError) -> Package | None:
-    """The package that an import did not find; None: it is none that pliant knows of, so the mistake may be ours."""
+    """Return the package that an import did not find; None if pliant does not know it, so that the error may be ours."""
     module = (error.name or "").partition(".")[0]
     known = {*USES, "torch", "numpy", "yaml", "pydantic", "starlette", "uvicorn", "httpx"}
     return package(module) if module in known else None
 
 
 def _wanted() -> dict[str, str]:
-    """What this installation of pliant asks for, by the package's name."""
+    """Return the requirements of the installed pliant by package name."""
     try:
         lines = metadata.requires("pliant") or []
     except metadata.PackageNotFoundError:
@@ -89,7 +88,7 @@ def _wanted() -> dict[str, str]:
 
 
 def _fits(version: str, wanted: str) -> bool:
-    """Whether a version is within the bounds of `wanted`; one that nobody knows is held for good."""
+    """Return whether a version is within the bounds of `wanted`; an unknown version is accepted."""
     here = _numbers(version)
     for sign, bound in _CLAUSE.findall(wanted):
         there = _numbers(bound)

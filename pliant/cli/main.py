@@ -1,7 +1,7 @@
-"""The command line: assembles the commands, each of which lives in a file of its own beside this one.
+"""The `pliant` program: assembles the commands, and turns errors into one line and an exit code.
 
-A command module has `register(app)`. Importing it must stay cheap: torch and the servers are
-imported inside the command that needs them. What goes wrong ends here, in one line and an exit code.
+Each command is a module beside this one with `register(app)`. Importing it must stay cheap: torch and the servers are
+imported inside the command that needs them. Other packages add commands by entry points.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ REPRO_COMMANDS = ("bench", "demo", "lab", "reproduce")
 """Commands that the package `pliant-repro` adds."""
 READER_GONE = 128 + signal.SIGPIPE
 Misuse: type[Exception] = typer.BadParameter.__mro__[2]
-"""What a wrong command line raises: click's exception, or that of a newer typer, which has a click of its own within."""
+"""Exception of a wrong command line: click's, or that of a newer typer, which has its own copy of click."""
 
 
 def build() -> typer.Typer:
-    """The `pliant` program with all its commands."""
+    """Return the `pliant` program with all its commands."""
     app = typer.Typer(
         name="pliant",
         cls=FrontDoor,
@@ -83,64 +83,64 @@ def _version(is_asked: bool) -> None:
 
 
 def main() -> None:
-    """Run the program; a user's mistake is one line and exit code 2, any other failure of ours exit code 1."""
-    sys.exit(_flushed(_ended()))
+    """Run the program. A user's mistake ends it with one line and exit code 2, any other failure with exit code 1."""
+    sys.exit(_flush(_run()))
 
 
-def _ended() -> int | str | None:
+def _run() -> int | str | None:
     try:
         code = build()(prog_name="pliant", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except SystemExit as end:
-        # Where stdout is closed, typer ends the program by itself.
+        # If stdout is closed, typer ends the program by itself.
         return READER_GONE if isinstance(end.__context__, BrokenPipeError) else end.code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Misuse as error:
-        return _misused(error)
+        return _report_misuse(error)
     except typer.Abort:
         return 1
     except ConfigError as error:
-        return _told(str(error), 2)
+        return _fail(str(error), 2)
     except PliantError as error:
-        return _told(str(error), 1)
+        return _fail(str(error), 1)
     except ModuleNotFoundError as error:
-        return _lacking(error)
+        return _report_missing_package(error)
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            return _told(f"{error.filename or 'what was written'}: {error.strerror}; make room, as `df -h` shows", 1)
-        if error.filename is None:  # nothing that a user could mend by this
+            return _fail(f"{error.filename or 'what was written'}: {error.strerror}; make room, as `df -h` shows", 1)
+        if error.filename is None:  # without a file the message would not help
             raise
-        return _told(f"{error.filename}: {error.strerror}; is it there, and may you read and write it?", 1)
+        return _fail(f"{error.filename}: {error.strerror}; is it there, and may you read and write it?", 1)
 
 
-def _told(line: str, code: int) -> int:
+def _fail(line: str, code: int) -> int:
     if line:
         print(f"pliant: {line}", file=sys.stderr)
     return code
 
 
-def _misused(error: Any) -> int:
-    """One line for what click would answer with a page; nothing where it has shown a page of help instead."""
+def _report_misuse(error: Any) -> int:
+    """Print one line for a mistake that click would answer with a page; nothing if it has printed help already."""
     said = " ".join(error.format_message().split()).rstrip(".")
     said = " Did you mean".join(said.split(" Did you mean")[:2])  # click and typer both ask
     context = getattr(error, "ctx", None)
     words = itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:])
     path = context.command_path if context is not None else " ".join(("pliant", *words))
-    return _told(f"{said}; `{path} -h` shows how it is used" if said else "", error.exit_code)
+    return _fail(f"{said}; `{path} -h` shows how it is used" if said else "", error.exit_code)
 
 
-def _lacking(error: ModuleNotFoundError) -> int:
+def _report_missing_package(error: ModuleNotFoundError) -> int:
     from pliant.cli import extras
 
     package = extras.absent(error)
     if package is None:
         raise error
-    return _told(f"{package.module} is not installed, and this needs it: {package.remedy}", 2)
+    return _fail(f"{package.module} is not installed, and this needs it: {package.remedy}", 2)
 
 
-def _flushed(code: int | str | None) -> int | str | None:
-    """The code, after all that was printed has gone out: at Python's own end it would be too late to say so in one line."""
+def _flush(code: int | str | None) -> int | str | None:
+    """Flush stdout and return the exit code. At the interpreter's own exit a failure could not be reported in one line."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -148,4 +148,4 @@ def _flushed(code: int | str | None) -> int | str | None:
     except OSError as error:
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return READER_GONE if isinstance(error, BrokenPipeError) else code or _told(f"stdout: {error.strerror}", 1)
+        return READER_GONE if isinstance(error, BrokenPipeError) else code or _fail(f"stdout: {error.strerror}", 1)

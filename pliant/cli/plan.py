@@ -1,4 +1,4 @@
-"""The `pliant plan` command: where the replicas of a job would go, and what the job would ask for next."""
+"""The `pliant plan` command: assigns the replicas of a job to devices, and proposes which devices to add."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plan(
     ] = "",
     json_file: JsonFile = None,
 ) -> None:
-    """Where would N replicas go on these devices, how fast would they be, and which devices would help most?"""
+    """Assign N replicas to devices: how fast would they be, and which further devices would help most?"""
     from pliant.sched.planner import DeviceType, best_plan, proposals
 
     speeds, fit, factors = (

@@ -75,7 +75,7 @@ def report(
 
 
 def _number(target: str) -> float | None:
-    """One line for what is none; click would answer with a page of usage."""
+    """Parse `--target`; click would answer a wrong one with a page of usage."""
     if not target:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The `pliant sim` command: what a cluster would do with a trace of jobs, under each policy."""
+"""The `pliant sim` command: replays a trace of jobs on a simulated cluster under each policy."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from pliant.sched.simulate import SimulationOutcome
 
 MIXED = "v100=32,p100=16,t4=16"
-"""The cluster of EasyScale's figures."""
+"""Cluster of EasyScale's figures."""
 POLLUX = "gpu=16x4"
-"""The cluster of Pollux'."""
+"""Cluster of Pollux' figures."""
 
 WHOLE = 1e5
-"""From here on, digits after the point say nothing, and a table of 80 columns has no room for them."""
+"""Numbers from here on are shown without digits after the point."""
 
 
 def register(app: typer.Typer) -> None:

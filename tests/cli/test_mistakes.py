@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
+from importlib.metadata import EntryPoints, version
 from pathlib import Path
 
 import pytest
+
+from pliant.cli.main import REPRO_COMMANDS
 
 Said = tuple[int, str, str]
 MAIN = "from pliant.cli.main import main; main()"
@@ -258,3 +260,16 @@ def test_ctrl_c_is_no_traceback(
     process.send_signal(number)
     assert process.communicate(timeout=60)[1] == b""
     assert process.returncode == code
+
+
+@pytest.mark.parametrize("name", REPRO_COMMANDS)
+def test_without_pliant_repro_its_commands_say_how_to_install_it(
+    pliant: Callable[..., Said], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("pliant.cli.main.entry_points", lambda group: EntryPoints())
+    code, out, err = pliant(name, "--anything", "1")
+    assert (code, out) == (2, "")
+    assert f"`pliant {name}` is part of pliant-repro, which is not installed: pip install" in err
+    code, out, _ = pliant("--help")
+    assert code == 0
+    assert name not in out.split()
