@@ -23,7 +23,7 @@ from pliant.errors import CheckpointError, ConfigError, NameTaken, ServerUnavail
 from pliant.fed.config import FedConfig
 from pliant.fed.jobfile import FederatedJob, FedPlacement, make_job_folder, rounds_text
 from pliant.fed.rounds.loop import simulate
-from pliant.jobs.client import find_server
+from pliant.jobs.client import find_server, open_jobs
 from pliant.jobs.federated import FederatedFolder
 from pliant.jobs.store import foreground_job, state_directory
 from pliant.train import checkpoint_file
@@ -119,7 +119,8 @@ def said(*words: str, code: int = 0) -> Any:
 
 
 def jobs() -> list[dict[str, Any]]:
-    return list(json.loads(said("list", "--json").stdout)["jobs"])
+    with open_jobs() as opened:
+        return [job.model_dump(mode="json") for job in opened.jobs()]
 
 
 def listed(name: str) -> dict[str, Any]:
@@ -195,7 +196,7 @@ def test_a_folder_holds_its_job_and_is_made_once(tmp_path: Path) -> None:
 
 def test_ended_jobs_are_listed_and_forgotten_and_their_files_stay(home: Path) -> None:
     gone, lost = ended_job(home, "gone"), ended_job(home, "lost", "running")
-    assert [job["state"] for job in jobs()] == ["stopped", "interrupted"]
+    assert [job["state"] for job in json.loads(said("list", "--json").stdout)["jobs"]] == ["stopped", "interrupted"]
     assert "pliant submit --resume lost" in listed("lost")["why"]
     assert "round 0 of 100" in said("list").stdout
     assert "interrupted" in said("show", "lost").stdout

@@ -1,4 +1,4 @@
-"""The live scheduler's thread, book and API, over runs on paper: no processes, and all of it in milliseconds."""
+"""The scheduler's thread, its store and its API, with runs on paper: no processes, and all of it in milliseconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from paper_backend import PaperBackend
 from patience import until
 from starlette.testclient import TestClient
 
-from pliant.errors import NameTaken, UnknownJob
+from pliant.errors import ConfigError, NameTaken, UnknownJob
+from pliant.fed.config import FedConfig
+from pliant.fed.jobfile import FederatedJob, FedPlacement
 from pliant.jobs.api import JobsApi, openapi
 from pliant.jobs.scheduler import TAIL_BYTES, RecordTail, Scheduler
 from pliant.jobs.schema import JobSpec, job_from_json
@@ -126,7 +128,50 @@ def test_devices_that_come_are_used(backend: PaperBackend, tmp_path: Path) -> No
         until(lambda: state_of(scheduler, "b") == "starting")
 
 
-# --- beginning anew ---
+def test_a_federated_job_is_scheduled_stopped_resumed_and_forgotten_like_any_other(
+    backend: PaperBackend, tmp_path: Path
+) -> None:
+    placement = FedPlacement(workers=("3",), log_path=str(tmp_path))
+    job = FederatedJob(config=FedConfig(name="fed", rounds=9), placement=placement, directory="/")
+    with scheduling(backend, tmp_path / "state") as scheduler:
+        assert scheduler.submit(job).devices == {"cpu": 3}
+        with pytest.raises(NameTaken, match="taken by a job that is starting"):
+            scheduler.submit(job)
+        run = backend.runs["fed"]
+        assert run.run.folder.parent == tmp_path / "logs" / "fed"
+        run.write({"kind": "round", "step": 1, "round": 1, "clock_s": 7.5}, {"kind": "end", "step": 1})
+        until(lambda: state_of(scheduler, "fed") == "running")
+        scheduler.stop("fed")
+        until(lambda: state_of(scheduler, "fed") == "stopped")  # the record's `end` does not mean that it has finished
+        status = scheduler.resume("fed")
+        assert (status.state, status.step) == ("starting", 1)
+        backend.runs["fed"].finish(0)
+        until(lambda: state_of(scheduler, "fed") == "finished")
+        assert scheduler.submit(job).state == "starting", "an ended federated job gives its name to the next one"
+        assert backend.runs["fed"].run.folder != run.run.folder
+        with pytest.raises(ConfigError, match="still running"):
+            scheduler.forget("fed")
+        scheduler.stop("fed", kill=True)
+        until(lambda: state_of(scheduler, "fed") == "stopped")
+        scheduler.forget("fed")
+        assert scheduler.statuses() == []
+
+
+def test_a_scheduler_without_jobs_says_that_it_is_idle(backend: PaperBackend, tmp_path: Path) -> None:
+    now_s = [0.0]
+    said_so: list[bool] = []
+    with JobStore(tmp_path) as store:
+        scheduler = Scheduler(backend, schedulers.make_policy("easyscale-heter"), store, clock=lambda: now_s[0])
+        scheduler.when_idle(60.0, lambda: said_so.append(True))
+        scheduler.submit(spec("a"))
+        for now_s[0], is_idle in ((100.0, False), (150.0, False), (211.0, True)):
+            scheduler._look()
+            assert bool(said_so) is is_idle
+            if now_s[0] == 100.0:
+                backend.runs["a"].finish(0)
+
+
+# --- starting again ---
 
 
 def test_a_new_scheduler_takes_up_runs_and_sees_what_it_missed(backend: PaperBackend, tmp_path: Path) -> None:
