@@ -141,16 +141,14 @@ def measure(engine: Engine, num_bytes: int = 1 << 18, timeout_s: float = 3600.0)
     assert rows is not None, "an all_gather has a result on every rank"
     between = complete_rates([rows[leader].tolist() for leader in leaders])
     engine.throughput()  # reset it: what was carried here says nothing about training
-    return tuple(
-        tuple(_rate(i, j, hosts, between[place[hosts[i]]][place[hosts[j]]]) for j in range(engine.size))
-        for i in range(engine.size)
-    )
 
+    def rate_between(source: int, target: int) -> float:
+        here, there = hosts[source], hosts[target]
+        if source == target:
+            return 0.0
+        return SAME_HOST_RATE if here == there else between[place[here]][place[there]]
 
-def _rate(source: int, target: int, hosts: Sequence[str], between: float) -> float:
-    if source == target:
-        return 0.0
-    return SAME_HOST_RATE if hosts[source] == hosts[target] else between
+    return tuple(tuple(rate_between(i, j) for j in range(engine.size)) for i in range(engine.size))
 
 
 def _play(engine: Engine, leaders: Sequence[int], num_bytes: int, deadline_s: float) -> Iterator[tuple[int, float]]:

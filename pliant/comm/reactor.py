@@ -50,46 +50,12 @@ SHARED_WORK_S = 0.004
 # --- connections ---
 
 
-class OutOfViewReceiver:
-    """Handles frames from workers outside the view, and frames that were sent in a view that this worker has left.
-
-    Only frames that concern the connection itself matter; the rest belongs to a view that has passed.
-    """
-
-    def __init__(self) -> None:
-        self.collectives: Collectives | None = None
-        """The collectives of the view that the worker is in."""
-
-    def on_frame(self, link: PeerLink, frame: Frame, payload: bytes) -> None:
-        kind, _, _, view, _, _, piece, extra, _ = frame
-        collectives = self.collectives
-        if collectives is not None and collectives.peers.links.get(link.rank) is not link:
-            collectives = None
-        match kind:
-            case FrameKind.ARENA:
-                link.map_arena(piece, extra)
-                if collectives is not None:
-                    collectives.memory_map.on_arena(link.rank, piece)
-            case FrameKind.BYE:
-                link.is_leaving = True
-                if collectives is not None:
-                    collectives.peers.on_bye(link, view, payload)
-            case FrameKind.PING:
-                link.send_control(header(FrameKind.PONG, view, extra=extra))
-            case _ if kind not in frozenset(FrameKind):
-                raise CommError(f"a frame of unknown kind {kind}: do all workers run the same version?")
-            case _:
-                pass
-
-    def place_for(self, link: PeerLink, frame: Frame) -> memoryview | None:
-        return None
-
-    def on_bulk(self, link: PeerLink, frame: Frame) -> None:
-        link.ingress_bytes += frame[LENGTH]
-
-
 class Connections:
-    """The links of worker `me`, to members of its view and others. They outlive views. Engine's thread only."""
+    """The links of worker `me`, to members of its view and others. They outlive views. Engine's thread only.
+
+    It is also the receiver of frames from workers outside the view, and of frames that were sent in a view that this
+    worker has left. Of these only frames that concern the connection itself matter.
+    """
 
     def __init__(self, me: Worker, poller: Poller, *, heartbeat_timeout_s: float) -> None:
         self.me = me
@@ -97,7 +63,6 @@ class Connections:
         """The collectives of the view that the worker is in."""
         self.links: dict[Worker, PeerLink] = {}
         """The open connections, to members of the view and others."""
-        self.out_of_view = OutOfViewReceiver()
         self.closed_because: dict[Worker, str] = {}
         """The reason why there is no connection to a worker any more."""
         self.unsent: set[PeerLink] = set()
@@ -150,11 +115,11 @@ class Connections:
             self.collectives.retire(ViewChanged(f"{moved} while this was in progress: submit it to the new engine"))
             collectives.take_over_from(self.collectives)
         collectives.peers.links.update(links)
-        self.collectives = self.out_of_view.collectives = collectives
+        self.collectives = collectives
         ranks = {link: rank for rank, link in links.items()}
         for link in self.links.values():
             rank = ranks.get(link, -1)
-            link.enter_view(collectives.view.number, rank, self.out_of_view if rank < 0 else collectives)
+            link.enter_view(collectives.view.number, rank, self if rank < 0 else collectives)
         for link in [link for link in self.links.values() if link.paused]:
             self._read(link)
 
@@ -165,6 +130,33 @@ class Connections:
         if link is None and worker not in self.closed_because:
             raise CommError(f"{self.me} has no connection to {worker} of view {number}: connect to it first")
         raise WorkerLost(str(worker), rank, "it left the job" if link is not None else self.closed_because[worker])
+
+    # --- frames outside the view ---
+
+    def on_frame(self, link: PeerLink, frame: Frame, payload: bytes) -> None:
+        kind, _, _, view, _, _, piece, extra, _ = frame
+        collectives = self.collectives
+        if collectives is not None and collectives.peers.links.get(link.rank) is not link:
+            collectives = None
+        match kind:
+            case FrameKind.ARENA:
+                link.map_arena(piece, extra)
+                if collectives is not None:
+                    collectives.memory_map.on_arena(link.rank, piece)
+            case FrameKind.BYE:
+                link.is_leaving = True
+                if collectives is not None:
+                    collectives.peers.on_bye(link, view, payload)
+            case FrameKind.PING:
+                link.send_control(header(FrameKind.PONG, view, extra=extra))
+            case _ if kind not in frozenset(FrameKind):
+                raise CommError(f"a frame of unknown kind {kind}: do all workers run the same version?")
+
+    def place_for(self, link: PeerLink, frame: Frame) -> memoryview | None:
+        return None
+
+    def on_bulk(self, link: PeerLink, frame: Frame) -> None:
+        link.ingress_bytes += frame[LENGTH]
 
     # --- new connections ---
 

@@ -193,10 +193,10 @@ class Transport:
             CommError: the transport is closed; the connection is closed, too.
         """
         shared = worker.host == self._me.host
-        receiver, unsent = self.connections.out_of_view, self.connections.unsent
-        link = PeerLink(-1, worker, sock, shared=shared, receiver=receiver, unsent=unsent, view=-1)
+        connections = self.connections
+        link = PeerLink(-1, worker, sock, shared=shared, receiver=connections, unsent=connections.unsent, view=-1)
         try:
-            self._call(lambda: self.connections.add(link))
+            self._call(lambda: connections.add(link))
         except CommError:
             link.close()
             raise
