@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from pliant_repro.lab.hosts import Lab
-from pliant_repro.lab.machine import check
+from pliant_repro.lab.hosts import Lab, missing_for_lab
 
 from pliant.comm import probe
 from pliant.comm.engine import Engine, EngineConfig
@@ -154,7 +153,7 @@ def lab_engines(lab: Lab) -> Iterator[list[Engine]]:
 
 
 @pytest.mark.root
-@pytest.mark.skipif(bool(check()), reason="; ".join(check()) or "a lab is possible")
+@pytest.mark.skipif(bool(missing_for_lab()), reason="; ".join(missing_for_lab()) or "a lab is possible")
 def test_in_a_lab_the_slow_host_is_seen() -> None:
     with Lab(num_hosts=4, rate="100mbit").up() as lab, lab_engines(lab) as ranks:
         lab.set_rate(1, "20mbit")

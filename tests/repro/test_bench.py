@@ -43,7 +43,7 @@ from pliant_repro.contest import (
     quantile,
 )
 from pliant_repro.lab import iperf
-from pliant_repro.lab.machine import check
+from pliant_repro.lab.hosts import missing_for_lab
 from pliant_repro.profiles import MODELS, parse_sizes, tensor_sizes
 
 from pliant.errors import ConfigError, LaunchError
@@ -335,7 +335,7 @@ def test_a_worker_ends_with_its_controller_whatever_it_is_doing(accepted: bool, 
 
 # The real ones
 
-MISSING = [*check(), *filter(None, [iperf.why_no_iperf()])]
+MISSING = [*missing_for_lab(), *filter(None, [iperf.why_no_iperf()])]
 
 
 @pytest.mark.processes

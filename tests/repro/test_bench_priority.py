@@ -32,8 +32,7 @@ from pliant_repro.bench.priority_cells import make_cell, make_cells, make_result
 from pliant_repro.bench.ssh_hosts import Host, host_identities, hosts_of_ranks, parse_hosts, read_hosts, ssh_argv
 from pliant_repro.bench.training import Subject, TrainingLoop, durations, run_window, running_s, sent_bytes
 from pliant_repro.contest import split_words
-from pliant_repro.lab.hosts import Lab
-from pliant_repro.lab.machine import check
+from pliant_repro.lab.hosts import Lab, missing_for_lab
 from pliant_repro.scaling_model import Layer
 from pliant_repro.worker import ControlLine, default_interface
 from priority_records import entry, record, setting
@@ -343,7 +342,7 @@ def test_a_damaged_trace_is_left_out(tmp_path: Path) -> None:
 
 # The real ones
 
-MISSING = check()
+MISSING = missing_for_lab()
 in_a_lab = pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING) or "a lab is possible")
 SHORT = ("--model", "sockeye", "--batch", "4", "--repeat", "1", "--iters", "2", "--warmup", "2")
 

@@ -10,8 +10,7 @@ import pytest
 from pliant_repro.bench import traffic
 from pliant_repro.figures.figure import Options
 from pliant_repro.figures.kungfu_star import Interference, StarRun, StarSetting, run_star
-from pliant_repro.lab.hosts import Lab
-from pliant_repro.lab.machine import check
+from pliant_repro.lab.hosts import Lab, missing_for_lab
 
 from pliant.cluster import Worker
 from pliant.errors import ConfigError
@@ -108,7 +107,7 @@ def test_traffic_on_several_connections_keeps_the_rate_of_all() -> None:
 
 
 @pytest.mark.root
-@pytest.mark.skipif(bool(check()), reason="; ".join(check()) or "a lab is possible")
+@pytest.mark.skipif(bool(missing_for_lab()), reason="; ".join(missing_for_lab()) or "a lab is possible")
 def test_a_job_between_hosts_votes_and_ends(no_leaks: None) -> None:
     with Lab(num_hosts=3, rate="100mbit").up() as lab:
         setting = StarSetting(workers=2, batch=1, kappa=400, bits_per_s=10**8, steps=14, begin_step=8, timeout_s=60)

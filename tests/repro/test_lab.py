@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from patience import until
 from pliant_repro.bench import traffic
-from pliant_repro.lab.hosts import Lab, host_index
-from pliant_repro.lab.machine import check
+from pliant_repro.lab.hosts import Lab, host_index, missing_for_lab
 from pliant_repro.lab.namespaces import labs
 from pliant_repro.lab.rates import format_rate, parse_rate, shaper
 
@@ -25,7 +24,7 @@ from pliant.cli.main import main
 from pliant.cluster import Worker
 from pliant.errors import ConfigError, LabError
 
-MISSING = check()
+MISSING = missing_for_lab()
 needs_root = pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING) or "a lab is possible")
 ROOT = (pytest.mark.root, needs_root)
 
@@ -116,7 +115,7 @@ def test_wrong_values_are_refused(wrong: dict[str, object]) -> None:
 def test_what_is_missing_is_said_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setenv("PATH", "")
-    problems = check()
+    problems = missing_for_lab()
     assert [problem.split(":")[0] for problem in problems] == ["not root", "`ip` not found", "`tc` not found"]
     with pytest.raises(LabError, match=r"sudo.*iproute2"):
         Lab(num_hosts=1).up()

@@ -30,7 +30,7 @@ from pliant.machine import machine
 from pliant_repro.figures.figure import Figure, Headline, Options, TableRows, load
 from pliant_repro.figures.formatting import Result, clock
 from pliant_repro.figures.launch import PLIANT, end_process_group
-from pliant_repro.lab.machine import check as check_lab
+from pliant_repro.lab.hosts import missing_for_lab as check_lab
 
 HOLDS, DOES_NOT_HOLD, UNJUDGED, FAILED, SKIPPED, NEVER = "holds", "does not hold", "not judged", "failed", "skipped", "never"
 FINISHED = (HOLDS, DOES_NOT_HOLD, UNJUDGED)

@@ -1,6 +1,6 @@
 """The guardian of a lab: a process that claims its name before anything else is made, and removes it when its owner ends.
 
-Started by the owner as `python -m pliant_repro.lab.guardian NAME OWNER_PID`, and outlives it, even if that is killed with -9.
+The owner starts it as `python -m pliant_repro.lab.guardian NAME OWNER_PID`. It outlives the owner, even after `kill -9`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pliant_repro.lab.namespaces import COMMAND_TIMEOUT_S, command, remove
 
 
 def start(name: str) -> subprocess.Popen[bytes]:
-    """The guardian of a new lab; it waits for a last word on its standard input.
+    """Start the guardian of a new lab; it waits for a last word on its standard input.
 
     Raises:
         LabError: the name is taken, or no namespace can be made.
@@ -42,8 +42,8 @@ def start(name: str) -> subprocess.Popen[bytes]:
 def _guard(name: str, owner_pid: int) -> int:
     """Claim the lab's name, wait for the owner's end, remove the lab.
 
-    The claim is made here and not by the owner, so that there is no moment at which a killed owner
-    leaves a namespace, and no doubt about whose it is when the name is taken.
+    The claim is made here and not by the owner, so that a killed owner never leaves a namespace, and there is no doubt about
+    whose it is when the name is taken.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -64,10 +64,10 @@ def _guard(name: str, owner_pid: int) -> int:
 
 
 def _last_word(owner_pid: int) -> bytes:
-    """What the owner wrote before it closed the pipe or died.
+    """Return what the owner wrote before it closed the pipe or died.
 
-    Its death alone is not enough: a tool it started may still be making something and holds the pipe.
-    A closed pipe alone is not either, where the owner's forked children hold it.
+    The owner's death alone is not enough: a tool that it started may still be making something, and holds the pipe. A closed
+    pipe alone is not enough either, if the owner's forked children hold it.
     """
     waiting = select.poll()
     waiting.register(0, select.POLLIN | select.POLLHUP)

@@ -1,4 +1,4 @@
-"""A lab: hosts as network namespaces on one bridge, with rates, made and removed by one `with`.
+"""A lab: hosts as network namespaces on one bridge, with rate limits, made and removed by one `with`.
 
 The bridge lives in a namespace of its own, so the machine's own network is never touched and the addresses (10.77.0.0/24)
 exist only inside. A guardian process claims the name before anything else is made, and removes the lab when its owner ends,
@@ -21,13 +21,12 @@ from typing import IO, Self, TypeVar
 
 from pliant.errors import ConfigError, LabError
 from pliant_repro.lab import guardian
-from pliant_repro.lab.machine import check
-from pliant_repro.lab.namespaces import REMOVE_TIMEOUT_S, command, in_namespace, labs, remove
+from pliant_repro.lab.namespaces import REMOVE_TIMEOUT_S, command, in_namespace, in_scratch_namespace, labs, remove
 from pliant_repro.lab.rates import parse_rate, shaper
 
 NETWORK = "10.77.0.0/24"
 INTERFACE = "e0"
-"""The name of every host's interface, as GLOO_SOCKET_IFNAME wants it."""
+"""Name of every host's network interface."""
 MAX_HOSTS = 200
 
 _TCP_SETTINGS = Path("/proc/sys/net/ipv4")
@@ -37,11 +36,45 @@ T = TypeVar("T")
 _Stream = int | IO[bytes] | None
 
 
+def missing_for_lab() -> list[str]:
+    """Return what keeps this machine from having a lab, each with its remedy; empty if nothing does."""
+    found = []
+    if os.geteuid() != 0:
+        found.append("not root: network namespaces need it; sudo $(command -v pliant) lab up")
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            found.append(f"`{tool}` not found: it is in iproute2, or /usr/sbin is not on PATH; apt-get install iproute2")
+    if found:
+        return found
+    try:
+        return in_scratch_namespace(_try_kernel)  # ends with the trial
+    except OSError as error:
+        remedy = "leave the container, or docker run --cap-add SYS_ADMIN --cap-add NET_ADMIN ..."
+        return [f"the kernel gives no network namespace ({error}); {remedy}"]
+
+
+def _try_kernel() -> list[str]:
+    trials = {
+        "ip link add b0 type bridge": ("no bridge in the kernel (CONFIG_BRIDGE)", "modprobe bridge"),
+        "ip link add v0 type veth peer name v1": ("no veth in the kernel (CONFIG_VETH)", "modprobe veth"),
+        f"tc qdisc add dev lo root {' '.join(shaper(10**9))}": (
+            "no tbf qdisc in the kernel (CONFIG_NET_SCH_TBF), so rates are none", "modprobe sch_tbf",
+        ),
+    }  # fmt: skip
+    found = []
+    for trial, (why, remedy) in trials.items():
+        try:
+            command(*trial.split())
+        except LabError as error:
+            found.append(f"{why}: {error}; {remedy}")
+    return found
+
+
 def host_index(text: str, num_hosts: int) -> int:
-    """The host that `2`, `h2` or `10.77.0.3` names.
+    """Return the number of the host that `2`, `h2` or `10.77.0.3` names.
 
     Raises:
-        ConfigError: none of these, or beyond the lab's hosts.
+        ConfigError: the text has another form, or names no host of the lab.
     """
     matched = re.fullmatch(r"h?(\d+)", text) or re.fullmatch(r"10\.77\.0\.(\d+)", text)
     if matched is None:
@@ -55,11 +88,11 @@ def host_index(text: str, num_hosts: int) -> int:
 
 
 class Lab:
-    """Hosts in network namespaces; `up` makes them, the end of the `with` removes them.
+    """Hosts in network namespaces; `up` makes them, and the end of the `with` removes them.
 
     `rate` limits what each host sends, `rx_rate` what it receives; None or "none" is no limit. `mtu` is the size of a
     packet: headers take 4.6 % of a link at 1500 bytes, and 0.8 % at 9000.
-    Two labs share nothing but the look of their addresses.
+    Two labs share nothing; their addresses only look the same.
     """
 
     def __init__(
@@ -90,18 +123,16 @@ class Lab:
 
     @property
     def nominal_rate(self) -> int | None:
-        """Bits per second that each host may send when the lab comes up; None: no limit."""
+        """Bits per second that each host may send when the lab comes up; None means no limit."""
         return self._rate
 
     @classmethod
     def attach(cls, name: str | None = None) -> Lab:
-        """The lab `name` that somebody made with `pliant lab up`, or the only one there is.
-
-        It is not removed when this object ends.
+        """Return the lab `name` that `pliant lab up` made, or the only one there is. It is not removed when this object ends.
 
         Raises:
-            ConfigError: none has that name.
-            LabError: no name was given, and there is none, or several.
+            ConfigError: no lab has that name.
+            LabError: no name was given, and there is no lab, or there are several.
         """
         found = labs()
         listed = ", ".join(found) or "none"
@@ -120,9 +151,9 @@ class Lab:
         """Make the namespaces, links and queues.
 
         Raises:
-            LabError: what is missing and how to get it, or that the name is taken; nothing is left behind.
+            LabError: something is missing (the message says how to get it), or the name is taken; nothing is left behind.
         """
-        problems = check()
+        problems = missing_for_lab()
         if problems:
             raise LabError(f"no lab on this machine: {'; '.join(problems)}")
         self._owner_pid = os.getpid()
@@ -149,7 +180,7 @@ class Lab:
                 self._shape(self._bridge, f"v{host}", self._rx_rate)
 
     def down(self) -> None:
-        """Remove everything, and kill what still runs inside; again is harmless."""
+        """Remove everything, and kill what still runs inside; a second call does nothing."""
         if self._guardian is None or os.getpid() != self._owner_pid:  # a forked child must not end its parent's lab
             return
         try:
@@ -182,7 +213,7 @@ class Lab:
         self.down()
 
     def set_rate(self, host: int, rate: str | None) -> None:
-        """Limit what `host` sends from now on; None or "none" lifts the limit. Nothing that flows is interrupted."""
+        """Limit what `host` sends from now on; None or "none" lifts the limit. Connections stay open."""
         self._shape(self.namespaces[host], INTERFACE, None if rate is None else parse_rate(rate))
 
     def set_rx_rate(self, host: int, rate: str | None) -> None:
@@ -190,17 +221,17 @@ class Lab:
         self._shape(self._bridge, f"v{host}", None if rate is None else parse_rate(rate))
 
     def rate(self, host: int) -> int | None:
-        """What the kernel holds `host` to when it sends, in bits per second; None: no limit."""
+        """Return the kernel's limit on what `host` sends, in bits per second; None means no limit."""
         shown = command("tc", "-n", self.namespaces[host], "-j", "qdisc", "show", "dev", INTERFACE)
         rates = [queue["options"]["rate"] for queue in json.loads(shown) if queue["kind"] == "tbf"]
         return int(rates[0]) * 8 if rates else None
 
     def cut(self, host: int) -> None:
-        """Pull the cable: nothing arrives or leaves, and nobody is told."""
+        """Disconnect the host: nothing arrives or leaves, and no connection is told."""
         self._batch("ip", f"link set v{host} down", inside=self._bridge)
 
     def mend(self, host: int) -> None:
-        """Plug the cable in again."""
+        """Connect the host again."""
         self._batch("ip", f"link set v{host} up", inside=self._bridge)
 
     def popen(
@@ -215,7 +246,7 @@ class Lab:
         cwd: str | None = None,
         pass_fds: Sequence[int] = (),
     ) -> subprocess.Popen[bytes]:
-        """Start a program on `host`; its pid is the program's own. It is killed at the latest when the lab ends.
+        """Start a program on `host`; the process is the program itself. It is killed at the latest when the lab ends.
 
         Raises:
             LabError: there is no such program.
@@ -230,7 +261,7 @@ class Lab:
     def run(
         self, host: int, argv: Sequence[str], *, timeout_s: float = 60.0, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a program on `host` to its end and return what it said; its exit status is the caller's to judge.
+        """Run a program on `host` to its end and return its output and exit status.
 
         Raises:
             LabError: there is no such program, or it was still running after `timeout_s`.
@@ -248,32 +279,32 @@ class Lab:
             raise LabError(f"h{host}: {' '.join(argv)!r} not done after {timeout_s:g} s; raise timeout_s") from None
 
     def call(self, host: int, work: Callable[[], T]) -> T:
-        """What `work` returns when called on `host`, on a thread of its own in this process.
+        """Call `work` on `host`, on a thread of its own in this process, and return its result.
 
         A socket made there belongs to `host` for good, and may be used from any thread.
         """
         return in_namespace(self.namespaces[host], work)
 
     def exec_argv(self, host: int, argv: Sequence[str]) -> list[str]:
-        """The command line that runs `argv` on `host`, replacing itself with it."""
+        """Return the command line that runs `argv` on `host` in its own place."""
         if not argv or shutil.which(argv[0]) is None:
             raise LabError(f"h{host}: program {argv[0] if argv else ''!r} not found; give its path")
         return ["ip", "netns", "exec", self.namespaces[host], *argv]
 
     def congestion_control(self, host: int) -> str:
-        """The algorithm that TCP uses on `host`."""
+        """Return the name of TCP's congestion control on `host`."""
         return self.call(host, lambda: (_TCP_SETTINGS / "tcp_congestion_control").read_text().strip())
 
     def tx_bytes(self, host: int) -> int:
-        """Bytes that `host` has sent since the lab came up, headers included."""
+        """Return the bytes that `host` has sent since the lab came up, headers included."""
         return self._counted(host)[8]
 
     def rx_bytes(self, host: int) -> int:
-        """Bytes that `host` has received since the lab came up, headers included."""
+        """Return the bytes that `host` has received since the lab came up, headers included."""
         return self._counted(host)[0]
 
     def _counted(self, host: int) -> list[int]:
-        # The file belongs to the namespace it was opened in, so one open serves every later sample.
+        # The file belongs to the namespace in which it was opened, so one open serves every later sample.
         if host not in self._counters:
             self._counters[host] = self.call(host, lambda: os.open("/proc/thread-self/net/dev", os.O_RDONLY))
         text = os.pread(self._counters[host], 1 << 16, 0).decode()
@@ -292,8 +323,7 @@ class Lab:
                 self._batch("tc", f"qdisc del dev {device} root", inside=namespace)
 
     def _batch(self, tool: str, *lines: str, inside: str | None = None) -> None:
-        # The guardian's pipe stays open until the tool ends: an owner killed now does not leave behind what
-        # the tool is still making.
+        # The tool inherits the guardian's pipe: if the owner is killed now, the guardian waits for what the tool still makes.
         stdin = self._guardian.stdin if self._guardian is not None else None
         held = (stdin.fileno(),) if stdin is not None else ()
         within = ("-n", inside) if inside is not None else ()
@@ -307,11 +337,11 @@ def _check_name(name: str) -> str:
 
 
 def _set_tcp(*, throttled: bool) -> None:
-    """Settings of the calling thread's namespace, equal for ours and for every peer.
+    """Set TCP's settings in the calling thread's namespace, equal for ours and for every peer.
 
-    The machine's default may be bbr, whose probing dips would show up as noise. Cubic, or reno where
-    the machine does not let namespaces choose cubic (net.ipv4.tcp_allowed_congestion_control). A send
-    buffer of 256 KB fills a 1 Gbit/s link of this lab and keeps little below an engine's own queue.
+    The machine's default may be bbr, whose probing shows up as noise. Cubic is used, or reno if the machine does not let
+    namespaces choose cubic (net.ipv4.tcp_allowed_congestion_control). A send buffer of 256 KB fills a 1 Gbit/s link of this
+    lab, and keeps little below an engine's own queue.
     """
     allowed = (_TCP_SETTINGS / "tcp_allowed_congestion_control").read_text().split()
     (_TCP_SETTINGS / "tcp_congestion_control").write_text("cubic" if "cubic" in allowed else "reno")

@@ -1,4 +1,4 @@
-"""The network namespaces of labs, by their names: which there are, how a thread gets into one, and how a whole lab is removed.
+"""The network namespaces of labs: listing them, entering one with a thread, and removing a whole lab.
 
 All state of a lab is in the names of its namespaces (`pliant-<lab>-br`, `pliant-<lab>-h0`, ...); there is no state file.
 """
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def labs() -> dict[str, int]:
-    """Every lab on this machine, whoever made it, and its number of hosts."""
+    """Return every lab on this machine, whoever made it, and its number of hosts."""
     found: dict[str, int] = {}
     for namespace in _namespaces():
         matched = _NAME.fullmatch(namespace)
@@ -39,10 +39,10 @@ def labs() -> dict[str, int]:
 
 
 def remove(name: str) -> None:
-    """Kill whatever runs in the lab `name` and delete its namespaces; nothing happens where there is none.
+    """Kill whatever runs in the lab `name` and delete its namespaces; nothing happens if there is none.
 
     Raises:
-        LabError: something in it does not die.
+        LabError: a process in it does not die.
     """
     ours = [namespace for namespace in _namespaces() if _lab_of(namespace) == name]
     inodes = {(_NAMESPACES / namespace).stat().st_ino for namespace in ours}
@@ -50,7 +50,7 @@ def remove(name: str) -> None:
     for namespace in ours:
         with contextlib.suppress(LabError):  # somebody else removed it at the same time
             command("ip", "netns", "del", namespace)
-    # A process that was on its way in while the first sweep ran; with the names gone no other follows.
+    # A process may have entered while the first pass ran; with the names gone, no other can follow.
     _kill_inside(inodes)
 
 
@@ -84,7 +84,7 @@ def in_scratch_namespace(work: Callable[[], T]) -> T:
 
 
 def _on_own_thread(work: Callable[[], T]) -> T:
-    # A namespace is a property of the thread, and this one ends here.
+    # A namespace is a property of a thread, so the work gets a thread of its own, which ends here.
     with ThreadPoolExecutor(max_workers=1) as executor:
         return executor.submit(work).result()
 

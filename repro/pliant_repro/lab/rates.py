@@ -1,4 +1,4 @@
-"""Rates of links: read, written, and held to by the kernel's token bucket. Pure."""
+"""Rates of links: parsing, formatting, and the arguments of the kernel's token bucket."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import re
 from pliant.errors import ConfigError
 
 QUEUE_S = 0.015
-"""How long a shaped link's queue may be."""
+"""Length of a shaped link's queue."""
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit")
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 
 
 def parse_rate(text: str) -> int | None:
-    """Bits per second of `1gbit`, `100mbit`, `2.5gbit`, `500kbit`; None (no limit) of `none`.
+    """Parse `1gbit`, `100mbit`, `2.5gbit` or `500kbit` as bits per second; `none` is None, no limit.
 
     Raises:
-        ConfigError: another form, or outside 8kbit .. 100gbit.
+        ConfigError: the text has another form, or is outside 8kbit to 100gbit.
     """
     lowered = text.strip().lower()
     if lowered == "none":
@@ -32,7 +32,7 @@ def parse_rate(text: str) -> int | None:
 
 
 def format_rate(bits_per_s: int | None) -> str:
-    """The shortest text that `parse_rate` reads back."""
+    """Return the shortest text that `parse_rate` reads back."""
     if bits_per_s is None:
         return "none"
     for letter, unit in reversed(_UNITS.items()):
@@ -42,12 +42,11 @@ def format_rate(bits_per_s: int | None) -> str:
 
 
 def shaper(bits_per_s: int) -> list[str]:
-    """The arguments of `tc qdisc replace dev X root` that hold a device to this rate.
+    """Return the arguments of `tc qdisc replace dev X root` that hold a device to this rate.
 
-    A burst of 128 KB lets whole GSO packets (64 KB) through unsplit at 100 Mbit/s and above; it is
-    never less than 1 ms of traffic, so that a late timer costs no rate, and at low rates not more
-    than 10 ms. The queue is some milliseconds, given in bytes: a long one would hide priorities, a short one drops the
-    last packets of a burst, and with few packets under way TCP then waits for 200 ms.
+    A burst of 128 KB lets whole GSO packets (64 KB) through unsplit at 100 Mbit/s and above. It is never less than 1 ms of
+    traffic, so that a late timer costs no rate, and at low rates not more than 10 ms. The queue is some milliseconds, given in
+    bytes: a long one would hide priorities; a short one drops the last packets of a burst, and TCP then waits for 200 ms.
     """
     bytes_per_s = bits_per_s / 8
     burst = max(4096, min(128 << 10, bytes_per_s * 0.010), bytes_per_s * 0.001)
