@@ -53,7 +53,7 @@ TORCH_FREE = [
     "pliant.jobs.keeper",
     "pliant.fed.rounds.storage",
     "pliant.fed.rounds.plan",
-    "pliant.launch.on_ray.run",
+    "pliant.launch.on_ray.driver",
     "pliant.launch.runner",
     "pliant_repro.lab.hosts",
     "pliant.sched.compare",
