@@ -20,7 +20,7 @@ _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,
 
 
 def is_address(text: str) -> bool:
-    """Whether `text` is an IPv4 or IPv6 literal."""
+    """Return whether `text` is an IPv4 or IPv6 literal."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -29,7 +29,7 @@ def is_address(text: str) -> bool:
 
 
 def check_host(text: str) -> str:
-    """`text` as a host: an IPv4 or IPv6 literal in canonical form, or a host name.
+    """Return `text` as a host: an IPv4 or IPv6 literal in canonical form, or a host name.
 
     Raises:
         ConfigError: it is neither.
@@ -69,14 +69,14 @@ class Worker:
 
     @classmethod
     def parse(cls, text: str) -> Worker:
-        """`host:port` or `[ipv6]:port`."""
+        """Parse `host:port` or `[ipv6]:port`."""
         host, colon, port = text.rpartition(":")
         if not colon or not port.isdecimal():
             raise ConfigError(f"worker {text!r} is not host:port, such as 10.0.0.1:10000 or [::1]:10000")
         return cls(host, int(port))
 
     def to_json(self) -> dict[str, object]:
-        """KungFu's form where it has one (an IPv4 as a big-endian number), else `Host`."""
+        """Return KungFu's form: an IPv4 address as a big-endian number. Other hosts are given under `Host`."""
         try:
             return {"IPv4": int(ipaddress.IPv4Address(self.host)), "Port": self.port}
         except ValueError:
@@ -118,7 +118,7 @@ class Host:
 
     @classmethod
     def parse(cls, text: str) -> Host:
-        """`<host>[:<slots>[:<public address>]]`; an IPv6 address stands in brackets."""
+        """Parse `<host>[:<slots>[:<public address>]]`; an IPv6 address stands in brackets."""
         matched = re.fullmatch(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d+)(?::(\[[^\]]+\]|[^:\[\]]+))?)?", text.strip())
         if matched is None:
             raise ConfigError(f"-H: {text!r} is not <host>[:<slots>[:<public address>]], such as 10.0.0.1:4 or [::1]:2")
@@ -127,14 +127,14 @@ class Host:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """The comma list of `-H`."""
+    """Parse the comma list of `-H`."""
     if not text.strip():
         raise ConfigError("-H is empty: give a comma list such as 10.0.0.1:4,10.0.0.2:4")
     return _distinct((Host.parse(part) for part in text.split(",")), "-H")
 
 
 def parse_hostfile(text: str, name: str = "hostfile") -> tuple[Host, ...]:
-    """Lines `<host> [slots=N] [public_addr=X]`; `#` starts a comment."""
+    """Parse lines `<host> [slots=N] [public_addr=X]`; `#` starts a comment."""
     hosts = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.split("#", 1)[0].split()
@@ -230,7 +230,7 @@ class View:
         return tuple(worker.host for worker in self.workers)
 
     def rank_of(self, worker: Worker) -> int:
-        """The rank of `worker`; raises InvalidView if it is not in this view."""
+        """Return the rank of `worker`; raise InvalidView if it is not in this view."""
         try:
             return self.workers.index(worker)
         except ValueError:
@@ -245,7 +245,7 @@ class View:
 
     @classmethod
     def from_json(cls, value: object, number: int | None = None) -> View:
-        """The view that `value` describes; `number` replaces its `Version` where given.
+        """Return the view that `value` describes; `number` replaces its `Version` where given.
 
         Raises:
             InvalidView: with the reason.
@@ -361,7 +361,7 @@ class ClusterSnapshot:
 def place(
     hosts: Sequence[Host], num_workers: int, ports: Mapping[str, Sequence[int]] | PortRange
 ) -> tuple[Worker, ...]:
-    """The first `num_workers` slots, host by host, each with the next port of its host.
+    """Return workers for the first `num_workers` slots, host by host, each with the next port of its host.
 
     Raises:
         CapacityError: more workers than slots, or more than ports.

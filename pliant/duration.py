@@ -15,7 +15,7 @@ _PART = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(h|ms|us|µs|ns|m|s)")
 
 
 def parse_duration(text: str, flag: str = "duration") -> float:
-    """`text` in seconds: Go's form (`1m30s`), or a number of seconds.
+    """Return `text` in seconds; it is in Go's form (`1m30s`), or a number of seconds.
 
     Raises:
         ConfigError: it is neither, or negative, or not finite.
@@ -34,7 +34,7 @@ def parse_duration(text: str, flag: str = "duration") -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """Go's form with one decimal: `1m56.6s`, `1h0m3.2s`, `0.4s`."""
+    """Return `seconds` in Go's form with one decimal: `1m56.6s`, `1h0m3.2s`, `0.4s`."""
     tenths = round(seconds * 10)
     minutes, rest = divmod(tenths, 600)
     hours, minutes = divmod(minutes, 60)
@@ -45,7 +45,7 @@ def format_duration(seconds: float) -> str:
 
 
 def span_text(seconds: float) -> str:
-    """A length of time in its two largest units, such as 3m12s."""
+    """Return a length of time in its two largest units, such as 3m12s."""
     whole = max(0, int(seconds))
     parts = [(whole // 86400, "d"), (whole // 3600 % 24, "h"), (whole // 60 % 60, "m"), (whole % 60, "s")]
     first = next((place for place, (count, _) in enumerate(parts) if count), len(parts) - 1)

@@ -35,11 +35,11 @@ so that every error survives pickling.
 from __future__ import annotations
 
 REFUSED_EXIT = 78
-"""The exit code of a worker that the job would not have; starting it again would change nothing."""
+"""The exit code of a worker that the job refused; starting it again would change nothing."""
 
 
 def reason(error: Exception) -> str:
-    """Why a file could not be read or written, in a user's words."""
+    """Return why a file could not be read or written, in plain words."""
     if isinstance(error, UnicodeDecodeError):
         return "it is not text"
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
@@ -74,7 +74,7 @@ class NotWanted(ConfigError):
 
 
 class ClusterCleared(ConfigError):
-    """The wanted view has no workers: everybody must stop, and only a reset opens it again."""
+    """The wanted view has no workers: all must stop, and only a reset opens it again."""
 
 
 class UnknownJob(ConfigError):
@@ -120,7 +120,7 @@ class Unsliceable(TrainError):
 
 
 class Refused(TrainError):
-    """This worker would change the result by some bits, so the job will not have it."""
+    """This worker would change the result by some bits, so the job refuses it."""
 
 
 class CheckpointError(PliantError):
@@ -179,7 +179,7 @@ class NotStored(CommError):
 
 
 class EngineClosed(CommError):
-    """The engine was closed while, or before, this was asked of it."""
+    """The engine was closed before the call, or during it."""
 
 
 class ViewChanged(CommError):

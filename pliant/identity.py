@@ -26,7 +26,7 @@ SECRET_REMEDY = (
 
 
 def parse_schedule(text: str) -> tuple[tuple[int, int], ...]:
-    """`<step>:<workers>,...`, such as `10:2,20:4,100:0`, as pairs in the order of steps.
+    """Parse `<step>:<workers>,...`, such as `10:2,20:4,100:0`, into pairs in the order of steps.
 
     Raises:
         ConfigError: with the entry that is not understood.
@@ -52,11 +52,11 @@ class WorkerSpec:
     """What a launched process must know to find its job."""
 
     worker: Worker
-    """Who this process is."""
+    """The worker that this process is."""
     view: View
-    """The view it was started in; it is a member."""
+    """The view in which the process was started, with this worker in it."""
     secret: bytes = field(repr=False)
-    """What every member of the job knows, and nobody else."""
+    """The secret with which the members of the job know each other."""
     strategy: str = DEFAULT_STRATEGY
     """The topology that collectives start with."""
     config_server: str = ""
@@ -70,9 +70,9 @@ class WorkerSpec:
     tls_key: str = ""
     """Its private key, where it is not in the same file."""
     token: str = field(default="", repr=False)
-    """What the config server wants to hear; empty where it asks for nothing."""
+    """The token of the config server; empty where it has none."""
     elastic: bool = False
-    """Whether the job follows the config server's roll: workers may come and go."""
+    """Whether the job follows the membership of the config server: workers may come and go."""
     copies: int = 1
     """On how many other workers each replica's context is to be kept, at least: all of them keep it."""
     determinism: str = ""
@@ -86,7 +86,7 @@ class WorkerSpec:
     resize_schedule: tuple[tuple[int, int], ...] = ()
     """(step, number of workers): what to ask for once that many steps are done."""
     adapting: Mapping[str, str] = field(default_factory=dict)
-    """What the command line says of monitors, policies, record, replay, metrics and tensorboard, as typed."""
+    """The command line's settings of monitors, policies, record, replay, metrics and tensorboard, as typed."""
 
     def __post_init__(self) -> None:
         self.view.rank_of(self.worker)
@@ -94,7 +94,7 @@ class WorkerSpec:
             raise ConfigError("PLIANT_SECRET is empty: the runner sets it; by hand, use 16 or more random bytes in hex")
 
     def to_environ(self) -> dict[str, str]:
-        """The environment variables from which `worker_spec` reads this back."""
+        """Return the environment variables from which `worker_spec` reads this back."""
         environ = {
             "PLIANT_WORKER": str(self.worker),
             "PLIANT_VIEW": json.dumps(self.view.to_json()),
@@ -122,7 +122,7 @@ class WorkerSpec:
 
 
 def worker_spec(environ: Mapping[str, str] = os.environ) -> WorkerSpec:
-    """How a launched process learns who it is: the only reader of the environment.
+    """Read who this process is from its environment.
 
     Raises:
         NotLaunched: it was not started by `pliant run`.

@@ -88,7 +88,7 @@ def _serve(config: ServerConfig, ttl_s: float) -> None:
 
 
 def _everywhere(host: str, url: str) -> str:
-    """What to say about a server that listens on every address: the URL above is only good on this machine."""
+    """Return the URLs for other machines of a server that listens on all addresses; empty for any other server."""
     from pliant.launch.addresses import interfaces
 
     try:
@@ -124,7 +124,7 @@ def _limits(hosts: str, port_range: str) -> Limits:
 
 
 def _view_from(file: str) -> View:
-    """The view in `file`; the server numbers it."""
+    """Read the view in `file`; the server numbers it."""
     try:
         return View.from_json(json.loads(_text_of(file, "-init")), number=0)
     except (ValueError, RecursionError, ConfigError) as error:

@@ -1,4 +1,4 @@
-"""The far end of `pliant run --ssh`: `python -m pliant.cli.over_ssh`, started by sshd, becomes the runner of its host.
+"""The remote end of `pliant run --ssh`: `python -m pliant.cli.over_ssh`, started by sshd, becomes the runner of its host.
 
 It reads one line from its standard input, which says what to run (`launch.ssh.Letter`); when that input ends, be it that
 the user has pressed Ctrl-C or that the connection is gone, it ends itself as at SIGTERM: its workers first.
@@ -16,28 +16,28 @@ from pliant.launch.ssh import CONNECTED_LINE, RunnerOrder
 
 def main() -> None:
     try:
-        letter = RunnerOrder.from_line(_read_line(0))
+        order = RunnerOrder.from_line(_read_line(0))
     except (ValueError, KeyError, TypeError) as error:
-        print(f"pliant: this is the far end of `pliant run --ssh`, and got no letter: {error!r:.80}", file=sys.stderr)
+        print(f"pliant: this is the remote end of `pliant run --ssh`, and got no order: {error!r:.80}", file=sys.stderr)
         sys.exit(2)
-    os.environ.update(letter.environ)
+    os.environ.update(order.environ)
     # As where its environment is activated: `python3 train.py` shall find this Python, which has torch.
     os.environ["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
     try:
-        os.chdir(os.path.expanduser(letter.directory))
+        os.chdir(os.path.expanduser(order.directory))
     except OSError as error:
-        print(f"pliant: {letter.directory}: {error.strerror}; name a directory with --remote-dir", file=sys.stderr)
+        print(f"pliant: {order.directory}: {error.strerror}; name a directory with --remote-dir", file=sys.stderr)
         sys.exit(2)
     os.write(1, CONNECTED_LINE + b"\n")
     threading.Thread(target=_end_with_input, name="ssh-input", daemon=True).start()
-    sys.argv = ["pliant", "run", *letter.arguments]
+    sys.argv = ["pliant", "run", *order.arguments]
     from pliant.cli.main import main as pliant
 
     pliant()
 
 
 def _read_line(descriptor: int) -> bytes:
-    """Without a buffer of Python's, whose lock another thread must not hold at the program's end."""
+    """Read a line without Python's buffer, whose lock another thread must not hold at the program's end."""
     line = b""
     while not line.endswith(b"\n"):
         data = os.read(descriptor, 65536)

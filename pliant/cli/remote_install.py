@@ -84,7 +84,7 @@ def remote_install(
 
 
 def install_script(venv: str, python: str, what: str, *, is_file: bool, pip_args: str) -> str:
-    """The line for the far shell."""
+    """Return the command line for the remote shell."""
     from pliant.launch.ssh import shell_path
 
     place = shell_path(venv)
@@ -116,7 +116,7 @@ def _wheel_name() -> str:
 
 
 def build_wheel(folder: Path) -> Path:
-    """A wheel of this checkout. Built from a copy: what an earlier build has left beside it must not come along."""
+    """Build a wheel of this checkout. A copy is built, because leftovers of an earlier build must not come along."""
     if not (ROOT / "pyproject.toml").is_file():
         raise ConfigError(f"{ROOT} is no checkout of pliant to build from: name what to install with --spec")
     source = folder / "source"
@@ -138,7 +138,7 @@ def build_wheel(folder: Path) -> Path:
 
 
 def _has_setuptools() -> bool:
-    """Whether the one installed here can build it; otherwise pip fetches one."""
+    """Return whether the installed setuptools can build the wheel; otherwise pip fetches one."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -30,11 +30,11 @@ LOCAL = (
     "dash",
     "program",
 )
-"""Flags that are not passed on as they are: which host is which, and the secret, is told otherwise; the page is here."""
+"""Flags that are not passed on: hosts and the secret reach the runners by other ways, and the dashboard runs here."""
 
 
 def forwarded(ctx: typer.Context, left_out: Sequence[str] = LOCAL) -> list[str]:
-    """The flags that the user has given, for another `pliant run`."""
+    """Return the flags that the user has given, for another `pliant run`."""
     words: list[str] = []
     for param in ctx.command.params:
         source = ctx.get_parameter_source(param.name or "")
@@ -50,7 +50,7 @@ def forwarded(ctx: typer.Context, left_out: Sequence[str] = LOCAL) -> list[str]:
 
 
 def over_ssh(ctx: typer.Context, options: RunOptions, *, user: str, python: str, directory: str) -> int:
-    """Run what `options` say on all their hosts; the exit code."""
+    """Run the job on all hosts of `options`; return the exit code."""
     from pliant.identity import job_secret
     from pliant.launch.addresses import resolve, resolve_hosts
     from pliant.launch.ssh import SshJob, run_over_ssh

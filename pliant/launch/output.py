@@ -1,4 +1,4 @@
-"""What workers print: read line by line, prefixed, shown, written to files, and the last lines kept.
+"""The output of workers: read line by line, prefixed, shown, written to files, and the last lines kept.
 
 One thread reads the pipes of all workers. Bytes pass through as they came: nothing is decoded, so
 that no output can raise an exception, and nothing is lost.
@@ -21,11 +21,11 @@ from typing import BinaryIO
 log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 64 << 10
-"""Output without a newline is cut here, so that memory stays bounded."""
+"""Longer lines are cut into pieces of this size, so that memory stays bounded."""
 CHUNK_BYTES = 64 << 10
 TAIL_LINES = 20
 IDLE_S = 2.0
-"""After the workers are gone, a pipe that somebody else holds open is given up after this much silence."""
+"""After the workers have ended, a pipe that another process holds open is given up after this much silence."""
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
@@ -37,7 +37,7 @@ class LineSplitter:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that `data` completes; a line that grows beyond the limit comes in pieces."""
+        """Return the lines that `data` completes; a line that grows beyond the limit comes in pieces."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         pieces = [piece for line in lines for piece in self._cut(line)]
         if len(self._rest) > self._max_bytes:
@@ -46,7 +46,7 @@ class LineSplitter:
         return pieces
 
     def flush(self) -> list[bytes]:
-        """What came after the last newline, if anything."""
+        """Return what came after the last newline, if anything."""
         rest, self._rest = self._rest, b""
         return [rest] if rest else []
 
@@ -57,7 +57,7 @@ class LineSplitter:
 
 
 def prefix(label: str, stream: str, colour: int | None) -> bytes:
-    """`[127.0.0.1.10000::stdout] `, in the colour of the worker's number where there is one."""
+    """Return `[127.0.0.1.10000::stdout] `, in a colour if a number for it is given."""
     text = f"[{label}::{stream}]"
     if colour is None:
         return f"{text} ".encode()
@@ -65,7 +65,7 @@ def prefix(label: str, stream: str, colour: int | None) -> bytes:
 
 
 class Console:
-    """Writes whole lines to a descriptor; once the reader of it is gone, writes nothing more."""
+    """Writes whole lines to a descriptor; writes nothing more once its reader is gone."""
 
     def __init__(self, descriptor: int, *, coloured: bool) -> None:
         self.coloured = coloured
@@ -92,7 +92,7 @@ def _wait_writable(descriptor: int) -> None:
 
 
 class LogFile:
-    """A worker's log, created when there is a first byte to write."""
+    """A worker's log file, created with its first byte."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -137,7 +137,7 @@ class OutputStream:
             self.console.write(b"".join(self.prefix + line + b"\n" for line in lines))
 
     def read(self) -> bool:
-        """Take what the pipe has; False at its end."""
+        """Read what the pipe has; return False at its end."""
         try:
             data = os.read(self.descriptor, CHUNK_BYTES)
         except OSError as error:
@@ -158,7 +158,7 @@ class OutputStream:
 
 
 class OutputReader:
-    """The thread that reads all streams. `start`, `add` streams, `finish` when the workers are gone."""
+    """A thread that reads all streams. Call `start`, `add` streams, and `finish` when the workers have ended."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -178,7 +178,7 @@ class OutputReader:
         os.write(self._wake_write, b"+")
 
     def finish(self) -> None:
-        """Read every stream to its end and stop; a pipe that a stranger holds open is left after a while.
+        """Read every stream to its end and stop; a pipe that another process holds open is left after a while.
 
         Blocks as long as the terminal or pipe behind the console does, as any program that prints.
         """

@@ -27,11 +27,11 @@ from pliant.identity import DEFAULT_STRATEGY, WorkerSpec, format_schedule
 from pliant.launch.addresses import LOOPBACK, choose_self, interfaces, is_local, nic_addresses, resolve, resolve_hosts
 
 LEVELS = ("D0", "D1", "D2")
-"""Equal bits for an equal number of workers; for any number of them; and on machines of other kinds, too."""
+"""Levels of determinism: equal bits for an equal number of workers, for any number, and on machines of other kinds."""
 
 
 def check_strategy(name: str) -> str:
-    """`name` in the spelling of `comm.graph`; raises ConfigError with the names there are."""
+    """Return `name` in capital letters; raise ConfigError with the known names if there is no such strategy."""
     from pliant.comm.topology import STRATEGIES
 
     if name.upper() not in STRATEGIES:
@@ -64,7 +64,7 @@ class RunOptions:
     rendezvous_timeout_s: float = 300.0
     """How long the runners of several hosts wait for each other."""
     heartbeat_timeout_s: float = 10.0
-    """Workers hold a peer for lost after this much silence."""
+    """Workers take a peer for lost after this much silence."""
     logdir: str = ""
     """Where each worker's output is also written; empty means nowhere."""
     show_output: bool = True
@@ -174,7 +174,7 @@ class RunOptions:
 
     @property
     def follows_builtin(self) -> bool:
-        """Whether the config server of this job is run by its head."""
+        """Whether the head runner of this job also runs its config server."""
         if not self.config_server:
             return self.watch or self.builtin_config_port > 0
         # KungFu's commands give both flags, and mean one server.
@@ -188,7 +188,7 @@ class RunOptions:
 
 
 def device_files() -> tuple[str, ...]:
-    """The names in /dev; empty where there is none."""
+    """Return the names in /dev; none where there is no such directory."""
     try:
         return tuple(os.listdir("/dev"))
     except OSError:
@@ -196,7 +196,7 @@ def device_files() -> tuple[str, ...]:
 
 
 def visible_devices(environ: Mapping[str, str], files: Iterable[str]) -> tuple[str, ...]:
-    """The devices that workers may use, as CUDA_VISIBLE_DEVICES would name them.
+    """Return the devices that workers may use, as CUDA_VISIBLE_DEVICES would name them.
 
     A list that the user has set is taken as it is (it may hold UUIDs); otherwise one device per
     /dev/nvidia<number>. Empty means that there is no device to hand out.
@@ -212,7 +212,7 @@ def visible_devices(environ: Mapping[str, str], files: Iterable[str]) -> tuple[s
 
 
 def device_of_slot(file: str, slot: int) -> str | None:
-    """What the JSON list in `file` has for this slot: a scheduler changes it as it gives devices to jobs.
+    """Return the device of `slot` in the JSON list in `file`, which a scheduler changes as it gives devices to jobs.
 
     "" hides all devices; None, and a list that is too short, leave the environment as it is.
     """
@@ -225,7 +225,7 @@ def device_of_slot(file: str, slot: int) -> str | None:
 
 
 def device_environ(slot: int, devices: Sequence[str], *, allow_nvlink: bool) -> dict[str, str]:
-    """The variables that give local slot `slot` its device; slots beyond the devices share round-robin.
+    """Return the variables that give `slot` its device; slots beyond the devices share them round-robin.
 
     With `allow_nvlink` CUDA_VISIBLE_DEVICES stays as it is, since NCCL reaches over NVLink only
     devices that the process can see; the worker then picks by PLIANT_CUDA_VISIBLE_DEVICES.
@@ -242,7 +242,7 @@ def device_environ(slot: int, devices: Sequence[str], *, allow_nvlink: bool) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a plan must know about this machine; tests make one from plain values."""
+    """What a plan depends on: processors, network interfaces, environment and devices of this machine."""
 
     num_cpus: int = 1
     nics: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -254,7 +254,7 @@ class Machine:
 
     @classmethod
     def this(cls) -> Machine:
-        """The machine that this process runs on."""
+        """Return the machine that this process runs on."""
         return cls(
             num_cpus=len(os.sched_getaffinity(0)),
             nics=interfaces(),
@@ -273,11 +273,11 @@ def _has_avx2() -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
-    """What this runner will do, before any port is bound."""
+    """What this runner will do; made before any port is bound."""
 
     options: RunOptions
     command: tuple[str, ...]
-    """What every worker executes."""
+    """The command that every worker executes."""
     self_host: str
     """The address of this host, as it stands in `hosts`."""
     hosts: tuple[Host, ...]
@@ -305,7 +305,7 @@ class LaunchPlan:
 
     @property
     def agreement(self) -> dict[str, object]:
-        """What the runners of a job must have been started with alike."""
+        """The flags that must be the same for all runners of a job, with their values."""
         return {
             "-np": self.options.np,
             "-H": [f"{host.address}:{host.slots}" for host in self.hosts],
@@ -363,7 +363,7 @@ class LaunchPlan:
 
 
 def find_command(program: Sequence[str], search_path: str | None = None) -> tuple[str, ...]:
-    """The command of every worker: a `.py` file gets this Python, anything else must be executable.
+    """Return the command of every worker: a `.py` file gets this Python, anything else must be executable.
 
     Raises:
         ConfigError: there is no such program, or it cannot be executed.
@@ -382,7 +382,7 @@ def find_command(program: Sequence[str], search_path: str | None = None) -> tupl
 
 
 def make_plan(options: RunOptions, machine: Machine) -> LaunchPlan:
-    """What this runner has to do.
+    """Return the plan of this runner.
 
     Raises:
         ConfigError, CapacityError: with what was asked, what there is, and which flag helps.
@@ -410,7 +410,7 @@ def make_plan(options: RunOptions, machine: Machine) -> LaunchPlan:
 
 
 def _pins(machine: Machine) -> dict[str, str]:
-    """What makes torch's libraries choose the same kernels on every machine; they read it when they are loaded."""
+    """Return variables that make torch's libraries choose the same kernels on every machine, when they are loaded."""
     return {
         "ATEN_CPU_CAPABILITY": "avx2" if machine.has_avx2 else "default",
         "ONEDNN_MAX_CPU_ISA": "AVX2",
@@ -422,7 +422,7 @@ def _pins(machine: Machine) -> dict[str, str]:
 
 
 def _default_hosts(options: RunOptions, machine: Machine, asked: str) -> tuple[Host, ...]:
-    """Without -H: this machine alone, with room for all workers (they share cores if they must)."""
+    """Return the hosts of a job without -H: this machine alone, with a slot for each worker."""
     address = asked or (nic_addresses(options.nic, machine.nics)[0] if options.nic else LOOPBACK)
     # How many a watched job will be asked to have is not known; only its ports are.
     most = len(options.port_range) if options.watch else machine.num_cpus
@@ -430,7 +430,7 @@ def _default_hosts(options: RunOptions, machine: Machine, asked: str) -> tuple[H
 
 
 def first_view(plan: LaunchPlan, ports: Mapping[str, Sequence[int]]) -> View:
-    """The view that the job starts with, once the ports of every host are known.
+    """Return the view that the job starts with, once the ports of every host are known.
 
     Raises:
         CapacityError: a host reported fewer ports than it has workers.
@@ -442,7 +442,7 @@ def first_view(plan: LaunchPlan, ports: Mapping[str, Sequence[int]]) -> View:
 
 
 def describe(plan: LaunchPlan, machine: Machine) -> list[str]:
-    """What the runner says at its start, unless -q: arguments, interfaces, the environment that matters."""
+    """Return the lines that the runner shows at its start, unless -q: arguments, interfaces, relevant variables."""
     told = [f"command: {' '.join(plan.command)}"]
     told.append(f"np {plan.options.np} on {','.join(f'{host.address}:{host.slots}' for host in plan.hosts)}")
     told.append(f"this host: {plan.self_host}, {plan.num_local} workers, strategy {plan.options.strategy}")

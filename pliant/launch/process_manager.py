@@ -101,10 +101,10 @@ class ProcessManager:
         self._consoles = {fd: Console(fd, coloured=_shows_colour(fd, environ)) for fd in (1, 2)}
         self._starter = WorkerStarter(plan.command, None)
         self._held: dict[Worker, tuple[StartWorker, socket.socket]] = {}
-        """Those to be started once the warm process is up."""
+        """Workers to be started once the warm process is up."""
         self._sender = sender
         self._reserved: dict[int, socket.socket] = {}
-        """Ports for replacements that were asked for."""
+        """Ports for replacements that were requested."""
         self._used_ports = {plan.options.port}
         self._launched: dict[Worker, StartedWorker] = {}
         self._views: dict[int, View] = {}
@@ -137,7 +137,7 @@ class ProcessManager:
         }
 
     def _warm_up(self, stack: contextlib.ExitStack) -> None:
-        """Start the warm process, where the workers can come from one."""
+        """Start the warm process, if the workers can be forked from one."""
         options = self._plan.options
         if not (options.watch and options.warm and can_start_warm(self._plan.command, self._environ.get("PATH"))):
             return
@@ -210,7 +210,7 @@ class ProcessManager:
         self._sender.report(f"{worker} is lost", lambda client: client.lost(worker, why))
 
     def _start(self, start: StartWorker) -> None:
-        """Start a worker, as soon as that can be done, on a port that is its own from now on."""
+        """Bind the worker's port, and start it as soon as the warm process is ready."""
         worker = start.worker
         try:
             listener = self._listeners.pop(worker.port, None) or self._reserved.pop(worker.port, None)
@@ -338,7 +338,7 @@ class ProcessManager:
             log.error("%s %s: %s%s", who, failure.how, failure.what, f": {lines[-1]}" if lines else "")
 
     def _end_all(self) -> None:
-        """Kill what still runs: only after an error of our own, since a job that is over has nothing left."""
+        """Kill workers that still run. That happens only after an exception: a job that is over has none left."""
         for listener in [*(listener for _, listener in self._held.values()), *self._reserved.values()]:
             listener.close()
         for launched in self._launched.values():
@@ -352,6 +352,6 @@ def _shows_colour(descriptor: int, environ: Mapping[str, str]) -> bool:
 
 
 def log_name(worker: Worker, version: int | None, stream: str) -> str:
-    """The file of `-logdir` for a worker's stream; `version` is given in watch mode."""
+    """Return the name of the file in `-logdir` for a worker's stream; `version` is given in watch mode."""
     label = worker.label if version is None else f"{worker.label}@{version}"
     return f"{label}.{stream}.log"

@@ -1,4 +1,4 @@
-"""Processes of a runner: workers, started directly or forked from the warm process, and what is told of them in a file.
+"""Processes of a runner: workers, started directly or forked from the warm process, and the file that lists them.
 
 Each worker leads a session of its own, so that a signal reaches its children too and a Ctrl-C in the terminal reaches only
 the runner. Its life is tied to the runner's three times over: by the kernel (child.py; through the warm process where it was
@@ -33,7 +33,7 @@ from pliant.files import write_atomic
 log = logging.getLogger(__name__)
 
 WARM_IMPORTS = ("numpy", "torch", "torch._dynamo", "pliant.elastic.client", "pliant.train.job")
-"""What workers would each spend seconds on; what is not installed is left out.
+"""Modules that each worker would spend seconds to import. Those that are not installed are left out.
 
 The first optimizer that a program makes imports torch._dynamo, which takes as long as torch itself.
 """
@@ -41,21 +41,21 @@ _WARM_SCRIPT = Path(__file__).resolve().with_name("warm.py")
 
 
 def script(path: str) -> list[str]:
-    """A Python of our own that reads neither the user's variables nor site-packages: it starts in 20 ms."""
+    """Return the command that runs a script of ours with a Python that reads neither PYTHON* variables nor site-packages."""
     return [sys.executable, "-I", "-S", str(Path(path).resolve())]
 
 
 @dataclass
 class WorkerProcess:
-    """A started worker, however it was started. `pidfd` becomes readable when it ends."""
+    """A worker that was started, directly or from the warm process. `pidfd` becomes readable when it ends."""
 
     pid: int
     pidfd: int
     stdout: int
-    """The reading end of its output; whoever started the worker closes it, and `stderr`."""
+    """The reading end of its output. The caller closes this and `stderr`."""
     stderr: int
     wait: Callable[[], int]
-    """Reaps it, once it has ended: its exit code, or minus the signal."""
+    """Reaps the worker once it has ended, and returns its exit code, or minus the signal that killed it."""
     code: int | None = None
 
     def signal(self, signum: int) -> None:
@@ -64,7 +64,7 @@ class WorkerProcess:
             child.kill_group(self.pid, signum)
 
     def reap(self) -> int:
-        """The exit code (negative: the signal) of a worker that has ended, whose children end here too.
+        """Wait for the end of the worker, kill its children, and return its exit code (negative: the signal).
 
         They are killed before the worker is reaped: as long as it is a zombie, its number, which
         is the group's, cannot go to somebody else.
@@ -98,8 +98,10 @@ def start_worker(command: Sequence[str], environ: Mapping[str, str], listener: s
 
 @contextlib.contextmanager
 def output_pipes() -> Iterator[tuple[int, int, int, int]]:
-    """For a new worker's output: the reading ends of stdout and stderr, and the writing ends, which are closed with the
-    block; where that fails, so are the others."""
+    """Yield pipes for a worker's output: the reading ends of stdout and stderr, then the writing ends.
+
+    The writing ends are closed with the block; if the block raises, so are the reading ends.
+    """
     (out_read, out_write), (err_read, err_write) = os.pipe(), os.pipe()
     try:
         yield out_read, err_read, out_write, err_write
@@ -122,7 +124,7 @@ def _pidfd(popen: subprocess.Popen[bytes]) -> int:
 
 
 def fill_standard_descriptors() -> None:
-    """Open /dev/null as stdin, stdout or stderr where the runner was started without.
+    """Open /dev/null as stdin, stdout or stderr if the runner was started without them.
 
     Otherwise the next socket would get such a number, and be sent what is meant for the user.
     """
@@ -134,7 +136,7 @@ def fill_standard_descriptors() -> None:
 
 
 class Guardian:
-    """The helper process that cleans up after a runner that was killed. A context manager."""
+    """The helper process that ends the job of a runner that was killed (see child.py). A context manager."""
 
     def __init__(self, mark: str, environ: Mapping[str, str]) -> None:
         self._mark = mark
@@ -187,11 +189,11 @@ class Guardian:
 # --- the warm process ---
 
 ANSWER_S = 30.0
-"""A fork takes 10 ms; a warm process that says nothing for this long is stuck."""
+"""A fork takes 10 ms. A warm process that does not answer for this long is stuck."""
 
 
 def can_start_warm(command: Sequence[str], search_path: str | None = None) -> bool:
-    """Whether `command` is a Python file or module for the Python that runs this, without options for it."""
+    """Return whether `command` runs a file or module with the Python of this process, without interpreter options."""
     if len(command) < 2:
         return False
     found = shutil.which(command[0], path=search_path)
@@ -211,7 +213,7 @@ class WarmLost(LaunchError):
 
 
 class WarmProcess:
-    """Starts the warm process, and workers from it. A context manager; used from one thread.
+    """The warm process, and the workers that are forked from it. A context manager, for one thread.
 
     `stdout` and `stderr` are the reading ends of its own output, from `__enter__` on.
     """
@@ -230,7 +232,7 @@ class WarmProcess:
         self._socket: socket.socket | None = None
         self.stdout = self.stderr = -1
         self.is_up: bool | None = None
-        """Whether it can fork; None as long as it imports. `done` is called, from a thread, when that is known."""
+        """Whether it can fork; None while it imports. `done` is called, from a thread, when that is known."""
 
     @property
     def pid(self) -> int:
@@ -266,7 +268,7 @@ class WarmProcess:
             self._socket.close()
 
     def fork(self, command: Sequence[str], environ: Mapping[str, str], listener: socket.socket | None) -> WorkerProcess:
-        """A worker that runs `command` (which `can_start_warm`) in `environ`, and inherits `listener`.
+        """Fork a worker that runs `command` (see `can_start_warm`) in `environ`, and inherits `listener`.
 
         Raises:
             WarmLost: it is gone, or stuck.
@@ -315,14 +317,14 @@ class WarmProcess:
 
 
 class WorkerStarter:
-    """Starts workers: from the warm process as long as there is one, else each as a Python of its own."""
+    """Starts workers: from the warm process while there is one, else each as a new Python process."""
 
     def __init__(self, command: Sequence[str], warm: WarmProcess | None) -> None:
         self._command, self._warm = command, warm
 
     @property
     def is_ready(self) -> bool:
-        """Whether `start` would do so at once: not while the warm process imports."""
+        """Whether `start` would not have to wait: the warm process has done its imports."""
         return self._warm is None or self._warm.is_up is not None
 
     def start(self, environ: Mapping[str, str], listener: socket.socket | None) -> WorkerProcess:
@@ -341,33 +343,33 @@ class WorkerStarter:
 
 @dataclass(frozen=True, slots=True)
 class LivingWorker:
-    """A worker that lived when the file was written."""
+    """A worker that lived when the state file was written."""
 
     pid: int
-    """Of the process, and of its group."""
+    """The id of the process, and of its process group."""
     start_ticks: int
-    """When it began: another process with the same id has another one."""
+    """When the process began: another process with the same id began at another time."""
     slot: int
 
     @property
     def lives(self) -> bool:
-        """Whether it does now; what is only waiting to be reaped holds no device."""
+        """Whether the worker still lives. A zombie does not: it holds no device."""
         return start_ticks(self.pid) == self.start_ticks
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerState:
-    """What the file says."""
+    """The content of a state file."""
 
     config_server: str
     version: int
-    """Of the newest view that the runner has acted on: it starts nobody for an older one."""
+    """Version of the newest view that the runner has acted on: it starts no worker for an older one."""
     workers: Mapping[str, LivingWorker]
-    """By address."""
+    """The living workers, by address."""
 
 
 def write_runner_state(path: Path, config_server: str, version: int, workers: Mapping[str, tuple[int, int]]) -> None:
-    """Say where the config server is, which view was acted on, and each living worker's process and slot."""
+    """Write the state file: the config server, the version acted on, and the process id and slot of each living worker."""
     living = {
         name: asdict(LivingWorker(pid, ticks, slot))
         for name, (pid, slot) in workers.items()
@@ -381,7 +383,7 @@ def write_runner_state(path: Path, config_server: str, version: int, workers: Ma
 
 
 def read_runner_state(path: Path) -> RunnerState | None:
-    """What the runner has written; None as long as it has not."""
+    """Read a state file; return None if the runner has not written it yet."""
     try:
         value = json.loads(path.read_text())
     except (OSError, ValueError):

@@ -2,7 +2,7 @@
 
 What a runner must know travels through ssh's standard input as one line of JSON (`RunnerOrder`): where, with which flags and
 environment, and the secret, which must not be on any command line. That input stays open as long as the job shall run:
-the far end (`pliant.cli.over_ssh`) takes its end for the order to stop, so a lost connection leaves nothing running.
+the far end (`pliant.cli.over_ssh`) stops its job when that input ends, so that a lost connection leaves nothing running.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from pliant.launch.output import Console, OutputReader, OutputStream
 log = logging.getLogger(__name__)
 
 CONNECTED_LINE = b"pliant: arrived over ssh"
-"""The far end's first line: what comes later, and its exit code, are the runner's."""
+"""The first line that the remote end prints: what comes later, and the exit code, are the runner's."""
 REMOTE_MODULE = "pliant.cli.over_ssh"
 FORWARDED_PREFIXES = ("PLIANT_", "NCCL_", "OMP_", "MKL_", "GLOO_")
-"""Variables that runners get from here; all others are those of the host that they run on."""
+"""Prefixes of the variables that are sent to the runners; all others are those of the host that they run on."""
 KEPT = ("PLIANT_SSH",)
 FORWARD_VARIABLE = "PLIANT_HAND_OVER"
-"""Which others, with commas between them."""
+"""The variable that names further variables to send, separated by commas."""
 SSH_FAILED = 255
 NOT_STARTED = (126, 127)
 MARGIN_S = 10.0
-"""For a runner that ends its workers, beyond their own grace."""
+"""How much longer than its workers' grace period a runner may take to end."""
 _USER = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.@+-]*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerOrder:
-    """What a runner is told."""
+    """What a remote runner is told to do, as one line of JSON."""
 
     directory: str
     arguments: tuple[str, ...]
-    """Of `pliant run`."""
+    """The arguments of `pliant run`."""
     environ: Mapping[str, str]
 
     def to_line(self) -> bytes:
@@ -69,14 +69,14 @@ class RunnerOrder:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SshJob:
-    """Runners to start, one on each host."""
+    """A job whose runners are started over ssh, one on each host."""
 
     hosts: tuple[Host, ...]
-    """ssh goes to their public addresses; runners know each other by the others."""
+    """ssh connects to their public addresses; runners connect to each other by `address`."""
     arguments: tuple[str, ...]
-    """Of `pliant run` with its program, without -H and -self."""
+    """The arguments of `pliant run` with its program, without -H and -self."""
     python: str
-    """Of the hosts, with pliant installed."""
+    """The Python of the hosts, with pliant installed."""
     directory: str
     environ: Mapping[str, str] = field(default_factory=dict)
     secret: bytes = field(default=b"", repr=False)
@@ -98,7 +98,7 @@ def _bracketed(address: str) -> str:
 
 
 def forwarded_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `environ` that are for the job: ours, those of known libraries, and those that FORWARD_VARIABLE names."""
+    """Return the variables to send with a job: pliant's, those of known libraries, and those that PLIANT_HAND_OVER names."""
     named = environ.get(FORWARD_VARIABLE, "").split(",")
     return {
         name: value
@@ -108,12 +108,12 @@ def forwarded_environ(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def shell_path(path: str) -> str:
-    """`path` for a shell: as it stands, but for `~/`, which is the home of whoever runs that shell."""
+    """Return `path` quoted for a shell, where `~/` is the home directory of the user who runs the shell."""
     return f'"$HOME"/{shlex.quote(path[2:])}' if path.startswith("~/") else shlex.quote(path)
 
 
 def ssh_command(host: Host, user: str, remote: str, environ: Mapping[str, str]) -> list[str]:
-    """The ssh that runs `remote`, a line for the shell there. PLIANT_SSH may say how ssh is called here.
+    """Return the ssh command that runs `remote`, a line for the remote shell. PLIANT_SSH replaces the program and options.
 
     Raises:
         ConfigError: the user's name, or PLIANT_SSH, is not one.
@@ -133,7 +133,7 @@ def ssh_command(host: Host, user: str, remote: str, environ: Mapping[str, str]) 
 
 
 class _RunnerStream(OutputStream):
-    """PrefixedLines of workers have their worker's name already; those of the runner itself get their host's."""
+    """Output of a remote runner: lines of workers have their prefix already, other lines get the host's."""
 
     arrived = False
 
@@ -149,7 +149,7 @@ class _RunnerStream(OutputStream):
 
 
 class _SshRunner:
-    """One host's ssh."""
+    """The ssh process of one host."""
 
     def __init__(self, host: Host, command: Sequence[str], order: RunnerOrder, reader: OutputReader) -> None:
         self.host = host
@@ -177,7 +177,7 @@ class _SshRunner:
             reader.add(stream)
 
     def attend(self, events: queue.SimpleQueue[_SshEvent]) -> None:
-        """Hand over the order, and tell when ssh has ended; in a thread, because both may take long."""
+        """Send the order, and post the exit code when ssh has ended. Runs in a thread, because both may take long."""
         assert self._popen.stdin is not None
         with contextlib.suppress(OSError):
             self._popen.stdin.write(self._order.to_line())
@@ -188,7 +188,7 @@ class _SshRunner:
         events.put((self, code))
 
     def end(self) -> None:
-        """Ask the far end to stop."""
+        """Ask the remote runner to stop."""
         assert self._popen.stdin is not None
         with contextlib.suppress(OSError, ValueError):
             self._popen.stdin.close()
@@ -198,7 +198,7 @@ class _SshRunner:
             self._popen.kill()
 
     def why(self, code: int) -> str:
-        """What to say about an end with this exit code."""
+        """Return the message about an end with this exit code."""
         last = next((line.decode(errors="replace").strip() for line in reversed(self.err.tail) if line.strip()), "")
         said = f" ({last})" if last else ""
         name = self.host.public
@@ -217,11 +217,11 @@ class _SshRunner:
 
 
 _SshEvent = tuple[_SshRunner, int] | int
-"""An ssh that has ended with its exit code, or a signal to us."""
+"""An ssh that has ended with its exit code, or a signal to this process."""
 
 
 def run_over_ssh(job: SshJob) -> int:
-    """Start a runner on every host, and stay until all have ended. The exit code: 0, or the first failure's.
+    """Start a runner on every host, and wait until all have ended; return 0, or the exit code of the first failure.
 
     The first failure, SIGINT and SIGTERM end all; a second signal does not wait. Call it from the main thread.
 
@@ -254,7 +254,7 @@ def run_over_ssh(job: SshJob) -> int:
 
 
 def _mind(runners: Sequence[_SshRunner], events: queue.SimpleQueue[_SshEvent], patience_s: float) -> int:
-    """Until every ssh has ended; the first that fails ends the others."""
+    """Wait until every ssh has ended; the first that fails ends the others."""
     running, code = list(runners), 0
     deadline_s: float | None = None
     while running:

@@ -1,4 +1,4 @@
-"""The warm process: has imported torch once, and forks a worker from itself for each request.
+"""The warm process: it has imported torch once, and forks a worker from itself for each request.
 
 Started by the runner as a script with a socket as its stdin (`processes.WarmProcess` is the other end). It
 imports and forks, and starts no thread and no CUDA context, which a fork would not survive. A forked worker finds
@@ -31,7 +31,7 @@ NUM_DESCRIPTORS = 3
 
 
 def warm_up(imports: list[str]) -> None:
-    """Import what takes long, and keep the collector from touching (and so copying) its memory in every worker."""
+    """Import what takes long, and freeze it: a garbage collection in a worker would touch, and so copy, all that memory."""
     for name in filter(None, imports):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -49,7 +49,7 @@ def _target(descriptor: str) -> str:
 
 
 def serve(requests: socket.socket) -> list[str] | None:
-    """Fork and reap as told. Returns in a worker, with its argv; in the warm process, None once the runner is gone."""
+    """Fork and reap workers on request. Return argv in a forked worker, and None in the warm process when the runner is gone."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, NUM_DESCRIPTORS)
         if not message:
@@ -79,7 +79,7 @@ def serve(requests: socket.socket) -> list[str] | None:
 
 
 def _settle(environ: dict[str, str], descriptors: list[int]) -> None:
-    """Make the fork a worker: its output, its environment, its own random numbers."""
+    """Turn the fork into a worker: set its output, its environment and its random seeds."""
     stdout, stderr, *listener = descriptors
     null = os.open(os.devnull, os.O_RDONLY)
     for descriptor, standard in ((null, 0), (stdout, 1), (stderr, 2)):
@@ -120,8 +120,10 @@ def run_program(argv: list[str]) -> None:
 
 
 def end_at_once() -> None:
-    """A short way out, with exit code 0: threads and exit functions end as usual, what files still hold is written, but the
-    interpreter is not taken apart. In a fork that takes longer than all the rest: it touches, and so copies, all memory.
+    """Exit with code 0, without taking the interpreter apart.
+
+    Threads and exit functions end as usual, and open files are flushed. The rest would take longest in a fork, because it
+    touches, and so copies, all memory.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -147,7 +149,7 @@ def hide_own_frames(error: BaseException) -> None:
 
 
 def main() -> None:
-    """Be the warm process, and, in its forks, the program."""
+    """Run the warm process and, in its forks, the program."""
     die_with(int(sys.argv[1]))
     del sys.path[0]  # our own folder, where no program shall look
     with socket.socket(fileno=os.dup(0)) as requests:

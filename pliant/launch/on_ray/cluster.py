@@ -1,7 +1,7 @@
-"""A Ray cluster as pliant sees it: nodes with devices, and slots on them.
+"""A Ray cluster as pliant sees it: nodes with devices, and placement groups that hold devices.
 
 A type of device is a resource of Ray's: `cpu` is its CPU, `gpu` its GPU, and any other name a custom resource, as in
-`ray start --resources '{"t4": 4}'`. A slot is one device, held by a placement group of one bundle: Ray chooses the node,
+`ray start --resources '{"t4": 4}'`. A device is held by a placement group of one bundle: Ray chooses the node,
 nobody else is given it, and when its node is lost Ray moves it to another one as soon as there is room.
 Ray is imported inside: the rest of the launcher must do without it.
 """
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 START_ONE = "start one with `ray start --head`, or name it by {}, as HOST:PORT"
 ANSWER_S = 5.0
 BUILT_IN = {"cpu": "CPU", "gpu": "GPU"}
-"""Resources that every Ray cluster has, by our names."""
+"""Ray's names of the resources that every cluster has, by our names."""
 NOT_DEVICES = ("CPU", "GPU", "memory", "object_store_memory")
 
 
@@ -38,11 +38,11 @@ class RayNode:
     host: str
     """The address that its workers listen on: its own, or one of loopback where all nodes are one machine."""
     devices: Mapping[str, int] = field(default_factory=dict)
-    """By type; free or not."""
+    """How many devices it has of each type, free or not."""
 
 
 def nodes_of(listed: Sequence[Mapping[str, Any]]) -> dict[str, RayNode]:
-    """The living nodes among what `ray.nodes()` lists, by their ids. Pure.
+    """Return the living nodes among what `ray.nodes()` lists, by their ids. Pure.
 
     Raises:
         ConfigError: some nodes, but not all, share an address, so that workers could not be told apart.
@@ -66,13 +66,13 @@ def nodes_of(listed: Sequence[Mapping[str, Any]]) -> dict[str, RayNode]:
 
 
 def _own_loopback(node: str) -> str:
-    """An address of its own for a node that shares its machine with all the others; the same for all who ask."""
+    """Return a loopback address for a node that shares its machine with all others; always the same for the same node."""
     number = int(node[-12:], 16)
     return f"127.{1 + number % 254}.{(number >> 8) % 256}.{1 + (number >> 16) % 254}"
 
 
 def devices_in(resources: Mapping[str, float]) -> dict[str, int]:
-    """The devices among a node's resources, by our names."""
+    """Return the devices among a node's resources, by our names."""
     found = {ours: int(resources.get(theirs, 0)) for ours, theirs in BUILT_IN.items()}
     for name, count in resources.items():
         if name not in NOT_DEVICES and ":" not in name and "_group_" not in name:
@@ -81,7 +81,7 @@ def devices_in(resources: Mapping[str, float]) -> dict[str, int]:
 
 
 def total(nodes: Mapping[str, RayNode]) -> dict[str, int]:
-    """All devices of the cluster."""
+    """Return how many devices of each type the cluster has."""
     found: Counter[str] = Counter()
     for node in nodes.values():
         found.update(node.devices)
@@ -105,7 +105,7 @@ def check_devices(wanted: Mapping[str, int], nodes: Mapping[str, RayNode], flag:
 
 
 def bundle_of(kind: str, nodes: Mapping[str, RayNode]) -> dict[str, float]:
-    """The resources of one device. A custom type whose nodes all have GPUs is a type of GPU, and holds one."""
+    """Return the Ray resources of one device. A custom type whose nodes all have GPUs is a type of GPU, and takes one."""
     if kind in BUILT_IN:
         return {BUILT_IN[kind]: 1}
     having = [node for node in nodes.values() if kind in node.devices]
@@ -114,7 +114,7 @@ def bundle_of(kind: str, nodes: Mapping[str, RayNode]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def connected(address: str, *, asked: str = "--on ray", flag: str = "--ray-address") -> Iterator[None]:
-    """This process as a driver of the cluster at `address` (`auto`: the one of this machine, or RAY_ADDRESS).
+    """Make this process a driver of the cluster at `address` (`auto`: the one of this machine, or RAY_ADDRESS).
 
     What Ray itself would print goes nowhere: we say what we make of it. `asked` is how the user asked for Ray, and `flag`
     where the address was given.
@@ -149,7 +149,7 @@ def connected(address: str, *, asked: str = "--on ray", flag: str = "--ray-addre
 
 
 def _answering(address: str, found: str, flag: str) -> str:
-    """The host of `found`, at which somebody listens: Ray itself would try for minutes."""
+    """Return the host of `found` after checking that something listens there: Ray itself would try for minutes."""
     host, _, port = found.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S) as sock:
@@ -159,28 +159,28 @@ def _answering(address: str, found: str, flag: str) -> str:
 
 
 def living_nodes() -> dict[str, RayNode]:
-    """The nodes of the connected cluster."""
+    """Return the nodes of the connected cluster."""
     import ray
 
     return nodes_of(ray.nodes())
 
 
 def own_address() -> str:
-    """Where the nodes can reach this process."""
+    """Return the address at which the nodes can reach this process."""
     import ray
 
     return str(ray.util.get_node_ip_address())
 
 
 def own_job() -> str:
-    """What Ray calls this driver, and in which life of the cluster: the next one counts anew."""
+    """Return Ray's id of this driver together with the id of the cluster's session, because job ids start again with it."""
     import ray
 
     return f"{_session()} {ray.get_runtime_context().get_job_id()}"
 
 
 def has_actors(job: str) -> bool:
-    """Whether an actor of another driver, which may be gone, still lives. `job` is its `own_job`."""
+    """Return whether an actor of another driver, which may be gone, still lives. `job` is its `own_job`."""
     import ray
 
     session, _, number = job.partition(" ")
@@ -197,14 +197,14 @@ def _session() -> str:
 
 
 def _gpus() -> list[str]:
-    """For a task of Ray's: the GPUs that it was given."""
+    """Return the GPUs that Ray gave to the task that calls this."""
     import ray
 
     return [str(each) for each in ray.get_gpu_ids()]
 
 
 class DeviceHold:
-    """One slot: a placement group, from asking for it to giving it back."""
+    """One device, held by a placement group from its request until `release`."""
 
     def __init__(self, bundle: Mapping[str, float]) -> None:
         from ray.util.placement_group import placement_group
@@ -215,14 +215,14 @@ class DeviceHold:
         self._asked: tuple[str, Any] = ("", None)
 
     def node(self) -> str:
-        """The id of the node on which it is; empty where Ray is still looking for one."""
+        """Return the id of the node that has the device; empty while Ray is looking for one."""
         from ray.util.placement_group import placement_group_table
 
         table = placement_group_table(self._group)
         return str(table["bundles_to_node_id"][0]) if table.get("state") == "CREATED" else ""
 
     def visible(self, node: str) -> tuple[bool, str | None]:
-        """Whether it is known what CUDA_VISIBLE_DEVICES is to be there, and what; None: as it is on the node.
+        """Return whether CUDA_VISIBLE_DEVICES for this device is known, and its value; None: as it is on the node.
 
         A bundle has its own GPU as long as it stays: a task in it can say which.
         """
@@ -250,7 +250,7 @@ class DeviceHold:
 
 
 def why_failed(error: Exception) -> str:
-    """What Ray says of an actor that is gone, in one line."""
+    """Return Ray's reason for the end of an actor, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     missing = next((line for line in lines if "No module named" in line), "")
     if missing:

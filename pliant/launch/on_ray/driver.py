@@ -42,25 +42,25 @@ PLACING_S = 0.2
 QUIET_S = 1.0
 SAY_S = 10.0
 JOB_FILE = "ray-job"
-"""Beside --state-file, as long as the driver drives: what Ray calls the job. Where it is left behind, the driver was
+"""A file beside --state-file with Ray's id of the job, for as long as the driver runs. If it is left behind, the driver was
 killed, or Ray is gone, and something of the job may still live."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayJob:
-    """What to run, and on what."""
+    """A job on a Ray cluster: the program, and the devices."""
 
     program: tuple[str, ...]
     arguments: tuple[str, ...]
-    """Of the runners' `pliant run`, with the program; without what says who they are."""
+    """The arguments of the runners' `pliant run`, with the program, without those that differ between them."""
     devices: Mapping[str, int]
-    """By type, the best first: what the job may have."""
+    """How many devices of each type the job may have, the best type first."""
     np: int
-    """With so many workers it starts."""
+    """The number of workers that it starts with."""
     bounded: bool = True
-    """Whether `devices` bounds what it may grow to; else that is up to the cluster."""
+    """Whether the job may not grow beyond `devices`; otherwise the cluster is the limit."""
     asked: str = "--devices"
-    """The flag that was given."""
+    """The flag that asked for the devices, for error messages."""
     directory: str
     environ: Mapping[str, str] = field(default_factory=dict)
     secret: bytes = field(default=b"", repr=False)
@@ -72,9 +72,9 @@ class RayJob:
     patience_s: float = 300.0
     """How long to wait for devices at the start."""
     state_file: str = ""
-    """Where to say which config server is this job's; empty: nowhere."""
+    """The file in which to write the address of the job's config server; empty: none."""
     record: str = ""
-    """The file of its facts, where `--record` names one: a page that shows it finds the job by it."""
+    """The job's record, if `--record` names one; the dashboard finds the job by it."""
     independent: bool = False
     """Whether workers do not train together: a node may then be lost before any worker has joined."""
     resumes: bool = False
@@ -83,14 +83,14 @@ class RayJob:
 
 @dataclass(frozen=True, slots=True)
 class DevicesWanted:
-    """Somebody wants these devices, or as many workers."""
+    """A client has asked for these devices, with a worker on each."""
 
     devices: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class DropUnwanted:
-    """Who has not left yet is to be killed."""
+    """A client has asked to kill the workers on devices that are not wanted any more."""
 
 
 DriverEvent = NodeEvent | DevicesWanted | DropUnwanted | int
@@ -116,9 +116,9 @@ class RayDriver:
         self._client: ConfigClient
         self._token = ""
         self._version = -1
-        """Of the last view that was put: until a runner has seen it, it may start somebody who shall leave."""
+        """Version of the last view that was put. A runner that has not seen it may still start a worker that is to leave."""
         self._published: set[Worker] = set()
-        """Who has been in a view: one that is not any more has crashed, and its runner sees to it."""
+        """Workers that have been in a view. One that is in it no longer has crashed, and its runner replaces it."""
 
     # --- as the resource provider, from the server's thread ---
 
@@ -137,7 +137,7 @@ class RayDriver:
     # --- the loop ---
 
     def drive(self, server: ConfigServer, client: ConfigClient, token: str) -> int:
-        """Until the job is over; the exit code."""
+        """Run the job to its end; return the exit code."""
         self._server, self._client, self._token = server, client, token
         self._begun_s = time.monotonic()
         self._say_at_s = self._begun_s + SAY_S
@@ -157,7 +157,7 @@ class RayDriver:
                 hold.release()
 
     def _wait_for_events(self) -> list[DriverEvent]:
-        """What has come, after a wait that fits to what is being waited for."""
+        """Wait for events, for as long as fits what is being waited for, and return them."""
         wait_s = LEAVING_S if self._slots.leaving else PLACING_S if self._slots.unplaced else QUIET_S
         events: list[DriverEvent] = []
         with contextlib.suppress(queue.Empty):
@@ -180,7 +180,7 @@ class RayDriver:
         return self._end_by_s is not None or self._server.membership.over or (self.num_ended > 0 and not self._waits())
 
     def _waits(self) -> bool:
-        """Whether somebody is still to be started."""
+        """Whether workers are still to be started."""
         return bool(self._slots.unplaced or self._slots.vacant)
 
     def _handle(self, event: DriverEvent) -> None:
@@ -197,7 +197,7 @@ class RayDriver:
                 for node, runner in self._runners.items():
                     runner.drop([str(slot.worker) for slot in self._slots.leaving if slot.node == node])
             case RunnerUp():
-                pass  # its slots can be given now
+                pass  # workers can be assigned to its slots now
             case RunnerEnded(node, code):
                 self._on_runner_ended(node, code)
             case RunnerLost(node, why):
@@ -214,14 +214,14 @@ class RayDriver:
         self._fail(128 + signum)
 
     def _fail(self, code: int) -> None:
-        """End all; the first failure counts."""
+        """End all runners; the first failure gives the exit code."""
         if self._end_by_s is None:
             self._failure, self._end_by_s = code, time.monotonic() + self._job.grace_s + MARGIN_S
             for runner in self._runners.values():
                 runner.end()
 
     def _on_runner_ended(self, node: str, code: int) -> None:
-        """React to a runner that has ended: well, badly (as the whole job does), or killed, which is a loss."""
+        """React to the end of a runner: a failure fails the job, and a kill is a loss."""
         if code < 0:
             self._on_runner_lost(node, f"its runner was killed by signal {-code}")
             return
@@ -262,7 +262,7 @@ class RayDriver:
     # --- getting and giving back ---
 
     def _provide(self) -> None:
-        """Do what the slots need: places, runners, workers, and a view that says so."""
+        """Bring the job closer to what is wanted: place device slots, start runners, assign workers, and put a view."""
         view = self._server.wanted.view
         if view is not None:
             self._slots.follow(view, self._hosts)
@@ -282,11 +282,11 @@ class RayDriver:
         self._publish()
 
     def _is_used(self, node: str) -> bool:
-        """Whether the runner there has been told to start somebody."""
+        """Return whether the runner on `node` has been told to start a worker."""
         return any(slot.worker in self._published for slot in self._slots.on(node))
 
     def _waits_for_first(self) -> bool:
-        """Whether the first view must still wait: it has all workers."""
+        """Return whether the first view must wait: it needs a place for every worker."""
         if not self._slots.unplaced and all(self._runners[slot.node].is_up for slot in self._slots.vacant):
             return False
         now_s = time.monotonic()
@@ -298,7 +298,7 @@ class RayDriver:
         return True
 
     def _release_left(self) -> None:
-        """Give back devices that were left."""
+        """Give devices back whose workers have ended."""
         for node in {slot.node for slot in self._slots.leaving}:
             runner = self._runners.get(node)
             living = {} if runner is None else runner.living(self._version)
@@ -338,7 +338,7 @@ class RayDriver:
         return runner
 
     def _assign_workers(self) -> None:
-        """A worker for each slot that has none, where the runner can start it."""
+        """Assign a worker to each vacant device slot whose runner can start it."""
         for node, runner in self._runners.items():
             vacant = [slot for slot in self._slots.vacant if slot.node == node]
             visible = {slot.number: slot.visible for slot in self._slots.on(node)}
@@ -347,7 +347,7 @@ class RayDriver:
                     slot.worker = Worker(runner.host, port)
 
     def _publish(self) -> None:
-        """Have the config server want who sits where he shall, and the runners of all nodes that have slots."""
+        """Put a view with all assigned workers and the runners of their nodes."""
         while True:
             wanted = self._server.wanted
             if wanted.cleared:
@@ -374,7 +374,7 @@ class RayDriver:
 
 
 def run_on_ray(job: RayJob, *, register: Callable[..., contextlib.AbstractContextManager[object]] | None = None) -> int:
-    """Run the job to its end; the exit code. Call it from the main thread.
+    """Run the job to its end; return the exit code. Call it from the main thread.
 
     `register` lists the job for the time of a block (`jobs.store.registered`), so that `pliant resize` finds it.
 

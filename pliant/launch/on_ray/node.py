@@ -36,13 +36,13 @@ from pliant.launch.ssh import CONNECTED_LINE, REMOTE_MODULE, RunnerOrder
 
 CHUNK_BYTES = 64 << 10
 PREFIX = "pliant-ray-"
-"""Of an actor's folder; then come its process and some letters."""
+"""How the name of an actor's directory begins; its process id and random letters follow."""
 Output = tuple[int, bytes]
-"""1 (stdout), 2 (stderr) or 0 (its end: the exit code), and what came."""
+"""1 (stdout), 2 (stderr) or 0 (the end), and the output or the exit code."""
 
 
 class RunnerActor:
-    """One node's part of a job. Its methods run in threads: `run` as long as the runner does, others meanwhile."""
+    """The Ray actor of one node. Its methods run in threads: `run` for as long as the runner lives, the others meanwhile."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -55,7 +55,7 @@ class RunnerActor:
         self._output: queue.Queue[Output | None] = queue.Queue(maxsize=256)
 
     def free_ports(self, count: int, begin: int, end: int, avoid: Sequence[int]) -> list[int]:
-        """Ports that nobody listens on, and that no other actor of this kind will be given as long as this one lives.
+        """Return free ports that no other actor of this kind will return while this one lives.
 
         A name among abstract sockets is the claim: it is one's own at once, and gone with the process.
         """
@@ -78,7 +78,7 @@ class RunnerActor:
         return found
 
     def run(self, arguments: Sequence[str], environ: Mapping[str, str], directory: str) -> Iterator[Output]:
-        """Run a runner to its end; what it and its workers print, as it comes."""
+        """Run a runner to its end; yield what it and its workers print, as it comes."""
         order = RunnerOrder(
             directory=_directory(directory),
             arguments=("--state-file", str(self._state), "--slot-devices", str(self._devices), *arguments),
@@ -168,7 +168,7 @@ def _living(told: RunnerState) -> dict[str, LivingWorker]:
 
 
 def _directory(wanted: str) -> str:
-    """Where to run: as asked; else where Ray has unpacked the job's working directory, which is where this actor is."""
+    """Return where to run: where Ray has unpacked the job's working directory if there is one, else `wanted`."""
     import ray
 
     if ray.get_runtime_context().runtime_env.get("working_dir"):
@@ -180,9 +180,9 @@ def _directory(wanted: str) -> str:
 
 
 ASK_S = 5.0
-"""How long an actor may take to answer; one that cannot is about to be lost."""
+"""How long an actor may take to answer; one that takes longer is about to be lost."""
 AHEAD = 64
-"""So many pieces of output may be under way."""
+"""How many pieces of output may be under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ NodeEvent = RunnerUp | RunnerEnded | RunnerLost
 
 
 class PrefixedLines:
-    """What a runner prints: lines of workers have their worker's name already, those of its own get their host's."""
+    """Shows the output of a runner: lines of workers have their prefix already, other lines get the host's."""
 
     def __init__(self, host: str, console: Console) -> None:
         self._prefix, self._worker = f"[{host}] ".encode(), f"[{host}.".encode()
@@ -233,10 +233,10 @@ class PrefixedLines:
 
 
 class NodeRunner:
-    """The runner of one node."""
+    """The driver's handle of the runner on one node."""
 
     def __init__(self, node: str, host: str, used: set[int], post: Callable[[NodeEvent], None]) -> None:
-        """`used`: ports of this host that the job has had, which late words may still be about."""
+        """Prepare a runner; `used` are ports of this host that late messages may still be about."""
         self.host = host
         self.is_up = False
         self.by_local_rank: list[int | None] = []
@@ -246,7 +246,7 @@ class NodeRunner:
         self._used = used
 
     def start(self, arguments: Sequence[str], environ: Mapping[str, str], directory: str) -> None:
-        """Start the actor and, in it, the runner; what follows comes by `post`, from a thread."""
+        """Start the actor and, in it, the runner; what follows is reported through `post`, from a thread."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -285,7 +285,7 @@ class NodeRunner:
         self._post(RunnerLost(self._node, "it said no exit code") if code is None else RunnerEnded(self._node, code))
 
     def free_ports(self, count: int, ports: PortRange) -> list[int]:
-        """Ports that were never used; none where the actor does not answer."""
+        """Return ports that were never used; none if the actor does not answer."""
         found = self._ask("free_ports", count, ports.begin, ports.end, sorted(self._used)) or []
         self._used.update(found)
         return list(found)
@@ -312,12 +312,12 @@ class NodeRunner:
         return self._ask("show", shown) is not None
 
     def drop(self, workers: Sequence[str]) -> None:
-        """Kill these workers; returns at once."""
+        """Kill these workers; return at once."""
         if workers:
             self._actor.drop.remote(list(workers))
 
     def end(self) -> None:
-        """Ask the runner to end; returns at once."""
+        """Ask the runner to end; return at once."""
         self._actor.end.remote()
 
     def kill(self) -> None:

@@ -1,7 +1,7 @@
-"""Which devices a job on a Ray cluster has, and who sits on them. Pure; `driver` does the rest.
+"""The devices of a job on a Ray cluster, and the workers on them. Pure; `driver` does the rest.
 
-A slot is asked for, placed on a node, given to a worker, and left. When its node is lost it stands without a place again until
-Ray has found it another. A worker that crashes is replaced by the runner of its node, in the same slot.
+A device slot is requested, placed on a node, assigned to a worker, and released. When its node is lost, it waits until Ray has
+found it another. A worker that crashes is replaced by the runner of its node, in the same slot.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class DeviceSlot:
     number: int
     kind: str
     node: str = ""
-    """Where it is; empty as long as there is no room for it."""
+    """The node that has the device; empty while there is none."""
     worker: Worker | None = None
-    """Who sits there; None: nobody was told to, yet."""
+    """The worker on it; None: none has been assigned yet."""
     visible: str | None = None
-    """What CUDA_VISIBLE_DEVICES is there; None: whatever the node has."""
+    """The value of CUDA_VISIBLE_DEVICES for its worker; None: as it is on the node."""
     leaving: bool = False
-    """Not wanted any more, and free as soon as its worker has gone."""
+    """Whether it is not wanted any more: it is released as soon as its worker has ended."""
 
     @property
     def is_vacant(self) -> bool:
@@ -36,17 +36,17 @@ class DeviceSlot:
 
 @dataclass(slots=True)
 class DeviceSlots:
-    """The slots of a job."""
+    """All device slots of a job."""
 
     kinds: Sequence[str]
-    """The types it may use, the best first."""
+    """The device types that the job may use, the best first."""
     most: Mapping[str, int] = field(default_factory=dict)
-    """How many of a type it may ask for by itself; not listed: as many as there are."""
+    """How many devices of a type a resize may ask for; a type that is not listed has no limit."""
     all: dict[int, DeviceSlot] = field(default_factory=dict)
     _next: int = 0
 
     def devices_for(self, size: int) -> dict[str, int]:
-        """The devices of `size` workers: as many of the best type as may be, then of the next.
+        """Return the devices for `size` workers: as many of the best type as are allowed, then of the next.
 
         Raises:
             CapacityError: that is more than the job may have.
@@ -62,7 +62,7 @@ class DeviceSlots:
         return chosen
 
     def want(self, devices: Mapping[str, int], view: View | None) -> None:
-        """Have these devices: the last in the view leave, where there are more."""
+        """Request these devices; if there are more, the last workers of the view leave theirs."""
         ranks = {worker: rank for rank, worker in enumerate(view.workers)} if view is not None else {}
         for kind in {*devices, *(slot.kind for slot in self.all.values())}:
             mine = [slot for slot in self.all.values() if slot.kind == kind and not slot.leaving]
@@ -81,14 +81,14 @@ class DeviceSlots:
                     del self.all[slot.number]
 
     def lose(self, node: str) -> None:
-        """Note that all on `node` is gone."""
+        """Note that `node` is lost, with all workers on it."""
         for slot in self.on(node):
             slot.node, slot.worker = "", None
             if slot.leaving:
                 del self.all[slot.number]
 
     def follow(self, view: View, hosts: Mapping[str, str]) -> None:
-        """Note who has come in place of whom, where a runner has replaced a crashed worker. `hosts`: the nodes' addresses."""
+        """Note which workers have replaced crashed ones in `view`. `hosts` has the nodes' addresses."""
         assigned = {slot.worker for slot in self.all.values()}
         for worker in view.workers:
             if worker in assigned:
@@ -115,14 +115,14 @@ class DeviceSlots:
         return [slot for slot in self.all.values() if slot.node == node]
 
     def leave(self, living: Collection[Worker], node: str) -> None:
-        """Note who still lives on `node`: slots that were to be left, and are, are gone."""
+        """Remove the slots on `node` that were to be released and whose workers are not among `living`."""
         for slot in self.on(node):
             if slot.leaving and slot.worker not in living:
                 del self.all[slot.number]
 
     @property
     def nodes(self) -> list[str]:
-        """Where the job has workers, in the order in which it came there."""
+        """The nodes that have workers of the job, in the order of their first worker."""
         return list(dict.fromkeys(slot.node for slot in self.all.values() if slot.worker is not None))
 
     @property
@@ -139,9 +139,9 @@ class DeviceSlots:
 
     @property
     def wanted(self) -> list[Worker]:
-        """Those who sit where they shall."""
+        """The assigned workers whose devices are still wanted."""
         return [slot.worker for slot in self.all.values() if slot.worker is not None and not slot.leaving]
 
     def occupied(self) -> dict[str, int]:
-        """By type; may be asked from another thread."""
+        """Return the number of devices with a worker, by type; for any thread."""
         return dict(Counter(slot.kind for slot in list(self.all.values()) if slot.worker is not None))
