@@ -1,7 +1,7 @@
 """The remote end of `pliant run --ssh`: `python -m pliant.cli.over_ssh`, started by sshd, becomes the runner of its host.
 
-It reads one line from its standard input, which says what to run (`launch.ssh.Letter`); when that input ends, be it that
-the user has pressed Ctrl-C or that the connection is gone, it ends itself as at SIGTERM: its workers first.
+It reads one line from its standard input, which says what to run (`launch.ssh.RunnerOrder`). When that input ends, because
+the user has pressed Ctrl-C or the connection is lost, it ends as after SIGTERM: its workers first.
 """
 
 from __future__ import annotations
