@@ -109,6 +109,7 @@ class ProcessManager:
         self._launched: dict[Worker, StartedWorker] = {}
         self._views: dict[int, View] = {}
         self._code: int | None = None
+        self._last_failure = ""
 
     def run(self, deadline_s: float | None) -> int:
         """Work until the supervisor says that the job is over; return the exit code. Nothing of the job lives afterwards."""
@@ -124,6 +125,10 @@ class ProcessManager:
                     self._wait_and_handle(deadline_s)
         # Signals have their usual meaning again: a console that blocks can be left with Ctrl-C.
         self._output.finish()
+        if self._plan.options.independent and self._last_failure:
+            log.error(
+                "%s", self._last_failure
+            )  # again, because the program that started these workers reads the last line
         return self._code
 
     def state(self) -> dict[str, object]:
@@ -333,9 +338,7 @@ class ProcessManager:
         who = f"worker {worker}" + (f" (rank {rank})" if rank is not None else "")
         last = f"; its last lines of {name}:" if lines else "; it printed nothing"
         log.error("%s %s: %s%s", who, failure.how, failure.what, "\n  ".join([last, *lines]))
-        if self._plan.options.independent:
-            # Whoever started these workers reads the last line only.
-            log.error("%s %s: %s%s", who, failure.how, failure.what, f": {lines[-1]}" if lines else "")
+        self._last_failure = f"{who} {failure.how}: {failure.what}{f': {lines[-1]}' if lines else ''}"
 
     def _end_all(self) -> None:
         """Kill workers that still run. That happens only after an exception: a job that is over has none left."""
