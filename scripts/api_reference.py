@@ -79,7 +79,9 @@ def _line(code: str, sentence: str) -> str:
 def _field_sentences(owner: type) -> dict[str, str]:
     """Return the first sentences of the strings below the fields of a class."""
     source = inspect.getsource(owner)
-    return {name: _cut(text) for name, text in re.findall(r"^    (\w+): [^\n]*\n    \"\"\"(.*?)\"\"\"", source, re.M | re.S)}
+    return {
+        name: _cut(text) for name, text in re.findall(r"^    (\w+): [^\n]*\n    \"\"\"(.*?)\"\"\"", source, re.M | re.S)
+    }
 
 
 class _Verbatim:

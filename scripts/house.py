@@ -52,7 +52,9 @@ def deepest_chain(package: Path) -> list[str]:
     """
     known = modules(package)
     # The front door loads its names lazily and stands above everything.
-    graph = {name: imports_of(path, known) - {name, package.name} for name, path in known.items() if name != package.name}
+    graph = {
+        name: imports_of(path, known) - {name, package.name} for name, path in known.items() if name != package.name
+    }
 
     chains: dict[str, list[str]] = {}
 
@@ -95,7 +97,9 @@ def main() -> None:
         counted = sizes(package)
         for part, (files, lines) in counted.items():
             print(f"{part:14} {files:4} files {lines:6} lines")
-        print(f"{package.name:14} {sum(f for f, _ in counted.values()):4} files {sum(n for _, n in counted.values()):6} lines")
+        print(
+            f"{package.name:14} {sum(f for f, _ in counted.values()):4} files {sum(n for _, n in counted.values()):6} lines"
+        )
         try:
             chain = deepest_chain(package)
             print(f"deepest import chain, {len(chain)} modules: {' > '.join(chain)}")

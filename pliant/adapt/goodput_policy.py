@@ -107,7 +107,6 @@ class Goodput(Policy):
         self.steps_s, self.quiet = [], 1 if decided else min(MOST_QUIET, 2 * self.quiet)
         return decided or self.rate.follow(obs.global_batch, self.noise.value)
 
-
     def _decide(self, obs: Observation) -> list[Decision]:
         if obs.replicas != obs.num_workers:
             self.replicas = obs.replicas
@@ -161,7 +160,12 @@ class Goodput(Policy):
             size = next_size(size, self.replicas, self.max_workers)
         return [[Configuration(size, batch, fixed) for batch in batches] for size in sorted({*sizes, obs.num_workers})]
 
-    def _best(self, here: Configuration, worth: Callable[[Configuration], float], candidates: Sequence[Sequence[Configuration]]) -> Configuration:
+    def _best(
+        self,
+        here: Configuration,
+        worth: Callable[[Configuration], float],
+        candidates: Sequence[Sequence[Configuration]],
+    ) -> Configuration:
         def weighed(configuration: Configuration) -> float:
             """Add a bonus to the present configuration: hysteresis."""
             bonus = 1 + self.least_gain if configuration == here else 1.0

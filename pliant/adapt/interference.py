@@ -174,7 +174,9 @@ class Interference(Policy):
         reference = [median(column) for column in zip(*self._rows, strict=True)]
         votes = sum(rate < self.threshold * usual for rate, usual in zip(rates, reference, strict=True))
         limit = self.threshold * reference[0]
-        self.report(f"MonitorStrategy:: Checking Throughput = {rates[0] / MIB:.2f} MiB/s, reff= {limit / MIB:.2f} MiB/s")
+        self.report(
+            f"MonitorStrategy:: Checking Throughput = {rates[0] / MIB:.2f} MiB/s, reff= {limit / MIB:.2f} MiB/s"
+        )
         self.report(f"AP:: cluster response -> {votes}")
         self._why = (
             f"{votes} of {len(rates)} workers below {self.threshold:g} of their usual throughput "
@@ -271,7 +273,9 @@ class Interference(Policy):
         }
         present = parse_strategy(obs.strategy)
         times = [
-            strategy_selection.predict_s(present, Network(network.hosts, _links(network.hosts, able), obs.replicas), num_bytes)
+            strategy_selection.predict_s(
+                present, Network(network.hosts, _links(network.hosts, able), obs.replicas), num_bytes
+            )
             for able in (left, quiet)
         ]
         return times[0] / times[1]

@@ -21,7 +21,7 @@ Given = Annotated[
     typer.Argument(
         metavar="[RECORD|DIR|URL]...",
         show_default=False,
-        help="RecordSource, folders with some, the state of a cluster, or addresses of servers; default: what runs here.",
+        help="Records, folders with some, the state of a cluster, or addresses of servers; default: what runs here.",
     ),
 ]
 

@@ -228,7 +228,9 @@ def print_table(
         is_last = number == len(columns) - 1
         table.add_column(column.upper(), justify="right" if column in right else "left", no_wrap=not is_last)
     for row in rows:
-        colours = [STATE_COLOURS.get(cell, "") if name == "state" else "" for name, cell in zip(columns, row, strict=True)]
+        colours = [
+            STATE_COLOURS.get(cell, "") if name == "state" else "" for name, cell in zip(columns, row, strict=True)
+        ]
         cells = zip(row, colours, strict=True)
         table.add_row(
             *(Text(cell, colour, no_wrap=cut, overflow="ellipsis" if cut else "fold") for cell, colour in cells)

@@ -74,7 +74,9 @@ def plan(
         _print(replicas, found, types, given, wishes)
 
 
-def _print(replicas: int, found: DevicePlan | None, types: Types, given: tuple[int, ...], wishes: Sequence[Proposal]) -> None:
+def _print(
+    replicas: int, found: DevicePlan | None, types: Types, given: tuple[int, ...], wishes: Sequence[Proposal]
+) -> None:
     console = Console(soft_wrap=True)
     if found is None:
         console.print("no devices yet")

@@ -116,7 +116,9 @@ def policies(result: Json, path: Path) -> None:
     args = cast("Mapping[str, object]", result["args"])
     caption = f"{Path(str(args['trace'])).name} on {args['cluster']}; rounds every {args['interval']:g} s, {args['restart']:g} s for each change of devices."
     with picture(path, "Policies on one trace", caption, panels=2) as [left, right]:
-        policy_bars(left, {name: cast("float", numbers["jct_mean_s"]) for name, numbers in found.items()}, "mean JCT, s")
+        policy_bars(
+            left, {name: cast("float", numbers["jct_mean_s"]) for name, numbers in found.items()}, "mean JCT, s"
+        )
         for name, numbers in found.items():
             devices_in_use(right, name, cast("Series", numbers["allocated"]))
         # The policy with one job at a time takes ten times as long; its tail would hide the others.
@@ -128,7 +130,9 @@ def policies(result: Json, path: Path) -> None:
 def policy_bars(axes: Axes, values: Mapping[str, float], label: str) -> None:
     """Draw one bar for each policy on a logarithmic scale."""
     names = list(values)
-    axes.bar(range(len(names)), [values[name] for name in names], color=[POLICY_COLOURS.get(name, "0.6") for name in names])
+    axes.bar(
+        range(len(names)), [values[name] for name in names], color=[POLICY_COLOURS.get(name, "0.6") for name in names]
+    )
     axes.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
     axes.set(yscale="log", ylabel=label)
 

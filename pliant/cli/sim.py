@@ -80,14 +80,20 @@ def sim(
     seed: Annotated[int, typer.Option("--seed", help="Of what a trace leaves open, and of synthetic ones.")] = 0,
     speed: Annotated[
         str,
-        typer.Option("--speed", metavar="TYPE=S,...", help="Replica-steps per second, for types nothing is known of."),
+        typer.Option(
+            "--speed",
+            metavar="TYPE=S,...",
+            help="Replica-steps per second, for types nothing is known of.",
+            hidden=True,
+        ),
     ] = "",
-    limit: Annotated[int, typer.Option("--limit", help="Only the first jobs; 0: all.")] = 0,
+    limit: Annotated[int, typer.Option("--limit", help="Only the first jobs; 0: all.", hidden=True)] = 0,
     restart: Annotated[
-        float, typer.Option("--restart", help="Seconds that a start or a change of devices costs.")
+        float, typer.Option("--restart", help="Seconds that a start or a change of devices costs.", hidden=True)
     ] = 30.0,
     pause: Annotated[
-        float, typer.Option("--pause", help="Seconds of a live resize, as measured; below 0: only restarts.")
+        float,
+        typer.Option("--pause", help="Seconds of a live resize, as measured; below 0: only restarts.", hidden=True),
     ] = 0.0212,
     reserve: Annotated[
         list[str] | None,
@@ -95,7 +101,9 @@ def sim(
             "--reserve", metavar="TYPE=N@BEGIN-END", help="Devices in other use for these seconds; may be repeated."
         ),
     ] = None,
-    processes: Annotated[int, typer.Option("--processes", help="Simulations at a time; 0: one for each core.")] = 0,
+    processes: Annotated[
+        int, typer.Option("--processes", help="Simulations at a time; 0: one for each core.", hidden=True)
+    ] = 0,
     table_file: Annotated[Path | None, typer.Option("--table", metavar="FILE", help="A CSV row for each job.")] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="A PNG of times and devices in use.")

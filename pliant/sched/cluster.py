@@ -286,7 +286,6 @@ def _rank(entry: tuple[tuple[float, ...], int, ScheduledJob]) -> tuple[tuple[flo
     return entry[:2]
 
 
-
 # --- devices ---
 
 
@@ -405,7 +404,9 @@ def _read_openb(path: Path) -> Cluster:
     try:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
-        return Cluster.of_nodes(ClusterNode(row["model"].lower(), int(row["gpu"])) for row in rows if int(row["gpu"]) > 0)
+        return Cluster.of_nodes(
+            ClusterNode(row["model"].lower(), int(row["gpu"])) for row in rows if int(row["gpu"]) > 0
+        )
     except (OSError, KeyError, ValueError, TypeError, AttributeError, csv.Error) as error:
         raise ConfigError(f"--cluster {path}: {error!r}; give a CSV with the columns sn, gpu and model") from None
 
@@ -435,7 +436,6 @@ class DevicePlacer:
                 taken.append((node, count))
                 needed -= count
         return tuple(taken)
-
 
 
 # --- scheduling policies ---

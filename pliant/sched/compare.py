@@ -51,7 +51,9 @@ class SimulationSetting:
         if self.trace.form == "pollux" and not self.profiles:
             raise ConfigError("a workload of Pollux needs its step times: give --profiles DIR, its folder of traces")
 
-    def run(self, policy: str, *, live: bool, progress: Callable[[float], None] = lambda fraction: None) -> SimulationOutcome:
+    def run(
+        self, policy: str, *, live: bool, progress: Callable[[float], None] = lambda fraction: None
+    ) -> SimulationOutcome:
         """Simulate one policy from the beginning."""
         cluster, chosen = Cluster.parse(self.cluster), make_policy(policy)
         profiles = pollux.load(Path(self.profiles)) if self.profiles else None
@@ -122,7 +124,6 @@ def _simulate(setting: SimulationSetting, run: PolicyRun) -> SimulationOutcome:
     return setting.run(run.policy, live=run.live)
 
 
-
 # --- result ---
 
 MAX_ROWS = 2000
@@ -146,7 +147,9 @@ RESERVED_NOTE = (
 )
 
 
-def result(setting: SimulationSetting, outcomes: Mapping[PolicyRun, SimulationOutcome], args: Mapping[str, object]) -> Json:
+def result(
+    setting: SimulationSetting, outcomes: Mapping[PolicyRun, SimulationOutcome], args: Mapping[str, object]
+) -> Json:
     """Return the figures of one trace under several policies as JSON."""
     policies: dict[str, Json] = {}
     for run, outcome in outcomes.items():

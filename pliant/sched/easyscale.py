@@ -67,7 +67,9 @@ class _EasyScale(SchedulingPolicy):
                 changes[job.name] = {slowest.name: 1}
                 free[slowest.name] -= 1
 
-    def _reachable(self, jobs: ClusterJobs, cluster: Cluster, job: ScheduledJob, free: dict[str, int], changes: Changes) -> bool:
+    def _reachable(
+        self, jobs: ClusterJobs, cluster: Cluster, job: ScheduledJob, free: dict[str, int], changes: Changes
+    ) -> bool:
         """Return whether the guaranteed devices are free or with jobs that only borrowed them."""
         wanted = min(job.min_devices, cluster.available(job.preferred))
         have = free.get(job.preferred, 0)
@@ -76,7 +78,14 @@ class _EasyScale(SchedulingPolicy):
         return 0 < wanted <= have
 
     def _take_back(
-        self, running: Iterable[ScheduledJob], kind: str, count: int, free: dict[str, int], changes: Changes, *, guaranteed: bool
+        self,
+        running: Iterable[ScheduledJob],
+        kind: str,
+        count: int,
+        free: dict[str, int],
+        changes: Changes,
+        *,
+        guaranteed: bool,
     ) -> None:
         """Take devices from the jobs that came last.
 

@@ -153,7 +153,9 @@ def _fill(replicas: int, types: Types, given: tuple[int, ...], executors: tuple[
         room += given[index] * executors[index]
         overload = turns[index] / speeds[index]
     hosted = tuple(turn * number for turn, number in zip(turns, executors, strict=True))
-    return DevicePlan(replicas, types, given, _trim(speeds, given, hosted, room - replicas), executors, hosted, overload)
+    return DevicePlan(
+        replicas, types, given, _trim(speeds, given, hosted, room - replicas), executors, hosted, overload
+    )
 
 
 def _trim(speeds: list[float], given: tuple[int, ...], hosted: tuple[int, ...], spare: int) -> tuple[int, ...]:

@@ -48,7 +48,6 @@ class GangFifo(SchedulingPolicy):
         return changes
 
 
-
 # --- preemptive gangs ---
 
 
@@ -126,7 +125,6 @@ class Tiresias(_Preemptive):
         """Return when the next job moves to the second queue."""
         waits = (self.threshold_s / job.replicas - job.held_for(now) for job in jobs.running.values() if not job.queue)
         return now + max(0.0, min(waits, default=math.inf))
-
 
 
 # --- elastic sizes of jobs ---
@@ -315,7 +313,6 @@ class _Worth:
             value = self._job.goodput(size) if self._job.goodput else 1 / self._job.work.step_s(self._job, size)
             self._known[size] = max(value, 1e-12)
         return self._known[size]
-
 
 
 # --- policies by name ---

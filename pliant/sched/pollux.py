@@ -130,7 +130,9 @@ class Application:
     def iterations(self, batch: int, epoch: int) -> float:
         """Return the number of steps until the end of an epoch."""
         lower, upper = self.around(batch)
-        return _interpolate_batch(batch, lower, upper, self.epochs[lower][epoch].iteration, self.epochs[upper][epoch].iteration)
+        return _interpolate_batch(
+            batch, lower, upper, self.epochs[lower][epoch].iteration, self.epochs[upper][epoch].iteration
+        )
 
     def noise(self, batch: int, epoch: int) -> tuple[float, float]:
         """Return (sqr, var) of the gradient during an epoch."""

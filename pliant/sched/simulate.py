@@ -234,7 +234,6 @@ class Simulation:
             self._outcome.history.setdefault(job.name, []).append((now, dict(held)))
 
 
-
 # --- figures of a simulation ---
 
 MAX_POINTS = 500

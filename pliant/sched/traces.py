@@ -197,7 +197,9 @@ def synthetic(num_jobs: int = PHILLY_JOBS, *, weeks: float = PHILLY_WEEKS, seed:
     times = sorted(_draw_time(chance, weeks * WEEK_S) for _ in range(num_jobs))
     sizes = chance.choices(list(PHILLY_DEVICES), list(PHILLY_DEVICES.values()), k=num_jobs)
     return [
-        TraceEntry(f"job-{number}", round(time, 3), size, round(_duration(chance.random()), 3), f"vc{chance.randrange(15)}")
+        TraceEntry(
+            f"job-{number}", round(time, 3), size, round(_duration(chance.random()), 3), f"vc{chance.randrange(15)}"
+        )
         for number, (time, size) in enumerate(zip(times, sizes, strict=True))
     ]
 
@@ -237,7 +239,6 @@ def _duration(quantile: float) -> float:
     (low, short), (high, long) = PHILLY_QUANTILES[place - 1], PHILLY_QUANTILES[place]
     part = (quantile - low) / (high - low)
     return math.exp(math.log(short) * (1 - part) + math.log(long) * part)
-
 
 
 # --- files ---

@@ -111,7 +111,10 @@ class StepWindow:
 
     @classmethod
     def of(
-        cls, timeline: JobTimeline, events: Iterable[TimelineEvent] | None = None, chosen: tuple[int, int | None] = (0, None)
+        cls,
+        timeline: JobTimeline,
+        events: Iterable[TimelineEvent] | None = None,
+        chosen: tuple[int, int | None] = (0, None),
     ) -> StepWindow:
         """Return a window of all steps, or of the chosen ones; without an end, up to the newest step."""
         begin, end = max(0, chosen[0]), max(1, timeline.step if chosen[1] is None else chosen[1])

@@ -45,7 +45,7 @@ class JobActions:
         now = job.num_workers
         with ui.dialog() as dialog, ui.card().style("width: 360px; max-width: 92vw"):
             ui.label(f"Resize {job.name}?").style("font-weight: 600; overflow-wrap: anywhere")
-            ui.label(f"It runs on {now} worker{'s' * (now != 1)} now. The result device_uses the same, to the bit.").classes(
+            ui.label(f"It runs on {now} worker{'s' * (now != 1)} now. The result stays the same, to the bit.").classes(
                 "note"
             )
             size = ui.number("Workers", value=now, min=1, max=MOST_WORKERS, precision=0, step=1).mark("size")

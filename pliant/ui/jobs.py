@@ -218,7 +218,9 @@ class ShownJob:
     def events(self) -> list[TimelineEvent]:
         """Events of the record and of the scheduler, by time."""
         scheduled = [
-            TimelineEvent(EVENT_KINDS.get(each.what, "start"), self.timeline.step_at(each.at), each.at, each.what, each.why)
+            TimelineEvent(
+                EVENT_KINDS.get(each.what, "start"), self.timeline.step_at(each.at), each.at, each.what, each.why
+            )
             for each in self.cluster_events
         ]
         return sorted([*self.timeline.events, *scheduled], key=lambda event: event.time_s)
@@ -238,7 +240,9 @@ class ShownJob:
         known = {each.path for each in self.logs.values() if isinstance(each, LogTail)}
         for path in dict.fromkeys(paths):
             if path not in known and len(self.logs) < MOST_LOGS and path.is_file():
-                self.logs[path.name if path.name not in self.logs else f"{path.parent.name}/{path.name}"] = LogTail(path)
+                self.logs[path.name if path.name not in self.logs else f"{path.parent.name}/{path.name}"] = LogTail(
+                    path
+                )
 
 
 def job_key(where: str) -> str:

@@ -285,7 +285,11 @@ class Index:
             content = job_list(known, now_s, self._most)
         if self._jobs.content != content:
             self._jobs.set_content(content)
-        version = (round(now_s, -1), len(known.clusters), *(len(job.cluster_events) for job in list(known.jobs.values())))
+        version = (
+            round(now_s, -1),
+            len(known.clusters),
+            *(len(job.cluster_events) for job in list(known.jobs.values())),
+        )
         if version != self._drawn:
             self._drawn = version
             # Only the first cluster is drawn.

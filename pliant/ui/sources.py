@@ -228,7 +228,9 @@ class ForegroundSource:
         for each in running_jobs(self._environ):
             if self._only_known and job_key(each.record or each.config_server) not in known.jobs:
                 continue
-            job = known.record(Path(each.record), each.name) if each.record else known.job(each.config_server, each.name)
+            job = (
+                known.record(Path(each.record), each.name) if each.record else known.job(each.config_server, each.name)
+            )
             if job.is_stored:
                 continue
             job.name, job.command, job.begun_s = each.name, each.command, each.started_s

@@ -93,7 +93,9 @@ def _table(jobs: Sequence[ShownJob], now_s: float, most: int, chosen: ShownJob |
     for job in jobs[first : first + most]:
         state = job.state(now_s)
         begun_s = job.started_s
-        age = "-" if begun_s is None else span_text((now_s if job.control is not None else job.timeline.last_s) - begun_s)
+        age = (
+            "-" if begun_s is None else span_text((now_s if job.control is not None else job.timeline.last_s) - begun_s)
+        )
         table.add_row(
             Text(strip_controls(job.name), "reverse" if job is chosen and len(jobs) > 1 else ""),
             Text(state, STATE_STYLES.get(state, "dim")),
@@ -147,7 +149,10 @@ def _job_panel(job: ShownJob, now_s: float, width: int, logged: int) -> Panel:
     parts += [_event(event, timeline.unit) for event in job.events[-NEWS:]]
     parts += [Text(line, "dim", no_wrap=True, overflow="ellipsis") for line in _log(job, logged)]
     return Panel(
-        Group(*parts), title=Text(strip_controls(f"{job.name}: {job.state(now_s)}")), title_align="left", border_style="dim"
+        Group(*parts),
+        title=Text(strip_controls(f"{job.name}: {job.state(now_s)}")),
+        title_align="left",
+        border_style="dim",
     )
 
 
@@ -210,7 +215,9 @@ def _log(job: ShownJob, most: int) -> list[str]:
     return [strip_controls(line).expandtabs() for line in islice(reversed(log.text), most)][::-1]
 
 
-def _devices(cluster: ShownCluster, status: ClusterStatus, known: DashboardState, now_s: float, width: int) -> list[RenderableType]:
+def _devices(
+    cluster: ShownCluster, status: ClusterStatus, known: DashboardState, now_s: float, width: int
+) -> list[RenderableType]:
     """Return the devices of a cluster by job, and how many were in use until now."""
     told = Text(no_wrap=True, overflow="ellipsis")
     for kind, count in status.devices.items():

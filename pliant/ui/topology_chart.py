@@ -77,7 +77,8 @@ def topology_graph(view: ViewWorkers, measured: MeasuredLinks | None) -> Topolog
     return TopologyGraph(
         tuple(GraphNode(name, sizes[name], place[name] in roots) for name in names[:MOST_NODES]),
         tuple(
-            GraphLink(*pair, used[pair], rates.between(host_of[names[pair[0]]], host_of[names[pair[1]]])) for pair in kept
+            GraphLink(*pair, used[pair], rates.between(host_of[names[pair[0]]], host_of[names[pair[1]]]))
+            for pair in kept
         ),
         _left_out(by_host, len(names), len(used) - len(kept)),
     )

@@ -183,7 +183,11 @@ def job_row(job: ShownJob, now_s: float) -> str:
             ("workers", job.devices or str(job.num_workers or "-")),
             ("samples/s", "-" if speed is None else number(speed)),
         ]
-    age = "-" if job.started_s is None else span_text((now_s if job.control else timeline.last_s or now_s) - job.started_s)
+    age = (
+        "-"
+        if job.started_s is None
+        else span_text((now_s if job.control else timeline.last_s or now_s) - job.started_s)
+    )
     told = "".join(f"<span><small>{name}</small>{html.escape(value)}</span>" for name, value in [*cells, ("age", age)])
     return (
         f'<li><a class="job" href="/job/{job.key}"><span><b>{html.escape(job.name)}</b>'

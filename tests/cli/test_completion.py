@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pliant.cli.completion import SHELLS
+from pliant.jobs.store import JobStore
 
 Said = tuple[int, str, str]
 PROGRAM = """#!{python}
@@ -68,12 +69,9 @@ def asked(pliant: Callable[..., Said], monkeypatch: pytest.MonkeyPatch) -> Calla
 def test_words_are_completed(
     asked: Callable[[str], list[str]], tmp_path: Path, line: str, proposed: set[str] | None
 ) -> None:
-    runs = tmp_path / "runs" / "digits-1"
-    runs.mkdir(parents=True)
-    (runs / "job.json").write_text("{}")
-    jobs = tmp_path / "state" / "pliant" / "federated"
-    jobs.mkdir(parents=True)
-    (jobs / "digits-1.json").write_text(f'{{"folder": "{runs}"}}')
+    job = {"spec": {"replicas": 2}, "folder": str(tmp_path), "state": "stopped", "submitted_s": 0.0}
+    with JobStore(tmp_path / "state" / "pliant") as store:
+        store.save([("digits-1", 1, job)], at_s=0.0)
     found = asked(line)
     assert proposed is None or set(found) == proposed
 

@@ -117,7 +117,7 @@ MISTAKES = [
     ("fed run absent.yml", "absent.yml", "give a YAML file"),
     ("fed run job.yml", "job.yml", "participants: N"),
     ("fed run", "which job?", "pliant fed run"),
-    ("fed run --resume nobody", "'nobody'", "there are none"),
+    ("fed run --resume nobody", "'nobody'", "there has been none yet"),
     ("fed select --replay absent.json", "absent.json", "give a replay"),
     ("fed select --replay binary", "binary", "give a replay"),
     ("fed select --trace absent.csv --replay 5", "absent.csv", "give "),

@@ -1,9 +1,14 @@
-"""`--json` alone: one JSON object on stdout, and nothing else there; on every command that prints a table."""
+"""Output of commands: `--json` alone on stdout for every table, and progress on a terminal only."""
 
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,8 @@ import typer
 from pliant.cli.main import build
 
 Said = tuple[int, str, str]
+MAIN = "from pliant.cli.main import main; main()"
+WORDS = ("bench", "traffic", "--listen", "0", "--seconds", "0.3")
 PLAN = ("plan", "--replicas", "4", "--speed", "v100=3,t4=1", "--have", "t4=2")
 WITHOUT_TABLE = {
     "run", "remote-install", "resize", "config-server", "dash", "serve", "logs", "stop", "forget", "fed run",
@@ -106,3 +113,29 @@ def test_a_file_that_cannot_be_written_is_told_first(pliant: Callable[..., Said]
     assert (code, out) == (2, "")
     assert err.startswith(f"pliant: --json {place}: ")
     assert err.endswith("; give a file that can be written\n")
+
+
+@pytest.mark.processes
+def test_a_line_moves_on_a_terminal_and_stdout_stays_clean() -> None:
+    ours, theirs = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    with subprocess.Popen(
+        [sys.executable, "-c", MAIN, *WORDS], stdout=subprocess.PIPE, stderr=theirs, env=environ
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # EIO: the other side is closed
+            while data := os.read(ours, 4096):
+                shown += data
+        os.close(ours)
+        assert process.stdout is not None
+        said = process.stdout.read().decode().splitlines()
+        assert process.wait(20) == 0
+    assert b"taking what comes for 0.3 s" in shown
+    assert [line.split()[0] for line in said] == ["listening", "took"]
+
+
+@pytest.mark.processes
+def test_nothing_moves_in_a_pipe() -> None:
+    done = subprocess.run([sys.executable, "-c", MAIN, *WORDS], capture_output=True, timeout=60, check=True)
+    assert done.stderr == b""

@@ -54,7 +54,9 @@ def test_a_job_file_gives_program_and_options_and_the_command_line_overrides_the
     subprocess.run([*MAIN, "run", "-q", "-f", str(job)], cwd="/", check=True, timeout=60, capture_output=True)
     said = [json.loads(path.read_text()) for path in tmp_path.glob("said-*")]
     assert said == [[["--x", "1"], "red"]] * 2, "in the file's folder, with its arguments and environment"
-    subprocess.run([*MAIN, "run", "-q", "-f", str(job), "-np", "1"], cwd="/", check=True, timeout=60, capture_output=True)
+    subprocess.run(
+        [*MAIN, "run", "-q", "-f", str(job), "-np", "1"], cwd="/", check=True, timeout=60, capture_output=True
+    )
     assert len(list(tmp_path.glob("said-*"))) == 3
 
 

@@ -47,9 +47,13 @@ def jobs_from(seed: int, count: int, *, guarantees: bool = False) -> list[Schedu
     ]
 
 
-def run(policy: str, seed: int, count: int, cluster: dict[str, int], charges: Charges, **more: object) -> SimulationOutcome:
+def run(
+    policy: str, seed: int, count: int, cluster: dict[str, int], charges: Charges, **more: object
+) -> SimulationOutcome:
     jobs = jobs_from(seed, count, guarantees=bool(more.pop("guarantees", False)))
-    return Simulation(jobs, Cluster(dict(cluster)), make_policy(policy), charges=charges, keep_history=True, **more).run()  # type: ignore[arg-type]
+    return Simulation(
+        jobs, Cluster(dict(cluster)), make_policy(policy), charges=charges, keep_history=True, **more
+    ).run()  # type: ignore[arg-type]
 
 
 def check(outcome: SimulationOutcome, jobs: list[ScheduledJob], cluster: dict[str, int], charges: Charges) -> None:
@@ -125,7 +129,11 @@ def test_a_reservation_is_free_at_the_next_round() -> None:
     cluster = Cluster({"v100": 4})
     job = ScheduledJob(name="a", submitted_s=0, replicas=4, types=TYPES[:1], work=SteadyWork(3000))
     outcome = Simulation(
-        [job], cluster, make_policy("easyscale-heter"), reservations=[(300.0, {"v100": 3}), (900.0, {})], keep_history=True
+        [job],
+        cluster,
+        make_policy("easyscale-heter"),
+        reservations=[(300.0, {"v100": 3}), (900.0, {})],
+        keep_history=True,
     ).run()
     assert outcome.history["a"][:4] == [(60, {"v100": 1}), (120, {"v100": 2}), (180, {"v100": 4}), (300, {"v100": 1})]
     assert (960, {"v100": 2}) in outcome.history["a"] or (900, {"v100": 2}) in outcome.history["a"]
@@ -167,7 +175,10 @@ def test_idle_time_costs_nothing() -> None:
 
 def test_one_job_at_a_time_or_as_many_as_fit() -> None:
     def ends(policy: str) -> list[float]:
-        jobs = [ScheduledJob(name=f"j{n}", submitted_s=0, replicas=2, types=TYPES[:1], work=SteadyWork(270)) for n in range(2)]
+        jobs = [
+            ScheduledJob(name=f"j{n}", submitted_s=0, replicas=2, types=TYPES[:1], work=SteadyWork(270))
+            for n in range(2)
+        ]
         return [job.ended_s for job in Simulation(jobs, Cluster({"v100": 4}), make_policy(policy)).run().jobs]
 
     assert ends("yarn-cs") == [180, 300]  # a round, 30 s of start, 90 s of work; the next round
@@ -190,7 +201,9 @@ class Greedy(SchedulingPolicy):
 
 
 def test_a_policy_that_gives_too_much_is_found_out() -> None:
-    jobs = [ScheduledJob(name=f"j{n}", submitted_s=0, replicas=4, types=TYPES[:1], work=SteadyWork(9)) for n in range(2)]
+    jobs = [
+        ScheduledJob(name=f"j{n}", submitted_s=0, replicas=4, types=TYPES[:1], work=SteadyWork(9)) for n in range(2)
+    ]
     with pytest.raises(PliantError, match="gave 8 devices of type v100, of which there are 4"):
         Simulation(jobs, Cluster({"v100": 4}), Greedy()).run()
 

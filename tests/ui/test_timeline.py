@@ -191,7 +191,9 @@ def test_each_worker_is_a_square_with_its_replicas() -> None:
         (f"{C}: rank 2, replicas 3", "3"),
     ]
     assert re.findall(r">([^<]*)</span><span class=.squares", shown) == ["10.0.0.1", "10.0.0.2"]
-    assert re.findall(r'title="([^"]*)">([^<]*)<', widgets.worker_squares(ViewWorkers(1, (A,), 0))) == [(f"{A}: rank 0", "0")]
+    assert re.findall(r'title="([^"]*)">([^<]*)<', widgets.worker_squares(ViewWorkers(1, (A,), 0))) == [
+        (f"{A}: rank 0", "0")
+    ]
 
 
 def test_records_without_names_have_ranks() -> None:
@@ -208,13 +210,14 @@ def test_a_part_of_many_steps_is_drawn_with_each_of_them() -> None:
     timeline.add([decided, fact("view", 9000, old=2, new=3, pause_s=0, lost=False)])
     window = StepWindow.of(timeline, chosen=(5000, 5100))
     (line,) = charts.curves(timeline.values, window)["series"]
-    assert [x for x, _ in line["data"]] == list(range(4999, 5102)), (
-        "one more on each side, so that it leaves the graph"
-    )
+    assert [x for x, _ in line["data"]] == list(range(4999, 5102)), "one more on each side, so that it leaves the graph"
     assert [each["xAxis"] for each in line["markLine"]["data"]] == [5050], "what happened elsewhere is not there"
     assert "5000 to 5100: loss" in charts.description(timeline.values, window)
     assert StepWindow.of(timeline).end == 10_000
-    assert (StepWindow.of(timeline, chosen=(50_000, None)).begin, StepWindow.of(timeline, chosen=(0, 0)).end) == (9_999, 1)
+    assert (StepWindow.of(timeline, chosen=(50_000, None)).begin, StepWindow.of(timeline, chosen=(0, 0)).end) == (
+        9_999,
+        1,
+    )
 
 
 def test_learning_rates_that_follow_the_batch_hide_nothing() -> None:
