@@ -112,7 +112,6 @@ class FederatedJob(BaseModel):
 
     @property
     def name(self) -> str:
-        """Name of the job."""
         return self.config.name
 
     def with_free_name(self, taken: Collection[str]) -> FederatedJob:
@@ -120,7 +119,6 @@ class FederatedJob(BaseModel):
         return self.renamed(next_free_name(self.config.name, taken), is_named=False)
 
     def renamed(self, name: str, *, is_named: bool = True) -> FederatedJob:
-        """Return the job under another name."""
         return self.model_copy(update={"config": self.config.model_copy(update={"name": name}), "is_named": is_named})
 
 

@@ -98,7 +98,6 @@ class LocalBackend:
         return kind, free[0] if free else min(ids, key=lambda each: taken.count((kind, each)))
 
     def forget(self, run: JobRun) -> None:
-        """Drop a run that has ended."""
         self._runs.pop(run.number, None)
 
 
@@ -140,7 +139,6 @@ class ProcessRun:
             os.close(lock)
 
     def was_started(self) -> bool:
-        """Return whether a keeper had begun."""
         return self._is_kept() or (self._place / "started.json").exists() or (self._place / "exit.json").exists()
 
     # --- devices ---

@@ -300,7 +300,6 @@ class StoredJobs:
         self.close()
 
     def close(self) -> None:
-        """Close the store."""
         if self._store is not None:
             self._store.close()
 

@@ -48,17 +48,14 @@ class FederatedFolder:
 
     @property
     def aggregator(self) -> Path:
-        """Folder of the coordinator's files."""
         return self.path / "aggregator"
 
     @property
     def log(self) -> Path:
-        """The coordinator's log."""
         return self.aggregator / "log"
 
     @property
     def record(self) -> Path:
-        """The job's record."""
         return self.aggregator / "record.jsonl"
 
     @property

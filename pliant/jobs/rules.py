@@ -162,7 +162,6 @@ class ManagedJob:
 
     @property
     def name(self) -> str:
-        """Name of the job."""
         return self.demand.name
 
     @property
@@ -241,7 +240,6 @@ class ManagedJob:
 
     @classmethod
     def from_json(cls, demand: Demand, value: Mapping[str, Any]) -> ManagedJob:
-        """Return the job that `to_json` saved."""
         job = cls(
             demand=demand,
             **{name: value[name] for name in _SAVED},
@@ -288,7 +286,6 @@ class SchedulerState:
 
     @property
     def active(self) -> list[ManagedJob]:
-        """Jobs that have a run."""
         return [job for job in self.jobs.values() if job.is_active]
 
     def next_deadline_s(self) -> float | None:

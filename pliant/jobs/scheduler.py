@@ -82,7 +82,6 @@ class JobRun:
 
     @property
     def record(self) -> Path:
-        """Path of the record."""
         return Path(record_path(self.spec.model_dump(mode="json"), str(self.folder)))
 
     @property
@@ -93,7 +92,6 @@ class JobRun:
 
     @property
     def log(self) -> Path:
-        """File with the output of all processes."""
         return self.folder / ("aggregator/log" if isinstance(self.spec, FederatedJob) else "log")
 
 
@@ -224,7 +222,7 @@ class Scheduler:
         self._interval_s, self._clock = interval_s, clock
         self._specs: dict[str, JobSpec] = {}
         self._folders: dict[str, str] = {}
-        jobs = [self._load(row) for row in store.jobs(scheduled=True)]
+        jobs = [job for row in store.jobs(scheduled=True) if (job := self._load(row)) is not None]
         self._state = SchedulerState(policy, backend.devices(), jobs, store.setting("reserved"))
         self._runs: dict[str, RunHandle] = {}
         self._tails: dict[str, RecordTail] = {}
@@ -285,7 +283,6 @@ class Scheduler:
             return mine + others
 
     def status(self, name: str) -> JobStatus:
-        """Return the status of a job."""
         with self._changed:
             return self._find(name)
 
@@ -399,10 +396,16 @@ class Scheduler:
         self._finished.discard(name)
         self._store.forget(name)
 
-    def _load(self, row: StoredJob) -> ManagedJob:
-        spec = job_from_json(row["spec"])
+    def _load(self, row: StoredJob) -> ManagedJob | None:
+        """Return a job from the store; None if it is damaged or of another version, which must not hide the others."""
+        try:
+            spec = job_from_json(row["spec"])
+            job = ManagedJob.from_json(demand_of(spec), row)
+        except (ConfigError, KeyError, TypeError, ValueError) as error:
+            log.warning("job %s cannot be read from the store: %s; `pliant forget` removes it", row["name"], error)
+            return None
         self._specs[spec.name], self._folders[spec.name] = spec, row["folder"]
-        return ManagedJob.from_json(demand_of(spec), row)
+        return job
 
     def _take_over(self, name: str) -> None:
         """Make a federated job that ran in the foreground a scheduled one."""

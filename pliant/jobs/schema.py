@@ -201,7 +201,6 @@ class JobFile(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the job."""
         return self.job.name
 
     def with_free_name(self, taken: Collection[str]) -> JobFile:

@@ -177,7 +177,6 @@ def stored_status(row: Mapping[str, Any], *, is_alive: bool) -> JobStatus:
 
 
 def run_status(run: ForegroundRun) -> JobStatus:
-    """Return the status of a `pliant run` in the foreground."""
     return JobStatus(
         name=run.name, state="running", kind="federated" if run.kind == "federated" else "train", scheduled=False,
         replicas=0, devices={}, workers=0, step=None, steps_per_s=None, submitted_s=run.started_s, started_s=run.started_s,
@@ -253,7 +252,6 @@ def log_path(status: JobStatus) -> Path:
 
 
 def log_part(text: bytes, begin: int, *, over: bool) -> LogPart:
-    """Return a part of a log that begins at byte `begin`."""
     return LogPart(
         text=text.decode(errors="backslashreplace"),
         end=begin + len(text),

@@ -92,7 +92,6 @@ class ForegroundRun:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process lives."""
         return start_ticks(self.pid) == self.start_ticks
 
 
@@ -137,7 +136,6 @@ class JobStore:
         self.close()
 
     def close(self) -> None:
-        """Close the database."""
         if self._database is not None:
             self._database.close()
             self._database = None
@@ -231,7 +229,6 @@ class JobStore:
         return dict(json.loads(row[0])) if row else {}
 
     def set(self, name: str, value: Mapping[str, Any]) -> None:
-        """Save a mapping under a name."""
         with self._writing() as database:
             _set(database, name, value)
 
@@ -252,7 +249,6 @@ class JobStore:
             )
 
     def remove_run(self, pid: int) -> None:
-        """Take a process off the list."""
         with self._writing() as database:
             database.execute("DELETE FROM runs WHERE pid = ?", (pid,))
 

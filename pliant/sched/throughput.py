@@ -23,7 +23,6 @@ Devices = tuple[tuple[str, int], ...]
 
 
 def device_key(devices: Counts) -> Devices:
-    """Return devices as a dictionary key."""
     return tuple(sorted((kind, count) for kind, count in devices.items() if count))
 
 
@@ -85,7 +84,6 @@ class Throughput:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a scheduler that starts again must know."""
         return {
             "known": [[list(map(list, on)), speed] for on, speed in self.known.items()],
             "newest": [list(map(list, on)) for on in self._newest.values()],
@@ -93,7 +91,6 @@ class Throughput:
 
     @classmethod
     def from_json(cls, replicas: int, value: Mapping[str, Any]) -> Throughput:
-        """Return the speeds that `to_json` saved."""
         known = {device_key(dict(map(tuple, on))): float(speed) for on, speed in value["known"]}
         newest = [device_key(dict(map(tuple, on))) for on in value["newest"]]
         return cls(replicas, known, _newest={on[0][0]: on for on in newest})

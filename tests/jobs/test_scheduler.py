@@ -199,6 +199,15 @@ def test_a_new_scheduler_takes_up_runs_and_sees_what_it_missed(backend: PaperBac
         assert third.cluster()["reserved"] == {"cpu": 1}
 
 
+def test_a_damaged_job_does_not_hide_the_others(backend: PaperBackend, tmp_path: Path) -> None:
+    with scheduling(backend, tmp_path) as scheduler:
+        scheduler.submit(spec("good", max=1))
+    with JobStore(tmp_path) as store:
+        store.save([("bad", 9, {"spec": {"kind": "train", "replicas": "x"}, "state": "waiting"})], at_s=0.0)
+    with scheduling(backend, tmp_path) as scheduler:
+        assert [status.name for status in scheduler.statuses()] == ["good"]
+
+
 def test_a_job_that_was_told_to_end_is_told_again(backend: PaperBackend, tmp_path: Path) -> None:
     with scheduling(backend, tmp_path) as first:
         first.submit(spec("a"))
