@@ -253,15 +253,15 @@ class Adaptation:
         hooks = ["before_epoch"] if self._asked["train"] else ["before_train", "before_epoch"]
         if not self._asked["train"]:
             self._record_if_first(
-                "start", at.step, replicas=at.replicas, batch_size=self.batch_size, workers=self._engine_size
+                "start",
+                at.step,
+                replicas=at.replicas,
+                batch_size=self.batch_size,
+                workers=self._engine.size if self._engine else 1,
             )
         self._asked = {"train": True, "epoch": at.epoch}
         for hook in hooks:
             self._decide(self.policies.ask(hook, seen))
-
-    @property
-    def _engine_size(self) -> int:
-        return self._engine.size if self._engine is not None else 1
 
     def end_job(self, at: JobPosition) -> None:
         """Ask the policies at the end of the job."""

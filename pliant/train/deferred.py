@@ -104,13 +104,13 @@ class DeferredUpdates:
         self._observing = True
         for index, parameter in enumerate(self.parameters):
             if parameter.__class__ is Parameter:
-                self._suspend(index)
+                suspend_parameter(self.parameters[index], self, index)
 
     def stop_observing(self) -> None:
         if self._observing:
             self._observing = False
             for index in range(len(self.parameters)):
-                self._release(index)
+                release_parameter(self.parameters[index])
 
     def begin(self, pending: Sequence[PendingSum], priorities: Sequence[int]) -> None:
         """Make every use of these parameters wait for their sums. Backward is over, and the sums are on their way."""
@@ -120,18 +120,12 @@ class DeferredUpdates:
             for index, total in each.members:
                 self._pending[index] = each
                 self._sums[index] = total
-                self._suspend(index)
+                suspend_parameter(self.parameters[index], self, index)
         self._is_deferring = True
         if self.can_undo:
             self._undo_log.begin()
         else:
             self._undo_log.clear()
-
-    def _suspend(self, index: int) -> None:
-        suspend_parameter(self.parameters[index], self, index)
-
-    def _release(self, index: int) -> None:
-        release_parameter(self.parameters[index])
 
     def step(self, optimizer: torch.optim.Optimizer, original: Callable[..., Any], **kwargs: Any) -> Any:
         """Run `optimizer.step()`: now for the parameters whose sums were waited for, for the others when they are used."""
@@ -199,7 +193,7 @@ class DeferredUpdates:
                 self.order.append(index)
             pending = self._pending.get(index)
             if pending is None:
-                self._release(index)
+                release_parameter(self.parameters[index])
                 return
             if self._wait_for(pending):
                 whole = self._all_arrived()
@@ -287,7 +281,7 @@ class DeferredUpdates:
         with torch._C.DisableTorchFunctionSubclass(), self._updating(), default_modes():
             for index in indices:
                 parameter = self.parameters[index]
-                self._release(index)
+                release_parameter(self.parameters[index])
                 if (total := self._sums[index]) is not None:
                     self.on_sum(index)
                     parameter.grad = total.to(parameter.device, non_blocking=True)
@@ -303,7 +297,7 @@ class DeferredUpdates:
                     call.apply(groups)
             except BaseException:
                 for index in indices:
-                    self._suspend(index)  # not updated: the next use tries again
+                    suspend_parameter(self.parameters[index], self, index)  # not updated: the next use tries again
                 raise
             for index in indices:
                 del self._pending[index], self._sums[index]
@@ -330,7 +324,7 @@ class DeferredUpdates:
         """Release all parameters: their sums will never come, and the program's work until its next batch does not
         count."""
         for index in list(self._pending):
-            self._release(index)
+            release_parameter(self.parameters[index])
             parameter = self.parameters[index]
             with torch._C.DisableTorchFunctionSubclass(), self._updating(), default_modes():
                 if self.can_undo:

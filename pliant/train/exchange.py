@@ -27,15 +27,6 @@ if TYPE_CHECKING:
     from pliant.train.replicas import ModelBuffers, Placement, Tensors
 
 
-@dataclass(frozen=True, slots=True)
-class SentMessage:
-    """The collectives of one exchange that are on their way."""
-
-    rows: Handle
-    buffers: Handle | None
-    order: Handle | None
-
-
 class StepExchange:
     """What the step in progress leaves for the next one; after `receive`, that of all replicas."""
 
@@ -49,6 +40,8 @@ class StepExchange:
         self._buffers, self._num_loaders = buffers, num_loader_workers
         self._engine: Engine | None = None
         self._root = 0
+        self._sent: tuple[Handle, Handle | None, Handle | None]
+        """The collectives on their way: messages, buffers, order."""
 
     def enter_view(self, engine: Engine, placement: Placement) -> None:
         self._engine, self._root = engine, placement.owner_of(0)
@@ -59,56 +52,46 @@ class StepExchange:
         """Drop everything: the step is over, or does not count."""
         self.new_contexts, self.new_buffers, self.new_order = {}, None, None
 
-    def send(self, message: StepMessage, known: Sequence[ReplicaContext], order_length: int) -> SentMessage:
+    def send(self, message: StepMessage, known: Sequence[ReplicaContext], order_length: int) -> None:
         """Send this worker's part. `known` are the contexts that everybody has; `order_length` is the number of
         parameters that wait for replica 0's order, or 0."""
-        engine = self._engine
+        engine, buffers, order = self._engine, None, None
         assert engine is not None, "enter_view() comes first"
         row = self.codec.pack(message, self.new_contexts, known, self._num_loaders)
         rows = engine.all_gather(self.codec.name, row, priority=FIRST_PRIORITY)
-        buffers = order = None
-        if self._buffers.num_bytes:
-            buffers = engine.broadcast("buffers", self._packed_buffers(), self._root, priority=FIRST_PRIORITY)
+        if num_bytes := self._buffers.num_bytes:
+            own = self.new_buffers
+            packed = self._buffers.pack(own) if own is not None else torch.empty(num_bytes, dtype=torch.uint8)
+            buffers = engine.broadcast("buffers", packed, self._root, priority=FIRST_PRIORITY)
         if order_length:
-            mine = self.new_order or [0] * order_length
-            order = engine.broadcast(
-                "order", torch.tensor(mine, dtype=torch.int32), self._root, priority=FIRST_PRIORITY
-            )
-        return SentMessage(rows, buffers, order)
+            indices = torch.tensor(self.new_order or [0] * order_length, dtype=torch.int32)
+            order = engine.broadcast("order", indices, self._root, priority=FIRST_PRIORITY)
+        self._sent = rows, buffers, order
 
-    def _packed_buffers(self) -> torch.Tensor:
-        if self.new_buffers is not None:
-            return self._buffers.pack(self.new_buffers)
-        return torch.empty(self._buffers.num_bytes, dtype=torch.uint8)
-
-    def receive(self, sent: SentMessage, known: Sequence[ReplicaContext], num_figures: int) -> list[StepMessage]:
+    def receive(self, known: Sequence[ReplicaContext], num_figures: int) -> list[StepMessage]:
         """Return everybody's messages, of which `num_figures` bytes are adaptation's; the rest is in the attributes.
 
         Raises:
             CommError: a worker is lost.
         """
-        if sent.buffers is not None:
-            found = sent.buffers.wait()
-            if self.new_buffers is None and found is not None:
-                self.new_buffers = self._buffers.unpack(found)
-        if sent.order is not None:
-            ready_order = sent.order.wait()
-            self.new_order = ready_order.tolist() if ready_order is not None else None
-        return self._read_rows(sent.rows, known, num_figures)
-
-    def _read_rows(self, row: Handle, known: Sequence[ReplicaContext], num_figures: int) -> list[StepMessage]:
-        assert self._engine is not None
+        assert self._engine is not None, "enter_view() comes first"
+        rows, buffers, order = self._sent
+        found = buffers.wait() if buffers is not None else None
+        if self.new_buffers is None and found is not None:
+            self.new_buffers = self._buffers.unpack(found)
+        ready_order = order.wait() if order is not None else None
+        if ready_order is not None:
+            self.new_order = ready_order.tolist()
         new, loaders = self.new_contexts, self._num_loaders
-        rows = row.wait()
-        assert rows is not None, "an all_gather has a result on every rank"
-        message, complete = self.codec.read(rows, new, known, loaders, num_figures)
+        gathered = rows.wait()
+        assert gathered is not None, "an all_gather has a result on every rank"
+        messages, complete = self.codec.read(gathered, new, known, loaders, num_figures)
         if not complete:
-            rest = self._engine.all_gather(
-                "contexts", self.codec.pack_contexts(new, loaders), priority=FIRST_PRIORITY
-            ).wait()
-            assert rest is not None, "an all_gather has a result on every rank"
-            self.codec.read_contexts(rest, new, loaders)
-        return message
+            contexts = self.codec.pack_contexts(new, loaders)
+            gathered = self._engine.all_gather("contexts", contexts, priority=FIRST_PRIORITY).wait()
+            assert gathered is not None, "an all_gather has a result on every rank"
+            self.codec.read_contexts(gathered, new, loaders)
+        return messages
 
 
 # --- the messages ---

@@ -363,7 +363,7 @@ class Trainer:
             return
         gradients, contexts = self.gradients, self.replicas.contexts
         waiting = len(gradients.parameters) if gradients.waits_for_order else 0
-        sent = self.exchange.send(self._build_message(), contexts, waiting)
+        self.exchange.send(self._build_message(), contexts, waiting)
         began_s = time.monotonic()
         awaited = gradients.pending_sums() if gradients.are_deferred else None
         with self.stall_watch(f"the sums of step {self.progress.step}"):
@@ -371,7 +371,7 @@ class Trainer:
                 gradients.wait()
             if self.averaging is not None:
                 self.averaging.wait()
-            messages = self.exchange.receive(sent, contexts, self.adaptation.row_size)
+            messages = self.exchange.receive(contexts, self.adaptation.row_size)
         self._apply_messages(messages)
         ended_s = time.monotonic()
         self.deferred.waits.add(began_s, ended_s)
