@@ -1,7 +1,6 @@
-"""Federated learning: who takes part in a round, what their updates become, the virtual clock, and the processes that train.
+"""Federated learning: selection of clients, aggregation of their updates, a virtual clock, and the processes that train.
 
-The files beside this one are what all of its parts stand on: a job's config, the tensors and units that rounds are about,
-what a job has done, and reading the tables of others. What programs import is here, and loads when it is asked for.
+The names that programs import are loaded when they are first used.
 """
 
 from importlib import import_module

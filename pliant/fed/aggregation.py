@@ -1,4 +1,9 @@
-"""Agg."""
+"""Aggregators by name: how a server makes the next model from its clients' updates. The bits do not depend on who computed what.
+
+Updates are added strictly in the order of the clients' numbers, in float64, whenever and from wherever they came. Products
+are rounded before they are added, because some processors fuse multiply and add. So neither threads nor the machine change
+a bit. Aggregators that take a mean need the memory of one model, however many clients there are.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +22,20 @@ from pliant.fed.work import Update, Weights, check_alike, move_tensor, sum_of_sq
 
 
 class Aggregator(ABC):
-    """A round is `begin`, an `add` for each update in the order of clients, and `finish`; or `aggregate` for all at once."""
+    """Base class. A round is `begin`, one `add` per update in the order of clients, and `finish`; `aggregate` does all of it."""
 
     name: ClassVar[str]
     averages: ClassVar[bool] = True
-    """Whether the result is the (weighted) mean of all updates, to which noise on the sum means what it says."""
+    """Whether the result is the (weighted) mean of all updates, so that noise on the sum protects each client."""
 
     def __init__(self) -> None:
         self.left_out: dict[int, str] = {}
-        """Clients of the last round whose updates could not be used, and why."""
+        """Clients of the last round whose updates could not be used, with the reason."""
         self._model: Weights | None = None
         self._last: tuple[int, int] | None = None
 
     def aggregate(self, model: Weights, updates: Iterable[Update]) -> Weights:
-        """The next model. The order of `updates` makes no difference; nothing given is changed."""
+        """Return the next model. The order of `updates` makes no difference; nothing given is changed."""
         self.begin(model)
         for update in sorted(updates, key=_place):
             self.add(update)
@@ -44,12 +49,12 @@ class Aggregator(ABC):
         self._begin()
 
     def add(self, update: Update) -> None:
-        """Fold one update, or leave it out where it holds what is no number: one such client would ruin all.
+        """Add one update, or leave it out if it holds values that are not finite: one such client would ruin the model.
 
-        Its tensors must stay as they are until `finish`: some aggregators hold them.
+        The update's tensors must not change until `finish`: some aggregators keep them.
 
         Raises:
-            TrainError: not in the order of clients, twice the same one, or tensors of another model.
+            TrainError: not in the order of clients, the same client twice, or tensors of another model.
         """
         model = self._begun()
         check_alike(model, update.change, f"the update of client {update.client}")
@@ -63,18 +68,18 @@ class Aggregator(ABC):
             self._add(update)
 
     def finish(self) -> Weights:
-        """The next model; the present one, if no update could be used."""
+        """Return the next model, or the present one if no update could be used."""
         model, self._model = self._begun(), None
         return self._finish(model)
 
     def state_dict(self) -> dict[str, object]:
-        """All that the next round depends on beside the model: strings, numbers, and lists of tensors."""
+        """Return everything that the next round depends on besides the model: strings, numbers, and lists of tensors."""
         if self._model is not None:
             raise TrainError("the state of an aggregator is whole between rounds only: finish this one first")
         return {"aggregator": self.name}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on from there.
+        """Continue from a saved state.
 
         Raises:
             ConfigError: it is the state of another aggregator.
@@ -115,7 +120,7 @@ class FedAvg(Aggregator):
     name = "fed-avg"
 
     def __init__(self, *, even: bool = False, lr: float = 1.0) -> None:
-        """With `lr` other than 1 the server goes that part of the way."""
+        """With `lr` other than 1 the server goes only this part of the way."""
         super().__init__()
         check_positive("lr", lr)
         self.even, self.lr = even, lr
@@ -133,14 +138,14 @@ class FedAvg(Aggregator):
         if not self._sum:
             self._sum = [torch.zeros_like(each, dtype=torch.float64) for each in model.all]
         for total, change in zip(self._sum, update.change.all, strict=True):
-            # Two operations: `add_(alpha=)` is one on some processors.
+            # Two operations: `add_(alpha=)` is fused on some processors.
             total += change.to(total) * weight
 
     def _weight(self, update: Update) -> float:
         return 1.0 if self.even else update.samples
 
     def _share(self, update: Update) -> float:
-        """What the update adds to the divisor."""
+        """Return what the update adds to the divisor."""
         return self._weight(update)
 
     def _finish(self, model: Weights) -> Weights:
@@ -156,7 +161,7 @@ class FedAvg(Aggregator):
         )
 
     def _step(self, mean: list[Tensor]) -> list[Tensor]:
-        """How far the parameters go, given the mean of their changes."""
+        """Return the step of the parameters, given the mean of their changes."""
         return mean if self.lr == 1 else [each * self.lr for each in mean]
 
 
@@ -175,7 +180,7 @@ def check_positive(name: str, value: float) -> None:
 
 
 STACK_ELEMENTS = 1 << 24
-"""Sorted at once; larger tensors go in pieces, so that a thousand clients need no thousandfold memory twice."""
+"""Elements that are sorted at once. Larger tensors are sorted in pieces, to save memory."""
 
 
 class _Held(Aggregator):
@@ -193,11 +198,11 @@ class _Held(Aggregator):
 
     @abstractmethod
     def _combined(self, model: Weights, updates: list[Update]) -> Weights:
-        """The next model; there is at least one update."""
+        """Return the next model; there is at least one update."""
 
 
 class _Coordinates(_Held):
-    """Each coordinate by itself, from its sorted values: parameters and buffers alike."""
+    """Base class of aggregators that take each coordinate by itself, from its sorted values; parameters and buffers alike."""
 
     def _combined(self, model: Weights, updates: list[Update]) -> Weights:
         low, high = self._kept(len(updates))
@@ -212,11 +217,11 @@ class _Coordinates(_Held):
 
     @abstractmethod
     def _kept(self, count: int) -> tuple[int, int]:
-        """The range of sorted places whose mean is taken."""
+        """Return the range of sorted values whose mean is taken."""
 
 
 def _middle(like: Tensor, changes: list[Tensor], low: int, high: int) -> Tensor:
-    """The mean of the values at places `low` to `high` of each coordinate, added up from the lowest."""
+    """Return the mean of the sorted values from `low` to `high` of each coordinate, added up from the lowest."""
     flat = [each.reshape(-1).to(like.device) for each in changes]
     result = torch.empty(like.numel(), dtype=torch.float64, device=like.device)
     piece = max(1, STACK_ELEMENTS // len(flat))
@@ -230,7 +235,7 @@ def _middle(like: Tensor, changes: list[Tensor], low: int, high: int) -> Tensor:
 
 
 def _ranked(rows: Tensor) -> Tensor:
-    """Each column sorted. In memory by NumPy: seven times as fast as torch for a thousand rows."""
+    """Sort each column. On the CPU NumPy does it: seven times as fast as torch for a thousand rows."""
     if rows.device.type != "cpu":
         return rows.sort(dim=0).values
     plain = rows.to(torch.float32) if rows.dtype in (torch.float16, torch.bfloat16) else rows
@@ -238,7 +243,7 @@ def _ranked(rows: Tensor) -> Tensor:
 
 
 class TrimmedMean(_Coordinates):
-    """The mean without the `trim` part of the values at either end (Yin et al. 2018): bears that part of liars."""
+    """The mean without the share `trim` of values at either end (Yin et al. 2018); tolerates that share of malicious clients."""
 
     name = "trimmed-mean"
 
@@ -255,7 +260,7 @@ class TrimmedMean(_Coordinates):
 
 
 class Median(_Coordinates):
-    """The middle value; of an even number, the mean of the two in the middle."""
+    """The middle value; for an even number of updates, the mean of the two in the middle."""
 
     name = "median"
 
@@ -272,16 +277,16 @@ class Krum(_Held):
     name = "krum"
 
     def __init__(self, *, malicious: int = 0, keep: int = 1) -> None:
-        """`malicious` is how many liars are borne; a round must have 2 malicious + 3 updates."""
+        """`malicious` is how many malicious clients are tolerated; a round must have 2 malicious + 3 updates."""
         super().__init__()
         if malicious < 0 or keep < 1:
             raise ConfigError(f"malicious={malicious}, keep={keep}: use 0 or more, and 1 or more")
         self.malicious, self.keep = int(malicious), int(keep)
         self.chosen: list[int] = []
-        """The clients whose updates made the last model."""
+        """Clients whose updates made the last model."""
 
     def check(self, count: int) -> None:
-        """Raises ConfigError where so many updates are too few."""
+        """Raises ConfigError if this many updates are too few."""
         least = max(2 * self.malicious + 3, self.keep + self.malicious)
         if count < least:
             raise ConfigError(
@@ -293,7 +298,7 @@ class Krum(_Held):
         count = len(updates)
         self.check(count)
         distances = squared_distances([each.change.parameters for each in updates])
-        nearest = np.sort(distances, axis=1)[:, 1 : count - self.malicious - 1]  # the very nearest is itself
+        nearest = np.sort(distances, axis=1)[:, 1 : count - self.malicious - 1]  # the nearest is the update itself
         best = np.argsort(nearest.sum(axis=1), kind="stable")[: self.keep]  # of equals the lower client
         kept = [updates[i] for i in sorted(best)]
         self.chosen = [each.client for each in kept]
@@ -301,7 +306,7 @@ class Krum(_Held):
 
 
 def squared_distances(changes: Sequence[Sequence[Tensor]]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """Between all pairs, in float64; by products, because differences would take n^2 passes over the model."""
+    """Return the distances between all pairs in float64; by products, because differences would take n^2 passes over the model."""
     count = len(changes)
     products = np.zeros((count, count))
     for tensors in zip(*changes, strict=True):
@@ -323,7 +328,7 @@ __all__ = [
 
 
 class FedProx(FedAvg):
-    """FedAvg's mean; its clients add `proximal_` to their gradients (Li et al. 2020)."""
+    """FedAvg whose clients add `proximal_` to their gradients (Li et al. 2020)."""
 
     name = "fed-prox"
 
@@ -337,8 +342,8 @@ class FedProx(FedAvg):
 def proximal_(gradients: Sequence[Tensor], parameters: Sequence[Tensor], anchors: Sequence[Tensor], mu: float) -> None:
     """Add the gradient of mu/2 |w - w_server|^2 to a client's gradients, in place.
 
-    A step against these gradients goes *towards* the server's model. Tensors may have a leading dimension of clients
-    that `anchors` lack.
+    A step against these gradients goes towards the server's model. Tensors may have a leading dimension of clients that
+    `anchors` lack.
     """
     with torch.no_grad():
         for gradient, parameter, anchor in zip(gradients, parameters, anchors, strict=True):
@@ -346,7 +351,7 @@ def proximal_(gradients: Sequence[Tensor], parameters: Sequence[Tensor], anchors
 
 
 class _Adaptive(FedAvg):
-    """FedOpt (Reddi et al. 2021): the mean change is taken for a gradient by the server's optimizer.
+    """FedOpt (Reddi et al. 2021): the server's optimizer takes the mean change for a gradient.
 
     m and v start at 0 and tau^2, as in the paper, without bias correction; both are kept in float64.
     """
@@ -377,7 +382,7 @@ class _Adaptive(FedAvg):
 
     @abstractmethod
     def _next_second(self, second: Tensor, square: Tensor) -> Tensor:
-        """The second moment after a step whose squared change this is."""
+        """Return the second moment after a step with this squared change."""
 
     def state_dict(self) -> dict[str, object]:
         first, second = ([each.clone() for each in part] for part in (self._first, self._second))
@@ -424,13 +429,13 @@ class FedYogi(_Adaptive):
 
 
 class QFedAvg(FedAvg):
-    """Clients with a high loss count more, by its q-th power (Li et al. 2020, q-FFL); q = 0 is the even mean."""
+    """Weighs clients by the q-th power of their loss (Li et al. 2020, q-FFL); q = 0 is the even mean."""
 
     name = "q-fedavg"
     averages = False
 
     def __init__(self, *, q: float = 1.0, client_lr: float = 0.05) -> None:
-        """`client_lr` is that of the clients' optimizers: 1/L of the paper."""
+        """`client_lr` is the learning rate of the clients' optimizers: 1/L of the paper."""
         super().__init__(even=True)
         if not q >= 0:
             raise ConfigError(f"q={q}: use 0 or more")
@@ -462,15 +467,15 @@ class QFedAvg(FedAvg):
 
 
 class FedBuff(FedAvg):
-    """Asynchronous rounds (Nguyen et al. 2022): the server moves whenever `size` updates have come.
+    """Asynchronous rounds (Nguyen et al. 2022): the model changes whenever `size` updates have come.
 
-    An update that is s versions late counts 1/sqrt(1+s); the sum is divided by the number of updates, as in the paper,
-    so late ones make the step shorter. Which updates share a buffer follows from the order of `offer`: that of the
-    virtual clock. Within a buffer they are folded in the order of clients.
+    An update that is s versions late counts 1/sqrt(1+s). The sum is divided by the number of updates, as in the paper, so late
+    updates make the step shorter. The order of `offer`, which is that of the virtual clock, decides which updates share a
+    buffer. Within a buffer they are added in the order of clients.
     """
 
     name = "fed-buff"
-    averages = False  # the late count less, and so would their part of the noise
+    averages = False  # late updates count less, and so would their part of the noise
 
     def __init__(self, *, size: int = 10, max_staleness: int = 5, lr: float = 1.0) -> None:
         super().__init__(even=True, lr=lr)
@@ -478,14 +483,14 @@ class FedBuff(FedAvg):
             raise ConfigError(f"size={size}, max_staleness={max_staleness}: use 1 or more, and 0 or more")
         self.size, self.max_staleness = size, max_staleness
         self.version = 0
-        """Of the present model: how often it has moved."""
+        """Version of the present model: how often it has changed."""
         self._waiting: list[Update] = []
 
     def offer(self, model: Weights, update: Update) -> Weights | None:
-        """The next model, if the buffer is full with this update; None: it waits for more, or came too late to count.
+        """Return the next model if the buffer is full with this update; None if more are needed, or the update came too late.
 
         Raises:
-            TrainError: the update claims a version that does not exist yet, or waits in the buffer already.
+            TrainError: the update claims a version that does not exist yet, or is in the buffer already.
         """
         late = self.version - update.version
         if late < 0:
@@ -556,10 +561,10 @@ AGGREGATORS: dict[str, type[Aggregator]] = {
 
 
 def make_aggregator(name: str, options: Mapping[str, float] | None = None) -> Aggregator:
-    """The aggregator of that name, its options by theirs.
+    """Create the aggregator of that name.
 
     Raises:
-        ConfigError: no such aggregator, an option it does not have, or a value that makes no sense.
+        ConfigError: an unknown name or option, or an impossible value.
     """
     kind = AGGREGATORS.get(name)
     if kind is None:

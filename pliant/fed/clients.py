@@ -1,4 +1,9 @@
-"""Clients."""
+"""Simulated clients: how fast their devices are, when they are available, and how long their part of a round takes.
+
+Device tables are read as published: CSV (compute_ms_per_sample, bandwidth_kbps), NumPy's .npz with the same names, FedScale's
+pickle {id: {computation, communication}}, or the artifact's {id: [compute, bandwidth]}; in milliseconds of a sample's
+forward pass, and kbit/s (1000 bits). Availability traces are FedScale's, and repeat after their period.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ from pliant.fed.selection.base import Floats, Ids
 from pliant.fed.tables import form_of, read_pickle, read_rows, row_number
 
 PASSES = 3.0
-"""A training step in forward passes, as FedScale counts: the backward pass takes two."""
+"""Forward passes that a training step takes, as FedScale counts: the backward pass takes two."""
 
 COMPUTE_MS = ((0, 15), (0.05, 19), (0.3, 25), (0.4, 28), (0.5, 41), (0.6, 64), (0.62, 95), (0.64, 118), (0.7, 138), (0.9, 174), (1, 199))  # fmt: skip
 BANDWIDTH_KBPS = ((0, 1017), (0.1, 1818), (0.3, 3500), (0.5, 6075), (0.7, 11_840), (0.9, 32_500), (0.99, 100_000), (1, 204_000))  # fmt: skip
@@ -29,10 +34,10 @@ BANDWIDTH_KBPS = ((0, 1017), (0.1, 1818), (0.3, 3500), (0.5, 6075), (0.7, 11_840
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """One row for each device."""
+    """A table with one row for each device."""
 
     compute_ms: Floats
-    """Of one sample's forward pass."""
+    """Milliseconds of one sample's forward pass."""
     down_kbps: Floats
     up_kbps: Floats
     note: str = ""
@@ -53,7 +58,7 @@ class Devices:
         return len(self.compute_ms)
 
     def for_clients(self, num_clients: int) -> Devices:
-        """Client i has the device of row i; where rows run out, they begin anew."""
+        """Give client i the device of row i; if there are fewer rows, they repeat."""
         if num_clients < 1:
             raise ConfigError(f"devices for {num_clients} clients: use 1 or more")
         rows = np.arange(num_clients) % len(self)
@@ -68,9 +73,9 @@ class Devices:
         passes: float = PASSES,
         clients: NDArray[np.int64] | slice = slice(None),
     ) -> Floats:
-        """Seconds of each client (or of `clients`) to fetch the model, train on so many samples, and send its update.
+        """Return the seconds of each client (or of `clients`) to fetch the model, train on `samples` samples, and send its update.
 
-        `samples` counts a sample as often as it is trained on: local steps times batch size, or one number for each.
+        `samples` counts a sample as often as it is trained on (local steps times batch size); one number, or one per client.
         """
         trained = np.asarray(samples, dtype=np.float64)
         compute = passes * trained * self.compute_ms[clients] / 1000
@@ -80,10 +85,10 @@ class Devices:
 
 
 def read_devices(path: Path) -> Devices:
-    """A table of devices, in whichever form.
+    """Read a device table in any of the forms above.
 
     Raises:
-        ConfigError: no such file, or no such table.
+        ConfigError: the file is missing, or is no such table.
     """
     form = form_of(path, "a table of devices, or synthetic")
     if form == "npz":
@@ -161,7 +166,7 @@ def _from_pickle(path: Path) -> Devices:
 
 
 def in_order(found: Mapping[object, object]) -> list[tuple[object, object]]:
-    """The entries of a published dictionary by their numbers, where they have such; else as they are."""
+    """Return the entries of a published dictionary sorted by number, if its keys are numbers."""
     if all(isinstance(name, int) for name in found):
         return sorted(found.items(), key=lambda item: int(str(item[0])))
     return list(found.items())
@@ -173,7 +178,7 @@ def _short(value: object) -> str:
 
 
 def synthetic_devices(num_clients: int, *, seed: int = 0) -> Devices:
-    """Devices that nobody measured: drawn with the quantiles of FedScale's table, compute and link independently."""
+    """Draw devices with the quantiles of FedScale's table, compute and link independently."""
     if num_clients < 1:
         raise ConfigError(f"{num_clients} synthetic devices: use 1 or more")
     chance = np.random.default_rng(seed)
@@ -196,24 +201,24 @@ TRACE = "a trace as FedScale's, or synthetic"
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """Who is there at one moment, one entry for each client asked about."""
+    """Which clients are available at one moment; one entry for each client."""
 
     there: Flags
     until_s: Floats
-    """Those who are there stay until then (infinite: always); of the others, -infinite."""
+    """When available clients become unavailable (infinite: never); -infinite for the others."""
     back_s: Floats
-    """Those who are not come back then (infinite: never); of the others, the moment itself."""
+    """When unavailable clients come back (infinite: never); the moment itself for the others."""
 
 
 class Availability:
-    """The intervals of all clients, sorted, disjoint and in one array."""
+    """The intervals in which clients are available, sorted, disjoint and in one array."""
 
     def __init__(
         self, client: ArrayLike, begin_s: ArrayLike, end_s: ArrayLike, period_s: ArrayLike, note: str = ""
     ) -> None:
-        """Interval k is of client[k]; `period_s` has one entry for each client.
+        """Interval k belongs to client[k]; `period_s` has one entry for each client.
 
-        Intervals may come in any order; what lies outside the period is cut off, what overlaps is joined.
+        Intervals may come in any order. Parts outside the period are cut off, overlapping ones are joined.
 
         Raises:
             ConfigError: a period that is no time, or times that are no numbers.
@@ -244,7 +249,7 @@ class Availability:
 
     @classmethod
     def always(cls, num_clients: int) -> Availability:
-        """Everybody, all the time."""
+        """All clients are always available."""
         every = np.arange(num_clients)
         return cls(every, np.zeros(num_clients), np.ones(num_clients), np.ones(num_clients), "always there")
 
@@ -253,7 +258,7 @@ class Availability:
         return list(zip(self._begin_s[places].tolist(), self._end_s[places].tolist(), strict=True))
 
     def for_clients(self, num_clients: int) -> Availability:
-        """Client i follows row i; where rows run out, they begin anew."""
+        """Give client i the trace of row i; if there are fewer rows, they repeat."""
         if num_clients < 1:
             raise ConfigError(f"availability of {num_clients} clients: use 1 or more")
         rows = np.arange(num_clients) % len(self)
@@ -263,11 +268,11 @@ class Availability:
         return found
 
     def at(self, now_s: float) -> Presence:
-        """Everybody at one moment. As the clock goes on, only those are looked up again whose state has ended since."""
+        """Return the presence of all clients. As the clock goes on, only clients whose state has ended are looked up again."""
         stale = np.flatnonzero((now_s < self._since_s) | (now_s >= self._change_s))
         if len(stale):
             found = self.of(stale, now_s)
-            # Into new arrays: who asked before may still hold the old ones.
+            # Into new arrays: callers may still hold the old ones.
             there, until, back = self._now.there.copy(), self._now.until_s.copy(), self._now.back_s.copy()
             there[stale], until[stale], back[stale] = found.there, found.until_s, found.back_s
             self._since_s[stale] = now_s
@@ -276,11 +281,11 @@ class Availability:
         return Presence(self._now.there, self._now.until_s, np.where(self._now.there, now_s, self._now.back_s))
 
     def of(self, clients: Ints, now_s: ArrayLike) -> Presence:
-        """Some clients, at one moment or each at its own."""
+        """Return the presence of some clients, at one moment or each at its own."""
         period = self.period_s[clients]
         now = np.broadcast_to(np.asarray(now_s, dtype=np.float64), period.shape)
         cycle = np.floor(now / period)
-        # The quotient is rounded, so that the rest may lie a little outside of the period.
+        # The quotient is rounded, so the rest may lie a little outside of the period.
         cycle += (now - (cycle + 1) * period >= 0).astype(np.float64) - (now - cycle * period < 0)
         # The next period's beginning as that period will compute it: the answer must not depend on when it is asked for.
         start, following, local = cycle * period, (cycle + 1) * period, now - cycle * period
@@ -302,7 +307,7 @@ class Availability:
         )
 
     def _next_begin(self, first: Ints, behind: Ints, local: Floats) -> Ints:
-        """The place of each client's first interval that begins later than `local`: bisection, all clients abreast."""
+        """Return the index of each client's first interval that begins later than `local`: bisection for all clients at once."""
         low, high = first.copy(), behind.copy()
         at = _Lookup(self._begin_s, self._end_s)
         while (low < high).any():
@@ -313,7 +318,7 @@ class Availability:
         return low
 
     def as_fedscale(self) -> dict[int, dict[str, object]]:
-        """The trace in FedScale's form, of plain values; clients are numbered from 1, as there."""
+        """Return the trace in FedScale's form; clients are numbered from 1, as there."""
         kind = "synthetic" if self.note.startswith("synthetic") else "unknown"
         found: dict[int, dict[str, object]] = {}
         for client in range(len(self)):
@@ -335,7 +340,7 @@ class Availability:
 
 @dataclass(frozen=True, slots=True)
 class _Lookup:
-    """Places beyond the last interval are asked for where the answer will not be used."""
+    """Arrays of all intervals with one more entry, so that an index beyond the last one is valid."""
 
     begins: Floats
     ends: Floats
@@ -366,12 +371,12 @@ def _disjoint(owner: Ints, begin: Floats, end: Floats) -> tuple[Ints, Floats, Fl
 
 
 def read_availability(path: Path) -> Availability:
-    """FedScale's trace: a pickle {id: {active: [s], inactive: [s], finish_time: s, ...}}.
+    """Read FedScale's trace: a pickle {id: {active: [s], inactive: [s], finish_time: s, ...}}.
 
     A last interval without an end lasts until `finish_time`.
 
     Raises:
-        ConfigError: no such file, or no such trace.
+        ConfigError: the file is missing, or is no such trace.
     """
     if form_of(path, TRACE) != "pickle":
         raise ConfigError(f"{path}: this is no pickle; give {TRACE}")
@@ -406,7 +411,7 @@ def _are_numbers(values: object) -> TypeGuard[list[float]]:
 
 
 def synthetic_availability(num_clients: int, *, days: int = 7, spread_h: float = 8.0, seed: int = 0) -> Availability:
-    """A trace that nobody recorded: phones that are there while they charge.
+    """Draw a synthetic trace of phones that are available while they charge.
 
     Each has its own bedtime (22:30, sd 1.2 h, and 0.7 h from night to night), sleep (7.5 h, sd 1.2 h) and habit of
     charging at night (in 80 % of the nights on average), and charges 1.5 times a day for half an hour on average
@@ -437,7 +442,7 @@ def synthetic_availability(num_clients: int, *, days: int = 7, spread_h: float =
 
 
 def _wrapped(owner: Ints, begin_s: Floats, length_s: Floats, period_s: Floats, note: str) -> Availability:
-    """What goes beyond the end of the period goes on at its beginning; whole seconds."""
+    """Continue intervals that end after the period at its beginning; whole seconds."""
     period = period_s[owner]
     begin = np.round(begin_s % period)
     end = np.round(begin + length_s)
@@ -452,33 +457,33 @@ def _wrapped(owner: Ints, begin_s: Floats, length_s: Floats, period_s: Floats, n
 
 
 EQUAL = (41.0, 6075.0)
-"""ms per sample and kbit/s: the middle of FedScale's table."""
+"""ms per sample and kbit/s of equal devices: the median of FedScale's table."""
 DEVICES, PRESENCE, SELECTION = 3, 4, 5
-"""What a seed is drawn for, so that no two uses draw the same numbers: fast clients must not be the large ones by chance."""
+"""Purposes of a job's seed. Each has its own random numbers: fast clients must not be the large ones by chance."""
 
 
 def derive_seed(seed: int, purpose: int) -> int:
-    """A seed of its own for each purpose of a job's seed."""
+    """Return a seed of its own for each purpose of a job's seed."""
     return int(np.random.SeedSequence((seed, purpose)).generate_state(1, np.uint64)[0])
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedClients:
-    """One device, and one pattern of presence, for each client."""
+    """All clients of a job on the virtual clock: one device and one availability pattern for each."""
 
     devices: Devices
     availability: Availability
     batch_size: int
     model_bytes: int
-    """What travels each way."""
+    """Bytes that travel each way."""
     passes: float = PASSES
 
     @classmethod
     def of(cls, config: FedConfig, num_clients: int, model_bytes: int) -> SimulatedClients:
-        """As the config says; reads the tables that it names.
+        """Create the clients of a config; reads the tables that it names.
 
         Raises:
-            ConfigError: a table is not there, or is none.
+            ConfigError: a table is missing or damaged.
         """
         return cls(
             _devices(config, num_clients),
@@ -492,7 +497,7 @@ class SimulatedClients:
         return len(self.devices)
 
     def round_s(self, steps: int | Ids, clients: Ids | slice = slice(None)) -> Floats:
-        """Seconds that a round of so many local steps takes each client."""
+        """Return the seconds that a round with `steps` local steps takes each client."""
         return self.devices.round_s(
             np.asarray(steps) * self.batch_size,
             down_bytes=self.model_bytes,
@@ -502,7 +507,7 @@ class SimulatedClients:
         )
 
     def compute_s(self, steps: int, clients: Ids) -> Floats:
-        """The part of it that goes into the steps."""
+        """Return the part of `round_s` that is spent on the steps."""
         return self.devices.round_s(
             steps * self.batch_size, down_bytes=0, up_bytes=0, passes=self.passes, clients=clients
         )

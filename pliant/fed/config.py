@@ -1,7 +1,7 @@
-"""What a federated job is: data and whose they are, the model, who is picked, how long, and how results become one model.
+"""The config of a federated job: data and partition, model, selection, local training, aggregation, number of rounds.
 
-`FedConfig` is all that a run depends on: two runs of one config have the same bits, whatever executes them; without `batching`,
-where both have measured the same. Job files are read by `fed.jobfile` (our form) and `fed.artifact`; nothing here opens one.
+Two runs of one `FedConfig` have the same bits, wherever they run; without `batching`, if both measured the same value.
+Nothing here opens a file; `jobfile` and `artifact` read configs from files.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-"""As torch's generators take them."""
+"""A seed as torch's generators take it."""
 Rate = Annotated[float, Field(gt=0, le=1e30)]
-"""A number of single precision."""
+"""A number that fits into single precision."""
 Option = int | float | str | bool | None
-"""A value of a selector or an aggregator, which checks it."""
+"""Value of an option of a selector or an aggregator, which checks it."""
 
 
 class _Section(BaseModel):
@@ -28,44 +28,44 @@ class _Section(BaseModel):
 
 
 class NamedOptions(_Section):
-    """One of several kinds by its name, and its options."""
+    """The name of a selector or an aggregator, and its options."""
 
     kind: str
     options: dict[str, Option] = {}
 
 
 class DataConfig(_Section):
-    """Samples, and how they are dealt to clients."""
+    """The samples, and how they are dealt to clients."""
 
     kind: str = "fashion-mnist"
-    """fashion-mnist, digits, images, speech, play, posts; or module:function, which returns training and test `Samples`."""
+    """fashion-mnist, digits, images, speech, play, posts; or module:function that returns training and test samples."""
     path: str = ""
-    """The file or folder; empty where the kind has a place of its own."""
+    """File or folder of the data; may be empty if the kind has a default."""
     partition: Literal["natural", "iid", "dirichlet", "shards"] = "iid"
     map: str = ""
-    """A client map (CSV, or FedScale's pickle) for natural partitions."""
+    """Client map (CSV, or FedScale's pickle) for natural partitions."""
     clients: Natural = 100
-    """Of drawn partitions; of natural ones the first so many, 0 for all."""
+    """Number of clients. For natural partitions, the first so many; 0 for all."""
     alpha: Positive = 0.1
-    """Of Dirichlet partitions."""
+    """Concentration of Dirichlet partitions."""
     per_client: Count = 2
-    """Shards of each client."""
+    """Shards per client, for the partition into shards."""
     sizes: str = ""
-    """A table of clients' sizes to draw from; empty: all alike."""
+    """Table of clients' sizes to draw from; empty: all clients get equally many samples."""
     least: Count = 1
-    """Clients with fewer samples are left out; sizes from a table are raised to it."""
+    """Clients with fewer samples are left out; sizes from a table are raised to this."""
     most: Natural = 0
-    """Clients with more are left out, sizes from a table lowered to it; 0: no limit."""
+    """Clients with more samples are left out, sizes from a table lowered to this; 0: no limit."""
     test_samples: Natural = 0
-    """How many of the test samples are used; 0: all."""
+    """Number of test samples that are used; 0: all."""
 
 
 MAX_SAMPLES = 10**8
-"""Of one client in one round."""
+"""Samples that one client may train on in one round."""
 
 
 class LocalConfig(_Section):
-    """What a participant does with the model it is given."""
+    """Local training of a participant."""
 
     steps: Count = 10
     batch_size: Count = 20
@@ -74,67 +74,69 @@ class LocalConfig(_Section):
     momentum: Share = 0.0
     weight_decay: NotNegative = 0.0
     lr_decay: Share = 1.0
-    """The rate is multiplied by it every `decay_rounds` rounds."""
+    """The learning rate is multiplied by this every `decay_rounds` rounds."""
     decay_rounds: Count = 10
     min_lr: NotNegative = 0.0
     longer: bool = False
-    """Who would wait for the slowest trains longer instead (PyramidFL's rule)."""
+    """Clients that would wait for the slowest one train longer instead (PyramidFL's rule)."""
 
 
 class PrivacyConfig(_Section):
+    """Differential privacy: clipping and noise."""
+
     clip: Positive = 3.0
     noise_multiplier: NotNegative = 1.0
     where: Literal["server", "client"] = "server"
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
-    """Of the account of what was given away."""
+    """Delta of the guarantee whose epsilon is computed."""
 
 
 class FedConfig(_Section):
-    """A federated job."""
+    """The config of a federated job."""
 
     name: str = "federated"
     seed: Seed = 0
     data: DataConfig = DataConfig()
     model: str = "cnn"
-    """A name that `fed.data.models` knows, or module:function, which is given the number of classes."""
+    """A name from `fed.data.models`, or module:function that is called with the number of classes."""
     local: LocalConfig = LocalConfig()
     participants: Count = 20
-    """K: updates that make a round."""
+    """K: the number of updates that make a round."""
     overcommit: Annotated[float, Field(ge=1, le=100)] = 1.3
-    """So many times K are invited; the first K count."""
+    """This many times K clients are invited; the first K to finish count."""
     deadline_s: Annotated[float, Field(gt=0)] | None = None
-    """On the virtual clock; who is later is cut, and the round is made by those who are there."""
+    """Seconds on the virtual clock after which a round ends without the clients that have not finished."""
     rounds: Count = 100
-    """For asynchronous jobs: how often the model moves."""
+    """Number of rounds; for asynchronous jobs, how often the model changes."""
     target: Share = 0.0
-    """The accuracy with which the job ends early; 0: it does not."""
+    """Test accuracy at which the job ends early; 0: it does not."""
     concurrency: Natural = 0
-    """Of asynchronous jobs: clients that train at a time; 0: K times `overcommit`."""
+    """For asynchronous jobs, clients that train at a time; 0: K times `overcommit`."""
     selector: NamedOptions = NamedOptions(kind="oort")
     aggregator: NamedOptions = NamedOptions(kind="fed-avg")
     privacy: PrivacyConfig | None = None
     malicious: Share = 0.0
-    """The share of clients whose labels are permuted; for experiments."""
+    """Share of clients whose labels are permuted; for experiments."""
     devices: str = "synthetic"
-    """A table, `synthetic`, or `equal`."""
+    """Path of a device table, `synthetic`, or `equal`."""
     availability: str = ""
-    """A trace, `synthetic`, or empty: always there."""
+    """Path of an availability trace, `synthetic`, or empty: clients are always available."""
     model_bytes: Annotated[int, Field(ge=0, le=2**50)] = 0
-    """What travels each way on the virtual clock; 0: the model's real size."""
+    """Bytes that travel each way on the virtual clock; 0: the model's real size."""
     clock_factor: Annotated[float, Field(gt=0, le=1e9)] = 1.0
-    """Computing takes so many times as long as the table says: the model beside the one the table was measured with."""
+    """Computing takes this many times as long as the device table says, if it was measured with another model."""
     evaluate_every: Count = 5
-    """Rounds; the last one is evaluated always."""
+    """Rounds from one test to the next; the last round is always tested."""
     checkpoint_every: Count = 10
     batching: Annotated[int, Field(ge=0)] | None = None
-    """Clients trained at once by `torch.func.vmap`; 0 or 1: in turn; None: measured once, and kept with the job."""
+    """Clients trained as one computation; 0 or 1: in turn; None: measured once, and kept with the job."""
     device: Literal["", "cpu", "cuda"] = ""
-    """Of the executors; empty: what they have."""
+    """Device of the workers; empty: a GPU if they have one."""
 
     @field_validator("selector", "aggregator", mode="before")
     @classmethod
     def _by_name(cls, given: object) -> object:
-        """`oort`, or {kind: oort, preset: artifact}: options may stand beside the kind."""
+        """Accept `oort` and {kind: oort, preset: artifact}: options may stand beside the kind."""
         if isinstance(given, str):
             return {"kind": given}
         if isinstance(given, dict) and "options" not in given:
@@ -154,10 +156,10 @@ class FedConfig(_Section):
 
     @property
     def invited(self) -> int:
-        """Clients that a round begins with."""
+        """Number of clients that are invited to a round."""
         return max(self.participants, int(self.participants * self.overcommit + 1e-9))
 
     def lr_in(self, round_number: int) -> float:
-        """The clients' learning rate in a round, counted from 1."""
+        """Return the clients' learning rate in a round, counted from 1."""
         decayed = self.local.lr * self.local.lr_decay ** ((round_number - 1) // self.local.decay_rounds)
         return max(decayed, self.local.min_lr)

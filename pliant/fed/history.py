@@ -1,4 +1,4 @@
-"""What a federated job has done so far: its rounds, and its model's tests on the virtual clock. Pure values."""
+"""The history of a federated job: its rounds, and the tests of its model on the virtual clock. Pure values."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ MANY = 2**63
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round, or of an asynchronous job what happened until the model moved. Clients are in ascending order."""
+    """One round; for asynchronous jobs, what happened until the model changed. Clients are in ascending order."""
 
     round: int
-    """From 1."""
+    """Number of the round, from 1."""
     begin_s: float
-    """When the clients were invited; later than the last round's end where nobody was there."""
+    """When the clients were invited; later than the last round's end if nobody was available."""
     clock_s: float
-    """When it was over."""
+    """When the round ended."""
     invited: tuple[int, ...]
     aggregated: tuple[int, ...]
     cut: tuple[int, ...]
-    """Not done in time; of asynchronous jobs, also updates of a model that is too old."""
+    """Clients that did not finish in time; for asynchronous jobs, also those whose model was too old."""
     lost: tuple[int, ...]
-    """Gone before they were done."""
+    """Clients that became unavailable before they finished."""
     left_out: Mapping[int, str]
-    """Of the aggregated, those whose update could not be used, and why."""
+    """Aggregated clients whose update could not be used, with the reason."""
     loss: float | None
-    """The mean, over the aggregated, of the loss on their own samples of the model that they were given."""
+    """Mean, over the aggregated clients, of the loss of the model that they were given on their own samples."""
     lr: float
     there: int
-    """Clients that could have been invited when it began."""
+    """Number of clients that could have been invited."""
     malicious: int
-    """Of the aggregated."""
+    """Number of malicious clients among the aggregated."""
     selector: Mapping[str, float | int | None]
-    """What the selector says of its choice."""
+    """Figures of the selector about its choice."""
     client_s: tuple[float, ...] = ()
-    """How long each of the aggregated took."""
+    """Seconds that each aggregated client took."""
     staleness: tuple[int, ...] = ()
-    """Of asynchronous jobs: how many versions late the update of each aggregated client was."""
+    """For asynchronous jobs, how many versions late the update of each aggregated client was."""
     asked_s: tuple[float, ...] = ()
-    """Of asynchronous jobs: when each of the invited was; in others it is at the beginning."""
+    """For asynchronous jobs, when each client was invited; otherwise it is the beginning of the round."""
 
     @property
     def duration_s(self) -> float:
@@ -54,7 +54,7 @@ class Round:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Round:
-        """Raises ValueError, with what is wrong of which value."""
+        """Raises ValueError with the name and value that is wrong."""
         values: dict[str, Any] = {name: whole(data, name) for name in ("round", "there", "malicious")}
         values |= {name: number(data, name) for name in ("begin_s", "clock_s", "lr")}
         values |= {name: _list(data, name, whole) for name in ("invited", "aggregated", "cut", "lost", "staleness")}
@@ -70,16 +70,16 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A test of the model."""
+    """One test of the model."""
 
     round: int
     clock_s: float
     accuracy: float
-    """The share of test samples whose class the model finds."""
+    """Share of test samples whose class the model finds."""
     top_5: float
     loss: float | None
     epsilon: float | None = None
-    """What has been given away of any one client by then; None: the job promises nothing."""
+    """Privacy that has been spent so far; None if the job gives no guarantee."""
 
     def as_json(self) -> dict[str, Any]:
         found = asdict(self)
@@ -89,7 +89,7 @@ class Point:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Point:
-        """Raises ValueError, with what is wrong of which value."""
+        """Raises ValueError with the name and value that is wrong."""
         return cls(
             whole(data, "round"),
             number(data, "clock_s"),
@@ -102,13 +102,15 @@ class Point:
 
 @dataclass(slots=True)
 class History:
+    """All rounds and tests of a job."""
+
     points: list[Point] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     why: str = ""
-    """What ended the job: `rounds`, `target`, or `stopped`; empty while it runs."""
+    """Why the job ended: `rounds`, `target`, or `stopped`; empty while it runs."""
 
     def time_to(self, accuracy: float) -> float | None:
-        """Seconds on the virtual clock until a test found this accuracy; None: none did."""
+        """Return the seconds on the virtual clock until a test reached this accuracy; None if none did."""
         return next((each.clock_s for each in self.points if each.accuracy >= accuracy), None)
 
     def rounds_to(self, accuracy: float) -> int | None:
@@ -116,7 +118,7 @@ class History:
 
     @property
     def best(self) -> Point | None:
-        """The test with the greatest accuracy, the first of equals; None before the first test."""
+        """The test with the greatest accuracy; the first of equals; None before the first test."""
         return max(self.points, key=lambda each: each.accuracy, default=None)
 
     @property
@@ -125,7 +127,7 @@ class History:
 
 
 def number(data: Mapping[Any, Any], name: Any) -> float:
-    """A finite number of what JSON said; ValueError where it is none."""
+    """Return a finite number from parsed JSON; raises ValueError if it is none."""
     found = data.get(name)
     if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) <= sys.float_info.max:
         raise ValueError(f"{name} is {found!r:.40}, and not a number")

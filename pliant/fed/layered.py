@@ -1,4 +1,9 @@
-"""Layered."""
+"""Layers of many models at once: the forward pass of stacked models, traced from one module.
+
+Tensors are models x features (or channels x rows x columns) x samples: with the samples last, all operations run over
+contiguous memory, and the models are a batch of matrix products. Convolutions, pooling and batch norm are ours, because
+torch's cannot be stacked, or are slow for small models. `trace_layers` returns None for a model with other layers.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +20,14 @@ Pair = tuple[int, int]
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`weight` is models x outputs x features."""
+    """Apply a linear layer; `weight` is models x outputs x features."""
     if bias is None:
         return torch.bmm(weight, inputs)
     return torch.baddbmm(bias.unsqueeze(-1), weight, inputs)
 
 
 def conv2d(inputs: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, padding: Pair) -> Tensor:
-    """`weight` is models x outputs x channels x height x width."""
+    """Apply a convolution; `weight` is models x outputs x channels x height x width."""
     if any(padding):
         inputs = F.pad(inputs, (0, 0, padding[1], padding[1], padding[0], padding[0]))
     height, width = (
@@ -30,15 +35,15 @@ def conv2d(inputs: Tensor, weight: Tensor, bias: Tensor | None, stride: Pair, pa
         for side, kernel, step in zip(inputs.shape[2:4], weight.shape[3:], stride, strict=True)
     )
     made: Tensor = _Convolution.apply(inputs, weight, bias, stride, height, width)  # type: ignore[no-untyped-call]
-    # Not in there: what a function of our own returns may be changed in place only if it is no view.
+    # Outside of the function: what a custom function returns may be changed in place only if it is no view.
     return made.view(len(inputs), -1, height, width, inputs.shape[-1])
 
 
 class _Convolution(torch.autograd.Function):
-    """A product of matrices for each row of the kernel, all added up.
+    """A sum of matrix products, one for each row of the kernel.
 
-    The inputs are copied once for each of the kernel's columns (`_strips`). One product of everything would need them
-    once for each of its elements: that is more memory than caches hold, and takes half as long again.
+    The inputs are copied once for each column of the kernel (`_strips`). One product of everything would need a copy for each
+    element of the kernel: more memory than caches hold, and half as long again.
     """
 
     @staticmethod
@@ -66,7 +71,7 @@ class _Convolution(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             across = flat.transpose(1, 2)
             parts = [torch.bmm(each, across) for each in _seen(strips, tall, ctx.stride[0], ctx.line, ctx.length)]
-            # kernel's rows x models x (channels, kernel's columns) x outputs
+            # kernel rows x models x (channels, kernel columns) x outputs
             of_weight = (
                 torch.stack(parts).view(tall, models, channels, wide, outputs).permute(1, 4, 2, 0, 3).contiguous()
             )
@@ -81,14 +86,14 @@ class _Convolution(torch.autograd.Function):
 
 
 def _taps(weight: Tensor) -> list[Tensor]:
-    """For each row of the kernel: models x outputs x (channels, columns)."""
+    """Return, for each row of the kernel, models x outputs x (channels, columns)."""
     return [weight[:, :, :, i].flatten(2) for i in range(weight.shape[3])]
 
 
 def _strips(images: Tensor, wide: int, stride: Pair) -> list[Tensor]:
-    """Models x (channels, kernel's columns) x (rows, outputs' columns, samples): what the columns of a kernel see in each row.
+    """Return models x (channels, kernel columns) x (rows, output columns, samples): what the kernel's columns see in each row.
 
-    With strides, one for every row of a stride: rows that a row of the kernel sees one after the other shall lie so.
+    With strides there is one result for every row of a stride, so that rows that are used together lie together.
     """
     models, channels = images.shape[:2]
     return [
@@ -101,12 +106,12 @@ def _strips(images: Tensor, wide: int, stride: Pair) -> list[Tensor]:
 
 
 def _seen(strips: Sequence[Tensor], tall: int, stride: int, line: int, length: int) -> list[Tensor]:
-    """What each row of the kernel sees: for stride 1, each one begins a line further down."""
+    """Return what each row of the kernel sees; for stride 1, each begins one line further down."""
     return [strips[i % stride][:, :, i // stride * line : i // stride * line + length] for i in range(tall)]
 
 
 def _joined(strips: Sequence[Tensor], shape: Sequence[int], wide: int, stride: Pair) -> Tensor:
-    """The sum of what strips say of each pixel."""
+    """Return the sum of the strips' contributions to each pixel."""
     models, channels, _, _, samples = shape
     whole = strips[0].new_zeros(tuple(shape))
     for phase, strip in enumerate(strips):
@@ -118,7 +123,7 @@ def _joined(strips: Sequence[Tensor], shape: Sequence[int], wide: int, stride: P
 
 
 def max_pool2d(images: Tensor, size: Pair) -> Tensor:
-    """Of windows that do not overlap; what is left at the edges does not count."""
+    """Take the maximum of windows that do not overlap; incomplete windows at the edges are ignored."""
     if not images.requires_grad:
         return functools.reduce(torch.maximum, windows(images, size))
     made: Tensor = _MaxPool.apply(images, size)  # type: ignore[no-untyped-call]
@@ -126,14 +131,14 @@ def max_pool2d(images: Tensor, size: Pair) -> Tensor:
 
 
 class _MaxPool(torch.autograd.Function):
-    """Of equal pixels the first one is taken, as torch does: with another choice, plain backgrounds would learn differently."""
+    """Takes the first of equal pixels, as torch does; otherwise plain backgrounds would get other gradients."""
 
     @staticmethod
     def forward(ctx: Any, images: Tensor, size: Pair) -> Tensor:
         first, *others = windows(images, size)
         best, greater = first, []
         for each in others:
-            # Held as numbers: gradients are multiplied by them.
+            # Kept as numbers: gradients are multiplied by them.
             greater.append(torch.gt(each, best, out=torch.empty_like(best, memory_format=torch.contiguous_format)))
             best = torch.maximum(best, each)
         ctx.save_for_backward(*greater)
@@ -154,7 +159,7 @@ class _MaxPool(torch.autograd.Function):
 
 
 def windows(images: Tensor, size: Pair) -> list[Tensor]:
-    """The first pixels of all windows, the second ones, ..."""
+    """Return the first pixels of all windows, the second ones, and so on."""
     high, broad = images.shape[2] // size[0] * size[0], images.shape[3] // size[1] * size[1]
     return [images[:, :, i : high : size[0], j : broad : size[1]] for i in range(size[0]) for j in range(size[1])]
 
@@ -177,9 +182,9 @@ def batch_norm(
     epsilon: float,
     training: bool,
 ) -> Tensor:
-    """By each model's own batch; `mean` and `variance` (models x channels, contiguous) move by `part` towards it.
+    """Normalise by each model's own batch; `mean` and `variance` (models x channels, contiguous) move by `part` towards it.
 
-    Where nobody trains, by `mean` and `variance`.
+    If not training, normalise by `mean` and `variance`.
     """
     flat = inputs.reshape(1, inputs.shape[0] * inputs.shape[1], -1)
     scale, shift = (None if each is None else each.reshape(-1) for each in (weight, bias))
@@ -198,35 +203,35 @@ METHODS = ("relu", "tanh", "sigmoid")
 
 
 class _Unknown(Exception):
-    """Something in the model that is not known here."""
+    """The model has something that these layers do not support."""
 
 
 class Layered:
-    """The forward pass of many models of one architecture; in training or not, as the traced module is then."""
+    """The forward pass of many models of one architecture; in training mode if the traced module is."""
 
     def __init__(self, ops: list[tuple[Op, list[int]]]) -> None:
         self._ops = ops
 
     def __call__(self, tensors: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
-        """Models x outputs x samples; `tensors` are parameters and buffers by their names, stacked; buffers change."""
+        """Return models x outputs x samples. `tensors` are stacked parameters and buffers by name; buffers change."""
         values = [inputs]
         for op, places in self._ops:
             values.append(op(tensors, [values[i] for i in places]))
         return values[-1]
 
     def alone(self, module: nn.Module, inputs: Tensor) -> Tensor:
-        """Samples x outputs of one model, the module itself: what it would answer, but faster on CPUs."""
+        """Return samples x outputs of one model, as the module would, but faster on CPUs."""
         tensors = {name: each.unsqueeze(0) for name, each in (*module.named_parameters(), *module.named_buffers())}
         return self(tensors, inputs.movedim(0, -1).contiguous().unsqueeze(0))[0].t()
 
 
 def trace_layers(module: nn.Module) -> Layered | None:
-    """None where the model has something that is not known here, or cannot be traced."""
+    """Trace a module; None if it has unsupported layers, or cannot be traced."""
     try:
         graph = fx.Tracer().trace(module)
         return Layered(_ops(module, graph))
     except Exception:
-        # `_Unknown`; or tracing, which runs the user's code with stand-ins for tensors: it may raise whatever it likes.
+        # `_Unknown`, or whatever the user's code raises when it is traced with stand-ins for tensors.
         return None
 
 
@@ -267,7 +272,7 @@ def _of_module(path: str, module: nn.Module, names: set[str]) -> Op:
         return lambda _, given: module(given[0])
     for name, _ in (*module.named_parameters(), *module.named_buffers()):
         if f"{path}.{name}" not in names:
-            raise _Unknown  # tied to another's
+            raise _Unknown  # tied to another layer's tensors
     if isinstance(module, nn.Linear) and kind is nn.Linear:
         return lambda t, given: linear(_flat(given[0]), t[f"{path}.weight"], t.get(f"{path}.bias"))
     if isinstance(module, nn.Conv2d) and kind is nn.Conv2d:

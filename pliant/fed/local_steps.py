@@ -1,4 +1,13 @@
-"""Steps."""
+"""Local training steps: which samples a client trains on, its optimizer, and the training of many clients as one computation.
+
+A client's stream is its samples again and again, each time in a new order. Every batch is thus full, and the first pass is
+the beginning of the stream. It follows from the job's seed, the client and the round.
+
+The models of many clients are rows of stacked tensors, and each step is one computation for all of them. There are two ways
+to get the gradients: `layered` for models of known layers, and `torch.func.vmap` for the rest. A trial on the CPU against the
+model itself finds which one a model takes, so it is the same in every process. Clients may do different numbers of steps:
+those with most are the first rows, and each step is done by as many rows as still have to do it.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +32,11 @@ from pliant.fed.data.task import InMemory, Samples, Task
 from pliant.fed.work import Training, Weights
 
 STREAM, DRAWS = 3, 4
-"""What a seed is drawn for; see `task.LIARS`."""
+"""Purposes of random draws; see `data.build.LIARS`."""
 
 
 def stream(task: Task, client: int, round_number: int, count: int) -> Ints:
-    """The first `count` samples that the client trains on in this round."""
+    """Return the first `count` samples that the client trains on in this round."""
     if not 0 <= client < task.num_clients:
         raise TrainError(f"client {client} of {task.num_clients}: the unit is of another job")
     own = task.partition.of(client)
@@ -37,13 +46,13 @@ def stream(task: Task, client: int, round_number: int, count: int) -> Ints:
 
 
 def seed_of_draws(task: Task, clients: Sequence[int], round_number: int) -> int:
-    """For what models draw while these clients train together, as dropout."""
+    """Return the seed for what models draw (such as dropout) while these clients train together."""
     words = np.random.SeedSequence((task.config.seed, DRAWS, round_number, *clients)).generate_state(1, np.uint64)
     return int(words[0] >> np.uint64(1))
 
 
 class Feed:
-    """Samples on a device: those in memory lie there as a whole, others are read once for each call."""
+    """Samples on a device. Data sets in memory are copied there as a whole; others are read at each call."""
 
     def __init__(self, samples: Samples, device: torch.device) -> None:
         self._samples, self.device = samples, device
@@ -51,7 +60,7 @@ class Feed:
         self._labels = samples.labels.to(device)
 
     def inputs(self, samples: Ints) -> Tensor:
-        """Of the shape of `samples`, and then that of an input."""
+        """Return inputs with the shape of `samples`, followed by that of one input."""
         if self._data is not None:
             flat = self._data.index_select(0, self._moved(samples))
         else:
@@ -65,9 +74,9 @@ class Feed:
         return flat.reshape(*samples.shape, *flat.shape[1:])
 
     def many(self, samples: Ints) -> Callable[[int, int, int], tuple[Tensor, Tensor]]:
-        """A way to get inputs and labels of the first rows of `samples` (clients x their streams), from one place to another.
+        """Return a function that gives inputs and labels of the first rows of `samples` (clients x streams), from one position to another.
 
-        All numbers are brought to the device now, so that no step waits for the host.
+        All indices are copied to the device now, so that no step waits for the host.
         """
         data, places = self._data, samples
         if data is None:
@@ -84,7 +93,7 @@ class Feed:
         return drawn
 
     def part(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of successive samples."""
+        """Return inputs and labels of successive samples."""
         if self._data is not None:
             return self._data[begin:end], self._labels[begin:end]
         return self._samples.inputs(np.arange(begin, end)).to(self.device), self._labels[begin:end]
@@ -95,7 +104,7 @@ class Feed:
 
 class LocalOptimizer(Protocol):
     def step(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        """Move the parameters. Both lists are of the same tensors each time, or of fewer of their first rows."""
+        """Change the parameters in place. Both lists hold the same tensors each time, or fewer of their first rows."""
         ...
 
 
@@ -151,7 +160,7 @@ class AdamW:
 
 
 def rows(kept: list[Tensor], like: list[Tensor]) -> list[Tensor]:
-    """The first rows of each, as many as `like` has."""
+    """Return the first rows of each tensor, as many as `like` has."""
     if kept and kept[0].shape == like[0].shape:
         return list(kept)
     return [each[: len(other)] for each, other in zip(kept, like, strict=True)]
@@ -160,7 +169,7 @@ def rows(kept: list[Tensor], like: list[Tensor]) -> list[Tensor]:
 def move_parameters(
     optimizer: LocalOptimizer, parameters: list[Tensor], gradients: list[Tensor], anchors: list[Tensor], mu: float
 ) -> None:
-    """A step, after FedProx' part of the gradients; `mu` 0: there is none."""
+    """Take a step, after adding FedProx' part to the gradients if `mu` is not 0."""
     with torch.no_grad():
         if mu:
             proximal_(gradients, parameters, anchors, mu)
@@ -168,32 +177,34 @@ def move_parameters(
 
 
 def make_optimizer(config: LocalConfig, lr: float) -> LocalOptimizer:
-    """A fresh one, as each client has in each round."""
+    """Create an optimizer without state, as each client has in each round."""
     if config.optimizer == "adamw":
         return AdamW(lr, config.weight_decay)
     return SGD(lr, config.momentum, config.weight_decay)
 
 
 Gradients = Callable[[dict[str, Tensor], dict[str, Tensor], Tensor, Tensor], tuple[list[Tensor], Tensor]]
-"""Of stacked parameters, buffers (which change), inputs and labels (clients x samples): gradients, and losses of samples."""
+"""A function of stacked parameters, buffers (which change), inputs and labels (clients x samples) that returns gradients and the
+losses of the samples.
+"""
 RTOL, ATOL = 1e-3, 1e-5
-"""Of the trial: what a wrong layer would do to the gradients is far beyond it."""
+"""Tolerances of the trial; the error of a wrong layer is far greater."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOutcome:
-    """Of all clients of a unit, in its order."""
+    """The results of all clients of a unit, in its order."""
 
     changes: list[Weights]
     losses: list[Tensor]
-    """Of each client's stream."""
+    """Losses of each client's stream."""
 
 
 class BatchedTrainer:
-    """A model's way to train many clients at once."""
+    """Trains many clients of one model as one computation."""
 
     def __init__(self, task: Task, module: nn.Module, known: layered.Layered | None) -> None:
-        """`module` is a model of the task, `known` the same as layers of many; its own parameters are never used."""
+        """`module` is a model of the task, `known` its traced layers, if any; its own parameters are not used."""
         self._task = task
         self._gradients = by_layers(known) if known is not None else by_vmap(module)
         self._names = [name for name, _ in module.named_parameters()]
@@ -201,7 +212,7 @@ class BatchedTrainer:
         self._buffers = [name for name, _ in module.named_buffers()]
 
     def train(self, start: Weights, unit: Training, feed: Feed, mu: float) -> BatchOutcome:
-        """All clients' parts of a round. Whatever is drawn comes from torch's generators as they are."""
+        """Train all clients of a unit. Random numbers come from torch's generators as they are."""
         order = sorted(range(len(unit.clients)), key=lambda i: (-unit.steps[i], i))
         steps = [unit.steps[i] for i in order]
         batches = self._batches(unit, order, feed)
@@ -223,7 +234,7 @@ class BatchedTrainer:
         return self._outcome(start, stacked, seen, steps, order)
 
     def _batches(self, unit: Training, order: Sequence[int], feed: Feed) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-        """The batch of a step, for the first rows."""
+        """Return a function that gives the batch of a step for the first rows."""
         size = self._task.config.local.batch_size
         samples: Ints = np.zeros((len(order), unit.steps[order[0]] * size), np.int64)
         for row, i in enumerate(order):
@@ -247,7 +258,7 @@ class BatchedTrainer:
         self, start: Weights, stacked: dict[str, Tensor], seen: list[Tensor], steps: list[int], order: Sequence[int]
     ) -> BatchOutcome:
         old, new = start.all, list(stacked.values())
-        # As one copy for each tensor: a GPU's memory is far away.
+        # One copy per tensor: transfers from a GPU are slow.
         changes = [_difference(b, a).cpu() for a, b in zip(old, new, strict=True)]
         whole = torch.stack(
             [torch.nn.functional.pad(each, (0, 0, 0, len(order) - len(each))) for each in seen], 1
@@ -294,7 +305,7 @@ def by_vmap(module: nn.Module) -> Gradients:
         parameters: dict[str, Tensor], others: dict[str, Tensor], inputs: Tensor, labels: Tensor
     ) -> tuple[list[Tensor], Tensor]:
         with warnings.catch_warnings():
-            # Some operations are done one client after the other; whether that is worth it is measured, see `batching`.
+            # Some operations are done one client after the other; whether that is worth it is measured (`choose_batching`).
             warnings.filterwarnings("ignore", message="There is a performance drop")
             found, (_, losses) = every(parameters, others, inputs, labels)
         return [found[name] for name in parameters], losses.detach()
@@ -303,14 +314,14 @@ def by_vmap(module: nn.Module) -> Gradients:
 
 
 def traced_layers(task: Task, module: nn.Module) -> layered.Layered | None:
-    """`module`, a model of this task on any device, as layers of many models; None where these do not know it."""
+    """Trace a model of this task on any device; None if its layers are not supported, or give other gradients."""
     trial = _trial(task)
     known = layered.trace_layers(trial)
     return layered.trace_layers(module) if known is not None and _right(task, trial, by_layers(known)) else None
 
 
 def batched_trainer_for(task: Task, module: nn.Module, known: layered.Layered | None) -> BatchedTrainer | None:
-    """How to train many clients of this task at once, given what `as_layers` says; None: only in turn."""
+    """Return how to train many clients of this task at once, given `traced_layers`; None if only in turn."""
     if known is None:
         trial = _trial(task)
         if not _right(task, trial, by_vmap(trial)):
@@ -322,12 +333,12 @@ def _trial(task: Task) -> nn.Module:
     module = task.model().train()
     for each in module.modules():
         if isinstance(each, nn.Dropout):
-            each.p = 0.0  # what is drawn differs; the rest must not
+            each.p = 0.0  # random draws differ; nothing else may
     return module
 
 
 def _right(task: Task, module: nn.Module, gradients: Gradients) -> bool:
-    """Whether two clients' gradients and buffers are those of the module itself."""
+    """Return whether the gradients and buffers of two clients are those of the module itself."""
     size = min(4, len(task.train.labels) // 2)
     samples = np.arange(2 * size)
     inputs = task.train.inputs(samples)
@@ -352,7 +363,7 @@ def _right(task: Task, module: nn.Module, gradients: Gradients) -> bool:
             if not all(torch.allclose(a.double(), b.double(), rtol=RTOL, atol=ATOL) for a, b in pairs):
                 return False
     except Exception:
-        # What a model does that cannot be done for many raises all kinds of errors. In turn, its own ones will be seen.
+        # A model that cannot be batched may raise anything. If it is trained in turn, its own errors will show.
         return False
     finally:
         torch.set_rng_state(state)

@@ -1,4 +1,4 @@
-"""Privacy."""
+"""Differential privacy of clients: clips updates, adds noise, and computes the epsilon that all rounds have spent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pliant.fed.selection.base import Ids
 from pliant.fed.work import Update, Weights, sum_of_squares
 
 ORDERS = (*(1 + i / 10 for i in range(1, 100)), *range(12, 64), *range(64, 257, 8), 512, 1024)
-"""Of Rényi divergence; fractions matter where much is given away, large ones where little is."""
+"""Orders of Rényi divergence: fractions matter if much privacy is spent, large orders if little is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +30,9 @@ class Privacy:
     """
 
     clip: float = 3.0
-    """The greatest length (L2, over all parameters and floating buffers) of an update."""
+    """Greatest L2 norm of an update, over all parameters and floating buffers."""
     noise_multiplier: float = 1.0
-    """The noise's standard deviation in units of `clip`; 0: clipping only, which promises nothing."""
+    """Standard deviation of the noise in units of `clip`; 0: clipping only, which gives no guarantee."""
     where: Literal["server", "client"] = "server"
     seed: int = 0
 
@@ -47,7 +47,7 @@ class Privacy:
             raise ConfigError(f"seed={self.seed}: use 0 or more")
 
     def check(self, aggregator: Aggregator) -> None:
-        """Refuse an aggregator whose result the server's noise does not cover.
+        """Refuse an aggregator whose result the server's noise does not protect.
 
         Raises:
             ConfigError: it does not average all updates, or not evenly.
@@ -59,7 +59,7 @@ class Privacy:
             )
 
     def privatised(self, update: Update, *, round_number: int, participants: int) -> Update:
-        """The update as it may be used: clipped, with its noise, and counting as much as every other.
+        """Return the update clipped, with its noise, and with the same weight as every other.
 
         `participants` is how many updates the round aggregates.
         """
@@ -74,10 +74,10 @@ class Privacy:
 
 
 def clipped(change: Weights, bound: float) -> tuple[Weights, float]:
-    """A change of length `bound` at most, in the same direction, and its length before.
+    """Scale a change to a norm of at most `bound`; return it and its norm before.
 
-    What is not finite becomes no change at all, because the bound must hold for whatever a client sends. Integers do
-    not change: they have no direction to be shortened in, and would tell something.
+    A change that is not finite becomes zero, because the bound must hold for whatever a client sends. Integers do not change:
+    they cannot be scaled, and would reveal something.
     """
     floating = [each for each in change.all if each.is_floating_point()]
     length = math.sqrt(sum_of_squares(floating))
@@ -97,7 +97,7 @@ def _slack(tensors: list[Tensor]) -> float:
 
 
 def generator(seed: int, round_number: int, client: int) -> np.random.Generator:
-    """The random numbers of one client in one round; no two of them overlap."""
+    """Return the random generator of one client in one round; no two of them overlap."""
     return np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, round_number, client]))
 
 
@@ -112,10 +112,10 @@ def _with_noise(change: Weights, deviation: float, chance: np.random.Generator) 
 
 
 def sampled_gaussian_rdp(rate: float, noise_multiplier: float, order: float) -> float:
-    """The Rényi divergence of one round whose participants are drawn at `rate` (Mironov, Talwar, Zhang 2019).
+    """Return the Rényi divergence of one round whose participants are drawn at `rate` (Mironov, Talwar, Zhang 2019).
 
-    log E[(1 - q + q exp((2z - 1) / 2 sigma^2))^a] / (a - 1), z ~ N(0, sigma^2), by the trapezoidal rule: it converges
-    faster than any power of the step for such integrands, and needs no series for orders that are fractions.
+    log E[(1 - q + q exp((2z - 1) / 2 sigma^2))^a] / (a - 1), z ~ N(0, sigma^2), by the trapezoidal rule: for such integrands
+    it converges faster than any power of the step, and needs no series for fractional orders.
     """
     if rate == 0:
         return 0.0
@@ -136,10 +136,10 @@ def sampled_gaussian_rdp(rate: float, noise_multiplier: float, order: float) -> 
 
 @dataclass(slots=True)
 class Accountant:
-    """What all rounds so far have given away about any one client.
+    """Computes what all rounds so far have revealed about any one client.
 
-    Rates below 1 amplify privacy only where each client takes part by chance alone, independently. Guided selection
-    looks at the clients: count only the rounds of the client that took part most often, each with rate 1.
+    Rates below 1 amplify privacy only if each client takes part by chance alone, independently. Guided selection looks at the
+    clients: count only the rounds of the client that took part most often, each with rate 1.
     """
 
     orders: tuple[float, ...] = ORDERS
@@ -152,7 +152,7 @@ class Accountant:
             self.total = np.zeros(len(self.orders))
 
     def add(self, *, rate: float, noise_multiplier: float, rounds: int = 1) -> None:
-        """Account for `rounds` more, each with participants drawn at `rate`."""
+        """Add `rounds` rounds with participants drawn at `rate`."""
         if not 0 <= rate <= 1:
             raise ConfigError(f"rate={rate}: use the share of clients that take part, 0 to 1")
         if not noise_multiplier >= 0 or rounds < 0:
@@ -162,9 +162,9 @@ class Accountant:
             self.total = self.total + rounds * np.array(each)
 
     def epsilon(self, delta: float, *, classic: bool = False) -> float:
-        """The epsilon for this delta; infinite without noise.
+        """Return the epsilon for this delta; infinite without noise.
 
-        By Canonne, Kamath and Steinke (2020); with `classic` by Mironov (2017), looser, as older publications have it.
+        By Canonne, Kamath and Steinke (2020); with `classic` by Mironov (2017), looser, as in older publications.
         """
         if not 0 < delta < 1:
             raise ConfigError(f"delta={delta}: use a probability, less than one over the number of clients")
@@ -190,10 +190,10 @@ class Accountant:
 
 
 class PrivacyBudget:
-    """Of a job that promises nothing, it does nothing."""
+    """The privacy of one job: makes updates private and accounts for them. Does nothing if the job has no privacy config."""
 
     def __init__(self, config: FedConfig, num_clients: int, aggregator: Aggregator) -> None:
-        """Raises ConfigError where noise would not cover what the aggregator does."""
+        """Raises ConfigError if noise would not protect what the aggregator does."""
         self._settings = config.privacy
         self._privacy: Privacy | None = None
         self._drawn = config.selector.kind == "random"
@@ -211,13 +211,13 @@ class PrivacyBudget:
             self._privacy.check(aggregator)
 
     def private(self, update: Update, *, round_number: int, participants: int) -> Update:
-        """The update as the aggregator may see it."""
+        """Return the update as the aggregator may see it."""
         if self._privacy is None:
             return update
         return self._privacy.privatised(update, round_number=round_number, participants=participants)
 
     def account(self, clients: Ids, *, rate: float) -> None:
-        """A model has been made of these clients' updates; `rate` is with which chance each was asked."""
+        """Account for a model made of these clients' updates; each was invited with probability `rate`."""
         if self._privacy is None or not len(clients):
             return
         np.add.at(self._took_part, clients, 1)
@@ -226,7 +226,7 @@ class PrivacyBudget:
 
     @property
     def epsilon(self) -> float | None:
-        """Of all models so far; None: nothing is promised."""
+        """Epsilon of all models so far; None if the job has no privacy config."""
         if self._settings is None:
             return None
         if self._drawn:

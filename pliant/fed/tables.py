@@ -1,4 +1,4 @@
-"""Reads tables about clients."""
+"""Reads published tables about clients: CSV files, and pickles without running anything in them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pliant.errors import ConfigError
 
 
 def read_pickle(path: Path) -> object:
-    """What the file holds: dictionaries, lists, strings, numbers.
+    """Read a pickle of plain values (dictionaries, lists, strings, numbers, OrderedDict).
 
     Raises:
-        ConfigError: there is no such file, it is no pickle, or it wants to call something.
+        ConfigError: the file is missing, is no pickle, or wants to call something.
     """
     try:
         with path.open("rb") as file:
@@ -27,7 +27,7 @@ def read_pickle(path: Path) -> object:
         raise ConfigError(f"{path}: {error.strerror or error}; give the path of a file that you have") from None
     except ConfigError:
         raise
-    except Exception as error:  # a damaged pickle fails in more ways than its module lists
+    except Exception as error:  # a damaged pickle fails in more ways than the module documents
         raise ConfigError(f"{path}: not a pickle, or damaged ({type(error).__name__}: {error})") from None
     return found
 
@@ -51,12 +51,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class ClientMap:
-    """Who has which samples, as published beside a data set."""
+    """The client of each sample, as published with a data set."""
 
     samples: tuple[str, ...]
     clients: tuple[str, ...]
     labels: tuple[str, ...] = ()
-    """Of each sample, where the map says so."""
+    """Label of each sample; empty if the map has none."""
 
 
 _COLUMNS = {
@@ -67,10 +67,10 @@ _COLUMNS = {
 
 
 def read_client_map(path: Path) -> ClientMap:
-    """FedScale's map (CSV: client_id, sample_name, sample_category, category_id), or the artifact's ({sample: client}, a pickle).
+    """Read FedScale's map (CSV: client_id, sample_name, sample_category, category_id) or the artifact's (pickle: {sample: client}).
 
     Raises:
-        ConfigError: it cannot be read, or is neither.
+        ConfigError: the file cannot be read, or is neither.
     """
     if form_of(path, "a client map") != "csv":
         return _pickled_map(path)
@@ -95,7 +95,7 @@ def _pickled_map(path: Path) -> ClientMap:
 
 
 def read_sizes(path: Path) -> Ints:
-    """The samples of each client: column num_samples of a CSV; rows of one client (a label each) are added up."""
+    """Read the number of samples of each client from a CSV with num_samples; rows of one client (one per label) are added up."""
     rows = read_rows(path)
     sizes = int_column(path, rows, "num_samples")
     if "client" in rows[0]:
@@ -107,7 +107,7 @@ def read_sizes(path: Path) -> Ints:
 
 
 def read_label_counts(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], Ints]:
-    """Clients, labels, and how many samples of each label each client has, from a CSV of client, label, num_samples."""
+    """Read clients, labels, and the number of samples per client and label, from a CSV with client, label, num_samples."""
     rows = read_rows(path)
     for name in ("client", "label"):
         if name not in rows[0]:
@@ -122,10 +122,10 @@ def read_label_counts(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], Int
 
 
 def form_of(path: Path, what: str) -> str:
-    """csv, npz or pickle: by what it begins with, or is called.
+    """Return csv, npz or pickle, by the first bytes and the name of the file.
 
     Raises:
-        ConfigError: it cannot be read, or is empty; `what` is wanted.
+        ConfigError: the file cannot be read, or is empty; `what` says what is wanted.
     """
     try:
         with path.open("rb") as file:
@@ -142,7 +142,7 @@ def form_of(path: Path, what: str) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV with a header line."""
+    """Read the rows of a CSV with a header line."""
     try:
         with path.open(newline="") as file:
             reader = csv.DictReader(file)
@@ -155,7 +155,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def row_number(path: Path, place: int) -> int:
-    """Where the row at this place among `read_rows` is in the file, as editors count: from 1, with the header."""
+    """Return the line number of a row of `read_rows`, as editors count: from 1, with the header."""
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
         return next((reader.line_num for number, _ in enumerate(reader) if number == place), place + 2)

@@ -1,4 +1,9 @@
-"""Trainer."""
+"""Trains and evaluates clients in this process: one model, one data set, one device. `choose_batching` measures how many at once.
+
+The grouping of clients changes the last bits of their results, so it must not change while a job runs. Which grouping is
+fast depends on model and machine: a GPU wants hundreds of small clients, a CPU as many as its caches hold, and a model that
+keeps its device busy by itself wants one.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +29,11 @@ from pliant.fed.selection.base import LossMeter
 from pliant.fed.work import Evaluation, Score, Trained, Training, Unit, UnitResult, Update, Weights
 
 PART = 250
-"""Test samples at a time: what they become on the way stays in the processor's caches."""
+"""Test samples that are evaluated at a time, so that intermediate results stay in the CPU's caches."""
 
 
 class ClientTrainer:
-    """One process's model, data and device; does units one after the other."""
+    """The model, data and device of one process; does units one after the other."""
 
     def __init__(self, task: Task, *, device: str = "cpu") -> None:
         self.task = task
@@ -40,10 +45,10 @@ class ClientTrainer:
         self._given: tuple[Weights, Weights] | None = None
 
     def run(self, model: Weights, unit: Unit) -> UnitResult:
-        """The result of the unit, in the CPU's memory.
+        """Return the result of a unit, in CPU memory.
 
         Raises:
-            TrainError: the unit or the model are of another job.
+            TrainError: the unit or the model belong to another job.
         """
         with alone(self.device):
             start = self._here(model)
@@ -52,7 +57,7 @@ class ClientTrainer:
             return self._trained(start, unit)
 
     def _here(self, model: Weights) -> Weights:
-        """The model on this device; moved there once for all units of a round."""
+        """Return the model on this device; it is copied once for all units of a round."""
         if self.device.type == "cpu":
             return model
         if self._given is None or self._given[0] is not model:
@@ -74,7 +79,7 @@ class ClientTrainer:
 
     @cached_property
     def together(self) -> BatchedTrainer | None:
-        """How several clients are trained at once; None where the model does not allow it."""
+        """How several clients are trained at once; None if the model does not allow it."""
         return local_steps.batched_trainer_for(self.task, self.module, self._layers)
 
     @cached_property
@@ -82,7 +87,7 @@ class ClientTrainer:
         return local_steps.traced_layers(self.task, self.module)
 
     def _in_turn(self, start: Weights, client: int, steps: int, unit: Training) -> Trained:
-        """One client's part of a round: a plain loop."""
+        """Train one client with a plain loop."""
         local, module = self.task.config.local, self.module
         size = local.batch_size
         samples = stream(self.task, client, unit.round_number, steps * size)
@@ -106,7 +111,7 @@ class ClientTrainer:
         return [a for a, each in zip(start.parameters, self.module.parameters(), strict=True) if each.requires_grad]
 
     def _brought(self, client: int, change: Weights, losses: Tensor) -> Trained:
-        """`losses` are those of the client's stream; the first pass counts."""
+        """Make the result of a client; `losses` are those of its stream, of which the first pass counts."""
         size = int(self.task.sizes[client])
         meter = LossMeter()
         meter.add(losses[:size].cpu().numpy())
@@ -129,7 +134,7 @@ class ClientTrainer:
 
 
 class Step:
-    """Moves those parameters that the loss depends on; others are left as they are, as torch's optimizers do."""
+    """Changes the parameters that the loss depends on; others stay as they are, as with torch's optimizers."""
 
     def __init__(
         self, optimizer: local_steps.LocalOptimizer, parameters: Sequence[Tensor], anchors: Sequence[Tensor], mu: float
@@ -150,7 +155,7 @@ class Step:
 
 
 def scored(outputs: Tensor, labels: Tensor) -> Score:
-    """Of texts each character counts as a sample."""
+    """Score outputs; for texts each character counts as a sample."""
     flat, right = outputs.reshape(-1, outputs.shape[-1]), labels.reshape(-1, 1)
     best = flat.topk(min(5, flat.shape[-1]), dim=-1).indices == right
     losses = nn.functional.cross_entropy(flat, right.squeeze(1), reduction="none")
@@ -158,7 +163,7 @@ def scored(outputs: Tensor, labels: Tensor) -> Score:
 
 
 def proximal_weight(config: FedConfig) -> float:
-    """FedProx' mu; 0 for all other aggregators."""
+    """Return FedProx' mu; 0 for all other aggregators."""
     if config.aggregator.kind != FedProx.name:
         return 0.0
     made = make_aggregator(FedProx.name, dict(config.aggregator.options))  # type: ignore[arg-type]
@@ -166,10 +171,10 @@ def proximal_weight(config: FedConfig) -> float:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device of that name; empty: a GPU where there is one.
+    """Return the device of that name; empty: a GPU if there is one.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: there is no such device.
     """
     if not name:
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -188,7 +193,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def seed(device: torch.device, number: int) -> None:
-    """For all that is drawn from now on, within `alone`."""
+    """Seed the generators for what is drawn within `alone`."""
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         _generator(device).manual_seed(number)
@@ -196,7 +201,7 @@ def seed(device: torch.device, number: int) -> None:
 
 @contextmanager
 def alone(device: torch.device) -> Iterator[None]:
-    """One thread, kernels that give the same bits each time, and the caller's random state as it was afterwards."""
+    """Use one thread and deterministic kernels within the block, and restore the caller's random state after it."""
     threads, generators = torch.get_num_threads(), {torch.default_generator, _generator(device)}
     states = [(each, each.get_state()) for each in generators]
     torch.set_num_threads(1)
@@ -211,10 +216,10 @@ def alone(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def exact_kernels() -> Iterator[None]:
-    """On GPUs: no TF32, or training at once and in turn would differ by more than rounding; and no kernels by trial."""
+    """On GPUs, use no TF32 (batched and single training would differ by more than rounding) and no autotuned kernels."""
     cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     wanted: list[tuple[Any, str, object]] = [
-        # The older switches, too: torch refuses to answer where the two contradict each other. They reset the newer ones.
+        # The older switches, too: torch raises if both contradict each other. They reset the newer ones.
         *((part, "allow_tf32", False) for part in (cuda, cudnn)),
         *((part, "fp32_precision", "ieee") for part in (cuda, cudnn.conv, cudnn.rnn)),  # type: ignore[attr-defined]
         (cudnn, "benchmark", False),
@@ -231,13 +236,13 @@ def exact_kernels() -> Iterator[None]:
 
 
 def describe_device(device: torch.device) -> str:
-    """What must be alike wherever a job is computed, or bits differ."""
+    """Return the kind of device and the torch version, which must be equal wherever a job is computed."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return f"{name} with torch {torch.__version__.partition('+')[0]}"
 
 
 class InProcess:
-    """`Workers` in this process: the twin of a pool of executors."""
+    """`Workers` in this process."""
 
     def __init__(self, task: Task, device: str = "cpu") -> None:
         self._trainer = ClientTrainer(task, device=device)
@@ -254,7 +259,7 @@ class InProcess:
             )
 
     def run(self, model: Weights, units: Sequence[Unit]) -> Iterator[UnitResult]:
-        """The result of each unit, in their order, as it is asked for."""
+        """Yield the result of each unit, in their order, computed when it is asked for."""
         for unit in units:
             yield self._trainer.run(model, unit)
 
@@ -262,24 +267,24 @@ class InProcess:
 ON_CPU = (2, 4, 8, 16)
 ON_GPU = (4, 16, 32, 64, 128, 256)
 SHARES = (2, 8)
-"""A round makes units for so many executors, at least and at most; between them, for as many as this machine has cores."""
+"""A round makes units for at least and at most this many workers; in between, for as many as this machine has cores."""
 STEPS = 5
-"""Of a trial: enough that what comes once for a unit does not count too much."""
+"""Steps of a trial: enough that the fixed cost of a unit matters little."""
 BUSY_S = 0.5
-"""A first step that takes longer keeps the machine busy by itself: there is nothing to gain, and a trial would be long."""
+"""If the first step takes longer, it keeps the machine busy by itself, and a trial would gain nothing."""
 WORTH = 1.1
-"""Training at once must be so many times as fast as in turn, or it is not worth its other bits."""
+"""Batched training must be this many times as fast as training in turn, or it is not worth its different bits."""
 ALIKE = 0.95
-"""Of rates: a smaller batch that is nearly as fast is taken, since smaller units are shared better among executors."""
+"""A smaller batch with this share of the best rate is taken: smaller units are shared better among workers."""
 
 
 def choose_batching(task: Task, device: str = "cpu", *, limit_s: float = 4.0) -> int:
-    """Clients to be trained at once; 1 where that is not possible, or no faster than in turn.
+    """Measure how many clients to train at once; 1 if that is impossible, or not faster than in turn.
 
-    Takes about `limit_s`, or a few steps of one client where those take longer.
+    Takes about `limit_s`, or a few steps of one client if those take longer.
     """
     trainer = ClientTrainer(task, device=device)
-    # On the CPU, the time that this thread was given: others may be busy, too.
+    # On the CPU, measure the time of this thread: other processes may be busy.
     clock = time.perf_counter if trainer.device.type == "cuda" else time.thread_time
     start = Weights.of(task.model())
     shares = min(max(len(os.sched_getaffinity(0)), SHARES[0]), SHARES[1])
@@ -290,7 +295,7 @@ def choose_batching(task: Task, device: str = "cpu", *, limit_s: float = 4.0) ->
         return 1
     rates: dict[int, float] = {}
     for size in (1, *sizes, 1, *sizes):
-        # In two passes, the better one of each: what else the machine does then hits all alike.
+        # Two passes, the better one of each: disturbances then hit all sizes alike.
         if len(rates) > 1 and clock() - began > limit_s:
             break
         try:
@@ -301,7 +306,7 @@ def choose_batching(task: Task, device: str = "cpu", *, limit_s: float = 4.0) ->
 
 
 def best(rates: Mapping[int, float]) -> int:
-    """Given clients per second by batch: the smallest that is nearly as fast as the fastest, where it is worth it."""
+    """Return the smallest batch that is nearly as fast as the fastest, if that is worth it; `rates` are clients per second."""
     fastest = max(rates.values())
     if fastest < WORTH * rates[1]:
         return 1
@@ -309,7 +314,7 @@ def best(rates: Mapping[int, float]) -> int:
 
 
 def candidates(num_clients: int, participants: int, device_type: str, shares: int) -> tuple[int, ...]:
-    """On CPUs, a round is cut into a multiple of `shares` units, so that as many executors are done at the same time."""
+    """Return batch sizes to try. On CPUs, a round is cut into a multiple of `shares` units, so that as many workers end together."""
     if device_type == "cuda":
         return tuple(size for size in ON_GPU if size <= min(num_clients, participants))
     sizes = set()
@@ -320,8 +325,8 @@ def candidates(num_clients: int, participants: int, device_type: str, shares: in
 
 
 def _rate(trainer: ClientTrainer, start: Weights, size: int, clock: Callable[[], float]) -> float:
-    """Clients per second, if all did as many steps as the trial."""
-    trainer.run(start, _unit(trainer.task, size, 1))  # what is done for the first time takes longer
+    """Return clients per second, if all did as many steps as the trial."""
+    trainer.run(start, _unit(trainer.task, size, 1))  # the first run of a size takes longer
     began = clock()
     trainer.run(start, _unit(trainer.task, size, STEPS))
     return size / max(clock() - began, 1e-9)

@@ -1,4 +1,8 @@
-"""Model tensors, client updates, and units of work."""
+"""Units of work of a federated round, their results, and the model tensors that they are about.
+
+Buffers are part of a model. Buffers of floats are averaged like parameters, but never changed by a server optimizer.
+Buffers of integers (`num_batches_tracked`) change by the rounded mean of their changes, so equal values stay equal.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +21,21 @@ from pliant.errors import TrainError
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The tensors of a model, or the changes of them."""
+    """The tensors of a model, or changes of them."""
 
     parameters: list[Tensor]
     buffers: list[Tensor]
 
     @classmethod
     def of(cls, module: nn.Module) -> Weights:
-        """A copy of what `module` holds now."""
+        """Copy the present values of `module`."""
         return cls(
             [each.detach().clone() for each in module.parameters()],
             [each.detach().clone() for each in module.buffers()],
         )
 
     def into(self, module: nn.Module) -> None:
-        """Give `module` these values."""
+        """Copy these values into `module`."""
         theirs = Weights(list(module.parameters()), list(module.buffers()))
         check_alike(theirs, self, "the module")
         with torch.no_grad():
@@ -44,11 +48,11 @@ class Weights:
 
     @property
     def num_bytes(self) -> int:
-        """What travels when these are sent."""
+        """Number of bytes that are sent for these tensors."""
         return sum(each.numel() * each.element_size() for each in self.all)
 
     def change_to(self, new: Weights) -> Weights:
-        """What leads from here to `new`: floats in their own type, integers and flags as int64."""
+        """Return the change from here to `new`: floats in their own type, integers and flags as int64."""
         check_alike(self, new, "the client's model")
         return Weights(
             [_difference(a, b) for a, b in zip(new.parameters, self.parameters, strict=True)],
@@ -83,15 +87,15 @@ class Update:
     client: int
     change: Weights
     samples: float = 1.0
-    """How much it counts in a weighted mean."""
+    """Weight of the update in a weighted mean."""
     loss: float = math.nan
-    """The mean loss of the model that it was given, on its own samples; for q-FedAvg."""
+    """Mean loss of the model that the client was given, on its own samples; used by q-FedAvg."""
     version: int = 0
-    """Of the model that it was given; for asynchronous rounds."""
+    """Version of the model that the client was given; used by asynchronous rounds."""
 
 
 def move_tensor(tensor: Tensor, change: Tensor) -> Tensor:
-    """`tensor` after a change in float64, in its own type: integers by the rounded change, flags by majority."""
+    """Apply a change in float64 to a tensor of any type: integers move by the rounded change, flags by majority."""
     if tensor.is_floating_point():
         return (tensor.to(torch.float64) + change).to(tensor.dtype)
     if tensor.dtype == torch.bool:
@@ -101,7 +105,7 @@ def move_tensor(tensor: Tensor, change: Tensor) -> Tensor:
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> float:
-    """In float64, by NumPy's pairwise sum for tensors in memory: torch's depends on the number of threads."""
+    """Return the sum in float64. On the CPU, NumPy computes it: torch's result depends on the number of threads."""
     parts = []
     for each in tensors:
         if each.device.type == "cpu":
@@ -113,18 +117,18 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Some participants of a round, in ascending order; trained at once where there are several and the model allows."""
+    """Training of some participants, in ascending order; as one computation if there are several and the model allows it."""
 
     round_number: int
     clients: tuple[int, ...]
     steps: tuple[int, ...]
-    """Of each client."""
+    """Number of local steps of each client."""
     lr: float
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A part of the test set: samples from `begin` to before `end`."""
+    """Evaluation of the test samples from `begin` to before `end`."""
 
     begin: int
     end: int
@@ -135,11 +139,11 @@ Unit = Training | Evaluation
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """What a client brought."""
+    """Result of training one client."""
 
     update: Update
     utility: float
-    """`selection.statistical_utility` of its first pass."""
+    """`selection.statistical_utility` of the client's first pass over its samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +153,9 @@ class Score:
     samples: int
     correct: int
     correct_in_5: int
-    """The right class is among the five most likely."""
+    """Samples whose class is among the five most likely ones."""
     loss: float
-    """The sum, so that parts can be added."""
+    """Sum of the losses, so that parts can be added."""
 
     def __add__(self, other: Score) -> Score:
         return Score(
@@ -170,27 +174,27 @@ UnitResult = tuple[Trained, ...] | Score
 
 
 class Workers(Protocol):
-    """Whoever does units: this process, or executors elsewhere."""
+    """Whoever does units: this process, or worker processes."""
 
     def run(self, model: Weights, units: Sequence[Unit]) -> Iterator[UnitResult]:
-        """The result of each unit, in their order. `model` is what all of them start from."""
+        """Yield the result of each unit, in their order. All units start from `model`."""
         ...
 
 
 @runtime_checkable
 class DeviceAware(Protocol):
-    """Workers that know on what they compute: on something else, bits would be others."""
+    """Workers that know the kind of device they compute on. Another kind would give other bits."""
 
     @property
     def kind(self) -> str:
-        """Of the device, with its torch; empty where nobody has come yet."""
+        """Device and torch version; empty if no worker has connected yet."""
         ...
 
     def expect_kind(self, kind: str) -> None:
-        """Work on this kind only.
+        """Compute on this kind of device only.
 
         Raises:
-            CheckpointError: that cannot be.
+            CheckpointError: that is impossible.
         """
         ...
 
@@ -198,9 +202,9 @@ class DeviceAware(Protocol):
 def training_units(
     clients: Sequence[int], steps: Sequence[int], *, round_number: int, lr: float, batching: int
 ) -> list[Training]:
-    """The participants in units of `batching` (1: each by itself), in ascending order.
+    """Divide the participants, in ascending order, into units of at most `batching` clients.
 
-    Units are of about one size, so that of 22 clients in batches of 20 none trains two.
+    Units have about equal sizes: 22 clients in batches of 20 make two units of 11.
     """
     ordered = sorted(zip(clients, steps, strict=True))
     size = max(1, batching)
@@ -213,5 +217,5 @@ def training_units(
 
 
 def evaluation_units(num_samples: int, *, size: int = 1000) -> list[Evaluation]:
-    """The test set in parts of `size`."""
+    """Divide the test set into parts of `size` samples."""
     return [Evaluation(begin, min(begin + size, num_samples)) for begin in range(0, num_samples, size)]

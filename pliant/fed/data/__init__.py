@@ -1,1 +1,1 @@
-"""What a job works on: samples as they lie in files, whose each is, and the model. `task` makes all of it of a config alone."""
+"""The data of a federated job: samples as they lie in files, the client of each, and the model."""

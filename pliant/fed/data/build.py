@@ -69,7 +69,7 @@ def _malicious_clients(config: FedConfig, num_clients: int) -> Mask:
 
 
 def _shuffle(seed: int, num_classes: int) -> Tensor:
-    """Each class becomes the next one in a random circle of all: none stays what it is."""
+    """Map each class to the next one in a random cycle of all classes, so that none stays what it is."""
     circle = np.random.default_rng((seed, SHUFFLE)).permutation(num_classes)
     shuffled = np.empty(num_classes, np.int64)
     shuffled[circle] = np.roll(circle, -1)
@@ -99,7 +99,7 @@ def _samples(config: DataConfig) -> Pair:
 
 
 def digits() -> tuple[InMemory, InMemory]:
-    """scikit-learn's 1,797 handwritten digits, 1 x 8 x 8, of mean 0 and deviation 1; every fifth is for testing.
+    """Load scikit-learn's 1,797 handwritten digits, 1 x 8 x 8, with mean 0 and deviation 1; every fifth is for testing.
 
     Raises:
         ConfigError: scikit-learn is not installed.
@@ -119,7 +119,7 @@ def digits() -> tuple[InMemory, InMemory]:
 
 
 def _images(folder: Path, map_path: str) -> Pair:
-    """Folders train and test (or val) where there are such; otherwise every tenth image is for testing."""
+    """Use the folders train and test (or val) if they exist; otherwise every tenth image is for testing."""
     mapped = read_client_map(Path(map_path)) if map_path else None
     tests = next((folder / name for name in ("test", "val", "validation") if (folder / name).is_dir()), None)
     if tests is None or not (folder / "train").is_dir():
@@ -179,7 +179,7 @@ def _natural(config: DataConfig, train: Samples) -> Partition:
 
 
 def _names(samples: Samples) -> Sequence[str]:
-    """As a client map has them: the word's folder and the file, or the number of the sample."""
+    """Return sample names as a client map has them: the word's folder and the file, or the index of the sample."""
     if isinstance(samples, SpeechFiles):
         return [f"{path.parent.name}/{path.name}" for path in samples.paths]
     return [str(number) for number in range(len(samples.labels))]

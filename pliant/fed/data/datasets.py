@@ -1,4 +1,7 @@
-"""Datasets."""
+"""Data sets that the user has: Fashion-MNIST, folders of images, Speech Commands, texts by author, and module:function.
+
+Nothing is downloaded. Small data sets lie in memory; image and sound files are decoded when they are used.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from pliant.fed.data.user_functions import call_function, find_function, user_co
 from pliant.fed.tables import ClientMap, read_rows
 
 DEBIAN = Path("/usr/share/datasets/fashion-mnist")
-"""Where Debian's package dataset-fashion-mnist puts it."""
+"""Folder of Debian's package dataset-fashion-mnist."""
 FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 IMAGES_OF, LABELS_OF = "-images-idx3-ubyte", "-labels-idx1-ubyte"
 NO_DIGITS = "digits come with scikit-learn: pip install 'pliant[experiments]'"
@@ -31,10 +34,10 @@ IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
 
 def fashion_mnist(folder: Path | None = None) -> tuple[InMemory, InMemory]:
-    """60,000 images to train with and 10,000 to test with, 1 x 28 x 28, of mean 0 and deviation 1 over the former.
+    """Read 60,000 training and 10,000 test images, 1 x 28 x 28, with mean 0 and deviation 1 over the former.
 
     Raises:
-        ConfigError: its four files are not there, or damaged.
+        ConfigError: one of the four files is missing or damaged.
     """
     where, files = folder or DEBIAN, fashion_files(folder)
     raw = {part: (read_idx(files[part + IMAGES_OF]), read_idx(files[part + LABELS_OF])) for part in ("train", "t10k")}
@@ -53,7 +56,7 @@ def fashion_mnist(folder: Path | None = None) -> tuple[InMemory, InMemory]:
 
 
 def _moments(images: NDArray[np.uint8]) -> tuple[float, float]:
-    """Of pixels in 0 .. 1, from how often each of the 256 values occurs: exact, and without a copy in float64."""
+    """Return mean and deviation of pixels in 0..1 from a histogram of the 256 values: exact, and without a copy in float64."""
     often = sum(np.bincount(images[i : i + 1024].ravel(), minlength=256) for i in range(0, len(images), 1024))
     values = np.arange(256) / 255
     mean = float((often * values).sum() / images.size)
@@ -61,10 +64,10 @@ def _moments(images: NDArray[np.uint8]) -> tuple[float, float]:
 
 
 def fashion_files(folder: Path | None = None) -> dict[str, Path]:
-    """Its four files, by their names as published.
+    """Return the four files of Fashion-MNIST by their published names.
 
     Raises:
-        ConfigError: one is not there.
+        ConfigError: one is missing.
     """
     where = folder or DEBIAN
     if not where.is_dir():
@@ -81,11 +84,7 @@ def _idx_file(folder: Path, name: str) -> Path:
 
 
 def idx_length(path: Path) -> int:
-    """How many entries such a file has, by its head.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Return the number of entries of an idx file from its header; raises ConfigError."""
     try:
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
@@ -99,10 +98,10 @@ def idx_length(path: Path) -> int:
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """The bytes of a file in the idx format of MNIST, packed or not, in its shape.
+    """Read a file in MNIST's idx format, compressed or not, as an array.
 
     Raises:
-        ConfigError: it is none, or damaged.
+        ConfigError: it is no such file, or damaged.
     """
     try:
         raw = path.read_bytes()
@@ -120,7 +119,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class ImageFiles:
-    """Images that are decoded when they are asked for: 3 x side x side, in -1 .. 1."""
+    """Images that are decoded when they are used: 3 x side x side, in -1..1."""
 
     paths: tuple[Path, ...]
     labels: Tensor
@@ -137,9 +136,9 @@ class ImageFiles:
 
 
 def image_folder(folder: Path, mapped: ClientMap | None = None, *, side: int = 64) -> ImageFiles:
-    """Images in one folder for each class; or wherever a client map with labels (OpenImage's) says, under `folder`.
+    """Find images in one folder per class, or as a client map with labels (OpenImage's) says.
 
-    Names in a map are paths under the folder, with or without the ending.
+    Names in a map are paths under `folder`, with or without the suffix.
 
     Raises:
         ConfigError: there are no images, or none of those in the map.
@@ -213,12 +212,12 @@ def _decoded(path: Path, side: int) -> Tensor:
 
 
 def text_by_role(path: Path, *, length: int = 80, test_part: float = 0.1) -> tuple[InMemory, InMemory]:
-    """A play: blocks between empty lines, each begun by its speaker's name and a colon; a client is a role.
+    """Read a play: blocks between empty lines that begin with the speaker's name and a colon. Each role is a client.
 
-    A sample is `length` characters, its label the same ones shifted by one. The last part of what each role says is for testing.
+    A sample is `length` characters, its label the same characters shifted by one. The last part of each role is for testing.
 
     Raises:
-        ConfigError: nobody speaks in it.
+        ConfigError: the file has no roles.
     """
     spoken: dict[str, list[str]] = {}
     for block in _text(path).replace("\r\n", "\n").split("\n\n"):
@@ -231,7 +230,7 @@ def text_by_role(path: Path, *, length: int = 80, test_part: float = 0.1) -> tup
 
 
 def text_by_author(path: Path, *, length: int = 80, test_part: float = 0.1) -> tuple[InMemory, InMemory]:
-    """Posts (Reddit, StackOverflow): a CSV with an author and a text in each row; a client is an author.
+    """Read posts (Reddit, StackOverflow): a CSV with an author and a text in each row. Each author is a client.
 
     The columns may be called author, user, client_id or OwnerUserId, and text, body, title or tokens.
     """
@@ -255,7 +254,7 @@ def _text(path: Path) -> str:
 
 
 VOCABULARY = 128
-"""The most frequent characters have numbers of their own; all others share number 0."""
+"""Size of the alphabet: the most frequent characters; all others share number 0."""
 
 
 def _texts(path: Path, texts: Mapping[str, str], length: int, test_part: float) -> tuple[InMemory, InMemory]:
@@ -296,7 +295,7 @@ NOT_THERE = "{}: no WORD/SPEAKER_nohash_N.wav there; give the folder of Speech C
 
 @dataclass(frozen=True, slots=True)
 class SpeechFiles:
-    """Utterances, decoded when they are asked for: logarithms of 32 mel bands in 32 frames, each of mean 0 and deviation 1."""
+    """Utterances that are decoded when they are used: logarithms of 32 mel bands in 32 frames, with mean 0 and deviation 1."""
 
     paths: tuple[Path, ...]
     labels: Tensor
@@ -311,12 +310,12 @@ class SpeechFiles:
 
 
 def speech_commands(folder: Path) -> tuple[SpeechFiles, SpeechFiles]:
-    """What to train and to test with: files that testing_list.txt names are for testing.
+    """Find training and test utterances: the files that testing_list.txt names are for testing.
 
-    Without that list a tenth of the speakers is, by a hash of their names. The test's speakers never train.
+    Without that list, a tenth of the speakers is for testing, by a hash of their names. No speaker is in both.
 
     Raises:
-        ConfigError: no such files.
+        ConfigError: there are no such files.
     """
     found = sorted(folder.glob("*/*_nohash_*.wav")) if folder.is_dir() else []
     if not found:
@@ -340,7 +339,7 @@ def speech_commands(folder: Path) -> tuple[SpeechFiles, SpeechFiles]:
 
 
 def read_wave(path: Path) -> tuple[Tensor, int]:
-    """The samples of a mono file of 16 bits, in -1 .. 1, and how many there are in a second."""
+    """Read a mono WAV file of 16 bits: samples in -1..1, and the sample rate."""
     try:
         with wave.open(str(path), "rb") as file:
             kind = (file.getnchannels(), file.getsampwidth())
@@ -353,7 +352,7 @@ def read_wave(path: Path) -> tuple[Tensor, int]:
 
 
 def spectrogram(sound: Tensor, rate: int) -> Tensor:
-    """The first second as 1 x 32 x 32: shorter sounds are followed by silence."""
+    """Return the first second of a sound as 1 x 32 x 32; shorter sounds are padded with silence."""
     hop = rate // FRAMES
     second = torch.zeros(hop * (FRAMES - 1) + WINDOW)
     kept = sound[: min(rate, len(second))]
@@ -370,7 +369,7 @@ def spectrogram(sound: Tensor, rate: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def mel_filters(rate: int) -> Tensor:
-    """Triangles, equally wide on the mel scale, from 20 Hz to half the rate: bands x frequencies."""
+    """Return triangular filters of equal width on the mel scale, from 20 Hz to half the rate: bands x frequencies."""
     top, bottom = (2595 * np.log10(1 + hertz / 700) for hertz in (rate / 2, 20.0))
     edges = 700 * (10 ** (np.linspace(bottom, top, BANDS + 2) / 2595) - 1)
     at = np.linspace(0, rate / 2, WINDOW // 2 + 1)
@@ -380,7 +379,7 @@ def mel_filters(rate: int) -> Tensor:
 
 
 PARTS = ("labels", "classes", "clients", "inputs")
-"""What `Samples` has."""
+"""Attributes of the `Samples` protocol."""
 MOST_CLASSES = 1_000_000
 TAKES = "it is called with nothing"
 TAKES_PATH = "it is called with data.path"
@@ -388,10 +387,10 @@ RETURNS = "return training and test samples, each (inputs, labels) or an InMemor
 
 
 def samples_from_function(kind: str, path: str) -> tuple[Samples, Samples]:
-    """What `module:function` gives, called with the path where there is one.
+    """Call the user's `module:function`, with the path if there is one, and check the samples that it returns.
 
     Raises:
-        ConfigError: the function is not there, fails, or gives something else; one line names it and what is wanted.
+        ConfigError: the function is missing, fails, or returns something else.
     """
     what = f"data.kind {kind!r}"
     made = call_function(kind, "data.kind", *_given(path))
@@ -404,12 +403,12 @@ def samples_from_function(kind: str, path: str) -> tuple[Samples, Samples]:
 
 
 def check_function(kind: str, path: str) -> None:
-    """Raises ConfigError where the function is not there, or cannot be called so; it is not."""
+    """Check that the function exists and can be called so, without calling it; raises ConfigError."""
     find_function(kind, "data.kind", *_given(path))
 
 
 def _given(path: str) -> tuple[str, ...]:
-    """The contract, and what the function is called with."""
+    """Return the contract for messages, and the arguments of the function."""
     return (f"{TAKES_PATH}: {RETURNS}", path) if path else (f"{TAKES}: {RETURNS}",)
 
 
@@ -442,7 +441,7 @@ def _inputs(what: str, given: Any) -> Tensor:
     if found.dim() < 2:
         raise ConfigError(f"{what}: inputs of shape {list(found.shape)}: the first dimension counts the samples")
     if found.dtype == torch.uint8:
-        return found.float() / 255  # pixels, as everybody scales them
+        return found.float() / 255  # pixels, scaled as usual
     if found.dtype in (torch.int16, torch.int32, torch.int64):
         return found.long()  # codes of a text
     return found.float()
@@ -479,7 +478,7 @@ def _checked(what: str, part: str, given: Any) -> Samples:
 
 
 def _shape(value: object) -> str:
-    """What it is, in a word or two."""
+    """Describe a value in a word or two."""
     if isinstance(value, Tensor):
         return f"a tensor of {value.dtype} and shape {list(value.shape)}"
     if isinstance(value, tuple | list):

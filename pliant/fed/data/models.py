@@ -1,7 +1,7 @@
 """Models for clients, by name: small ones of our own, and torchvision's.
 
-All are made for the shape of the samples and the number of classes. Those of our own but `cnn-bn` have no buffers and
-draw nothing while they train, so that many clients of them can be trained at once.
+All are made for the shape of the samples and the number of classes. Our own, except `cnn-bn`, have no buffers and draw no
+random numbers while they train, so many clients can be trained as one computation.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ OWN = "it is called with the number of classes: return a torch.nn.Module"
 
 
 def make_model(name: str, num_classes: int, sample: Tensor) -> nn.Module:
-    """The model with random parameters, by torch's generator, for samples like `sample` (without a batch's dimension).
+    """Create a model with random parameters from torch's generator, for samples like `sample` (without a batch dimension).
 
     Raises:
-        ConfigError: no such model, or not for such samples.
+        ConfigError: there is no such model, or it does not fit the samples.
     """
     if is_function_name(name):
         made = call_function(name, "model", OWN, num_classes)
@@ -49,7 +49,7 @@ def make_model(name: str, num_classes: int, sample: Tensor) -> nn.Module:
 
 
 def check(name: str, sample: Tensor) -> None:
-    """Raises ConfigError where one of our names is none, or its model not for samples like this one."""
+    """Raises ConfigError if the name is unknown, or the model does not fit samples like this one."""
     if name not in MODELS:
         raise ConfigError(f"model {name!r} is unknown: use {', '.join(MODELS)}, or module:function")
     fit: tuple[str, ...]
@@ -64,10 +64,10 @@ def check(name: str, sample: Tensor) -> None:
 
 
 def try_out(name: str, module: nn.Module, num_classes: int, sample: Tensor) -> None:
-    """Give a model of the user's one sample: a wrong shape would be told of from within torch, in the first round.
+    """Run a user's model on one sample, so that a wrong shape is reported before the first round.
 
     Raises:
-        ConfigError: it cannot take it, or gives something else than scores.
+        ConfigError: the model fails, or does not return scores.
     """
     with torch.no_grad(), user_code_errors(f"model {name!r} cannot be given a batch of shape {[1, *sample.shape]}"):
         scores = module.eval()(sample.unsqueeze(0))
@@ -77,11 +77,11 @@ def try_out(name: str, module: nn.Module, num_classes: int, sample: Tensor) -> N
 
 
 class ConvNet(nn.Module):
-    """Two convolutions of 5 x 5 with pooling, two linear layers; 45,226 parameters for 1 x 28 x 28 and 10 classes."""
+    """Two 5 x 5 convolutions with pooling and three linear layers; 45,226 parameters for 1 x 28 x 28 and 10 classes."""
 
     def __init__(self, sample: Tensor, num_classes: int, *, normed: bool = False) -> None:
         super().__init__()
-        around = 0 if min(sample.shape[1:]) >= 16 else 2  # of small images nothing would be left
+        around = 0 if min(sample.shape[1:]) >= 16 else 2  # without padding, nothing would be left of small images
         self.conv1 = nn.Conv2d(sample.shape[0], 8, 5, padding=around)
         self.norm1 = nn.BatchNorm2d(8) if normed else nn.Identity()
         self.conv2 = nn.Conv2d(8, 16, 5, padding=around)
@@ -100,7 +100,7 @@ class ConvNet(nn.Module):
 
 
 class CharLSTM(nn.Module):
-    """The next character, after each of a text."""
+    """Predicts the next character after each character of a text, with an LSTM."""
 
     def __init__(self, num_classes: int, width: int = 128) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class CharLSTM(nn.Module):
 
 
 class CharTransformer(nn.Module):
-    """The same by attention to what came before; two blocks."""
+    """Predicts the next character after each character of a text, with two blocks of causal attention."""
 
     def __init__(self, num_classes: int, length: int, width: int = 64) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def _theirs(name: str, num_classes: int, channels: int) -> nn.Module:
     model = cast(nn.Module, getattr(import_torchvision().models, name)(weights=None, num_classes=num_classes))
     if channels == 3:
         return model
-    # The first convolution is made anew for images of other channels, as spectrograms with one.
+    # The first convolution is replaced for images with another number of channels, such as spectrograms with one.
     path, first = next((path, each) for path, each in model.named_modules() if isinstance(each, nn.Conv2d))
     size, stride, padding = (cast(tuple[int, int], each) for each in (first.kernel_size, first.stride, first.padding))
     parent, _, last = path.rpartition(".")

@@ -1,7 +1,7 @@
-"""Whose samples are whose: a data set dealt to clients, each sample at most once.
+"""Partitions: a data set dealt to clients, each sample to at most one.
 
-Natural partitions come from a column of the data, or from a map that was published with them; the others are drawn, from
-a seed alone. Where a partition cannot use all samples, it says how many are left (`unused`).
+Natural partitions come from a column of the data, or from a published map. The others are drawn from a seed alone.
+`unused` says how many samples a partition leaves out.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 TRIES = 100
-"""Drawings after which a Dirichlet partition with a least size is given up."""
+"""Draws after which a Dirichlet partition with a least size is given up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The samples of each client, as numbers from 0 to `num_samples` - 1."""
+    """The samples of each client, as indices from 0 to `num_samples` - 1."""
 
     names: tuple[str, ...]
     starts: Ints
     """Where in `order` each client's samples begin; one more entry than clients."""
     order: Ints
     num_samples: int
-    """Of the data set."""
+    """Size of the data set."""
 
     def __post_init__(self) -> None:
         seen = np.zeros(self.num_samples, dtype=bool)
@@ -48,7 +48,7 @@ class Partition:
         return len(self.names)
 
     def of(self, client: int) -> Ints:
-        """The samples of one client, in a fixed order."""
+        """Return the samples of one client, in a fixed order."""
         return self.order[self.starts[client] : self.starts[client + 1]]
 
     @property
@@ -60,10 +60,10 @@ class Partition:
         return self.num_samples - len(self.order)
 
     def limited(self, least: int = 1, most: int | None = None) -> Partition:
-        """Without the clients that have fewer than `least` or more than `most` samples.
+        """Leave out clients with fewer than `least` or more than `most` samples.
 
         Raises:
-            ConfigError: nobody is left.
+            ConfigError: no client is left.
         """
         sizes = self.sizes
         kept = np.flatnonzero((sizes >= least) & (sizes <= (most if most is not None else self.num_samples)))
@@ -85,7 +85,7 @@ def _numbered(parts: Sequence[Ints], num_samples: int) -> Partition:
 
 
 def natural(column: Sequence[Hashable]) -> Partition:
-    """One client for each value of the column (a speaker, a role), in the order in which they first appear.
+    """Make one client of each value of the column (a speaker, a role), in the order of their first appearance.
 
     Raises:
         ConfigError: the column is empty.
@@ -100,27 +100,27 @@ def natural(column: Sequence[Hashable]) -> Partition:
 
 
 def iid(num_samples: int, num_clients: int, *, seed: int = 0) -> Partition:
-    """Samples dealt at random, as evenly as can be."""
+    """Deal samples at random, as evenly as possible."""
     check_clients(num_samples, num_clients)
     shuffled = np.random.default_rng(seed).permutation(num_samples).astype(np.int64)
     return _numbered(np.array_split(shuffled, num_clients), num_samples)
 
 
 def by_sizes(num_samples: int, sizes: Sequence[int] | Ints, *, seed: int = 0) -> Partition:
-    """Samples dealt at random, to each client as many as `sizes` says."""
+    """Deal samples at random, `sizes[i]` to client i."""
     wanted = _checked_sizes(num_samples, sizes)
     shuffled = np.random.default_rng(seed).permutation(num_samples).astype(np.int64)
     return _numbered(np.split(shuffled[: int(wanted.sum())], np.cumsum(wanted)[:-1]), num_samples)
 
 
 def shards(labels: ArrayLike, num_clients: int, *, per_client: int = 2, seed: int = 0) -> Partition:
-    """Samples sorted by label and cut into equal shards, of which each client gets some (McMahan et al. 2017)."""
+    """Sort samples by label, cut them into equal shards, and deal those to clients (McMahan et al. 2017)."""
     values = _checked_labels(labels)
     if per_client < 1:
         raise ConfigError(f"per_client={per_client}: each client has 1 shard or more")
     check_clients(len(values), num_clients * per_client, what="shards")
     chance = np.random.default_rng(seed)
-    # Shuffled first: equal labels then lie in no order that their file had.
+    # Shuffled first, so that equal labels are not in the order of their file.
     shuffled = chance.permutation(len(values))
     cut = np.array_split(
         shuffled[np.argsort(values[shuffled], kind="stable")].astype(np.int64), num_clients * per_client
@@ -138,11 +138,11 @@ def dirichlet(
     sizes: Sequence[int] | Ints | None = None,
     least: int = 1,
 ) -> Partition:
-    """Labels in unequal shares; the smaller `alpha`, the fewer labels a client has.
+    """Deal labels in unequal shares; the smaller `alpha`, the fewer labels a client has.
 
-    Without `sizes`, each label is split among the clients in shares of Dirichlet(alpha), so sizes differ, too; drawn
-    anew until each client has `least`. With `sizes`, each client draws its own shares of labels from
-    Dirichlet(alpha x classes x their frequencies), and takes another label where one is used up.
+    Without `sizes`, each label is split among the clients in shares of Dirichlet(alpha), so sizes differ, too; this is repeated
+    until each client has `least`. With `sizes`, each client draws its own shares of labels from Dirichlet(alpha x classes x
+    their frequencies), and takes another label if one is used up.
 
     Raises:
         ConfigError: the numbers do not allow it.
@@ -183,7 +183,7 @@ def _clients_served(pools: list[Ints], sizes: Ints, alpha: float, chance: np.ran
     left = np.array([len(pool) for pool in pools], dtype=np.int64)
     weights = alpha * len(pools) * left / left.sum()
     parts: list[Ints] = [np.zeros(0, dtype=np.int64)] * len(sizes)
-    # In a random order: who comes last takes what is left, and that should not be the clients of high numbers.
+    # In a random order: the last client takes what is left, and that should not always be the one of the highest number.
     for client in chance.permutation(len(sizes)):
         share = chance.dirichlet(weights)
         taken = np.zeros(len(pools), dtype=np.int64)
@@ -199,10 +199,10 @@ def _clients_served(pools: list[Ints], sizes: Ints, alpha: float, chance: np.ran
 
 
 def by_map(mapped: ClientMap, samples: Sequence[str], *, unmapped: str = "refuse") -> Partition:
-    """The partition of `samples` that the map says; samples of the map that are not there are no error.
+    """Return the partition of `samples` by a client map; names of the map that are not among the samples are ignored.
 
     Raises:
-        ConfigError: a sample is in the map for two clients, or (unless `unmapped` is "drop") not at all.
+        ConfigError: the map gives a sample to two clients, or (unless `unmapped` is "drop") a sample is not in the map.
     """
     owners: dict[str, str] = {}
     for sample, client in zip(mapped.samples, mapped.clients, strict=True):
@@ -221,7 +221,7 @@ def by_map(mapped: ClientMap, samples: Sequence[str], *, unmapped: str = "refuse
 
 
 def draw_sizes(table: Ints, num_clients: int, *, seed: int = 0, least: int = 1, most: int | None = None) -> Ints:
-    """Sizes of `num_clients` rows of a table, each row at most once while they last, brought within the limits."""
+    """Draw the sizes of `num_clients` rows of a table, each row once while they last, clipped to the limits."""
     if not len(table) or num_clients < 1 or least < 1 or (most is not None and most < least):
         raise ConfigError(
             f"{num_clients} sizes of {least} to {most} from a table of {len(table)}: use 1 or more, in this order"
@@ -233,7 +233,7 @@ def draw_sizes(table: Ints, num_clients: int, *, seed: int = 0, least: int = 1, 
 
 
 def fitted(sizes: Ints, num_samples: int) -> Ints:
-    """The sizes, made smaller in proportion where they sum to more than there is; each stays 1 at least."""
+    """Scale the sizes down if they sum to more than there is; each stays 1 at least."""
     if sizes.sum() <= num_samples:
         return sizes
     check_clients(num_samples, len(sizes))

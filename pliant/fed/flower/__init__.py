@@ -1,6 +1,6 @@
-"""A real federation: our selection and aggregation as a strategy of Flower's, and what its clients tell us.
+"""Our selection and aggregation as a strategy of Flower, and what its clients report.
 
-What an app imports is here, and loads when it is asked for: a client starts without torch.
+The names that an app imports are loaded when they are first used: a client starts without torch.
 """
 
 from importlib import import_module

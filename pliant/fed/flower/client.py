@@ -1,4 +1,4 @@
-"""What a Flower client tells our strategy: who it is, and how much its samples still teach. Starts without torch.
+"""What a Flower client reports to our strategy: who it is, and how much its samples still teach. Starts without torch.
 
 Two calls in a ClientApp suffice:
 
@@ -12,8 +12,8 @@ Two calls in a ClientApp suffice:
         told = metrics(losses, samples=len(data), duration_s=time.perf_counter() - begun)
         return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": told}), reply_to=message)
 
-Only sums over a client's samples leave it. A client that tells less takes part all the same: without `utility` it is worth
-nothing to guided selection, without an introduction it is known by its node.
+Only sums over a client's samples leave it. A client may report less: without `utility` it is worth nothing to guided
+selection, and without an introduction it is known by its node.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Value = int | float | list[int] | list[float]
 
 
 def introduction(context: Context, *, samples: int, duration_s: float | None = None) -> RecordDict:
-    """The answer to "who are you": the number in the node's config (`partition-id`), its samples, a guess of its speed.
+    """Return who the client is: the number in the node's config (`partition-id`), its samples, an estimate of its speed.
 
-    The number is the client's name for as long as the federation lives: a node that comes back with it is the same client.
+    The number identifies the client for the life of the federation: a node that comes back with it is the same client.
 
     Raises:
         ConfigError: the node's config has no such number.
@@ -49,10 +49,10 @@ def introduction(context: Context, *, samples: int, duration_s: float | None = N
 
 
 def metrics(losses: Numbers, *, samples: int, duration_s: float | None = None) -> MetricRecord:
-    """What goes with a client's new model.
+    """Return the metrics that go with a client's new model.
 
-    `losses` are those of its first pass over its samples, each from before the step that the sample takes part in.
-    `duration_s` is told where the server's own watch would be wrong: in a simulation, where clients wait for a processor.
+    `losses` are those of its first pass over its samples, each from before the step that the sample takes part in. Give
+    `duration_s` if the server's own measurement would be wrong, as in a simulation whose clients wait for a CPU.
     """
     meter = LossMeter()
     meter.add(losses)
@@ -63,7 +63,7 @@ def metrics(losses: Numbers, *, samples: int, duration_s: float | None = None) -
 
 
 def number_in(record: RecordDict, name: str) -> float:
-    """What a client told under this name, in whichever of its metrics; NaN where it did not, or told something else."""
+    """Return a number that a client reported under this name, in any of its metrics; NaN if it did not."""
     for each in record.metric_records.values():
         value = each.get(name)
         if isinstance(value, (int, float)):

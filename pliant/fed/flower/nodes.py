@@ -1,10 +1,10 @@
-"""Which clients of a Flower federation can be reached, through which node, and what they are still busy with.
+"""Which clients of a Flower federation can be reached, through which node, and which of them are busy.
 
-Nodes come and go, and a SuperNode that is started again may have another id; a client is what its introduction says
-(`client.introduction`), or else its node. Of two nodes that say they are the same client, the last one is it.
+Nodes come and go, and a SuperNode that is restarted may have another id. A client is identified by its introduction
+(`client.introduction`), or by its node. If two nodes claim to be the same client, the last one counts.
 
-A client that was cut from a round is still training: it is not asked again until it has answered, its node is gone or was
-started again, or the time for its answer is over.
+A client that was cut from a round still trains. It is not invited again until it has answered, its node is gone or was
+restarted, or the time for its answer is over.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pliant.fed.selection.base import BELIEVED, PopulationSelector
 log = logging.getLogger(__name__)
 SAID_EVERY_S = 10.0
 STRANGERS = 1 << 40
-"""Clients that are known by their nodes have numbers from here on."""
+"""Clients that are identified by their nodes have numbers from here on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Answer:
     order: Order
     message: Message
     took_s: float
-    """From sending to arrival, by the server's watch."""
+    """Seconds from sending to arrival, as the server measures."""
 
 
 class Nodes:
@@ -52,17 +52,17 @@ class Nodes:
         """Without introductions, each node is a client of its own."""
         self._selector, self._introduced, self._timeout_s = selector, introduced, timeout_s
         self._since: dict[int, str] = {}
-        """Nodes that are connected, and since when: one that was started again is another."""
+        """Connected nodes, and since when; a restarted node counts as another."""
         self._client: dict[int, int] = {}
         self._node: dict[int, int] = {}
         self._asked: dict[str, int] = {}
-        """Introductions that are under way, and of which nodes."""
+        """Introductions that are under way, with their nodes."""
         self._orders: dict[str, Order] = {}
         self._strangers: dict[int, int] = {}
 
     @property
     def idle(self) -> list[int]:
-        """Clients that could be asked now, in ascending order."""
+        """Return the clients that could be invited now, in ascending order."""
         busy = {order.client for order in self._orders.values()}
         return sorted(client for client in self._node if client not in busy)
 
@@ -73,7 +73,7 @@ class Nodes:
         return self._client.get(node_id)
 
     def look(self, grid: Grid) -> list[Answer]:
-        """See who is there now, and have newcomers introduce themselves. Answers that have come meanwhile are returned."""
+        """Look which nodes are connected, and ask new ones for introductions; return answers that have come."""
         there = {info.node_id: info.last_activated_at for info in grid.get_nodes()}
         for node_id in [each for each, since in self._since.items() if there.get(each) != since]:
             self._forget(node_id)
@@ -89,7 +89,7 @@ class Nodes:
         return self.collect(grid)
 
     def wait(self, grid: Grid, least: int, *, patience_s: float, poll_s: float) -> list[int]:
-        """Idle clients, as soon as there are `least`; after `patience_s` since there was one, fewer will do."""
+        """Return idle clients as soon as there are `least`; after `patience_s` since there was one, fewer will do."""
         since_s = said_s = -math.inf
         while True:
             self.late(self.look(grid))
@@ -109,7 +109,7 @@ class Nodes:
             time.sleep(poll_s)
 
     def send(self, grid: Grid, messages: Sequence[Message], round_number: int) -> None:
-        """Have clients' nodes get these."""
+        """Send messages to the nodes of clients."""
         now_s = time.monotonic()
         nodes = [message.metadata.dst_node_id for message in messages]
         for node_id, message_id in zip(nodes, grid.push_messages(messages), strict=True):
@@ -119,7 +119,7 @@ class Nodes:
                 self._forget(node_id)
 
     def collect(self, grid: Grid) -> list[Answer]:
-        """Answers that have come, in the order of clients: those of one look came at the same time."""
+        """Return answers that have come, in the order of clients."""
         waiting = [*self._asked, *self._orders]
         if not waiting:
             return []
@@ -137,7 +137,7 @@ class Nodes:
         return sorted(found, key=lambda answer: answer.order.client)
 
     def late(self, answers: Iterable[Answer]) -> None:
-        """Answers to rounds that are over: how long they took is still worth knowing."""
+        """Take note of answers to rounds that are over: their durations are still useful."""
         for answer in answers:
             if not answer.message.has_error():
                 took_s = duration_s(answer.message, answer.took_s)
@@ -145,7 +145,7 @@ class Nodes:
                     self._selector.register([answer.order.client], duration_s=[took_s])
 
     def waiting(self, round_number: int) -> set[int]:
-        """Clients whose answers to this round are not here."""
+        """Return the clients whose answers to this round have not come."""
         return {order.client for order in self._orders.values() if order.round_number == round_number}
 
     def message(self, content: RecordDict, node_id: int, kind: str, round_number: int) -> Message:
@@ -185,7 +185,7 @@ class Nodes:
         return self._strangers.setdefault(node_id, STRANGERS + len(self._strangers))
 
     def _dismiss(self, node_id: int) -> None:
-        """Nothing is expected from this node any more."""
+        """Expect nothing from this node any more."""
         client = self._client.pop(node_id, None)
         if client is not None and self._node.get(client) == node_id:
             del self._node[client]
@@ -199,7 +199,7 @@ class Nodes:
             del self._asked[message_id]
 
     def state_dict(self) -> dict[str, list[str]]:
-        """Nodes that are clients by themselves, in the order of their numbers."""
+        """Return the nodes that are clients by themselves, in the order of their numbers."""
         return {"strangers": [str(node_id) for node_id in self._strangers]}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -210,6 +210,6 @@ class Nodes:
 
 
 def duration_s(message: Message, took_s: float) -> float:
-    """As the client tells it, or else by the server's watch."""
+    """Return the duration that the client reported, or else the server's measurement."""
     told_s = number_in(message.content, DURATION)
     return took_s if math.isnan(told_s) else told_s

@@ -1,4 +1,4 @@
-"""Strategy."""
+"""Guided selection as a strategy of Flower: selects clients, over-commits, aggregates, and resumes from a checkpoint."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from pliant.fed.work import Update, Weights
 
 @dataclass(frozen=True, slots=True)
 class ArrayLayout:
-    """The arrays of a model: names, shapes and types, in their order."""
+    """Names, shapes and types of a model's arrays, in their order."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -48,10 +48,10 @@ class ArrayLayout:
 
     @classmethod
     def of(cls, arrays: ArrayRecord, buffers: Collection[str] = ()) -> ArrayLayout:
-        """`buffers` are the names of those that are no parameters; arrays that are not of floats never are.
+        """`buffers` are the names of arrays that are no parameters; arrays of integers never are.
 
         Raises:
-            ConfigError: there are no arrays, or a name of a buffer is not among them.
+            ConfigError: there are no arrays, or a buffer is not among them.
         """
         if not arrays:
             raise ConfigError("initial_arrays holds no arrays: give ArrayRecord(model.state_dict())")
@@ -68,7 +68,7 @@ class ArrayLayout:
         )
 
     def fault(self, arrays: ArrayRecord) -> str:
-        """What makes them another model's, without looking at a value; empty: nothing."""
+        """Return why arrays are not those of this model, by names and shapes; empty if they are."""
         if set(arrays) != set(self.names):
             odd = sorted(set(arrays) ^ set(self.names))[0]
             return f"array {odd!r} is {'missing' if odd in self.names else 'not of this model'}"
@@ -78,8 +78,8 @@ class ArrayLayout:
         return ""
 
     def weights(self, arrays: ArrayRecord) -> Weights:
-        """Their values, in the model's types. They must have no `fault`."""
-        # copied: what NumPy has read of a message cannot be written to, and torch warns of that
+        """Return the values in the model's types; the arrays must have no `fault`."""
+        # copied: NumPy's view of a message is read-only, which torch warns about
         tensors = {
             name: torch.from_numpy(np.array(arrays[name].numpy())).to(kind)
             for name, kind in zip(self.names, self.types, strict=True)
@@ -90,7 +90,7 @@ class ArrayLayout:
         )
 
     def arrays(self, weights: Weights) -> ArrayRecord:
-        """The other way: all of them, in the model's order."""
+        """Return weights as arrays, in the model's order."""
         parameters, buffers = iter(weights.parameters), iter(weights.buffers)
         found = {name: next(buffers if name in self.buffers else parameters) for name in self.names}
         return ArrayRecord({name: Array(each.cpu().numpy()) for name, each in found.items()})
@@ -101,7 +101,7 @@ Evaluate = Callable[[int, ArrayRecord], MetricRecord | None]
 
 
 class Guided(Strategy):
-    """Guided selection with over-commit."""
+    """Guided selection with over-commit, as a Flower strategy."""
 
     def __init__(
         self,
@@ -115,13 +115,13 @@ class Guided(Strategy):
         timeout_s: float = 3600.0,
         poll_s: float = 0.2,
     ) -> None:
-        """`folder`: where state and record are kept. `buffers`: names of arrays that are no parameters; those that are not of
-        floats never are. `identity`: clients are who they say they are (`client.introduction`), or their nodes.
-        `least`: idle clients to wait for before a round, by default its participants; after `patience_s` fewer will do.
-        `timeout_s`: when an answer is not waited for any more, and the client may be asked again.
+        """`folder`: where state and record are kept. `buffers`: names of arrays that are no parameters; arrays of integers never are.
+        `identity`: clients are identified by their introduction (`client.introduction`), or by their node. `least`: idle clients to
+        wait for before a round, by default its participants; after `patience_s` fewer will do. `timeout_s`: when an answer is not
+        waited for any more, and the client may be invited again.
 
         Raises:
-            ConfigError: the config is of a job that cannot be done here.
+            ConfigError: the config asks for what cannot be done here.
         """
         if config.privacy is not None:
             raise ConfigError(
@@ -136,7 +136,7 @@ class Guided(Strategy):
         self.nodes = Nodes(self.selector, introduced=identity == "partition", timeout_s=timeout_s)
         self.journal = JobRecorder(folder, say=log.info)
         self.round: Round | None = None
-        """The last one."""
+        """The last round."""
         self._buffers = frozenset(buffers)
         self._least = config.participants if least is None else least
         self._patience_s, self._timeout_s, self._poll_s = patience_s, timeout_s, poll_s
@@ -158,14 +158,14 @@ class Guided(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Evaluate | None = None,
     ) -> Result:
-        """All rounds, by default as many as the config says; those that the folder knows of are done.
+        """Run all rounds, by default as many as the config says; those in the folder's checkpoint are done.
 
-        `evaluate_fn` tests the model every `config.evaluate_every` rounds: with `accuracy` among its metrics, the job ends at
-        the config's target, and `pliant report` reads the record. Clients are not asked for tests.
+        `evaluate_fn` tests the model every `config.evaluate_every` rounds. If its metrics have `accuracy`, the job ends at the
+        config's target, and `pliant report` reads the record. Clients are not asked for tests.
 
         Raises:
-            CheckpointError: what the folder holds is damaged, or another job's.
-            NoClient: the selector has wanted none of those who are there for `patience_s`.
+            CheckpointError: the folder is damaged, or belongs to another job.
+            NoClient: the selector picked none of the connected clients for `patience_s`.
         """
         rounds = self.config.rounds if num_rounds is None else num_rounds
         deadline_s = self.config.deadline_s or timeout or self._timeout_s
@@ -199,7 +199,7 @@ class Guided(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Invitations for the clients that the selector picks; waits until enough are there."""
+        """Return invitations for the clients that the selector picks; waits until enough are connected."""
         self._layout = ArrayLayout.of(arrays, self._buffers)
         self._model = self._layout.weights(arrays)
         picked = self._picked(grid)
@@ -211,7 +211,7 @@ class Guided(Strategy):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """The next model, of the first `participants` replies that can be used, in the order of clients."""
+        """Return the next model from the first `participants` usable replies, in the order of clients."""
         assert self._layout is not None, "a round is configured before it is aggregated"
         came, failed = self._sorted_out(replies)
         updates = [self._update(client, message, server_round) for client, message in came.items()]
@@ -244,7 +244,7 @@ class Guided(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> list[Message]:
-        """Nobody: the server tests."""
+        """Evaluate on no client: the server tests."""
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
@@ -261,11 +261,11 @@ class Guided(Strategy):
 
     @property
     def _clock_s(self) -> float:
-        """Since the job began, without the time that its server was away."""
+        """Seconds since the job began, without the time that its server was away."""
         return time.monotonic() - self._zero_s
 
     def _picked(self, grid: Grid) -> list[int]:
-        """Whom the selector wants of those that are idle; where it wants nobody, others may still come."""
+        """Have the selector pick idle clients; if it picks nobody, wait for others."""
         until_s: float | None = None
         while True:
             idle = self.nodes.wait(grid, self._least, patience_s=self._patience_s, poll_s=self._poll_s)
@@ -280,14 +280,14 @@ class Guided(Strategy):
             time.sleep(self._poll_s)
 
     def _orders(self, number: int) -> dict[str, int | float]:
-        """What clients are asked to do; whether they do is up to the ClientApp."""
+        """Return what clients are asked to do; the ClientApp decides whether they do it."""
         local = self.config.local
         orders = {"server-round": number, "local-steps": local.steps, "batch-size": local.batch_size}
         more = {"proximal-mu": self.aggregator.mu} if isinstance(self.aggregator, FedProx) else {}
         return {**orders, "lr": self.config.lr_in(number), **more}
 
     def _answers(self, grid: Grid, messages: list[Message], number: int, deadline_s: float) -> list[Message]:
-        """In the order of their arrival, until there are enough."""
+        """Return answers in the order of their arrival, until there are enough."""
         self.nodes.send(grid, messages, number)
         until_s = time.monotonic() + deadline_s
         found: list[Message] = []
@@ -307,7 +307,7 @@ class Guided(Strategy):
             time.sleep(self._poll_s)
 
     def _fault(self, message: Message) -> str:
-        """Why a reply cannot be used; empty: it can."""
+        """Return why a reply cannot be used; empty if it can."""
         if message.has_error():
             return message.error.reason or "it failed, and does not say why"
         records = list(message.content.array_records.values())
@@ -319,7 +319,7 @@ class Guided(Strategy):
         return self._layout.fault(records[0])
 
     def _sorted_out(self, replies: Iterable[Message]) -> tuple[dict[int, Message], set[int]]:
-        """The replies that count, by client, and clients that failed."""
+        """Return the replies that count, by client, and the clients that failed."""
         came: dict[int, Message] = {}
         failed: set[int] = set()
         for message in replies:
@@ -340,7 +340,7 @@ class Guided(Strategy):
         return Update(client, change, number_in(message.content, SAMPLES), number_in(message.content, LOSS), number)
 
     def _tell(self, came: dict[int, Message]) -> None:
-        """Let the selector know what all who were invited have brought."""
+        """Report the results of all invited clients to the selector."""
         clients = sorted(self._invited.values())
         so_far_s = self._clock_s - self._round_begun_s
         told = {client: message.content for client, message in came.items()}
@@ -353,7 +353,7 @@ class Guided(Strategy):
         )
 
     def _tested(self, number: int, told: MetricRecord) -> bool:
-        """Note a test; whether the job has reached its target."""
+        """Record a test; return whether the job has reached its target."""
         accuracy, top_5, loss = (_number(told, name) for name in ("accuracy", "top-5", LOSS))
         if accuracy is None:
             return False
@@ -363,7 +363,7 @@ class Guided(Strategy):
     # --- state ---
 
     def _resumed(self, initial: ArrayRecord) -> tuple[ArrayRecord, int]:
-        """What the job goes on from: the model, and the rounds that are done."""
+        """Return the model and the number of rounds that the job continues from."""
         self._layout = ArrayLayout.of(initial, self._buffers)
         model = self._layout.weights(initial)
         saved = load_checkpoint(self.folder, self.config) if self.folder is not None else None

@@ -1,4 +1,4 @@
-"""Federation."""
+"""The state of a federated job between two rounds: model, selector, aggregator, virtual clock; and its checkpoint file."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ REMEDY = "remove it to begin the job anew"
 
 @dataclass(frozen=True, slots=True)
 class FederatedCheckpoint:
-    """What a job goes on from."""
+    """The state that a job continues from."""
 
     round: int
     batching: int
     data: str
-    """The fingerprint of whose samples are whose."""
+    """Fingerprint of the clients' sizes and the test set."""
     state: Mapping[str, Any]
-    """Model, aggregator, selector, clock, ...: of `Federation` and of its way of doing rounds."""
+    """State of `FederationState` and of the round mode."""
     kind: str = ""
-    """On what it was computed; empty: on nothing yet, or nobody knows."""
+    """Kind of device that the model was computed on; empty if unknown."""
 
 
 def save_checkpoint(folder: Path, config: FedConfig, saved: FederatedCheckpoint) -> None:
-    """Put it in the place of the last one.
+    """Replace the checkpoint in `folder`.
 
     Raises:
-        CheckpointError: it cannot be written; the last one is as it was.
+        CheckpointError: it cannot be written; the last one is intact.
     """
     meta: dict[str, object] = {
         "federated": FORMAT,
@@ -64,7 +64,7 @@ def save_checkpoint(folder: Path, config: FedConfig, saved: FederatedCheckpoint)
 
 
 def load_checkpoint(folder: Path, config: FedConfig) -> FederatedCheckpoint | None:
-    """What this job goes on from; None: there is no checkpoint.
+    """Read the checkpoint in `folder`; None if there is none.
 
     Raises:
         CheckpointError: it is damaged, no checkpoint of a federated job, or one of another config.
@@ -91,26 +91,26 @@ def load_checkpoint(folder: Path, config: FedConfig) -> FederatedCheckpoint | No
 
 
 PATIENCE_PERIODS = 2
-"""Of the trace, that nobody can be picked: then nobody ever will be."""
+"""If nobody can be picked for this many periods of the trace, nobody ever will be."""
 LEAST_RATE = 1e-30
-"""A rate may decay to 0, and aggregators divide by it."""
+"""A learning rate may decay to 0, and aggregators divide by it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The selector's answer."""
+    """The answer of the selector."""
 
     clients: Ids
-    """In ascending order."""
+    """Clients in ascending order."""
     until_s: Floats
-    """When the window of each closes."""
+    """When each becomes unavailable."""
     there: int
-    """Clients that it could choose from."""
+    """Number of clients that could be chosen from."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientResult:
-    """What came of one invitation, as the selector is told."""
+    """The result of one invitation, as the selector is told."""
 
     client: int
     finished: bool
@@ -121,7 +121,7 @@ class ClientResult:
 
 class FederationState:
     def __init__(self, config: FedConfig, task: Task, workers: Workers, batching: int) -> None:
-        """Raises ConfigError where parts of the config do not go together, or a table is not there."""
+        """Raises ConfigError if parts of the config do not fit together, or a table is missing."""
         self.config, self.task = config, task
         self.model = Weights.of(task.model())
         self.clock_s = 0.0
@@ -139,7 +139,7 @@ class FederationState:
     # --- clients ---
 
     def pick(self, num: int, *, busy: Mask | None = None) -> Selection:
-        """Ask the selector for `num` clients of those that are there now and not `busy`.
+        """Have the selector pick `num` clients that are available now and not `busy`.
 
         Raises:
             NoClient: nobody can be picked now.
@@ -150,7 +150,7 @@ class FederationState:
         return Selection(chosen, seen.until_s[chosen], int(np.count_nonzero(feasible)))
 
     def pick_or_wait(self, num: int) -> Selection:
-        """The same; where nobody can be picked, the clock goes on until somebody can."""
+        """Pick clients; if nobody can be picked, advance the clock until somebody can."""
         since_s = self.clock_s
         while True:
             try:
@@ -159,10 +159,10 @@ class FederationState:
                 self.wait(since_s, error)
 
     def wait(self, since_s: float, why: NoClient) -> None:
-        """Let the clock go on to the next arrival of a client.
+        """Advance the clock to the next arrival of a client.
 
         Raises:
-            NoClient: there will be none, or too many have come in vain since `since_s`.
+            NoClient: there will be none, or nobody could be picked for too long since `since_s`.
         """
         seen = self.world.at(self.clock_s)
         next_s = float(np.where(seen.there, math.inf, seen.back_s).min())
@@ -171,17 +171,13 @@ class FederationState:
         self.clock_s = max(next_s, math.nextafter(self.clock_s, math.inf))
 
     def check_patience(self, since_s: float, why: NoClient, *, until_s: float | None = None) -> None:
-        """Give up where nothing has come since `since_s`: what has not in two periods of the trace never will.
-
-        Raises:
-            NoClient: so it is.
-        """
+        """Raise NoClient if nothing happened since `since_s` for two periods of the trace: then nothing ever will."""
         end_s = self.clock_s if until_s is None else until_s
         if end_s > since_s + PATIENCE_PERIODS * float(self.world.availability.period_s.max()):
             raise NoClient(f"since {since_s:.0f} s of the virtual clock, and for ever: {why}")
 
     def tell(self, brought: Sequence[ClientResult]) -> None:
-        """Tell the selector what came of invitations. One that is there twice is told of twice, in order."""
+        """Report results to the selector. A client with two results is reported twice, in order."""
         rest = list(brought)
         while rest:
             told: dict[int, ClientResult] = {}
@@ -201,7 +197,7 @@ class FederationState:
     # --- work ---
 
     def train(self, model: Weights, clients: Ids, steps: Ids, *, round_number: int) -> Iterator[Trained]:
-        """What clients make of `model`, in ascending order."""
+        """Yield the results of training these clients from `model`, in ascending order."""
         units = training_units(
             clients.tolist(),
             steps.tolist(),
@@ -215,7 +211,7 @@ class FederationState:
             yield from done
 
     def evaluate(self) -> Score:
-        """The model on the test set."""
+        """Evaluate the model on the test set."""
         total = Score(0, 0, 0, 0.0)
         for done in self._workers.run(self.model, evaluation_units(self.task.num_test)):
             if not isinstance(done, Score):
@@ -235,7 +231,7 @@ class FederationState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there.
+        """Continue from a saved state.
 
         Raises:
             CheckpointError: it is of another model or other clients, or damaged.
@@ -253,13 +249,13 @@ class FederationState:
 
     @property
     def data_fingerprint(self) -> str:
-        """Of how many samples each client has, and how many there are to test with."""
+        """Digest of the number of samples of each client, and of the test set."""
         sizes = np.ascontiguousarray(self.task.sizes, np.int64)
         return hashlib.sha256(sizes.tobytes() + self.task.num_test.to_bytes(8, "little")).hexdigest()
 
 
 def build_selector(config: FedConfig) -> PopulationSelector:
-    """As the config says, with the job's seed where it gives none."""
+    """Create the config's selector, with the job's seed if it has none."""
     options = {"seed": derive_seed(config.seed, SELECTION), **config.selector.options}
     try:
         return make_selector(config.selector.kind, **options)  # type: ignore[arg-type]
@@ -268,7 +264,7 @@ def build_selector(config: FedConfig) -> PopulationSelector:
 
 
 def build_aggregator(config: FedConfig) -> Aggregator:
-    """As the config says; what it leaves open and the job knows is the job's."""
+    """Create the config's aggregator; options that it leaves open follow from the job."""
     kind, options = config.aggregator.kind, dict(config.aggregator.options)
     if kind == "fed-buff":
         options.setdefault("size", config.participants)
@@ -279,13 +275,13 @@ def build_aggregator(config: FedConfig) -> Aggregator:
 
 
 def update_client_lr(aggregator: Aggregator, config: FedConfig, round_number: int) -> None:
-    """Tell the aggregator that reckons with the clients' rate what it is in this round; not where the user has set it."""
+    """Set the clients' learning rate of this round in an aggregator that uses it, unless the user has set it."""
     if isinstance(aggregator, QFedAvg) and "client_lr" not in config.aggregator.options:
         aggregator.client_lr = max(config.lr_in(round_number), LEAST_RATE)
 
 
 def load_weights(saved: Mapping[str, Any], like: Weights) -> Weights:
-    """Raises TrainError where it is another model's."""
+    """Raises TrainError if the saved tensors are of another model."""
     found = Weights(list(saved["parameters"]), list(saved["buffers"]))
     check_alike(like, found, "the checkpoint's model")
     return found

@@ -1,9 +1,9 @@
-"""A federated job from its first round to its last: rounds, tests, checkpoints, and the way back from one.
+"""Runs a federated job from its first round to its last: rounds, tests, checkpoints.
 
-    history = simulate(config)                       # in this process
-    history = simulate(config, workers=pool, folder=folder)
+    history = simulate(config)                                     # in this process
+    history = simulate(config, workers=coordinator, folder=folder)
 
-A job that is interrupted, anywhere and in any way, goes on from its last checkpoint to the bits that it would have had.
+A job that is interrupted at any moment continues from its last checkpoint to the same bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class RoundMode(Protocol):
-    """How rounds are done."""
+    """Synchronous or asynchronous rounds."""
 
     def round(self, number: int) -> Round: ...
     def state_dict(self) -> dict[str, Any]: ...
@@ -43,15 +43,15 @@ def never() -> bool:
 
 
 class FederatedLoop:
-    """`start`, and a `step` for each round; `run` does all of it."""
+    """Runs all rounds of a job; or `start`, and one `step` for each round."""
 
     def __init__(
         self, config: FedConfig, task: Task, workers: Workers, journal: JobRecorder, *, stop: Callable[[], bool] = never
     ) -> None:
-        """`stop` is asked before each round whether to leave the rest for another time."""
+        """`stop` is called before each round; if it returns true, the rest is left for another time."""
         self.config, self.task, self.journal = config, task, journal
         self.round = 0
-        """Rounds that are done."""
+        """Number of rounds that are done."""
         self._workers, self._stop = workers, stop
         self._saved = -1
         self._begun: tuple[FederationState, RoundMode] | None = None
@@ -59,11 +59,11 @@ class FederatedLoop:
         self._kind = ""
 
     def start(self) -> None:
-        """Make the federation, or find it in a checkpoint; does nothing the second time.
+        """Create the state, or load it from a checkpoint; idempotent.
 
         Raises:
-            ConfigError: parts of the config do not go together.
-            CheckpointError: there is a checkpoint, and this job cannot go on from it.
+            ConfigError: parts of the config do not fit together.
+            CheckpointError: there is a checkpoint, and this job cannot continue from it.
         """
         if self._begun is not None:
             return
@@ -91,7 +91,7 @@ class FederatedLoop:
             self.save()
 
     def run(self) -> History:
-        """All rounds that are left. What stops it in between is in the history's `why`."""
+        """Run the remaining rounds. The history's `why` says what ended the job."""
         try:
             self.start()
             while not self.over and not self._stop():
@@ -103,7 +103,7 @@ class FederatedLoop:
         return self.journal.history
 
     def step(self) -> Round:
-        """One round, and what is due after it."""
+        """Do one round, and a test and a checkpoint if they are due."""
         self.start()
         number = self.round + 1
         _, way = self._parts
@@ -118,14 +118,14 @@ class FederatedLoop:
 
     @property
     def over(self) -> str:
-        """Why there are no more rounds to do; empty where there are."""
+        """Why there are no more rounds to do; empty if there are."""
         final = self.journal.history.final
         if self.config.target and final is not None and final.accuracy >= self.config.target:
             return "target"
         return "rounds" if self.round >= self.config.rounds else ""
 
     def save(self) -> None:
-        """Write a checkpoint, where there is a folder and something new."""
+        """Write a checkpoint if there is a folder and something new."""
         if self.journal.folder is None or self._saved == self.round:
             return
         federation, way = self._parts
@@ -145,12 +145,12 @@ class FederatedLoop:
 
     @property
     def kind(self) -> str:
-        """On what the model was computed; empty: on nothing yet, or nobody knows."""
+        """Kind of device that the model was computed on; empty if unknown."""
         return self._workers.kind if isinstance(self._workers, DeviceAware) else self._kind
 
     @property
     def federation(self) -> FederationState:
-        """Model, selector, clock, ...: as they are between two rounds."""
+        """Model, selector and clock, as they are between two rounds."""
         return self._parts[0]
 
     @property
@@ -177,7 +177,7 @@ class FederatedLoop:
         return choose_batching(self.task, default_device(self.config))
 
     def _facts(self, federation: FederationState) -> dict[str, Any]:
-        """About the job, for the record."""
+        """Return facts about the job for the record."""
         return {
             "clients": self.task.num_clients,
             "samples": int(self.task.sizes.sum()),
@@ -193,7 +193,7 @@ class FederatedLoop:
 
 
 def default_device(config: FedConfig) -> str:
-    """Where this process computes."""
+    """Return the device that this process computes on."""
     return config.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -205,11 +205,11 @@ def simulate(
     say: Callable[[str], None] | None = None,
     stop: Callable[[], bool] = never,
 ) -> History:
-    """Run a federated job, or what is left of it if `folder` holds its checkpoint; in this process without `workers`.
+    """Run a federated job, or the rest of it if `folder` holds its checkpoint; without `workers`, in this process.
 
     Raises:
-        ConfigError: something in the config is wrong, or not there.
-        CheckpointError: the folder is another job's, or damaged.
+        ConfigError: the config is wrong, or something that it names is missing.
+        CheckpointError: the folder belongs to another job, or is damaged.
         NoClient: from some moment on, no client can be picked any more.
     """
     made = build_task(config)

@@ -1,4 +1,12 @@
-"""Modes."""
+"""The two kinds of rounds: synchronous ones, and asynchronous ones (FedBuff).
+
+In a synchronous round some clients are invited together, and the first to finish are aggregated. In asynchronous rounds a
+number of clients train at a time. Each starts from the model of the moment at which it is invited, and its place is free
+again when it has finished, is late or unavailable. Events follow in the order of (time, client), and the model changes
+whenever enough updates have come. An update is not needed before its buffer is full, so all clients of a buffer are trained
+then, together if they started from the same model: units are large, and nobody trains whose update will not count. Models
+that clients in flight have started from are kept until then.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +36,7 @@ class SynchronousRounds:
         self._federation = federation
 
     def round(self, number: int) -> Round:
-        """Do one round, counted from 1. Nothing of it is left but in the federation and in what is returned."""
+        """Do one round, counted from 1. All effects are in the federation's state and in what is returned."""
         shared, config = self._federation, self._federation.config
         picked = shared.pick_or_wait(config.invited)
         duration_s = shared.world.round_s(config.local.steps, picked.clients)
@@ -70,7 +78,7 @@ class SynchronousRounds:
         )
 
     def _steps(self, plan: RoundPlan, picked: Selection, duration_s: Floats) -> Ids:
-        """How many local steps each of the aggregated makes."""
+        """Return the number of local steps of each aggregated client."""
         local, world = self._federation.config.local, self._federation.world
         asked = np.full(len(plan.aggregated), local.steps, np.int64)
         if not local.longer or not len(asked):
@@ -82,7 +90,7 @@ class SynchronousRounds:
         return np.where(fits, longer, asked)
 
     def _fold(self, plan: RoundPlan, steps: Ids, number: int) -> dict[int, tuple[float, float]]:
-        """Have the participants train, and move the model; the utility and the loss of each."""
+        """Train the participants and change the model; return utility and loss of each."""
         shared = self._federation
         clients = plan.aggregated
         came: dict[int, tuple[float, float]] = {}
@@ -94,7 +102,7 @@ class SynchronousRounds:
             came[update.client] = trained.utility, update.loss
         try:
             shared.model = shared.aggregator.finish()
-        except ConfigError as error:  # fewer have come than it needs: the next round may have more
+        except ConfigError as error:  # fewer updates than the aggregator needs: the next round may have more
             log.warning("round %d: the model stays as it is: %s", number, error)
             shared.aggregator.left_out = {client: str(error) for client in came}
         return came
@@ -107,32 +115,32 @@ class SynchronousRounds:
 
 
 def mean_loss(losses: list[float]) -> float | None:
-    """Of those that are numbers; None if none is."""
+    """Return the mean of the finite losses; None if there is none."""
     known = [each for each in losses if math.isfinite(each)]
     return math.fsum(known) / len(known) if known else None
 
 
 def finite(figures: Mapping[str, float | int]) -> dict[str, float | int | None]:
-    """None for what has no limit: it goes to the record."""
+    """Replace infinite figures by None, for the record."""
     return {name: value if math.isfinite(value) else None for name, value in figures.items()}
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class InFlight:
-    """A client on its way, from the moment it was asked to the one at which it is heard of again."""
+    """A client that trains, from its invitation to the end of its training."""
 
     end_s: float
     client: int
     version: int
-    """Of the model that it has started from."""
+    """Version of the model that it started from."""
     begin_s: float
     fate: int
-    """Of `rounds`: it is done then, late, or gone."""
+    """Whether it finishes then, is late, or becomes unavailable (`rounds.plan`)."""
 
 
 class AsynchronousRounds:
     def __init__(self, federation: FederationState) -> None:
-        """Raises ConfigError where the config asks for what asynchronous rounds cannot do."""
+        """Raises ConfigError if the config asks for what asynchronous rounds cannot do."""
         config, num_clients = federation.config, federation.task.num_clients
         assert isinstance(federation.aggregator, FedBuff), "only FedBuff's buffer is asynchronous"
         self._aggregator = federation.aggregator
@@ -147,18 +155,18 @@ class AsynchronousRounds:
         self._most = min(config.concurrency or config.invited, num_clients)
         self._flights: list[InFlight] = []
         self._models: dict[int, Weights] = {}
-        """By version: those that flights have started from, as long as they may count."""
+        """Models by version that clients in flight have started from, as long as they may count."""
         self._queue: list[int] = []
-        """Whom the selector has named for the present model, and who wait for a place."""
+        """Clients that the selector picked for the present model, and that wait for a place."""
         self._asked: list[tuple[int, float]] = []
-        """Who was given the present model, and when."""
+        """Clients that were given the present model, and when."""
         self._had: set[int] = set()
-        """Of these, who need not be given it again: the same would come of it."""
+        """Clients that need not be given the present model again: the result would be the same."""
         self._choice: tuple[int, dict[str, float | int | None]] = (0, {})
-        """Of the first choice for the present model: from how many it was made, and what the selector says of it."""
+        """Number of candidates and figures of the first selection for the present model."""
 
     def round(self, number: int) -> Round:
-        """Let time go on until the model moves. Versions are counted from 0, rounds from 1."""
+        """Advance the clock until the model changes. Versions are counted from 0, rounds from 1."""
         shared, buffer = self._federation, self._aggregator
         begin_s = shared.clock_s
         self._models[buffer.version] = shared.model
@@ -221,7 +229,7 @@ class AsynchronousRounds:
             if not free:
                 break
             try:
-                # those who will have a place now, and those who will until the buffer is full
+                # those who get a place now, and those who will until the buffer is full
                 picked = shared.pick(free + int(self._aggregator.size) - 1, busy=self._busy())
             except NoClient:
                 break
@@ -230,7 +238,7 @@ class AsynchronousRounds:
                 self._choice = picked.there, finite(shared.selector.figures)
 
     def _start_waiting(self) -> None:
-        """Start those of the queue who are still there."""
+        """Start queued clients that are still available."""
         shared, config = self._federation, self._federation.config
         seen = shared.world.at(shared.clock_s)
         while self._queue and len(self._flights) < self._most:
@@ -248,14 +256,14 @@ class AsynchronousRounds:
             self._had.add(client)
 
     def _busy(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Who trains now, or has had the present model."""
+        """Return the clients that train now, or have had the present model."""
         mask = np.zeros(self._federation.task.num_clients, np.bool_)
         mask[[each.client for each in self._flights]] = True
         mask[list(self._had)] = True
         return mask
 
     def _next(self) -> InFlight:
-        """The next one that is heard of; the clock goes on to that moment."""
+        """Return the next client that ends; the clock advances to that moment."""
         shared, since_s = self._federation, self._federation.clock_s
         while not self._flights:
             shared.wait(
@@ -269,9 +277,9 @@ class AsynchronousRounds:
     # --- the model ---
 
     def _fold(self, pending: list[InFlight], log: _Log) -> Weights | None:
-        """Have those who have come train, and put them into the buffer in the order in which they came.
+        """Train the clients that have finished, and add them to the buffer in the order in which they came.
 
-        None: not all could be used, so more must come.
+        Returns None if not all could be used, so that more are needed.
         """
         shared, buffer = self._federation, self._aggregator
         trained = self._trained(pending)
@@ -288,7 +296,7 @@ class AsynchronousRounds:
         return moved
 
     def _trained(self, pending: list[InFlight]) -> dict[tuple[int, int], Trained]:
-        """All of one model at once."""
+        """Train the clients of each model together."""
         shared = self._federation
         found: dict[tuple[int, int], Trained] = {}
         for version in sorted({each.version for each in pending}):
@@ -306,7 +314,7 @@ class AsynchronousRounds:
     # --- state ---
 
     def state_dict(self) -> dict[str, Any]:
-        """Between two rounds the queue is of the past."""
+        """Return the state between two rounds; the queue is not needed any more."""
         flights = [(e.end_s, e.client, e.version, e.begin_s, e.fate) for e in sorted(self._flights)]
         models = [
             {"version": version, "parameters": model.parameters, "buffers": model.buffers}
@@ -325,7 +333,7 @@ class AsynchronousRounds:
 
 
 class _Log:
-    """What has happened since the model last moved."""
+    """Collects what has happened since the model last changed."""
 
     def __init__(self) -> None:
         self.brought: list[ClientResult] = []
@@ -335,10 +343,10 @@ class _Log:
         self.lost: list[int] = []
         self.left_out: dict[int, str] = {}
         self.used = 0
-        """Updates that are in the buffer."""
+        """Number of updates in the buffer."""
 
     def end_of(self, flight: InFlight) -> None:
-        """Of one that does not count: gone, late, or done with a model that is too old."""
+        """Add a client that does not count: unavailable, late, or with a model that is too old."""
         (self.lost if flight.fate == LOST else self.cut).append(flight.client)
         self.brought.append(ClientResult(flight.client, False, flight.end_s - flight.begin_s))
 

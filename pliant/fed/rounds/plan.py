@@ -1,8 +1,8 @@
-"""Who of the invited makes a round, and when it is over. Pure: times and clients are arguments.
+"""Plans a round: which of the invited clients count, and when the round ends. Pure: times and clients are arguments.
 
-The first `wanted` to finish count, ties by their numbers. Nobody counts whose window closes before it is done, or who is
-later than the deadline. The round is over with the last one wanted, or at the deadline, or when nobody is left to wait for:
-all others have come, or gone. In a simulation all of that is known when a round begins, so only those train who will count.
+The first `wanted` clients to finish count, ties by their numbers. A client does not count if it becomes unavailable before
+it finishes, or finishes after the deadline. The round ends with the last client wanted, at the deadline, or when nobody is
+left to wait for. In a simulation all of that is known when a round begins, so only the clients that count are trained.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pliant.errors import ConfigError
 from pliant.fed.selection.base import Floats, Ids, Mask
 
 COUNTS, CUT, LOST = 0, 1, 2
-"""What becomes of an invited client: its update counts; it was not done in time; it went away before."""
+"""Fate of an invited client: its update counts, it did not finish in time, or it became unavailable."""
 Fates = NDArray[np.int8]
 
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
-    """One entry in each array for each of the invited, who are in ascending order."""
+    """The plan of a round. Each array has one entry for each invited client, in ascending order."""
 
     begin_s: float
     end_s: float
     invited: Ids
     fate: Fates
     seen_s: Floats
-    """How long each took; of those who do not count, how long they were waited for."""
+    """Seconds that each client took; for those that do not count, how long the round waited for them."""
 
     @property
     def counts(self) -> Mask:
@@ -60,10 +60,10 @@ class RoundPlan:
 def plan_round(
     invited: Ids, duration_s: Floats, until_s: Floats, *, begin_s: float, wanted: int, deadline_s: float | None = None
 ) -> RoundPlan:
-    """The round that begins at `begin_s` with these clients.
+    """Plan the round that begins at `begin_s` with these clients.
 
-    `duration_s` is how long each takes, `until_s` when its window closes (at that moment it is gone); `deadline_s` counts
-    from the beginning, and who is done at that very moment is in time.
+    `duration_s` is how long each takes, `until_s` when it becomes unavailable. `deadline_s` counts from the beginning; a
+    client that finishes at that very moment is in time.
     """
     if not len(invited) or wanted < 1:
         raise ConfigError(f"a round of {len(invited)} invited and {wanted} wanted clients: there must be 1 or more")

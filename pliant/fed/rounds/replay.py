@@ -1,7 +1,7 @@
-"""A selector on its own: rounds whose clients' losses are known beforehand, on a table of devices. Nothing is trained.
+"""Replays a selector on its own: rounds with known losses on a device table. Nothing is trained.
 
-What each client would bring is in a file, so the picks follow from the file, the table, the seed and the selector alone:
-to look at a selector's choices, and to compare them with another's or with those of another version.
+The losses of each client are in a file. The selection thus follows from file, table, seed and selector alone, and can be
+compared with that of another selector or another version.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Loss = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ReplayClient(BaseModel):
-    """What one client would bring."""
+    """What one client would report."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     size: Count
-    """Samples."""
+    """Number of samples."""
     losses: Annotated[tuple[Loss, ...], Field(min_length=1)]
-    """The mean loss of its samples when it takes part for the first time, the second, ...; then the last one."""
+    """Mean loss when the client takes part for the first time, the second, ...; then the last one."""
 
 
 class Replay(BaseModel):
-    """Clients are numbered from 0, in their order; client i has the device of row i of the table."""
+    """A replay. Clients are numbered from 0, in their order; client i has the device of row i of the table."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -58,7 +58,7 @@ class Replay(BaseModel):
 
 
 def read_replay(path: Path) -> Replay:
-    """Raises ConfigError where the file is none."""
+    """Read a replay; raises ConfigError."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(
@@ -77,7 +77,7 @@ def read_replay(path: Path) -> Replay:
 
 
 def draw_replay(num_clients: int) -> Replay:
-    """Clients that nobody has: sizes and losses as of image data, which fall a little with each round they take part in."""
+    """Draw synthetic clients: sizes and losses as with image data, which fall a little with each participation."""
     chance = np.random.default_rng(0)
     sizes = np.clip(chance.lognormal(3.5, 1.0, num_clients), 5, 2000).astype(int)
     first = chance.uniform(1.0, 3.0, num_clients)
@@ -89,7 +89,7 @@ def draw_replay(num_clients: int) -> Replay:
 
 
 def replay_selection(replay: Replay, devices: Devices, *, rounds: int, seed: int) -> dict[str, Any]:
-    """What is picked in each round, and why; plain values.
+    """Return the clients picked in each round, and the selector's figures, as plain values.
 
     Raises:
         ConfigError: the selector's options are wrong.

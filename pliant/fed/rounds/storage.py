@@ -1,4 +1,4 @@
-"""Storage."""
+"""The files of a federated job: its record, the artifact's training_perf, and TensorBoard events. Starts without torch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ log = logging.getLogger(__name__)
 
 
 class TensorBoardEvents:
-    """Writes to a folder; without TensorBoard's writer, nothing."""
+    """TensorBoard events under FedScale's names; written anew when a job is resumed. Does nothing without TensorBoard's writer."""
 
     def __init__(self, folder: Path) -> None:
-        """Removes the events of an earlier run there: the writer cannot take single ones back."""
         self._folder = folder
         self._writer: Any = None
 
@@ -76,15 +75,15 @@ class TensorBoardEvents:
 
 RECORD, PERF, BOARD = "record.jsonl", "training_perf", "tensorboard"
 TASKS = {"speech": "speech", "play": "nlp", "posts": "nlp"}
-"""The artifact's word for what is learnt; `cv` for all else."""
+"""The artifact's names for kinds of data; `cv` for all others."""
 MAY_CHANGE = ("rounds", "target", "checkpoint_every")
-"""Settings that a resumed job may have anew: they change no round that is done."""
+"""Settings that a resumed job may change: they affect no round that is done."""
 Watch = Callable[[str, Mapping[str, Any]], None]
-"""Told each fact that is written: its kind, and what it says."""
+"""Called with the kind and the content of each fact that is written."""
 
 
 class JobRecorder:
-    """Without a folder it only keeps the history."""
+    """Writes the files of a job and keeps its history. Without a folder it only keeps the history."""
 
     def __init__(
         self, folder: Path | None = None, *, say: Callable[[str], None] | None = None, watch: Watch | None = None
@@ -98,11 +97,11 @@ class JobRecorder:
         self._lock = -1
 
     def begin(self, config: FedConfig, resumed_at: int | None, facts: Mapping[str, Any]) -> None:
-        """Open the files: of a new job (None), or of one that goes on after this round.
+        """Open the files of a new job (None), or of one that continues after round `resumed_at`.
 
         Raises:
             ConfigError: the folder cannot be written to.
-            CheckpointError: the record is another job's, or lacks rounds that the checkpoint knows of.
+            CheckpointError: the record is another job's, or lacks rounds that the checkpoint has.
         """
         self.history = History()
         self._config = config
@@ -132,7 +131,7 @@ class JobRecorder:
             self._board.test(point)
 
     def _hold(self, folder: Path) -> None:
-        """Two that write the same files would ruin both; the lock goes with its process, however that ends."""
+        """Keep other processes from writing the same files; the lock ends with this process."""
         self._lock = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,7 +142,7 @@ class JobRecorder:
             ) from None
 
     def _take_back(self, record: Path, config: FedConfig, resumed_at: int | None) -> None:
-        """Cut the record behind its last line about a round that is done; what stays becomes the history."""
+        """Cut the record after its last line about a round that is done; read the rest as the history."""
         kept_bytes = 0
         if resumed_at is not None or record.exists():
             try:
@@ -201,7 +200,7 @@ class JobRecorder:
         self._fact("end", rounds, data)
 
     def settle(self) -> None:
-        """Have what was written survive a power cut: a checkpoint that knows of it comes next."""
+        """Have the record survive a power cut, before a checkpoint refers to it."""
         if self._recorder is not None:
             file = os.open(self._recorder.path, os.O_RDONLY)
             try:
@@ -237,7 +236,7 @@ class JobRecorder:
 
 
 def warn_too_few_clients(config: FedConfig, num_clients: int | None) -> str:
-    """What to say of a job that asks for more clients than there are; empty: it does not."""
+    """Return a warning if a job invites more clients than there are; empty if not."""
     if num_clients is None or config.invited <= num_clients:
         return ""
     all_of = f"but there are {num_clients} clients: each round invites all of them, and nobody is selected"
@@ -249,7 +248,7 @@ def warn_too_few_clients(config: FedConfig, num_clients: int | None) -> str:
 
 
 def training_perf(config: FedConfig, history: History) -> dict[str, object]:
-    """The tests as the artifact has them: names that end in a colon, shares in percent, and zeros for round 0."""
+    """Return the tests in the artifact's form: names that end in a colon, shares in percent, and zeros for round 0."""
     perf: OrderedDict[int, dict[str, float]] = OrderedDict()
     perf[0] = {"round": 0, "clock": 0.0, "top_1: ": 0.0, "top_5: ": 0.0, "loss": 0.0}
     for point in history.points:
@@ -271,7 +270,7 @@ def training_perf(config: FedConfig, history: History) -> dict[str, object]:
 
 
 def _fact_of(line: bytes) -> dict[str, Any] | None:
-    """None for a line that a crash has cut short."""
+    """Parse a line of the record; None if a crash has cut it short."""
     try:
         fact = json.loads(line)
         whole = line.endswith(b"\n") and isinstance(fact["kind"], str) and isinstance(fact["step"], int)
@@ -281,7 +280,7 @@ def _fact_of(line: bytes) -> dict[str, Any] | None:
 
 
 def _check_same_job(record: Path, first: dict[str, Any] | None, config: FedConfig) -> None:
-    """Nothing of another job is ever overwritten."""
+    """Refuse the record of another job: it must not be overwritten."""
     if first is None:
         return
     if first["kind"] != "start" or not isinstance(first.get("config"), dict):
@@ -290,10 +289,10 @@ def _check_same_job(record: Path, first: dict[str, Any] | None, config: FedConfi
 
 
 def check_same_config(where: str, theirs: Mapping[str, Any], config: FedConfig) -> None:
-    """Refuse what was written by a job of another config.
+    """Refuse files of a job with another config.
 
     Raises:
-        CheckpointError: says the first field that differs.
+        CheckpointError: names the first field that differs.
     """
     mine = config.model_dump(mode="json")
     found = _difference(
@@ -320,7 +319,7 @@ def _difference(old: Mapping[str, Any], new: Mapping[str, Any], inside: str = ""
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON has no word for what is no number or has no end; readers in other languages stumble over Python's."""
+    """Replace numbers that JSON does not have, such as NaN, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

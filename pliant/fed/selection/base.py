@@ -1,4 +1,4 @@
-"""Base."""
+"""The state of all clients as arrays, and the base class of selectors. Pure."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from pliant.errors import CheckpointError, ConfigError, NoClient
 
 Ids = npt.NDArray[np.int64]
 Places = npt.NDArray[np.intp]
-"""Where clients are in the arrays of a population."""
+"""Indices of clients in the arrays of a population."""
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 Numbers = Sequence[float] | npt.NDArray[Any]
 State = dict[str, Any]
-"""Plain values, and arrays of numbers; lists in the place of arrays are as good, so JSON can carry it."""
+"""Plain values and arrays of numbers. Lists may stand for arrays, so JSON can carry it."""
 
 LEAST_WEIGHT = 1e-9
-"""Of the greatest weight: nobody in a pool has no chance at all, and a pool of zeros is drawn from evenly."""
+"""Share of the greatest weight that every weight has at least: no candidate is without a chance."""
 BELIEVED = (1e-9, 1e30)
-"""Durations, and positive utilities and losses, outside of this are nobody's; and sums of those inside stay finite."""
+"""Range of plausible durations, utilities and losses. Sums of values in it stay finite."""
 
 
 class Population:
-    """What is known of every client; each field is an array, in the order in which the clients were registered."""
+    """What is known about every client. Each field is an array, in the order in which clients were registered."""
 
     FIELDS = ("duration_s", "size", "utility", "loss", "last_round", "cut_round", "rounds")
 
     def __init__(self) -> None:
         self.ids: Ids = np.empty(0, np.int64)
         self.duration_s: Floats = np.empty(0)
-        """Of one round: a hint at first, then as measured. NaN where nothing is known."""
+        """Seconds of one round: a hint at first, then as measured; NaN if unknown."""
         self.size: Floats = np.empty(0)
-        """Samples that it has; NaN where nobody said."""
+        """Number of samples; NaN if unknown."""
         self.utility: Floats = np.empty(0)
-        """Statistical utility when it last took part."""
+        """Statistical utility when the client last took part."""
         self.loss: Floats = np.empty(0)
-        """Mean loss when it last took part; NaN if unknown."""
+        """Mean loss when the client last took part; NaN if unknown."""
         self.last_round = np.empty(0, np.int32)
-        """The round in which it last took part, counted from 1; 0 if it never did."""
+        """Round in which the client last took part, from 1; 0 if it never did."""
         self.cut_round = np.empty(0, np.int32)
-        """The round in which it was last picked and did not finish; 0 if that never happened."""
+        """Round in which the client was last picked and did not finish; 0 if that never happened."""
         self.rounds = np.empty(0, np.int32)
-        """How many rounds it has taken part in: picked and finished, not cut."""
+        """Number of rounds that the client was picked for and finished."""
         self._order: Places | None = None
-        """Places by ascending id; None where the ids are 0, 1, 2, ... and need no search."""
+        """Indices by ascending id; None if the ids are 0, 1, 2, ... and need no search."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -58,7 +58,7 @@ class Population:
         return self.last_round > 0
 
     def add(self, ids: Ids) -> Places:
-        """The places of these clients, new ones at the end."""
+        """Add clients that are new; return the indices of all given ones."""
         new = ids[~np.isin(ids, self.ids)] if len(self) else ids
         if len(new):
             self.ids = np.concatenate([self.ids, new])
@@ -70,7 +70,7 @@ class Population:
         return self.places(ids)
 
     def places(self, ids: Ids) -> Places:
-        """Where these clients are.
+        """Return the indices of these clients.
 
         Raises:
             ConfigError: one of them was never registered.
@@ -103,9 +103,9 @@ class Population:
 
 
 def greatest(values: Floats, num: int) -> Places:
-    """Places of the `num` greatest values, ascending; of equals the first ones.
+    """Return the indices of the `num` greatest values, ascending; of equals the first ones.
 
-    By the value of the last one admitted and not by `argpartition`, whose choice among equals depends on the machine.
+    `argpartition` is not used, because its choice among equals depends on the machine.
     """
     if num >= len(values):
         return np.arange(len(values))
@@ -118,15 +118,14 @@ def greatest(values: Floats, num: int) -> Places:
 
 
 def kth_greatest(values: Floats, num: int) -> float:
-    """The `num`-th greatest value, counted from 1."""
+    """Return the `num`-th greatest value, counted from 1."""
     return float(np.partition(values, len(values) - num)[len(values) - num])
 
 
 def sample(rng: np.random.Generator, weights: Floats, num: int) -> Places:
-    """Places of `num` draws without replacement, each with probability ~ weight among those not drawn yet; ascending.
+    """Draw `num` indices without replacement, with probabilities proportional to the weights; ascending.
 
-    The `num` first of exponential clocks with these rates are such draws (Efraimidis & Spirakis 2006): no sum has to
-    be 1, and zeros need no special case.
+    The first `num` of exponential clocks with these rates are such draws (Efraimidis & Spirakis 2006).
     """
     rates = np.maximum(weights, LEAST_WEIGHT * weights.max(initial=0.0))
     rates = rates if rates.max(initial=0.0) > 0 else np.ones_like(weights)
@@ -134,7 +133,7 @@ def sample(rng: np.random.Generator, weights: Floats, num: int) -> Places:
 
 
 def ids_of(clients: Numbers, *, unique: bool = True) -> Ids:
-    """Clients as they were named; ConfigError where that is no list of whole numbers, or one is there twice."""
+    """Return client ids as an array; raises ConfigError if they are no whole numbers, or one is listed twice."""
     given = np.asarray(clients)
     if not given.size:
         return np.empty(0, np.int64)
@@ -151,7 +150,7 @@ def ids_of(clients: Numbers, *, unique: bool = True) -> Ids:
 
 
 def values_of(name: str, values: Numbers | None, num: int) -> Floats | None:
-    """One number for each of `num` clients; ConfigError where it is not."""
+    """Return one number for each of `num` clients as an array; raises ConfigError if there are more or fewer."""
     if values is None:
         return None
     given = np.asarray(values, np.float64)
@@ -161,7 +160,7 @@ def values_of(name: str, values: Numbers | None, num: int) -> Floats | None:
 
 
 def believed(values: Floats | None, *, zero: bool, otherwise: float) -> Floats | None:
-    """What clients said, with `otherwise` in the place of what cannot be."""
+    """Replace values that clients cannot have by `otherwise`."""
     if values is None:
         return None
     inside = (values >= BELIEVED[0]) & (values <= BELIEVED[1])
@@ -169,7 +168,7 @@ def believed(values: Floats | None, *, zero: bool, otherwise: float) -> Floats |
 
 
 class Selector(Protocol):
-    """Picks the participants of a round; `selectors.make` knows all kinds by their names."""
+    """Picks the participants of a round; `selectors.make_selector` creates one by its name."""
 
     def register(self, clients: Numbers, *, duration_s: Numbers | None = None, size: Numbers | None = None) -> None: ...
 
@@ -191,9 +190,9 @@ class Selector(Protocol):
 
 
 class PopulationSelector(ABC):
-    """The part of a selector that keeps the books; a kind of selector says only whom it would choose.
+    """Base class of selectors. It keeps the state of all clients; a subclass only chooses.
 
-    `round` is the number of selections so far; during one it is the number of the round being selected, from 1.
+    `round` is the number of selections so far; during a selection it is the number of the round, from 1.
     """
 
     KIND = ""
@@ -202,16 +201,16 @@ class PopulationSelector(ABC):
         self.clients = Population()
         self.round = 0
         self.figures: dict[str, float | int] = {}
-        """About the last selection, for the record."""
+        """Figures about the last selection, for the record."""
         self._rng = np.random.Generator(np.random.PCG64(seed))
 
     def register(self, clients: Numbers, *, duration_s: Numbers | None = None, size: Numbers | None = None) -> None:
-        """Make clients known, or say something new of known ones; nothing is forgotten.
+        """Add clients, or update what is known about them; nothing is forgotten.
 
-        `duration_s` is a hint of how long a round takes them; NaN where there is none.
+        `duration_s` is an estimate of how long a round takes each of them; NaN if unknown.
 
         Raises:
-            ConfigError: an id that is no whole number or is there twice, a duration or a size that cannot be.
+            ConfigError: an id is no whole number or listed twice, or a duration or size is impossible.
         """
         ids = ids_of(clients)
         durations = values_of("duration_s", duration_s, len(ids))
@@ -236,11 +235,11 @@ class PopulationSelector(ABC):
         duration_s: Numbers | None = None,
         finished: Sequence[bool] | Mask | None = None,
     ) -> None:
-        """What participants of the present round brought, in any order.
+        """Report the results of participants of the present round, in any order.
 
-        Who has not `finished` (cut, lost, failed) has brought nothing and has not taken part; its duration counts as "at
-        least so long". Values come from clients, who may be broken or hostile: a utility that is no number, negative or
-        beyond belief counts as 0, such a loss or duration as unknown.
+        A client that has not `finished` (cut, lost, failed) counts as not having taken part, and its duration as a lower bound.
+        Values come from clients, which may be broken or hostile: an impossible utility counts as 0, an impossible loss or
+        duration as unknown.
         """
         ids = ids_of(clients)
         places = self.clients.places(ids)
@@ -252,7 +251,7 @@ class PopulationSelector(ABC):
         utilities = believed(values_of("utility", utility, len(ids)), zero=True, otherwise=0.0)
         losses = believed(values_of("loss", loss, len(ids)), zero=True, otherwise=np.nan)
         if durations is not None:
-            # fmax: a NaN loses against any number
+            # fmax ignores NaN
             known = np.where(done, durations, np.fmax(durations, self.clients.duration_s[places]))
             told = ~np.isnan(known)
             self.clients.duration_s[places[told]] = known[told]
@@ -267,13 +266,13 @@ class PopulationSelector(ABC):
             self.clients.utility[at] = self._heard(at, utilities[took_part])
 
     def select(self, num: int, feasible: Numbers | None = None, *, remaining_s: Numbers | None = None) -> Ids:
-        """The participants of the next round, in the order of registration: `num` of them, or all that may be picked.
+        """Pick the participants of the next round, in the order of registration: `num` clients, or all that may be picked.
 
-        `feasible` are the clients that can be reached now: their ids, or one bool per registered client; None: all.
-        `remaining_s` says of every registered client how long it will stay; only some selectors look at it.
+        `feasible` are the clients that are available: ids, or one bool per registered client; None: all. `remaining_s` is how
+        long each registered client will stay available; only some selectors use it.
 
         Raises:
-            NoClient: nobody can be picked now; nothing has changed, so it can be asked again later.
+            NoClient: nobody can be picked now. Nothing has changed, so `select` may be called again later.
         """
         if num < 1:
             raise ConfigError(f"num={num}: pick 1 client or more")
@@ -286,7 +285,7 @@ class PopulationSelector(ABC):
         return self.clients.ids[picked]
 
     def state_dict(self) -> State:
-        """Everything that later picks depend on."""
+        """Return everything that later selections depend on."""
         return {
             "kind": self.KIND,
             "settings": self._settings(),
@@ -297,10 +296,10 @@ class PopulationSelector(ABC):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another selector of the same settings was.
+        """Continue from the state of another selector with the same settings.
 
         Raises:
-            CheckpointError: it was of another kind, had other settings, or the state is damaged.
+            CheckpointError: the state is of another kind of selector or other settings, or damaged.
         """
         try:
             if state["kind"] != self.KIND:
@@ -319,7 +318,7 @@ class PopulationSelector(ABC):
             raise CheckpointError(f"no state of a selector ({error!r}): the checkpoint is damaged") from None
 
     def _feasible(self, feasible: Numbers | None) -> Mask:
-        """As one bool per registered client."""
+        """Return `feasible` as one bool per registered client."""
         if feasible is None:
             return np.ones(len(self.clients), np.bool_)
         given = np.asarray(feasible)
@@ -332,7 +331,7 @@ class PopulationSelector(ABC):
         return given
 
     def _eligible(self, feasible: Mask) -> Places:
-        """Who of the feasible may be picked; changes nothing."""
+        """Return the feasible clients that may be picked; changes nothing."""
         found = np.flatnonzero(feasible)
         if not len(found):
             raise NoClient(f"none of the {len(self.clients)} clients can be reached: wait until one is there")
@@ -340,17 +339,17 @@ class PopulationSelector(ABC):
 
     @abstractmethod
     def _choose(self, num: int, asked: int, eligible: Places, remaining_s: Floats | None) -> Places:
-        """Exactly `num` of the eligible, in any order."""
+        """Choose exactly `num` of the eligible clients, in any order."""
 
     def _heard(self, at: Places, utility: Floats) -> Floats:
-        """The utilities to remember of clients that took part."""
+        """Return the utilities to store for clients that took part."""
         return utility
 
     def _settings(self) -> State:
         return {}
 
     def _more(self) -> State:
-        """What a kind of selector keeps beside the population."""
+        """Return the state of a subclass beyond the population."""
         return {}
 
     def _load_more(self, more: Mapping[str, Any]) -> None:
@@ -361,10 +360,10 @@ class PopulationSelector(ABC):
 
 
 def statistical_utility(losses: Numbers, size: float | None = None) -> float:
-    """|B| * sqrt(mean of squared losses): what a client can teach, from every sample of its first pass.
+    """Return |B| * sqrt(mean of squared losses), Oort's measure of what a client's data can teach.
 
-    `losses` are per sample, each taken before the update that the sample takes part in. `size` is |B|, where that is
-    not the number of losses: a client that has trained on a part of its data. NaN or infinite losses make it NaN.
+    `losses` has one entry per sample, each taken before the update that the sample takes part in. `size` is |B|, if that is
+    not the number of losses. NaN or infinite losses make it NaN.
     """
     squares = np.square(np.asarray(losses, np.float64))
     if not squares.size:
@@ -373,7 +372,7 @@ def statistical_utility(losses: Numbers, size: float | None = None) -> float:
 
 
 class LossMeter:
-    """The same from losses that come batch by batch, without keeping them."""
+    """Statistical utility and mean from losses that come batch by batch, without keeping them."""
 
     def __init__(self) -> None:
         self.count = 0

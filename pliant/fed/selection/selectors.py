@@ -1,4 +1,19 @@
-"""Selectors."""
+"""Selectors of participants by name: Oort (OSDI'21), random, fastest, power of choice and REFL. Pure.
+
+Oort picks clients by what they teach and how fast they are:
+
+    utility(i) = min(U_i, clip) + sqrt(0.1 ln R / L_i)          U_i: `statistical_utility`; L_i: last round of i
+    score(i)   = utility(i) * (T / t_i)^alpha where t_i > T     T: the preferred duration of a round
+    score(i)   = (1 - f) score(i) + f (most rounds of any client - rounds of i)
+
+Of K participants, (1 - e)K are exploited: drawn by score from all clients with a score of at least `cut_off_util` times
+that of the (1 - e)K-th best. The others were never tried before, and fast ones are preferred. e decays. The pacer raises T
+when rounds teach less. Clients that took part `blacklist_rounds` times are left out.
+
+The presets are those of the paper and of the two programs that implement it. What the paper leaves open is as in its
+artifact. Where the programs differ from the paper, there is a setting; where they crash, any number of clients works.
+A client that was cut has neither taught nor taken part, but its speed is known.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +42,9 @@ from pliant.fed.selection.base import (
 PACERS = ("falling", "flat")
 EXPLORERS = ("speed", "size")
 FLAT, JUMP = 0.1, 5.0
-"""Of the artifact's pacer: a change below the first is flat; one above the second takes T back."""
+"""Thresholds of the artifact's pacer: a relative change below the first is flat; one above the second lowers T."""
 MOST_POINTS = 10.0
-"""Of the clients, in percent, for a step of W * K of them: the paper has many clients, and with few the first step would reach all."""
+"""Limit of the pacer's step W * K, in percent of the clients. The paper has many clients; with few, one step would reach all."""
 NOISY_LEAST = 1e-2
 """The least utility that noise leaves."""
 
@@ -37,51 +52,52 @@ NOISY_LEAST = 1e-2
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "float": (float, int), "float | None": (float, int, type(None)), "int": (int,), "bool": (bool,), "str": (str,),
 }  # fmt: skip
-"""As the fields of the configuration name them: the word "False" would be true."""
+"""Accepted types by the annotations of the config. Strings are not converted: the word "False" would be true."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OortConfig:
-    """The names are the artifact's; the defaults are the paper's."""
+    """Settings of Oort. The names are the artifact's, the defaults the paper's."""
 
     exploration_factor: float = 0.9
     """e of the first round: the share of participants that were never tried before."""
     exploration_decay: float = 0.98
-    """e is multiplied by it from round to round."""
+    """e is multiplied by this from round to round."""
     exploration_min: float = 0.2
     sample_window: float = 5.0
-    """Those to be explored are drawn from so many times as many, the first by `explore_by`."""
+    """Clients to explore are drawn from this many times as many, the best by `explore_by`."""
     explore_by: str = "speed"
-    """speed: by 1/duration, as the paper has it; size: by the samples a client has, less where it is slow (artifact)."""
+    """speed: by 1/duration (paper); size: by number of samples, less if slow (artifact)."""
     round_penalty: float = 2.0
-    """alpha; 0 does not look at durations."""
+    """alpha; 0 ignores durations."""
     round_s: float | None = None
     """T at first, in seconds; None: by `round_threshold`."""
     round_threshold: float = 10.0
-    """T at first: so many percent of the clients are not slower; 100 or more: T is without limit."""
+    """T at first, as the percentage of clients that are not slower; 100 or more: no limit."""
     pacer: str = "falling"
-    """falling: T grows when W rounds taught less than the W before, and is held in seconds (paper); flat: the percentile grows
-    when the utility of the exploited is flat, and shrinks on a jump (artifact)."""
+    """falling: T grows when W rounds taught less than the W before, and is kept in seconds (paper); flat: the percentile grows
+    when the utility of exploited clients is flat, and shrinks on a jump (artifact).
+    """
     pacer_step: int = 20
-    """W: rounds from one look of the pacer to the next."""
+    """W: the number of rounds between two decisions of the pacer."""
     pacer_delta: float | None = None
-    """By how many percent of the clients T's reach grows; None: by W times the number picked, at most 10 %; 0: never."""
+    """By how many percent of the clients T is raised; None: by W times the number picked, at most 10 %; 0: never."""
     clip_bound: float = 0.95
-    """Utilities count at most as much as this quantile of them."""
+    """Utilities are clipped at this quantile."""
     cut_off_util: float = 0.95
-    """Candidates have at least this share of the score of the last one wanted."""
+    """Candidates have at least this share of the score of the last client wanted."""
     pool: float = 1.0
-    """That last one is the so many times (1 - e)K-th."""
+    """The last client wanted is the (1 - e)K-th best times this."""
     normalise: bool = False
-    """Whether utilities are put on a scale from 0 to 1, beside the uncertainty, which is below 1 (artifact)."""
+    """Whether utilities are scaled to 0..1, so that they compare with the uncertainty, which is below 1 (artifact)."""
     blacklist_rounds: int = 10
-    """Who has taken part so often is not picked any more; -1: nobody is left out."""
+    """A client that took part this often is not picked any more; -1: no limit."""
     blacklist_max_len: float = 0.3
     """At most this share of all clients is left out: the ones that took part most."""
     fairness: float = 0.0
-    """f: 0 looks at utility alone, 1 lets everybody take part equally often."""
+    """f: 0 uses utility alone, 1 lets all clients take part equally often."""
     noise_factor: float = 0.0
-    """Reported utilities get normal noise of so many times their mean."""
+    """Reported utilities get normal noise with this many times their mean as deviation."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -117,7 +133,7 @@ FEDSCALE = replace(
 )  # fmt: skip
 PRESETS = {"paper": PAPER, "artifact": ARTIFACT, "fedscale": FEDSCALE}
 OVERCOMMIT = {"paper": 1.3, "artifact": 1.1, "fedscale": 1.3}
-"""How many are invited for each one that is waited for; it is the rounds that do it."""
+"""How many clients each preset invites for one that is waited for; applied by the rounds, not by the selector."""
 
 
 def preset(name: str) -> OortConfig:
@@ -127,13 +143,13 @@ def preset(name: str) -> OortConfig:
 
 
 def staleness(round_number: int, last_round: npt.NDArray[Any]) -> Floats:
-    """What is added for not having been heard for long: sqrt(0.1 ln R / L)."""
+    """Return the bonus for clients that have not taken part for long: sqrt(0.1 ln R / L)."""
     found: Floats = np.sqrt(0.1 * np.log(round_number) / last_round)
     return found
 
 
 def penalty(duration_s: Floats, round_s: float, alpha: float) -> Floats:
-    """(T/t)^alpha for those slower than T, 1 for others and for those of unknown speed."""
+    """Return (T/t)^alpha for clients slower than T, 1 for others and for those of unknown speed."""
     if alpha == 0 or round_s == float("inf"):
         return np.ones_like(duration_s)
     found: Floats = np.fmin(round_s / duration_s, 1.0) ** alpha
@@ -141,10 +157,10 @@ def penalty(duration_s: Floats, round_s: float, alpha: float) -> Floats:
 
 
 def clipped(utility: Floats, bound: float, *, normalise: bool = False) -> Floats:
-    """Utilities, none above their quantile `bound`; `normalise` puts them between 0 and 1.
+    """Clip utilities at their quantile `bound`; `normalise` scales them to 0..1.
 
-    The quantile is of those above 0, as in the artifact. Its scale ends at the greatest utility, so that one outlier
-    makes all others equal; this one ends at the quantile.
+    The quantile is taken of positive utilities, as in the artifact. The artifact's scale ends at the greatest utility, so that
+    one outlier makes all others equal; this one ends at the quantile.
     """
     positive = utility[utility > 0]
     if not len(positive):
@@ -158,7 +174,7 @@ def clipped(utility: Floats, bound: float, *, normalise: bool = False) -> Floats
 
 
 class Oort(PopulationSelector):
-    """Oort with the settings of a paper or of a program, or others."""
+    """Oort's training selector."""
 
     KIND = "oort"
 
@@ -166,24 +182,24 @@ class Oort(PopulationSelector):
         super().__init__(seed=seed)
         self.config = config
         self.percentile = config.round_threshold
-        """T as a percentile; the `flat` pacer moves it."""
+        """T as a percentile; changed by the `flat` pacer."""
         self.preferred_s: float | None = config.round_s
-        """T in seconds, as the `falling` pacer holds it; None before the first round."""
+        """T in seconds, as the `falling` pacer keeps it; None before the first round."""
         self._taught: list[float] = []
-        """What each of the last 2W rounds has brought."""
+        """Utility of each of the last 2W rounds."""
         self._sum, self._count = 0.0, 0
-        """Of the utilities in the present round that the pacer looks at."""
+        """Sum and number of the utilities of the present round that the pacer uses."""
         self._exploited: Places = np.empty(0, np.intp)
-        """Those of the present round that were picked for their score."""
+        """Clients of the present round that were picked for their score."""
 
     def exploration(self, rounds_before: int) -> float:
-        """e of a round."""
+        """Return e after `rounds_before` rounds."""
         config = self.config
         floor = min(config.exploration_min, config.exploration_factor)
         return max(config.exploration_factor * config.exploration_decay**rounds_before, floor)
 
     def blacklist(self) -> Mask:
-        """Who has taken part often enough, one bool per registered client."""
+        """Return one bool per registered client: whether it has taken part often enough."""
         often: Mask = self.clients.rounds >= self.config.blacklist_rounds
         if self.config.blacklist_rounds < 0:
             often[:] = False
@@ -195,7 +211,7 @@ class Oort(PopulationSelector):
         return left_out & often
 
     def scores(self, places: Places, round_s: float) -> Floats:
-        """Of tried clients, for the present round. Who was only ever cut counts as teaching what others do on average."""
+        """Return the scores of tried clients. A client that was only ever cut gets the mean utility of the others."""
         config, known = self.config, self.clients
         last_round = known.last_round[places]
         heard = last_round > 0
@@ -224,7 +240,7 @@ class Oort(PopulationSelector):
     def _choose(self, num: int, asked: int, eligible: Places, remaining_s: Floats | None) -> Places:
         self._pace(asked)
         round_s = self._round_s()
-        # who was cut has been tried: the slowest would else be explored for ever
+        # A client that was cut has been tried; otherwise the slowest would be explored for ever.
         tried = self.clients.explored[eligible] | (self.clients.cut_round[eligible] > 0)
         known, fresh = eligible[tried], eligible[~tried]
         share = self.exploration(self.round - 1)
@@ -259,7 +275,7 @@ class Oort(PopulationSelector):
         return fresh[first[sample(self._rng, weights[first], num)]]
 
     def _round_s(self) -> float:
-        """T of this round."""
+        """Return T of this round."""
         if self.config.pacer == "flat" and self.config.round_s is None:
             return self._percentile_s()
         if self.preferred_s is None:
@@ -267,7 +283,7 @@ class Oort(PopulationSelector):
         return self.preferred_s
 
     def _percentile_s(self) -> float:
-        """No limit from 100 % on."""
+        """Return T by the percentile; no limit from 100 % on."""
         known = self._known_s()
         if self.percentile >= 100 or not len(known):
             return float("inf")
@@ -279,7 +295,7 @@ class Oort(PopulationSelector):
         return durations[~np.isnan(durations)]
 
     def _pace(self, asked: int) -> None:
-        """Take down what the last round has brought, and every W rounds look at the last 2W."""
+        """Add the utility of the last round, and every W rounds compare the last W with the W before."""
         before, step = self.round - 1, self.config.pacer_step
         if not before:
             return
@@ -298,13 +314,13 @@ class Oort(PopulationSelector):
             self.percentile = max(points := self._points(asked), self.percentile - points)
 
     def _points(self, asked: int) -> float:
-        """How many percent of the clients T's reach grows by."""
+        """Return by how many percent of the clients T is raised."""
         if self.config.pacer_delta is not None:
             return self.config.pacer_delta
         return min(MOST_POINTS, 100 * self.config.pacer_step * asked / max(len(self.clients), 1))
 
     def _relax(self, asked: int) -> None:
-        """T's reach grows beyond those that it covers now."""
+        """Raise T to cover more clients than it does now."""
         round_s, known = self._round_s(), self._known_s()
         if not len(known):
             return
@@ -340,7 +356,7 @@ class Oort(PopulationSelector):
 
 
 def _or_median(values: Floats) -> Floats:
-    """With the median in the place of what is unknown; ones, if everything is."""
+    """Replace unknown values by the median; by ones if all are unknown."""
     unknown = np.isnan(values)
     if not unknown.any():
         return values
@@ -349,11 +365,11 @@ def _or_median(values: Floats) -> Floats:
 
 
 MOST_TIMES_LONGER = 10
-"""PyramidFL lets nobody train more than this many times longer than asked."""
+"""PyramidFL's limit on how many times longer a client trains than asked."""
 
 
 class Random(PopulationSelector):
-    """Everybody who is feasible, with equal chances."""
+    """Picks feasible clients with equal chances."""
 
     KIND = "random"
 
@@ -362,7 +378,7 @@ class Random(PopulationSelector):
 
 
 class Fastest(PopulationSelector):
-    """The fastest, always; those of unknown speed last, and of equals the first registered."""
+    """Picks the fastest clients; those of unknown speed last, and of equals the first registered."""
 
     KIND = "fastest"
 
@@ -372,10 +388,10 @@ class Fastest(PopulationSelector):
 
 
 class PowerOfChoice(PopulationSelector):
-    """`factor` * num candidates, drawn by size; of these the ones with the greatest loss.
+    """Draws `factor` * num candidates by size, and picks those with the greatest loss.
 
-    A client's loss is the one it had when it last took part (rpow-d: nothing is computed for those not picked), or, if
-    it told none, its utility per sample. Who was never heard goes before all others.
+    The loss is that of the client's last participation (rpow-d: nothing is computed for clients that are not picked), or its
+    utility per sample if it reported none. Clients without any report go first.
     """
 
     KIND = "power-of-choice"
@@ -392,7 +408,7 @@ class PowerOfChoice(PopulationSelector):
         loss = self.clients.loss[drawn]
         loss = np.where(np.isnan(loss), self.clients.utility[drawn] / size[drawn], loss)
         loss[~self.clients.explored[drawn]] = np.inf
-        # candidates are told in the order of registration: equals must not be picked by it
+        # Candidates are in the order of registration, which must not decide among equals.
         order = self._rng.permutation(len(drawn))
         return drawn[order[greatest(loss[order], num)]]
 
@@ -401,11 +417,11 @@ class PowerOfChoice(PopulationSelector):
 
 
 class Refl(PopulationSelector):
-    """Those first who will be away soonest, as long as they can finish; nobody again within `rest_rounds` rounds.
+    """REFL: picks clients that will be unavailable soonest but can finish, and none again within `rest_rounds` rounds.
 
-    How long clients stay is a prediction (`remaining_s` of `select`), which is right with probability `accuracy`: where
-    it is wrong, it is that of somebody else. Without one, and among equals, chance decides. Those at rest, and those who
-    would be gone before they are done, are picked only where the others do not suffice.
+    How long clients stay is a prediction (`remaining_s` of `select`) that is right with probability `accuracy`; if it is wrong,
+    it is that of another client. Without a prediction, and among equals, chance decides. Clients that rest or would leave
+    before they finish are picked only if the others do not suffice.
     """
 
     KIND = "refl"
@@ -439,7 +455,7 @@ class Refl(PopulationSelector):
         return np.where(wrong, self._rng.permutation(stays_s), stays_s)
 
     def _least(self, values: Floats, num: int) -> Places:
-        """Places of the `num` least values; of equals any."""
+        """Return the indices of the `num` least values; of equals any."""
         if num >= len(values):
             return np.arange(len(values))
         if not num:
@@ -456,11 +472,10 @@ class Refl(PopulationSelector):
 def local_steps(
     steps: int, duration_s: Numbers, compute_s: Numbers, *, round_s: float | None = None, beta: float = 1.0
 ) -> npt.NDArray[np.int64]:
-    """How many local steps each participant makes, so that it is done about when the slowest is.
+    """Return how many local steps each participant makes to finish about when the slowest does (PyramidFL).
 
-    Steps are multiplied by min(10, beta * floor(spare time / time of a step) / steps) + 1; none makes fewer than asked.
-    `duration_s` is all of a participant's round, `compute_s` the part of it that goes into its steps; `round_s` is when
-    the round ends, by default when the slowest is done.
+    Steps are multiplied by min(10, beta * floor(spare time / time of a step) / steps) + 1. `duration_s` is a participant's
+    whole round, `compute_s` the part spent on steps; `round_s` is when the round ends, by default with the slowest.
     """
     if steps < 1:
         raise ConfigError(f"steps={steps}: use 1 or more")
@@ -474,7 +489,7 @@ def local_steps(
     if not took_s.size:
         return np.empty(0, np.int64)
     ends_s = float(took_s.max()) if round_s is None else round_s
-    # a step's time is rounded: 0.3 s of spare time have room for three steps of 0.1 s
+    # the time of a step is rounded: 0.3 s of spare time have room for three steps of 0.1 s
     more = np.floor(np.maximum(ends_s - took_s, 0.0) / (computed_s / steps) + 1e-9)
     times_longer = np.minimum(MOST_TIMES_LONGER, beta * more / steps)
     return np.floor(steps * (times_longer + 1) + 1e-9).astype(np.int64)
@@ -487,10 +502,10 @@ NAMES = (*KINDS, Oort.KIND)
 
 
 def make_selector(name: str, *, seed: int = 233, **options: float | str | None) -> PopulationSelector:
-    """The selector of that name. Options of `oort`: `preset`, and the names of `OortConfig`.
+    """Create the selector of that name. Options of `oort`: `preset`, and the fields of `OortConfig`.
 
     Raises:
-        ConfigError: an unknown name or option, or a value that cannot be.
+        ConfigError: an unknown name or option, or an impossible value.
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ConfigError(f"selector {name}: seed={seed!r}: use a whole number of 0 or more")

@@ -1,4 +1,9 @@
-"""Testing."""
+"""Selects the clients that test a model (Oort, OSDI'21): by the deviation of their mean, or by a number of samples of each class. Pure.
+
+Given how many samples each client has time for, samples go from clients to classes like a flow with whole-numbered limits,
+so a flow in whole numbers exists where any exists. HiGHS only decides which clients take part. It is limited by the nodes
+of its search and not by time, so that the answer does not depend on the machine.
+"""
 
 from __future__ import annotations
 
@@ -16,32 +21,30 @@ from pliant.fed.selection.base import Floats, Ids, Numbers, Places
 Counts = npt.NDArray[np.int64]
 
 NODES = 20
-"""Of HiGHS' search, for one question."""
+"""Nodes of HiGHS' search for one question."""
 NEAR = 0.1
-"""How close to the fewest clients is close enough, once it has found a choice."""
+"""Relative gap to the fewest clients at which HiGHS stops."""
 TIGHT = 6000
-"""Up to so many pairs of client and class, each pair gets a limit of its own: bounds are far better, and take far longer."""
+"""Up to this many pairs of client and class, each pair has its own limit: far better bounds, which take far longer."""
 POOL = 1.5
-"""It searches among so many times the clients that may be chosen."""
+"""HiGHS searches among this many times the clients that may be chosen."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cover:
-    """What HiGHS found."""
+    """Clients that can meet a request, as found by HiGHS."""
 
     clients: Places | None
-    """Who can meet the request; None if no choice was found."""
+    """None if no choice was found."""
     at_least: int
-    """No choice has fewer clients."""
+    """No choice has fewer clients than this."""
 
 
 def flow(samples: Counts, room: Counts, wanted: Counts) -> Counts | None:
-    """Samples, clients by classes, within what each has and has room for, that sum up to what is wanted; None if there are none."""
-    try:
-        from scipy import sparse  # type: ignore[import-untyped]
-        from scipy.sparse.csgraph import maximum_flow  # type: ignore[import-untyped]
-    except ImportError:
-        raise _no_scipy() from None
+    """Return a matrix of samples (clients x classes) within each client's samples and room that sums up to `wanted`; None if there is none."""
+    from scipy import sparse  # type: ignore[import-untyped]
+    from scipy.sparse.csgraph import maximum_flow  # type: ignore[import-untyped]
+
     there = np.flatnonzero(room > 0)
     num, classes = len(there), len(wanted)
     if not num:
@@ -62,10 +65,10 @@ def flow(samples: Counts, room: Counts, wanted: Counts) -> Counts | None:
 
 
 def few_clients(samples: Counts, room: Counts, wanted: Counts, most: int) -> Cover:
-    """At most `most` clients that meet what is wanted within their room.
+    """Choose at most `most` clients that meet `wanted` within their room.
 
-    First HiGHS takes part of clients, too: what it needs then is a bound, and the clients it takes most of are tried.
-    Then it searches among those that had a part, and a few more.
+    First HiGHS may take fractions of clients: the sum is a lower bound, and the clients with the largest fractions are tried.
+    Then it searches among the clients that had a fraction, and a few more.
     """
     there = np.flatnonzero(np.minimum(room, np.minimum(samples, wanted).sum(1)))
     parts = _shares(samples[there], room[there], wanted)
@@ -87,18 +90,16 @@ def few_clients(samples: Counts, room: Counts, wanted: Counts, most: int) -> Cov
 
 
 def _shares(samples: Counts, room: Counts, wanted: Counts, most: int | None = None) -> Floats | None:
-    """How much of each client takes part: least in all, and with `most` either all of it or nothing. None: not found."""
-    try:
-        from scipy import sparse
-        from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
-    except ImportError:
-        raise _no_scipy() from None
+    """Return the least fraction of each client that is needed; with `most`, each is 0 or 1. None if not found."""
+    from scipy import sparse
+    from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+
     has = np.minimum(samples, wanted)
     client, kind = np.nonzero(has)
     num, arcs = len(samples), len(client)
     total, numbers = arcs + num, np.arange(num)
     met = sparse.csr_matrix((np.ones(arcs), (kind, np.arange(arcs))), (len(wanted), total))
-    # who takes no part brings nothing; the least such limit makes the relaxation tight
+    # a client with fraction 0 brings nothing; the least such limit makes the relaxation tight
     brings = np.minimum(room, has.sum(1))
     within = sparse.csr_matrix(
         (np.concatenate([np.ones(arcs), -brings]), (np.concatenate([client, numbers]), np.arange(total))), (num, total)
@@ -130,12 +131,8 @@ def _shares(samples: Counts, room: Counts, wanted: Counts, most: int | None = No
     return None if found.x is None else found.x[arcs:]
 
 
-def _no_scipy() -> ConfigError:
-    return ConfigError("choosing testers by category needs SciPy: pip install 'pliant[fed]'")
-
-
 GAP = 0.05
-"""A time this much above what can be reached, at most, is good enough."""
+"""Relative distance from the best reachable time that is good enough."""
 SOLVES = 8
 """How often HiGHS is asked, at most."""
 METHODS = ("greedy", "solve")
@@ -144,14 +141,14 @@ METHODS = ("greedy", "solve")
 def clients_for_deviation(
     deviation: float, *, value_range: float, num_clients: int, confidence: float = 0.95, overcommit: float = 1.0
 ) -> int:
-    """How many clients must be drawn, so that their mean is off by at most `deviation` with this confidence.
+    """Return how many clients must be drawn so that their mean deviates by at most `deviation` with this confidence.
 
-    n = (N + 1) / (1 - 2N/ln(1 - confidence) * (deviation/range)^2), by Hoeffding and Serfling's bound for draws without
-    replacement. `value_range` is the greatest difference between two clients' values; `overcommit` makes up for those
-    who will not answer.
+    n = (N + 1) / (1 - 2N/ln(1 - confidence) * (deviation/range)^2), by the bound of Hoeffding and Serfling for draws without
+    replacement. `value_range` is the greatest difference between two clients' values; `overcommit` compensates for clients
+    that will not answer.
 
     Raises:
-        ConfigError: a value that cannot be.
+        ConfigError: an impossible value.
     """
     for name, value in (("deviation", deviation), ("value_range", value_range)):
         if not 0 < value < math.inf:
@@ -175,7 +172,7 @@ def by_deviation(
     overcommit: float = 1.0,
     rng: np.random.Generator,
 ) -> Ids:
-    """So many of the clients as the deviation needs, each with the same chance, ascending."""
+    """Draw as many clients as the deviation needs, each with the same probability; ascending."""
     ids = np.asarray(clients, np.int64)
     num = clients_for_deviation(
         deviation, value_range=value_range, num_clients=len(ids), confidence=confidence, overcommit=overcommit
@@ -185,18 +182,18 @@ def by_deviation(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holdings:
-    """What clients have, and how fast they are.
+    """The samples of clients by class, and how fast the clients are.
 
     Raises (when made):
-        ConfigError: arrays that do not fit together, or values that cannot be.
+        ConfigError: arrays that do not fit together, or impossible values.
     """
 
     samples: Counts
-    """Clients by classes."""
+    """Number of samples, clients x classes."""
     sample_s: Floats
-    """Seconds per sample, of each client."""
+    """Seconds per sample of each client."""
     transfer_s: Floats
-    """Seconds until it has the model."""
+    """Seconds until each client has the model."""
 
     def __post_init__(self) -> None:
         if self.samples.ndim != 2 or self.samples.dtype.kind not in "iu" or (self.samples < 0).any():
@@ -212,14 +209,14 @@ class Holdings:
 
     @classmethod
     def of(cls, samples: npt.ArrayLike, *, sample_ms: Numbers, kbit_s: Numbers, model_kbit: float) -> Holdings:
-        """From a device table."""
+        """Use the speeds of a device table."""
         rates = np.asarray(kbit_s, np.float64)
         if not (rates > 0).all():
             raise ConfigError("kbit_s: give the rate of each client's link, above 0")
         return cls(np.asarray(samples), np.asarray(sample_ms, np.float64) / 1e3, model_kbit / rates)
 
     def room(self, within_s: float) -> Counts:
-        """How many samples each client can get through in so many seconds."""
+        """Return how many samples each client can test in `within_s` seconds."""
         room = np.floor(np.maximum((within_s - self.transfer_s) / self.sample_s, 0.0) + 1e-9)
         found: Counts = np.minimum(room, self.samples.sum(1)).astype(np.int64)
         return found
@@ -230,16 +227,16 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TesterSelection:
-    """Which clients test how many samples of each class."""
+    """The chosen clients, and how many samples of each class each of them tests."""
 
-    __test__ = False  # for pytest, which takes the name for a test's
+    __test__ = False  # the name looks like a test to pytest
 
     clients: Places
-    """Their places in the holdings, ascending."""
+    """Indices in the holdings, ascending."""
     samples: Counts
-    """These clients by classes; the sums over clients are the request."""
+    """Chosen clients x classes; the sums over clients are the request."""
     duration_s: float
-    """Until the last one is done."""
+    """Seconds until the last client finishes."""
     bound_s: float
     """No choice within the budget is faster than this."""
 
@@ -247,14 +244,14 @@ class TesterSelection:
 def by_category(
     holdings: Holdings, request: Numbers, *, budget: int | None = None, method: str = "solve", gap: float = GAP
 ) -> TesterSelection:
-    """As many samples of each class as requested, exactly, from at most `budget` clients, in about the least time.
+    """Choose at most `budget` clients that test exactly the requested number of samples of each class, in about the least time.
 
-    `greedy` is quicker; `solve` ends within `gap` of the least time, or after a fixed number of tries. What comes back
-    depends on the arguments alone, and not on how fast this machine is.
+    `greedy` is quicker; `solve` ends within `gap` of the least time, or after a fixed number of tries. The result depends on
+    the arguments alone, and not on how fast this machine is.
 
     Raises:
         CapacityError: the request cannot be met; the message says what is short.
-        ConfigError: a value that cannot be, or SciPy is not installed.
+        ConfigError: an impossible value.
     """
     wanted = _checked(holdings, request, budget, method, gap)
     most = len(holdings.samples) if budget is None else min(budget, len(holdings.samples))
@@ -301,7 +298,7 @@ def _checked(holdings: Holdings, request: Numbers, budget: int | None, method: s
 
 
 def _bisected(good: Callable[[float], bool], low_s: float, high_s: float, steps: int = 60) -> tuple[float, float]:
-    """A time that is too short, or the least there is, and a good one, close together; the last one must be good."""
+    """Return a time that is too short (or the least possible) and one that is good, close together; `high_s` must be good."""
     for _ in range(steps):
         if high_s <= low_s * (1 + 1e-4):
             break
@@ -311,7 +308,7 @@ def _bisected(good: Callable[[float], bool], low_s: float, high_s: float, steps:
 
 
 def _could(samples: Counts, room: Counts, wanted: Counts, most: int) -> bool:
-    """Whether the `most` largest contributions suffice, in all and in each class; if not, nothing does."""
+    """Return whether the `most` largest contributions suffice, in all and in each class; if not, no choice does."""
     in_all = np.minimum(room, np.minimum(samples, wanted).sum(1))
     by_class = np.minimum(samples, room[:, None])
     first = max(len(samples) - most, 0)
@@ -321,7 +318,7 @@ def _could(samples: Counts, room: Counts, wanted: Counts, most: int) -> bool:
 
 
 def _greedy_choice(holdings: Holdings, wanted: Counts, most: int, low_s: float, high_s: float) -> Places | None:
-    """The clients of the least time in which the greedy rule meets the request; None if it never does."""
+    """Return the clients of the least time in which the greedy rule meets the request; None if it never does."""
     found = greedy(holdings.samples, holdings.room(high_s), wanted, most)
     if found is None:
         return None
@@ -332,12 +329,12 @@ def _greedy_choice(holdings: Holdings, wanted: Counts, most: int, low_s: float, 
 
 
 def greedy(samples: Counts, room: Counts, wanted: Counts, most: int) -> Places | None:
-    """Again and again the client that brings most of what is still wanted; None if `most` do not suffice.
+    """Repeatedly choose the client that brings most of what is still wanted; None if `most` clients do not suffice.
 
-    What a client can bring only shrinks, so an old figure is a bound: only the client on top is looked at again.
+    A client's contribution only shrinks, so an old value is a bound: only the client on top is evaluated again.
     """
     left = wanted.copy()
-    # a client with little room gives the classes that are short first
+    # a client with little room gives scarce classes first
     scarce = np.argsort(-wanted / np.maximum(np.minimum(samples, room[:, None]).sum(0), 1), kind="stable")
     brings = np.minimum(room, np.minimum(samples, left).sum(1)).tolist()
     heap = [(-amount, place) for place, amount in enumerate(brings) if amount]
@@ -357,7 +354,7 @@ def greedy(samples: Counts, room: Counts, wanted: Counts, most: int) -> Places |
 
 
 def _covered(holdings: Holdings, wanted: Counts, most: int, within_s: float) -> Places:
-    """Any clients that meet the request, where the greedy rule found none."""
+    """Return any clients that meet the request, if the greedy rule found none."""
     cover = few_clients(holdings.samples, holdings.room(within_s), wanted, most)
     if cover.clients is None:
         needs = (
@@ -370,7 +367,7 @@ def _covered(holdings: Holdings, wanted: Counts, most: int, within_s: float) -> 
 
 
 def _spread(holdings: Holdings, wanted: Counts, clients: Places, bound_s: float) -> TesterSelection:
-    """The samples over these clients, so that the last one is done as soon as can be."""
+    """Distribute the samples over these clients so that the last one finishes as early as possible."""
     part = holdings.part(clients)
     slowest_s = float((part.transfer_s + part.sample_s * part.samples.sum(1)).max())
     _, within_s = _bisected(lambda each: flow(part.samples, part.room(each), wanted) is not None, bound_s, slowest_s)
@@ -384,7 +381,7 @@ def _spread(holdings: Holdings, wanted: Counts, clients: Places, bound_s: float)
 def _solved(
     holdings: Holdings, wanted: Counts, most: int, best: TesterSelection, possible_s: float, gap: float
 ) -> TesterSelection:
-    """A better choice, if HiGHS finds one: between the bound and the best time so far, the time that was not tried yet."""
+    """Improve the choice with HiGHS: try times between the bound and the best time so far."""
     bound_s, tried_s = best.bound_s, possible_s
     for _ in range(SOLVES):
         if best.duration_s <= tried_s * (1 + gap):
