@@ -171,12 +171,7 @@ class Coordinator:
         self._port = int(listener.getsockname()[1])
         context, certificate = self._tls or (None, b"")
         self._server = ChannelServer(
-            listener,
-            self._secret,
-            self._serve,
-            purpose=messages.PURPOSE,
-            tls=context,
-            certificate=certificate,
+            listener, self._secret, self._serve, purpose=messages.PURPOSE, tls=context, certificate=certificate
         )
         self._server.start()
         return self

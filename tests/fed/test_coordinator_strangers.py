@@ -58,11 +58,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, st
 
 
 def test_with_certificates_it_is_the_same_and_another_is_refused_on_both_sides(
-    ward: Nursery,
-    tmp_path: Path,
-    no_leaks: None,
-    certificates: list[tuple[str, str]],
-    caplog: pytest.LogCaptureFixture,
+    ward: Nursery, tmp_path: Path, no_leaks: None, certificates: list[tuple[str, str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = small()
     (mine, key), (stranger, _) = certificates

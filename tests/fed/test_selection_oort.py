@@ -216,11 +216,7 @@ def test_the_artifacts_pacer_relaxes_when_flat_and_tightens_on_a_jump() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    rounds=st.lists(st.integers(0, 15), min_size=1, max_size=40),
-    after=st.integers(1, 12),
-    cap=st.floats(0, 1),
-)
+@given(rounds=st.lists(st.integers(0, 15), min_size=1, max_size=40), after=st.integers(1, 12), cap=st.floats(0, 1))
 def test_the_blacklist_holds_those_who_took_part_most_up_to_its_cap(rounds: list[int], after: int, cap: float) -> None:
     made = oort(len(rounds), blacklist_rounds=after, blacklist_max_len=cap)
     made.clients.rounds[:] = rounds

@@ -55,11 +55,7 @@ def test_facts_of_the_digits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "sizes"),
-    [
-        ({"partition": "shards", "per_client": 2}, [71, 72]),
-        ({"partition": "iid"}, [143, 144]),
-    ],
+    ("data", "sizes"), [({"partition": "shards", "per_client": 2}, [71, 72]), ({"partition": "iid"}, [143, 144])]
 )
 def test_partitions_by_their_names(data: dict[str, object], sizes: list[int]) -> None:
     assert sizes[0] <= task_of(data).sizes.min() <= task_of(data).sizes.max() <= sizes[1] * 2
