@@ -1,4 +1,4 @@
-"""The `pliant fed` commands: a federated job in the foreground, and a selector on its own."""
+"""The commands `pliant fed run` (a federated job in the foreground) and `pliant fed select` (a selector on its own)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(
     ] = None,
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="The job's name, whatever the file says.")] = "",
     workers: Annotated[
-        str, typer.Option("--workers", metavar="N|HOST:N,...", help="Executors, whatever the file says; 0: none.")
+        str, typer.Option("--workers", metavar="N|HOST:N,...", help="Workers, whatever the file says; 0: none.")
     ] = "",
     resume: Annotated[
         str,
@@ -175,7 +175,7 @@ Shown = tuple[Callable[[str], None], Callable[[str, Any], None]]
 
 @contextlib.contextmanager
 def _shown(folder: FederatedFolder) -> Iterator[Shown]:
-    """What to call with lines, and with facts: a line that moves on a terminal, and the tests."""
+    """Show progress on a terminal; yields a function for lines, and one for facts of the record."""
     console = Console(highlight=False)
     rounds = folder.job().config.rounds
     columns = (TextColumn("round {task.completed:.0f} of {task.total:.0f}"), BarColumn(), TimeElapsedColumn(),
@@ -210,8 +210,8 @@ def select(
     replay: Annotated[
         str, typer.Option("--replay", metavar="FILE|N", help="What clients would bring (JSON), or N that are drawn.")
     ] = "1000",
-    seed: Annotated[int, typer.Option("--seed", help="Of the selector.")] = 233,
-    rounds: Annotated[int, typer.Option("--rounds", help="How many.")] = 60,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the selector.")] = 233,
+    rounds: Annotated[int, typer.Option("--rounds", help="Number of rounds.")] = 60,
     selector: Annotated[
         str,
         typer.Option(
@@ -223,7 +223,7 @@ def select(
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="JSON also on a terminal.")] = False,
 ) -> None:
-    """Whom a selector picks, round after round, when the clients' losses are known. Piped: one JSON object."""
+    """Show which clients a selector picks, round after round, with known losses. Piped: one JSON object."""
     from pliant.fed.config import NamedOptions
     from pliant.fed.rounds.replay import draw_replay, read_replay, replay_selection
 

@@ -1,4 +1,4 @@
-"""A federated task that takes milliseconds, with a gate at which training can be held: for executors that tests start."""
+"""A federated task that takes milliseconds, with a gate at which training can be held: for workers that tests start."""
 
 from __future__ import annotations
 
