@@ -127,10 +127,10 @@ def _from_columns(path: Path, columns: Mapping[str, Floats]) -> Devices:
     for name, column in columns.items():  # by the names that the user gave them
         if column.ndim == 1 and (wrong := np.flatnonzero(~(np.isfinite(column) & (column > 0)))).size:
             raise ConfigError(f"{path}: {name}[{wrong[0]}] is {column[wrong[0]]:g}: speeds are numbers above 0")
-    return _named(path, compute, down, up)
+    return _named_after(path, compute, down, up)
 
 
-def _named(path: Path, compute_ms: Floats, down_kbps: Floats, up_kbps: Floats) -> Devices:
+def _named_after(path: Path, compute_ms: Floats, down_kbps: Floats, up_kbps: Floats) -> Devices:
     try:
         return Devices(compute_ms, down_kbps, up_kbps, path.name)
     except ConfigError as error:
@@ -157,12 +157,12 @@ def _from_pickle(path: Path) -> Devices:
             values = row if isinstance(row, (list, tuple)) else ()
         if len(values) != 2 or not all(isinstance(each, (int, float)) for each in values):
             raise ConfigError(
-                f"{path}: device {name!r} is {_short(row)}; FedScale has {{computation, communication}}, the artifact two numbers"
+                f"{path}: device {name!r} is {row!r:.60}; FedScale has {{computation, communication}}, the artifact two numbers"
             )
         compute.append(values[0])
         link.append(values[1])
     both = np.array(link, dtype=np.float64)
-    return _named(path, np.array(compute, dtype=np.float64), both, both)
+    return _named_after(path, np.array(compute, dtype=np.float64), both, both)
 
 
 def in_order(found: Mapping[object, object]) -> list[tuple[object, object]]:
@@ -170,11 +170,6 @@ def in_order(found: Mapping[object, object]) -> list[tuple[object, object]]:
     if all(isinstance(name, int) for name in found):
         return sorted(found.items(), key=lambda item: int(str(item[0])))
     return list(found.items())
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) < 60 else text[:57] + "..."
 
 
 def synthetic_devices(num_clients: int, *, seed: int = 0) -> Devices:

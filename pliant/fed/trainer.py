@@ -19,12 +19,20 @@ import torch
 from torch import Tensor, nn
 
 from pliant.errors import CheckpointError, ConfigError, TrainError
-from pliant.fed import local_steps
 from pliant.fed.aggregation import FedProx, make_aggregator
 from pliant.fed.config import FedConfig
 from pliant.fed.data.task import Task
 from pliant.fed.layered import Layered
-from pliant.fed.local_steps import BatchedTrainer, Feed, seed_of_draws, stream
+from pliant.fed.local_steps import (
+    BatchedTrainer,
+    Feed,
+    batched_trainer_for,
+    make_optimizer,
+    move_parameters,
+    seed_of_draws,
+    stream,
+    traced_layers,
+)
 from pliant.fed.selection.base import LossMeter
 from pliant.fed.work import Evaluation, Score, Trained, Training, Unit, UnitResult, Update, Weights
 
@@ -80,11 +88,11 @@ class ClientTrainer:
     @cached_property
     def together(self) -> BatchedTrainer | None:
         """How several clients are trained at once; None if the model does not allow it."""
-        return local_steps.batched_trainer_for(self.task, self.module, self._layers)
+        return batched_trainer_for(self.task, self.module, self._layers)
 
     @cached_property
     def _layers(self) -> Layered | None:
-        return local_steps.traced_layers(self.task, self.module)
+        return traced_layers(self.task, self.module)
 
     def _in_turn(self, start: Weights, client: int, steps: int, unit: Training) -> Trained:
         """Train one client with a plain loop."""
@@ -98,17 +106,27 @@ class ClientTrainer:
         module.train()
         seed(self.device, seed_of_draws(self.task, (client,), unit.round_number))
         learning = [each for each in module.parameters() if each.requires_grad]
-        step = Step(local_steps.make_optimizer(local, unit.lr), learning, self._anchors(start), self.mu)
-        seen = []
+        anchors = [a for a, each in zip(start.parameters, module.parameters(), strict=True) if each.requires_grad]
+        optimizer = make_optimizer(local, unit.lr)
+        moved: list[Tensor] = []
+        near: list[Tensor] = []
+        seen, used = [], None
         for at in range(0, steps * size, size):
             losses = self.task.loss(module(inputs[at : at + size]), labels[at : at + size])
-            step(torch.autograd.grad(losses.mean(), learning, allow_unused=True))
+            gradients = torch.autograd.grad(losses.mean(), learning, allow_unused=True)
+            now = [each is not None for each in gradients]
+            if used is None:
+                # Parameters that the loss does not depend on stay as they are, as with torch's optimizers.
+                used, near = now, list(itertools.compress(anchors, now))
+                moved = [each.detach() for each in itertools.compress(learning, now)]
+            elif now != used:
+                raise TrainError(
+                    "the loss depends on other parameters in each step: let the model use all in every step"
+                )
+            move_parameters(optimizer, moved, [each for each in gradients if each is not None], near, self.mu)
             seen.append(losses.detach())
         end = Weights([each.detach() for each in module.parameters()], list(module.buffers()))
         return self._brought(client, to(start.change_to(end), torch.device("cpu")), torch.cat(seen))
-
-    def _anchors(self, start: Weights) -> list[Tensor]:
-        return [a for a, each in zip(start.parameters, self.module.parameters(), strict=True) if each.requires_grad]
 
     def _brought(self, client: int, change: Weights, losses: Tensor) -> Trained:
         """Make the result of a client; `losses` are those of its stream, of which the first pass counts."""
@@ -131,27 +149,6 @@ class ClientTrainer:
                 inputs, labels = self._test.part(begin, min(begin + PART, unit.end))
                 score += scored(self.module(inputs) if known is None else known.alone(self.module, inputs), labels)
         return score
-
-
-class Step:
-    """Changes the parameters that the loss depends on; others stay as they are, as with torch's optimizers."""
-
-    def __init__(
-        self, optimizer: local_steps.LocalOptimizer, parameters: Sequence[Tensor], anchors: Sequence[Tensor], mu: float
-    ) -> None:
-        self._optimizer, self._mu = optimizer, mu
-        self._all = [each.detach() for each in parameters], list(anchors)
-        self._used: list[bool] | None = None
-
-    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        used = [each is not None for each in gradients]
-        if self._used is None:
-            self._used = used
-            self._parameters, self._anchors = (list(itertools.compress(each, used)) for each in self._all)
-        elif used != self._used:
-            raise TrainError("the model's loss depends on other parameters in each step: let it use all in every step")
-        along = [each for each in gradients if each is not None]
-        local_steps.move_parameters(self._optimizer, self._parameters, along, self._anchors, self._mu)
 
 
 def scored(outputs: Tensor, labels: Tensor) -> Score:

@@ -99,7 +99,7 @@ def test_folded_in_the_order_of_arrival_the_bits_would_differ() -> None:
 # What happens to workers
 
 
-def test_an_worker_is_killed_and_another_joins(
+def test_a_worker_is_killed_and_another_joins(
     ward: Nursery, tmp_path: Path, no_leaks: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = small(tmp_path)
@@ -234,7 +234,7 @@ def test_the_coordinator_is_killed_and_goes_on_from_its_checkpoint(ward: Nursery
     assert all("lost the coordinator" in child.said() for child in workers)
 
 
-def test_the_job_ends_while_an_worker_is_at_work(ward: Nursery, tmp_path: Path, no_leaks: None) -> None:
+def test_the_job_ends_while_a_worker_is_at_work(ward: Nursery, tmp_path: Path, no_leaks: None) -> None:
     """It finishes what nobody wants any more, and ends well."""
     config = small(tmp_path)
     with Coordinator(config, secret=SECRET) as coordinator:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -171,9 +170,3 @@ def test_what_is_short_is_named() -> None:
 def test_mistakes_are_named(call: Any, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         call(Holdings(np.array([[3, 0], [2, 5]]), np.ones(2), np.ones(2)))
-
-
-def test_without_scipy_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(ConfigError, match=r"needs SciPy: pip install 'pliant\[fed\]'"):
-        by_category(Holdings(np.array([[3]]), np.ones(1), np.ones(1)), [1])

@@ -27,45 +27,36 @@ class TensorBoardEvents:
     """TensorBoard events under FedScale's names; written anew when a job is resumed. Does nothing without TensorBoard's writer."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._writer: Any = None
-
-    def open(self) -> None:
-        for old in self._folder.glob("events.out.tfevents.*"):
+        for old in folder.glob("events.out.tfevents.*"):
             old.unlink(missing_ok=True)
+        self._writer: Any = None
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            log.info(
-                "no TensorBoard events, as its writer is not installed (%s): pip install 'pliant[tensorboard]'", error
-            )
+            log.info("no TensorBoard events, for lack of its writer (%s): pip install 'pliant[tensorboard]'", error)
+        else:
+            self._writer = SummaryWriter(str(folder))
+
+    def add_round(self, done: Round) -> None:
+        if self._writer is None:
             return
-        self._writer = SummaryWriter(str(self._folder))
-
-    def round(self, done: Round) -> None:
-        minutes = int(done.clock_s / 60)
         if done.loss is not None:
-            self._add("Train/round_to_loss", done.loss, done.round)
-            self._add("Train/time_to_train_loss (min)", done.loss, minutes)
-        self._add("Train/round_duration (min)", done.duration_s / 60, done.round)
-        if self._writer is not None and done.client_s:
-            self._writer.add_histogram(
-                "Train/client_duration (min)", np.array([each / 60 for each in done.client_s]), done.round
-            )
+            self._writer.add_scalar("Train/round_to_loss", done.loss, done.round)
+            self._writer.add_scalar("Train/time_to_train_loss (min)", done.loss, int(done.clock_s / 60))
+        self._writer.add_scalar("Train/round_duration (min)", done.duration_s / 60, done.round)
+        if done.client_s:
+            self._writer.add_histogram("Train/client_duration (min)", np.array(done.client_s) / 60, done.round)
 
-    def test(self, point: Point) -> None:
-        self._add("Test/round_to_accuracy", point.accuracy, point.round)
-        self._add("Test/time_to_test_accuracy (min)", point.accuracy, int(point.clock_s / 60))
+    def add_test(self, point: Point) -> None:
+        if self._writer is None:
+            return
+        self._writer.add_scalar("Test/round_to_accuracy", point.accuracy, point.round)
+        self._writer.add_scalar("Test/time_to_test_accuracy (min)", point.accuracy, int(point.clock_s / 60))
         if point.loss is not None:
-            self._add("Test/round_to_loss", point.loss, point.round)
+            self._writer.add_scalar("Test/round_to_loss", point.loss, point.round)
         if point.epsilon is not None:
-            self._add("Privacy/epsilon", point.epsilon, point.round)
-        if self._writer is not None:
-            self._writer.flush()
-
-    def _add(self, name: str, value: float, step: int) -> None:
-        if self._writer is not None:
-            self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar("Privacy/epsilon", point.epsilon, point.round)
+        self._writer.flush()
 
     def close(self) -> None:
         if self._writer is not None:
@@ -73,7 +64,7 @@ class TensorBoardEvents:
             self._writer = None
 
 
-RECORD, PERF, BOARD = "record.jsonl", "training_perf", "tensorboard"
+RECORD, PERF, TENSORBOARD = "record.jsonl", "training_perf", "tensorboard"
 TASKS = {"speech": "speech", "play": "nlp", "posts": "nlp"}
 """The artifact's names for kinds of data; `cv` for all others."""
 MAY_CHANGE = ("rounds", "target", "checkpoint_every")
@@ -93,7 +84,7 @@ class JobRecorder:
         self._say, self._watch = say, watch
         self._config: FedConfig | None = None
         self._recorder: Recorder | None = None
-        self._board: TensorBoardEvents | None = None
+        self._events: TensorBoardEvents | None = None
         self._lock = -1
 
     def begin(self, config: FedConfig, resumed_at: int | None, facts: Mapping[str, Any]) -> None:
@@ -123,12 +114,11 @@ class JobRecorder:
         self._hold(folder)
         self._take_back(record, config, resumed_at)
         self._recorder = Recorder(record)
-        self._board = TensorBoardEvents(folder / BOARD)
-        self._board.open()
+        self._events = TensorBoardEvents(folder / TENSORBOARD)
         for done in self.history.rounds:
-            self._board.round(done)
+            self._events.add_round(done)
         for point in self.history.points:
-            self._board.test(point)
+            self._events.add_test(point)
 
     def _hold(self, folder: Path) -> None:
         """Keep other processes from writing the same files; the lock ends with this process."""
@@ -179,15 +169,15 @@ class JobRecorder:
     def round(self, done: Round) -> None:
         self.history.rounds.append(done)
         self._fact("round", done.round, done.as_json())
-        if self._board is not None:
-            self._board.round(done)
+        if self._events is not None:
+            self._events.add_round(done)
 
     def test(self, point: Point) -> None:
         self.history.points.append(point)
         self._fact("test", point.round, point.as_json())
         self._write_perf()
-        if self._board is not None:
-            self._board.test(point)
+        if self._events is not None:
+            self._events.add_test(point)
         if self._say is not None:
             self._say(_line(point))
 
@@ -212,9 +202,9 @@ class JobRecorder:
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        if self._events is not None:
+            self._events.close()
+            self._events = None
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

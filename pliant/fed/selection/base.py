@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -165,28 +165,6 @@ def believed(values: Floats | None, *, zero: bool, otherwise: float) -> Floats |
         return None
     inside = (values >= BELIEVED[0]) & (values <= BELIEVED[1])
     return np.where(inside | (values == 0) if zero else inside, values, otherwise)
-
-
-class Selector(Protocol):
-    """Picks the participants of a round; `selectors.make_selector` creates one by its name."""
-
-    def register(self, clients: Numbers, *, duration_s: Numbers | None = None, size: Numbers | None = None) -> None: ...
-
-    def feedback(
-        self,
-        clients: Numbers,
-        *,
-        utility: Numbers | None = None,
-        loss: Numbers | None = None,
-        duration_s: Numbers | None = None,
-        finished: Sequence[bool] | Mask | None = None,
-    ) -> None: ...
-
-    def select(self, num: int, feasible: Numbers | None = None, *, remaining_s: Numbers | None = None) -> Ids: ...
-
-    def state_dict(self) -> State: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class PopulationSelector(ABC):

@@ -11,8 +11,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pliant.errors import ConfigError, TrainError
@@ -181,15 +179,6 @@ def test_the_fold_has_the_bits_of_single_operations() -> None:
     assert new.parameters[0].numpy().tobytes() == total.tobytes()
 
 
-def test_streamed_updates_give_the_bits_of_all_at_once() -> None:
-    at_once, streamed = FedYogi(), FedYogi()
-    expected = at_once.aggregate(model(), updates(6))
-    streamed.begin(model())
-    for each in updates(6):
-        streamed.add(each)
-    assert bits(streamed.finish()) == bits(expected)
-
-
 @pytest.mark.parametrize("kind", ["yogi", "adam", "adagrad"])
 def test_server_optimizers_follow_their_formulas_for_three_steps(kind: str) -> None:
     lr, beta1, beta2, tau = 0.03, 0.8, 0.95, 1e-2
@@ -290,14 +279,6 @@ def test_robust_means_of_honest_clients_are_numpys() -> None:
         new = TrimmedMean(trim=0.2).aggregate(start, sent)
         expected = flat(start.parameters) + stacked[cut : count - cut].mean(axis=0)
         np.testing.assert_allclose(flat(new.parameters), expected, atol=1e-6)
-
-
-def test_half_precision_has_a_median() -> None:
-    start = Weights([torch.zeros(2, dtype=torch.bfloat16)], [])
-    values = [[1.0, -8.0], [3.0, 2.0], [200.0, 0.5]]
-    sent = [Update(i, Weights([torch.tensor(each, dtype=torch.bfloat16)], [])) for i, each in enumerate(values)]
-    new = Median().aggregate(start, sent).parameters[0]
-    assert (new.dtype, new.tolist()) == (torch.bfloat16, [3.0, 0.5])
 
 
 def test_large_tensors_are_sorted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,24 +406,6 @@ def test_what_is_no_number_is_left_out_and_named(name: str) -> None:
     assert bits(found) == bits(make_aggregator(name, options).aggregate(model(), updates(6)))
     alone = make_aggregator(name).aggregate(model(), [bad])
     assert bits(alone) == bits(model()), "nothing usable: the model stays"
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 500), st.floats(-1e3, 1e3)), min_size=1, max_size=12), st.randoms())
-def test_a_mean_stays_between_the_extremes_and_knows_no_order(
-    given_: list[tuple[int, float]], chance: random.Random
-) -> None:
-    sent = [
-        Update(i, Weights([torch.tensor([value], dtype=torch.float64)], []), samples)
-        for i, (samples, value) in enumerate(given_)
-    ]
-    start = Weights([torch.zeros(1, dtype=torch.float64)], [])
-    shuffled = chance.sample(sent, len(sent))
-    for aggregator in (FedAvg(), Median(), TrimmedMean()):
-        new = aggregator.aggregate(start, shuffled).parameters[0].item()
-        low, high = min(value for _, value in given_), max(value for _, value in given_)
-        assert low - 1e-9 <= new <= high + 1e-9
-        assert new == aggregator.aggregate(start, sent).parameters[0].item()
 
 
 def test_mistakes_are_named() -> None:

@@ -14,7 +14,7 @@ from fed_jobs import Crash, config_of, lines_of, loop_of
 from pliant.errors import CheckpointError, ConfigError
 from pliant.fed.history import History, Point, Round
 from pliant.fed.rounds.loop import simulate
-from pliant.fed.rounds.storage import BOARD, PERF, RECORD, JobRecorder, training_perf
+from pliant.fed.rounds.storage import PERF, RECORD, TENSORBOARD, JobRecorder, training_perf
 from pliant.fed.tables import read_pickle
 
 POINTS = [Point(5, 60.0, 0.5, 0.9, 1.5), Point(10, 90.0, 0.8, 0.95, 0.7), Point(15, 200.0, 0.8, 1.0, None, 3.0)]
@@ -148,7 +148,7 @@ def test_tensorboard_shows_each_round_once_also_after_a_resume(tmp_path: Path) -
     with pytest.raises(Crash):
         loop_of(config, tmp_path, crash_at=8).run()  # in round 6, and the checkpoint is of round 4
     history = loop_of(config, tmp_path).run()
-    shown = events(tmp_path / BOARD)
+    shown = events(tmp_path / TENSORBOARD)
     assert [step for step, _ in shown["Train/round_to_loss"]] == [1, 2, 3, 4, 5, 6]
     assert [step for step, _ in shown["Test/round_to_accuracy"]] == [2, 4, 6]
     assert [value for _, value in shown["Test/round_to_accuracy"]] == pytest.approx(

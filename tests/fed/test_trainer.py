@@ -1,4 +1,4 @@
-"""One client's training held against a plain loop of torch, bit for bit; and what it says of its losses."""
+"""Training in this process: one client, many clients, evaluation, and the measured batch size."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from pliant.errors import ConfigError, TrainError
+from pliant.fed import trainer
 from pliant.fed.config import FedConfig
 from pliant.fed.data.build import build_task
 from pliant.fed.data.task import Task
 from pliant.fed.local_steps import stream
 from pliant.fed.selection.base import statistical_utility
 from pliant.fed.trainer import ClientTrainer, InProcess, resolve_device
-from pliant.fed.work import Evaluation, Trained, Training, Weights, evaluation_units
+from pliant.fed.work import Evaluation, Trained, Training, Weights, evaluation_units, training_units
 
 
 def task_of(**given: object) -> Task:
@@ -220,3 +221,44 @@ def test_parameters_that_do_not_learn_or_are_not_used_stay() -> None:
         assert torch.equal(ours, theirs)
     with pytest.raises(TrainError, match="other parameters in each step"):
         trained(task_of(model=f"{__name__}:Changing"))
+
+
+def test_the_smallest_that_is_nearly_the_fastest_is_taken() -> None:
+    assert trainer.best({1: 10, 4: 19.2, 8: 20, 16: 15}) == 4
+    assert trainer.best({1: 10, 4: 12, 8: 20, 16: 20.5}) == 8
+
+
+def test_what_is_no_faster_is_not_taken() -> None:
+    assert trainer.best({1: 10, 4: 10.5, 8: 9}) == 1
+    assert trainer.best({1: 10}) == 1
+
+
+def test_candidates_cut_a_round_into_units_for_four() -> None:
+    assert trainer.candidates(500, 20, "cpu", 4) == (3, 5)
+    assert trainer.candidates(500, 100, "cpu", 4) == (3, 5, 9, 13)
+    assert all(
+        len(training_units(range(100), [1] * 100, round_number=1, lr=1, batching=b)) % 4 == 0 for b in (5, 9, 13)
+    )
+    assert trainer.candidates(500, 4, "cpu", 4) == ()
+    assert trainer.candidates(500, 20, "cpu", 2) == (2, 5, 10)
+    assert trainer.candidates(500, 100, "cuda", 4) == (4, 16, 32, 64)
+
+
+class Looking(nn.Module):
+    """Looks at values, which cannot be done for many at once."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(inputs.flatten(1)) * (1 if float(inputs.sum()) < torch.inf else 2)
+
+
+def test_a_measurement_answers_with_a_candidate() -> None:
+    given = {"data": {"kind": "digits", "clients": 10}, "participants": 20, "model": "logistic"}
+    assert trainer.choose_batching(build_task(FedConfig.model_validate(given)), limit_s=0.5) in range(1, 11)
+    looking = build_task(FedConfig.model_validate({**given, "model": f"{__name__}:Looking"}))
+    assert trainer.choose_batching(looking) == 1
+    few = build_task(FedConfig.model_validate({**given, "participants": 2}))
+    assert trainer.choose_batching(few) == 1
