@@ -2,46 +2,50 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, TypeVar
 
-MANY = 2**63
+from pydantic import Field, TypeAdapter, ValidationError
+
+Whole = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
     """One round; for asynchronous jobs, what happened until the model changed. Clients are in ascending order."""
 
-    round: int
+    round: Whole
     """Number of the round, from 1."""
-    begin_s: float
+    begin_s: Number
     """When the clients were invited; later than the last round's end if nobody was available."""
-    clock_s: float
+    clock_s: Number
     """When the round ended."""
-    invited: tuple[int, ...]
-    aggregated: tuple[int, ...]
-    cut: tuple[int, ...]
+    invited: tuple[Whole, ...]
+    aggregated: tuple[Whole, ...]
+    cut: tuple[Whole, ...]
     """Clients that did not finish in time; for asynchronous jobs, also those whose model was too old."""
-    lost: tuple[int, ...]
+    lost: tuple[Whole, ...]
     """Clients that became unavailable before they finished."""
     left_out: Mapping[int, str]
     """Aggregated clients whose update could not be used, with the reason."""
-    loss: float | None
+    loss: Number | None
     """Mean, over the aggregated clients, of the loss of the model that they were given on their own samples."""
-    lr: float
-    there: int
+    lr: Number
+    there: Whole
     """Number of clients that could have been invited."""
-    malicious: int
+    malicious: Whole
     """Number of malicious clients among the aggregated."""
-    selector: Mapping[str, float | int | None]
+    selector: Mapping[str, Whole | Number | None]
     """Figures of the selector about its choice."""
-    client_s: tuple[float, ...] = ()
+    client_s: tuple[Number, ...] = ()
     """Seconds that each aggregated client took."""
-    staleness: tuple[int, ...] = ()
+    staleness: tuple[Whole, ...] = ()
     """For asynchronous jobs, how many versions late the update of each aggregated client was."""
-    asked_s: tuple[float, ...] = ()
+    asked_s: tuple[Number, ...] = ()
     """For asynchronous jobs, when each client was invited; otherwise it is the beginning of the round."""
 
     @property
@@ -55,30 +59,20 @@ class Round:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Round:
         """Raises ValueError with the name and value that is wrong."""
-        values: dict[str, Any] = {name: whole(data, name) for name in ("round", "there", "malicious")}
-        values |= {name: number(data, name) for name in ("begin_s", "clock_s", "lr")}
-        values |= {name: _list(data, name, whole) for name in ("invited", "aggregated", "cut", "lost", "staleness")}
-        values |= {name: _list(data, name, number) for name in ("client_s", "asked_s")}
-        selector, left_out = _mapping(data, "selector"), _mapping(data, "left_out")
-        return cls(
-            **values,
-            loss=number_or_none(data, "loss"),
-            selector={name: number_or_none(selector, name) for name in selector},
-            left_out={_client(client): str(why) for client, why in left_out.items()},
-        )
+        return _parse(cls, data)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
     """One test of the model."""
 
-    round: int
-    clock_s: float
-    accuracy: float
+    round: Whole
+    clock_s: Number
+    accuracy: Number
     """Share of test samples whose class the model finds."""
-    top_5: float
-    loss: float | None
-    epsilon: float | None = None
+    top_5: Number
+    loss: Number | None
+    epsilon: Number | None = None
     """Privacy that has been spent so far; None if the job gives no guarantee."""
 
     def as_json(self) -> dict[str, Any]:
@@ -90,14 +84,7 @@ class Point:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Point:
         """Raises ValueError with the name and value that is wrong."""
-        return cls(
-            whole(data, "round"),
-            number(data, "clock_s"),
-            number(data, "accuracy"),
-            number(data, "top_5"),
-            number_or_none(data, "loss"),
-            number_or_none(data, "epsilon"),
-        )
+        return _parse(cls, data)
 
 
 @dataclass(slots=True)
@@ -126,41 +113,26 @@ class History:
         return self.points[-1] if self.points else None
 
 
-def number(data: Mapping[Any, Any], name: Any) -> float:
-    """Return a finite number from parsed JSON; raises ValueError if it is none."""
-    found = data.get(name)
-    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) <= sys.float_info.max:
-        raise ValueError(f"{name} is {found!r:.40}, and not a number")
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _parse(kind: type[T], data: object, name: str = "") -> T:
+    try:
+        found: T = _adapter(kind).validate_python(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join([*([name] if name else []), *map(str, first["loc"])])
+        raise ValueError(f"{where} is {first['input']!r:.40}: {first['msg']}") from None
     return found
 
 
-def number_or_none(data: Mapping[Any, Any], name: Any) -> float | None:
-    return None if data.get(name) is None else number(data, name)
+def number(data: Mapping[Any, Any], name: Any) -> float:
+    """Return a finite number from parsed JSON; raises ValueError if it is none."""
+    return _parse(Number, data.get(name), name)  # type: ignore[arg-type]
 
 
 def whole(data: Mapping[Any, Any], name: Any) -> int:
-    found = data.get(name)
-    if type(found) is not int or not -MANY <= found < MANY:
-        raise ValueError(f"{name} is {found!r:.40}, and not a whole number")
-    return found
-
-
-def _list(data: Mapping[str, Any], name: str, kind: Callable[[Mapping[Any, Any], Any], Any]) -> tuple[Any, ...]:
-    found = data.get(name, [])
-    if not isinstance(found, list):
-        raise ValueError(f"{name} is {found!r:.40}, and not a list")
-    one = f"one of {name}"
-    return tuple(kind({one: each}, one) for each in found)
-
-
-def _mapping(data: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = data.get(name)
-    if not isinstance(found, dict):
-        raise ValueError(f"{name} is {found!r:.40}, and not an object")
-    return found
-
-
-def _client(given: str) -> int:
-    if not (given.isascii() and given.isdecimal()) or len(given) > len(str(MANY)):
-        raise ValueError(f"left_out has {given!r:.40}, which is no client")
-    return int(given)
+    """Return a whole number from parsed JSON; raises ValueError if it is none."""
+    return _parse(Whole, data.get(name), name)  # type: ignore[arg-type]

@@ -49,15 +49,15 @@ def test_what_is_written_comes_back(value: Round | Point) -> None:
 @pytest.mark.parametrize(
     ("value", "name", "wrong", "why"),
     [
-        (POINTS[0], "clock_s", "soon", "clock_s is 'soon', and not a number"),
+        (POINTS[0], "clock_s", "soon", "clock_s is 'soon'"),
         (POINTS[0], "accuracy", None, "accuracy is None"),
         (POINTS[0], "loss", True, "loss is True"),
-        (POINTS[0], "round", 5.0, "round is 5.0, and not a whole number"),
+        (POINTS[0], "round", 5.0, "round is 5.0"),
         (POINTS[0], "top_5", 10**400, "top_5 is 1000"),
-        (a_round(1), "invited", 3, "invited is 3, and not a list"),
-        (a_round(1), "cut", [3, "x"], "one of cut is 'x'"),
-        (a_round(1), "left_out", {"two": "late"}, "left_out has 'two', which is no client"),
-        (a_round(1), "selector", [], "selector is .*, and not an object"),
+        (a_round(1), "invited", 3, "invited is 3"),
+        (a_round(1), "cut", [3, "x"], "cut.1 is 'x'"),
+        (a_round(1), "left_out", {"two": "late"}, "left_out.two.*'two'"),
+        (a_round(1), "selector", [], "selector is .*"),
         (a_round(1), "begin_s", math.nan, "begin_s is nan"),
     ],
 )
@@ -74,7 +74,7 @@ def test_a_record_that_was_changed_is_refused_by_its_line_and_stays_as_it_is(tmp
     lines[3] = json.dumps(json.loads(lines[3]) | {"clock_s": "soon"})
     record.write_text("\n".join(lines) + "\n")
     with pytest.raises(
-        CheckpointError, match=r"jsonl:4: this test is not as .*: clock_s is 'soon', .*; put the record"
+        CheckpointError, match=r"jsonl:4: this test is not as .*: clock_s is 'soon'.*; put the record"
     ):
         loop_of(config, tmp_path).run()
     assert record.read_text().splitlines() == lines
