@@ -37,7 +37,7 @@ class Aggregator(ABC):
     def aggregate(self, model: Weights, updates: Iterable[Update]) -> Weights:
         """Return the next model. The order of `updates` makes no difference; nothing given is changed."""
         self.begin(model)
-        for update in sorted(updates, key=_place):
+        for update in sorted(updates, key=_order_key):
             self.add(update)
         return self.finish()
 
@@ -56,12 +56,12 @@ class Aggregator(ABC):
         Raises:
             TrainError: not in the order of clients, the same client twice, or tensors of another model.
         """
-        model = self._begun()
+        model = self._current_model()
         check_alike(model, update.change, f"the update of client {update.client}")
-        if self._last is not None and _place(update) <= self._last:
+        if self._last is not None and _order_key(update) <= self._last:
             raise TrainError(f"client {update.client} after client {self._last[0]}: add each once, in ascending order")
-        self._last = _place(update)
-        why = self._useless(update)
+        self._last = _order_key(update)
+        why = self._why_unusable(update)
         if why:
             self.left_out[update.client] = why
         else:
@@ -69,7 +69,7 @@ class Aggregator(ABC):
 
     def finish(self) -> Weights:
         """Return the next model, or the present one if no update could be used."""
-        model, self._model = self._begun(), None
+        model, self._model = self._current_model(), None
         return self._finish(model)
 
     def state_dict(self) -> dict[str, object]:
@@ -90,14 +90,14 @@ class Aggregator(ABC):
             )
         self._model, self._last, self.left_out = None, None, {}
 
-    def _useless(self, update: Update) -> str:
+    def _why_unusable(self, update: Update) -> str:
         if not (update.samples > 0 and math.isfinite(update.samples)):
             return f"its number of samples is {update.samples}"
         if not all(bool(torch.isfinite(each).all()) for each in update.change.all if each.is_floating_point()):
             return "it holds values that are not finite"
         return ""
 
-    def _begun(self) -> Weights:
+    def _current_model(self) -> Weights:
         if self._model is None:
             raise TrainError("no round has begun: call begin(model) first")
         return self._model
@@ -110,7 +110,7 @@ class Aggregator(ABC):
     def _finish(self, model: Weights) -> Weights: ...
 
 
-def _place(update: Update) -> tuple[int, int]:
+def _order_key(update: Update) -> tuple[int, int]:
     return update.client, update.version
 
 
@@ -130,11 +130,11 @@ class FedAvg(Aggregator):
         self._total = 0.0
 
     def _add(self, update: Update) -> None:
-        self._fold(update, self._weight(update))
+        self._add_weighted(update, self._weight(update))
         self._total += self._share(update)
 
-    def _fold(self, update: Update, weight: float) -> None:
-        model = self._begun()
+    def _add_weighted(self, update: Update, weight: float) -> None:
+        model = self._current_model()
         if not self._sum:
             self._sum = [torch.zeros_like(each, dtype=torch.float64) for each in model.all]
         for total, change in zip(self._sum, update.change.all, strict=True):
@@ -194,17 +194,17 @@ class _Held(Aggregator):
 
     def _finish(self, model: Weights) -> Weights:
         updates, self._updates = self._updates, []
-        return self._combined(model, updates) if updates else model.clone()
+        return self._combine(model, updates) if updates else model.clone()
 
     @abstractmethod
-    def _combined(self, model: Weights, updates: list[Update]) -> Weights:
+    def _combine(self, model: Weights, updates: list[Update]) -> Weights:
         """Return the next model; there is at least one update."""
 
 
 class _Coordinates(_Held):
     """Base class of aggregators that take each coordinate by itself, from its sorted values; parameters and buffers alike."""
 
-    def _combined(self, model: Weights, updates: list[Update]) -> Weights:
+    def _combine(self, model: Weights, updates: list[Update]) -> Weights:
         low, high = self._kept(len(updates))
 
         def new(old: Tensor, changes: list[Tensor]) -> Tensor:
@@ -226,7 +226,7 @@ def _middle(like: Tensor, changes: list[Tensor], low: int, high: int) -> Tensor:
     result = torch.empty(like.numel(), dtype=torch.float64, device=like.device)
     piece = max(1, STACK_ELEMENTS // len(flat))
     for begin in range(0, like.numel(), piece):
-        ranked = _ranked(torch.stack([each[begin : begin + piece] for each in flat]))
+        ranked = _sort_columns(torch.stack([each[begin : begin + piece] for each in flat]))
         total = torch.zeros(ranked.shape[1], dtype=torch.float64, device=like.device)
         for place in range(low, high):
             total += ranked[place]
@@ -234,7 +234,7 @@ def _middle(like: Tensor, changes: list[Tensor], low: int, high: int) -> Tensor:
     return result.reshape(like.shape)
 
 
-def _ranked(rows: Tensor) -> Tensor:
+def _sort_columns(rows: Tensor) -> Tensor:
     """Sort each column. On the CPU NumPy does it: seven times as fast as torch for a thousand rows."""
     if rows.device.type != "cpu":
         return rows.sort(dim=0).values
@@ -294,7 +294,7 @@ class Krum(_Held):
                 f"needs at least {least} updates; take more clients, or lower these"
             )
 
-    def _combined(self, model: Weights, updates: list[Update]) -> Weights:
+    def _combine(self, model: Weights, updates: list[Update]) -> Weights:
         count = len(updates)
         self.check(count)
         distances = squared_distances([each.change.parameters for each in updates])
@@ -442,12 +442,12 @@ class QFedAvg(FedAvg):
         check_positive("client_lr", client_lr)
         self.q, self.client_lr = q, client_lr
 
-    def _useless(self, update: Update) -> str:
+    def _why_unusable(self, update: Update) -> str:
         if not (math.isfinite(update.loss) and update.loss >= 0):
             return f"its loss is {update.loss}, and q-FedAvg weighs by it"
         if self.q * math.log(max(update.loss, 1.0)) > 300:
             return f"its loss is {update.loss}, whose power {self.q} is beyond all others"
-        return super()._useless(update)
+        return super()._why_unusable(update)
 
     def _begin(self) -> None:
         super()._begin()
@@ -457,7 +457,7 @@ class QFedAvg(FedAvg):
         loss, steep = max(update.loss, 1e-10), 1 / self.client_lr
         square = sum_of_squares(update.change.parameters) * steep**2
         self._height += self.q * loss ** (self.q - 1) * square + steep * loss**self.q
-        self._fold(update, loss**self.q)
+        self._add_weighted(update, loss**self.q)
         self._total += loss**self.q
 
     def _step(self, mean: list[Tensor]) -> list[Tensor]:
@@ -498,7 +498,7 @@ class FedBuff(FedAvg):
         if any((each.client, each.version) == (update.client, update.version) for each in self._waiting):
             raise TrainError(f"client {update.client} has sent its update of version {update.version} already")
         self.left_out = {}
-        why = self._useless(update)
+        why = self._why_unusable(update)
         if why:
             self.left_out[update.client] = why
             return None
@@ -508,11 +508,11 @@ class FedBuff(FedAvg):
         ready, self._waiting = self._waiting, []
         return self.aggregate(model, ready)
 
-    def _useless(self, update: Update) -> str:
+    def _why_unusable(self, update: Update) -> str:
         late = self.version - update.version
         if late > self.max_staleness:
             return f"it is {late} versions late, and {self.max_staleness} are allowed"
-        return super()._useless(update)
+        return super()._why_unusable(update)
 
     def _weight(self, update: Update) -> float:
         return 1 / math.sqrt(1 + self.version - update.version)

@@ -150,7 +150,7 @@ def _from_pickle(path: Path) -> Devices:
     if not isinstance(found, dict) or not found:
         raise ConfigError(f"{path}: a pickled table of devices is a dictionary of them; this one is not")
     compute, link = [], []
-    for name, row in in_order(found):
+    for name, row in sort_by_number(found):
         if isinstance(row, dict):
             values: Sequence[object] = (row.get("computation"), row.get("communication"))
         else:
@@ -165,7 +165,7 @@ def _from_pickle(path: Path) -> Devices:
     return _named_after(path, np.array(compute, dtype=np.float64), both, both)
 
 
-def in_order(found: Mapping[object, object]) -> list[tuple[object, object]]:
+def sort_by_number(found: Mapping[object, object]) -> list[tuple[object, object]]:
     """Return the entries of a published dictionary sorted by number, if its keys are numbers."""
     if all(isinstance(name, int) for name in found):
         return sorted(found.items(), key=lambda item: int(str(item[0])))
@@ -177,11 +177,11 @@ def synthetic_devices(num_clients: int, *, seed: int = 0) -> Devices:
     if num_clients < 1:
         raise ConfigError(f"{num_clients} synthetic devices: use 1 or more")
     chance = np.random.default_rng(seed)
-    compute, link = (_drawn(table, chance.random(num_clients)) for table in (COMPUTE_MS, BANDWIDTH_KBPS))
+    compute, link = (_draw_quantiles(table, chance.random(num_clients)) for table in (COMPUTE_MS, BANDWIDTH_KBPS))
     return Devices(compute, link, link, f"synthetic: drawn with the quantiles of FedScale's device table, seed {seed}")
 
 
-def _drawn(table: tuple[tuple[float, float], ...], places: Floats) -> Floats:
+def _draw_quantiles(table: tuple[tuple[float, float], ...], places: Floats) -> Floats:
     quantiles, values = zip(*table, strict=True)
     drawn: Floats = np.exp(np.interp(places, quantiles, np.log(values)))
     return drawn
@@ -382,7 +382,7 @@ def read_availability(path: Path) -> Availability:
     begin: list[float] = []
     end: list[float] = []
     period: list[float] = []
-    for number, (name, row) in enumerate(in_order(found)):
+    for number, (name, row) in enumerate(sort_by_number(found)):
         active, inactive, finish = (
             (row.get("active"), row.get("inactive"), row.get("finish_time"))
             if isinstance(row, dict)
@@ -433,10 +433,10 @@ def synthetic_availability(num_clients: int, *, days: int = 7, spread_h: float =
     begins = np.concatenate([begin[charged], nap_begin])
     lengths = np.concatenate([length[charged], nap])
     note = f"synthetic: {num_clients} phones that charge at night, drawn with seed {seed}; nobody recorded this"
-    return _wrapped(owner, begins * HOUR_S, lengths * HOUR_S, np.full(num_clients, days * DAY_S), note)
+    return _wrap_periods(owner, begins * HOUR_S, lengths * HOUR_S, np.full(num_clients, days * DAY_S), note)
 
 
-def _wrapped(owner: Ints, begin_s: Floats, length_s: Floats, period_s: Floats, note: str) -> Availability:
+def _wrap_periods(owner: Ints, begin_s: Floats, length_s: Floats, period_s: Floats, note: str) -> Availability:
     """Continue intervals that end after the period at its beginning; whole seconds."""
     period = period_s[owner]
     begin = np.round(begin_s % period)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -113,14 +112,14 @@ class History:
         return self.points[-1] if self.points else None
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
 
 
 def _parse(kind: type[T], data: object, name: str = "") -> T:
+    if kind not in _ADAPTERS:
+        _ADAPTERS[kind] = TypeAdapter(kind)
     try:
-        found: T = _adapter(kind).validate_python(data)
+        found: T = _ADAPTERS[kind].validate_python(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join([*([name] if name else []), *map(str, first["loc"])])
@@ -130,9 +129,9 @@ def _parse(kind: type[T], data: object, name: str = "") -> T:
 
 def number(data: Mapping[Any, Any], name: Any) -> float:
     """Return a finite number from parsed JSON; raises ValueError if it is none."""
-    return _parse(Number, data.get(name), name)  # type: ignore[arg-type]
+    return _parse(Number, data.get(name), name)
 
 
 def whole(data: Mapping[Any, Any], name: Any) -> int:
     """Return a whole number from parsed JSON; raises ValueError if it is none."""
-    return _parse(Whole, data.get(name), name)  # type: ignore[arg-type]
+    return _parse(Whole, data.get(name), name)

@@ -317,14 +317,18 @@ def traced_layers(task: Task, module: nn.Module) -> layered.Layered | None:
     """Trace a model of this task on any device; None if its layers are not supported, or give other gradients."""
     trial = _trial(task)
     known = layered.trace_layers(trial)
-    return layered.trace_layers(module) if known is not None and _right(task, trial, by_layers(known)) else None
+    return (
+        layered.trace_layers(module)
+        if known is not None and _gives_module_gradients(task, trial, by_layers(known))
+        else None
+    )
 
 
 def batched_trainer_for(task: Task, module: nn.Module, known: layered.Layered | None) -> BatchedTrainer | None:
     """Return how to train many clients of this task at once, given `traced_layers`; None if only in turn."""
     if known is None:
         trial = _trial(task)
-        if not _right(task, trial, by_vmap(trial)):
+        if not _gives_module_gradients(task, trial, by_vmap(trial)):
             return None
     return BatchedTrainer(task, module, known)
 
@@ -337,7 +341,7 @@ def _trial(task: Task) -> nn.Module:
     return module
 
 
-def _right(task: Task, module: nn.Module, gradients: Gradients) -> bool:
+def _gives_module_gradients(task: Task, module: nn.Module, gradients: Gradients) -> bool:
     """Return whether the gradients and buffers of two clients are those of the module itself."""
     size = min(4, len(task.train.labels) // 2)
     samples = np.arange(2 * size)

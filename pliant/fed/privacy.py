@@ -58,14 +58,14 @@ class Privacy:
                 "use where=client, or fed-avg, fed-yogi, ..."
             )
 
-    def privatised(self, update: Update, *, round_number: int, participants: int) -> Update:
+    def privatise(self, update: Update, *, round_number: int, participants: int) -> Update:
         """Return the update clipped, with its noise, and with the same weight as every other.
 
         `participants` is how many updates the round aggregates.
         """
         if participants < 1:
             raise ConfigError(f"participants={participants}: a private round has 1 or more")
-        change, _ = clipped(update.change, self.clip)
+        change, _ = clip_change(update.change, self.clip)
         deviation = self.clip * self.noise_multiplier
         if self.where == "server":
             deviation /= math.sqrt(participants)
@@ -73,7 +73,7 @@ class Privacy:
         return replace(update, change=_with_noise(change, deviation, chance), samples=1.0)
 
 
-def clipped(change: Weights, bound: float) -> tuple[Weights, float]:
+def clip_change(change: Weights, bound: float) -> tuple[Weights, float]:
     """Scale a change to a norm of at most `bound`; return it and its norm before.
 
     A change that is not finite becomes zero, because the bound must hold for whatever a client sends. Integers do not change:
@@ -210,11 +210,11 @@ class PrivacyBudget:
             )
             self._privacy.check(aggregator)
 
-    def private(self, update: Update, *, round_number: int, participants: int) -> Update:
+    def privatise_update(self, update: Update, *, round_number: int, participants: int) -> Update:
         """Return the update as the aggregator may see it."""
         if self._privacy is None:
             return update
-        return self._privacy.privatised(update, round_number=round_number, participants=participants)
+        return self._privacy.privatise(update, round_number=round_number, participants=participants)
 
     def account(self, clients: Ids, *, rate: float) -> None:
         """Account for a model made of these clients' updates; each was invited with probability `rate`."""

@@ -59,12 +59,12 @@ class ClientTrainer:
             TrainError: the unit or the model belong to another job.
         """
         with alone(self.device):
-            start = self._here(model)
+            start = self._on_device(model)
             if isinstance(unit, Evaluation):
-                return self._evaluated(start, unit)
-            return self._trained(start, unit)
+                return self._evaluate(start, unit)
+            return self._train(start, unit)
 
-    def _here(self, model: Weights) -> Weights:
+    def _on_device(self, model: Weights) -> Weights:
         """Return the model on this device; it is copied once for all units of a round."""
         if self.device.type == "cpu":
             return model
@@ -72,7 +72,7 @@ class ClientTrainer:
             self._given = model, to(model, self.device)
         return self._given[1]
 
-    def _trained(self, start: Weights, unit: Training) -> tuple[Trained, ...]:
+    def _train(self, start: Weights, unit: Training) -> tuple[Trained, ...]:
         if not unit.clients or len(unit.clients) != len(unit.steps) or min(unit.steps) < 1:
             raise TrainError(
                 f"a unit of clients {unit.clients} with steps {unit.steps}: give one number for each, above 0"
@@ -83,7 +83,7 @@ class ClientTrainer:
         self.module.train()
         seed(self.device, seed_of_draws(self.task, unit.clients, unit.round_number))
         done = way.train(start, unit, self.train, self.mu)
-        return tuple(map(self._brought, unit.clients, done.changes, done.losses))
+        return tuple(map(self._make_result, unit.clients, done.changes, done.losses))
 
     @cached_property
     def together(self) -> BatchedTrainer | None:
@@ -126,16 +126,16 @@ class ClientTrainer:
             move_parameters(optimizer, moved, [each for each in gradients if each is not None], near, self.mu)
             seen.append(losses.detach())
         end = Weights([each.detach() for each in module.parameters()], list(module.buffers()))
-        return self._brought(client, to(start.change_to(end), torch.device("cpu")), torch.cat(seen))
+        return self._make_result(client, to(start.change_to(end), torch.device("cpu")), torch.cat(seen))
 
-    def _brought(self, client: int, change: Weights, losses: Tensor) -> Trained:
+    def _make_result(self, client: int, change: Weights, losses: Tensor) -> Trained:
         """Make the result of a client; `losses` are those of its stream, of which the first pass counts."""
         size = int(self.task.sizes[client])
         meter = LossMeter()
         meter.add(losses[:size].cpu().numpy())
         return Trained(Update(client, change, float(size), meter.mean), meter.utility())
 
-    def _evaluated(self, model: Weights, unit: Evaluation) -> Score:
+    def _evaluate(self, model: Weights, unit: Evaluation) -> Score:
         if not 0 <= unit.begin <= unit.end <= self.task.num_test:
             raise TrainError(f"test samples {unit.begin} to {unit.end} of {self.task.num_test}: a unit of another job")
         if self._test is None:
@@ -147,11 +147,13 @@ class ClientTrainer:
         with torch.no_grad():
             for begin in range(unit.begin, unit.end, PART):
                 inputs, labels = self._test.part(begin, min(begin + PART, unit.end))
-                score += scored(self.module(inputs) if known is None else known.alone(self.module, inputs), labels)
+                score += score_outputs(
+                    self.module(inputs) if known is None else known.alone(self.module, inputs), labels
+                )
         return score
 
 
-def scored(outputs: Tensor, labels: Tensor) -> Score:
+def score_outputs(outputs: Tensor, labels: Tensor) -> Score:
     """Score outputs; for texts each character counts as a sample."""
     flat, right = outputs.reshape(-1, outputs.shape[-1]), labels.reshape(-1, 1)
     best = flat.topk(min(5, flat.shape[-1]), dim=-1).indices == right

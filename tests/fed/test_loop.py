@@ -174,7 +174,7 @@ def test_the_learning_rate_decays_and_the_target_ends_the_job() -> None:
     loop.run()
     rates = {each.round_number: each.lr for each in workers.units if isinstance(each, Training)}
     assert rates == {1: 0.1, 2: 0.1, 3: 0.05, 4: 0.05, 5: 0.03}
-    assert [point.round for point in loop.journal.history.points] == [2, 4, 5]
+    assert [point.round for point in loop.recorder.history.points] == [2, 4, 5]
     early = simulate(config_of(target=0.2, rounds=50))
     assert early.why == "target"
     assert early.final is not None

@@ -55,7 +55,7 @@ def test_interrupted_anywhere_it_ends_with_the_same_bits(job: str, tmp_path: Pat
     whole = loop_of(config, tmp_path / "whole")
     whole.run()
     wanted = state_of(whole), lines_of(tmp_path / "whole"), (tmp_path / "whole" / PERF).read_bytes()
-    calls = config.rounds + len(whole.journal.history.points)
+    calls = config.rounds + len(whole.recorder.history.points)
     for crash_at in range(1, calls + 1) if FULL else (2, calls - 3, calls - 1):
         folder = tmp_path / f"crash {crash_at}"
         with pytest.raises(Crash):
@@ -78,8 +78,8 @@ def test_stopped_and_started_it_repeats_no_round(tmp_path: Path) -> None:
         part = loop_of(config, tmp_path, stop=lambda once=once: next(once))  # type: ignore[misc]
         assert part.run().why == ("stopped" if number < 6 else "rounds")
         assert part.round == min(number, 6)
-    assert part.journal.history.rounds == history.rounds
-    assert part.journal.history.points == history.points
+    assert part.recorder.history.rounds == history.rounds
+    assert part.recorder.history.points == history.points
     assert state_of(part) == state_of(whole)
     assert [fact["kind"] for fact in lines_of(tmp_path)].count("end") == 1
 

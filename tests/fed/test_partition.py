@@ -21,7 +21,7 @@ from pliant.fed.data.partition import (
     by_sizes,
     dirichlet,
     draw_sizes,
-    fitted,
+    fit_sizes,
     iid,
     natural,
     shards,
@@ -54,7 +54,7 @@ def same(a: Partition, b: Partition) -> bool:
     st.integers(1, 12), st.lists(st.integers(0, 4), min_size=40, max_size=90), st.integers(0, 5), st.floats(0.05, 50)
 )
 def test_each_sample_goes_to_one_client(clients: int, labels: list[int], seed: int, alpha: float) -> None:
-    sizes = fitted(draw_sizes(np.array([3, 40, 7, 12, 1]), clients, seed=seed), len(labels))
+    sizes = fit_sizes(draw_sizes(np.array([3, 40, 7, 12, 1]), clients, seed=seed), len(labels))
     for partition, complete in (
         (iid(len(labels), clients, seed=seed), True),
         (shards(labels, clients, per_client=3, seed=seed), True),
@@ -130,13 +130,13 @@ def test_natural_clients_are_those_of_the_column_in_order_of_appearance() -> Non
 
 def test_small_and_large_clients_are_left_out_on_request() -> None:
     partition = natural(["a"] * 5 + ["b"] * 2 + ["c"] * 9)
-    assert partition.limited(3).names == ("a", "c")
-    limited = partition.limited(2, 5)
-    assert limited.names == ("a", "b")
-    assert limited.of(1).tolist() == [5, 6]
-    assert limited.unused == 9
+    assert partition.with_sizes_between(3).names == ("a", "c")
+    with_sizes_between = partition.with_sizes_between(2, 5)
+    assert with_sizes_between.names == ("a", "b")
+    assert with_sizes_between.of(1).tolist() == [5, 6]
+    assert with_sizes_between.unused == 9
     with pytest.raises(ConfigError, match="they have 2 to 9"):
-        partition.limited(10)
+        partition.with_sizes_between(10)
 
 
 MAP = "client_id,sample_name,sample_category,category_id\n7,a.png,cat,0\n9,b.png,dog,1\n7,c.png,dog,1\n"
@@ -243,10 +243,10 @@ def test_sizes_are_drawn_without_repetition_while_they_last_and_fitted_in_propor
     assert sorted(draw_sizes(table, 100, seed=1).tolist()) == table.tolist()
     assert sorted(draw_sizes(table, 200, seed=1).tolist()) == sorted([*table.tolist()] * 2)
     assert set(draw_sizes(table, 50, least=20, most=30).tolist()) <= set(range(20, 31))
-    small = fitted(np.array([1, 10, 100, 1000]), 600)
+    small = fit_sizes(np.array([1, 10, 100, 1000]), 600)
     assert small.sum() <= 600
     assert small.tolist() == [1, 5, 54, 538]
-    assert fitted(np.array([5, 6]), 11).tolist() == [5, 6]
+    assert fit_sizes(np.array([5, 6]), 11).tolist() == [5, 6]
 
 
 def test_the_real_tables(fed_data: Path) -> None:

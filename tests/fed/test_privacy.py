@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pliant.errors import ConfigError
 from pliant.fed.aggregation import AGGREGATORS, FedAvg, Update, Weights, make_aggregator
-from pliant.fed.privacy import Accountant, Privacy, clipped, generator, sampled_gaussian_rdp
+from pliant.fed.privacy import Accountant, Privacy, clip_change, generator, sampled_gaussian_rdp
 
 
 def length(change: Weights) -> float:
@@ -34,7 +34,7 @@ def test_no_update_is_longer_than_the_bound(values: list[float], bound: float, k
     change = Weights(
         [torch.tensor(values[: len(values) // 2], dtype=kind)], [torch.tensor(values[len(values) // 2 :], dtype=kind)]
     )
-    short, before = clipped(change, bound)
+    short, before = clip_change(change, bound)
     assert length(short) <= bound
     assert before == pytest.approx(length(change))
     if before <= bound:
@@ -46,9 +46,9 @@ def test_no_update_is_longer_than_the_bound(values: list[float], bound: float, k
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_the_bound_holds_for_what_is_no_number_and_integers_tell_nothing(poison: float) -> None:
-    short, _ = clipped(Weights([torch.tensor([1.0, poison])], [torch.tensor(7)]), 1.0)
+    short, _ = clip_change(Weights([torch.tensor([1.0, poison])], [torch.tensor(7)]), 1.0)
     assert length(short) == 0
-    fine, _ = clipped(Weights([torch.tensor([0.3, 0.4])], [torch.tensor(7)]), 1.0)
+    fine, _ = clip_change(Weights([torch.tensor([0.3, 0.4])], [torch.tensor(7)]), 1.0)
     assert length(fine) == pytest.approx(0.5)
     assert fine.buffers[0].item() == 0
 
@@ -62,9 +62,9 @@ def test_the_mean_carries_the_noise_once_and_a_single_update_all_of_it() -> None
         ("client", clip * multiplier / math.sqrt(participants)),
     ):
         privacy = Privacy(clip=clip, noise_multiplier=multiplier, where=where, seed=3)  # type: ignore[arg-type]
-        private = [privacy.privatised(each, round_number=4, participants=participants) for each in sent]
-        assert {each.samples for each in private} == {1.0}, "a weight would be one more thing to bound"
-        mean = FedAvg().aggregate(start, private).parameters[0].double()
+        privatise_update = [privacy.privatise(each, round_number=4, participants=participants) for each in sent]
+        assert {each.samples for each in privatise_update} == {1.0}, "a weight would be one more thing to bound"
+        mean = FedAvg().aggregate(start, privatise_update).parameters[0].double()
         signal = clip / math.sqrt(elements)
         assert mean.mean().item() == pytest.approx(signal, abs=4 * deviation / math.sqrt(elements))
         assert mean.std().item() == pytest.approx(deviation, rel=0.03)
@@ -76,7 +76,7 @@ def test_noise_is_a_function_of_seed_round_and_client() -> None:
 
     def drawn(how: Privacy, client: int, round_number: int) -> list[float]:
         sent = Update(client, update.change)
-        found = how.privatised(sent, round_number=round_number, participants=4).change
+        found = how.privatise(sent, round_number=round_number, participants=4).change
         return [*found.parameters[0].tolist(), *found.buffers[0].tolist()]
 
     first = drawn(privacy, 5, 2)
@@ -89,10 +89,10 @@ def test_noise_is_a_function_of_seed_round_and_client() -> None:
 
 
 def test_clipping_alone_is_allowed_and_promises_nothing() -> None:
-    private = Privacy(clip=1.0, noise_multiplier=0.0).privatised(
+    privatise_update = Privacy(clip=1.0, noise_multiplier=0.0).privatise(
         Update(0, Weights([torch.tensor([3.0, 4.0])], [])), round_number=0, participants=1
     )
-    assert private.change.parameters[0].tolist() == pytest.approx([0.6, 0.8])
+    assert privatise_update.change.parameters[0].tolist() == pytest.approx([0.6, 0.8])
     assert spent(1.0, 0.0, 1, 1e-5) == math.inf
 
 

@@ -22,7 +22,7 @@ from pliant.fed.selection.selectors import (
     PRESETS,
     Oort,
     OortConfig,
-    clipped,
+    clip_utilities,
     make_selector,
     penalty,
     staleness,
@@ -74,14 +74,14 @@ def test_a_score_by_hand() -> None:
 
 def test_clipping_takes_an_outlier_to_the_quantile_and_its_scale_with_it() -> None:
     utility = np.array([*np.arange(1.0, 100.0), 1e9])
-    assert clipped(utility, 0.95).max() == 96.0  # the one at 100 * 0.95 of those in order
-    scaled = clipped(utility, 0.95, normalise=True)
+    assert clip_utilities(utility, 0.95).max() == 96.0  # the one at 100 * 0.95 of those in order
+    scaled = clip_utilities(utility, 0.95, normalise=True)
     assert scaled[49] == pytest.approx((50 - 0.999) / (96 - 0.999))
     # the artifact's scale ends at the outlier: everybody else is 0 on it
     assert (50 - 0.999) / (1e9 - 0.999) < 1e-6
-    assert clipped(np.zeros(3), 0.95).tolist() == [0.0] * 3
-    assert clipped(np.array([5.0]), 0.95, normalise=True).tolist() == pytest.approx([1.0])
-    assert clipped(np.array([0.0, 5.0, 9.0]), 1.0, normalise=True)[0] == 0.0
+    assert clip_utilities(np.zeros(3), 0.95).tolist() == [0.0] * 3
+    assert clip_utilities(np.array([5.0]), 0.95, normalise=True).tolist() == pytest.approx([1.0])
+    assert clip_utilities(np.array([0.0, 5.0, 9.0]), 1.0, normalise=True)[0] == 0.0
 
 
 def test_the_presets_are_the_published_ones() -> None:

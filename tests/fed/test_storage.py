@@ -73,9 +73,7 @@ def test_a_record_that_was_changed_is_refused_by_its_line_and_stays_as_it_is(tmp
     lines = record.read_text().splitlines()
     lines[3] = json.dumps(json.loads(lines[3]) | {"clock_s": "soon"})
     record.write_text("\n".join(lines) + "\n")
-    with pytest.raises(
-        CheckpointError, match=r"jsonl:4: this test is not as .*: clock_s is 'soon'.*; put the record"
-    ):
+    with pytest.raises(CheckpointError, match=r"jsonl:4: this test is not as .*: clock_s is 'soon'.*; put the record"):
         loop_of(config, tmp_path).run()
     assert record.read_text().splitlines() == lines
 
@@ -119,13 +117,13 @@ def test_training_perf_is_the_artifacts(tmp_path: Path) -> None:
 
 
 def test_a_broken_loss_is_null_in_the_record_and_nan_in_the_pickle(tmp_path: Path) -> None:
-    journal = JobRecorder(tmp_path)
+    recorder = JobRecorder(tmp_path)
     config = config_of()
-    journal.begin(config, None, {"note": math.inf})
-    journal.round(a_round(1, loss=math.nan))
-    journal.test(Point(1, 5.0, 0.1, 0.2, math.inf))
-    journal.end("rounds")
-    journal.close()
+    recorder.begin(config, None, {"note": math.inf})
+    recorder.round(a_round(1, loss=math.nan))
+    recorder.test(Point(1, 5.0, 0.1, 0.2, math.inf))
+    recorder.end("rounds")
+    recorder.close()
     facts = [json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / RECORD).read_text().splitlines()]
     assert (facts[0]["note"], facts[1]["loss"], facts[2]["loss"]) == (None, None, None)
 
@@ -168,14 +166,14 @@ def test_a_journal_tells_and_keeps_what_it_is_told(tmp_path: Path) -> None:
     history = simulate(config_of(rounds=2), say=said.append)
     assert said == [f"round     2    0 h 00 min {int(history.points[0].clock_s):02} s  accuracy {history.points[0].accuracy:6.2%}  "
                     f"loss {history.points[0].loss:.4f}"]  # fmt: skip
-    journal = JobRecorder(None, watch=lambda kind, data: seen.append((kind, data.get("round", 0))))
-    journal.begin(config_of(), None, {})
-    journal.round(a_round(1))
-    journal.test(POINTS[0])
-    journal.end("stopped")
-    journal.close()
+    recorder = JobRecorder(None, watch=lambda kind, data: seen.append((kind, data.get("round", 0))))
+    recorder.begin(config_of(), None, {})
+    recorder.round(a_round(1))
+    recorder.test(POINTS[0])
+    recorder.end("stopped")
+    recorder.close()
     assert seen == [("start", 0), ("round", 1), ("test", 5), ("end", 0)]
-    assert journal.history.why == "stopped"
+    assert recorder.history.why == "stopped"
 
 
 def test_two_cannot_work_on_one_job(tmp_path: Path) -> None:
@@ -184,7 +182,7 @@ def test_two_cannot_work_on_one_job(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another process runs this job; stop it first"):
         loop_of(config_of(), tmp_path).run()
     first.run()
-    assert loop_of(config_of(), tmp_path).run().rounds == first.journal.history.rounds
+    assert loop_of(config_of(), tmp_path).run().rounds == first.recorder.history.rounds
 
 
 def test_folders_that_will_not_do_are_named(tmp_path: Path) -> None:

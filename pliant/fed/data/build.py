@@ -140,13 +140,13 @@ def _images(folder: Path, map_path: str) -> Pair:
 def _partition(config: DataConfig, train: Samples, seed: int) -> Partition:
     most = config.most or None
     if config.partition == "natural":
-        whole = _natural(config, train).limited(config.least, most)
+        whole = _natural(config, train).with_sizes_between(config.least, most)
         return _first(whole, config.clients) if config.clients else whole
     sizes = None
     if config.sizes:
         table = read_sizes(Path(config.sizes))
         drawn = partition.draw_sizes(table, config.clients, seed=seed, least=config.least, most=most)
-        sizes = partition.fitted(drawn, len(train.labels))
+        sizes = partition.fit_sizes(drawn, len(train.labels))
     if config.partition == "iid":
         if sizes is not None:
             return partition.by_sizes(len(train.labels), sizes, seed=seed)
@@ -159,7 +159,7 @@ def _partition(config: DataConfig, train: Samples, seed: int) -> Partition:
         if sizes is not None:
             return partition.dirichlet(train.labels, config.clients, config.alpha, seed=seed, sizes=sizes)
         dealt = partition.dirichlet(train.labels, config.clients, config.alpha, seed=seed, least=0)
-    kept = dealt.limited(config.least, most)
+    kept = dealt.with_sizes_between(config.least, most)
     if len(kept) < len(dealt):
         log.info(
             "%d of %d clients have too few or too many samples, and are left out", len(dealt) - len(kept), len(dealt)

@@ -132,7 +132,7 @@ class ImageFiles:
         return len(self.paths)
 
     def inputs(self, samples: Numbers) -> Tensor:
-        return torch.stack([_decoded(self.paths[int(i)], self.side) for i in samples])
+        return torch.stack([_decode_image(self.paths[int(i)], self.side) for i in samples])
 
 
 def image_folder(folder: Path, mapped: ClientMap | None = None, *, side: int = 64) -> ImageFiles:
@@ -156,15 +156,15 @@ def image_folder(folder: Path, mapped: ClientMap | None = None, *, side: int = 6
             )
         names, owners = found, tuple[str, ...]()
         if mapped is not None:
-            names, kinds, owners = _claimed(folder, found, mapped, dict(zip(found, kinds, strict=True)))
+            names, kinds, owners = _match_map(folder, found, mapped, dict(zip(found, kinds, strict=True)))
         return _images(names, kinds, owners, side, "")
-    names, kinds, owners = _claimed(folder, found, mapped, None)
+    names, kinds, owners = _match_map(folder, found, mapped, None)
     missing = len(mapped.samples) - len(names)
     note = f"{missing} of the map's {len(mapped.samples)} samples have no file" if missing else ""
     return _images(names, kinds, owners, side, note)
 
 
-def _claimed(
+def _match_map(
     folder: Path, found: list[Path], mapped: ClientMap, kinds: Mapping[Path, str] | None
 ) -> tuple[list[Path], list[str], tuple[str, ...]]:
     at = {
@@ -186,18 +186,18 @@ def _claimed(
 
 
 def _images(paths: list[Path], kinds: list[str], owners: tuple[str, ...], side: int, note: str) -> ImageFiles:
-    classes, labels = _numbered(kinds)
+    classes, labels = _number_classes(kinds)
     return ImageFiles(tuple(paths), labels, classes, owners, side, note)
 
 
-def _numbered(kinds: Sequence[str]) -> tuple[tuple[str, ...], Tensor]:
+def _number_classes(kinds: Sequence[str]) -> tuple[tuple[str, ...], Tensor]:
     numeric = all(kind.isdecimal() for kind in kinds)
     classes = sorted(set(kinds), key=lambda kind: (int(kind) if numeric else 0, kind))
     place = {kind: number for number, kind in enumerate(classes)}
     return tuple(classes), torch.tensor([place[kind] for kind in kinds])
 
 
-def _decoded(path: Path, side: int) -> Tensor:
+def _decode_image(path: Path, side: int) -> Tensor:
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -393,21 +393,21 @@ def samples_from_function(kind: str, path: str) -> tuple[Samples, Samples]:
         ConfigError: the function is missing, fails, or returns something else.
     """
     what = f"data.kind {kind!r}"
-    made = call_function(kind, "data.kind", *_given(path))
+    made = call_function(kind, "data.kind", *_contract(path))
     if not isinstance(made, tuple | list) or len(made) != 2:
         raise ConfigError(f"{what} gave {_shape(made)}: {RETURNS}")
     with user_code_errors(f"{what} gave samples that cannot be used"):
         if all(_is_pair(each) for each in made):
-            return _wrapped(what, made)
-        return _checked(what, "train", made[0]), _checked(what, "test", made[1])
+            return _wrap_pairs(what, made)
+        return _check_samples(what, "train", made[0]), _check_samples(what, "test", made[1])
 
 
 def check_function(kind: str, path: str) -> None:
     """Check that the function exists and can be called so, without calling it; raises ConfigError."""
-    find_function(kind, "data.kind", *_given(path))
+    find_function(kind, "data.kind", *_contract(path))
 
 
-def _given(path: str) -> tuple[str, ...]:
+def _contract(path: str) -> tuple[str, ...]:
     """Return the contract for messages, and the arguments of the function."""
     return (f"{TAKES_PATH}: {RETURNS}", path) if path else (f"{TAKES}: {RETURNS}",)
 
@@ -416,7 +416,7 @@ def _is_pair(given: object) -> bool:
     return isinstance(given, tuple | list) and len(given) == 2 and not isinstance(given[0], str)
 
 
-def _wrapped(what: str, made: Sequence[Any]) -> tuple[InMemory, InMemory]:
+def _wrap_pairs(what: str, made: Sequence[Any]) -> tuple[InMemory, InMemory]:
     inputs = [_inputs(what, each[0]) for each in made]
     raw = [np.asarray(each[1].cpu() if isinstance(each[1], Tensor) else each[1]) for each in made]
     if any(each.dtype.kind in "US" for each in raw):
@@ -459,7 +459,7 @@ def _labels(what: str, given: Any) -> Tensor:
     return torch.from_numpy(whole)
 
 
-def _checked(what: str, part: str, given: Any) -> Samples:
+def _check_samples(what: str, part: str, given: Any) -> Samples:
     if missing := [name for name in PARTS if not hasattr(given, name)]:
         raise ConfigError(f"{what}: its {part} samples are {_shape(given)}, without {missing[0]!r}: {RETURNS}")
     labels, num_classes = given.labels, len(given.classes)

@@ -59,7 +59,7 @@ class Partition:
     def unused(self) -> int:
         return self.num_samples - len(self.order)
 
-    def limited(self, least: int = 1, most: int | None = None) -> Partition:
+    def with_sizes_between(self, least: int = 1, most: int | None = None) -> Partition:
         """Leave out clients with fewer than `least` or more than `most` samples.
 
         Raises:
@@ -71,17 +71,17 @@ class Partition:
             raise ConfigError(
                 f"no client has {least} to {most or 'any number of'} samples: they have {_range(sizes)}; widen the limits"
             )
-        return _joined([self.names[i] for i in kept], [self.of(int(i)) for i in kept], self.num_samples)
+        return _join_parts([self.names[i] for i in kept], [self.of(int(i)) for i in kept], self.num_samples)
 
 
-def _joined(names: Sequence[str], parts: Sequence[Ints], num_samples: int) -> Partition:
+def _join_parts(names: Sequence[str], parts: Sequence[Ints], num_samples: int) -> Partition:
     starts = np.concatenate([[0], np.cumsum([len(part) for part in parts])]).astype(np.int64)
     order = np.concatenate([np.zeros(0, dtype=np.int64), *parts]).astype(np.int64)
     return Partition(tuple(names), starts, order, num_samples)
 
 
-def _numbered(parts: Sequence[Ints], num_samples: int) -> Partition:
-    return _joined([str(number) for number in range(len(parts))], parts, num_samples)
+def _number_parts(parts: Sequence[Ints], num_samples: int) -> Partition:
+    return _join_parts([str(number) for number in range(len(parts))], parts, num_samples)
 
 
 def natural(column: Sequence[Hashable]) -> Partition:
@@ -103,19 +103,19 @@ def iid(num_samples: int, num_clients: int, *, seed: int = 0) -> Partition:
     """Deal samples at random, as evenly as possible."""
     check_clients(num_samples, num_clients)
     shuffled = np.random.default_rng(seed).permutation(num_samples).astype(np.int64)
-    return _numbered(np.array_split(shuffled, num_clients), num_samples)
+    return _number_parts(np.array_split(shuffled, num_clients), num_samples)
 
 
 def by_sizes(num_samples: int, sizes: Sequence[int] | Ints, *, seed: int = 0) -> Partition:
     """Deal samples at random, `sizes[i]` to client i."""
-    wanted = _checked_sizes(num_samples, sizes)
+    wanted = _check_sizes(num_samples, sizes)
     shuffled = np.random.default_rng(seed).permutation(num_samples).astype(np.int64)
-    return _numbered(np.split(shuffled[: int(wanted.sum())], np.cumsum(wanted)[:-1]), num_samples)
+    return _number_parts(np.split(shuffled[: int(wanted.sum())], np.cumsum(wanted)[:-1]), num_samples)
 
 
 def shards(labels: ArrayLike, num_clients: int, *, per_client: int = 2, seed: int = 0) -> Partition:
     """Sort samples by label, cut them into equal shards, and deal those to clients (McMahan et al. 2017)."""
-    values = _checked_labels(labels)
+    values = _check_labels(labels)
     if per_client < 1:
         raise ConfigError(f"per_client={per_client}: each client has 1 shard or more")
     check_clients(len(values), num_clients * per_client, what="shards")
@@ -126,7 +126,7 @@ def shards(labels: ArrayLike, num_clients: int, *, per_client: int = 2, seed: in
         shuffled[np.argsort(values[shuffled], kind="stable")].astype(np.int64), num_clients * per_client
     )
     dealt = chance.permutation(len(cut)).reshape(num_clients, per_client)
-    return _numbered([np.concatenate([cut[i] for i in mine]) for mine in dealt], len(values))
+    return _number_parts([np.concatenate([cut[i] for i in mine]) for mine in dealt], len(values))
 
 
 def dirichlet(
@@ -147,21 +147,21 @@ def dirichlet(
     Raises:
         ConfigError: the numbers do not allow it.
     """
-    values = _checked_labels(labels)
+    values = _check_labels(labels)
     if not alpha > 0 or not np.isfinite(alpha):
         raise ConfigError(f"alpha={alpha}: use a number above 0; 0.1 is very unequal, 100 nearly equal")
     check_clients(len(values), num_clients)
     chance = np.random.default_rng(seed)
     pools = [chance.permutation(np.flatnonzero(values == label)).astype(np.int64) for label in np.unique(values)]
     if sizes is None:
-        return _numbered(_labels_dealt(pools, num_clients, alpha, least, chance), len(values))
-    wanted = _checked_sizes(len(values), sizes)
+        return _number_parts(_deal_labels(pools, num_clients, alpha, least, chance), len(values))
+    wanted = _check_sizes(len(values), sizes)
     if len(wanted) != num_clients:
         raise ConfigError(f"{len(wanted)} sizes for {num_clients} clients: give one for each")
-    return _numbered(_clients_served(pools, wanted, alpha, chance), len(values))
+    return _number_parts(_deal_to_sizes(pools, wanted, alpha, chance), len(values))
 
 
-def _labels_dealt(
+def _deal_labels(
     pools: list[Ints], num_clients: int, alpha: float, least: int, chance: np.random.Generator
 ) -> list[Ints]:
     best = 0
@@ -179,7 +179,7 @@ def _labels_dealt(
     )
 
 
-def _clients_served(pools: list[Ints], sizes: Ints, alpha: float, chance: np.random.Generator) -> list[Ints]:
+def _deal_to_sizes(pools: list[Ints], sizes: Ints, alpha: float, chance: np.random.Generator) -> list[Ints]:
     left = np.array([len(pool) for pool in pools], dtype=np.int64)
     weights = alpha * len(pools) * left / left.sum()
     parts: list[Ints] = [np.zeros(0, dtype=np.int64)] * len(sizes)
@@ -232,7 +232,7 @@ def draw_sizes(table: Ints, num_clients: int, *, seed: int = 0, least: int = 1, 
     return drawn
 
 
-def fitted(sizes: Ints, num_samples: int) -> Ints:
+def fit_sizes(sizes: Ints, num_samples: int) -> Ints:
     """Scale the sizes down if they sum to more than there is; each stays 1 at least."""
     if sizes.sum() <= num_samples:
         return sizes
@@ -243,7 +243,7 @@ def fitted(sizes: Ints, num_samples: int) -> Ints:
     return smaller
 
 
-def _checked_labels(labels: ArrayLike) -> NDArray[np.generic]:
+def _check_labels(labels: ArrayLike) -> NDArray[np.generic]:
     values = np.asarray(labels)
     if values.ndim != 1 or not len(values):
         raise ConfigError(f"labels of shape {list(values.shape)}: give one for each sample")
@@ -255,7 +255,7 @@ def check_clients(num_samples: int, count: int, what: str = "clients") -> None:
         raise ConfigError(f"{num_samples} samples for {count} {what}: use 1 to {num_samples} {what}")
 
 
-def _checked_sizes(num_samples: int, sizes: Sequence[int] | Ints) -> Ints:
+def _check_sizes(num_samples: int, sizes: Sequence[int] | Ints) -> Ints:
     wanted = np.asarray(sizes, dtype=np.int64)
     if wanted.ndim != 1 or not len(wanted) or int(wanted.min()) < 1:
         raise ConfigError("sizes must be a list of numbers, each 1 or more")

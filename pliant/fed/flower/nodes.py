@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 
 from pliant.errors import CheckpointError
 from pliant.fed.flower.client import CLIENT, DURATION, SAMPLES, number_in
-from pliant.fed.selection.base import BELIEVED, PopulationSelector
+from pliant.fed.selection.base import PLAUSIBLE, PopulationSelector
 
 log = logging.getLogger(__name__)
 SAID_EVERY_S = 10.0
@@ -58,7 +58,7 @@ class Nodes:
         self._asked: dict[str, int] = {}
         """Introductions that are under way, with their nodes."""
         self._orders: dict[str, Order] = {}
-        self._strangers: dict[int, int] = {}
+        self._by_node: dict[int, int] = {}
 
     @property
     def idle(self) -> list[int]:
@@ -85,14 +85,14 @@ class Nodes:
                 self._asked[message_id] = node_id
         elif new:
             for node_id in new:
-                self._seat(node_id, self._stranger(node_id))
+                self._assign_client(node_id, self._number_by_node(node_id))
         return self.collect(grid)
 
     def wait(self, grid: Grid, least: int, *, patience_s: float, poll_s: float) -> list[int]:
         """Return idle clients as soon as there are `least`; after `patience_s` since there was one, fewer will do."""
         since_s = said_s = -math.inf
         while True:
-            self.late(self.look(grid))
+            self.note_late_answers(self.look(grid))
             idle, now_s = self.idle, time.monotonic()
             if len(idle) >= least:
                 return idle
@@ -136,12 +136,12 @@ class Nodes:
                 del self._orders[message_id]
         return sorted(found, key=lambda answer: answer.order.client)
 
-    def late(self, answers: Iterable[Answer]) -> None:
+    def note_late_answers(self, answers: Iterable[Answer]) -> None:
         """Take note of answers to rounds that are over: their durations are still useful."""
         for answer in answers:
             if not answer.message.has_error():
                 took_s = duration_s(answer.message, answer.took_s)
-                if BELIEVED[0] <= took_s <= BELIEVED[1]:
+                if PLAUSIBLE[0] <= took_s <= PLAUSIBLE[1]:
                     self._selector.register([answer.order.client], duration_s=[took_s])
 
     def waiting(self, round_number: int) -> set[int]:
@@ -156,15 +156,15 @@ class Nodes:
             return
         if message.has_error():
             log.warning("node %d does not introduce itself (%s): known by its node", node_id, message.error.reason)
-            self._seat(node_id, self._stranger(node_id))
+            self._assign_client(node_id, self._number_by_node(node_id))
             return
         number = number_in(message.content, CLIENT)
         if not (0 <= number < STRANGERS and number.is_integer()):
             log.warning("node %d says that it is client %s: not let in; use whole numbers from 0", node_id, number)
             return
-        self._seat(node_id, int(number), message.content)
+        self._assign_client(node_id, int(number), message.content)
 
-    def _seat(self, node_id: int, client: int, told: RecordDict | None = None) -> None:
+    def _assign_client(self, node_id: int, client: int, told: RecordDict | None = None) -> None:
         before = self._node.get(client)
         if before is not None and before != node_id:
             log.warning("client %d is now node %d, and was node %d", client, node_id, before)
@@ -172,7 +172,7 @@ class Nodes:
         self._client[node_id], self._node[client] = client, node_id
         size = number_in(told, SAMPLES) if told is not None else math.nan
         guess_s = number_in(told, DURATION) if told is not None else math.nan
-        size, guess_s = (each if BELIEVED[0] <= each <= BELIEVED[1] else math.nan for each in (size, guess_s))
+        size, guess_s = (each if PLAUSIBLE[0] <= each <= PLAUSIBLE[1] else math.nan for each in (size, guess_s))
         self._selector.register([client])
         if not math.isnan(size):
             self._selector.register([client], size=[size])
@@ -181,8 +181,8 @@ class Nodes:
         if not measured and not math.isnan(guess_s):
             self._selector.register([client], duration_s=[guess_s])
 
-    def _stranger(self, node_id: int) -> int:
-        return self._strangers.setdefault(node_id, STRANGERS + len(self._strangers))
+    def _number_by_node(self, node_id: int) -> int:
+        return self._by_node.setdefault(node_id, STRANGERS + len(self._by_node))
 
     def _dismiss(self, node_id: int) -> None:
         """Expect nothing from this node any more."""
@@ -200,13 +200,13 @@ class Nodes:
 
     def state_dict(self) -> dict[str, list[str]]:
         """Return the nodes that are clients by themselves, in the order of their numbers."""
-        return {"strangers": [str(node_id) for node_id in self._strangers]}
+        return {"strangers": [str(node_id) for node_id in self._by_node]}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         found = state.get("strangers")
         if not isinstance(found, list):
             raise CheckpointError("the checkpoint does not say which nodes it knew: it is damaged")
-        self._strangers = {int(node_id): STRANGERS + place for place, node_id in enumerate(found)}
+        self._by_node = {int(node_id): STRANGERS + place for place, node_id in enumerate(found)}
 
 
 def duration_s(message: Message, took_s: float) -> float:

@@ -134,7 +134,7 @@ class Guided(Strategy):
         options = {"seed": derive_seed(config.seed, SELECTION), **config.selector.options}
         self.selector = make_selector(config.selector.kind, **options)  # type: ignore[arg-type]
         self.nodes = Nodes(self.selector, introduced=identity == "partition", timeout_s=timeout_s)
-        self.journal = JobRecorder(folder, say=log.info)
+        self.recorder = JobRecorder(folder, say=log.info)
         self.round: Round | None = None
         """The last round."""
         self._buffers = frozenset(buffers)
@@ -170,13 +170,13 @@ class Guided(Strategy):
         rounds = self.config.rounds if num_rounds is None else num_rounds
         deadline_s = self.config.deadline_s or timeout or self._timeout_s
         self.summary()
-        arrays, done = self._resumed(initial_arrays)
+        arrays, done = self._resume(initial_arrays)
         result = Result(arrays=arrays)
         why = "rounds"
         try:
             for number in range(done + 1, rounds + 1):
                 messages = self.configure_train(number, arrays, train_config or ConfigRecord(), grid)
-                moved, told = self.aggregate_train(number, self._answers(grid, messages, number, deadline_s))
+                moved, told = self.aggregate_train(number, self._collect_answers(grid, messages, number, deadline_s))
                 result.arrays = arrays = arrays if moved is None else moved
                 if told is not None:
                     result.train_metrics_clientapp[number] = told
@@ -184,14 +184,14 @@ class Guided(Strategy):
                 tested = evaluate_fn(number, arrays) if due and evaluate_fn is not None else None
                 if tested is not None:
                     result.evaluate_metrics_serverapp[number] = tested
-                reached = tested is not None and self._tested(number, tested)
+                reached = tested is not None and self._record_test(number, tested)
                 self._save(number)
                 if reached:
                     why = "target"
                     break
-            self.journal.end(why)
+            self.recorder.end(why)
         finally:
-            self.journal.close()
+            self.recorder.close()
         return result
 
     # --- what Flower asks of a strategy ---
@@ -202,10 +202,10 @@ class Guided(Strategy):
         """Return invitations for the clients that the selector picks; waits until enough are connected."""
         self._layout = ArrayLayout.of(arrays, self._buffers)
         self._model = self._layout.weights(arrays)
-        picked = self._picked(grid)
+        picked = self._pick(grid)
         self._round_begun_s, self._took_s = self._clock_s, {}
         self._invited = {self.nodes.node_of(client): client for client in picked}
-        content = RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord({**config, **self._orders(server_round)})})
+        content = RecordDict({ARRAYS: arrays, CONFIG: ConfigRecord({**config, **self._train_config(server_round)})})
         return [self.nodes.message(content, node_id, MessageType.TRAIN, server_round) for node_id in self._invited]
 
     def aggregate_train(
@@ -213,11 +213,11 @@ class Guided(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Return the next model from the first `participants` usable replies, in the order of clients."""
         assert self._layout is not None, "a round is configured before it is aggregated"
-        came, failed = self._sorted_out(replies)
+        came, failed = self._sort_replies(replies)
         updates = [self._update(client, message, server_round) for client, message in came.items()]
         update_client_lr(self.aggregator, self.config, server_round)
         self._model = self.aggregator.aggregate(self._model, updates)
-        self._tell(came)
+        self._report_results(came)
         gone = {client for node_id, client in self._invited.items() if self.nodes.client_of(node_id) != client}
         lost = (failed | gone) - set(came)
         self.round = Round(
@@ -235,7 +235,7 @@ class Guided(Strategy):
             malicious=0,
             selector=finite(self.selector.figures),
         )
-        self.journal.round(self.round)
+        self.recorder.round(self.round)
         told = MetricRecord({"clients": len(came), "duration-s": self.round.duration_s})
         if self.round.loss is not None:
             told[LOSS] = self.round.loss
@@ -264,7 +264,7 @@ class Guided(Strategy):
         """Seconds since the job began, without the time that its server was away."""
         return time.monotonic() - self._zero_s
 
-    def _picked(self, grid: Grid) -> list[int]:
+    def _pick(self, grid: Grid) -> list[int]:
         """Have the selector pick idle clients; if it picks nobody, wait for others."""
         until_s: float | None = None
         while True:
@@ -279,14 +279,14 @@ class Guided(Strategy):
                     raise
             time.sleep(self._poll_s)
 
-    def _orders(self, number: int) -> dict[str, int | float]:
+    def _train_config(self, number: int) -> dict[str, int | float]:
         """Return what clients are asked to do; the ClientApp decides whether they do it."""
         local = self.config.local
         orders = {"server-round": number, "local-steps": local.steps, "batch-size": local.batch_size}
         more = {"proximal-mu": self.aggregator.mu} if isinstance(self.aggregator, FedProx) else {}
         return {**orders, "lr": self.config.lr_in(number), **more}
 
-    def _answers(self, grid: Grid, messages: list[Message], number: int, deadline_s: float) -> list[Message]:
+    def _collect_answers(self, grid: Grid, messages: list[Message], number: int, deadline_s: float) -> list[Message]:
         """Return answers in the order of their arrival, until there are enough."""
         self.nodes.send(grid, messages, number)
         until_s = time.monotonic() + deadline_s
@@ -295,7 +295,7 @@ class Guided(Strategy):
         while True:
             for answer in self.nodes.look(grid):
                 if answer.order.round_number != number:
-                    self.nodes.late([answer])
+                    self.nodes.note_late_answers([answer])
                     continue
                 found.append(answer.message)
                 if not self._fault(answer.message):
@@ -318,7 +318,7 @@ class Guided(Strategy):
         assert self._layout is not None, "a round is configured before it is answered"
         return self._layout.fault(records[0])
 
-    def _sorted_out(self, replies: Iterable[Message]) -> tuple[dict[int, Message], set[int]]:
+    def _sort_replies(self, replies: Iterable[Message]) -> tuple[dict[int, Message], set[int]]:
         """Return the replies that count, by client, and the clients that failed."""
         came: dict[int, Message] = {}
         failed: set[int] = set()
@@ -339,7 +339,7 @@ class Guided(Strategy):
         change = self._model.change_to(self._layout.weights(given))
         return Update(client, change, number_in(message.content, SAMPLES), number_in(message.content, LOSS), number)
 
-    def _tell(self, came: dict[int, Message]) -> None:
+    def _report_results(self, came: dict[int, Message]) -> None:
         """Report the results of all invited clients to the selector."""
         clients = sorted(self._invited.values())
         so_far_s = self._clock_s - self._round_begun_s
@@ -352,24 +352,24 @@ class Guided(Strategy):
             finished=[each in told and each not in self.aggregator.left_out for each in clients],
         )
 
-    def _tested(self, number: int, told: MetricRecord) -> bool:
+    def _record_test(self, number: int, told: MetricRecord) -> bool:
         """Record a test; return whether the job has reached its target."""
         accuracy, top_5, loss = (_number(told, name) for name in ("accuracy", "top-5", LOSS))
         if accuracy is None:
             return False
-        self.journal.test(Point(number, self._clock_s, accuracy, accuracy if top_5 is None else top_5, loss))
+        self.recorder.test(Point(number, self._clock_s, accuracy, accuracy if top_5 is None else top_5, loss))
         return 0 < self.config.target <= accuracy
 
     # --- state ---
 
-    def _resumed(self, initial: ArrayRecord) -> tuple[ArrayRecord, int]:
+    def _resume(self, initial: ArrayRecord) -> tuple[ArrayRecord, int]:
         """Return the model and the number of rounds that the job continues from."""
         self._layout = ArrayLayout.of(initial, self._buffers)
         model = self._layout.weights(initial)
         saved = load_checkpoint(self.folder, self.config) if self.folder is not None else None
         self._zero_s = time.monotonic()
         if saved is None:
-            self.journal.begin(self.config, None, {"runtime": "flower", "model_bytes": model.num_bytes})
+            self.recorder.begin(self.config, None, {"runtime": "flower", "model_bytes": model.num_bytes})
             return initial, 0
         try:
             model = load_weights(saved.state["model"], model)
@@ -381,7 +381,7 @@ class Guided(Strategy):
             raise CheckpointError(f"the checkpoint does not go on here: {error}") from None
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the checkpoint lacks a part of the state ({error!r}): it is damaged") from None
-        self.journal.begin(self.config, saved.round, {})
+        self.recorder.begin(self.config, saved.round, {})
         return self._layout.arrays(model), saved.round
 
     def _save(self, number: int) -> None:
@@ -394,7 +394,7 @@ class Guided(Strategy):
             "nodes": self.nodes.state_dict(),
             "clock_s": self._clock_s,
         }
-        self.journal.settle()
+        self.recorder.sync()
         save_checkpoint(self.folder, self.config, FederatedCheckpoint(number, 0, "flower", state))
 
 

@@ -125,14 +125,14 @@ class FederationState:
         self.config, self.task = config, task
         self.model = Weights.of(task.model())
         self.clock_s = 0.0
-        self.world = SimulatedClients.of(config, task.num_clients, self.model.num_bytes)
+        self.simulated = SimulatedClients.of(config, task.num_clients, self.model.num_bytes)
         self.selector = build_selector(config)
         self.aggregator = build_aggregator(config)
-        self.ledger = PrivacyBudget(config, task.num_clients, self.aggregator)
+        self.privacy_budget = PrivacyBudget(config, task.num_clients, self.aggregator)
         self._workers, self._batching = workers, batching
         self.selector.register(
             np.arange(task.num_clients),
-            duration_s=self.world.round_s(config.local.steps),
+            duration_s=self.simulated.round_s(config.local.steps),
             size=np.maximum(task.sizes, 1),
         )
 
@@ -144,7 +144,7 @@ class FederationState:
         Raises:
             NoClient: nobody can be picked now.
         """
-        seen = self.world.at(self.clock_s)
+        seen = self.simulated.at(self.clock_s)
         feasible = seen.there if busy is None else seen.there & ~busy
         chosen = self.selector.select(num, feasible, remaining_s=seen.until_s - self.clock_s)
         return Selection(chosen, seen.until_s[chosen], int(np.count_nonzero(feasible)))
@@ -164,7 +164,7 @@ class FederationState:
         Raises:
             NoClient: there will be none, or nobody could be picked for too long since `since_s`.
         """
-        seen = self.world.at(self.clock_s)
+        seen = self.simulated.at(self.clock_s)
         next_s = float(np.where(seen.there, math.inf, seen.back_s).min())
         self.check_patience(since_s, why, until_s=next_s)
         # a sum of floats may lie just before the moment that it means
@@ -173,10 +173,10 @@ class FederationState:
     def check_patience(self, since_s: float, why: NoClient, *, until_s: float | None = None) -> None:
         """Raise NoClient if nothing happened since `since_s` for two periods of the trace: then nothing ever will."""
         end_s = self.clock_s if until_s is None else until_s
-        if end_s > since_s + PATIENCE_PERIODS * float(self.world.availability.period_s.max()):
+        if end_s > since_s + PATIENCE_PERIODS * float(self.simulated.availability.period_s.max()):
             raise NoClient(f"since {since_s:.0f} s of the virtual clock, and for ever: {why}")
 
-    def tell(self, brought: Sequence[ClientResult]) -> None:
+    def report_results(self, brought: Sequence[ClientResult]) -> None:
         """Report results to the selector. A client with two results is reported twice, in order."""
         rest = list(brought)
         while rest:
@@ -226,7 +226,7 @@ class FederationState:
             "model": {"parameters": self.model.parameters, "buffers": self.model.buffers},
             "aggregator": self.aggregator.state_dict(),
             "selector": self.selector.state_dict(),
-            "ledger": self.ledger.state_dict(),
+            "ledger": self.privacy_budget.state_dict(),
             "clock_s": self.clock_s,
         }
 
@@ -240,7 +240,7 @@ class FederationState:
             self.model = load_weights(state["model"], self.model)
             self.selector.load_state_dict(state["selector"])
             self.aggregator.load_state_dict(state["aggregator"])
-            self.ledger.load_state_dict(state["ledger"])
+            self.privacy_budget.load_state_dict(state["ledger"])
             self.clock_s = float(state["clock_s"])
         except (ConfigError, TrainError) as error:
             raise CheckpointError(f"the checkpoint does not go on here: {error}") from None

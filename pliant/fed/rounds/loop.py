@@ -46,10 +46,16 @@ class FederatedLoop:
     """Runs all rounds of a job; or `start`, and one `step` for each round."""
 
     def __init__(
-        self, config: FedConfig, task: Task, workers: Workers, journal: JobRecorder, *, stop: Callable[[], bool] = never
+        self,
+        config: FedConfig,
+        task: Task,
+        workers: Workers,
+        recorder: JobRecorder,
+        *,
+        stop: Callable[[], bool] = never,
     ) -> None:
         """`stop` is called before each round; if it returns true, the rest is left for another time."""
-        self.config, self.task, self.journal = config, task, journal
+        self.config, self.task, self.recorder = config, task, recorder
         self.round = 0
         """Number of rounds that are done."""
         self._workers, self._stop = workers, stop
@@ -67,12 +73,12 @@ class FederatedLoop:
         """
         if self._begun is not None:
             return
-        folder = self.journal.folder
+        folder = self.recorder.folder
         saved = load_checkpoint(folder, self.config) if folder is not None else None
         self.batching = self._batching() if saved is None else saved.batching
         federation = FederationState(self.config, self.task, self._workers, self.batching)
         buffered = isinstance(federation.aggregator, FedBuff)
-        way: RoundMode = AsynchronousRounds(federation) if buffered else SynchronousRounds(federation)
+        mode: RoundMode = AsynchronousRounds(federation) if buffered else SynchronousRounds(federation)
         if saved is not None:
             if saved.data != federation.data_fingerprint:
                 raise CheckpointError(
@@ -82,11 +88,11 @@ class FederatedLoop:
             if saved.kind and isinstance(self._workers, DeviceAware):
                 self._workers.expect_kind(saved.kind)
             federation.load_state_dict(saved.state)
-            way.load_state_dict(saved.state["way"])
+            mode.load_state_dict(saved.state["way"])
             self.round = self._saved = saved.round
             log.info("round %d: resumed from %s", saved.round, folder)
-        self.journal.begin(self.config, None if saved is None else saved.round, self._facts(federation))
-        self._begun = federation, way
+        self.recorder.begin(self.config, None if saved is None else saved.round, self._facts(federation))
+        self._begun = federation, mode
         if saved is None:
             self.save()
 
@@ -97,21 +103,21 @@ class FederatedLoop:
             while not self.over and not self._stop():
                 self.step()
             self.save()
-            self.journal.end(self.over or "stopped")
+            self.recorder.end(self.over or "stopped")
         finally:
-            self.journal.close()
-        return self.journal.history
+            self.recorder.close()
+        return self.recorder.history
 
     def step(self) -> Round:
         """Do one round, and a test and a checkpoint if they are due."""
         self.start()
         number = self.round + 1
-        _, way = self._parts
-        done = way.round(number)
+        _, mode = self._parts
+        done = mode.round(number)
         self.round = number
-        self.journal.round(done)
+        self.recorder.round(done)
         if number % self.config.evaluate_every == 0 or number >= self.config.rounds:
-            self.journal.test(self._test())
+            self.recorder.test(self._test())
         if number % self.config.checkpoint_every == 0:
             self.save()
         return done
@@ -119,25 +125,25 @@ class FederatedLoop:
     @property
     def over(self) -> str:
         """Why there are no more rounds to do; empty if there are."""
-        final = self.journal.history.final
+        final = self.recorder.history.final
         if self.config.target and final is not None and final.accuracy >= self.config.target:
             return "target"
         return "rounds" if self.round >= self.config.rounds else ""
 
     def save(self) -> None:
         """Write a checkpoint if there is a folder and something new."""
-        if self.journal.folder is None or self._saved == self.round:
+        if self.recorder.folder is None or self._saved == self.round:
             return
-        federation, way = self._parts
-        self.journal.settle()
+        federation, mode = self._parts
+        self.recorder.sync()
         save_checkpoint(
-            self.journal.folder,
+            self.recorder.folder,
             self.config,
             FederatedCheckpoint(
                 self.round,
                 self.batching,
                 federation.data_fingerprint,
-                federation.state_dict() | {"way": way.state_dict()},
+                federation.state_dict() | {"way": mode.state_dict()},
                 self.kind,
             ),
         )
@@ -168,7 +174,7 @@ class FederatedLoop:
             score.accuracy,
             score.correct_in_5 / count,
             score.loss / count,
-            federation.ledger.epsilon,
+            federation.privacy_budget.epsilon,
         )
 
     def _batching(self) -> int:
@@ -185,10 +191,10 @@ class FederatedLoop:
             "classes": self.task.num_classes,
             "malicious": int(self.task.malicious.sum()),
             "parameters": sum(each.numel() for each in federation.model.parameters),
-            "model_bytes": federation.world.model_bytes,
+            "model_bytes": federation.simulated.model_bytes,
             "batching": self.batching,
-            "devices": federation.world.devices.note,
-            "availability": federation.world.availability.note,
+            "devices": federation.simulated.devices.note,
+            "availability": federation.simulated.availability.note,
         }
 
 

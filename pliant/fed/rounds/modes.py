@@ -37,21 +37,21 @@ class SynchronousRounds:
 
     def round(self, number: int) -> Round:
         """Do one round, counted from 1. All effects are in the federation's state and in what is returned."""
-        shared, config = self._federation, self._federation.config
-        picked = shared.pick_or_wait(config.invited)
-        duration_s = shared.world.round_s(config.local.steps, picked.clients)
+        federation, config = self._federation, self._federation.config
+        picked = federation.pick_or_wait(config.invited)
+        duration_s = federation.simulated.round_s(config.local.steps, picked.clients)
         plan = plan_round(
             picked.clients,
             duration_s,
             picked.until_s,
-            begin_s=shared.clock_s,
+            begin_s=federation.clock_s,
             wanted=config.participants,
             deadline_s=config.deadline_s,
         )
-        came = self._fold(plan, self._steps(plan, picked, duration_s), number)
-        shared.clock_s = plan.end_s
-        left_out = shared.aggregator.left_out
-        shared.tell(
+        came = self._train_and_aggregate(plan, self._steps(plan, picked, duration_s), number)
+        federation.clock_s = plan.end_s
+        left_out = federation.aggregator.left_out
+        federation.report_results(
             [
                 ClientResult(client, client not in left_out, seen_s, *came[client])
                 if client in came
@@ -59,7 +59,7 @@ class SynchronousRounds:
                 for client, seen_s in zip(plan.invited.tolist(), plan.seen_s.tolist(), strict=True)
             ]
         )
-        shared.ledger.account(plan.aggregated, rate=len(picked.clients) / picked.there)
+        federation.privacy_budget.account(plan.aggregated, rate=len(picked.clients) / picked.there)
         return Round(
             round=number,
             begin_s=plan.begin_s,
@@ -72,39 +72,43 @@ class SynchronousRounds:
             loss=mean_loss([loss for _, loss in came.values()]),
             lr=config.lr_in(number),
             there=picked.there,
-            malicious=int(np.count_nonzero(shared.task.malicious[plan.aggregated])),
-            selector=finite(shared.selector.figures),
+            malicious=int(np.count_nonzero(federation.task.malicious[plan.aggregated])),
+            selector=finite(federation.selector.figures),
             client_s=tuple(plan.seen_s[plan.counts].tolist()),
         )
 
     def _steps(self, plan: RoundPlan, picked: Selection, duration_s: Floats) -> Ids:
         """Return the number of local steps of each aggregated client."""
-        local, world = self._federation.config.local, self._federation.world
+        local, simulated = self._federation.config.local, self._federation.simulated
         asked = np.full(len(plan.aggregated), local.steps, np.int64)
         if not local.longer or not len(asked):
             return asked
         # invited and picked clients are both in ascending order
         mine, until_s = duration_s[plan.counts], picked.until_s[plan.counts]
-        longer = local_steps(local.steps, mine, world.compute_s(local.steps, plan.aggregated), round_s=plan.duration_s)
-        fits = plan.begin_s + world.round_s(longer, plan.aggregated) < until_s
+        longer = local_steps(
+            local.steps, mine, simulated.compute_s(local.steps, plan.aggregated), round_s=plan.duration_s
+        )
+        fits = plan.begin_s + simulated.round_s(longer, plan.aggregated) < until_s
         return np.where(fits, longer, asked)
 
-    def _fold(self, plan: RoundPlan, steps: Ids, number: int) -> dict[int, tuple[float, float]]:
+    def _train_and_aggregate(self, plan: RoundPlan, steps: Ids, number: int) -> dict[int, tuple[float, float]]:
         """Train the participants and change the model; return utility and loss of each."""
-        shared = self._federation
+        federation = self._federation
         clients = plan.aggregated
         came: dict[int, tuple[float, float]] = {}
-        update_client_lr(shared.aggregator, shared.config, number)
-        shared.aggregator.begin(shared.model)
-        for trained in shared.train(shared.model, clients, steps, round_number=number):
-            update = shared.ledger.private(trained.update, round_number=number, participants=len(clients))
-            shared.aggregator.add(update)
+        update_client_lr(federation.aggregator, federation.config, number)
+        federation.aggregator.begin(federation.model)
+        for trained in federation.train(federation.model, clients, steps, round_number=number):
+            update = federation.privacy_budget.privatise_update(
+                trained.update, round_number=number, participants=len(clients)
+            )
+            federation.aggregator.add(update)
             came[update.client] = trained.utility, update.loss
         try:
-            shared.model = shared.aggregator.finish()
+            federation.model = federation.aggregator.finish()
         except ConfigError as error:  # fewer updates than the aggregator needs: the next round may have more
             log.warning("round %d: the model stays as it is: %s", number, error)
-            shared.aggregator.left_out = {client: str(error) for client in came}
+            federation.aggregator.left_out = {client: str(error) for client in came}
         return came
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,9 +171,9 @@ class AsynchronousRounds:
 
     def round(self, number: int) -> Round:
         """Advance the clock until the model changes. Versions are counted from 0, rounds from 1."""
-        shared, buffer = self._federation, self._aggregator
-        begin_s = shared.clock_s
-        self._models[buffer.version] = shared.model
+        federation, buffer = self._federation, self._aggregator
+        begin_s = federation.clock_s
+        self._models[buffer.version] = federation.model
         self._queue, self._asked, self._had, self._choice = [], [], set(), (0, {})
         self._fill()
         log = _Log()
@@ -177,7 +181,7 @@ class AsynchronousRounds:
         moved: Weights | None = None
         heard_s = begin_s
         while moved is None:
-            flight = self._next()
+            flight = self._next_to_end()
             if flight.fate == COUNTS and buffer.version - flight.version <= buffer.max_staleness:
                 pending.append(flight)
                 heard_s = flight.end_s
@@ -185,16 +189,16 @@ class AsynchronousRounds:
                 log.end_of(flight)
             if flight.fate == LOST:
                 self._had.discard(flight.client)
-                shared.check_patience(heard_s, NoClient("clients go away before they are done"))
+                federation.check_patience(heard_s, NoClient("clients go away before they are done"))
             if len(pending) == buffer.size - log.used:
-                moved = self._fold(pending, log)
+                moved = self._train_and_aggregate(pending, log)
                 pending = []
             if moved is None:
                 self._fill()
-        shared.model = moved
+        federation.model = moved
         self._forget_models()
-        shared.tell(log.brought)
-        shared.ledger.account(np.array([each.client for each in log.folded], np.int64), rate=1.0)
+        federation.report_results(log.brought)
+        federation.privacy_budget.account(np.array([each.client for each in log.folded], np.int64), rate=1.0)
         folded = sorted(log.folded, key=lambda each: (each.client, each.version))
         clients = [each.client for each in folded]
         asked = sorted(self._asked)
@@ -202,16 +206,16 @@ class AsynchronousRounds:
         return Round(
             round=number,
             begin_s=begin_s,
-            clock_s=shared.clock_s,
+            clock_s=federation.clock_s,
             invited=tuple(client for client, _ in asked),
             aggregated=tuple(clients),
             cut=tuple(sorted(log.cut)),
             lost=tuple(sorted(log.lost)),
             left_out=log.left_out,
             loss=mean_loss(log.losses),
-            lr=shared.config.lr_in(number),
+            lr=federation.config.lr_in(number),
             there=there,
-            malicious=int(np.count_nonzero(shared.task.malicious[clients])),
+            malicious=int(np.count_nonzero(federation.task.malicious[clients])),
             selector=figures,
             client_s=tuple(each.end_s - each.begin_s for each in folded),
             staleness=tuple(number - 1 - each.version for each in folded),
@@ -222,7 +226,7 @@ class AsynchronousRounds:
 
     def _fill(self) -> None:
         """Give every free place to a client, as far as there are clients."""
-        shared = self._federation
+        federation = self._federation
         while len(self._flights) < self._most:
             self._start_waiting()
             free = self._most - len(self._flights)
@@ -230,23 +234,23 @@ class AsynchronousRounds:
                 break
             try:
                 # those who get a place now, and those who will until the buffer is full
-                picked = shared.pick(free + int(self._aggregator.size) - 1, busy=self._busy())
+                picked = federation.pick(free + int(self._aggregator.size) - 1, busy=self._busy())
             except NoClient:
                 break
             self._queue = picked.clients.tolist()
             if not self._choice[0]:
-                self._choice = picked.there, finite(shared.selector.figures)
+                self._choice = picked.there, finite(federation.selector.figures)
 
     def _start_waiting(self) -> None:
         """Start queued clients that are still available."""
-        shared, config = self._federation, self._federation.config
-        seen = shared.world.at(shared.clock_s)
+        federation, config = self._federation, self._federation.config
+        seen = federation.simulated.at(federation.clock_s)
         while self._queue and len(self._flights) < self._most:
             client = self._queue.pop(0)
             if not seen.there[client]:
                 continue
-            now_s, until_s = shared.clock_s, float(seen.until_s[client])
-            done_s = now_s + float(shared.world.round_s(config.local.steps, np.array([client]))[0])
+            now_s, until_s = federation.clock_s, float(seen.until_s[client])
+            done_s = now_s + float(federation.simulated.round_s(config.local.steps, np.array([client]))[0])
             late_s = math.inf if config.deadline_s is None else now_s + config.deadline_s
             end_s, fate = min((done_s, COUNTS), (late_s, CUT), (until_s, LOST), key=lambda each: each[0])
             if done_s >= until_s and fate == COUNTS:
@@ -262,47 +266,47 @@ class AsynchronousRounds:
         mask[list(self._had)] = True
         return mask
 
-    def _next(self) -> InFlight:
+    def _next_to_end(self) -> InFlight:
         """Return the next client that ends; the clock advances to that moment."""
-        shared, since_s = self._federation, self._federation.clock_s
+        federation, since_s = self._federation, self._federation.clock_s
         while not self._flights:
-            shared.wait(
+            federation.wait(
                 since_s, NoClient(f"a model needs {self._aggregator.size} updates, and no more can be had in time")
             )
             self._fill()
         flight = heapq.heappop(self._flights)
-        shared.clock_s = flight.end_s
+        federation.clock_s = flight.end_s
         return flight
 
     # --- the model ---
 
-    def _fold(self, pending: list[InFlight], log: _Log) -> Weights | None:
+    def _train_and_aggregate(self, pending: list[InFlight], log: _Log) -> Weights | None:
         """Train the clients that have finished, and add them to the buffer in the order in which they came.
 
         Returns None if not all could be used, so that more are needed.
         """
-        shared, buffer = self._federation, self._aggregator
-        trained = self._trained(pending)
+        federation, buffer = self._federation, self._aggregator
+        trained = self._train(pending)
         moved: Weights | None = None
         for flight in pending:
             result = trained[flight.client, flight.version]
             number = flight.version + 1
-            update = shared.ledger.private(
+            update = federation.privacy_budget.privatise_update(
                 replace(result.update, version=flight.version), round_number=number, participants=1
             )
-            moved = buffer.offer(shared.model, update)
+            moved = buffer.offer(federation.model, update)
             why = buffer.left_out.get(flight.client, "")
             log.came(flight, result, why)
         return moved
 
-    def _trained(self, pending: list[InFlight]) -> dict[tuple[int, int], Trained]:
+    def _train(self, pending: list[InFlight]) -> dict[tuple[int, int], Trained]:
         """Train the clients of each model together."""
-        shared = self._federation
+        federation = self._federation
         found: dict[tuple[int, int], Trained] = {}
         for version in sorted({each.version for each in pending}):
             clients = np.array(sorted(each.client for each in pending if each.version == version), np.int64)
-            steps = np.full(len(clients), shared.config.local.steps, np.int64)
-            for trained in shared.train(self._models[version], clients, steps, round_number=version + 1):
+            steps = np.full(len(clients), federation.config.local.steps, np.int64)
+            for trained in federation.train(self._models[version], clients, steps, round_number=version + 1):
                 found[trained.update.client, version] = trained
         return found
 

@@ -109,13 +109,13 @@ def replay_selection(replay: Replay, devices: Devices, *, rounds: int, seed: int
     selector.register(np.arange(count), duration_s=duration_s, size=size)
     took_part = np.zeros(count, np.int64)
     clock_s = 0.0
-    told: list[dict[str, Any]] = []
+    facts: list[dict[str, Any]] = []
     for number in range(1, rounds + 1):
         picked = selector.select(replay.invited)
         plan = plan_round(
             picked, duration_s[picked], np.full(len(picked), np.inf), begin_s=clock_s, wanted=replay.participants
         )
-        told.append(_told(number, plan.invited, plan.aggregated, plan.duration_s, selector.figures))
+        facts.append(_round_facts(number, plan.invited, plan.aggregated, plan.duration_s, selector.figures))
         clock_s = plan.end_s
         losses = [replay.clients[i].losses for i in plan.invited]
         loss = np.array(
@@ -138,11 +138,11 @@ def replay_selection(replay: Replay, devices: Devices, *, rounds: int, seed: int
         "devices": devices.note,
         "clock_s": clock_s,
         "coverage": int(np.count_nonzero(took_part)),
-        "rounds": told,
+        "rounds": facts,
     }
 
 
-def _told(
+def _round_facts(
     number: int, invited: Any, aggregated: Any, duration_s: float, figures: dict[str, float | int]
 ) -> dict[str, Any]:
     why = {

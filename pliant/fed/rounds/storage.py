@@ -111,8 +111,8 @@ class JobRecorder:
         except OSError as error:
             raise ConfigError(f"{folder}: {error.strerror}; give a folder that can be written to") from None
         record = folder / RECORD
-        self._hold(folder)
-        self._take_back(record, config, resumed_at)
+        self._lock_folder(folder)
+        self._read_and_cut(record, config, resumed_at)
         self._recorder = Recorder(record)
         self._events = TensorBoardEvents(folder / TENSORBOARD)
         for done in self.history.rounds:
@@ -120,7 +120,7 @@ class JobRecorder:
         for point in self.history.points:
             self._events.add_test(point)
 
-    def _hold(self, folder: Path) -> None:
+    def _lock_folder(self, folder: Path) -> None:
         """Keep other processes from writing the same files; the lock ends with this process."""
         self._lock = os.open(folder, os.O_RDONLY)
         try:
@@ -131,7 +131,7 @@ class JobRecorder:
                 f"{folder}: another process runs this job; stop it first, or use another folder"
             ) from None
 
-    def _take_back(self, record: Path, config: FedConfig, resumed_at: int | None) -> None:
+    def _read_and_cut(self, record: Path, config: FedConfig, resumed_at: int | None) -> None:
         """Cut the record after its last line about a round that is done; read the rest as the history."""
         kept_bytes = 0
         if resumed_at is not None or record.exists():
@@ -142,7 +142,7 @@ class JobRecorder:
                     f"{record}: {error.strerror}; the checkpoint beside it goes on with it, so put it back, or use another folder"
                 ) from None
             for number, line in enumerate(lines):
-                fact = _fact_of(line)
+                fact = _parse_fact(line)
                 if number == 0:
                     _check_same_job(record, fact, config)
                 if fact is None or fact["kind"] == "end" or fact["step"] > (-1 if resumed_at is None else resumed_at):
@@ -179,7 +179,7 @@ class JobRecorder:
         if self._events is not None:
             self._events.add_test(point)
         if self._say is not None:
-            self._say(_line(point))
+            self._say(_format_test(point))
 
     def end(self, why: str) -> None:
         self.history.why = why
@@ -189,7 +189,7 @@ class JobRecorder:
         data = {"why": why, "rounds": rounds, "clock_s": clock_s, "best": None if best is None else best.accuracy}
         self._fact("end", rounds, data)
 
-    def settle(self) -> None:
+    def sync(self) -> None:
         """Have the record survive a power cut, before a checkpoint refers to it."""
         if self._recorder is not None:
             file = os.open(self._recorder.path, os.O_RDONLY)
@@ -210,7 +210,7 @@ class JobRecorder:
             self._lock = -1
 
     def _fact(self, kind: str, step: int, data: dict[str, Any]) -> None:
-        clean = _without_nan(data)
+        clean = _replace_nan(data)
         if self._recorder is not None:
             self._recorder.write(kind, step, **clean)
         if self._watch is not None:
@@ -259,7 +259,7 @@ def training_perf(config: FedConfig, history: History) -> dict[str, object]:
     }
 
 
-def _fact_of(line: bytes) -> dict[str, Any] | None:
+def _parse_fact(line: bytes) -> dict[str, Any] | None:
     """Parse a line of the record; None if a crash has cut it short."""
     try:
         fact = json.loads(line)
@@ -308,16 +308,16 @@ def _difference(old: Mapping[str, Any], new: Mapping[str, Any], inside: str = ""
     return None
 
 
-def _without_nan(value: Any) -> Any:
+def _replace_nan(value: Any) -> Any:
     """Replace numbers that JSON does not have, such as NaN, by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _without_nan(each) for key, each in value.items()}
-    return [_without_nan(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {str(key): _replace_nan(each) for key, each in value.items()}
+    return [_replace_nan(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
-def _line(point: Point) -> str:
+def _format_test(point: Point) -> str:
     hours, rest = divmod(int(point.clock_s), 3600)
     text = f"round {point.round:>5}  {hours:>3} h {rest // 60:02} min {rest % 60:02} s  accuracy {point.accuracy:6.2%}"
     if point.loss is not None:

@@ -22,7 +22,7 @@ State = dict[str, Any]
 
 LEAST_WEIGHT = 1e-9
 """Share of the greatest weight that every weight has at least: no candidate is without a chance."""
-BELIEVED = (1e-9, 1e30)
+PLAUSIBLE = (1e-9, 1e30)
 """Range of plausible durations, utilities and losses. Sums of values in it stay finite."""
 
 
@@ -159,11 +159,11 @@ def values_of(name: str, values: Numbers | None, num: int) -> Floats | None:
     return given
 
 
-def believed(values: Floats | None, *, zero: bool, otherwise: float) -> Floats | None:
+def replace_implausible(values: Floats | None, *, zero: bool, otherwise: float) -> Floats | None:
     """Replace values that clients cannot have by `otherwise`."""
     if values is None:
         return None
-    inside = (values >= BELIEVED[0]) & (values <= BELIEVED[1])
+    inside = (values >= PLAUSIBLE[0]) & (values <= PLAUSIBLE[1])
     return np.where(inside | (values == 0) if zero else inside, values, otherwise)
 
 
@@ -194,7 +194,7 @@ class PopulationSelector(ABC):
         durations = values_of("duration_s", duration_s, len(ids))
         sizes = values_of("size", size, len(ids))
         for name, values in (("duration_s", durations), ("size", sizes)):
-            if values is not None and (wrong := (values < BELIEVED[0]) | (values > BELIEVED[1])).any():
+            if values is not None and (wrong := (values < PLAUSIBLE[0]) | (values > PLAUSIBLE[1])).any():
                 raise ConfigError(
                     f"{name}={values[wrong][0]:g} of client {ids[wrong][0]}: use a number above 0, or NaN if unknown"
                 )
@@ -225,9 +225,9 @@ class PopulationSelector(ABC):
         done = np.ones(len(ids), np.bool_) if finished is None else np.asarray(finished, np.bool_)
         if done.shape != ids.shape:
             raise ConfigError(f"finished has {done.size} values for {len(ids)} clients: give one for each")
-        durations = believed(values_of("duration_s", duration_s, len(ids)), zero=False, otherwise=np.nan)
-        utilities = believed(values_of("utility", utility, len(ids)), zero=True, otherwise=0.0)
-        losses = believed(values_of("loss", loss, len(ids)), zero=True, otherwise=np.nan)
+        durations = replace_implausible(values_of("duration_s", duration_s, len(ids)), zero=False, otherwise=np.nan)
+        utilities = replace_implausible(values_of("utility", utility, len(ids)), zero=True, otherwise=0.0)
+        losses = replace_implausible(values_of("loss", loss, len(ids)), zero=True, otherwise=np.nan)
         if durations is not None:
             # fmax ignores NaN
             known = np.where(done, durations, np.fmax(durations, self.clients.duration_s[places]))
@@ -241,7 +241,7 @@ class PopulationSelector(ABC):
         if losses is not None:
             self.clients.loss[at] = losses[took_part]
         if utilities is not None:
-            self.clients.utility[at] = self._heard(at, utilities[took_part])
+            self.clients.utility[at] = self._stored_utility(at, utilities[took_part])
 
     def select(self, num: int, feasible: Numbers | None = None, *, remaining_s: Numbers | None = None) -> Ids:
         """Pick the participants of the next round, in the order of registration: `num` clients, or all that may be picked.
@@ -270,7 +270,7 @@ class PopulationSelector(ABC):
             "round": self.round,
             "rng": self._rng.bit_generator.state,
             "clients": self.clients.state_dict(),
-            "more": self._more(),
+            "more": self._extra_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -291,7 +291,7 @@ class PopulationSelector(ABC):
             self.clients.load_state_dict(state["clients"])
             self.round = int(state["round"])
             self._rng.bit_generator.state = state["rng"]
-            self._load_more(state["more"])
+            self._load_extra_state(state["more"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"no state of a selector ({error!r}): the checkpoint is damaged") from None
 
@@ -319,18 +319,18 @@ class PopulationSelector(ABC):
     def _choose(self, num: int, asked: int, eligible: Places, remaining_s: Floats | None) -> Places:
         """Choose exactly `num` of the eligible clients, in any order."""
 
-    def _heard(self, at: Places, utility: Floats) -> Floats:
+    def _stored_utility(self, at: Places, utility: Floats) -> Floats:
         """Return the utilities to store for clients that took part."""
         return utility
 
     def _settings(self) -> State:
         return {}
 
-    def _more(self) -> State:
+    def _extra_state(self) -> State:
         """Return the state of a subclass beyond the population."""
         return {}
 
-    def _load_more(self, more: Mapping[str, Any]) -> None:
+    def _load_extra_state(self, more: Mapping[str, Any]) -> None:
         if more:
             raise ConfigError(
                 f"a state with {', '.join(map(repr, more))}, which this selector does not keep: load its own"

@@ -156,7 +156,7 @@ def penalty(duration_s: Floats, round_s: float, alpha: float) -> Floats:
     return found
 
 
-def clipped(utility: Floats, bound: float, *, normalise: bool = False) -> Floats:
+def clip_utilities(utility: Floats, bound: float, *, normalise: bool = False) -> Floats:
     """Clip utilities at their quantile `bound`; `normalise` scales them to 0..1.
 
     The quantile is taken of positive utilities, as in the artifact. The artifact's scale ends at the greatest utility, so that
@@ -215,7 +215,7 @@ class Oort(PopulationSelector):
         config, known = self.config, self.clients
         last_round = known.last_round[places]
         heard = last_round > 0
-        found = clipped(known.utility[places], config.clip_bound, normalise=config.normalise)
+        found = clip_utilities(known.utility[places], config.clip_bound, normalise=config.normalise)
         if not heard.all():
             found[~heard] = found[heard].mean() if heard.any() else 0.0
             last_round = np.where(heard, last_round, known.cut_round[places])
@@ -266,11 +266,13 @@ class Oort(PopulationSelector):
     def _explore(self, fresh: Places, num: int, round_s: float) -> Places:
         if not num:
             return np.empty(0, np.intp)
-        duration_s = _or_median(self.clients.duration_s[fresh])
+        duration_s = _fill_with_median(self.clients.duration_s[fresh])
         if self.config.explore_by == "speed":
             weights = 1 / duration_s
         else:
-            weights = _or_median(self.clients.size[fresh]) * penalty(duration_s, round_s, self.config.round_penalty)
+            weights = _fill_with_median(self.clients.size[fresh]) * penalty(
+                duration_s, round_s, self.config.round_penalty
+            )
         first = greatest(weights, int(self.config.sample_window * num))
         return fresh[first[sample(self._rng, weights[first], num)]]
 
@@ -328,7 +330,7 @@ class Oort(PopulationSelector):
         at = min(int(np.count_nonzero(known <= round_s)) - 1 + more, len(known) - 1)
         self.preferred_s = max(round_s, float(np.partition(known, at)[at]))
 
-    def _heard(self, at: Places, utility: Floats) -> Floats:
+    def _stored_utility(self, at: Places, utility: Floats) -> Floats:
         if self.config.noise_factor:
             self.clients.utility[at] = utility
             scale = self.config.noise_factor * float(self.clients.utility[self.clients.explored].mean())
@@ -341,13 +343,13 @@ class Oort(PopulationSelector):
     def _settings(self) -> State:
         return asdict(self.config)
 
-    def _more(self) -> State:
+    def _extra_state(self) -> State:
         return {
             "percentile": self.percentile, "preferred_s": self.preferred_s, "taught": list(self._taught),
             "sum": self._sum, "count": self._count, "exploited": self._exploited.copy(),
         }  # fmt: skip
 
-    def _load_more(self, more: Mapping[str, Any]) -> None:
+    def _load_extra_state(self, more: Mapping[str, Any]) -> None:
         self.percentile = float(more["percentile"])
         self.preferred_s = None if more["preferred_s"] is None else float(more["preferred_s"])
         self._taught = [float(value) for value in more["taught"]]
@@ -355,7 +357,7 @@ class Oort(PopulationSelector):
         self._exploited = np.array(more["exploited"], np.intp)
 
 
-def _or_median(values: Floats) -> Floats:
+def _fill_with_median(values: Floats) -> Floats:
     """Replace unknown values by the median; by ones if all are unknown."""
     unknown = np.isnan(values)
     if not unknown.any():

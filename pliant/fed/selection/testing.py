@@ -253,7 +253,7 @@ def by_category(
         CapacityError: the request cannot be met; the message says what is short.
         ConfigError: an impossible value.
     """
-    wanted = _checked(holdings, request, budget, method, gap)
+    wanted = _check_request(holdings, request, budget, method, gap)
     most = len(holdings.samples) if budget is None else min(budget, len(holdings.samples))
     slowest_s = float((holdings.transfer_s + holdings.sample_s * holdings.samples.sum(1)).max(initial=0.0))
     if not wanted.any():
@@ -262,19 +262,19 @@ def by_category(
 
     def enough(within_s: float) -> bool:
         room = holdings.room(within_s)
-        return _could(holdings.samples, room, wanted, most) and flow(holdings.samples, room, wanted) is not None
+        return _could_suffice(holdings.samples, room, wanted, most) and flow(holdings.samples, room, wanted) is not None
 
-    bound_s, possible_s = _bisected(enough, least_s, slowest_s)
+    bound_s, possible_s = _bisect(enough, least_s, slowest_s)
     chosen = _greedy_choice(holdings, wanted, most, bound_s, slowest_s)
     if chosen is None:
-        chosen = _covered(holdings, wanted, most, slowest_s)
+        chosen = _any_cover(holdings, wanted, most, slowest_s)
     best = _spread(holdings, wanted, chosen, bound_s)
     if method == "solve" and best.duration_s > bound_s * (1 + gap):
-        best = _solved(holdings, wanted, most, best, possible_s, gap)
+        best = _improve(holdings, wanted, most, best, possible_s, gap)
     return best
 
 
-def _checked(holdings: Holdings, request: Numbers, budget: int | None, method: str, gap: float) -> Counts:
+def _check_request(holdings: Holdings, request: Numbers, budget: int | None, method: str, gap: float) -> Counts:
     given = np.asarray(request)
     classes = holdings.samples.shape[1]
     if given.shape != (classes,):
@@ -297,7 +297,7 @@ def _checked(holdings: Holdings, request: Numbers, budget: int | None, method: s
     return given.astype(np.int64)
 
 
-def _bisected(good: Callable[[float], bool], low_s: float, high_s: float, steps: int = 60) -> tuple[float, float]:
+def _bisect(good: Callable[[float], bool], low_s: float, high_s: float, steps: int = 60) -> tuple[float, float]:
     """Return a time that is too short (or the least possible) and one that is good, close together; `high_s` must be good."""
     for _ in range(steps):
         if high_s <= low_s * (1 + 1e-4):
@@ -307,7 +307,7 @@ def _bisected(good: Callable[[float], bool], low_s: float, high_s: float, steps:
     return low_s, high_s
 
 
-def _could(samples: Counts, room: Counts, wanted: Counts, most: int) -> bool:
+def _could_suffice(samples: Counts, room: Counts, wanted: Counts, most: int) -> bool:
     """Return whether the `most` largest contributions suffice, in all and in each class; if not, no choice does."""
     in_all = np.minimum(room, np.minimum(samples, wanted).sum(1))
     by_class = np.minimum(samples, room[:, None])
@@ -322,7 +322,7 @@ def _greedy_choice(holdings: Holdings, wanted: Counts, most: int, low_s: float, 
     found = greedy(holdings.samples, holdings.room(high_s), wanted, most)
     if found is None:
         return None
-    _, within_s = _bisected(
+    _, within_s = _bisect(
         lambda each: greedy(holdings.samples, holdings.room(each), wanted, most) is not None, low_s, high_s
     )
     return greedy(holdings.samples, holdings.room(within_s), wanted, most)
@@ -353,7 +353,7 @@ def greedy(samples: Counts, room: Counts, wanted: Counts, most: int) -> Places |
     return None if left.any() else np.sort(np.array(chosen, np.intp))
 
 
-def _covered(holdings: Holdings, wanted: Counts, most: int, within_s: float) -> Places:
+def _any_cover(holdings: Holdings, wanted: Counts, most: int, within_s: float) -> Places:
     """Return any clients that meet the request, if the greedy rule found none."""
     cover = few_clients(holdings.samples, holdings.room(within_s), wanted, most)
     if cover.clients is None:
@@ -370,7 +370,7 @@ def _spread(holdings: Holdings, wanted: Counts, clients: Places, bound_s: float)
     """Distribute the samples over these clients so that the last one finishes as early as possible."""
     part = holdings.part(clients)
     slowest_s = float((part.transfer_s + part.sample_s * part.samples.sum(1)).max())
-    _, within_s = _bisected(lambda each: flow(part.samples, part.room(each), wanted) is not None, bound_s, slowest_s)
+    _, within_s = _bisect(lambda each: flow(part.samples, part.room(each), wanted) is not None, bound_s, slowest_s)
     samples = flow(part.samples, part.room(within_s), wanted)
     assert samples is not None, "a choice that meets the request in any time"
     used = samples.any(1)
@@ -378,7 +378,7 @@ def _spread(holdings: Holdings, wanted: Counts, clients: Places, bound_s: float)
     return TesterSelection(clients[used], samples[used], float(part_s.max()), min(bound_s, float(part_s.max())))
 
 
-def _solved(
+def _improve(
     holdings: Holdings, wanted: Counts, most: int, best: TesterSelection, possible_s: float, gap: float
 ) -> TesterSelection:
     """Improve the choice with HiGHS: try times between the bound and the best time so far."""
