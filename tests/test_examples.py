@@ -38,93 +38,93 @@ RESNET = ("--epochs", "1", "--samples", "8", "--batch-size", "2")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Show:
-    """One example, as it is started."""
+class ExampleRun:
+    """One run of an example."""
 
     program: str
     arguments: tuple[str, ...] = ()
     adapting: dict[str, str] = field(default_factory=dict)
     launched: bool = True
-    """Whether it is a worker of ours, and not one of torchrun's, or alone."""
+    """Whether it is started as a worker of pliant; if not, by torchrun or alone."""
 
 
-def perform(shows: dict[str, Show], workers: int) -> dict[str, list[str]]:
-    """What each worker prints, of shows that are given one after the other by the same processes: imports take longest."""
+def run_examples(runs: dict[str, ExampleRun], workers: int) -> dict[str, list[str]]:
+    """Return what each worker prints. The same processes do all runs, because imports take longest."""
     places = []
     with torchrun(workers) as ranks:
-        for show in shows.values():
-            members = [replace(each, adapting=show.adapting) for each in specs(addresses("A" * workers), timeout_s=60)]
-            places.append([member.to_environ() for member in members] if show.launched else ranks)
-        told = run(_perform, workers, list(shows.values()), places, timeout_s=200)
-    return {name: [each[index] for each in told] for index, name in enumerate(shows)}
+        for one in runs.values():
+            members = [replace(each, adapting=one.adapting) for each in specs(addresses("A" * workers), timeout_s=60)]
+            places.append([member.to_environ() for member in members] if one.launched else ranks)
+        outputs = run(_run_in_turn, workers, list(runs.values()), places, timeout_s=200)
+    return {name: [each[index] for each in outputs] for index, name in enumerate(runs)}
 
 
-def _perform(rank: int, shows: Sequence[Show], places: Sequence[Sequence[dict[str, str]]]) -> list[str]:
-    told = []
-    for show, environs in zip(shows, places, strict=True):
+def _run_in_turn(rank: int, runs: Sequence[ExampleRun], places: Sequence[Sequence[dict[str, str]]]) -> list[str]:
+    outputs = []
+    for one, environs in zip(runs, places, strict=True):
         for name in [name for name in os.environ if name.startswith("PLIANT_")]:
             del os.environ[name]
         os.environ.update(environs[rank])
-        path = EXAMPLES / show.program
-        sys.argv, sys.path[0] = [str(path), *show.arguments], str(path.parent)
+        path = EXAMPLES / one.program
+        sys.argv, sys.path[0] = [str(path), *one.arguments], str(path.parent)
         with contextlib.redirect_stdout(io.StringIO()) as said:
             try:
                 runpy.run_path(str(path), run_name="__main__")
             except Exception:
                 print(traceback.format_exc())
-        told.append(said.getvalue())
-    return told
+        outputs.append(said.getvalue())
+    return outputs
 
 
 @dataclass
-class Told:
+class Outputs:
     pair: dict[str, list[str]]
-    """By two workers."""
+    """Outputs with two workers."""
     alone: dict[str, list[str]]
     decided: dict[str, list[dict[str, Any]]]
-    """What the policies of the pair have decided."""
+    """Decisions of the policies with two workers."""
 
     def last(self, name: str, *, alone: bool) -> str:
         return "".join((self.alone if alone else self.pair)[name]).strip().splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
     folder = tmp_path_factory.mktemp("examples")
     text = folder / "text.txt"
     text.write_text("".join(f"{number} and {number + 1} make {2 * number + 1}. " for number in range(60)))
     kept = {name: {"record": str(folder / f"{name}.jsonl")} for name in ("v2", "v3", "v4", "v5")}
-    gpt, resnet = Show(program="gpt.py", arguments=(*GPT, str(text))), Show(program="resnet.py", arguments=RESNET)
-    spirals = Show(program="train.py", arguments=("--epochs", "1"))
-    pair = perform(
+    gpt, resnet = ExampleRun(program="gpt.py", arguments=(*GPT, str(text))), ExampleRun(program="resnet.py", arguments=RESNET)
+    spirals = ExampleRun(program="train.py", arguments=("--epochs", "1"))
+    pair = run_examples(
         {
-            "ddp": Show(program="digits_ddp.py", launched=False),
-            "digits": Show(program="digits.py"),
-            "v2": Show(program="policies/v2_table.py", adapting=kept["v2"]),
-            "v3": Show(program="policies/v3_noise.py", adapting=kept["v3"]),
-            "v4": Show(program="policies/v4_rate.py", adapting=kept["v4"]),
+            "ddp": ExampleRun(program="digits_ddp.py", launched=False),
+            "digits": ExampleRun(program="digits.py"),
+            "v2": ExampleRun(program="policies/v2_table.py", adapting=kept["v2"]),
+            "v3": ExampleRun(program="policies/v3_noise.py", adapting=kept["v3"]),
+            "v4": ExampleRun(program="policies/v4_rate.py", adapting=kept["v4"]),
             "gpt": gpt,
             "gpt, priority": replace(gpt, arguments=(*gpt.arguments, "--sync", "priority")),
             "resnet": resnet,
             "spirals": spirals,
-            "engine": Show(program="allreduce.py"),
-            "arrays": Show(program="numpy_allreduce.py"),
+            "engine": ExampleRun(program="allreduce.py"),
+            "arrays": ExampleRun(program="numpy_allreduce.py"),
         },
         2,
     )
     alone = {
-        name: replace(show, launched=False) for name, show in {"gpt": gpt, "resnet": resnet, "spirals": spirals}.items()
+        name: replace(one, launched=False) for name, one in {"gpt": gpt, "resnet": resnet, "spirals": spirals}.items()
     }
     alone |= {
-        "digits": Show(program="digits.py", launched=False),
-        "replay": Show(program="policies/v1_fixed.py", adapting={"replay": kept["v2"]["record"]}),
-        "v4": Show(program="policies/v4_rate.py", launched=False),
-        "v5": Show(program="policies/v5_workers.py", adapting={"policy": GROW, **kept["v5"]}),
+        "digits": ExampleRun(program="digits.py", launched=False),
+        "replay": ExampleRun(program="policies/v1_fixed.py", adapting={"replay": kept["v2"]["record"]}),
+        "v4": ExampleRun(program="policies/v4_rate.py", launched=False),
+        "v5": ExampleRun(program="policies/v5_workers.py", adapting={"policy": GROW, **kept["v5"]}),
         "gpt, less": replace(alone["gpt"], arguments=(*gpt.arguments, "--epochs", "3")),
         "spirals, more": replace(alone["spirals"], arguments=("--epochs", "2")),
     }
-    said = perform(alone, 1)
-    return Told(pair, said, {name: _decided(Path(each["record"])) for name, each in kept.items()})
+    said = run_examples(alone, 1)
+    return Outputs(pair, said, {name: _decided(Path(each["record"])) for name, each in kept.items()})
 
 
 def _decided(path: Path) -> list[dict[str, Any]]:
@@ -148,35 +148,35 @@ def test_the_page_names_the_test_of_each_example() -> None:
     assert not [row for row in rows if not re.search(r"`tests/[\w/]+\.py::\w+`", row)]
 
 
-def test_digits_is_its_ddp_twin_on_any_number_of_workers(told: Told) -> None:
-    ddp = told.last("ddp", alone=False)
+def test_digits_is_its_ddp_twin_on_any_number_of_workers(outputs: Outputs) -> None:
+    ddp = outputs.last("ddp", alone=False)
     assert re.fullmatch(r"model \w{16}, \d\d\.\d% right", ddp)
-    assert told.last("digits", alone=False) == ddp
-    assert told.last("digits", alone=True) == ddp
+    assert outputs.last("digits", alone=False) == ddp
+    assert outputs.last("digits", alone=True) == ddp
 
 
-def test_gpt_learns_a_text_and_writes_the_same_however_it_was_trained(told: Told) -> None:
-    written = told.last("gpt", alone=True)
+def test_gpt_learns_a_text_and_writes_the_same_however_it_was_trained(outputs: Outputs) -> None:
+    written = outputs.last("gpt", alone=True)
     assert written.startswith("it writes: 0 and 1 ")
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", told.alone["gpt"][0])]
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", outputs.alone["gpt"][0])]
     assert losses[-1] < 0.9 * losses[0]
-    assert told.last("gpt", alone=False) == written
-    assert told.last("gpt, priority", alone=False) == written
-    assert told.last("gpt, less", alone=True) != written
+    assert outputs.last("gpt", alone=False) == written
+    assert outputs.last("gpt, priority", alone=False) == written
+    assert outputs.last("gpt, less", alone=True) != written
 
 
-def test_resnet_has_the_same_bits_on_two_workers(told: Told) -> None:
-    assert told.last("resnet", alone=True).startswith("model ")
-    assert told.last("resnet", alone=False) == told.last("resnet", alone=True)
+def test_resnet_has_the_same_bits_on_two_workers(outputs: Outputs) -> None:
+    assert outputs.last("resnet", alone=True).startswith("model ")
+    assert outputs.last("resnet", alone=False) == outputs.last("resnet", alone=True)
 
 
-def test_the_spirals_of_the_cluster_guide(told: Told) -> None:
-    assert told.last("spirals", alone=True).startswith("model ")
-    assert told.last("spirals", alone=False) == told.last("spirals", alone=True)
-    assert told.last("spirals, more", alone=True) != told.last("spirals", alone=True)
+def test_the_spirals_of_the_cluster_guide(outputs: Outputs) -> None:
+    assert outputs.last("spirals", alone=True).startswith("model ")
+    assert outputs.last("spirals", alone=False) == outputs.last("spirals", alone=True)
+    assert outputs.last("spirals, more", alone=True) != outputs.last("spirals", alone=True)
 
 
-def test_the_job_file_is_submitted_to_a_cluster(told: Told, tmp_path: Path) -> None:
+def test_the_job_file_is_submitted_to_a_cluster(outputs: Outputs, tmp_path: Path) -> None:
     """With fewer epochs; beside its program, as a user has it."""
     text = (EXAMPLES / "job.yml").read_text()
     assert "args: [--epochs, 20]" in text
@@ -185,7 +185,7 @@ def test_the_job_file_is_submitted_to_a_cluster(told: Told, tmp_path: Path) -> N
     with serving(tmp_path / "state", "--devices", "cpu=2") as server:
         done = command("submit", str(tmp_path / "job.yml"), "--wait", "--state", str(server.state))
         assert done.exit_code == 0, done.output + server.log
-        assert told.last("spirals", alone=True) in server.output("job-1")
+        assert outputs.last("spirals", alone=True) in server.output("job-1")
 
 
 def test_the_federated_file_learns_digits() -> None:
@@ -203,9 +203,9 @@ def test_the_federated_file_with_oort_does_a_round() -> None:
     assert len(history.rounds[0].aggregated) == 20
 
 
-def test_the_engine_alone_with_tensors_and_with_arrays(told: Told) -> None:
-    assert told.pair["engine"] == [f"rank {rank} of 2: sum over ranks [3.0, 3.0, 3.0, 3.0]\n" for rank in range(2)]
-    lines = [said.partition(": ")[2] for said in told.pair["arrays"]]
+def test_the_engine_alone_with_tensors_and_with_arrays(outputs: Outputs) -> None:
+    assert outputs.pair["engine"] == [f"rank {rank} of 2: sum over ranks [3.0, 3.0, 3.0, 3.0]\n" for rank in range(2)]
+    lines = [said.partition(": ")[2] for said in outputs.pair["arrays"]]
     assert lines[0] == lines[1]
     assert re.fullmatch(r"y = (2\.9|3\.0)\d+ x \+ -(0\.9|1\.0)\d+, everywhere the same bits: True\n", lines[0])
 
@@ -217,26 +217,26 @@ def _epochs(said: str) -> list[str]:
     return [line for line in said.splitlines() if line.startswith("epoch")]
 
 
-def test_the_tutorials_table_is_replayed_by_a_program_without_it(told: Told) -> None:
-    found = [(each["kind"], each["size"]) for each in told.decided["v2"]]
+def test_the_tutorials_table_is_replayed_by_a_program_without_it(outputs: Outputs) -> None:
+    found = [(each["kind"], each["size"]) for each in outputs.decided["v2"]]
     assert found == [("set_batch_size", 16), ("set_batch_size", 32)]
-    epochs = _epochs(told.pair["v2"][0])
+    epochs = _epochs(outputs.pair["v2"][0])
     assert len(epochs) == 4
     assert "batch 32, 240 steps" in epochs[-1]
-    assert _epochs(told.alone["replay"][0]) == epochs
+    assert _epochs(outputs.alone["replay"][0]) == epochs
 
 
-def test_the_tutorials_policies_that_look_at_the_noise(told: Told) -> None:
-    assert {each["kind"] for each in told.decided["v3"]} == {"set_batch_size"}
-    kinds = [each["kind"] for each in told.decided["v4"]]
+def test_the_tutorials_policies_that_look_at_the_noise(outputs: Outputs) -> None:
+    assert {each["kind"] for each in outputs.decided["v3"]} == {"set_batch_size"}
+    kinds = [each["kind"] for each in outputs.decided["v4"]]
     assert kinds.count("set_batch_size") == kinds.count("set_learning_rate") >= 2
-    assert _epochs(told.alone["v4"][0]) == _epochs(told.pair["v4"][0])
-    assert _epochs(told.pair["v3"][0]) != _epochs(told.pair["v4"][0])
+    assert _epochs(outputs.alone["v4"][0]) == _epochs(outputs.pair["v4"][0])
+    assert _epochs(outputs.pair["v3"][0]) != _epochs(outputs.pair["v4"][0])
 
 
-def test_the_tutorials_last_version_asks_for_a_worker(told: Told) -> None:
-    assert {each["kind"] for each in told.decided["v5"]} == {"set_batch_size", "set_learning_rate", "resize"}
-    assert len(_epochs(told.alone["v5"][0])) == 4
+def test_the_tutorials_last_version_asks_for_a_worker(outputs: Outputs) -> None:
+    assert {each["kind"] for each in outputs.decided["v5"]} == {"set_batch_size", "set_learning_rate", "resize"}
+    assert len(_epochs(outputs.alone["v5"][0])) == 4
 
 
 @pytest.mark.skipif(not FULL, reason="the same with a worker that comes: PLIANT_FULL=1")

@@ -1,11 +1,11 @@
-"""KungFu's synthetic benchmarks: what their programs have in common. Flags, data, the loop that is timed, and its lines.
+"""Flags, data, timed loop and output lines that the programs of KungFu's synthetic benchmarks share.
 
     Warmup Step #0: 6.7 img/sec per /gpu:0, took 4.743s
     Iter #0: 44.4 img/sec per /gpu:0
     Img/sec per /gpu:0: 43.4 +-1.2
     RESULT: 43.429020 +-1.212320 {"framework":"pliant","np":32,...}
 
-The programs are in benchmarks/; each gives a function that does one step. +- is 1.96 standard deviations, as there.
+Each program passes a function that does one step. +- is 1.96 standard deviations, as in KungFu.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pliant.errors import ConfigError
 CLASSES = 1000
 SEED = 1234
 UNUSED = ("--xla", "--eager", "--fp16-allreduce", "--use-adasum", "--no-cuda-mps")
-"""Switches of KungFu's programs about TensorFlow and Horovod's options: taken, and without effect."""
+"""Switches of KungFu's programs about TensorFlow and Horovod: accepted, without effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Amount:
-    """How much is measured."""
+    """Batch size, and numbers of warm-up steps, steps per iteration and iterations."""
 
     batch_size: int
     warmup: int
@@ -56,7 +56,7 @@ class Amount:
 
 
 def parser(about: str) -> argparse.ArgumentParser:
-    """With the flags that all of these programs have."""
+    """Return a parser with the flags that all of these programs have."""
     made = argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     made.add_argument("--model", default="ResNet50", help=", ".join(zoo.VISION_MODELS))
     made.add_argument("--batch-size", type=int, default=32, help="of each worker")
@@ -75,14 +75,14 @@ def amount_of(args: argparse.Namespace) -> Amount:
 
 
 def say_unused(args: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """One line about the flags that were given and mean nothing here."""
+    """Print one line about given flags that have no effect."""
     given = [flag for flag in UNUSED if getattr(args, flag[2:].replace("-", "_"))]
     if given:
         say(f"without effect here: {', '.join(given)}")
 
 
 def device_of(args: argparse.Namespace) -> torch.device:
-    """What to compute on; of several GPUs in sight (`pliant run -allow-nvlink`), that of this worker's slot."""
+    """Return the device; of several visible GPUs (`pliant run -allow-nvlink`), that of this worker's slot."""
     if args.no_cuda or not torch.cuda.is_available():
         return torch.device("cpu")
     if sees_all_gpus():
@@ -102,13 +102,13 @@ def share_cores(num_local: int) -> None:
 
 
 def build(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The model, alike on all workers."""
+    """Build the model, the same on all workers."""
     torch.manual_seed(SEED)
     return zoo.vision_model(args.model, CLASSES).to(device)
 
 
 def batch_of(args: argparse.Namespace, device: torch.device, rank: int) -> tuple[Tensor, Tensor]:
-    """The one batch that a worker computes on again and again."""
+    """Return the one batch that a worker computes on in every step."""
     side = args.image_size or zoo.image_size(args.model)
     random = torch.Generator().manual_seed(SEED + 1 + rank)
     images = torch.rand(args.batch_size, 3, side, side, generator=random)
@@ -129,7 +129,7 @@ def measure(
 ) -> tuple[float, float]:
     """Do all steps; returns images per second of this worker, and 1.96 standard deviations of its iterations.
 
-    `where` is what the lines call the device; `settle` waits until what was launched is done.
+    `where` is the device's name in the lines; `settle` waits until launched work is done.
     """
     if amount.warmup:
         say("Running warmup...")
@@ -155,7 +155,7 @@ def timed(step: Callable[[], object], times: int, settle: Callable[[], None]) ->
 
 
 def summary(rates: Sequence[float]) -> tuple[float, float]:
-    """Mean, and the half width that the lines have after +-."""
+    """Return the mean, and the half width that follows +-."""
     return statistics.fmean(rates), 1.96 * statistics.pstdev(rates)
 
 
@@ -172,7 +172,7 @@ def say_line(text: str) -> None:
 
 
 def run_program(main: Callable[[], None]) -> None:
-    """A user's mistake is one line and exit code 2, as with the `pliant` command."""
+    """Run the program; a user's mistake is one line and exit code 2, as with the `pliant` command."""
     try:
         main()
     except ConfigError as error:

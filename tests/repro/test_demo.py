@@ -69,7 +69,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a real demo found."""
+    """The JSON result of a real demo."""
     folder = tmp_path_factory.mktemp("demo")
     demo = start(folder, "--epochs", "5", "--pace", "0.09", "--json", "demo.json")
     output, _ = demo.communicate(timeout=DEADLINE_S)
@@ -121,7 +121,7 @@ def test_one_unit_in_the_last_place_of_one_weight_is_found(
 
 
 def lines_of(step: dict[str, Any]) -> Iterator[dict[str, object]]:
-    """What a journal would say of a step in the demo's --json."""
+    """Yield the log lines of a step in the demo's --json."""
     at = {"step": step["step"]}
     for replica, losses in enumerate(step["losses"]):
         yield from (

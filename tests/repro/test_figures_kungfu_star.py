@@ -20,7 +20,7 @@ SETTING = StarSetting(workers=8, batch=8, kappa=160, bits_per_s=10**8, steps=50,
 
 
 def said(rates: list[float], consensus: int | None = None, setting: StarSetting = SETTING) -> StarRun:
-    """What a job would have said that reached this throughput, and voted in that step."""
+    """Return the run of a job that printed this throughput, and voted in that step."""
     trial = StarRun(setting, traffic_begun=30 if setting.begin_step is not None else None)
     for step, rate in enumerate(rates):
         trial.take("[I] MonitorStrategy:: Checking Throughput = 119.70 MiB/s, reff= 92.11 MiB/s")

@@ -259,7 +259,7 @@ def test_several_names_print_their_tables_and_write_a_report(tmp_path: Path) -> 
 
 
 class Page(HTMLParser):
-    """What a document has, and whether what was opened is closed."""
+    """Parses a document, and checks that every element that is opened is closed."""
 
     EMPTY = frozenset({"meta", "img", "br"})
 

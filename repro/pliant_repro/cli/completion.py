@@ -1,4 +1,4 @@
-"""What a shell may complete in the commands of this package."""
+"""Shell completion of the commands of this package."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def demo(
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let Ctrl-C, SIGTERM and SIGHUP unwind alike, so that everything started is ended."""
+    """Unwind on Ctrl-C, SIGTERM and SIGHUP alike, so that everything that was started is ended."""
 
     def leave(number: int, frame: object) -> None:
         signal.signal(number, signal.SIG_IGN)  # an impatient second one must not interrupt the ending
@@ -96,7 +96,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _view(console: Console, demo: Demo) -> Iterator[Callable[[], None]]:
-    """What to call while the demo runs: a live view on a terminal, plain lines elsewhere, unless stdout is for JSON."""
+    """Give a function to call while the demo runs: it updates a live view on a terminal, and prints lines elsewhere."""
     if not console.is_terminal:
         yield _Lines(console, demo).show if not console.stderr else lambda: None
         return
@@ -133,7 +133,7 @@ def _frame(demo: Demo) -> Group:
 
 
 class _Lines:
-    """A line for everything new."""
+    """Prints a line for each new stage and event."""
 
     def __init__(self, console: Console, demo: Demo) -> None:
         self._console, self._demo = console, demo

@@ -35,11 +35,11 @@ POLL_S, END_S, TAIL_CHARS = 0.05, 15.0, 1500
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoOptions:
-    """What the demo does."""
+    """Options of the demo."""
 
     epochs: int = 30
     path: tuple[str, ...] = ("2", KILL, "3", "1")
-    """What happens to pliant's job, spread over its steps: a number of workers, or a kill."""
+    """Events of pliant's job, spread over its steps: a number of workers, or a kill."""
     pace_s: float = 0.03
     """Least duration of pliant's steps, so that new workers arrive while there is something to do."""
     timeout_s: float = 300.0
@@ -106,7 +106,7 @@ class Verdict:
     first_difference: int | None
     """First step that differs; None if none does."""
     what: str = ""
-    """How it differs."""
+    """The difference, in words."""
 
     @property
     def identical(self) -> bool:
@@ -151,7 +151,7 @@ class Demo:
         self.options = options
         self.events: list[Event] = []
         self.stage = ""
-        """What is going on now."""
+        """The current activity, in words."""
         self._folder = folder
         for name in ("ddp", "pliant"):
             (folder / name).mkdir()

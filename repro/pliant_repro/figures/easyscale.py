@@ -376,7 +376,7 @@ def plus_one(share: float | None) -> float | None:
 
 
 class SwitchCost(RatioFigure):
-    """What it costs to switch between replicas.
+    """The cost of switching between replicas.
 
     8 replicas in one worker. In every second step their contexts (random state, buffers) are not switched, so that both kinds
     of steps have the same noise; the result of such a run means nothing, but its time does. The difference is what the paper
@@ -459,7 +459,7 @@ class SwitchCost(RatioFigure):
 
 
 class DeterminismCost(RatioFigure):
-    """What determinism costs, with one replica in one process.
+    """The cost of determinism, with one replica in one process.
 
     PyTorch as it is, pliant under D1, and pliant under D2, in rounds of all three. As in the paper, the settings are timed:
     on CUDA deterministic kernels (D1) and fixed algorithms (D2), on a CPU pinned vector instructions (D2), all on one thread.
@@ -542,7 +542,7 @@ class DeterminismCost(RatioFigure):
 
 
 class CopyCost(RatioFigure):
-    """What it costs to copy a replica's gradients, and to sum them in the last replica's turn.
+    """The cost of copying a replica's gradients, and of summing them in the last replica's turn.
 
     8 replicas in one worker beside 8 workers of stock DDP. In the paper every DDP worker has a GPU of its own. Here all of
     them share the machine, so a step of DDP counts for what a worker would take with a device to itself: step time x

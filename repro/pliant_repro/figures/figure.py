@@ -32,7 +32,7 @@ PAPERS = {"easyscale": "EasyScale, SC'23", "kungfu": "KungFu, OSDI'20", "oort": 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """How much of a figure to run, and on what."""
+    """Size and device of a run."""
 
     quick: bool = False
     """Run as little as shows that the figure works: about 20 s on 2 cores."""
@@ -160,7 +160,7 @@ class Figure:
 
     name: ClassVar[str]
     about: ClassVar[str]
-    """What the figure shows, in one line."""
+    """One line about what the figure shows."""
     usual_s: ClassVar[float]
     """Seconds of a run in default size on 2 cores."""
     paper: ClassVar[Mapping[str, Any]]

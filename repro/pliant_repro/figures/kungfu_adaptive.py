@@ -31,7 +31,7 @@ HOURS_S = 6 * 3600.0
 
 @dataclass(slots=True)
 class BatchCourse:
-    """How one job of figure 4 went."""
+    """The course of one job of figure 4."""
 
     mode: str
     seed: int
@@ -42,7 +42,7 @@ class BatchCourse:
     """Batch size by step, for each rank."""
     epoch_of: dict[int, int] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
-    """What the job has printed."""
+    """Lines that the job has printed."""
     smoothed = 5
     """Epochs that an accuracy is the mean of, because that of one epoch varies."""
 
@@ -76,7 +76,7 @@ class BatchCourse:
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong with the batch sizes, if anything."""
+        """Faults in the sequence of batch sizes; empty if there are none."""
         epochs = [self.epoch_of[step] for step, _ in self.changes[1:]]
         found = {
             "the batch has shrunk": any(now < before for (_, before), (_, now) in pairwise(self.changes)),
@@ -108,7 +108,7 @@ class AdaptiveBatch(Figure):
     growth, threshold = 32, 8
     """The large batch over the small one (1024 over 32 in the paper), and the noise scale over the batch that it allows."""
     within, less_time = 0.005, 0.20
-    """How much less accurate the adaptive job may be, and how much less time it must take to get there."""
+    """Tolerated loss of accuracy of the adaptive job, and the share of time that it must save."""
     paper = {
         "small": "high accuracy, slow",
         "large": "fast, does not converge to high accuracy",
@@ -236,7 +236,7 @@ class AdaptiveBatch(Figure):
 
 @dataclass(frozen=True, slots=True)
 class GrowthCourse:
-    """How a job went that grew by itself."""
+    """The course of a job that grew by itself."""
 
     workers: int
     """Workers when the job had come to rest."""
@@ -403,7 +403,7 @@ class Provisioning(Figure):
 
 
 class ResizeLatency(Figure):
-    """How long a resize takes, from 1 worker to 2 and back; and from 1 host to all and back.
+    """The latency of a resize, from 1 worker to 2 and back, and from 1 host to all and back.
 
     Elastic jobs that print the artifact's lines: one on a single host, and one by the artifact's schedule
     10:$np,20:1,30:$np,...,100:0 with a runner for each of several loopback addresses. They print the pause between two

@@ -98,7 +98,7 @@ def num_workers() -> int:
 
 
 class MonitoringCost(Figure):
-    """What it costs to monitor the gradients' noise scale and variance."""
+    """The cost of monitoring the gradients' noise scale and variance."""
 
     name = "kungfu-fig8"
     about = "what it costs to monitor the gradients' noise scale and variance"

@@ -27,7 +27,7 @@ from pliant_repro.scaling_model import Layer, Measurement, ScalingFit, StepLoad
 
 PREDICTED = (64, 128, 256, 512, 1024)
 PATTERNS = {"tree": "carrying-multi-tree", "auto": "multi-star", "priority": "multi-star", "ddp": "ring"}
-"""How each side sums. Ours keeps DDP's order of summation, so its trees carry what they may not fold."""
+"""Communication pattern of each side. Ours keeps DDP's order of summation, so its trees carry what they may not fold."""
 ROW_BYTES = 10_200
 """Bytes that each of our workers tells all others in each step: mostly the random states of its replica."""
 MIB = 1 << 20

@@ -63,7 +63,7 @@ class StarSetting:
 
 @dataclass(slots=True)
 class StarRun:
-    """What a job has printed. Steps are those under way when a line was printed."""
+    """The parsed output of a job. A line belongs to the step that was under way when it was printed."""
 
     setting: StarSetting
     rates: list[float] = field(default_factory=list)
@@ -77,7 +77,7 @@ class StarRun:
     """Steps after which the topology was another."""
     decisions: list[str] = field(default_factory=list)
     compared: dict[int, float] = field(default_factory=dict)
-    """How much longer the topology would take on the measured links than on quiet ones, by step."""
+    """Slowdown of the topology on the measured links, relative to quiet ones, by step."""
     traffic_begun: int | None = None
     lines: list[str] = field(default_factory=list)
 

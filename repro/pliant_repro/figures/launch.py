@@ -37,7 +37,7 @@ _running: set[subprocess.Popen[str]] = set()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """What the training program does. It travels as JSON on the program's command line."""
+    """A task of the training program. It is passed as JSON on the command line."""
 
     model: str
     """A model of the zoo, `image:NAME` for a torchvision model on random images, or another workload of `program`."""
@@ -122,7 +122,7 @@ class Turn:
     size: int
     """Workers at that time."""
     at_s: float
-    """When the line was written, on the machine's monotonic clock."""
+    """Time at which the line was written, on the machine's monotonic clock."""
     rank: int = 0
     epoch: int = 0
     loss: float | None = None
@@ -166,7 +166,7 @@ class Change:
     """Longest pause that one of them saw."""
     lost: bool
     at_s: float
-    """When the last of them continued."""
+    """Time at which the last of them continued."""
 
 
 class RunLog:
@@ -174,7 +174,7 @@ class RunLog:
 
     def __init__(self, folder: Path, output: str = "") -> None:
         self.output = output
-        """What the job has printed."""
+        """Output of the job."""
         self.steps: dict[int, Step] = {}
         self.turns: dict[int, list[Turn]] = {}
         """Turns by process."""

@@ -22,7 +22,7 @@ from pliant_repro.figures.launch import Task
 from pliant_repro.figures.workloads import ENDLESS, Sample, Work, monitor_modes
 
 HOLD_S = 120.0
-"""How long a step may wait for new workers."""
+"""Longest time that a step waits for new workers."""
 
 
 class Observer:

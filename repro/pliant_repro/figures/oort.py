@@ -126,7 +126,7 @@ class TimeToAccuracy(Figure):
     usual_s = 260
     colours = {"random": "tab:orange", "oort": "tab:blue"}
     more, less_accurate, tie = 1.5, 0.005, (0.9, 1.1)
-    """How much shorter the time must be, how much less accurate the end may be, and which ratios mean no difference."""
+    """Least gain in time, tolerated loss of final accuracy, and the ratios that count as no difference."""
     paper = {
         "time_to_accuracy": "1.2x to 14.1x shorter than random, final accuracy 1.3 to 9.8 points higher",
         "replication": "1.1x to 2.2x, from the files that PyramidFL has published of Oort's program",

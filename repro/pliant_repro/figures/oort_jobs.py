@@ -53,7 +53,7 @@ class FedRun:
 
 @dataclass(slots=True)
 class FedCourse:
-    """How a job went; times are on its virtual clock."""
+    """The course of a job; times are on its virtual clock."""
 
     world: str
     way: str

@@ -93,7 +93,7 @@ class Testers(Figure):
     about = "clients that test a model: by deviation, and by samples of each class"
     usual_s = 176
     near, faster = 1.25, 5.0
-    """How far from the least time an answer may be, and how much sooner than the whole problem's it must be here."""
+    """Most distance of an answer from the least time, and least speed-up over the whole problem."""
     paper = {
         "end_to_end": "4.7x shorter than the whole problem, on average",
         "hardware": "OpenImage, 14,477 clients; the whole problem by Gurobi, more than 70 h for the figure",

@@ -87,7 +87,7 @@ class Bandwidth(Contest):
     usual_s = 283
     paper = {model: {str(gbps): list(found) for gbps, found in curves.items()} for model, curves in FIG7.items()}
     least_fraction = 0.91
-    """Of P*: the paper's own worst point."""
+    """Least share of the ideal P*: the paper's own worst point."""
     usual: Mapping[str, Sequence[float]] = {"resnet50": (2, 4, 8), "vgg": (8, 12, 20)}
     """Before, at and after the most that priorities can gain. --full has all of the figure."""
     title = "Throughput over bandwidth"

@@ -56,7 +56,7 @@ QUICK_LIMIT_S, FULL_LIMIT_S = 600.0, 12 * 3600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FigureRun:
-    """How the last run of a figure went."""
+    """The outcome of the last run of a figure."""
 
     outcome: str
     why: str = ""
@@ -80,7 +80,7 @@ class FigureRun:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What is known of a figure from a folder."""
+    """The state of a figure in a folder of results."""
 
     figure: Figure
     outcome: str
@@ -306,7 +306,7 @@ class Entry:
     remarks: Sequence[str] = ()
     """Remarks of this run."""
     caveats: Sequence[str] = ()
-    """What is true of every run."""
+    """Remarks that are true of every run."""
 
 
 def write_report(
