@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from pliant_repro.figures.kungfu_monitoring import INTERVALS, MonitoringCost, sc
 from pliant_repro.figures.launch import Task, save_digits
 
 QUICK = Options(quick=True, device="cpu")
-draws = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra `experiments`")
 
 
 # --- figure 4 ---
@@ -116,7 +114,6 @@ def test_fig6_the_best_of_a_plateau_is_its_beginning() -> None:
     assert not fig6({1: 10, 2: 19, 3: 15}, 2, done=False)["ok"]
 
 
-@draws
 @pytest.mark.parametrize("number", [4, 6])
 def test_results_are_shown_and_drawn(number: int, tmp_path: Path) -> None:
     figure = AdaptiveBatch() if number == 4 else Provisioning()
@@ -240,14 +237,12 @@ def test_monitored_steps_have_plain_ones_around_them() -> None:
     assert set(modes) == set(INTERVALS)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra `experiments`")
 def test_the_picture(tmp_path: Path) -> None:
     MonitoringCost().plot(MonitoringCost().result_of(workers(1, COSTS), 1, 8, USUAL), tmp_path / "fig8.png")
     assert (tmp_path / "fig8.png").stat().st_size > 10_000
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs the extra `experiments`")
 def test_the_program_of_fig8_measures_every_step(tmp_path: Path) -> None:
     """In one process, with its replicas in turn."""
     task = Task(

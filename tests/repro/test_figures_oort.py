@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from pliant.fed.selection.testing import Holdings
 pytestmark = pytest.mark.timeout(120)
 fashion = pytest.mark.skipif(not DEBIAN.is_dir(), reason="no Fashion-MNIST: apt install dataset-fashion-mnist")
 full = pytest.mark.skipif(not os.environ.get("PLIANT_FULL"), reason="some 20 s each: PLIANT_FULL=1")
-draws = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra `experiments`")
 
 
 def went(
@@ -180,7 +178,6 @@ def test_the_whole_problem_is_solved_by_highs_and_impossible_ones_are_known() ->
     assert solve_whole(holdings, np.array([9, 8]), 1, limit_s=20)[0] is None
 
 
-@draws
 def test_testing_is_judged_shown_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PLIANT_DATA", raising=False)
     monkeypatch.setattr(oort_testing, "QUICK", ((100, 20, 200), (100, 1, 2000)))
@@ -197,7 +194,6 @@ def test_testing_is_judged_shown_and_drawn(tmp_path: Path, monkeypatch: pytest.M
     assert len(testers.judge(cells, largest=100)) == 3
 
 
-@draws
 def test_courses_are_shown_and_drawn(tmp_path: Path) -> None:
     whole = time_to_accuracy.result_of(
         both(80.0, 40.0), replace(time_to_accuracy.setting(Options()), worlds=("unequal", "alike")), Options(), []

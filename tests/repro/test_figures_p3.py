@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from pliant_repro.scaling_model import bounds
 from pliant.errors import ConfigError
 
 QUICK = Options(quick=True, device="cpu")
-draws = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra `experiments`")
 
 
 def cell(model: str, mode: str, rate_mbit: float, step_s: float, **more: Any) -> dict[str, Any]:
@@ -139,7 +137,6 @@ def results() -> list[Any]:
     ]
 
 
-@draws
 @pytest.mark.parametrize("stored", results(), ids=lambda result: result["bench"])
 def test_a_stored_result_is_drawn_again(stored: dict[str, Any], tmp_path: Path) -> None:
     name = stored["bench"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -13,9 +12,6 @@ from pliant_repro.figures.questions import SyntheticQuestions, bert, squad
 
 from pliant.errors import ConfigError
 
-needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="needs transformers: the extra `experiments`"
-)
 PIECES = "[PAD] [UNK] [CLS] [SEP] [MASK] september 4 , 1981 when was she ##s born ? singer ##er sing"
 CONTEXT = (
     "Beyonce Giselle Knowles-Carter (born September 4, 1981) is a singer. She performed in competitions as a child."
@@ -37,7 +33,6 @@ def write_squad(path: Path, context: str = CONTEXT) -> Path:
     return path
 
 
-@needs_transformers
 def test_squads_answers_are_found_in_the_input_and_impossible_ones_point_to_its_beginning(tmp_path: Path) -> None:
     data = squad(write_squad(tmp_path / "train-v2.0.json"), tmp_path, max_seq_length=96)
     assert len(data) == 2
@@ -51,7 +46,6 @@ def test_squads_answers_are_found_in_the_input_and_impossible_ones_point_to_its_
     assert len(squad(tmp_path, tmp_path, max_seq_length=96, limit=1)) == 1
 
 
-@needs_transformers
 def test_long_passages_come_in_parts_and_the_answer_counts_where_it_is(tmp_path: Path) -> None:
     data = squad(
         write_squad(tmp_path / "long.json", "word " * 50 + CONTEXT + " and more" * 50), tmp_path, max_seq_length=40
@@ -72,7 +66,6 @@ def test_what_is_not_squad_is_refused(content: str, tmp_path: Path) -> None:
         squad(file, tmp_path)
 
 
-@needs_transformers
 def test_missing_files_are_named_with_where_to_get_them(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="SQuAD-explorer"):
         squad(tmp_path, tmp_path)
@@ -101,7 +94,6 @@ def test_synthetic_questions_say_so_and_are_the_same_everywhere() -> None:
         data[9]
 
 
-@needs_transformers
 def test_a_small_bert_learns_where_answers_are(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = bert(places=64)
@@ -124,7 +116,6 @@ def test_a_small_bert_learns_where_answers_are(tmp_path: Path) -> None:
     assert torch.equal(loaded(inputs), model.eval()(inputs))
 
 
-@needs_transformers
 def test_bert_of_a_path_without_weights_says_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         bert(tmp_path)

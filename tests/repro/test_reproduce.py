@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -20,12 +19,10 @@ from pliant_repro.figures.figure import Options, save
 from pliant_repro.figures.kungfu_adaptive import ResizeLatency
 from pliant_repro.figures.launch import Change, RunLog, Step, Task, Turn
 
-from pliant.cli import plotting
 from pliant.errors import ConfigError, LaunchError
 
 QUICK = Options(quick=True, scale="tiny", device="cpu")
 FORM = {"bench", "args", "ours", "peers", "cells", "machine", "ok", "remarks"}
-draws = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra `experiments`")
 
 
 def pliant(*words: str) -> Any:
@@ -59,12 +56,6 @@ def test_an_unknown_name_is_answered_with_those_there_are() -> None:
 def test_wrong_wishes_are_refused_before_anything_runs(words: tuple[str, ...], tmp_path: Path) -> None:
     answer = pliant("easyscale-fig9", "--no-plot", "--out", str(tmp_path), *words)
     assert isinstance(answer.exception, ConfigError)
-
-
-def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pliant\[experiments\]"):
-        plotting.check()
 
 
 def test_all_is_every_figure_and_a_name_twice_is_one() -> None:
@@ -271,7 +262,6 @@ def results() -> list[dict[str, Any]]:
     ]
 
 
-@draws
 @pytest.mark.parametrize("stored", results(), ids=lambda result: result["bench"])
 def test_a_stored_result_is_drawn_again(stored: dict[str, Any], tmp_path: Path) -> None:
     name = stored["bench"]
@@ -283,7 +273,6 @@ def test_a_stored_result_is_drawn_again(stored: dict[str, Any], tmp_path: Path) 
     assert json.loads((tmp_path / "all.json").read_text()) == json.loads(json.dumps(stored))
 
 
-@draws
 def test_a_damaged_result_is_not_drawn(tmp_path: Path) -> None:
     (tmp_path / "kungfu-fig7.json").write_text('{"bench": "easyscale-fig9"}')
     for name in ("kungfu-fig7", "easyscale-fig9"):  # another figure's, and none

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import os
 import signal
@@ -45,7 +44,6 @@ from pliant.errors import ConfigError
 QUICK = Options(quick=True, device="cpu")
 FAST = ("easyscale-fig14", "easyscale-fig15")
 MAIN = "from pliant.cli.main import main; main()"
-draws = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs the extra `experiments`")
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +241,6 @@ def test_an_interrupted_batch_leaves_no_process_and_no_word(tmp_path: Path) -> N
     assert status_of(tmp_path, FIGURES["easyscale-fig12"]).outcome == NEVER
 
 
-@draws
 def test_several_names_print_their_tables_and_write_a_report(tmp_path: Path) -> None:
     words = ["reproduce", *FAST, "--quick", "--out", str(tmp_path), "--json"]
     answer = subprocess.run([sys.executable, "-c", MAIN, *words], capture_output=True, text=True, timeout=110)
@@ -310,7 +307,7 @@ NASTY = """<script>alert("1")</script> & 'two' <img src=http://example.org/x>"""
 def test_the_page_escapes_whatever_it_is_given() -> None:
     entry = Entry(
         name="p3-fig7", about=NASTY, source=NASTY, outcome=DOES_NOT_HOLD, why=NASTY, took_s=61, details=[NASTY], command=NASTY,
-        no_picture=NASTY, headline=(NASTY, NASTY, NASTY), table=TableRows(NASTY, (NASTY,), ((NASTY,),)), remarks=[NASTY],
+        headline=(NASTY, NASTY, NASTY), table=TableRows(NASTY, (NASTY,), ((NASTY,),)), remarks=[NASTY],
         caveats=[NASTY],
     )  # fmt: skip
     text = render_page([entry], NASTY, {"cpu": NASTY}, [NASTY])
@@ -332,7 +329,6 @@ def test_the_page_says_every_outcome(outcome: str) -> None:
     assert "@media print" in text
 
 
-@draws
 def test_the_report_has_every_figure_with_and_without_a_result(finished: Path, tmp_path: Path) -> None:
     out = copied(finished, tmp_path)
     result = json.loads(result_path(out, FAST[1]).read_text())
@@ -348,14 +344,6 @@ def test_the_report_has_every_figure_with_and_without_a_result(finished: Path, t
     assert "has not the form of this figure" in page.text
     assert "pliant reproduce easyscale-fig14 --quick" in page.text
     assert "20 not run yet" in page.text
-
-
-def test_without_matplotlib_the_report_says_so(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = copied(finished, tmp_path)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    page = parsed(write_report(out, [FIGURES[FAST[0]]]).read_text())
-    assert not page.pictures
-    assert "pip install 'pliant[experiments]'" in page.text
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere: run it as another user")

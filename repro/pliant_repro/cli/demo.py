@@ -68,9 +68,9 @@ def demo(
     save_json(_as_json(shown, verdict), json_file)
     if not is_stdout(json_file):
         _print_result(console, shown, verdict)
-    picture = _draw(shown, verdict, png)
+    shown.draw(verdict, png)
     if not is_stdout(json_file):
-        console.print(f"{picture}; took {time.monotonic() - begun_s:.0f} s", soft_wrap=True, markup=False)
+        console.print(f"picture: {png}; took {time.monotonic() - begun_s:.0f} s", soft_wrap=True, markup=False)
     if not verdict.identical:
         raise typer.Exit(1)
 
@@ -203,15 +203,6 @@ def _losses(demo: Demo, step: int) -> list[str]:
         f"{log.steps[step].loss:.7f}" if step in log.steps and log.steps[step].losses else "missing"
         for log in (demo.reference, demo.elastic)
     ]
-
-
-def _draw(demo: Demo, verdict: Verdict, png: Path) -> str:
-    """Draw the picture, and return a line about it."""
-    try:
-        demo.draw(verdict, png)
-    except ImportError:
-        return "no picture: matplotlib is not installed (pip install 'pliant[experiments]')"
-    return f"picture: {png}"
 
 
 def _as_json(demo: Demo, verdict: Verdict) -> dict[str, Any]:

@@ -86,7 +86,6 @@ def reproduce(
     `all` runs every one, each in a process of its own, and writes DIR/report.html; after an interruption the same command goes on.
     `report DIR` writes the report again.
     """
-    from pliant.cli import plotting
     from pliant_repro.figures.catalog import find
     from pliant_repro.figures.figure import Options
 
@@ -100,8 +99,6 @@ def reproduce(
         _report(Path(names[1]) if len(names) > 1 else out, json_file)
         return
     chosen, is_all = find(names), "all" in names
-    if replot or (plot and not is_all):
-        plotting.check()
     if is_all and (models or data):
         raise ConfigError(
             "--models and --data mean something else to each experiment: give them with its name, not with all"
@@ -250,15 +247,9 @@ def _run_many(
     chosen: list[Figure], options: Options, out: Path, *, plot: bool, again: bool, limit_s: float, is_all: bool
 ) -> tuple[list[Result], bool]:
     """Return the results, and whether nothing failed and every claim holds; what was skipped does not count."""
-    from pliant.cli import plotting
     from pliant_repro.figures import report
     from pliant_repro.figures.formatting import clock
 
-    try:
-        plotting.check()
-    except ConfigError as error:
-        print(f"pliant: {error}; goes on without pictures", file=sys.stderr)
-        plot = False
     batch = report.Batch(figures=chosen, options=options, out=out, again=again, plot=plot, limit_s=limit_s)
     usual = [report.status_of(out, figure).usual_s for figure in chosen]
     with _bar(f"of about {clock(sum(usual))}" if report.is_default(options.to_json()) else "") as shown:

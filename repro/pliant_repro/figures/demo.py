@@ -301,11 +301,7 @@ class Demo:
         return EventRow(change.step, f"{change.old_size} -> {change.new_size}", event, pause_s)
 
     def draw(self, verdict: Verdict, path: Path) -> None:
-        """Draw both curves, one on the other, and below them the number of workers.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
+        """Draw both curves, one on the other, and below them the number of workers."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 5.5), layout="constrained")

@@ -338,9 +338,9 @@ class RatioFigure(Figure):
         models = options.choose_models(self.quick_models, WORKLOADS if options.full else USUAL_MODELS)
         return self.result_of([self.measure(model, options) for model in models], options)
 
-    def result_of(self, cells: Sequence[Result], options: Options, **ours: Any) -> Result:
-        ours = {**cells[0]["ours"], **ours}
-        return self.result(options, ours=ours, cells=cells, complaints=self.judge(cells), remarks=[])
+    def result_of(self, cells: Sequence[Result], options: Options, *, judged: bool = True, **ours: Any) -> Result:
+        ours, complaints = {**cells[0]["ours"], **ours}, self.judge(cells) if judged else []
+        return self.result(options, ours=ours, cells=cells, complaints=complaints, remarks=[], judged=judged)
 
     def measure(self, model: str, options: Options) -> Result:
         """Measure one model and return its cell."""
@@ -416,8 +416,8 @@ class SwitchCost(RatioFigure):
         task = task_of(model, options, steps=steps, replicas=self.replicas, alternate=True, sync_turns=True)
         return self.cell(model, launch.train(task))
 
-    def result_of(self, cells: Sequence[Result], options: Options, **ours: Any) -> Result:
-        return super().result_of(cells, options, max_switch_share=max(map(self._share, cells)))
+    def result_of(self, cells: Sequence[Result], options: Options, *, judged: bool = True, **ours: Any) -> Result:
+        return super().result_of(cells, options, judged=judged, max_switch_share=max(map(self._share, cells)))
 
     def cell(self, model: str, log: RunLog) -> Result:
         """Return the times of a micro-step: a step's time over the number of replicas. The first 3 steps warm up."""
@@ -496,11 +496,10 @@ class DeterminismCost(RatioFigure):
             times["D1+D2"].append(launch.train(replace(task, determinism="D2"), pinned=True).step_times_s())
         return self.cell(model, times)
 
-    def result_of(self, cells: Sequence[Result], options: Options, **ours: Any) -> Result:
+    def result_of(self, cells: Sequence[Result], options: Options, *, judged: bool = True, **ours: Any) -> Result:
         costs = self.mean_costs(cells)
-        return super().result_of(
-            cells, options, mean_cost_d1=fmean(costs) if costs else None, mean_cost_d1_by_round=costs
-        )
+        found = {"mean_cost_d1": fmean(costs) if costs else None, "mean_cost_d1_by_round": costs}
+        return super().result_of(cells, options, judged=judged and not options.quick, **found)  # tiny steps say nothing
 
     def cell(self, model: str, times: Mapping[str, Sequence[Sequence[float]]]) -> Result:
         """Return the times of one model: for each side a list of step times per round."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from pliant.errors import ConfigError, LaunchError
+from pliant.errors import LaunchError
 from pliant.identity import format_schedule
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -303,12 +303,8 @@ def train_elastic(task: Task, np: int, schedule: Schedule, *, level: str = "D1",
 
 def save_digits(path: Path) -> str:
     """Write scikit-learn's handwritten digits, pixels from 0 to 1 and labels, to an .npz file; return its path."""
-    try:
-        from sklearn.datasets import load_digits  # type: ignore[import-untyped]
-    except ImportError:
-        raise ConfigError(
-            "the images come with scikit-learn, which is not installed: pip install 'pliant[experiments]'"
-        ) from None
+    from sklearn.datasets import load_digits  # type: ignore[import-untyped]  # takes a second or two
+
     found = load_digits()
     np.savez(path, images=(found.images / 16).astype(np.float32), labels=found.target.astype(np.int64))
     return str(path)

@@ -6,10 +6,11 @@ the machine does.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -124,10 +125,14 @@ class FedCourse:
 
 def run_jobs(runs: Sequence[FedRun], options: Options, *, processes: int = 0) -> list[FedCourse]:
     """Run all jobs and return their courses in order; as many at a time as there are cores (or `processes`)."""
-    found = []
-    # Leaving a Pool ends its processes; should this process be killed, the kernel ends them.
-    with multiprocessing.get_context("spawn").Pool(processes or num_cores(), _begin, (os.getpid(),)) as pool:
-        for course in pool.imap(_run_job, runs, chunksize=1):
+    found, at_once = [], min(processes or num_cores(), len(runs))
+    with contextlib.ExitStack() as stack:
+        courses: Iterable[FedCourse] = map(_run_job, runs)
+        if at_once > 1:
+            # Leaving a Pool ends its processes; should this process be killed, the kernel ends them.
+            context = multiprocessing.get_context("spawn")
+            courses = stack.enter_context(context.Pool(at_once, _begin, (os.getpid(),))).imap(_run_job, runs)
+        for course in courses:
             done = f"{course.final:.2%} after {len(course.rounds_s)} rounds, {course.times_s[-1] / 3600:.2f} h of them"
             options.say(f"{course.world}, {course.way}, seed {course.seed}: {done}; took {course.took_s:.0f} s")
             found.append(course)

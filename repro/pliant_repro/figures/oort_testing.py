@@ -14,7 +14,7 @@ from statistics import median
 
 import numpy as np
 
-from pliant.errors import CapacityError, ConfigError
+from pliant.errors import CapacityError
 from pliant.fed.clients import read_devices, synthetic_devices
 from pliant.fed.selection.testing import METHODS, Counts, Holdings, TesterSelection, by_category, clients_for_deviation
 from pliant.fed.tables import read_label_counts
@@ -52,11 +52,9 @@ def solve_whole(
     Returns the least time to test, within the gap, or what was found by the limit (None if nothing); and `solved`, `limit` or
     `impossible`.
     """
-    try:
-        from scipy import sparse  # type: ignore[import-untyped]
-        from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
-    except ImportError:
-        raise ConfigError("this needs SciPy: pip install 'pliant[fed]'") from None
+    from scipy import sparse  # type: ignore[import-untyped]
+    from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+
     has = holdings.samples
     client, kind = np.nonzero(has)
     num, arcs = len(has), len(client)

@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from pliant import child
-from pliant.cli import plotting
 from pliant.errors import ConfigError
 from pliant.machine import machine
 from pliant_repro.figures.figure import Figure, Headline, Options, TableRows, load
@@ -299,8 +298,6 @@ class Entry:
     command: str = ""
     picture: str = ""
     """A data: address."""
-    no_picture: str = ""
-    """Why there is no picture."""
     headline: Headline | None = None
     table: TableRows | None = None
     remarks: Sequence[str] = ()
@@ -341,7 +338,7 @@ def make_entry(status: Status) -> Entry:
     figure, run, result = status.figure, status.run, status.result
     headline: Headline | None = None
     table: TableRows | None = None
-    picture, no_picture, why, outcome, details = "", "", status.why, status.outcome, []
+    picture, why, outcome, details = "", status.why, status.outcome, []
     if result is not None:
         args = result["args"] if isinstance(result.get("args"), dict) else {}
         said = [key for key in ("quick", "full") if args.get(key)] or ["default size"]
@@ -349,7 +346,7 @@ def make_entry(status: Status) -> Entry:
         details.append(f"{', '.join(said)}, {args.get('scale', '')} on {args.get('device', '')}")
         try:
             headline, table = figure.headline(result), figure.table(result)
-            picture, no_picture = _draw(figure, result)
+            picture = _draw(figure, result)
         except MALFORMED as error:
             outcome, why = FAILED, f"{status.path} has not the form of this figure ({error!r}): run it again"
     if run is not None:
@@ -357,22 +354,17 @@ def make_entry(status: Status) -> Entry:
     return Entry(
         name=figure.name, about=figure.about, source=figure.source, outcome=outcome, why=why,
         took_s=run.took_s if run else 0.0, details=details,
-        command=(run.command if run else "") or shown_command(figure.name, Options()), picture=picture,
-        no_picture=no_picture, headline=headline, table=table, remarks=[*map(str, result["remarks"])] if result else [],
-        caveats=figure.caveats,
+        command=(run.command if run else "") or shown_command(figure.name, Options()), picture=picture, headline=headline,
+        table=table, remarks=[*map(str, result["remarks"])] if result else [], caveats=figure.caveats,
     )  # fmt: skip
 
 
-def _draw(figure: Figure, result: Result) -> tuple[str, str]:
-    """Return the picture as a data: address, and why there is none."""
-    try:
-        plotting.check()
-    except ConfigError as error:
-        return "", str(error)
+def _draw(figure: Figure, result: Result) -> str:
+    """Return the picture as a data: address."""
     with tempfile.TemporaryDirectory(prefix="pliant-report-") as folder:
         path = Path(folder) / "figure.svg"
         figure.plot(result, path)
-        return "data:image/svg+xml;base64," + base64.b64encode(path.read_bytes()).decode(), ""
+        return "data:image/svg+xml;base64," + base64.b64encode(path.read_bytes()).decode()
 
 
 def _machine_and_notes(found: Sequence[Status]) -> tuple[Result, list[str]]:
@@ -467,8 +459,6 @@ def _section(entry: Entry) -> str:
     if entry.picture:
         alt = f"Figure of {entry.name}: {entry.about}"  # its numbers are in the table below
         parts.append(f'<figure><img alt="{_text(alt)}" src="{_text(entry.picture)}"></figure>')
-    elif entry.no_picture:
-        parts.append(f"<p class=note>No picture: {_text(entry.no_picture)}</p>")
     if entry.headline is not None:
         parts.append(_grid(("number", "published", "measured here"), [[*map(_text, entry.headline)]], "beside"))
     if entry.table is not None:
