@@ -54,7 +54,7 @@ def resize(
     url, token = _server(config_server, job)
     begun_s = time.monotonic()
     with ConfigClient(url, token) as client:
-        view = _wish(client, num_workers)
+        view = _request_size(client, num_workers)
         if not wait:
             return
         with show_waiting(
@@ -80,7 +80,7 @@ def _server(url: str, job: str) -> tuple[str, str]:
     return found.config_server, found.token or token
 
 
-def _wish(client: ConfigClient, num_workers: int) -> View:
+def _request_size(client: ConfigClient, num_workers: int) -> View:
     """Ask for `num_workers`; returns the view that the server made of it."""
     try:
         before = client.wanted().view
@@ -129,7 +129,7 @@ def _still_waiting(view: View, membership: Membership, timeout: str) -> str:
     hint = "" if membership.number else "; no worker has ever been ready: does the program call pliant.join()?"
     said = format_duration(parse_duration(timeout))
     return (
-        f"still waiting after {said}: {why}{hint}; the wish (version {view.number}) stands, --no-wait returns at once"
+        f"still waiting after {said}: {why}{hint}; the request (version {view.number}) stands, --no-wait returns at once"
     )
 
 

@@ -1,1 +1,1 @@
-"""Who is in a job: the view that is wanted, the roll of those who train, and one worker as a member of it. No training here."""
+"""The workers of a job: the view that is wanted, the membership of those that train, and one worker as a member. No training here."""

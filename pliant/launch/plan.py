@@ -443,15 +443,15 @@ def first_view(plan: LaunchPlan, ports: Mapping[str, Sequence[int]]) -> View:
 
 def describe(plan: LaunchPlan, machine: Machine) -> list[str]:
     """Return the lines that the runner shows at its start, unless -q: arguments, interfaces, relevant variables."""
-    told = [f"command: {' '.join(plan.command)}"]
-    told.append(f"np {plan.options.np} on {','.join(f'{host.address}:{host.slots}' for host in plan.hosts)}")
-    told.append(f"this host: {plan.self_host}, {plan.num_local} workers, strategy {plan.options.strategy}")
-    told.extend(f"nic {name}: {' '.join(found)}" for name, found in machine.nics.items() if found)
-    told.append(f"CUDA devices: {','.join(plan.devices) or 'none'}")
+    lines = [f"command: {' '.join(plan.command)}"]
+    lines.append(f"np {plan.options.np} on {','.join(f'{host.address}:{host.slots}' for host in plan.hosts)}")
+    lines.append(f"this host: {plan.self_host}, {plan.num_local} workers, strategy {plan.options.strategy}")
+    lines.extend(f"nic {name}: {' '.join(found)}" for name, found in machine.nics.items() if found)
+    lines.append(f"CUDA devices: {','.join(plan.devices) or 'none'}")
     shown = ("CUDA_", "NCCL_", "PLIANT_", "OMP_")
-    told.extend(
+    lines.extend(
         f"{name}={value}"
         for name, value in sorted(machine.environ.items())
         if name.startswith(shown) and not any(word in name for word in ("SECRET", "TOKEN", "KEY"))
     )
-    return told
+    return lines

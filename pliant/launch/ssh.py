@@ -248,8 +248,10 @@ def run_over_ssh(job: SshJob) -> int:
             runner.kill()
         reader.finish()
     if code == 0:
-        told = f"all {len(runners)}/{len(runners)} hosts finished, took {format_duration(time.monotonic() - begun_s)}\n"
-        Console(1, coloured=False).write(told.encode())
+        summary = (
+            f"all {len(runners)}/{len(runners)} hosts finished, took {format_duration(time.monotonic() - begun_s)}\n"
+        )
+        Console(1, coloured=False).write(summary.encode())
     return code
 
 

@@ -74,14 +74,14 @@ def test_kill_9_and_a_restart_forget_nothing(tmp_path: Path) -> None:
         client.put(TWO)
         client.ready(A0)
         client.ready(A1)
-        roll = client.lost(A1, "killed by SIGKILL")
+        membership = client.lost(A1, "killed by SIGKILL")
         view = client.resize(2)
         newcomer = view.workers[1]
         program.process.kill()
         assert program.process.wait(30) == -signal.SIGKILL
     with started("--state", state) as program, ConfigClient(program.url) as client:
         assert client.wanted() == Wanted(3, view)
-        assert client.membership() == roll == Membership(2, (A0,), urgent=2, wanted=2)
+        assert client.membership() == membership == Membership(2, (A0,), urgent=2, wanted=2)
         assert client.ready(newcomer).members == (A0, newcomer), "that A0 was ready has not been forgotten"
         client.clear(expected=3)
         program.process.kill()

@@ -1,4 +1,4 @@
-"""The roll as values: who trains after each wish and each event."""
+"""The membership as values: who trains after each wish and each event."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def after(*requests: ViewRequest | WorkerNotice) -> ElasticState:
 TWO = (put(A0, A1), ReadyNotice(A0), ReadyNotice(A1))
 
 
-def test_the_first_roll_waits_for_all() -> None:
+def test_the_first_membership_waits_for_all() -> None:
     assert after(put(A0, A1)).membership == after(put(A0, A1), ReadyNotice(A1)).membership == Membership()
     assert after(put(A0, A1), ReadyNotice(A1), ReadyNotice(A0)).membership == Membership(1, (A0, A1), wanted=1)
 
@@ -70,10 +70,10 @@ def test_a_full_replacement_keeps_the_old_until_all_new_are_ready() -> None:
 
 def test_a_member_that_is_wanted_again_needs_not_be_ready_again() -> None:
     assert after(*TWO, put(A0, A2), put(A0, A1)).membership == Membership(1, (A0, A1), wanted=1)
-    assert after(*TWO, ResizeView(1), ResizeView(2)).membership.members == (A0,), "A1 had left the roll"
+    assert after(*TWO, ResizeView(1), ResizeView(2)).membership.members == (A0,), "A1 had left the membership"
 
 
-def test_another_order_is_another_roll() -> None:
+def test_another_order_is_another_membership() -> None:
     assert after(*TWO, put(A1, A0)).membership == Membership(2, (A1, A0), wanted=2)
 
 
@@ -127,7 +127,7 @@ def test_a_late_worker_of_a_finished_job_learns_that_it_is_over() -> None:
     )
 
 
-def test_a_reset_of_a_running_job_empties_the_roll_under_a_new_number() -> None:
+def test_a_reset_of_a_running_job_empties_the_membership_under_a_new_number() -> None:
     assert after(*TWO, ResetView()) == ElasticState(Wanted(2), Membership(2, wanted=2))
     assert after(*TWO, ResetView(), put(A0, A1)).membership.members == (), "the same addresses have to be ready again"
 
@@ -196,10 +196,10 @@ def test_the_loss_of_all_leaves_the_job_open_for_a_replacement() -> None:
 
 
 @pytest.mark.parametrize(
-    "roll", [Membership(), Membership(7, (A0, Worker("::1", 1)), 6, False, 9), Membership(3, over=True)], ids=str
+    "membership", [Membership(), Membership(7, (A0, Worker("::1", 1)), 6, False, 9), Membership(3, over=True)], ids=str
 )
-def test_a_roll_survives_json(roll: Membership) -> None:
-    assert Membership.from_json(roll.to_json()) == roll
+def test_a_membership_survives_json(membership: Membership) -> None:
+    assert Membership.from_json(membership.to_json()) == membership
 
 
 GOOD = Membership(1, (A0,)).to_json()
@@ -209,7 +209,7 @@ BAD = {"Number": (-1, True, 1.0, None, "1"), "Members": (None, "x", [1], {}), "O
 @pytest.mark.parametrize(
     "value", [None, [], 3, {}, *({**GOOD, key: value} for key, values in BAD.items() for value in values)], ids=str
 )
-def test_what_is_no_roll_is_refused(value: object) -> None:
+def test_what_is_no_membership_is_refused(value: object) -> None:
     with pytest.raises(ConfigError):
         Membership.from_json(value)
 
@@ -227,7 +227,7 @@ ANYTHING = st.lists(st.builds(ReadyNotice, MEMBERS) | EVENTS | WISHES | ENDS, ma
 
 @settings(max_examples=400, deadline=None)
 @given(ANYTHING)
-def test_whatever_happens_the_roll_keeps_its_word(requests: list[ViewRequest | WorkerNotice]) -> None:
+def test_whatever_happens_the_membership_keeps_its_word(requests: list[ViewRequest | WorkerNotice]) -> None:
     state, lost = ElasticState(), set[Worker]()
     for request in requests:
         try:
@@ -244,23 +244,27 @@ def test_whatever_happens_the_roll_keeps_its_word(requests: list[ViewRequest | W
 
 
 def check_step(state: ElasticState, request: ViewRequest | WorkerNotice, then: ElasticState) -> None:
-    before, roll, view = state.membership, then.membership, then.wanted.view
-    assert roll.number == before.number + (roll.members != before.members)
-    assert before.urgent <= roll.urgent <= roll.number
+    before, membership, view = state.membership, then.membership, then.wanted.view
+    assert membership.number == before.number + (membership.members != before.members)
+    assert before.urgent <= membership.urgent <= membership.number
     was_loss = isinstance(request, LossNotice) and request.worker in before.members
-    assert roll.urgent == (roll.number if was_loss else before.urgent)
-    assert roll.over == (then.wanted.cleared or (before.over and not isinstance(request, ResetView)) or then.finished)
-    assert not (roll.over and roll.members)
-    assert then.ready <= {*roll.members, *(view.workers if view else ())}
-    if roll.members != before.members:
+    assert membership.urgent == (membership.number if was_loss else before.urgent)
+    assert membership.over == (
+        then.wanted.cleared or (before.over and not isinstance(request, ResetView)) or then.finished
+    )
+    assert not (membership.over and membership.members)
+    assert then.ready <= {*membership.members, *(view.workers if view else ())}
+    if membership.members != before.members:
         gone = {request.worker} if isinstance(request, LossNotice | LeaveNotice) else set()
         remaining = tuple(member for member in before.members if member not in gone)
         all_ready = view is not None and then.ready.issuperset(view.workers)
-        assert roll.members == ((view.workers if view and all_ready else remaining) if not roll.over and view else ())
-        assert roll.wanted == then.wanted.version
-    if before.members and not roll.members:
+        assert membership.members == (
+            (view.workers if view and all_ready else remaining) if not membership.over and view else ()
+        )
+        assert membership.wanted == then.wanted.version
+    if before.members and not membership.members:
         assert (
-            roll.over
+            membership.over
             or isinstance(request, ResetView)
             or (isinstance(request, LossNotice | LeaveNotice) and len(before.members) == 1)
         )
@@ -270,7 +274,7 @@ def check_step(state: ElasticState, request: ViewRequest | WorkerNotice, then: E
 
 
 def repeated(state: ElasticState, request: ViewRequest | WorkerNotice) -> Membership:
-    """The roll after the same request once more; a refusal changes nothing."""
+    """The membership after the same request once more; a refusal changes nothing."""
     try:
         return state.after(request).membership
     except PliantError:
@@ -278,7 +282,7 @@ def repeated(state: ElasticState, request: ViewRequest | WorkerNotice) -> Member
 
 
 @given(st.permutations([A2, A3, B0]), st.lists(MEMBERS, max_size=8))
-def test_no_wish_empties_the_roll(arriving: list[Worker], noise: list[Worker]) -> None:
+def test_no_wish_empties_the_membership(arriving: list[Worker], noise: list[Worker]) -> None:
     state = after(*TWO, put(*arriving))
     for worker in [*noise, *arriving]:
         complete = state.ready >= set(arriving)

@@ -79,7 +79,7 @@ def test_a_growth_waits_for_the_newcomers(server: ConfigServer, job: ConfigClien
 def test_who_is_late_is_named(job: ConfigClient, resize: Callable[..., Said]) -> None:
     code, out, err = resize("3", "--config-server", str(job.url), "--timeout=50ms")
     assert (code, out.count("\n")) == (1, 1)
-    assert re.search(r"still waiting after 0\.\ds: 127\.0\.0\.1:\d+ not ready; the wish \(version \d+\) stands", err)
+    assert re.search(r"still waiting after 0\.\ds: 127\.0\.0\.1:\d+ not ready; the request \(version \d+\) stands", err)
     code, out, err = resize("4", "--config-server", str(job.url), "--no-wait")
     assert (code, err, out.count("\n")) == (0, "", 1)
 

@@ -292,7 +292,7 @@ def test_of_conflicting_changes_exactly_one_wins_each_round(server: ConfigServer
 
 
 def running(client: ConfigClient) -> Membership:
-    """The roll of a job of two workers."""
+    """The membership of a job of two workers."""
     client.put(TWO)
     client.ready(A0)
     return client.ready(A1)
@@ -301,12 +301,12 @@ def running(client: ConfigClient) -> Membership:
 def test_a_job_from_its_first_worker_to_its_end(client: ConfigClient) -> None:
     start = client.membership()
     assert (start.members, start.over) == ((), False)
-    roll = running(client)
-    assert (roll.number, roll.members) == (start.number + 1, (A0, A1))
+    membership = running(client)
+    assert (membership.number, membership.members) == (start.number + 1, (A0, A1))
     client.add_worker(A2)
-    assert client.membership() == roll
+    assert client.membership() == membership
     grown = client.ready(A2)
-    assert (grown.number, grown.members) == (roll.number + 1, (A0, A1, A2))
+    assert (grown.number, grown.members) == (membership.number + 1, (A0, A1, A2))
     after_loss = client.lost(A1, "killed by SIGKILL")
     assert (after_loss.members, after_loss.urgent) == ((A0, A2), after_loss.number)
     assert client.lost(A1, "silent") == client.leave(A1) == after_loss
@@ -318,12 +318,12 @@ def test_a_job_from_its_first_worker_to_its_end(client: ConfigClient) -> None:
 
 
 def test_an_unwanted_worker_is_told_to_end(client: ConfigClient, http: httpx.Client) -> None:
-    roll = running(client)
+    membership = running(client)
     with pytest.raises(NotWanted, match="it must end"):
         client.ready(A2)
     answer = http.post("/ready", json={"Worker": {"Host": "127.0.0.1", "Port": 10002}})
     assert answer.status_code == 409
-    assert client.membership() == roll
+    assert client.membership() == membership
 
 
 def test_the_end_of_a_job_closes_its_view(client: ConfigClient) -> None:
@@ -336,14 +336,20 @@ def test_the_end_of_a_job_closes_its_view(client: ConfigClient) -> None:
     assert running(client).number == number + 1
 
 
-def test_the_json_of_a_roll(client: ConfigClient, http: httpx.Client) -> None:
-    roll = running(client)
+def test_the_json_of_a_membership(client: ConfigClient, http: httpx.Client) -> None:
+    membership = running(client)
     members = [{"IPv4": 2130706433, "Port": 10000}, {"IPv4": 2130706433, "Port": 10001}]
-    expected = {"Number": roll.number, "Members": members, "Urgent": roll.urgent, "Over": False, "Wanted": roll.wanted}
+    expected = {
+        "Number": membership.number,
+        "Members": members,
+        "Urgent": membership.urgent,
+        "Over": False,
+        "Wanted": membership.wanted,
+    }
     assert http.get("/membership").json() == http.post("/ready", json={"Worker": members[0]}).json() == expected
     assert http.post("/finish", json={"Reason": "done"}).json()["Over"] is True
     text = http.get("/metrics").text
-    assert f"\npliant_config_membership {roll.number + 1}.0\n" in text
+    assert f"\npliant_config_membership {membership.number + 1}.0\n" in text
     assert "\npliant_config_members 0.0\n" in text
 
 
@@ -362,13 +368,13 @@ def test_the_json_of_a_roll(client: ConfigClient, http: httpx.Client) -> None:
 def test_who_waits_is_told_of_every_change(
     server: ConfigServer, client: ConfigClient, change: Callable[[ConfigClient], object]
 ) -> None:
-    roll = running(client)
+    membership = running(client)
     with ThreadPoolExecutor(1) as pool, ConfigClient(server.url) as waiting:
-        told = pool.submit(waiting.wait_for_membership, roll.number, 50)
+        told = pool.submit(waiting.wait_for_membership, membership.number, 50)
         until_held(server, 1)
         change(client)
         assert told.result(30) == client.membership()
-    assert client.membership().number == roll.number + 1
+    assert client.membership().number == membership.number + 1
 
 
 def test_a_snapshot_has_the_wanted_view_and_the_membership_of_one_moment(
@@ -400,10 +406,11 @@ def test_nobody_waits_for_what_is_there_already(client: ConfigClient) -> None:
 
 
 def test_sixty_four_waiting_workers_are_told_at_once(server: ConfigServer, client: ConfigClient) -> None:
-    roll = running(client)
+    membership = running(client)
     with ThreadPoolExecutor(64) as pool, ConfigClient(server.url) as waiting:
         told = [
-            pool.submit(lambda: (waiting.wait_for_membership(roll.number, 50), time.monotonic())) for _ in range(64)
+            pool.submit(lambda: (waiting.wait_for_membership(membership.number, 50), time.monotonic()))
+            for _ in range(64)
         ]
         until_held(server, 64)
         begun_s = time.monotonic()
@@ -436,11 +443,11 @@ def test_bad_notices_are_400_with_a_reason_and_change_nothing(
 ) -> None:
     if path == "/finish" and body.strip() in (b"", b"{}"):
         pytest.skip("nothing is missing: this body is a good notice of an end")
-    roll, wanted = running(client), client.wanted()
+    membership, wanted = running(client), client.wanted()
     answer = http.post(path, content=body)
     assert answer.status_code == 400
     assert 10 < len(answer.json()["error"]) <= 500
-    assert (client.membership(), client.wanted()) == (roll, wanted)
+    assert (client.membership(), client.wanted()) == (membership, wanted)
 
 
 @pytest.mark.parametrize(
@@ -455,11 +462,11 @@ def test_bad_notices_are_400_with_a_reason_and_change_nothing(
 def test_wrong_methods_and_queries_of_notices(
     http: httpx.Client, client: ConfigClient, method: str, target: str, status: int
 ) -> None:
-    roll = running(client)
+    membership = running(client)
     answer = http.request(method, target)
     assert answer.status_code == status
     assert answer.json()["error"]
-    assert client.membership() == roll
+    assert client.membership() == membership
 
 
 def test_long_reasons_are_cut_and_large_bodies_refused(client: ConfigClient, http: httpx.Client) -> None:
@@ -469,7 +476,7 @@ def test_long_reasons_are_cut_and_large_bodies_refused(client: ConfigClient, htt
     assert client.lost(A1, "\ud800" + "y" * 10_000).members == (A0,)
 
 
-def test_the_roll_needs_the_token_too() -> None:
+def test_the_membership_needs_the_token_too() -> None:
     with serving(token="s3cret", initial=TWO) as (server, client):
         assert client.ready(A0).number == 0
         with ConfigClient(server.url, "wrong") as stranger, pytest.raises(ConfigError, match="needs its token"):
@@ -482,7 +489,7 @@ def test_the_roll_needs_the_token_too() -> None:
 # Remembering
 
 
-def test_a_restart_forgets_no_roll(tmp_path: Path) -> None:
+def test_a_restart_forgets_no_membership(tmp_path: Path) -> None:
     state = str(tmp_path / "state")
     with serving(state=state) as (_, client):
         client.put(View(0, (A0, A1, A2), (RUN_A,)))
@@ -504,7 +511,7 @@ def test_a_restart_forgets_no_roll(tmp_path: Path) -> None:
         assert running(client).number == over.number + 1
 
 
-def test_a_state_file_from_before_there_were_rolls(tmp_path: Path) -> None:
+def test_a_state_file_from_before_there_were_memberships(tmp_path: Path) -> None:
     state = tmp_path / "state"
     with sqlite3.connect(state) as database:
         database.execute("CREATE TABLE wanted (id INTEGER PRIMARY KEY CHECK (id = 1), version INTEGER, view TEXT)")
@@ -514,7 +521,7 @@ def test_a_state_file_from_before_there_were_rolls(tmp_path: Path) -> None:
         assert client.membership() == Membership(over=True, wanted=7)
 
 
-def test_what_cannot_be_saved_happens_neither_in_the_view_nor_in_the_roll(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_happens_neither_in_the_view_nor_in_the_membership(tmp_path: Path) -> None:
     with StateStore(str(tmp_path / "state")) as store:
         for request in (PutView(TWO), ReadyNotice(A0), ReadyNotice(A1)):
             store.save(store.state.after(request))

@@ -21,13 +21,13 @@ FOLLOW = """
     spec = worker_spec()
     me = spec.worker
     with ConfigClient(spec.config_server) as client:
-        roll = client.ready(me)
-        while me not in roll.members and not roll.over:
-            roll = client.wait_for_membership(roll.number, 30)
+        membership = client.ready(me)
+        while me not in membership.members and not membership.over:
+            membership = client.wait_for_membership(membership.number, 30)
         print(f"trains {'torch' in sys.modules}", flush=True)  # before it is up: it is killed right after
         pathlib.Path(f"up-{me.port}-{os.getpid()}").touch()
-        while me in roll.members:
-            roll = client.wait_for_membership(roll.number, 30)
+        while me in membership.members:
+            membership = client.wait_for_membership(membership.number, 30)
 """
 
 
@@ -59,9 +59,9 @@ def test_a_killed_member_is_lost_and_replaced(launcher: Launcher, alive: Callabl
         lost = client.wait_for_membership(before.number, 20)
         assert lost.urgent == lost.number
         now = up(launcher, 3)
-        roll = client.membership()
-        assert now[roll.members[0].port] == second
-        assert first_port not in [worker.port for worker in roll.members]
+        membership = client.membership()
+        assert now[membership.members[0].port] == second
+        assert first_port not in [worker.port for worker in membership.members]
         client.resize(1)
         launcher.until(lambda: len([pid for pid in now.values() if alive(pid)]) == 1, "end of the one removed")
         client.resize(0)
@@ -77,7 +77,8 @@ def test_a_killed_member_is_lost_and_replaced(launcher: Launcher, alive: Callabl
 @pytest.mark.processes
 def test_a_program_that_always_crashes_ends_the_job(launcher: Launcher) -> None:
     launcher.script(
-        "crash.py", FOLLOW.replace("while me in roll.members", "sys.exit(5)\n        while me in roll.members")
+        "crash.py",
+        FOLLOW.replace("while me in membership.members", "sys.exit(5)\n        while me in membership.members"),
     )
     ended = launcher.run("-q", "-w", "--no-warm", "-np", 2, "--max-restarts", 2, "crash.py")
     assert ended.code == 5
@@ -93,10 +94,10 @@ def test_the_job_goes_on_when_a_host_dies(launcher: Launcher, free_port: int) ->
     )
     with ConfigClient(url_of(head)) as client:
         up(launcher, 2)
-        roll = client.membership()
-        assert len(roll.members) == 2
+        membership = client.membership()
+        assert len(membership.members) == 2
         other.kill()
-        lost = client.wait_for_membership(roll.number, 20)
+        lost = client.wait_for_membership(membership.number, 20)
         assert [worker.host for worker in lost.members] == ["127.0.0.1"]
         client.finish()
     ended = launcher.end(head)

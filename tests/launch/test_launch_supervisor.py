@@ -271,7 +271,7 @@ def change(made: Supervisor, membership: Membership, at_s: float) -> list[Action
 
 
 def training(*workers: Worker, max_restarts: int = 100, slots: int = 4, alone: bool = True) -> Supervisor:
-    """A job in which all `workers` train, in view 1 and roll 1."""
+    """A job in which all `workers` train, in view 1 and membership 1."""
     made = Supervisor(HERE, grace_s=10, watch=True, alone=alone, slots=slots, max_restarts=max_restarts)
     arrive(made, view(1, *workers), 0)
     change(made, Membership(1, workers, wanted=1), 0)

@@ -249,8 +249,7 @@ class RayDriver:
             log.error("%s before the job had begun", gone)
             self._fail(1)
             return
-        view, roll = self._server.wanted.view, self._server.membership
-        known = {*(view.workers if view is not None else ()), *roll.members}
+        known = {*self._server.wanted.workers, *self._server.membership.members}
         for worker in sorted(worker for worker in known if worker.host == runner.host):
             self._client.lost(worker, f"the runner on {runner.host} is gone")
         if all(worker.host == runner.host for worker in known) and not self._job.resumes:
@@ -410,6 +409,6 @@ def run_on_ray(job: RayJob, *, register: Callable[..., contextlib.AbstractContex
             stack.callback(job_file.unlink, missing_ok=True)
         code = driver.drive(server, client, token)
     if code == 0:
-        told = f"all {driver.num_ended}/{driver.num_ended} nodes finished, took {format_duration(time.monotonic() - begun_s)}\n"
-        Console(1, coloured=False).write(told.encode())
+        summary = f"all {driver.num_ended}/{driver.num_ended} nodes finished, took {format_duration(time.monotonic() - begun_s)}\n"
+        Console(1, coloured=False).write(summary.encode())
     return code
