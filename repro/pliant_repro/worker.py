@@ -34,7 +34,7 @@ from pliant_repro.lab.namespaces import enter
 COLLECTIVE_TIMEOUT_S = 120.0
 Command = Mapping[str, object]
 Opened = tuple[Mapping[str, object], Callable[[Command], Mapping[str, object]]]
-"""What a program gives: the rank's first answer, and the function that carries out commands."""
+"""Result of opening a program: the rank's first answer, and the function that carries out commands."""
 Program = Callable[[Mapping[str, object], int], AbstractContextManager[Opened]]
 _KEPT: list[object] = []
 """Process groups, until the process ends. DDP's reducer, where it is the last to hold one, joins gloo's threads while it holds

@@ -406,7 +406,7 @@ class NeuMF(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """How to make a network, and what it is trained on."""
+    """A recipe: how to make a network, and the data that it is trained on."""
 
     make: Callable[[], nn.Module]
     kind: Kind
@@ -496,7 +496,7 @@ def _workload_network(name: str, at: int) -> Network:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a training script has made before its loop begins."""
+    """Objects that a training script has made before its loop begins."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

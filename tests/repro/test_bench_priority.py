@@ -112,7 +112,9 @@ def test_ddp_is_tried_with_buckets_that_cut_as_those_of_the_full_model() -> None
 
 
 def test_nothing_of_this_loads_torch_before_it_runs() -> None:
-    code = "import pliant_repro.bench.priority, pliant_repro.bench.priority_verdict, sys; sys.exit('torch' in sys.modules)"
+    code = (
+        "import pliant_repro.bench.priority, pliant_repro.bench.priority_verdict, sys; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
 
 

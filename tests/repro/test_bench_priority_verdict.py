@@ -38,7 +38,8 @@ def as_published(model: str, nodes: int = 4) -> dict[str, Any]:
         steps["priority"] = max(here.bound.p_star_s / 0.99, min(steps["priority"], here.bound.p_star_s / 0.96))
         steps["ddp"] = here.bound.p_fifo_s * 1.02
         records = {
-            mode: PriorityRecord(**{**dataclasses.asdict(record(step_s)), "tx_bytes": tx}) for mode, step_s in steps.items()
+            mode: PriorityRecord(**{**dataclasses.asdict(record(step_s)), "tx_bytes": tx})
+            for mode, step_s in steps.items()
         }
         cells += make_cells(here, [entry(mode) for mode in steps], records, {})
     return {"bench": "priority", "cells": cells}

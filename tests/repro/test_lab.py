@@ -84,15 +84,11 @@ def test_a_shaper_has_room_for_a_frame_and_for_a_late_timer(rate: str) -> None:
     assert limit >= 2 * burst - 1
 
 
-@pytest.mark.parametrize(("text", "index"), [("h0", 0), ("3", 3), ("10.77.0.4", 3)])
-def test_hosts_have_three_names(text: str, index: int) -> None:
-    assert host_index(text, 4) == index
-
-
-@pytest.mark.parametrize("text", ["h4", "10.77.0.5", "10.77.0.0", "10.0.0.1", "x", "-1", ""])
-def test_a_host_outside_the_lab_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="h0 to h3"):
-        host_index(text, 4)
+def test_a_host_has_three_names_and_one_outside_the_lab_is_refused() -> None:
+    assert [host_index(text, 4) for text in ("h0", "3", "10.77.0.4")] == [0, 3, 3]
+    for text in ("h4", "10.77.0.5", "10.77.0.0", "10.0.0.1", "x", "-1", ""):
+        with pytest.raises(ConfigError, match="h0 to h3"):
+            host_index(text, 4)
 
 
 def test_making_a_lab_object_makes_nothing() -> None:
@@ -155,7 +151,7 @@ def transfer_s(lab: Lab, sender: int, receiver: int, num_bytes: int) -> float:
 
 
 @rooted
-def test_hosts_reach_each_other_and_nothing_else(lab: Lab) -> None:
+def test_hosts_reach_each_other_and_nothing_else_and_bytes_are_counted(lab: Lab) -> None:
     def unreachable() -> OSError | None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
@@ -164,7 +160,10 @@ def test_hosts_reach_each_other_and_nothing_else(lab: Lab) -> None:
                 return error
         return None
 
-    assert transfer_s(lab, 0, 2, 1000) < 5
+    sent, received = lab.tx_bytes(0), lab.rx_bytes(2)
+    assert transfer_s(lab, 0, 2, 500_000) < 5
+    assert 500_000 < lab.tx_bytes(0) - sent < 700_000
+    assert 500_000 < lab.rx_bytes(2) - received < 700_000
     assert lab.call(0, unreachable) is not None
     assert lab.congestion_control(0) in ("cubic", "reno")
     own = {name for _, name in socket.if_nameindex()}
@@ -188,14 +187,6 @@ def test_a_rate_change_shows_in_the_running_lab(lab: Lab) -> None:
     assert at_20 > 2 * at_100
     assert unlimited < at_100
     assert received_at_20 > 2 * at_100
-
-
-@rooted
-def test_bytes_are_counted_on_both_ends(lab: Lab) -> None:
-    sent, received = lab.tx_bytes(0), lab.rx_bytes(2)
-    transfer_s(lab, 0, 2, 500_000)
-    assert 500_000 < lab.tx_bytes(0) - sent < 700_000
-    assert 500_000 < lab.rx_bytes(2) - received < 700_000
 
 
 @rooted
@@ -292,7 +283,7 @@ def test_nothing_stays_when_the_owner_is_killed(number: signal.Signals) -> None:
 
 
 @rooted
-@pytest.mark.parametrize("delay_s", [0.0, 0.15, 0.2, 0.25, 0.3])
+@pytest.mark.parametrize("delay_s", [0.0, 0.2, 0.3])
 def test_nothing_stays_when_the_owner_is_killed_while_making_it(delay_s: float) -> None:
     name = f"t{os.getpid()}x{delay_s * 100:.0f}"
     code = f"from pliant_repro.lab.hosts import Lab; print('go', flush=True); Lab(num_hosts=8, name={name!r}).up()"
@@ -393,20 +384,17 @@ def test_a_wrong_value_is_one_line_and_exit_2(
 # Background traffic
 
 
-@pytest.mark.parametrize("target", ["192.0.2.1:80", "10.78.0.1:80", "[2001:db8::1]:80", "example.org:80", "nowhere"])
-def test_traffic_stays_inside(target: str) -> None:
-    with pytest.raises(ConfigError):
-        traffic.check_target(target)
-
-
 @pytest.mark.parametrize("target", ["127.0.0.1:80", "localhost:80", "[::1]:80", "10.77.0.3:80"])
-def test_traffic_may_go_to_loopback_and_labs(target: str) -> None:
+def test_traffic_goes_to_loopback_and_labs_only(target: str) -> None:
     assert traffic.check_target(target).port == 80
+    for outside in ("192.0.2.1:80", "10.78.0.1:80", "[2001:db8::1]:80", "example.org:80", "nowhere"):
+        with pytest.raises(ConfigError):
+            traffic.check_target(outside)
 
 
 def test_traffic_keeps_its_rate_and_ends_by_itself() -> None:
     ready: list[str] = []
-    taken: list[traffic.Sent] = []
+    taken: list[traffic.Transferred] = []
     sink = threading.Thread(target=lambda: taken.append(traffic.sink(0, 0.8, ready.append)))
     sink.start()
     until(lambda: bool(ready), "the sink listens")

@@ -116,9 +116,7 @@ def test_resnet56_has_the_published_size_and_learns() -> None:
 
 def images_and_labels(count: int = 4, seed: int = 0) -> tuple[np.ndarray[Any, Any], list[int]]:
     random = np.random.default_rng(seed)
-    return random.integers(0, 256, (count, zoo.PIXELS), dtype=np.uint8), [
-        int(x) for x in random.integers(0, 10, count)
-    ]
+    return random.integers(0, 256, (count, zoo.PIXELS), dtype=np.uint8), [int(x) for x in random.integers(0, 10, count)]
 
 
 def python2_pickle(images: np.ndarray[Any, Any], labels: list[int]) -> bytes:
@@ -196,7 +194,10 @@ class Evil:
         (b"cnumpy\ndtype\n(cos\nsystem\ntR.", "wants to call os.system"),
         (b"\x80\x02}.", r"no file of CIFAR-10 \(KeyError"),
         (pickle.dumps([1, 2]), r"no file of CIFAR-10 \(TypeError"),
-        (pickle.dumps({b"data": np.zeros(5, np.uint8), b"labels": [1]}, protocol=2), r"no file of CIFAR-10 \(ValueError"),
+        (
+            pickle.dumps({b"data": np.zeros(5, np.uint8), b"labels": [1]}, protocol=2),
+            r"no file of CIFAR-10 \(ValueError",
+        ),
         (pickle.dumps({b"data": np.zeros((1, 3072), np.uint8), b"labels": [10]}, protocol=2), "labels from 0 to 9"),
         (b"not a pickle", "no file of CIFAR-10"),
         (b"", "no file of CIFAR-10"),

@@ -74,7 +74,9 @@ def test_the_model_counts_the_bytes_that_the_plans_send(strategy: str, costs: st
 def sweep_of(steps: dict[str, dict[int, float]], name: str = "resnet50", nodes: tuple[int, ...] = SIZES) -> Sweep:
     found = Sweep(ScalingOptions(model=name, nodes=nodes, speed=1.0))
     found.capacity = dict.fromkeys(nodes, scaling.lab_bits_per_s(name) * 0.99)
-    found.runs.append(ScalingRun(nodes=1, side="plain", rounds=[[0.64, 0.641]], cpu_s=[0.01], busy=[0.02], sent=[0.0], same_bits=True))
+    found.runs.append(
+        ScalingRun(nodes=1, side="plain", rounds=[[0.64, 0.641]], cpu_s=[0.01], busy=[0.02], sent=[0.0], same_bits=True)
+    )
     for side, by_nodes in steps.items():
         for count, step_s in by_nodes.items():
             rounds = [[step_s, step_s * 1.01], [step_s * 0.99, step_s]]

@@ -1,1 +1,1 @@
-"""Measurements: ours beside its peers and beside what the hardware allows, taking turns in one run. `pliant.cli` shows them."""
+"""The `pliant bench` measurements: ours beside its peers and beside what the hardware allows, interleaved in one run."""

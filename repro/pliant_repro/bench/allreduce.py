@@ -11,6 +11,7 @@ import importlib.util
 import shutil
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +60,7 @@ class AllreduceOptions:
     """A name, or `all` for a sweep."""
     peers: tuple[str, ...] = PEERS
     lab: Lab | None = None
-    """Where to run; None means all on this host."""
+    """The lab to run in; None means all on this host."""
     rules: Rules = field(default_factory=Rules)
     dtype: str = "float32"
     determinism: str = "exact"
@@ -356,27 +357,27 @@ Values = npt.NDArray[np.float32]
 SUM_TIMEOUT_S = 60.0
 
 
-class Reducer:
+class Reducer(ABC):
     """One rank of an implementation: its tensors, its barrier, and its all-reduce."""
 
     def __init__(self, task: Mapping[str, Any]) -> None:
         self.parallel, self.determinism = bool(task["parallel"]), task["determinism"]
         self.sizes: list[int] = task["sizes"]
 
-    def choose(self, options: Mapping[str, str]) -> None:
+    @abstractmethod
+    def barrier(self) -> None: ...
+
+    @abstractmethod
+    def reduce_all(self) -> None: ...
+
+    @abstractmethod
+    def write(self, index: int, values: Values) -> None: ...
+
+    @abstractmethod
+    def read(self, index: int) -> Values: ...
+
+    def choose(self, options: Mapping[str, str]) -> None:  # noqa: B027 - most sides have no options
         """Apply the options of an entry."""
-
-    def barrier(self) -> None:
-        raise NotImplementedError
-
-    def reduce_all(self) -> None:
-        raise NotImplementedError
-
-    def write(self, index: int, values: Values) -> None:
-        raise NotImplementedError
-
-    def read(self, index: int) -> Values:
-        raise NotImplementedError
 
     def sent_bytes(self) -> int | None:
         """Return the bytes sent so far, by the implementation's own count, if it has one."""

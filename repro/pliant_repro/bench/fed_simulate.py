@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pliant.fed.data.task import InMemory, Task
 
 GOAL = 2.0
-"""How many times as many clients per second as Flower."""
+"""Goal for the ratio of clients per second to Flower."""
 OURS, FLOWER, BARE = "ours", "flower", "bare"
 PEERS = (FLOWER, BARE)
 START_S = 120.0

@@ -85,7 +85,7 @@ class Delays:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What the links can carry."""
+    """Capacity of the links between the nodes."""
 
     nodes: int
     bytes_per_s: float

@@ -30,15 +30,15 @@ GAIN_SHARE = 0.7
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkSetting:
-    """What all cells of one rate have in common."""
+    """Conditions that all cells of one rate share."""
 
     model: str
     compute: str
     nodes: int
     rate_bits_per_s: int | None
-    """What the links were set to; None means no limit."""
+    """Configured rate of the links; None means no limit."""
     capacity_bits_per_s: float | None
-    """What the links were measured to carry with all nodes sending at once; None means unknown."""
+    """Measured rate of a link with all nodes sending at once; None means unknown."""
     capacity_from: str
     layers: tuple[Layer, ...]
     layers_from: str

@@ -16,7 +16,7 @@ from pliant_repro.contest import Contender, Entry, Placement, Progress, Rules, S
 from pliant_repro.profiles import check_trained
 
 PROGRAM = "pliant_repro.bench.training:opened"
-"""What the workers of all training contests run."""
+"""Program that the workers of all training contests run."""
 DDP_PEERS = ("ddp_gloo", "ddp_gloo_views")
 TARGETS = {"resnet18": 1.0, "transformer": 1.05}
 """Least speedup over DDP on one host; other models have no verdict."""
@@ -26,7 +26,7 @@ ALONE = 0.98
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingTask:
-    """What the ranks of one contender train, and how."""
+    """Model, data and settings that the ranks of one contender train with."""
 
     side: str
     """`plain` (sends nothing), `ddp`, `openmpi` or `pliant`."""

@@ -26,10 +26,10 @@ from pliant.cli.output import (
 from pliant.errors import ConfigError
 from pliant.machine import Json
 from pliant_repro.cli import bench_tables as tables
-from pliant_repro.contest import Progress, Rules, parse_counts, split_words
 
 if TYPE_CHECKING:
     from pliant.comm.topology import Topology
+    from pliant_repro.contest import Progress
 
 
 def register(app: typer.Typer) -> None:
@@ -107,6 +107,7 @@ def allreduce(
 ) -> None:
     """All-reduce a model's gradients: ours, gloo, Open MPI, and the bound of the hardware, interleaved."""
     from pliant_repro.bench import allreduce as bench
+    from pliant_repro.contest import Rules
 
     check_time(timeout, "--timeout")
     place = bench.parse_lab(lab) if lab is not None else None
@@ -198,6 +199,7 @@ def train(
 ) -> None:
     """Steps per second: ours beside plain PyTorch (one worker) and DDP on gloo (several), interleaved."""
     from pliant_repro.bench import train as bench
+    from pliant_repro.contest import Rules, parse_counts, split_words
 
     rules = Rules(rounds=repeat, iterations=steps, warmup=warmup, timeout_s=600.0)
     counts, names = parse_counts(np, "-np"), split_words(peers)
@@ -224,6 +226,7 @@ def replicas(
 ) -> None:
     """Several replicas on one worker: the share of a step that switching takes, memory, samples per second."""
     from pliant_repro.bench import replicas as bench
+    from pliant_repro.contest import parse_counts
 
     numbers = parse_counts(counts, "--replicas")
     same: dict[str, Any] = {
@@ -327,6 +330,7 @@ def priority(
         return
     from pliant_repro.bench import priority as bench
     from pliant_repro.bench.ssh_hosts import hosts_of_ranks, read_hosts
+    from pliant_repro.contest import split_words
 
     machines = read_hosts(hosts) if hosts is not None else ()
     real = compute == "real" or (compute is None and ":" in model)

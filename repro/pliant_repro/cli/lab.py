@@ -46,7 +46,7 @@ def up(
     """Make a lab, and keep it until Ctrl-C (or, with --detach, until `pliant lab down`)."""
     lab = Lab(num_hosts=hosts, rate=rate, rx_rate=rx_rate, name=name)
     ended = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-    signal.pthread_sigmask(signal.SIG_BLOCK, ended)  # from here on they wait for sigtimedwait
+    signal.pthread_sigmask(signal.SIG_BLOCK, ended)  # they wait for sigtimedwait from here on
     with ExitStack() as up:
         with show_waiting(f"making {hosts} hosts"):
             up.enter_context(lab.up())
@@ -57,7 +57,7 @@ def up(
             lab.detach()
             return
         print("end: Ctrl-C", flush=True)
-        # Wakes up now and then to see whether `pliant lab down` has ended it from elsewhere.
+        # Wake up every second to see whether `pliant lab down` has removed the lab.
         while lab.name in labs() and signal.sigtimedwait(ended, 1.0) is None:
             pass
 
@@ -107,7 +107,7 @@ def show(json_file: JsonFile = None) -> None:
 
 
 def _hosts(name: str) -> list[tuple[str, str, str]]:
-    """Name, address and rate of each."""
+    """Return the name, address and rate of each host."""
     lab = Lab.attach(name)
     return [(f"h{host}", address, format_rate(lab.rate(host))) for host, address in enumerate(lab.addresses)]
 
