@@ -1,6 +1,6 @@
 """The remote end of `pliant run --ssh`: `python -m pliant.cli.over_ssh`, started by sshd, becomes the runner of its host.
 
-It reads one line from its standard input, which says what to run (`launch.ssh.RunnerOrder`). When that input ends, because
+It reads one line from its standard input, which says what to run (`launch.processes.RunnerOrder`). When that input ends, because
 the user has pressed Ctrl-C or the connection is lost, it ends as after SIGTERM: its workers first.
 """
 
@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 
-from pliant.launch.ssh import CONNECTED_LINE, RunnerOrder
+from pliant.launch.processes import CONNECTED_LINE, RunnerOrder
 
 
 def main() -> None:

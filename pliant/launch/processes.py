@@ -37,6 +37,9 @@ WARM_IMPORTS = ("numpy", "torch", "torch._dynamo", "pliant.elastic.client", "pli
 
 The first optimizer that a program makes imports torch._dynamo, which takes as long as torch itself.
 """
+CONNECTED_LINE = b"pliant: arrived over ssh"
+"""The first line that the remote end prints: what comes later, and the exit code, are the runner's."""
+REMOTE_MODULE = "pliant.cli.over_ssh"
 _WARM_SCRIPT = Path(__file__).resolve().with_name("warm.py")
 
 
@@ -390,3 +393,29 @@ def read_runner_state(path: Path) -> RunnerState | None:
         return None
     workers = {name: LivingWorker(**facts) for name, facts in value["workers"].items()}
     return RunnerState(value["config_server"], value["version"], workers)
+
+
+# --- what a runner on another host is told, over ssh or by a Ray actor ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunnerOrder:
+    """What a remote runner is told to do, as one line of JSON."""
+
+    directory: str
+    arguments: tuple[str, ...]
+    """The arguments of `pliant run`."""
+    environ: Mapping[str, str]
+
+    def to_line(self) -> bytes:
+        return (
+            json.dumps(
+                {"directory": self.directory, "arguments": self.arguments, "environ": dict(self.environ)}
+            ).encode()
+            + b"\n"
+        )
+
+    @classmethod
+    def from_line(cls, line: bytes) -> RunnerOrder:
+        value = json.loads(line)
+        return cls(directory=value["directory"], arguments=tuple(value["arguments"]), environ=dict(value["environ"]))

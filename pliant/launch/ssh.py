@@ -8,7 +8,6 @@ the far end (`pliant.cli.over_ssh`) stops its job when that input ends, so that 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import queue
@@ -26,12 +25,10 @@ from pliant.duration import format_duration
 from pliant.errors import ConfigError, LaunchError
 from pliant.launch.events import handle_signals
 from pliant.launch.output import Console, OutputReader, OutputStream
+from pliant.launch.processes import CONNECTED_LINE, REMOTE_MODULE, RunnerOrder
 
 log = logging.getLogger(__name__)
 
-CONNECTED_LINE = b"pliant: arrived over ssh"
-"""The first line that the remote end prints: what comes later, and the exit code, are the runner's."""
-REMOTE_MODULE = "pliant.cli.over_ssh"
 FORWARDED_PREFIXES = ("PLIANT_", "NCCL_", "OMP_", "MKL_", "GLOO_")
 """Prefixes of the variables that are sent to the runners; all others are those of the host that they run on."""
 KEPT = ("PLIANT_SSH",)
@@ -42,29 +39,6 @@ NOT_STARTED = (126, 127)
 MARGIN_S = 10.0
 """How much longer than its workers' grace period a runner may take to end."""
 _USER = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.@+-]*")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunnerOrder:
-    """What a remote runner is told to do, as one line of JSON."""
-
-    directory: str
-    arguments: tuple[str, ...]
-    """The arguments of `pliant run`."""
-    environ: Mapping[str, str]
-
-    def to_line(self) -> bytes:
-        return (
-            json.dumps(
-                {"directory": self.directory, "arguments": self.arguments, "environ": dict(self.environ)}
-            ).encode()
-            + b"\n"
-        )
-
-    @classmethod
-    def from_line(cls, line: bytes) -> RunnerOrder:
-        value = json.loads(line)
-        return cls(directory=value["directory"], arguments=tuple(value["arguments"]), environ=dict(value["environ"]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

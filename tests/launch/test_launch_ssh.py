@@ -22,7 +22,8 @@ from pliant.cli.main import build
 from pliant.cli.remote_install import install_script
 from pliant.cluster import Host
 from pliant.errors import ConfigError
-from pliant.launch.ssh import RunnerOrder, SshJob, forwarded_environ, ssh_command
+from pliant.launch.processes import RunnerOrder
+from pliant.launch.ssh import SshJob, forwarded_environ, ssh_command
 
 needs_sshd = pytest.mark.skipif(bool(sshd.missing()), reason=sshd.missing() or "there is one")
 HOSTS = "127.0.0.1:1,127.0.0.2:1"

@@ -31,8 +31,15 @@ from pliant.files import write_atomic
 from pliant.launch.addresses import listen_on
 from pliant.launch.on_ray.cluster import why_failed
 from pliant.launch.output import Console, LineSplitter
-from pliant.launch.processes import LivingWorker, RunnerState, read_runner_state, script
-from pliant.launch.ssh import CONNECTED_LINE, REMOTE_MODULE, RunnerOrder
+from pliant.launch.processes import (
+    CONNECTED_LINE,
+    REMOTE_MODULE,
+    LivingWorker,
+    RunnerOrder,
+    RunnerState,
+    read_runner_state,
+    script,
+)
 
 CHUNK_BYTES = 64 << 10
 PREFIX = "pliant-ray-"
