@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -28,7 +27,7 @@ from pliant.launch.supervisor import TIMEOUT_EXIT
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), ROOT / "benchmarks" / "results" / "README.md"])
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md"), ROOT / "repro" / "results" / "README.md"])
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 NAMES = [path.relative_to(ROOT).as_posix() for path in PAGES]
@@ -114,8 +113,6 @@ def test_the_site_is_whole_and_needs_no_network(tmp_path: Path) -> None:
     dead = [f"{path.relative_to(site)}: {link}" for path, page in pages.items() for link in _dead(path, page, pages)]
     assert not dead
     assert not [url for page in pages.values() for url in page.loads if "//" in url], "loaded from elsewhere"
-    shown = (site / "api.html").read_text()
-    assert all(f'id="pliant.{name}"' in shown for name in pliant.__all__ if name != "__version__")
 
 
 def _dead(path: Path, page: Page, pages: dict[Path, Page]) -> Iterator[str]:
@@ -135,13 +132,6 @@ def test_the_command_reference_is_not_stale() -> None:
     import cli_reference
 
     assert cli_reference.PAGE.read_text() == cli_reference.page(), "run `python scripts/cli_reference.py`"
-
-
-def test_the_api_page_has_every_public_name() -> None:
-    shown = set(re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.MULTILINE))
-    public = {f"{door}.{name}" for door in DOORS for name in import_module(door).__all__}
-    assert public - {"pliant.__version__"} <= shown
-    assert "pliant.__version__" in (DOCS / "api.md").read_text()
 
 
 def test_the_difference_from_ddp_is_that_of_the_examples() -> None:
@@ -215,6 +205,8 @@ def _complaint(line: str) -> str:
     if hasattr(given, "commands") and words and not words[0].startswith("-") and not words[0].isupper():  # COMMAND: any
         return f"{line}: there is no such command"
     options = {name: each for each in given.params for name in (*each.opts, *each.secondary_opts) if name[0] == "-"}
+    if path == ("run",):  # KungFu's spellings have one dash and are not listed
+        options |= {name[1:]: each for name, each in options.items() if name.startswith("--")}
     while words:
         word = words.pop(0)
         name = word.partition("=")[0]
