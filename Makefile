@@ -26,7 +26,7 @@ bench: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml repro/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]' -e ./repro
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]' -e './repro[peers]'
 	@touch $@
 
 clean:

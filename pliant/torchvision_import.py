@@ -31,7 +31,7 @@ def import_torchvision() -> ModuleType:
     """
     found = importlib.util.find_spec("torchvision")
     if found is None or not found.submodule_search_locations:
-        raise ConfigError("torchvision is not installed: `pip install 'pliant[experiments]'`")
+        raise ConfigError("torchvision is not installed: `pip install 'pliant[examples]'`")
     _declare_missing(Path(found.submodule_search_locations[0]))
     return importlib.import_module("torchvision")
 

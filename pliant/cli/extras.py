@@ -20,11 +20,9 @@ USES = {
     "nicegui": "the page of `pliant dash`",
     "ray": "jobs on a Ray cluster (`pliant run --on ray`)",
     "flwr": "Flower: our selection as its strategy, and its simulation as a peer",
-    "scipy": "fits of the goodput policy, Pollux in `pliant sim`, federated testing",
     "transformers": "BERT and the like in experiments, and Hugging Face's Trainer",
     "accelerate": "Hugging Face's Trainer on a job of ours",
     "tensorboard": "`pliant run --tensorboard`",
-    "safetensors": "reading checkpoints in other programs",
 }
 """Optional packages, and what each is used for."""
 
@@ -70,7 +68,7 @@ def package(module: str) -> Package:
 def absent(error: ModuleNotFoundError) -> Package | None:
     """Return the package that an import did not find; None if pliant does not know it, so that the error may be ours."""
     module = (error.name or "").partition(".")[0]
-    known = {*USES, "torch", "numpy", "yaml", "pydantic", "starlette", "uvicorn", "httpx"}
+    known = {*USES, "torch", "numpy", "scipy", "safetensors", "filelock", "yaml", "pydantic", "starlette", "uvicorn", "httpx"}
     return package(module) if module in known else None
 
 

@@ -25,7 +25,7 @@ def check() -> None:
     """Raise ConfigError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            "plots need matplotlib: pip install 'pliant[experiments]', or ask for none (without --plot, or with --no-plot)"
+            "plots need matplotlib: pip install 'pliant[examples]', or ask for none (without --plot, or with --no-plot)"
         )
 
 

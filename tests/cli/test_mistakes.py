@@ -203,7 +203,7 @@ def test_a_package_that_is_not_installed_is_told_with_its_remedy(
     code, out, err = pliant("sim", "--trace", "synthetic:2", "--plot", "x.png")
     assert (code, out) == (2, "")
     assert err == (
-        "pliant: plots need matplotlib: pip install 'pliant[experiments]', or ask for none (without --plot, or with --no-plot)\n"
+        "pliant: plots need matplotlib: pip install 'pliant[examples]', or ask for none (without --plot, or with --no-plot)\n"
     )
 
 

@@ -29,7 +29,7 @@ DEBIAN = Path("/usr/share/datasets/fashion-mnist")
 """Folder of Debian's package dataset-fashion-mnist."""
 FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 IMAGES_OF, LABELS_OF = "-images-idx3-ubyte", "-labels-idx1-ubyte"
-NO_DIGITS = "digits come with scikit-learn: pip install 'pliant[experiments]'"
+NO_DIGITS = "digits come with scikit-learn: pip install 'pliant[examples]'"
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
 
@@ -201,7 +201,7 @@ def _decode_image(path: Path, side: int) -> Tensor:
     try:
         from PIL import Image, ImageOps
     except ImportError:
-        raise ConfigError("images need Pillow: pip install 'pliant[experiments]'") from None
+        raise ConfigError("images need Pillow: pip install 'pliant[examples]'") from None
     try:
         with Image.open(path) as image:
             square = ImageOps.fit(image.convert("RGB"), (side, side))

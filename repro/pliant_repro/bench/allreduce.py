@@ -202,7 +202,7 @@ def why_no_openmpi(options: AllreduceOptions) -> str:
     if shutil.which("mpirun") is None:
         return "openmpi skipped: `mpirun` not found; apt-get install openmpi-bin"
     if importlib.util.find_spec("mpi4py") is None:
-        return "openmpi skipped: mpi4py not found; pip install 'pliant[bench]'"
+        return "openmpi skipped: mpi4py not found; pip install mpi4py"
     if options.dtype not in MPI_TYPES:
         return f"openmpi skipped: MPI has no {options.dtype}"
     return ""

@@ -402,7 +402,7 @@ def why_no_openmpi(nodes: int) -> str:
     if shutil.which("mpirun") is None:
         return "openmpi is left out: `mpirun` not found; apt-get install openmpi-bin"
     if importlib.util.find_spec("mpi4py") is None:
-        return "openmpi is left out: mpi4py not found; pip install 'pliant[bench]'"
+        return "openmpi is left out: mpi4py not found; pip install mpi4py"
     if shutil.which("unshare") is None:
         return "openmpi is left out: `unshare` not found; apt-get install util-linux"
     if nodes > MOST_MPI_NODES:

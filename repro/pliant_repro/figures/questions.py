@@ -31,7 +31,7 @@ Span = tuple[int, int]
 def import_transformers() -> Any:
     """Return transformers. It imports torchvision if that is installed, and takes seconds."""
     if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("transformers is not installed: `pip install 'pliant[experiments]'`")
+        raise ConfigError("transformers is not installed: `pip install transformers`")
     if importlib.util.find_spec("torchvision") is not None:
         from pliant.torchvision_import import import_torchvision
 
