@@ -20,8 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from gang import FULL, Gang, addresses, gang, joined, left_behind, listen, say, specs
-from pliant_repro.lab import machine
-from pliant_repro.lab.hosts import Lab
+from pliant_repro.lab.hosts import Lab, missing_for_lab
 from pliant_repro.lab.namespaces import labs
 
 from pliant.cluster import View, Worker
@@ -234,7 +233,7 @@ def test_a_worker_that_wakes_after_it_was_given_up_learns_it() -> None:
 @pytest.mark.root
 @pytest.mark.parametrize("victim", [0, 3] if FULL else [3])
 def test_survivors_name_a_worker_whose_link_is_cut(victim: int) -> None:
-    missing = machine.check()
+    missing = missing_for_lab()
     if missing:
         pytest.skip("; ".join(missing))
     with Lab(num_hosts=4).up() as lab:
