@@ -322,7 +322,7 @@ def test_a_job_survives_its_server_and_keeper_is_resumed_to_the_same_bits_and_ca
     os.kill(keeper_of("small", home), signal.SIGKILL)
     os.kill(started("small")["pid"], signal.SIGKILL)
     until(lambda: not processes(home), "nothing of it is left")
-    assert listed("small")["state"] == "interrupted"
+    until(lambda: listed("small")["state"] == "interrupted", "its process has died")
     assert "pliant submit --resume small" in listed("small")["why"]
     done = rounds_of("small")
     assert said("submit", "--resume", "small").stdout == "small\n"
