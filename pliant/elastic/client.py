@@ -386,15 +386,23 @@ class ConfigFollower:
 class ConfigSender:
     """A thread that sends messages to the config server in their order, and repeats what it did not answer.
 
-    The thread starts with the first message. `close` drops what was not sent.
+    The thread starts with `start`, or with the first message. `close` drops what was not sent.
     """
 
     def __init__(self, url: str, token: str) -> None:
         self._url, self._token = url, token
         self._messages: queue.SimpleQueue[Callable[[ConfigClient], None]] = queue.SimpleQueue()
         self._closing = threading.Event()
+        self._starting = threading.Lock()
         self._client: ConfigClient | None = None
         self._thread = threading.Thread(target=self._run, name="send-config", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, unless it runs; raise ConfigError if the address is none."""
+        with self._starting:
+            if self._client is None:
+                self._client = ConfigClient(self._url, self._token)
+                self._thread.start()
 
     def submit(self, call: Callable[[ConfigClient], T], *, give_up_s: float = float("inf")) -> Future[T]:
         """Have `call` made with a client, from the thread; return at once.
@@ -402,9 +410,7 @@ class ConfigSender:
         While the server is unavailable the call is repeated for `give_up_s`, and then the result is ServerUnavailable.
         ConfigError is raised here if the address is none.
         """
-        if self._client is None:
-            self._client = ConfigClient(self._url, self._token)
-            self._thread.start()
+        self.start()
         future: Future[T] = Future()
         self._messages.put(lambda client: self._deliver(client, call, give_up_s, future))
         return future

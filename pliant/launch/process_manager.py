@@ -119,6 +119,7 @@ class ProcessManager:
             stack.callback(self._end_all)
             self._write_state()
             if self._sender is not None:
+                self._sender.start()  # now, so that the first report of a loss need not wait for it
                 stack.callback(self._sender.close)
             with self._events.signals():
                 while self._code is None:
