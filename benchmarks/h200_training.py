@@ -175,7 +175,7 @@ def _ours(task: Json, rank: int, model: Any, optimizer: Any, dataset: Any, scale
         job.on_commit(lambda _: overlapped.append(job.has_pending_updates))
 
         def note_last_step() -> None:
-            # Called after a backward pass: it has used all parameters, so the updates of the step before have arrived.
+            # Called between forward and backward: forward has used all parameters, so the last step's updates have arrived.
             if job.step > len(digests):
                 digests.append(digest(model, optimizer, job.committed_buffers, scaler))
 
@@ -189,20 +189,21 @@ def _ours(task: Json, rank: int, model: Any, optimizer: Any, dataset: Any, scale
 
 
 def _turn(
-    model: Any, optimizer: Any, batch: Any, scaler: Any, before_update: Callable[[], None] = lambda: None
+    model: Any, optimizer: Any, batch: Any, scaler: Any, before_backward: Callable[[], None] = lambda: None
 ) -> None:
     from pliant_repro.zoo import compute_loss
 
     optimizer.zero_grad()
     if scaler is None:
-        compute_loss(model, *batch).backward()
-        before_update()
+        loss = compute_loss(model, *batch)
+        before_backward()
+        loss.backward()
         optimizer.step()
         return
     with torch.autocast(batch[0].device.type, torch.bfloat16):
         loss = compute_loss(model, *batch)
+    before_backward()
     scaler.scale(loss).backward()
-    before_update()
     scaler.step(optimizer)
     scaler.update()
 

@@ -277,7 +277,7 @@ def test_a_round_has_as_many_participants_as_there_are_devices_if_it_is_not_said
 def test_unknown_keys_are_warned_about_with_their_lines(tmp_path: Path) -> None:
     top = "ps_ip: 127.0.0.1\nwokers: 3\nsetup_commands: [source activate]\nexecutor_entry: a.py\n"
     assert told(tmp_path, "totalworker: 3", "moon_phase: full", "loss_decay: 0.5", top=top) == [
-        "conf.yml:2: wokers is not known, and has no effect: did you mea worker_ips?",
+        "conf.yml:2: wokers is not known, and has no effect: did you mean worker_ips?",
         "conf.yml:3: setup_commands are not run: workers start with the Python that pliant is installed in",
         "conf.yml:4: executor_entry is not run: coordinator and workers are pliant's own",
         "conf.yml:10: totalworker is not known, and has no effect: did you mean total_worker?",

@@ -105,8 +105,8 @@ def test_what_is_no_such_file_is_told_in_one_line(tmp_path: Path) -> None:
         ("record.jsonl", "not the record of a federated job"), ("empty", "neither record.jsonl nor training_perf is there"),
         ("text.csv", "text.csv: not a training_perf or record: give"),
         ("untested", "the model was not tested yet"), ("nope", "No such file"),
-        ("soon", "the test of step 5 is not as .*: clock_s is 'soon', and not a number; give a record"),
-        ("endless", "round is inf, and not a whole number"),
+        ("soon", "the test of step 5 is not as .*: clock_s is 'soon': .*number"),
+        ("endless", "round is inf: .*integer"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=why):
             read_curve(tmp_path / name)

@@ -20,10 +20,10 @@ from pliant import torchvision_import
 from pliant.errors import ConfigError
 
 needs_torchvision = pytest.mark.skipif(
-    importlib.util.find_spec("torchvision") is None, reason="needs torchvision: the extra `experiments`"
+    importlib.util.find_spec("torchvision") is None, reason="needs torchvision"
 )
 needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="needs transformers: the extra `experiments`"
+    importlib.util.find_spec("transformers") is None, reason="needs transformers"
 )
 
 
@@ -59,9 +59,9 @@ def test_names_and_sizes_are_known_without_torchvision_and_its_extra_is_named(mo
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert zoo.image_size("InceptionV3") == 299
     assert zoo.num_classes("resnet56") == 10
-    with pytest.raises(ConfigError, match=r"pliant\[experiments\]"):
+    with pytest.raises(ConfigError, match=r"pliant\[examples\]"):
         zoo.vision_model("ResNet50")
-    with pytest.raises(ConfigError, match=r"pliant\[experiments\]"):
+    with pytest.raises(ConfigError, match=r"pip install transformers"):
         import_transformers()
 
 
