@@ -25,6 +25,7 @@ from pliant.child import JOB_MARK, kill_group, marked_processes, start_ticks
 from pliant.elastic.client import ConfigClient
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
 from pliant.fed.jobfile import FederatedJob
+from pliant.files import is_locked
 from pliant.jobs import keeper
 from pliant.jobs.client import PLIANT
 from pliant.jobs.rules import RunEnd
@@ -516,21 +517,6 @@ class RayRun(TrainRun):
 
 
 # --- helpers ---
-
-
-def is_locked(lock: Path) -> bool:
-    """Return whether a living process holds a lock file. Asks for a shared lock, so that two callers do not see each other."""
-    try:
-        file = os.open(lock, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    finally:
-        os.close(file)
-    return False
 
 
 def last_line(path: Path) -> str:
