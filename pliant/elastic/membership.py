@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from pliant.cluster import (
@@ -25,8 +25,16 @@ from pliant.cluster import (
     Wanted,
     Worker,
 )
-from pliant.errors import CapacityError, ClusterCleared, ConfigError, NotWanted, NoView, StaleView
+from pliant.errors import CapacityError, ClusterCleared, ConfigError, NotWanted, NoView, PliantError, StaleView
 
+REFUSAL_STATUS: Mapping[type[PliantError], int] = {
+    StaleView: 412,
+    ClusterCleared: 403,
+    NoView: 404,
+    CapacityError: 409,
+    NotWanted: 409,
+}
+"""HTTP status with which the config server answers each refusal."""
 PORT_STRIDE = 16
 MAX_WORKERS = 10_000
 """A larger view is taken for a mistake: it would cost the server its memory."""

@@ -46,6 +46,7 @@ from pliant.elastic.http_server import (
 )
 from pliant.elastic.membership import (
     NO_LIMITS,
+    REFUSAL_STATUS,
     AddWorker,
     ClearView,
     ElasticState,
@@ -62,16 +63,7 @@ from pliant.elastic.membership import (
     ViewRequest,
     WorkerNotice,
 )
-from pliant.errors import (
-    CapacityError,
-    ClusterCleared,
-    ConfigError,
-    NotWanted,
-    NoView,
-    PliantError,
-    ServerUnavailable,
-    StaleView,
-)
+from pliant.errors import ConfigError, PliantError, ServerUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -83,13 +75,6 @@ PATHS = (
     "/", "/get", "/put", "/reset", "/clear", "/stop", "/addworker", "/removeworker", "/resize", "/state", "/membership",
     "/ready", "/settled", "/lost", "/leave", "/finish", "/health", "/metrics",
 )  # fmt: skip
-_STATUS: Mapping[type[PliantError], int] = {
-    StaleView: 412,
-    ClusterCleared: 403,
-    NoView: 404,
-    CapacityError: 409,
-    NotWanted: 409,
-}
 _START_TIMEOUT_S = 30.0
 _LOCK_TIMEOUT_S = 1.0
 # The tables keep the names that version 0.1 gave them, so that its state files can still be read.
@@ -603,7 +588,7 @@ class ConfigRoutes:
         return json_response({"error": error.detail}, error.status_code, headers=error.headers)
 
     async def _on_refusal(self, request: Request, error: Exception) -> Response:
-        status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 400)
+        status = next((code for kind, code in REFUSAL_STATUS.items() if isinstance(error, kind)), 400)
         return self._answer({"error": str(error)[:MAX_REASON_CHARS]}, status)
 
     async def _on_not_saved(self, request: Request, error: Exception) -> Response:

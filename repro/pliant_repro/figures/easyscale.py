@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -342,16 +343,17 @@ class RatioFigure(Figure):
         ours, complaints = {**cells[0]["ours"], **ours}, self.judge(cells) if judged else []
         return self.result(options, ours=ours, cells=cells, complaints=complaints, remarks=[], judged=judged)
 
+    @abstractmethod
     def measure(self, model: str, options: Options) -> Result:
         """Measure one model and return its cell."""
-        raise NotImplementedError
 
+    @abstractmethod
     def judge(self, cells: Sequence[Result]) -> list[str]:
-        raise NotImplementedError
+        """Return the complaints about the cells; none if the claim holds."""
 
+    @abstractmethod
     def ratios(self, cell: Result) -> Ratios:
         """Return (ours, published) of each ratio of a model; None where there is none."""
-        raise NotImplementedError
 
     def table(self, result: Result) -> TableRows:
         rows = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,7 +156,7 @@ class Panel:
             axes.legend(fontsize=8)
 
 
-class Figure:
+class Figure(ABC):
     """Base class of the figures. A subclass sets the class variables and writes `run`, `table`, `panels` and `headline`."""
 
     name: ClassVar[str]
@@ -172,18 +173,18 @@ class Figure:
     title: ClassVar[str]
     """Title of the picture."""
 
-    def run(self, options: Options) -> Result:
-        raise NotImplementedError
+    @abstractmethod
+    def run(self, options: Options) -> Result: ...
 
-    def table(self, result: Result) -> TableRows:
-        raise NotImplementedError
+    @abstractmethod
+    def table(self, result: Result) -> TableRows: ...
 
+    @abstractmethod
     def panels(self, result: Result) -> Sequence[Panel]:
         """Return the panels of the picture."""
-        raise NotImplementedError
 
-    def headline(self, result: Result) -> Headline:
-        raise NotImplementedError
+    @abstractmethod
+    def headline(self, result: Result) -> Headline: ...
 
     def plot(self, result: Result, path: Path) -> None:
         """Draw the picture; its format is that of the file's name."""

@@ -6,6 +6,7 @@ Models and rates are divided by the same factor, so that the ratio of traffic to
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -75,8 +76,9 @@ class Contest(Figure):
     def cell(self, cell: Result) -> Result:
         return {**cell, "gbps": gbps_of(cell)}
 
+    @abstractmethod
     def judge(self, cells: Sequence[Result]) -> list[str]:
-        raise NotImplementedError
+        """Return the complaints about the cells; none if the claim holds."""
 
 
 class Bandwidth(Contest):
