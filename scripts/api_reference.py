@@ -1,30 +1,37 @@
-"""Writes the signatures in docs/api.md from the code: `python scripts/api_reference.py`; `--check` fails if they are stale.
+"""Writes the signatures in docs/api.md from the code: `python scripts/api_reference.py`.
 
-The page has a marker for each public name, `<!-- api: pliant.join -->`. The script writes the name's signature, the first
-sentence of its docstring and its public members between the marker and `<!-- end -->`. All other text is written by hand.
+The page has markers, and the script writes what belongs to a marker between it and `<!-- end -->`:
+
+- `<!-- api: pliant.join -->`: the signature, the first sentence of the docstring and the public members.
+- `<!-- api: pliant.Job: rank step -->`: the same with these members only.
+- `<!-- api: pliant.Resize pliant.ProbeLinks -->`: a line for each name.
+
+All other text is written by hand.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import importlib
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parent.parent / "docs" / "api.md"
-MADE_BY_PLIANT = {"pliant.Job", "pliant.comm.engine.Engine", "pliant.comm.handle.Handle"}
-"""Classes whose constructor is not for users."""
-BLOCK = re.compile(r"<!-- api: (\S+) -->\n(?:.*?<!-- end -->\n)?", re.DOTALL)
+NO_SIGNATURE = {"pliant.Job", "pliant.comm.engine.Engine", "pliant.comm.handle.Handle"}
+"""Classes that users do not construct."""
+BLOCK = re.compile(r"<!-- api: (.+?) -->\n(?:.*?<!-- end -->\n)?", re.DOTALL)
 
 
 def page(text: str) -> str:
     """Return the page `text` with all blocks as they should be now."""
     return BLOCK.sub(lambda found: f"<!-- api: {found[1]} -->\n{_describe(found[1])}\n<!-- end -->\n", text)
+
+
+def names(marker: str) -> list[str]:
+    """Return the names that a marker asks for, without the members that it lists."""
+    return marker.partition(":")[0].split()
 
 
 def find(name: str) -> Any:
@@ -41,24 +48,21 @@ def find(name: str) -> Any:
     raise LookupError(f"docs/api.md: there is no {name}")
 
 
-def _describe(name: str) -> str:
+def _describe(marker: str) -> str:
+    if len(names(marker)) > 1:
+        return "\n".join(_line(name + _signature(find(name)), _first_sentence(find(name))) for name in names(marker))
+    [name], members = names(marker), marker.partition(":")[2].split()
     found = find(name)
-    if inspect.ismodule(found):
-        own = [each for each in vars(found).values() if getattr(each, "__module__", "") == name]
-        public = [each for each in own if callable(each) and not each.__name__.startswith("_")]
-        return "\n".join(_line(each.__name__ + _signature(each), _first_sentence(each)) for each in public)
-    shown = f"class {name}" if name in MADE_BY_PLIANT else f"{name}{_signature(found)}"
-    lines = [f"### {name.removeprefix('pliant.')}", "", "```python", shown, "```", ""]
-    lines.append(_first_sentence(found))
-    members = list(_members(found)) if inspect.isclass(found) else []
-    return "\n".join([*lines, "", *members] if members else lines)
+    shown = f"class {name}" if name in NO_SIGNATURE else f"{name}{_signature(found)}"
+    lines = [f"### {name.removeprefix('pliant.')}", "", "```python", shown, "```", "", _first_sentence(found)]
+    described = list(_members(found, members)) if inspect.isclass(found) else []
+    return "\n".join([*lines, "", *described] if described else lines)
 
 
-def _members(owner: type) -> Iterator[str]:
-    """Yield a line for each public method, property and documented field, in the order of the source."""
-    fields = _field_sentences(owner)
+def _members(owner: type, chosen: list[str]) -> Iterator[str]:
+    """Yield a line for each chosen (or else public) method, property and documented field, in the order of the source."""
     for name, value in vars(owner).items():
-        if name.startswith("_"):
+        if name.startswith("_") or (chosen and name not in chosen):
             continue
         if isinstance(value, property):
             yield _line(name, _first_sentence(value.fget))
@@ -66,10 +70,9 @@ def _members(owner: type) -> Iterator[str]:
             yield _line(name + _signature(value.__func__), _first_sentence(value.__func__))
         elif inspect.isfunction(value):
             yield _line(name + _signature(value), _first_sentence(value))
-    known = dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ()
-    for field in known:
-        if sentence := fields.get(field.name):
-            yield _line(field.name, sentence)
+    for name, sentence in _field_sentences(owner).items():
+        if not chosen or name in chosen:
+            yield _line(name, sentence)
 
 
 def _line(code: str, sentence: str) -> str:
@@ -126,15 +129,5 @@ def _cut(text: str) -> str:
     return re.split(r"(?<=[.?!])\s", paragraph)[0]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="Write nothing; fail if the page is stale.")
-    now = PAGE.read_text()
-    if not parser.parse_args().check:
-        PAGE.write_text(page(now))
-    elif page(now) != now:
-        sys.exit("docs/api.md is stale: run `python scripts/api_reference.py`")
-
-
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page(PAGE.read_text()))

@@ -1,12 +1,9 @@
-"""Writes docs/cli.md from the commands themselves: `python scripts/cli_reference.py`; `--check` fails if it is stale."""
+"""Writes docs/cli.md from the commands themselves: `python scripts/cli_reference.py`."""
 
 from __future__ import annotations
 
-import argparse
-import html
 import inspect
-import re
-import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,26 +17,25 @@ HEAD = """\
 # The command line
 
 Made from the code by `python scripts/cli_reference.py`; do not edit. `pliant COMMAND -h` shows the same in a terminal.
-Flags that KungFu has may be written as there, with one dash (`-np 4`, `-np=4`). What a command's end means is under [exit codes](exit-codes.md).
+Flags that KungFu has may be written as there, with one dash (`-np 4`, `-np=4`). [Exit codes](exit-codes.md) are on a page of their own.
 The package `pliant-repro` adds `bench`, `demo`, `lab` and `reproduce`, which explain themselves with `-h`.
-`--json` prints one JSON object on stdout and nothing else there; where it takes a file, `--json FILE` writes it there and prints the table, too.
+`pliant --install-completion` teaches your shell to complete commands, options and names of jobs.
 
-`pliant --install-completion` teaches your shell (bash, zsh or fish) to complete commands, options and many values, such as the
-names of jobs and experiments; it works in new terminals. `pliant --show-completion bash` prints what it would install.
-
+## Options of several commands
 """
+SEVERAL = 4
+"""An option that at least so many commands have in the same words is explained once."""
 
 
 def page() -> str:
     """Return the page as it should be now."""
     root = typer.main.get_command(build())
     commands = [(path, command) for path, command in _walk(root, ("pliant",)) if not hasattr(command, "commands")]
-    lines = [HEAD, "| command | what it does |", "|---|---|"]
+    rows = Counter(row for _, command in commands for row in _option_rows(command))
+    common = {row for row, count in rows.items() if count >= SEVERAL}
+    lines = [HEAD, *sorted(common)]
     for path, command in commands:
-        name = " ".join(path)
-        lines.append(f"| [`{name}`](#{name.replace(' ', '-')}) | {_cell(_first_line(command))} |")
-    for path, command in commands:
-        lines += ["", *_section(path, command)]
+        lines += ["", *_section(path, command, common)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -51,26 +47,31 @@ def _walk(command: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
             yield from _walk(inner, (*path, name))
 
 
-def _section(path: tuple[str, ...], command: Any) -> list[str]:
+def _section(path: tuple[str, ...], command: Any, common: set[str]) -> list[str]:
     arguments = [each for each in command.params if each.param_type_name == "argument" and not each.hidden]
-    options = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
-    usage = " ".join([*path, *(["[OPTIONS]"] if options else []), *map(_argument, arguments)])
-    lines = [f"## {' '.join(path)}", "", f"    {usage}", "", _text(command.help)]
-    if arguments and any(each.help for each in arguments):
-        lines += ["", "| argument | what |", "|---|---|"]
-        lines += [f"| {_code(_argument(each))} | {_cell(each.help or '')} |" for each in arguments]
-    if options:
-        lines += ["", "| option | what |", "|---|---|"]
-        lines += [f"| {_names(each)} | {_cell(each.help or '')}{_default(each)} |" for each in options]
-    if rare := [each for each in command.params if each.param_type_name == "option" and each.hidden]:
-        lines += ["", "Rarely needed: " + "; ".join(f"{_names(each)} {_lower(each.help)}" for each in rare) + "."]
+    lines = [f"## {' '.join(path)}", "", f"    {' '.join([*path, '[OPTIONS]', *map(_argument, arguments)])}", ""]
+    lines.append(_text(command.help))
+    if explained := [each for each in arguments if each.help]:
+        lines += ["", *(f"- `{_argument(each)}`: {_one_line(each.help)}" for each in explained)]
+    if rows := [row for row in _option_rows(command) if row not in common]:
+        lines += ["", *rows]
+    if shared := [_names(each) for each in _options(command) if _option_row(each) in common]:
+        lines += ["", f"Also {', '.join(shared)}."]
+    if rare := [each for each in command.params if each.hidden and each.help]:
+        lines += ["", "Rarely needed:", "", *map(_option_row, rare)]
     return lines
 
 
-def _lower(help_: str | None) -> str:
-    """Return a help text as a part of a sentence."""
-    text = _cell(help_ or "").rstrip(".")
-    return f"({text[:1].lower()}{text[1:]})"
+def _options(command: Any) -> list[Any]:
+    return [each for each in command.params if each.param_type_name == "option" and not each.hidden]
+
+
+def _option_rows(command: Any) -> list[str]:
+    return [_option_row(each) for each in _options(command)]
+
+
+def _option_row(option: Any) -> str:
+    return f"- {_names(option)}: {_one_line(option.help)}{_default(option)}"
 
 
 def _argument(param: Any) -> str:
@@ -80,13 +81,13 @@ def _argument(param: Any) -> str:
 
 
 def _names(param: Any) -> str:
-    """Return all spellings of an option, with its value after the last one."""
-    on = ", ".join(f"`{name}`" for name in sorted(param.opts, key=lambda name: name.startswith("--")))
-    if param.is_flag:
-        return f"{on} / {', '.join(f'`{name}`' for name in param.secondary_opts)}" if param.secondary_opts else on
-    takes = param.metavar or ("INTEGER" if "int" in type(param.type).__name__.lower() else "TEXT")
-    last = on.rpartition("`")[0].rpartition("`")[2]
-    return f"{on[: -len(last) - 2]}{_code(f'{last} {takes}')}" + (", may be repeated" if param.multiple else "")
+    """Return the spellings of an option, without long ones with one dash, and its value after the last one."""
+    spellings = [name for name in sorted(param.opts, key=len) if len(name) <= 3 or f"-{name}" not in param.opts]
+    if param.secondary_opts:
+        spellings[-1] += f" / {param.secondary_opts[0]}"
+    elif not param.is_flag:
+        spellings[-1] += f" {param.metavar or ('INTEGER' if 'int' in type(param.type).__name__.lower() else 'TEXT')}"
+    return ", ".join(f"`{name}`" for name in spellings)
 
 
 def _default(param: Any) -> str:
@@ -99,11 +100,7 @@ def _default(param: Any) -> str:
     if value in (None, "", (), 0, "0") or type(value).__name__ == "Sentinel" or "default" in (param.help or ""):
         return ""
     # The page must not show on whose machine it was made.
-    return f" Default: {_code(str(value).replace(str(Path.home()), '~'))}."
-
-
-def _first_line(command: Any) -> str:
-    return _text(command.help).split("\n\n")[0].replace("\n", " ")
+    return f" Default: `{str(value).replace(str(Path.home()), '~')}`."
 
 
 def _text(help_: str | None) -> str:
@@ -118,24 +115,9 @@ def _paragraph(text: str) -> str:
     return text
 
 
-def _code(text: str) -> str:
-    """Return code for a table cell, where a | would end the cell even between backticks."""
-    return f"<code>{html.escape(text).replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
-
-
-def _cell(text: str) -> str:
-    return re.sub(r"\s+", " ", text).replace("|", "\\|").strip()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="Write nothing; fail where the page is stale.")
-    made = page()
-    if not parser.parse_args().check:
-        PAGE.write_text(made)
-    elif not PAGE.exists() or PAGE.read_text() != made:
-        sys.exit("docs/cli.md is stale: run `python scripts/cli_reference.py`")
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page())
