@@ -94,7 +94,10 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
     text = folder / "text.txt"
     text.write_text("".join(f"{number} and {number + 1} make {2 * number + 1}. " for number in range(60)))
     kept = {name: {"record": str(folder / f"{name}.jsonl")} for name in ("v2", "v3", "v4", "v5")}
-    gpt, resnet = ExampleRun(program="gpt.py", arguments=(*GPT, str(text))), ExampleRun(program="resnet.py", arguments=RESNET)
+    gpt, resnet = (
+        ExampleRun(program="gpt.py", arguments=(*GPT, str(text))),
+        ExampleRun(program="resnet.py", arguments=RESNET),
+    )
     spirals = ExampleRun(program="train.py", arguments=("--epochs", "1"))
     pair = run_examples(
         {

@@ -68,7 +68,19 @@ def package(module: str) -> Package:
 def absent(error: ModuleNotFoundError) -> Package | None:
     """Return the package that an import did not find; None if pliant does not know it, so that the error may be ours."""
     module = (error.name or "").partition(".")[0]
-    known = {*USES, "torch", "numpy", "scipy", "safetensors", "filelock", "yaml", "pydantic", "starlette", "uvicorn", "httpx"}
+    known = {
+        *USES,
+        "torch",
+        "numpy",
+        "scipy",
+        "safetensors",
+        "filelock",
+        "yaml",
+        "pydantic",
+        "starlette",
+        "uvicorn",
+        "httpx",
+    }
     return package(module) if module in known else None
 
 

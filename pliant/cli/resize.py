@@ -128,9 +128,7 @@ def _still_waiting(view: View, membership: Membership, timeout: str) -> str:
     why = f"{names} not ready" if late else f"the job runs on {_workers(len(membership.members))}"
     hint = "" if membership.number else "; no worker has ever been ready: does the program call pliant.join()?"
     said = format_duration(parse_duration(timeout))
-    return (
-        f"still waiting after {said}: {why}{hint}; the request (version {view.number}) stands, --no-wait returns at once"
-    )
+    return f"still waiting after {said}: {why}{hint}; the request (version {view.number}) stands, --no-wait returns at once"
 
 
 def _size(text: str) -> int:

@@ -1,15 +1,13 @@
 """Policies, measurements and the record of a running job.
 
-With each step every worker tells the others how its last step went, so all of them observe the same job. All ask their
-policies. The answers of the first worker's policies travel with the next step and are carried out by all workers at that
-step's end. So a decision is the same everywhere, whatever a policy draws at random or reads off a clock, and a worker
-that becomes the first one continues where the last one stood.
+With each step every worker tells the others how its last step went, so all of them observe the same job and ask their
+policies. The answers of the first worker's policies travel with the next step, and all workers carry them out at its
+end. A worker that becomes the first one continues where the last one stood.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,21 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pliant import record
-from pliant.adapt import (
-    Decision,
-    Observation,
-    Policies,
-    Policy,
-    ProbeLinks,
-    Resize,
-    SetBatchSize,
-    SetLearningRate,
-    SetTopology,
-    WorkerFigures,
-)
+from pliant import adapt, record
+from pliant.adapt import Decision, Observation, Policies, Policy, WorkerFigures
 from pliant.adapt.monitors import check_monitors, parse_monitors
-from pliant.adapt.policy import LinkRates, decision_from_json, maths_decisions
+from pliant.adapt.policy import KINDS, LinkRates, decision_from_json, maths_decisions
 from pliant.comm import probe as links
 from pliant.comm.engine import Engine
 from pliant.comm.topology import host_leaders
@@ -42,23 +29,6 @@ from pliant.identity import WorkerSpec
 if TYPE_CHECKING:
     from pliant.train.gradient_probe import GradientProbe
     from pliant.train.trainer import Trainer
-
-
-DECISION_ORDER = [kind.kind for kind in (SetBatchSize, SetLearningRate, Resize, SetTopology, ProbeLinks)]
-"""The order in which the decisions of one step are carried out."""
-
-
-@dataclass(slots=True)
-class JobPosition:
-    """Progress of the job as the trainer reports it."""
-
-    step: int
-    epoch: int
-    epoch_step: int
-    steps_per_epoch: int
-    view: int
-    replicas: int
-    epoch_over: bool = False
 
 
 class Adaptation:
@@ -107,7 +77,6 @@ class Adaptation:
         self._recorded_view = -1
         """The newest view whose workers are in the record."""
         self._asked = {"train": False, "epoch": -1}
-        self._next_step = 0
 
     # --- what travels with a step ---
 
@@ -174,11 +143,7 @@ class Adaptation:
     @property
     def has_decided(self) -> bool:
         """Whether decisions are carried out at the end of the step in progress. Its sums must all have arrived before."""
-        return bool(self._agreed) or (self._replayed is not None and self._next_step in self._replayed)
-
-    def set_next_step(self, step: int) -> None:
-        """Tell which number the step in progress will have."""
-        self._next_step = step
+        return bool(self._agreed) or self._trainer.progress.step + 1 in (self._replayed or ())
 
     def record_timing(self, compute_s: float) -> None:
         """Record how long the step took here, and what it sent."""
@@ -197,7 +162,7 @@ class Adaptation:
         )
         self._before = (now_s, sent)
 
-    def end_step(self, position: Callable[[], JobPosition]) -> None:
+    def end_step(self) -> None:
         """Carry out what was agreed on, observe the job, and ask the policies what to do next.
 
         Raises:
@@ -208,89 +173,84 @@ class Adaptation:
             return
         agreed, self._agreed = self._agreed, []
         self._pending = []  # the first worker's have been sent; those of others do not count
-        at = position()
         if self._replayed is not None:
             agreed = [each for each in agreed if not each[1].is_maths]
-            agreed += [("replay", decision) for decision in self._replayed.get(at.step, ())]
+            agreed += [("replay", decision) for decision in self._replayed.get(self._trainer.progress.step, ())]
         # What needs no other worker comes first: a worker lost in the rest must not leave the others with different
         # settings.
         refused = set()
-        for name, decision in sorted(agreed, key=lambda each: _order_of(each[1])):
+        order = list(KINDS)
+        for name, decision in sorted(agreed, key=lambda each: [*order, each[1].kind].index(each[1].kind)):
             if decision.is_maths and name in refused:
                 continue  # a learning rate for a refused batch size
-            if not self._carry_out(name, decision, at):
+            if not self._carry_out(name, decision):
                 refused.add(name)
-        self._observe_and_ask(position())
+        self._observe_and_ask()
 
-    def _observe_and_ask(self, at: JobPosition) -> None:
-        seen = self.observation = self._observe(at)
+    def _observe_and_ask(self) -> None:
+        seen = self.observation = self._observe()
         assert self._engine is not None
         self._record_step(seen)
         for listener in self.listeners:
             listener(seen, self._engine.rank)
+        epoch_over = self._trainer.replicas.batches_left(seen.epoch) <= 0
         decided = self.policies.ask("after_step", seen)
-        if at.epoch_over:
-            decided += self.policies.ask("after_epoch", seen)
-        else:
-            decided += self.policies.ask("before_step", seen)
-        self._decide(decided)
+        self._decide(decided + self.policies.ask("after_epoch" if epoch_over else "before_step", seen))
 
     def _decide(self, decided: Sequence[NamedDecision]) -> None:
         """Plan decisions for the end of the next step. They count if this is the first worker then."""
         kinds = {decision.kind for _, decision in decided}
         self._pending = [each for each in self._pending if each[1].kind not in kinds] + list(decided)
 
-    def begin_epoch(self, at: JobPosition) -> None:
+    def begin_epoch(self) -> None:
         """Ask the policies at the start of an epoch, and of the job."""
         if not self.is_active:
             return
         if self.resumed_at is not None:  # later steps in the record have been undone
-            self._record_if_first("resumed", self.resumed_at)
+            self._record_if_first("resumed")
             self.resumed_at = None
-        if self._asked["epoch"] == at.epoch:
+        if self._asked["epoch"] == self._trainer.progress.epoch:
             return
-        seen = self._observe(at)
-        hooks = ["before_epoch"] if self._asked["train"] else ["before_train", "before_epoch"]
+        seen = self._observe()
         if not self._asked["train"]:
             self._record_if_first(
                 "start",
-                at.step,
-                replicas=at.replicas,
+                replicas=seen.replicas,
                 batch_size=self.batch_size,
                 workers=self._engine.size if self._engine else 1,
             )
-        self._asked = {"train": True, "epoch": at.epoch}
-        for hook in hooks:
-            self._decide(self.policies.ask(hook, seen))
+            self._decide(self.policies.ask("before_train", seen))
+        self._decide(self.policies.ask("before_epoch", seen))
+        self._asked = {"train": True, "epoch": seen.epoch}
 
-    def end_job(self, at: JobPosition) -> None:
+    def end_job(self) -> None:
         """Ask the policies at the end of the job."""
         if not self.is_active:
             return
-        seen = self._observe(at)
+        seen = self._observe()
         self.policies.ask("after_train", seen)
-        self._record_if_first("end", at.step, time_s_since_begin=round(seen.time_s, 3))
+        self._record_if_first("end", time_s_since_begin=round(seen.time_s, 3))
 
     def close(self) -> None:
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
 
-    def _observe(self, at: JobPosition, link_rates: LinkRates | None = None) -> Observation:
+    def _observe(self, link_rates: LinkRates | None = None) -> Observation:
         figures = self.monitor.figures() if self.monitor is not None else {}
-        strategy = self._engine.strategy if self._engine is not None else None
-        name = "AUTO" if strategy is None else ",".join(map(str, strategy.forest)) or strategy.name
+        assert self._engine is not None
+        strategy, progress, replicas = self._engine.strategy, self._trainer.progress, self._trainer.replicas
         return Observation(
-            step=at.step,
-            epoch=at.epoch,
-            epoch_step=at.epoch_step,
-            steps_per_epoch=at.steps_per_epoch,
+            step=progress.step,
+            epoch=progress.epoch,
+            epoch_step=progress.epoch_step,
+            steps_per_epoch=replicas.num_batches,
             time_s=self._time_s,
-            view=at.view,
-            replicas=at.replicas,
+            view=self._engine.view.number,
+            replicas=replicas.count,
             batch_size=self.batch_size,
             learning_rate_factor=self.learning_rate_factor,
-            strategy=name,
+            strategy=",".join(map(str, strategy.forest)) or strategy.name,
             workers=self._workers,
             link_rates=link_rates,
             **figures,
@@ -298,62 +258,59 @@ class Adaptation:
 
     # --- doing it ---
 
-    def _carry_out(self, name: str, decision: Decision, at: JobPosition) -> bool:
+    def _carry_out(self, name: str, decision: Decision) -> bool:
         """Carry out a decision; return whether it was possible."""
-        assert self._engine is not None
+        step = self._trainer.progress.step
         try:
-            if isinstance(decision, ProbeLinks):
-                self._measure_links(decision, at)
-            else:
-                self._apply(decision)
+            self._apply(decision)
         except ConfigError as error:
             # Every worker refuses it, for the same reason.
-            self._notify_first(f"policy {name}: {decision.kind} at step {at.step} cannot be done: {error}")
-            self._record_if_first("refused", at.step, policy=name, decision=decision.to_json(), why=str(error))
+            self._notify_first(f"policy {name}: {decision.kind} at step {step} cannot be done: {error}")
+            self._record_if_first("refused", policy=name, decision=decision.to_json(), why=str(error))
             return False
-        if not isinstance(decision, ProbeLinks):
-            self._notify_first(f"policy {name}: {_summarise(decision)} after step {at.step}: {decision.reason}")
-        self._record_if_first("decision", at.step, policy=name, decision=decision.to_json())
+        if not isinstance(decision, adapt.ProbeLinks):
+            self._notify_first(f"policy {name}: {_summarise(decision)} after step {step}: {decision.reason}")
+        self._record_if_first("decision", policy=name, decision=decision.to_json())
         return True
 
     def _apply(self, decision: Decision) -> None:
         assert self._engine is not None
         match decision:
-            case SetBatchSize():
+            case adapt.SetBatchSize():
                 self._trainer.set_batch_size(decision.size)
                 self.batch_size = decision.size
-            case SetLearningRate():
+            case adapt.SetLearningRate():
                 self.learning_rate_factor = decision.factor
-            case SetTopology():
+            case adapt.SetTopology():
                 if self._engine.size > 1:
                     self._engine.set_strategy(decision.strategy)
-            case Resize():
+            case adapt.Resize():
                 if self._engine.rank == 0:
                     self._trainer.request_workers(decision.workers)
+            case adapt.ProbeLinks():
+                self._measure_links(decision)
             case _:
                 raise ConfigError(f"{type(decision).__name__} is no decision that a job can carry out")
 
-    def _measure_links(self, decision: ProbeLinks, at: JobPosition) -> None:
+    def _measure_links(self, decision: adapt.ProbeLinks) -> None:
         """Measure the links between all workers, and ask the policies again at once."""
         assert self._engine is not None
         if self._engine.size == 1:
             return
         # As for every sum of training: a late worker is waited for, and a lost one tears the view.
         rates = links.measure(self._engine, decision.num_bytes)
-        self._record_if_first(
-            "links", at.step, **links_fact([worker.host for worker in self._engine.view.workers], rates)
-        )
-        decided = self.policies.ask("after_step", self._observe(at, rates))
-        mine = encode_decisions([each for each in decided if isinstance(each[1], SetTopology)])
+        self._record_if_first("links", **links_fact([worker.host for worker in self._engine.view.workers], rates))
+        decided = self.policies.ask("after_step", self._observe(rates))
+        mine = encode_decisions([each for each in decided if isinstance(each[1], adapt.SetTopology)])
         received = self._engine.all_gather_bytes("decision:probed", mine)[0]
         for name, each in decode_decisions(received):
-            self._carry_out(name, each, at)
+            self._carry_out(name, each)
 
     # --- the record, and the state ---
 
-    def _record_if_first(self, kind: str, step: int, **data: Any) -> None:
+    def _record_if_first(self, kind: str, **data: Any) -> None:
         if self._engine is not None and self._engine.rank == 0:
-            self.record(kind, step, **data)
+            self.record(kind, self._trainer.progress.step, **data)
 
     def record(self, kind: str, step: int, **data: Any) -> None:
         """Append a fact to the record. One worker of the job does so."""
@@ -366,9 +323,9 @@ class Adaptation:
             self._recorded_view = seen.view
             workers = [each.name for each in seen.workers]
             self._record_if_first(
-                "workers", seen.step, view=seen.view, workers=workers, replicas=seen.replicas, strategy=seen.strategy
+                "workers", view=seen.view, workers=workers, replicas=seen.replicas, strategy=seen.strategy
             )
-        self._record_if_first("step", seen.step, **step_fact(seen, self.last_values))
+        self._record_if_first("step", **step_fact(seen, self.last_values))
 
     def _notify_first(self, text: str) -> None:
         if self._engine is not None and self._engine.rank == 0:
@@ -406,19 +363,15 @@ class Adaptation:
             self.batch_size = state["batch_size"]
 
 
-def _order_of(decision: Decision) -> int:
-    return DECISION_ORDER.index(decision.kind) if decision.kind in DECISION_ORDER else len(DECISION_ORDER)
-
-
 def _summarise(decision: Decision) -> str:
     match decision:
-        case SetBatchSize():
+        case adapt.SetBatchSize():
             return f"batch size {decision.size} per replica"
-        case SetLearningRate():
+        case adapt.SetLearningRate():
             return f"learning rate x {decision.factor:.4g}"
-        case Resize():
+        case adapt.Resize():
             return f"{decision.workers} workers"
-        case SetTopology():
+        case adapt.SetTopology():
             return f"topology {decision.strategy}"
         case _:
             return decision.kind
@@ -475,7 +428,7 @@ def adaptation_settings(
         monitors=check_monitors(monitors),
         record=record or options.get("record", ""),
         replayed=maths_decisions(replay) if (replay := replay or options.get("replay", "")) else None,
-        metrics=options.get("metrics", "") == "1" or os.environ.get("KUNGFU_CONFIG_ENABLE_MONITORING") == "true",
+        metrics=options.get("metrics", "") == "1",
         tensorboard=options.get("tensorboard", ""),
     )
 

@@ -13,7 +13,7 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,7 @@ class CheckpointWriter:
     def __init__(self, directory: str | Path, keep: int = 2, notify: Callable[[str], None] = log.warning) -> None:
         if keep < 1:
             raise TrainError(f"keep={keep}: at least 1 checkpoint must be kept")
-        self._directory = Path(directory)
+        self.directory = Path(directory)
         self._keep = keep
         self._notify = notify
         self._lock = threading.Lock()
@@ -59,7 +59,7 @@ class CheckpointWriter:
 
         Without a name the file is named after the step, and removed when `keep` newer ones exist.
         """
-        path = self._directory / _file_name(checkpoint.step, name)
+        path = self.directory / _file_name(checkpoint.step, name)
         with self._lock:
             self._join()
             image = CheckpointImage(checkpoint, into=self._copies)
@@ -69,14 +69,9 @@ class CheckpointWriter:
             self._thread.start()
 
     def flush(self) -> None:
+        """Wait for the last write."""
         with self._lock:
             self._join()
-
-    def close(self) -> None:
-        """Wait for the last write, and free the memory."""
-        with self._lock:
-            self._join()
-            self._copies = []
 
     def _join(self) -> None:
         if self._thread is not None:
@@ -107,42 +102,32 @@ class CheckpointWriter:
 
 def load_checkpoint(path: str | Path, notify: Callable[[str], None] = log.warning) -> Checkpoint:
     """Return the checkpoint in this file, or the newest good one of this directory; its tensors are on the CPU."""
-    path = Path(path)
-    if not path.is_dir():
-        return read(path)
-    for candidate in _newest_first(path, notify):
-        try:
-            return read(candidate)
-        except CheckpointError as error:
-            notify(f"{error}; the one before it is used")
-    raise CheckpointError(f"{path} holds no whole checkpoint: name another file or directory, or start afresh")
+    found = newest_checkpoint(path, notify) if Path(path).is_dir() else Path(path)
+    if found is None:
+        raise CheckpointError(f"{path} holds no whole checkpoint: name another file or directory, or start afresh")
+    return read(found)
 
 
 def newest_checkpoint(directory: str | Path, notify: Callable[[str], None] = log.warning) -> Path | None:
-    """Return the newest checkpoint of the directory whose digest is right; None if there is none."""
-    if not Path(directory).is_dir():
-        return None
-    for candidate in _newest_first(Path(directory), notify):
-        try:
-            verify(candidate)
-        except CheckpointError as error:
-            notify(f"{error}; the one before it is used")
-        else:
-            return candidate
-    return None
+    """Return the newest checkpoint of the directory whose digest is right; None if there is none.
 
-
-def _newest_first(directory: Path, notify: Callable[[str], None]) -> Iterator[Path]:
-    """Yield checkpoints by step, then by age. Foreign files are skipped silently, our damaged ones with a warning."""
+    Files of others are skipped silently, our damaged ones with a warning.
+    """
     found: list[tuple[int, float, Path]] = []
-    for path in directory.glob(f"*{SUFFIX}"):
+    for path in Path(directory).glob(f"*{SUFFIX}"):
         try:
             found.append((read_step(path), path.stat().st_mtime, path))
         except (CheckpointError, OSError) as error:
             if _step_of(path) is not None:
                 notify(f"{error}; the one before it is used")
     for _, _, path in sorted(found, reverse=True):
-        yield path
+        try:
+            verify(path)
+        except CheckpointError as error:
+            notify(f"{error}; the one before it is used")
+        else:
+            return path
+    return None
 
 
 def _step_of(path: Path) -> int | None:
@@ -183,7 +168,6 @@ class Checkpointing:
         self._asked: str | None = None
         """The path to write with the step in progress; empty for the job's own directory."""
         self._writer: CheckpointWriter | None = None
-        self._written_to: Path | None = None
 
     def request(self, path: str) -> None:
         """Write the step in progress once it is committed; between steps, write at once."""
@@ -210,9 +194,8 @@ class Checkpointing:
             self._writer.flush()
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self.flush()
+        self._writer = None
 
     def _write(self, path: str) -> None:
         if self._trainer.wait_for_sums():  # else the step was torn, and is written when it is repeated
@@ -221,10 +204,9 @@ class Checkpointing:
     def _write_now(self, path: str) -> None:
         """Write the present state, which is that of the last step that counts."""
         directory = Path(path).parent if path else Path(self._directory or ".")
-        if self._writer is None or self._written_to != directory:
-            if self._writer is not None:
-                self._writer.close()
-            self._writer, self._written_to = CheckpointWriter(directory, notify=self._notify), directory
+        if self._writer is None or self._writer.directory != directory:
+            self.flush()
+            self._writer = CheckpointWriter(directory, notify=self._notify)
         state = self._state.read()
         contexts = state.pop("contexts")
         self._writer.save(

@@ -87,7 +87,7 @@ class CheckpointImage:
             "num_replicas": str(checkpoint.num_replicas),
             "meta": _to_json(checkpoint.meta),
             "skeleton": skeleton,
-            "tensors": json.dumps([[name, spec.dtype, spec.shape] for name, spec in zip(names, specs, strict=True)]),
+            "tensors": json.dumps([[name, *spec] for name, spec in zip(names, specs, strict=True)]),
         }
         header_bytes = len(json.dumps(self._metadata)) + sum(len(name) + 100 for name in self._contents)
         if header_bytes > MAX_HEADER_BYTES:

@@ -1,9 +1,8 @@
 """Deferred updates: the program goes on while sums are still on their way (P3's priority propagation).
 
-With `sync="priority"` the optimizer does not wait for all sums. A parameter whose sum is under way becomes `Pending`.
-Whoever uses it waits for this one sum, has the optimizer update this parameter alone, and goes on. If a gradient comes
-back for a parameter that nobody has waited for, the step is refused. The order of these uses is the order in which the
-sums of the next step are wanted. Reading an optimizer's state and evaluating the model wait in the same way.
+With `sync="priority"` a parameter whose sum is under way becomes `Pending`. Whoever uses it waits for this one sum, has the
+optimizer update this parameter alone, and goes on. The order of these uses is the order in which the sums of the next step
+are wanted. Reading an optimizer's state and evaluating the model wait in the same way.
 """
 
 from __future__ import annotations
@@ -87,8 +86,9 @@ class DeferredUpdates:
     _open_handles: list[Handle] = field(default_factory=list)
     """The sums that may not have arrived; the last one wanted is at the end."""
     _undo_log: UndoLog = field(init=False)
+    is_deferring: bool = False
+    """Whether the sums of this step are applied one by one."""
     _observing: bool = False
-    _is_deferring: bool = False
     _is_updating: bool = False
     _warned: set[str] = field(default_factory=set)
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -104,13 +104,13 @@ class DeferredUpdates:
         self._observing = True
         for index, parameter in enumerate(self.parameters):
             if parameter.__class__ is Parameter:
-                suspend_parameter(self.parameters[index], self, index)
+                suspend_parameter(parameter, self, index)
 
     def stop_observing(self) -> None:
         if self._observing:
             self._observing = False
-            for index in range(len(self.parameters)):
-                release_parameter(self.parameters[index])
+            for parameter in self.parameters:
+                release_parameter(parameter)
 
     def begin(self, pending: Sequence[PendingSum], priorities: Sequence[int]) -> None:
         """Make every use of these parameters wait for their sums. Backward is over, and the sums are on their way."""
@@ -121,7 +121,7 @@ class DeferredUpdates:
                 self._pending[index] = each
                 self._sums[index] = total
                 suspend_parameter(self.parameters[index], self, index)
-        self._is_deferring = True
+        self.is_deferring = True
         if self.can_undo:
             self._undo_log.begin()
         else:
@@ -235,17 +235,12 @@ class DeferredUpdates:
         """Whether sums of the last step may still be on their way."""
         return bool(self._pending)
 
-    @property
-    def is_deferring(self) -> bool:
-        """Whether the sums of this step are applied one by one."""
-        return self._is_deferring
-
     def unused_parameters(self) -> set[int]:
         """Return the parameters that nobody has used since the last step, though backward begins: they can have no
         gradient."""
         found = set(self._pending)
         self.flush()
-        self._is_deferring = False
+        self.is_deferring = False
         self.stop_observing()
         return found
 
@@ -281,13 +276,12 @@ class DeferredUpdates:
         with torch._C.DisableTorchFunctionSubclass(), self._updating(), default_modes():
             for index in indices:
                 parameter = self.parameters[index]
-                release_parameter(self.parameters[index])
+                release_parameter(parameter)
                 if (total := self._sums[index]) is not None:
                     self.on_sum(index)
                     parameter.grad = total.to(parameter.device, non_blocking=True)
-                deferred = self._deferred.get(index)
-                if deferred is not None:
-                    call, place = deferred
+                if index in self._deferred:
+                    call, place = self._deferred[index]
                     groups = by_call.setdefault(id(call), (call, [[] for _ in call.options]))[1]
                     groups[place].append(parameter)
                 if self.can_undo and not whole:
@@ -324,8 +318,8 @@ class DeferredUpdates:
         """Release all parameters: their sums will never come, and the program's work until its next batch does not
         count."""
         for index in list(self._pending):
-            release_parameter(self.parameters[index])
             parameter = self.parameters[index]
+            release_parameter(parameter)
             with torch._C.DisableTorchFunctionSubclass(), self._updating(), default_modes():
                 if self.can_undo:
                     self._undo_log.save(parameter)  # the program may still change it
@@ -393,7 +387,6 @@ def watch_state(optimizer: torch.optim.Optimizer, deferred: DeferredUpdates) -> 
 
 def gate_state(optimizer: torch.optim.Optimizer, deferred: DeferredUpdates) -> None:
     """Make `state_dict` and the like of an optimizer wait until all updates are done."""
-
     watch_state(optimizer, deferred)
     optimizer.register_load_state_dict_pre_hook(lambda *_: deferred.before_state_access())
     optimizer.register_load_state_dict_post_hook(lambda _: watch_state(optimizer, deferred))
@@ -406,20 +399,16 @@ class EvalGate:
     In evaluation some modules of torch run other code, with other bits, if the class of a parameter is unusual.
     """
 
-    def __init__(self, deferred: DeferredUpdates) -> None:
-        self._is_deferring = deferred
+    def __init__(self, deferred: DeferredUpdates | None) -> None:
+        self._deferred = deferred
 
     def __call__(self, module: torch.nn.Module, _: object) -> None:
-        if not module.training:
-            self._is_deferring.flush()
-            self._is_deferring.stop_observing()
+        if self._deferred is not None and not module.training:
+            self._deferred.flush()
+            self._deferred.stop_observing()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _detached_gate, ()  # a copy of the model is not part of the job
-
-
-def _detached_gate() -> EvalGate:
-    return EvalGate(DeferredUpdates((), (), can_undo=False, notify=lambda _: None))
+        return EvalGate, (None,)  # a copy of the model is not part of the job
 
 
 def gate_evaluation(model: torch.nn.Module, deferred: DeferredUpdates) -> Callable[[], None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -43,7 +42,7 @@ def start_exporters(
         stalls = stack.enter_context(StallDetector(notify))
         trainer.stall_watch = trainer.deferred.stall_watch = stalls.watch
     if settings.metrics:
-        metrics = MetricsServer.open(worker.host, worker.port, stalls)
+        metrics = MetricsServer(worker.host, worker.port, stalls)
         stack.callback(metrics.close)
         adaptation.view_listeners.append(metrics.enter_view)
         adaptation.listeners.append(metrics.publish)
@@ -56,33 +55,23 @@ def start_exporters(
 log = logging.getLogger(__name__)
 PORT_OFFSET = 10000
 """The page of a worker is at its own port plus this, as KungFu's is."""
+SAMPLE_PERIOD_S = 1.0
+"""How often rates are measured."""
 LATENCY_PERIOD_S = 10.0
 LATENCY_TIMEOUT_S = 5.0
 _HIGHEST_PORT = 65535
-_PERIODS = ("PLIANT_MONITORING_PERIOD", "KUNGFU_CONFIG_MONITORING_PERIOD")
-
-
-def sampling_period_s(environ: Mapping[str, str] | None = None) -> float:
-    """Return how often rates are measured; 1 s by default."""
-    found = os.environ if environ is None else environ
-    text = next((found[name] for name in _PERIODS if found.get(name)), "1s")
-    number, factor = (text[:-2], 1e-3) if text.endswith("ms") else (text.removesuffix("s"), 1.0)
-    try:
-        seconds = float(number) * factor
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e6:
-        raise ConfigError(f"{_PERIODS[0]}={text!r}: use a time such as 1s or 500ms")
-    return seconds
 
 
 class MetricsServer(Collector):
-    """The Prometheus page of one worker. Made by `open`."""
+    """The Prometheus page of one worker."""
 
-    def __init__(self, stalls: StallDetector | None = None, every_s: float = 1.0) -> None:
-        self.address = ""
-        """The URL of the page."""
-        self._stalls, self._every_s = stalls, every_s
+    def __init__(self, host: str, port: int, stalls: StallDetector | None = None) -> None:
+        """Serve the page of the worker at `host`:`port`, on that port plus 10000, or on another if that is taken.
+
+        Raises:
+            ConfigError: this machine does not have the address.
+        """
+        self._stalls = stalls
         self._engine: Engine | None = None
         self._seen: Observation | None = None
         self._own = ""
@@ -91,17 +80,8 @@ class MetricsServer(Collector):
         self._latencies: dict[str, float] = {}
         self._end = threading.Event()
         self._stack = contextlib.ExitStack()
-
-    @classmethod
-    def open(cls, host: str, port: int, stalls: StallDetector | None = None) -> MetricsServer:
-        """Serve the page of the worker at `host`:`port`, on that port plus 10000, or on another if that is taken.
-
-        Raises:
-            ConfigError: this machine does not have the address.
-        """
-        metrics = cls(stalls, sampling_period_s())
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(metrics)
+        registry.register(self)
         wanted = port + PORT_OFFSET
         try:
             server, thread = start_http_server(wanted if wanted <= _HIGHEST_PORT else 0, host, registry)
@@ -113,15 +93,15 @@ class MetricsServer(Collector):
         bound = int(server.server_port)
         if bound != wanted:
             log.warning("port %d is not free: metrics are at http://%s:%d/metrics", wanted, host, bound)
-        metrics.address = f"http://{host}:{bound}/metrics"
-        metrics._stack.callback(thread.join, 5)
-        metrics._stack.callback(server.server_close)
-        metrics._stack.callback(server.shutdown)
-        sampler = threading.Thread(target=metrics._sample_on, name="metrics", daemon=True)
+        self.address = f"http://{host}:{bound}/metrics"
+        """The URL of the page."""
+        self._stack.callback(thread.join, 5)
+        self._stack.callback(server.server_close)
+        self._stack.callback(server.shutdown)
+        sampler = threading.Thread(target=self._sample_on, name="metrics", daemon=True)
         sampler.start()
-        metrics._stack.callback(sampler.join, LATENCY_TIMEOUT_S + 1)
-        metrics._stack.callback(metrics._end.set)
-        return metrics
+        self._stack.callback(sampler.join, LATENCY_TIMEOUT_S + 1)
+        self._stack.callback(self._end.set)
 
     def enter_view(self, engine: Engine) -> None:
         self._engine = engine
@@ -140,7 +120,7 @@ class MetricsServer(Collector):
     def _sample_on(self) -> None:
         before: tuple[Engine, float, Mapping[str, int], Mapping[str, int]] | None = None
         pinged_s = float("-inf")
-        while not self._end.wait(self._every_s):
+        while not self._end.wait(SAMPLE_PERIOD_S):
             engine = self._engine
             if engine is None:
                 continue

@@ -2,8 +2,7 @@
 
 Each batch is made in the random state that the loader worker of this replica would have had. Only batches that were taken
 count: what was prefetched for a replica that moves away is loaded again elsewhere, to the same bits. The pool has W
-processes, whatever the number of replicas. They end with their parent, however it ends, and ignore Ctrl-C and the signal
-handlers of the training program.
+processes, whatever the number of replicas. They end with their parent, however it ends.
 
 This relies on facts of torch 2.13. `iter(DataLoader)` draws one int64, the base seed, from the default generator (or
 `generator=`), with loader processes or without. A persistent loader does so in its first epoch only, and the random states

@@ -1,13 +1,12 @@
 """Estimates of the gradient noise scale, and of the variance of gradients between replicas.
 
-The probe is shown each replica's gradients as they are collected and the sums as they arrive, on the steps that are due; it
-never changes anything. What one worker finds is a few numbers, which travel with its message of the next step, and all
-workers learn the same from everybody's.
+On the steps that are due, the probe is shown each replica's gradients as they are collected and the sums as they arrive;
+it never changes anything. What one worker finds travels with its message of the next step, and all workers learn the same
+from everybody's.
 
-The noise scale needs no further traffic: each worker squares the gradients of its own replicas and an equal share of the
-sums. The squares are added as integers, so the estimate is the same to the last bit whatever the number of workers.
-The variance needs the sum of the replicas' squares element by element. Each worker gets its share of it by one collective
-of low priority, for which nobody waits before the next backward.
+For the noise scale each worker squares the gradients of its own replicas and an equal share of the sums. The squares are
+added as integers, so the estimate is the same to the last bit whatever the number of workers. For the variance each worker
+gets its share of the sum of squares by one collective of low priority.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch
 from pliant.adapt.monitors import NoiseScale, Variance
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
-from pliant.errors import CommError, ConfigError
+from pliant.errors import CommError
 
 CHUNK = 1 << 15
 """Elements whose squares are added in the gradients' own precision: so few that one thread does it."""
@@ -66,6 +65,8 @@ class ProbedStep:
 class GradientProbe:
     """Collects gradients on due steps, and estimates. Used by the thread that trains."""
 
+    row_size = _ROW.size
+
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
@@ -73,22 +74,12 @@ class GradientProbe:
         *,
         noise_scale: int = 0,
         variance: int = 0,
-        adam: bool | None = None,
     ) -> None:
-        """
-        Args:
-            noise_scale: estimate it every so many steps; 0 for never.
-            variance: likewise.
-            adam: whether gradients are divided by Adam's denominator, as its updates are. If None, they are if the
-                optimizers are Adam or like it.
-        """
-        for name, interval in (("noise_scale", noise_scale), ("variance", variance)):
-            if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
-                raise ConfigError(f"{name}={interval!r}: use a number of steps, 1 for every one, 0 for never")
+        """Estimate the noise scale, and the variance, every so many steps; 0 for never."""
         self.noise_interval, self.variance_interval = noise_scale, variance
         self.noise, self.variance = NoiseScale(), Variance()
         self._parameters = list(parameters)
-        self._denominators = AdamDenominators.of(optimizers, parameters, adam)
+        self._denominators = AdamDenominators(optimizers, parameters)
         self._offsets = [0, *accumulate(parameter.numel() for parameter in parameters)]
         self._bases = [0, *accumulate(-(-parameter.numel() // CHUNK) for parameter in parameters)]
         """The number of each parameter's first chunk. Chunks are dealt to the workers in turn."""
@@ -251,10 +242,6 @@ class GradientProbe:
         return found
 
     # --- what is told, and learned ---
-
-    @property
-    def row_size(self) -> int:
-        return _ROW.size
 
     def pack_row(self) -> bytes:
         """Return what this worker has found about the last probed step that was not reported yet."""
@@ -559,36 +546,22 @@ class AdamDenominators:
     With it the noise scale is that of Adam's updates. Nothing is divided for other optimizers.
     """
 
-    def __init__(self, owners: Sequence[tuple[torch.optim.Optimizer, dict[str, Any]] | None], parameters: Any) -> None:
-        self._owners, self._parameters = owners, parameters
-        self.are_used = any(owner is not None for owner in owners)
-
-    @classmethod
-    def of(
-        cls,
-        optimizers: Sequence[torch.optim.Optimizer],
-        parameters: Sequence[torch.nn.Parameter],
-        wanted: bool | None,
-    ) -> AdamDenominators:
-        """Raises ConfigError if they are wanted of an optimizer that has none."""
-        alike = bool(optimizers) and all(_is_adam(optimizer) for optimizer in optimizers)
-        if wanted and not alike:
-            names = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "no optimizer"
-            raise ConfigError(f"adam=True, but {names} keeps no running mean of squares: leave it out")
-        owners: dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
-        if alike and wanted is not False:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._owners: dict[int, tuple[torch.optim.Optimizer, dict[str, Any]]] = {}
+        """The optimizer and the group of each parameter, by its id."""
+        if all(_is_adam(optimizer) for optimizer in optimizers):
             for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    owners |= {id(parameter): (optimizer, group) for parameter in group["params"]}
-        return cls([owners.get(id(parameter)) for parameter in parameters], parameters)
+                    self._owners |= {id(parameter): (optimizer, group) for parameter in group["params"]}
+        self.are_used = any(id(parameter) in self._owners for parameter in parameters)
 
     def of_parameter(self, index: int, like: torch.Tensor) -> torch.Tensor | None:
         """Return the denominators, flat, in the memory order of the parameter; None before the first update."""
-        owner = self._owners[index]
-        if owner is None:
-            return None
-        optimizer, group = owner
         parameter = self._parameters[index]
+        if id(parameter) not in self._owners:
+            return None
+        optimizer, group = self._owners[id(parameter)]
         state = optimizer.state.get(parameter, {})
         squares = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
         if squares is None:

@@ -497,7 +497,7 @@ class Job:
                 self._rendezvous.enter_next_view()
         if self._checkpointing is not None:
             self._checkpointing.flush()
-        trainer.adaptation.end_job(trainer.position())
+        trainer.adaptation.end_job()
         self._member.finish()
 
     def resize(self, num_workers: int) -> None:

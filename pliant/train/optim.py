@@ -2,8 +2,7 @@
 
 Each wraps one of torch's optimizers, which applies the worker's own gradient. So every worker has a model of its own and
 hosts one replica. The trainer calls `begin` before a step, for what can travel while the program computes, and `wait` with
-the rest of the exchange. The program's `step()` averages and then applies the gradient. The number of workers is always
-that of the present view.
+the rest of the exchange. The program's `step()` averages and then applies the gradient.
 """
 
 from __future__ import annotations
@@ -49,6 +48,10 @@ class AveragingOptimizer(torch.optim.Optimizer, ABC):
         if isinstance(optimizer, torch.optim.LBFGS):
             raise Unsliceable(f"{name} around LBFGS, which needs a closure that is called several times: use another")
         self.inner = optimizer
+        self._detach()
+
+    def _detach(self) -> None:
+        """Be no part of a job, as after construction. A copy begins like this."""
         self._parameters: list[Parameter] = []
         self._engine: Engine | None = None
 
@@ -76,10 +79,11 @@ class AveragingOptimizer(torch.optim.Optimizer, ABC):
         self.inner.state = state
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_parameters": [], "_engine": None}
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._detach()
 
     def __repr__(self) -> str:
         return f"{self.describe()} of {self.inner!r}"
@@ -154,14 +158,14 @@ class SynchronousAveraging(AveragingOptimizer):
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= 1:
             raise ConfigError(f"{type(self).__name__}: alpha={alpha!r} must be above 0 and at most 1; 0.1 is usual")
         self.alpha = float(alpha)
+
+    def _detach(self) -> None:
+        super()._detach()
         self._copies: list[ParameterCopies] = []
         self._under_way: list[Handle] = []
         self._is_here = False
         """Whether the sums of this step's models have arrived, and are not used yet."""
         self._retired: list[tuple[Engine, list[ParameterCopies]]] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_copies": [], "_under_way": [], "_is_here": False, "_buried": []}
 
     def describe(self) -> str:
         return f"{type(self).__name__}(alpha={self.alpha:g})"
@@ -212,14 +216,12 @@ class AdaptiveSGD(SynchronousAveraging):
         if isinstance(change_step, bool) or not isinstance(change_step, int) or change_step < 0:
             raise ConfigError(f"AdaptiveSGD: change_step={change_step!r} must be a number of steps, 0 or more")
         self.change_step = change_step
+
+    def _detach(self) -> None:
+        super()._detach()
         self._gradients: GradientReducer | None = None
         self._could_sum = False
         self._equalise: Callable[[], None] = lambda: None
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        del state["_equalise"]
-        return {**state, "_gradients": None}
 
     def describe(self) -> str:
         return f"AdaptiveSGD(change_step={self.change_step}, alpha={self.alpha:g})"
@@ -260,13 +262,13 @@ class PairAveraging(AveragingOptimizer):
         self.seed = seed
         self.peer: int | None = None
         """The rank whose model the last step was averaged with; None without one."""
+
+    def _detach(self) -> None:
+        super()._detach()
         self._asked: tuple[int, Handle] | None = None
         self._saved: ParameterCopies | None = None
         """Where the model is put together to be saved."""
         self._fetched: ParameterCopies | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_asked": None, "_saved": None, "_fetched": None}
 
     def describe(self) -> str:
         return f"PairAveraging(seed={self.seed})"
@@ -275,7 +277,7 @@ class PairAveraging(AveragingOptimizer):
         super().enter_view(engine, blocks)
         self._asked = self._saved = self._fetched = None
         with torch.no_grad():
-            self._save()
+            self._after_step()
 
     def begin(self, step: int) -> None:
         engine, asked = self._engine, self._asked
@@ -305,9 +307,7 @@ class PairAveraging(AveragingOptimizer):
         self.peer = peer
 
     def _after_step(self) -> None:
-        self._save()
-
-    def _save(self) -> None:
+        """Save the model for those who will ask for it."""
         if self._engine is not None and self._engine.size > 1:
             if self._saved is None:
                 self._saved = copies_to_fetch(self._parameters)

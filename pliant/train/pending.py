@@ -2,13 +2,10 @@
 
 While the sum of a parameter's gradients is under way, its class is `Pending`, and torch calls us whenever anything uses
 it. Whoever uses it (a layer of the next forward, `state_dict`, a print) waits for this one parameter and goes on with an
-ordinary one. So it does not matter who uses a parameter, where, and in which order: tied weights, functional use and
-branches are right without any knowledge of them. A stale weight is impossible as long as it is used through torch's
-Python functions. Compiled or scripted code is not covered.
+ordinary one. So tied weights, functional use and branches need no special care. Compiled or scripted code is not covered.
 
-The optimizer's own `step` updates single parameters: it is called while its groups hold just these. Its state is kept by
-parameter, so it stays right. This needs an optimizer that treats parameters one by one. `UndoLog` keeps what is needed to
-undo such updates.
+The optimizer's own `step` updates single parameters: it is called while its groups hold just these. This needs an
+optimizer that treats parameters one by one. `UndoLog` keeps what is needed to undo such updates.
 """
 
 from __future__ import annotations
@@ -17,12 +14,15 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Parameter
 
 from pliant.comm.handle import Handle
+
+if TYPE_CHECKING:
+    from pliant.train.deferred import DeferredUpdates
 
 _Tensor: Any = torch.Tensor
 _READ_GRADIENT = _Tensor.grad.__get__
@@ -44,17 +44,7 @@ _METADATA = frozenset(
 """Attributes of a parameter that can be read without using its values."""
 
 
-class PendingOwner(Protocol):
-    """Makes parameters ready for use."""
-
-    def use(self, index: int) -> None:
-        """Make this parameter ready, and release it: something is about to use it."""
-
-    def gradient_is_read(self, index: int) -> None:
-        """Take note that the parameter's gradient is read, which is a use as well."""
-
-
-_owners: dict[int, tuple[PendingOwner, int]] = {}
+_owners: dict[int, tuple[DeferredUpdates, int]] = {}
 """The owner of each pending parameter, and its index there, by id. (An attribute would be pickled with the parameter.)
 """
 
@@ -83,7 +73,7 @@ class Pending(Parameter):
             return func(*args, **(kwargs or {}))
 
 
-def suspend_parameter(parameter: Parameter, owner: PendingOwner, index: int) -> None:
+def suspend_parameter(parameter: Parameter, owner: DeferredUpdates, index: int) -> None:
     """Make every use of this parameter ask its owner first."""
     _owners[id(parameter)] = (owner, index)
     parameter.__class__ = Pending
@@ -91,13 +81,9 @@ def suspend_parameter(parameter: Parameter, owner: PendingOwner, index: int) -> 
 
 def release_parameter(parameter: Parameter) -> None:
     """Make it an ordinary parameter again."""
-    _make_plain(parameter)
-    _owners.pop(id(parameter), None)
-
-
-def _make_plain(parameter: Parameter) -> None:
     if isinstance(parameter, Pending):
         parameter.__class__ = Parameter  # type: ignore[assignment]
+    _owners.pop(id(parameter), None)
 
 
 def _complete_all(values: Any) -> None:
@@ -106,7 +92,7 @@ def _complete_all(values: Any) -> None:
         if isinstance(value, Pending):
             owner = _owners.get(id(value))
             if owner is None:
-                _make_plain(value)  # a copy, which has its own values
+                release_parameter(value)  # a copy, which has its own values
             else:
                 owner[0].use(owner[1])
         elif isinstance(value, list | tuple):
@@ -149,6 +135,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> ParameterGroups:
 
 
 def _copy_options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a group's options, or of a parameter's state."""
     return {
         name: value.clone() if isinstance(value, torch.Tensor) else value
         for name, value in group.items()
@@ -231,13 +218,8 @@ def wrappers(function: Any) -> Iterator[Any]:
 # --- undo ---
 
 
-@dataclass(slots=True)
-class SavedParameter:
-    """A parameter and its optimizer state before an update that may have to be undone."""
-
-    parameter: Parameter
-    values: torch.Tensor
-    states: list[tuple[torch.optim.Optimizer, dict[str, Any] | None]]
+SavedParameter = tuple[Parameter, torch.Tensor, list[dict[str, Any] | None]]
+"""A parameter, its values and its state in each optimizer before an update that may have to be undone."""
 
 
 class UndoLog:
@@ -265,27 +247,24 @@ class UndoLog:
 
     def save(self, parameter: Parameter) -> None:
         """Save a parameter with its optimizer state: it may be updated at once, or changed by the program."""
-        states = []
+        states: list[dict[str, Any] | None] = []
         for optimizer in self._optimizers:
             state = optimizer.state.get(parameter)
-            kept = None if state is None else {
-                name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()
-            }  # fmt: skip
-            states.append((optimizer, kept))
-        self._saved.append(SavedParameter(parameter, parameter.detach().clone(), states))
+            states.append(None if state is None else _copy_options(state))
+        self._saved.append((parameter, parameter.detach().clone(), states))
 
     def restore(self) -> None:
         """Restore everything as it was when backward was over."""
         for optimizer, state in self._states:
             optimizer.state = state
         with torch.no_grad():
-            for before in reversed(self._saved):
-                before.parameter.copy_(before.values)
-                for optimizer, of_parameter in before.states:
+            for parameter, values, states in reversed(self._saved):
+                parameter.copy_(values)
+                for optimizer, of_parameter in zip(self._optimizers, states, strict=True):
                     if of_parameter is None:
-                        optimizer.state.pop(before.parameter, None)
+                        optimizer.state.pop(parameter, None)
                     else:
-                        optimizer.state[before.parameter] = of_parameter
+                        optimizer.state[parameter] = of_parameter
         for optimizer, groups in self._options:
             for group, options in zip(optimizer.param_groups, groups, strict=True):
                 group.update(options)

@@ -30,7 +30,6 @@ from pliant.train.buckets import BucketLayout
 from pliant.train.context import ReplicaContext
 from pliant.train.determinism import Fingerprint, Level, differences
 from pliant.train.events import Progress, ViewChange
-from pliant.train.state_tree import TensorSpec
 
 if TYPE_CHECKING:
     from pliant.train.trainer import Trainer
@@ -276,14 +275,10 @@ def _holders(reports: Sequence[MemberReport]) -> list[int]:
 # --- the state of the job ---
 
 
-Stateful = dict[str, Any]
-"""Tracked objects by name: anything with state_dict and load_state_dict."""
-
-
 class JobState:
     """Reads the whole state of a job from its trainer and the tracked objects, and loads it again."""
 
-    def __init__(self, trainer: Trainer, tracked: Stateful) -> None:
+    def __init__(self, trainer: Trainer, tracked: dict[str, Any]) -> None:
         self._trainer, self._tracked = trainer, tracked
 
     def read(self) -> dict[str, Any]:
@@ -360,8 +355,12 @@ def _pack_state(state: object) -> tuple[bytes, list[torch.Tensor]]:
     """Return the table of contents, and the tensors: no copies if they are on the host already."""
     skeleton, tensors = state_tree.flatten(state)
     hosts = [tensor.detach().cpu().contiguous() for tensor in tensors]
-    specs = [spec.to_json() for spec in state_tree.describe_tensors(hosts)]
-    return json.dumps({"skeleton": skeleton, "tensors": specs}).encode(), hosts
+    return json.dumps({"skeleton": skeleton, "tensors": state_tree.describe_tensors(hosts)}).encode(), hosts
+
+
+def _allocate(table: dict[str, Any]) -> list[torch.Tensor]:
+    """Return room for the tensors of a table of contents."""
+    return [torch.empty(shape, dtype=state_tree.dtype_of(dtype)) for dtype, shape in table["tensors"]]
 
 
 def spread_state(engine: Engine, state: object | None) -> object:
@@ -403,8 +402,7 @@ def _broadcast(
 ) -> object:
     """Return the holder's state on all these ranks, which have its table of contents. The others pass no tensors."""
     table = json.loads(contents)
-    if tensors is None:
-        tensors = [TensorSpec.from_json(entry).empty("cpu") for entry in table["tensors"]]
+    tensors = _allocate(table) if tensors is None else tensors
     waiting = [
         engine.broadcast(f"{name}:{number}", tensor.view(-1).view(torch.uint8), holder, ranks=ranks)
         for number, tensor in enumerate(tensors)
@@ -430,16 +428,15 @@ def fetch_state(engine: Engine, holders: Sequence[int], num_bytes: int) -> objec
     contents = torch.empty(num_bytes, dtype=torch.uint8)
     engine.request(holders[0], f"{prefix}contents", contents).wait()
     table = json.loads(bytes(contents.numpy()))
-    specs = [TensorSpec.from_json(entry) for entry in table["tensors"]]
-    tensors = [spec.empty("cpu") for spec in specs]
+    tensors = _allocate(table)
     load = dict.fromkeys(holders, 0)
     waiting: list[Handle] = []
     # The largest tensors first, each from the holder with the least to send so far.
-    for number in sorted(range(len(specs)), key=lambda number: -specs[number].nbytes):
-        if tensors[number].numel():
+    for number, tensor in sorted(enumerate(tensors), key=lambda each: -each[1].nbytes):
+        if tensor.numel():
             source = min(load, key=lambda rank: load[rank])
-            load[source] += specs[number].nbytes
-            waiting.append(engine.request(source, f"{prefix}{number}", tensors[number].view(-1)))
+            load[source] += tensor.nbytes
+            waiting.append(engine.request(source, f"{prefix}{number}", tensor.view(-1)))
     for handle in waiting:
         handle.wait()
     return state_tree.unflatten(table["skeleton"], tensors)

@@ -17,7 +17,6 @@ import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -40,38 +39,9 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """What must be known to allocate a tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    device: str
-    """Only the type, cpu or cuda: the receiver knows which of its devices is meant."""
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
-
-    def empty(self, device: torch.device | str | None = None) -> torch.Tensor:
-        """Allocate the tensor, contiguous, on `device` or on the kind of device it came from."""
-        return torch.empty(self.shape, dtype=dtype_of(self.dtype), device=device or self.device)
-
-    def to_json(self) -> dict[str, object]:
-        return {"dtype": self.dtype, "shape": list(self.shape), "device": self.device}
-
-    @classmethod
-    def from_json(cls, value: object) -> TensorSpec:
-        match value:
-            case {"dtype": str(dtype), "shape": list(shape), "device": str(device)}:
-                if all(type(size) is int and size >= 0 for size in shape):
-                    dtype_of(dtype)
-                    return cls(dtype, tuple(shape), device)
-        raise CheckpointError(f"{value!r} does not describe a tensor: it must have dtype, shape and device")
-
-
-def describe_tensors(tensors: Iterable[torch.Tensor]) -> list[TensorSpec]:
-    return [TensorSpec(dtype_name(each.dtype), tuple(each.shape), each.device.type) for each in tensors]
+def describe_tensors(tensors: Iterable[torch.Tensor]) -> list[tuple[str, list[int]]]:
+    """Return the type and shape of each tensor, as JSON can hold them."""
+    return [(dtype_name(each.dtype), list(each.shape)) for each in tensors]
 
 
 def dtype_name(dtype: torch.dtype) -> str:

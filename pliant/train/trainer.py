@@ -25,7 +25,7 @@ from pliant.comm.handle import Handle
 from pliant.elastic.member import Member, SoloMember
 from pliant.errors import CommError, EngineClosed, PliantError, TrainError, ViewChanged, WorkerLost
 from pliant.train import trace
-from pliant.train.adaptation import Adaptation, AdaptationSettings, JobPosition
+from pliant.train.adaptation import Adaptation, AdaptationSettings
 from pliant.train.context import ReplicaContext, restore_rng
 from pliant.train.deferred import DeferredUpdates
 from pliant.train.events import Progress, ViewChanges
@@ -231,7 +231,7 @@ class Trainer:
             if self.user.feeder.remaining(self.hosted[0]) > 0:
                 if not self._begin_averaging():
                     continue
-                self.adaptation.begin_epoch(self.position())
+                self.adaptation.begin_epoch()
                 self.sync.begin_step(self._current_engine())
                 self.gradients.begin_step(self.progress.step)
                 if trace.enabled() and self._timer.began_s:
@@ -404,7 +404,6 @@ class Trainer:
         self.step_ended_s = time.monotonic()
         if self.torn is not None:
             return
-        self.adaptation.set_next_step(self.progress.step + 1)
         if self.adaptation.has_decided and not self.wait_for_sums():
             return  # decisions wait until the step surely counts
         if self.deferred.is_pending:
@@ -440,22 +439,9 @@ class Trainer:
     def _adapt(self) -> None:
         self.adaptation.record_timing(self._timer.compute_s)
         try:
-            self.adaptation.end_step(self.position)
+            self.adaptation.end_step()
         except CommError as error:
             self.mark_torn(error)
-
-    def position(self) -> JobPosition:
-        """Return the progress of the job as the policies see it."""
-        progress, replicas = self.progress, self.replicas
-        return JobPosition(
-            progress.step,
-            progress.epoch,
-            progress.epoch_step,
-            replicas.num_batches,
-            self._member.entered,
-            replicas.count,
-            epoch_over=replicas.batches_left(progress.epoch) <= 0,
-        )
 
     def set_batch_size(self, size: int) -> None:
         """Change the batch size of every replica from the next step on: deal the rest of the epoch anew.

@@ -296,7 +296,10 @@ def test_a_silent_server_is_not_waited_for_forever() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with JobsClient(ServerAddress(url=url), timeout_s=0.1) as client, pytest.raises(ServerUnavailable, match="in time"):
+        with (
+            JobsClient(ServerAddress(url=url), timeout_s=0.1) as client,
+            pytest.raises(ServerUnavailable, match="in time"),
+        ):
             client.jobs()
 
 

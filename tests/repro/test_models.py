@@ -19,12 +19,8 @@ from pliant_repro.figures.questions import import_transformers
 from pliant import torchvision_import
 from pliant.errors import ConfigError
 
-needs_torchvision = pytest.mark.skipif(
-    importlib.util.find_spec("torchvision") is None, reason="needs torchvision"
-)
-needs_transformers = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="needs transformers"
-)
+needs_torchvision = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision")
+needs_transformers = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 
 
 @pytest.fixture(autouse=True)

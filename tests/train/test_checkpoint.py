@@ -65,7 +65,7 @@ def said() -> list[str]:
 def writer(tmp_path: Path, said: list[str], no_leaks: None) -> Iterator[CheckpointWriter]:
     writer = CheckpointWriter(tmp_path, notify=said.append)
     yield writer
-    writer.close()
+    writer.flush()
 
 
 def names(directory: Path) -> list[str]:
@@ -301,7 +301,7 @@ def test_disk_full(small_disk: Path, said: list[str]) -> None:
     with pytest.raises(OSError, match="No space left"):
         write_checkpoint(small_disk / "x.safetensors", at(2, w=torch.zeros(1 << 20)))
     writer.save(at(3))
-    writer.close()
+    writer.flush()
     assert len(said) == 1
     assert load_checkpoint(small_disk).step == 3
 
@@ -336,7 +336,7 @@ def test_unwritable_directory(tmp_path: Path, said: list[str]) -> None:
     assert "Not a directory" in said[0]
     (tmp_path / "file").unlink()
     writer.save(at(2))  # the way is free now
-    writer.close()
+    writer.flush()
     assert len(said) == 1
     assert load_checkpoint(tmp_path / "file" / "sub").step == 2
 

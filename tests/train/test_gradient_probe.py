@@ -19,7 +19,6 @@ from torch import nn
 
 from pliant.comm.engine import Engine
 from pliant.comm.transport import loopback_engines
-from pliant.errors import ConfigError
 from pliant.train import gradient_probe
 from pliant.train.deferred import DeferredUpdates
 from pliant.train.gradient_probe import GradientProbe
@@ -216,10 +215,6 @@ def test_adam_counts_what_its_updates_see() -> None:
         assert told[0]["noise_scale"] is None
         assert told[1]["gradient_var"] == pytest.approx(_noise(scaled[1])[1], rel=1e-4)
         assert told[2]["gradient_sqr"] == pytest.approx(np.mean([_noise(s)[0] for s in scaled[1:]]), rel=1e-3)
-    plain = [found["told"][0]["gradient_var"] for found in _run(3, 2, optimizer=adam, noise_scale=1, adam=False)]
-    assert plain == [pytest.approx(_noise(truth[0][0])[1], rel=1e-4)] * 2
-    with pytest.raises(ConfigError, match="SGD"):
-        GradientProbe([], [torch.optim.SGD([torch.zeros(1)])], noise_scale=1, adam=True)
 
 
 def test_one_replica_compares_each_step_with_the_one_before() -> None:
@@ -287,12 +282,6 @@ def test_rows_that_speak_of_different_steps_say_nothing() -> None:
         probe.learn([probe.pack_row(), nothing])
         assert probe.figures() == before
         assert probe.pack_row() == nothing
-
-
-@pytest.mark.parametrize("interval", [-1, True, 1.5])
-def test_bad_intervals(interval: Any) -> None:
-    with pytest.raises(ConfigError, match="noise_scale"):
-        GradientProbe([], noise_scale=interval)
 
 
 def test_several_at_once_are_the_same_as_one_by_one() -> None:

@@ -18,7 +18,7 @@ from pliant.adapt.monitors import StallDetector
 from pliant.comm.transport import loopback_engines
 from pliant.errors import ConfigError
 from pliant.train import exporters
-from pliant.train.exporters import PORT_OFFSET, MetricsServer, TensorBoardExporter, sampling_period_s, scalars_of
+from pliant.train.exporters import PORT_OFFSET, MetricsServer, TensorBoardExporter, scalars_of
 
 HOST = "127.0.0.1"
 SEEN = Observation(
@@ -40,11 +40,11 @@ def _free_port() -> int:
 
 
 def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KUNGFU_CONFIG_MONITORING_PERIOD", "20ms")
+    monkeypatch.setattr(exporters, "SAMPLE_PERIOD_S", 0.02)
     monkeypatch.setattr(exporters, "LATENCY_PERIOD_S", 0.0)
     port = _free_port()
     stalls = StallDetector(print)
-    metrics = MetricsServer.open(HOST, port, stalls)
+    metrics = MetricsServer(HOST, port, stalls)
     try:
         assert metrics.address == f"http://{HOST}:{port + PORT_OFFSET}/metrics"
         assert _page(metrics)["pliant_stalls"] == 0
@@ -83,7 +83,7 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_port_in_use_gives_way_to_another(caplog: pytest.LogCaptureFixture) -> None:
     port = _free_port()
     with socket.create_server((HOST, port + PORT_OFFSET)), caplog.at_level(logging.WARNING):
-        metrics = MetricsServer.open(HOST, port)
+        metrics = MetricsServer(HOST, port)
         try:
             assert _page(metrics) == {}
             assert metrics.address in caplog.text
@@ -94,18 +94,7 @@ def test_a_port_in_use_gives_way_to_another(caplog: pytest.LogCaptureFixture) ->
 
 def test_an_address_that_is_not_here() -> None:
     with pytest.raises(ConfigError, match="192.0.2.1"):
-        MetricsServer.open("192.0.2.1", 10000)
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("1s", 1.0), ("250ms", 0.25), ("2", 2.0), ("", 1.0)])
-def test_periods(text: str, seconds: float) -> None:
-    assert sampling_period_s({"KUNGFU_CONFIG_MONITORING_PERIOD": text}) == seconds
-
-
-@pytest.mark.parametrize("text", ["soon", "-1s", "0"])
-def test_bad_periods(text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        sampling_period_s({"PLIANT_MONITORING_PERIOD": text})
+        MetricsServer("192.0.2.1", 10000)
 
 
 def test_scalars() -> None:

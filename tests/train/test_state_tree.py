@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pliant.errors import CheckpointError, TrainError
-from pliant.train.state_tree import TensorSpec, describe_tensors, flatten, unflatten
+from pliant.train.state_tree import flatten, unflatten
 
 
 def round_trip(tree: object) -> object:
@@ -224,20 +224,6 @@ def test_a_tree_that_contains_itself() -> None:
 def test_a_damaged_skeleton_is_an_error_of_ours(skeleton: str) -> None:
     with pytest.raises(CheckpointError):
         unflatten(skeleton, [torch.zeros(2)])
-
-
-def test_tensor_specs() -> None:
-    tensors = [torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(()), torch.zeros(0, 5, dtype=torch.bool)]
-    specs = describe_tensors(tensors)
-    assert [spec.nbytes for spec in specs] == [12, 4, 0]
-    assert [TensorSpec.from_json(json.loads(json.dumps(spec.to_json()))) for spec in specs] == specs
-    assert [(room.dtype, room.shape) for room in (spec.empty() for spec in specs)] == [
-        (t.dtype, t.shape) for t in tensors
-    ]
-    for nonsense in (None, {"dtype": "float32"}, {"dtype": "x", "shape": [], "device": "cpu"},
-                     {"dtype": "bool", "shape": [-1], "device": "cpu"}):  # fmt: skip
-        with pytest.raises(CheckpointError):
-            TensorSpec.from_json(nonsense)
 
 
 OPTIMIZERS = sorted(
