@@ -27,6 +27,7 @@ from pliant.errors import (
     CapacityError,
     ClusterCleared,
     ConfigError,
+    InvalidView,
     NotWanted,
     NoView,
     PliantError,
@@ -38,8 +39,8 @@ log = logging.getLogger(__name__)
 
 FOLLOW_HOLD_S = 25.0
 RETRY_S = 0.2
-_ERRORS: Mapping[int, type[PliantError]] = {403: ClusterCleared, 404: NoView, 409: CapacityError}
-_NOTICE_ERRORS: Mapping[int, type[PliantError]] = {**_ERRORS, 409: NotWanted}
+_REFUSALS = {kind.__name__: kind for kind in (CapacityError, ClusterCleared, InvalidView, NotWanted, NoView)}
+"""What a refusal raises, by the kind that the server says; ConfigError for any other."""
 
 T = TypeVar("T")
 
@@ -122,7 +123,6 @@ class ConfigClient(HttpClient):
     """Talks to the config server at `url`, such as http://10.0.0.1:9100/config; for any number of threads.
 
     `expected` in the calls below is compare-and-set: the version that the change was made from, None for any.
-    `ca_file` replaces the system's certificate authorities.
 
     Raises (when made):
         ConfigError: `url` is not http://... or https://...
@@ -134,10 +134,12 @@ class ConfigClient(HttpClient):
             is that.
     """
 
-    def __init__(self, url: str, token: str = "", *, ca_file: str = "", timeout_s: float = 10.0) -> None:
+    def __init__(self, url: str, token: str = "", *, timeout_s: float = 10.0) -> None:
         parsed = parse_server_url(url, "config server", "http://10.0.0.1:9100/config")
         self.url = parsed.copy_with(path="/config") if parsed.path in ("", "/") else parsed
-        super().__init__(self.url, token, _tls_verification(self.url, ca_file), timeout_s)
+        # Nothing to verify without TLS, and loading the authorities takes longer than the request.
+        verify = ssl.create_default_context() if self.url.scheme == "https" else False
+        super().__init__(self.url, token, verify, timeout_s)
 
     def get(self) -> View | None:
         """Return the wanted view; None where it is unset."""
@@ -189,11 +191,12 @@ class ConfigClient(HttpClient):
 
     def set_devices(self, devices: Mapping[str, int]) -> None:
         """Want these devices, by type, with a worker on each; for a job whose server has a resource provider."""
-        self._send("POST", self._path("/devices"), body=dict(devices), errors=_NOTICE_ERRORS)
+        self._send("POST", self._path("/devices"), body=dict(devices))
 
     def occupied_devices(self) -> dict[str, int]:
         """Return the devices, by type, on which processes of the job live; for the same jobs as `set_devices`."""
-        return self._decode(self._send("GET", self._path("/devices")), _occupied_in)
+        occupied: dict[str, int] = self._send("GET", self._path("/devices")).json()["occupied"]
+        return occupied
 
     def drop_unwanted(self) -> None:
         """Kill the workers on devices that are not wanted any more; for the same jobs as `set_devices`."""
@@ -240,7 +243,7 @@ class ConfigClient(HttpClient):
         return self._membership("POST", "/finish")
 
     def _membership(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Membership:
-        answer = self._send(method, self._path(path), body=body, errors=_NOTICE_ERRORS)
+        answer = self._send(method, self._path(path), body=body)
         return self._decode(answer, Membership.from_json)
 
     def _change(
@@ -257,21 +260,18 @@ class ConfigClient(HttpClient):
         *,
         hold_s: float = 0.0,
         expected: int | None = None,
-        errors: Mapping[int, type[PliantError]] = _ERRORS,
     ) -> httpx.Response:
         answer = self._request(method, url, headers=headers, body=body, hold_s=hold_s)
         is_unset = method == "GET" and answer.status_code == 404 and "etag" in answer.headers
         if not (answer.is_success or answer.status_code == 304 or is_unset):
-            self._raise_refusal(answer, expected, errors)
+            self._raise_refusal(answer, expected)
         return answer
 
     def _describe_unreachable(self, error: httpx.TransportError) -> str:
         why = str(error) or type(error).__name__
         return f"config server {self.url}: {why}; is it running, and is this its address?"
 
-    def _raise_refusal(
-        self, answer: httpx.Response, expected: int | None, errors: Mapping[int, type[PliantError]]
-    ) -> NoReturn:
+    def _raise_refusal(self, answer: httpx.Response, expected: int | None) -> NoReturn:
         reason = refusal_reason(answer)
         if answer.is_server_error:
             raise ServerUnavailable(f"config server {self.url}: {reason}")
@@ -279,7 +279,7 @@ class ConfigClient(HttpClient):
             raise ConfigError(f"config server {self.url}: {answer.status_code} {reason}")
         if answer.status_code == 412 and expected is not None:
             raise StaleView(expected, _version_of(answer))
-        raise errors.get(answer.status_code, ConfigError)(reason)
+        raise self._decode(answer, _refusal_in)
 
     def _view(self, answer: httpx.Response) -> View:
         return self._decode(answer, View.from_json)
@@ -301,26 +301,15 @@ class ConfigClient(HttpClient):
         return self.url.copy_with(path=path, query=None)
 
 
-def _occupied_in(value: object) -> dict[str, int]:
-    found = value.get("occupied") if isinstance(value, dict) else None
-    if not isinstance(found, dict):
-        raise ConfigError(f'{value!r:.80} says nothing of devices: it is {{"occupied": {{"cpu": 2}}}} elsewhere')
-    return {str(kind): int(count) for kind, count in found.items()}
+def _refusal_in(value: object) -> PliantError:
+    said = value if isinstance(value, dict) else {}
+    return _REFUSALS.get(said.get("kind", ""), ConfigError)(str(said.get("error")))
 
 
 def _notice(worker: Worker, reason: str = "") -> dict[str, object]:
     # A reason may quote a peer's bytes as half of a surrogate pair, which UTF-8 cannot carry.
     carried = reason.encode(errors="replace").decode()
     return {"Worker": worker.to_json(), "Reason": carried}
-
-
-def _tls_verification(url: httpx.URL, ca_file: str) -> bool | ssl.SSLContext:
-    if url.scheme == "http":
-        return False  # nothing to verify, and loading the authorities takes longer than the request
-    try:
-        return ssl.create_default_context(cafile=ca_file or None)
-    except OSError as error:
-        raise ConfigError(f"certificate authority {ca_file!r}: {error}; give a PEM file") from None
 
 
 def _if_match(expected: int | None) -> dict[str, str]:

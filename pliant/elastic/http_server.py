@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import uvicorn
-from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -44,12 +43,11 @@ def json_response(
     value: Mapping[str, object],
     status: int = 200,
     headers: Mapping[str, str] | None = None,
-    background: BackgroundTask | None = None,
 ) -> Response:
     """Return `value` as JSON, in one line."""
     # ASCII on purpose: a reason may quote half of a surrogate pair, which UTF-8 cannot carry.
     body = json.dumps(value, separators=(",", ":")) + "\n"
-    return Response(body, status, headers, "application/json", background)
+    return Response(body, status, headers, "application/json")
 
 
 class TokenGate:
@@ -131,36 +129,21 @@ def _distinct_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 # --- queries and headers ---
 
 
-async def refuse_body(request: Request) -> None:
-    """Refuse a request that brings a body where none has a meaning."""
-    # Whoever POSTs a view to /config means PUT; KungFu would forget the running view instead.
-    if (await read_body(request)).strip():
-        raise ConfigError(f"{request.method} {request.url.path} takes no body; to set a view, PUT it")
-
-
-def query_value(request: Request, name: str) -> str | None:
-    """Return a query parameter; None where it is not given. Given twice, both, so that no parser takes it."""
-    values = request.query_params.getlist(name)
-    return ",".join(values) if values else None
-
-
 def wait_seconds(request: Request) -> float:
     """Return how long a GET may be held: 0 where it does not ask, MAX_HOLD_S where it asks for more."""
-    text = query_value(request, "wait")
-    if text is None:
+    if "wait" not in request.query_params:
         return 0.0
+    text = ",".join(request.query_params.getlist("wait"))
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text):
         raise ConfigError(f"wait={text:.40}: give seconds, such as 30 or 0.5; at most {MAX_HOLD_S:g} count")
     return min(float(text), MAX_HOLD_S)
 
 
-def header_version(request: Request, header: str) -> int | str | None:
-    """Return the version in a conditional header: None if absent, `*` for any."""
+def header_version(request: Request, header: str) -> int | None:
+    """Return the version in a conditional header; None if it is absent."""
     text = ",".join(request.headers.getlist(header)).strip()
     if not text:
         return None
-    if text == "*":
-        return "*"
     matched = re.fullmatch(r'(?:W/)?"([0-9]{1,18})"|([0-9]{1,18})', text)
     if matched is None:
         raise ConfigError(f'{header}: {text:.40} is not one version: give the ETag of an answer, such as "3"')

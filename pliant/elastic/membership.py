@@ -12,29 +12,12 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field, replace
 
-from pliant.cluster import (
-    DEFAULT_RUNNER_PORT,
-    ClusterSnapshot,
-    Host,
-    Membership,
-    PortRange,
-    View,
-    Wanted,
-    Worker,
-)
-from pliant.errors import CapacityError, ClusterCleared, ConfigError, NotWanted, NoView, PliantError, StaleView
+from pliant.cluster import DEFAULT_RUNNER_PORT, ClusterSnapshot, Host, Membership, PortRange, View, Wanted, Worker
+from pliant.errors import CapacityError, ClusterCleared, ConfigError, NotWanted, NoView, StaleView
 
-REFUSAL_STATUS: Mapping[type[PliantError], int] = {
-    StaleView: 412,
-    ClusterCleared: 403,
-    NoView: 404,
-    CapacityError: 409,
-    NotWanted: 409,
-}
-"""HTTP status with which the config server answers each refusal."""
 PORT_STRIDE = 16
 MAX_WORKERS = 10_000
 """A larger view is taken for a mistake: it would cost the server its memory."""
@@ -77,7 +60,6 @@ class AddWorker:
 
     worker: Worker
     expected: int | None = None
-    runner_port: int = DEFAULT_RUNNER_PORT
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +167,11 @@ def next_wanted(wanted: Wanted, request: ViewRequest, limits: Limits = NO_LIMITS
             if expected is None and 0 < view.number < wanted.version:
                 raise StaleView(view.number, wanted.version)
             return _next_version(wanted, view.workers, view.runners)
-        case AddWorker(worker, _, runner_port):
+        case AddWorker(worker):
             _refuse_if_cleared(wanted)
             runners = wanted.view.runners if wanted.view else ()
             if all(runner.host != worker.host for runner in runners):
-                runners = (*runners, Worker(worker.host, runner_port))
+                runners = (*runners, Worker(worker.host, DEFAULT_RUNNER_PORT))
             return _next_version(wanted, (*wanted.workers, worker), runners)
         case RemoveWorker(worker):
             view = _open_view(wanted)
@@ -293,11 +275,6 @@ class ElasticState:
     """Members that have the state of the job."""
     replicas: int = 0
     """How many of the members take part; 0: all."""
-
-    @classmethod
-    def of(cls, wanted: Wanted) -> ElasticState:
-        """Return the state of a server that knows what is wanted, and has heard of no worker yet."""
-        return cls(wanted, Membership(over=wanted.cleared, wanted=wanted.version))
 
     @property
     def snapshot(self) -> ClusterSnapshot:

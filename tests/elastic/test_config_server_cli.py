@@ -14,17 +14,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+from serving import A0, A1, RUN_A, TWO
 
 from pliant.cli.main import main
-from pliant.cluster import Membership, View, Wanted, Worker
+from pliant.cluster import Membership, Wanted
 from pliant.elastic.client import ConfigClient
 from pliant.errors import ClusterCleared, ConfigError
 
 pytestmark = pytest.mark.processes
 
-A0, A1 = Worker("127.0.0.1", 10000), Worker("127.0.0.1", 10001)
-RUN_A = Worker("127.0.0.1", 38080)
-TWO = View(0, (A0, A1), (RUN_A,))
 PROGRAM = [sys.executable, "-c", "from pliant.cli.main import main; main()", "config-server"]
 
 
@@ -93,10 +91,11 @@ def test_kill_9_and_a_restart_forget_nothing(tmp_path: Path) -> None:
         assert client.membership() == Membership(4, (), urgent=2, wanted=5)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_signals_stop_it_cleanly(number: signal.Signals) -> None:
-    with started() as program:
-        program.process.send_signal(number)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, None], ids=str)
+def test_signals_and_its_time_stop_it_cleanly(number: signal.Signals | None) -> None:
+    with started(*(() if number else ("-ttl=0.2",))) as program:
+        if number:
+            program.process.send_signal(number)
         assert program.process.wait(30) == 0
         assert program.process.stdout is not None
         assert "Traceback" not in program.process.stdout.read()
@@ -131,11 +130,6 @@ def test_it_says_where_others_reach_it_if_it_listens_everywhere() -> None:
         assert program.process.stdout.readline().startswith("no token")
 
 
-def test_it_stops_when_its_time_is_over() -> None:
-    with started("-ttl=0.2") as program:
-        assert program.process.wait(30) == 0
-
-
 def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("from-file\n")
@@ -163,9 +157,12 @@ def test_a_wrong_value_ends_the_process_with_exit_2() -> None:
     [
         (("-port", "many"), "-port 'many'"),
         (("--port", "70000"), "-port 70000"),
+        (("--port", "-1"), "-port -1"),
         (("-host", "256.1.1.1"), "256.1.1.1"),
         (("-ttl", "nan"), "-ttl 'nan'"),
         (("-endpoint", "config"), "-endpoint 'config'"),
+        (("-endpoint", "/stop"), "-endpoint '/stop'"),
+        (("-endpoint", "/{x}"), "-endpoint '/{x}'"),
         (("-init", "no-such-file"), "-init no-such-file"),
         (("--token-file", "no-such-file"), "--token-file no-such-file"),
         (("--tls-cert", "no-such-file"), "--tls-key"),
