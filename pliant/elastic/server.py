@@ -59,7 +59,7 @@ DEFAULT_PORT = 9100
 DEFAULT_ENDPOINT = "/config"
 MAX_REASON_CHARS = 500
 _START_TIMEOUT_S = 30.0
-_REFUSAL_STATUS: Mapping[type[PliantError], int] = {
+_REFUSAL_STATUS: Mapping[type[Exception], int] = {
     StaleView: 412,
     ClusterCleared: 403,
     NoView: 404,
