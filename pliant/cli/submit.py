@@ -165,6 +165,8 @@ def _wait_for_end(client: ReconnectingClient, jobs: list[JobStatus], *, is_shown
 
 def _exit_code(job: JobStatus) -> int:
     """Return what a shell is told; a job that was stopped has not done what was asked."""
+    if job.state == "stopped":
+        return 1
     if job.exit_code is not None and job.exit_code < 0:
         return 128 - job.exit_code  # killed by a signal, as a shell says it
     return job.exit_code or (0 if job.state == "finished" else 1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -15,7 +14,6 @@ import re
 import secrets
 import signal
 import sqlite3
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,6 +36,7 @@ from pliant.elastic import http_server
 from pliant.elastic.http_server import TokenGate, json_response, listening
 from pliant.errors import ConfigError, NameTaken, PliantError, ServerUnavailable, UnknownJob
 from pliant.fed.jobfile import FederatedJob
+from pliant.files import hold_lock, is_locked, write_atomic
 from pliant.jobs.client import SERVER_FILE
 from pliant.jobs.scheduler import Backend, Scheduler
 from pliant.jobs.schema import TrainJob, job_from_json
@@ -342,44 +341,22 @@ def serve(
 @contextlib.contextmanager
 def _owned(state: Path, *, embedded: bool) -> Iterator[None]:
     """Keep other servers out of the state directory; an embedded one is asked to end."""
+    lock, owner = state / "lock", state / "owner"
     try:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(state / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        lock.touch(0o600)
     except OSError as error:
         raise ConfigError(f"--state {state}: {error.strerror}; give a directory that can be written") from None
-    try:
-        if not _lock(lock):
-            pid, _, kind = os.pread(lock, 40, 0).decode().partition(" ")
-            if embedded or kind != "embedded" or not _end_embedded(lock, int(pid)):
-                raise ConfigError(
-                    f"--state {state}: the server with pid {pid or 'unknown'} uses it; talk to that one, or give another "
-                    "directory"
-                )
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()}{' embedded' if embedded else ''}".encode(), 0)
+    wait_s = 0.0
+    pid, _, kind = owner.read_text().partition(" ") if owner.exists() else ("unknown", "", "")
+    if kind == "embedded" and not embedded and is_locked(lock):
+        wait_s = TAKE_OVER_S
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGTERM)
+    refusal = f"--state {state}: the server with pid {pid} uses it; talk to that one, or give another directory"
+    with hold_lock(lock, ConfigError(refusal), wait_s=wait_s):
+        write_atomic(owner, f"{os.getpid()}{' embedded' if embedded else ''}", private=True)
         yield
-    finally:
-        os.close(lock)
-
-
-def _lock(lock: int) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def _end_embedded(lock: int, pid: int) -> bool:
-    """Tell an embedded server to end, and take its lock; returns false if it does not end."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
-    deadline_s = time.monotonic() + TAKE_OVER_S
-    while not _lock(lock):
-        if time.monotonic() > deadline_s:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def _kept_token(state: Path) -> str:
@@ -389,26 +366,18 @@ def _kept_token(state: Path) -> str:
         if token := file.read_text().strip():
             return token
     token = secrets.token_urlsafe(24)
-    _write_private(file, token)
+    write_atomic(file, token, private=True)
     return token
 
 
 @contextlib.contextmanager
 def _address_file(state: Path, url: str, token: str) -> Iterator[None]:
     file = state / SERVER_FILE
-    _write_private(file, json.dumps({"url": url, "token": token, "pid": os.getpid()}))
+    write_atomic(file, json.dumps({"url": url, "token": token, "pid": os.getpid()}), private=True)
     try:
         yield
     finally:
         file.unlink(missing_ok=True)
-
-
-def _write_private(file: Path, text: str) -> None:
-    draft = file.with_suffix(".draft")
-    draft.unlink(missing_ok=True)
-    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-        out.write(text)
-    draft.replace(file)
 
 
 def _url(host: str, port: int) -> str:

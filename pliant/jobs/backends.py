@@ -25,7 +25,7 @@ from pliant.child import JOB_MARK, kill_group, marked_processes, start_ticks
 from pliant.elastic.client import ConfigClient
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
 from pliant.fed.jobfile import FederatedJob
-from pliant.files import is_locked
+from pliant.files import is_locked, write_atomic
 from pliant.jobs import keeper
 from pliant.jobs.client import PLIANT
 from pliant.jobs.rules import RunEnd
@@ -41,8 +41,6 @@ FIRST_PORT, NUM_PORTS, NUM_RANGES = 10000, 200, 110
 """Each run has a range of ports: two config servers that grow their jobs would otherwise choose the same port."""
 ANSWER_S = 2.0
 NOT_INHERITED = (JOB_MARK, "PLIANT_TOKEN", "PLIANT_SERVER", "PLIANT_CONFIG_SERVER", "PLIANT_WORKER")
-COORDINATOR_STOPPED = 75
-"""Exit code of a coordinator that was told to stop before its job was done; `jobs.federated` has it, too."""
 Slot = tuple[str, str | None]
 """A device's type, and the value of CUDA_VISIBLE_DEVICES for it; None: left alone."""
 
@@ -117,8 +115,7 @@ class ProcessRun:
     def begin(self, command: list[str], environ: Mapping[str, str], own: Mapping[str, str]) -> None:
         """Start the keeper, which starts the command; `own` are variables of this run alone."""
         token = secrets.token_urlsafe(24)
-        with open(os.open(self._place / "token", os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-            file.write(token)
+        write_atomic(self._place / "token", token, private=True)
         kept = {name: value for name, value in environ.items() if name not in NOT_INHERITED}
         home = str(self._run.directory.parents[1])
         lock = os.open(self._place / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -179,9 +176,7 @@ class ProcessRun:
 
     def _write_slots(self, slots: list[Slot | None]) -> None:
         for name, value in (("slots", slots), ("devices", [slot[1] if slot else None for slot in slots])):
-            draft = self._place / f"{name}.draft"
-            draft.write_text(json.dumps(value))
-            draft.replace(self._place / f"{name}.json")
+            write_atomic(self._place / f"{name}.json", json.dumps(value))
 
     # --- end ---
 
@@ -396,8 +391,6 @@ class FederatedRun(ProcessRun):
         if marked_processes(str(self._place)):  # workers whose coordinator was killed
             self._kill_marked()
             return None
-        if end.code == COORDINATOR_STOPPED:
-            return RunEnd(0, end.at_s)
         why = last_line(self._run.log).removeprefix("pliant: ") if end.code else ""
         return RunEnd(end.code, end.at_s, finished=end.code == 0, why=why)
 

@@ -344,7 +344,8 @@ class StoredJobs:
         return status
 
     def _statuses(self) -> list[JobStatus]:
-        return [] if self._store is None else stored_statuses(self._store.jobs(), self._store.runs())
+        store = self._store
+        return [] if store is None else stored_statuses(store.jobs(), store.runs(), store.directory)
 
 
 def stop_foreground(name: str, *, kill: bool = False, environ: Mapping[str, str] = os.environ) -> bool:

@@ -11,7 +11,6 @@ at any moment and started again, it goes on to the same bits. On SIGTERM it ends
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import signal
@@ -31,11 +30,11 @@ from pliant.fed.rounds.loop import FederatedLoop, default_device
 from pliant.fed.rounds.storage import JobRecorder, Watch
 from pliant.fed.trainer import InProcess
 from pliant.fed.workers import coordinator_with_workers
+from pliant.files import hold_lock
+from pliant.jobs.status import TERMINATED
 from pliant.jobs.store import registered
 from pliant.launch import events
 
-STOPPED = 75
-"""Exit code of a coordinator that was told to stop before its job was done; `jobs.backends` has it, too."""
 PREDECESSOR_S = 30.0
 """How long a coordinator that was killed may take to be gone."""
 
@@ -84,22 +83,9 @@ class FederatedFolder:
         Raises:
             CheckpointError: another coordinator of this job runs.
         """
-        lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-        deadline_s = time.monotonic() + PREDECESSOR_S
-        try:
-            while True:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except OSError:
-                    if time.monotonic() > deadline_s:
-                        raise CheckpointError(
-                            f"{self.path}: another coordinator of this job runs; stop it first"
-                        ) from None
-                    time.sleep(0.01)
+        refusal = CheckpointError(f"{self.path}: another coordinator of this job runs; stop it first")
+        with hold_lock(self.path / "lock", refusal, wait_s=PREDECESSOR_S):
             yield
-        finally:
-            os.close(lock)
 
 
 def run_job(
@@ -148,7 +134,7 @@ def _coordinate(folder: FederatedFolder) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the work is done: the exit code must tell how it ended
     final = f"; accuracy {history.final.accuracy:.2%}" if history.final else ""
     _say(f"{job.name} ended: {rounds_text(len(history.rounds), history.why, job.config)}{final}")
-    return STOPPED if history.why == "stopped" else 0
+    return TERMINATED if history.why == "stopped" else 0
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pliant.errors import CapacityError, ConfigError, NameTaken
+from pliant.jobs.status import state_after
 from pliant.sched import planner
 from pliant.sched.cluster import Changes, Cluster, ScheduledJob, SchedulingPolicy
 from pliant.sched.throughput import Counts, Devices, Throughput, device_key
@@ -25,8 +26,6 @@ MAX_LOSSES = 3
 """Runs lost in a row without a step between them before the job counts as failed."""
 AVOID_S = 600.0
 """How long devices that made a job slower are not tried again: the neighbours may have changed by then."""
-TERMINATED = 143
-"""Exit code of a runner that was sent SIGTERM, as when its machine is shut down."""
 
 
 WAITING, STARTING, RUNNING, PUT_OFF = "waiting", "starting", "running", "put-off"
@@ -392,17 +391,17 @@ class SchedulerState:
         job.asked, job.told, job.occupied, job.before = {}, {}, {}, ()
         job.ending, job.kill_at_s = "", None
         job.throughput.place({})
-        is_lost = code is None or code < 0 or code == TERMINATED
-        if finished or (code == 0 and not was):
-            self._close(job, FINISHED, "finished", end.at_s, code)
-        elif was == STOPPED:
-            self._close(job, STOPPED, "stopped by its user", end.at_s, code)
-        elif was == PUT_OFF and (code == 0 or is_lost):
-            self._wait_again(job, "put off: others were given its devices; goes on from its checkpoint")
-        elif is_lost:
-            self._lose(job, code, end.at_s)
-        else:
-            self._close(job, FAILED, end.why or f"failed with exit code {code}: see its log", end.at_s, code)
+        match state_after(code, was, finished=finished):
+            case "finished":
+                self._close(job, FINISHED, "finished", end.at_s, code)
+            case "stopped":
+                self._close(job, STOPPED, "stopped by its user", end.at_s, code)
+            case "failed":
+                self._close(job, FAILED, end.why or f"failed with exit code {code}: see its log", end.at_s, code)
+            case _ if was == PUT_OFF:
+                self._wait_again(job, "put off: others were given its devices; goes on from its checkpoint")
+            case _:
+                self._lose(job, code, end.at_s)
         return self._allocate(now_s)
 
     def fail_start(self, name: str, why: str, now_s: float) -> list[Action]:

@@ -366,11 +366,12 @@ class Scheduler:
         for row in rows:
             if (job := self._state.jobs.get(row["name"])) is not None and job.is_over:
                 del self._state.jobs[row["name"]]
-        return [job for job in stored_statuses(rows, self._store.runs()) if job.name not in self._state.jobs]
+        found = stored_statuses(rows, self._store.runs(), self._store.directory)
+        return [job for job in found if job.name not in self._state.jobs]
 
     def _status(self, job: ManagedJob) -> JobStatus:
         row = {**self._row(job), "name": job.name, "scheduled": True}
-        status = stored_status(row, is_alive=True)
+        status = stored_status(row)
         if job.state != RUNNING:
             return status
         workers, speed = sum(job.occupied.values()), job.throughput.steps_per_s

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 State = Literal["waiting", "starting", "running", "put-off", "finished", "failed", "stopped", "interrupted"]
 """`interrupted`: the job's processes are gone and no server runs that would start them again."""
 ENDED: frozenset[State] = frozenset({"finished", "failed", "stopped"})
+TERMINATED = 143
+"""Exit code of a runner or coordinator that was sent SIGTERM, as when its machine is shut down."""
 TAIL_BYTES = 1 << 18
 MAX_TEXT_BYTES = 1 << 20
 """Size of one part of a log."""
@@ -137,27 +139,56 @@ class ReservedDevices(_Answer):
 # --- from the store ---
 
 
-def stored_statuses(rows: Iterable[Mapping[str, Any]], runs: Iterable[ForegroundRun]) -> list[JobStatus]:
-    """Return the status of stored jobs, and of foreground runs that belong to none of them."""
+def state_after(code: int | None, ending: str, *, finished: bool = False) -> State | None:
+    """Return the state in which the end of a run leaves its job; None if the job goes on from its checkpoint.
+
+    `code` is None if nobody has seen the end; `ending` says why the run was told to end, if it was; `finished` means that
+    the program is known to have come to its end.
+    """
+    if finished or (code == 0 and not ending):
+        return "finished"
+    if ending == "stopped":
+        return "stopped"
+    is_lost = code is None or code < 0 or code == TERMINATED
+    return None if is_lost or (code == 0 and ending) else "failed"
+
+
+def stored_statuses(
+    rows: Iterable[Mapping[str, Any]], runs: Iterable[ForegroundRun], directory: Path
+) -> list[JobStatus]:
+    """Return the status of the jobs in the store of `directory`, and of foreground runs that belong to none of them."""
     runs = list(runs)
     alive, known, found = {run.name for run in runs}, set(), []
     for row in rows:
         known.add(row["name"])
         with contextlib.suppress(KeyError, TypeError, ValueError):  # of another version
-            found.append(stored_status(row, is_alive=row["name"] in alive))
+            is_gone = row["state"] in ("starting", "running") and row["name"] not in alive
+            found.append(stored_status(row | _last_end(row, directory) if is_gone else row))
     return found + [run_status(run) for run in runs if run.name not in known]
 
 
-def stored_status(row: Mapping[str, Any], *, is_alive: bool) -> JobStatus:
-    """Return the status of a job as the store knows it; `is_alive`: a process of it is registered."""
-    name, spec, folder, state, why = row["name"], row["spec"], row["folder"], row["state"], row.get("why", "")
-    if state in ("starting", "running") and not is_alive:
-        state = "interrupted"
+def _last_end(row: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Return what has become of a job whose processes are gone, as the keeper of its last run has seen it."""
+    name = row["name"]
+    try:
+        end = json.loads((directory / "jobs" / name / f"run-{row['run']}" / "exit.json").read_text())
+        state = state_after(end["code"], row["ending"], finished=end["code"] == 0 and kind_of(row["spec"]) == "federated")
+    except (OSError, ValueError, KeyError):  # in the foreground there is no keeper, and a keeper may be killed
+        state = None
+    if state is None:
         why = f"its processes are gone: `pliant submit --resume {name}` goes on from its checkpoint, if it has one"
+        return {"state": "interrupted", "why": why, "asked": {}}
+    why = f"failed with exit code {end['code']}: see its log" if state == "failed" else state
+    return {"state": state, "why": why, "exit_code": end["code"], "ended_s": end["at_s"], "asked": {}}
+
+
+def stored_status(row: Mapping[str, Any]) -> JobStatus:
+    """Return the status of a job as the store knows it."""
+    spec, folder = row["spec"], row["folder"]
     federated = federated_progress(spec, folder)
     return JobStatus(
-        name=name,
-        state=state,
+        name=row["name"],
+        state=row["state"],
         kind=kind_of(spec),
         scheduled=row["scheduled"],
         replicas=spec["replicas"] if federated is None else federated.participants,
@@ -169,7 +200,7 @@ def stored_status(row: Mapping[str, Any], *, is_alive: bool) -> JobStatus:
         started_s=row.get("started_s"),
         ended_s=row.get("ended_s"),
         exit_code=row.get("exit_code"),
-        why=why,
+        why=row.get("why", ""),
         folder=folder,
         record=record_path(spec, folder),
         federated=federated,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -147,7 +148,7 @@ SPEC = {
 def test_a_foreground_job_is_running_then_ended_or_interrupted(environ: Mapping[str, str], tmp_path: Path) -> None:
     def status() -> tuple[str, int | None, float | None]:
         with JobStore(tmp_path / "home") as store:
-            (job,) = stored_statuses(store.jobs(), store.runs())
+            (job,) = stored_statuses(store.jobs(), store.runs(), store.directory)
         assert job.federated is not None
         return job.state, job.step, job.federated.accuracy
 
@@ -167,6 +168,36 @@ def test_a_foreground_job_is_running_then_ended_or_interrupted(environ: Mapping[
     with JobStore(tmp_path / "home") as store:
         store.forget("a")
         assert store.names() == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "ending", "kind", "state"),
+    [
+        (0, "", "federated", "finished"),
+        (0, "put-off", "federated", "finished"),
+        (3, "", "federated", "failed"),
+        (143, "", "federated", "interrupted"),
+        (143, "stopped", "federated", "stopped"),
+        (0, "", "train", "finished"),
+        (0, "put-off", "train", "interrupted"),
+        (-9, "", "train", "interrupted"),
+    ],
+)
+def test_without_a_server_the_keeper_says_how_a_job_has_ended(
+    tmp_path: Path, code: int, ending: str, kind: str, state: str
+) -> None:
+    spec = SPEC if kind == "federated" else {"kind": "train", "replicas": 4}
+    job = {"spec": spec, "folder": str(tmp_path), "state": "running", "submitted_s": 1.0, "run": 2, "ending": ending}
+    place = tmp_path / "jobs" / "a" / "run-2"
+    place.mkdir(parents=True)
+    with JobStore(tmp_path) as store:
+        store.save([("a", 1, job)], at_s=1.0)
+        (before,) = stored_statuses(store.jobs(), store.runs(), tmp_path)
+        (place / "exit.json").write_text(json.dumps({"code": code, "at_s": 7.0}))
+        (after,) = stored_statuses(store.jobs(), store.runs(), tmp_path)
+    assert before.state == "interrupted"
+    assert after.state == state
+    assert (after.exit_code, after.ended_s) == ((None, None) if state == "interrupted" else (code, 7.0))
 
 
 def test_jobs_events_and_settings_are_kept_together_or_not_at_all(tmp_path: Path) -> None:
