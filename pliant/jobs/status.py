@@ -163,7 +163,7 @@ def stored_statuses(
         known.add(row["name"])
         with contextlib.suppress(KeyError, TypeError, ValueError):  # of another version
             is_gone = row["state"] in ("starting", "running") and row["name"] not in alive
-            found.append(stored_status(row | _last_end(row, directory) if is_gone else row))
+            found.append(stored_status({**row, **_last_end(row, directory)} if is_gone else row))
     return found + [run_status(run) for run in runs if run.name not in known]
 
 
