@@ -10,10 +10,10 @@ Until it is done, a stranger costs a few hundred bytes and a limited time.
     proof by the connector                  ->
                                             <-   ok, or the reason of a refusal
 
-`comm` uses the handshake alone and puts its own frames on the socket. Runners and the workers of a federated round use
-`Channel`: each message is a JSON object with an optional binary payload, and carries a MAC over its direction, its number,
-its sizes and its content, so that no message can be altered, repeated or left out unnoticed. `ChannelServer` accepts
-connections and keeps strangers within bounds.
+`HandshakeServer` accepts connections and keeps strangers within bounds. `comm` puts its own frames on the socket after the
+handshake. Runners and the workers of a federated round use `Channel`: each message is a JSON object with an optional binary
+payload, and carries a MAC over its direction, its number, its sizes and its content, so that no message can be altered,
+repeated or left out unnoticed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 from pliant.errors import CommError, HandshakeRefused
 
@@ -40,9 +41,9 @@ log = logging.getLogger(__name__)
 PROTOCOL = 4
 MAGIC = b"PLIANT"
 HANDSHAKE_S = 5.0
-"""Default time limit of a handshake."""
-MAX_STRANGERS = 64
-"""Connections of a `ChannelServer` whose handshake is not done, at once; more are closed at once."""
+"""Time limit of a handshake."""
+MAX_STRANGERS = 256
+"""Connections of a server whose handshake is not done; further ones are closed at once."""
 MAX_BODY_BYTES = 1 << 20
 STALL_S = 30.0
 """A message that has begun, but of which nothing more comes (or leaves) for this long, is given up."""
@@ -55,7 +56,7 @@ _MAC_BYTES = 32
 _OK, _NO = b"\x01", b"\x00"
 _MAX_REASON_BYTES = 1000
 _CHUNK_BYTES = 1 << 20
-_RETRY_S = 0.2
+_RETRY_S = 0.05
 
 
 # --- the handshake ---
@@ -101,7 +102,7 @@ def accept_handshake(
 ) -> tuple[str, bytes]:
     """Do the accepting side's part; return the name of who connected, and the key of this connection.
 
-    The other side has then proved that it knows the secret, and waits for `send_welcome` or `send_refusal`.
+    The other side has then proved that it knows the secret, and waits for `send_welcome` or `refuse`.
 
     Raises:
         HandshakeRefused: the other side did not prove it, or wants something else; it has been told why.
@@ -113,19 +114,18 @@ def accept_handshake(
         raise HandshakeRefused(f"not a pliant process: it began with {head[:16]!r}")
     rest = _receive_exactly(sock, num_purpose + num_name + _NONCE_BYTES, deadline_s)
     if protocol != PROTOCOL:
-        _refuse(
-            sock, f"protocol {protocol}, but this side speaks {PROTOCOL}: install one version everywhere", deadline_s
-        )
+        reason = f"protocol {protocol}, but this side speaks {PROTOCOL}: install one version everywhere"
+        refuse(sock, reason, deadline_s)
     wanted, name = rest[:num_purpose].decode(errors="replace"), rest[num_purpose : num_purpose + num_name]
     if wanted != purpose:
-        _refuse(sock, f"this port is for a {purpose}, not for a {wanted}: check the address", deadline_s)
+        refuse(sock, f"this port is for a {purpose}, not for a {wanted}: check the address", deadline_s)
     nonce = os.urandom(_NONCE_BYTES)
     transcript = head + rest + nonce + binding
     _send_all(sock, _OK + nonce + _proof(secret, b"acceptor", transcript), deadline_s)
     given = _receive_exactly(sock, _MAC_BYTES, deadline_s)
     who = name.decode(errors="replace")
     if not hmac.compare_digest(_proof(secret, b"connector", transcript), given):
-        _refuse(sock, f"{who} does not know this job's secret", deadline_s)
+        refuse(sock, f"{who} does not know this job's secret", deadline_s)
     return who, _proof(secret, b"key", transcript)
 
 
@@ -134,15 +134,11 @@ def send_welcome(sock: socket.socket, deadline_s: float) -> None:
     _send_all(sock, _OK, deadline_s)
 
 
-def send_refusal(sock: socket.socket, reason: str, deadline_s: float) -> None:
-    """End the handshake: tell the other side why it is not accepted."""
+def refuse(sock: socket.socket, reason: str, deadline_s: float) -> NoReturn:
+    """End the handshake: tell the other side why it is not accepted, and raise HandshakeRefused."""
     text = reason.encode(errors="replace")[:_MAX_REASON_BYTES]
-    _send_all(sock, _NO + _REASON.pack(len(text)) + text, deadline_s)
-
-
-def _refuse(sock: socket.socket, reason: str, deadline_s: float) -> None:
     with contextlib.suppress(OSError):
-        send_refusal(sock, reason, deadline_s)
+        _send_all(sock, _NO + _REASON.pack(len(text)) + text, deadline_s)
     raise HandshakeRefused(reason)
 
 
@@ -194,25 +190,16 @@ class Channel:
     """A connection after the handshake. One thread may receive while others send; `close` works from any thread.
 
     `max_payload_bytes` bounds what the other side may send, and may be changed at any time. `allocate` returns the memory
-    for a payload of so many bytes, into which it is received without a copy; the message's payload is that memory. It may be
-    changed before the first payload.
+    for a payload of so many bytes, into which it is received without a copy; it may be changed before the first payload.
 
     Raises (from `send` and `receive`):
         CommError: the connection is lost, or the other side sent what is no valid message; the channel is then closed.
     """
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        key: bytes,
-        *,
-        is_connector: bool,
-        max_body_bytes: int = MAX_BODY_BYTES,
-        max_payload_bytes: int = 0,
-        allocate: Callable[[int], memoryview] = lambda num_bytes: memoryview(bytearray(num_bytes)),
-    ) -> None:
-        self.max_body_bytes, self.max_payload_bytes = max_body_bytes, max_payload_bytes
-        self._sock, self._key, self.allocate = sock, key, allocate
+    def __init__(self, sock: socket.socket, key: bytes, *, is_connector: bool) -> None:
+        self.max_payload_bytes = 0
+        self.allocate: Callable[[int], memoryview] = lambda num_bytes: memoryview(bytearray(num_bytes))
+        self._sock, self._key = sock, key
         self._sending, self._receiving = (b"c", b"a") if is_connector else (b"a", b"c")
         self._num_sent = self._num_received = 0
         self._send_lock, self._receive_lock = threading.Lock(), threading.Lock()
@@ -262,9 +249,9 @@ class Channel:
                 if not self._read(memoryview(head), timeout_s, may_end=True):
                     return None
                 num_body, num_payload = _HEAD.unpack(head)
-                if num_body > self.max_body_bytes or num_payload > self.max_payload_bytes:
+                if num_body > MAX_BODY_BYTES or num_payload > self.max_payload_bytes:
                     raise CommError(
-                        f"a message of {num_body} + {num_payload} bytes was announced, where {self.max_body_bytes} + "
+                        f"a message of {num_body} + {num_payload} bytes was announced, where {MAX_BODY_BYTES} + "
                         f"{self.max_payload_bytes} are allowed"
                     )
                 return self._receive_content(bytes(head), num_body, num_payload)
@@ -383,7 +370,6 @@ def connect_channel(
     purpose: str,
     name: str,
     tls: ssl.SSLContext | None = None,
-    timeout_s: float = HANDSHAKE_S,
     remedy: str = "give both sides the same secret",
 ) -> Channel:
     """Connect to a `ChannelServer` at (host, port), and prove to each other that both know `secret`.
@@ -392,10 +378,10 @@ def connect_channel(
 
     Raises:
         HandshakeRefused: with the server's reason, or because it does not know the secret.
-        OSError: it cannot be reached, or did not answer within `timeout_s`.
+        OSError: it cannot be reached, or did not answer within `HANDSHAKE_S`.
     """
-    deadline_s = time.monotonic() + timeout_s
-    sock = socket.create_connection(address, timeout=timeout_s)
+    deadline_s = time.monotonic() + HANDSHAKE_S
+    sock = socket.create_connection(address, timeout=HANDSHAKE_S)
     try:
         keep_alive(sock)
         binding = b""
@@ -416,11 +402,105 @@ def certificate_digest(der: bytes) -> bytes:
     return hashlib.sha256(der).digest()
 
 
-class ChannelServer:
+OnAccepted = Callable[[socket.socket, str, bytes, float], Callable[[], None] | None]
+"""Called with the socket, the name and key of its other side, and the deadline of the handshake."""
+
+
+class HandshakeServer:
+    """Accepts connections at `listener`, and hands those whose other side knows the secret to `on_accepted`.
+
+    Each handshake has a thread of its own. `on_accepted` ends it with `send_welcome` or `refuse`. If it returns a function,
+    that is called on the same thread, when the handshake no longer counts. Strangers are refused and logged. `owner` begins
+    the messages in the log. `certificate` is the one of `tls`. `listener` belongs to the server from now on.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        on_accepted: OnAccepted,
+        *,
+        purpose: str,
+        owner: str,
+        tls: ssl.SSLContext | None = None,
+        certificate: bytes = b"",
+    ) -> None:
+        self.closing = False
+        self._listener, self._secret, self._on_accepted = listener, secret, on_accepted
+        self._purpose, self._owner, self._tls = purpose, owner, tls
+        self._binding = certificate_digest(certificate) if tls is not None else b""
+        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
+        self._underway: set[socket.socket] = set()
+        """Connections whose handshake is not done."""
+        self._thread = threading.Thread(target=self._accept, name=f"pliant-accept-{purpose}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Accept nobody more."""
+        self.closing = True
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread; close alone does not
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+        self._listener.close()
+
+    def close_in_child(self) -> None:
+        """In a forked child: close the parent's sockets."""
+        for sock in (self._listener, *self._underway):
+            sock.close()
+
+    def _accept(self) -> None:
+        self._listener.settimeout(None)
+        while not self.closing:
+            try:
+                sock, address = self._listener.accept()
+            except OSError as error:
+                if not self.closing:
+                    log.warning("%s cannot accept a connection now: %s", self._owner, error)
+                    time.sleep(_RETRY_S)  # out of descriptors: asking again at once would only spin
+                continue
+            if self._strangers.acquire(blocking=False):
+                name = f"pliant-hello-{self._purpose}"
+                threading.Thread(target=self._attend, args=(sock, address), name=name, daemon=True).start()
+            else:
+                self._log_refusal(address, f"too many at once, {MAX_STRANGERS} others have not said who they are")
+                sock.close()
+
+    def _attend(self, sock: socket.socket, address: object) -> None:
+        deadline_s = time.monotonic() + HANDSHAKE_S
+        self._underway.add(raw := sock)
+        try:
+            if self._tls is not None:
+                sock.settimeout(HANDSHAKE_S)
+                sock = self._tls.wrap_socket(sock, server_side=True)
+                self._underway.add(sock)
+            name, key = accept_handshake(
+                sock, self._secret, purpose=self._purpose, deadline_s=deadline_s, binding=self._binding
+            )
+            serve = self._on_accepted(sock, name, key, deadline_s)
+        except (CommError, OSError, ValueError) as error:
+            self._log_refusal(address, error)
+            sock.close()
+            return
+        finally:
+            self._underway -= {raw, sock}
+            self._strangers.release()
+        if serve is not None:
+            serve()
+
+    def _log_refusal(self, address: object, reason: object) -> None:
+        if not self.closing:
+            log.warning("%s refused a connection from %s: %s", self._owner, address or "this host", reason)
+
+
+class ChannelServer(HandshakeServer):
     """Accepts connections of processes that know the secret, and calls `serve` with the name and channel of each.
 
     `serve` runs in a thread of its own per connection; the channel is closed when it returns. It may raise `CommError` and
-    `OSError`, which end the connection. Strangers are refused and logged. `listener` belongs to the server from now on.
+    `OSError`, which end the connection.
     """
 
     def __init__(
@@ -432,66 +512,32 @@ class ChannelServer:
         purpose: str,
         tls: ssl.SSLContext | None = None,
         certificate: bytes = b"",
-        handshake_s: float = HANDSHAKE_S,
     ) -> None:
-        self._listener, self._secret, self._serve, self._purpose = listener, secret, serve, purpose
-        self._tls, self._handshake_s = tls, handshake_s
-        self._binding = certificate_digest(certificate) if tls is not None else b""
-        self._strangers = threading.Semaphore(MAX_STRANGERS)
+        super().__init__(
+            listener, secret, self._welcome, purpose=purpose, owner=purpose, tls=tls, certificate=certificate
+        )
+        self._serve = serve
         self._lock = threading.Lock()
         self._channels: set[Channel] = set()
-        self._closing = False
-        self._thread = threading.Thread(target=self._accept, name=f"accept-{purpose}", daemon=True)
-
-    def start(self) -> None:
-        """Begin to accept."""
-        self._thread.start()
 
     def close(self) -> None:
         """Accept nobody more, and end all connections."""
-        self._closing = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread; close alone does not
-        if self._thread.is_alive():
-            self._thread.join(timeout=5)
-        self._listener.close()
+        super().close()
         with self._lock:
             channels = list(self._channels)
         for channel in channels:
             channel.close()
 
-    def _accept(self) -> None:
-        self._listener.settimeout(None)
-        while not self._closing:
-            try:
-                sock, address = self._listener.accept()
-            except OSError as error:
-                if not self._closing:
-                    log.warning("cannot accept a connection now: %s", error)
-                    time.sleep(_RETRY_S)  # out of descriptors: asking again at once would only spin
-                continue
-            if not self._strangers.acquire(blocking=False):
-                log.warning(
-                    "refused a connection from %s: %d others have not said who they are", address, MAX_STRANGERS
-                )
-                sock.close()
-                continue
-            threading.Thread(target=self._attend, args=(sock, address), name=self._purpose, daemon=True).start()
+    def _welcome(self, sock: socket.socket, name: str, key: bytes, deadline_s: float) -> Callable[[], None]:
+        keep_alive(sock)
+        send_welcome(sock, deadline_s)
+        return partial(self._serve_channel, name, Channel(sock, key, is_connector=False))
 
-    def _attend(self, sock: socket.socket, address: object) -> None:
-        """Do the handshake, then serve."""
-        try:
-            name, channel = self._admit(sock)
-        except (CommError, OSError) as error:
-            if not self._closing:
-                log.warning("refused a connection from %s: %s", address, error)
-            return
-        finally:
-            self._strangers.release()
+    def _serve_channel(self, name: str, channel: Channel) -> None:
         with self._lock:
             self._channels.add(channel)
         try:
-            if not self._closing:
+            if not self.closing:
                 self._serve(name, channel)
         except (CommError, OSError) as error:
             log.info("the connection of %s ended: %s", name, error)
@@ -499,19 +545,3 @@ class ChannelServer:
             with self._lock:
                 self._channels.discard(channel)
             channel.close()
-
-    def _admit(self, sock: socket.socket) -> tuple[str, Channel]:
-        deadline_s = time.monotonic() + self._handshake_s
-        try:
-            keep_alive(sock)
-            if self._tls is not None:
-                sock.settimeout(self._handshake_s)
-                sock = self._tls.wrap_socket(sock, server_side=True)
-            name, key = accept_handshake(
-                sock, self._secret, purpose=self._purpose, deadline_s=deadline_s, binding=self._binding
-            )
-            send_welcome(sock, deadline_s)
-            return name, Channel(sock, key, is_connector=False)
-        except BaseException:
-            sock.close()
-            raise

@@ -2,34 +2,29 @@
 
 Workers of one host meet on an abstract Unix socket (no file is left behind), the others over TCP. Of each pair the
 greater worker (by host, then port) connects, whatever their ranks. Every newcomer must prove that it knows the job's
-secret (`pliant.channel`). Others are refused and logged on a thread of their own, so that they can neither stop nor slow
-the job.
+secret (`pliant.channel`); others can neither stop nor slow the job.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from pliant.channel import accept_handshake, certificate_digest, connect_handshake, send_refusal, send_welcome
+from pliant import channel
 from pliant.cluster import Worker
 from pliant.errors import CommError, ConfigError, HandshakeRefused
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from pliant.comm.transport import Transport
 
 PURPOSE = "worker"
-HANDSHAKE_S = 5.0
-"""Time limit of a handshake."""
-MAX_STRANGERS = 256
-"""Connections whose handshake is not done, at once; more are closed at once."""
 RETRY_S = 0.05
 REMEDY = "another job's worker listens there, or PLIANT_SECRET (or the secret file) differs between the hosts"
 
@@ -50,31 +45,19 @@ class MeshConfig:
     """A listening TCP socket inherited from the runner."""
 
 
-class ConnectionOwner(Protocol):
-    """The object that accepts workers that have proved to belong to this job."""
-
-    def admit(self, worker: Worker) -> bool:
-        """Return whether a newcomer may use this name: not if that worker is connected. May take a while."""
-
-    def add_connection(self, worker: Worker, sock: socket.socket) -> None:
-        """Take over an authenticated connection; raises CommError if it is too late for that."""
-
-
 class Mesh:
-    """The listening sockets of one worker, and its way to connect to others."""
+    """The listening sockets of one worker, and its way to connect to others. Newcomers go to the transport."""
 
-    def __init__(self, me: Worker, config: MeshConfig, owner: ConnectionOwner) -> None:
+    def __init__(self, me: Worker, config: MeshConfig, transport: Transport) -> None:
         self._me = me
         self._config = config
-        self._owner = owner
+        self._transport = transport
         self._admitting: set[Worker] = set()
         """Names that are being checked: of two newcomers under one name, the second has to wait."""
         self._admitted = threading.Condition()
-        self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
-        self._listeners: list[socket.socket] = []
-        self._underway: set[socket.socket] = set()
-        """Connections that are neither accepted nor closed yet."""
-        self._threads: list[threading.Thread] = []
+        self._servers: list[channel.HandshakeServer] = []
+        self._connecting: set[socket.socket] = set()
+        """Our connections to others whose handshake is not done."""
         self._closing = False
         self._server_tls = self._client_tls = None
         if config.tls_cert:
@@ -82,30 +65,33 @@ class Mesh:
 
     def open(self) -> None:
         """Listen; raises CommError if that is not possible."""
-        self._listeners.append(_unix_listener(self._me, self._config.secret))
+        self._add_server(_unix_listener(self._me, self._config.secret), None)
         try:
-            self._listeners.append(self._tcp_listener())
+            self._add_server(self._tcp_listener(), self._server_tls)
         except BaseException:
             self.close()
             raise
-        for listener in self._listeners:
-            thread = threading.Thread(target=self._accept, args=(listener,), name="pliant-accept", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        for server in self._servers:
+            server.start()
+
+    def _add_server(self, listener: socket.socket, tls: ssl.SSLContext | None) -> None:
+        certificate = _own_certificate(self._config.tls_cert) if tls is not None else b""
+        server = channel.HandshakeServer(
+            listener, self._config.secret, self._on_accepted, purpose=PURPOSE, owner=str(self._me), tls=tls,
+            certificate=certificate,
+        )  # fmt: skip
+        self._servers.append(server)
 
     def close(self) -> None:
         self._closing = True
-        for listener in self._listeners:
-            # A thread that blocks in accept() is woken by shutdown, not by close.
-            with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
-        for thread in self._threads:
-            thread.join(timeout=5)
+        for server in self._servers:
+            server.close()
 
     def close_in_child(self) -> None:
         """In a forked child: close the parent's sockets."""
-        for sock in [*self._listeners, *self._underway]:
+        for server in self._servers:
+            server.close_in_child()
+        for sock in self._connecting:
             sock.close()
 
     # --- connecting ---
@@ -121,13 +107,13 @@ class Mesh:
             sock: socket.socket | None = None
             try:
                 sock = self._dial(worker, deadline_s)
-                self._underway.add(sock)
-                connect_handshake(
+                self._connecting.add(sock)
+                channel.connect_handshake(
                     sock,
                     self._config.secret,
                     purpose=PURPOSE,
                     name=str(self._me),
-                    deadline_s=min(deadline_s, time.monotonic() + HANDSHAKE_S),
+                    deadline_s=min(deadline_s, time.monotonic() + channel.HANDSHAKE_S),
                     binding=_peer_certificate(sock),
                     remedy=REMEDY,
                 )
@@ -141,10 +127,10 @@ class Mesh:
                     raise CommError(f"could not reach {worker}: {error}") from None
                 time.sleep(RETRY_S)
             finally:
-                self._underway.discard(sock) if sock else None
+                self._connecting.discard(sock) if sock else None
 
     def _dial(self, worker: Worker, deadline_s: float) -> socket.socket:
-        left_s = min(HANDSHAKE_S, max(0.01, deadline_s - time.monotonic()))
+        left_s = min(channel.HANDSHAKE_S, max(0.01, deadline_s - time.monotonic()))
         if worker.host == self._me.host:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
@@ -172,79 +158,35 @@ class Mesh:
                 f"{self._me} cannot listen ({error.strerror}): choose other ports with -port-range"
             ) from None
 
-    def _accept(self, listener: socket.socket) -> None:
-        listener.settimeout(None)
-        while True:
-            try:
-                sock, address = listener.accept()
-            except OSError as error:
-                if self._closing:
-                    return
-                log.warning("%s cannot accept a connection now: %s", self._me, error)
-                time.sleep(RETRY_S)  # out of descriptors: trying again at once would only spin
-                continue
-            if self._closing:
-                sock.close()
-                continue
-            if not self._strangers.acquire(blocking=False):
-                busy = f"too many at once, {MAX_STRANGERS} have not said who they are"
-                log.warning("%s refused a connection from %s: %s", self._me, address or "this host", busy)
-                sock.close()
-                continue
-            threading.Thread(target=self._authenticate, args=(sock, address), name="pliant-hello", daemon=True).start()
-
-    def _authenticate(self, sock: socket.socket, address: object) -> None:
-        """Accept a newcomer or refuse it."""
-        deadline_s = time.monotonic() + HANDSHAKE_S
-        admitting: Worker | None = None
-        self._underway.add(raw := sock)
+    def _on_accepted(self, sock: socket.socket, name: str, key: bytes, deadline_s: float) -> None:
+        """Welcome a newcomer that knows the secret, unless its name is wrong or in use."""
         try:
-            binding = b""
-            if self._server_tls is not None and sock.family != socket.AF_UNIX:
-                sock.settimeout(HANDSHAKE_S)
-                sock = self._server_tls.wrap_socket(sock, server_side=True)
-                self._underway.add(sock)
-                binding = _own_certificate(self._config.tls_cert)
-            name, _ = accept_handshake(
-                sock, self._config.secret, purpose=PURPOSE, deadline_s=deadline_s, binding=binding
-            )
-            try:
-                worker = Worker.parse(name)
-            except ConfigError as error:
-                raise _refuse(sock, f"not the name of a worker: {error}", deadline_s) from None
-            if self._begin_admission(worker, deadline_s):
-                admitting = worker
-            if admitting is None or not self._owner.admit(worker):
-                raise _refuse(sock, f"{worker} is not expected here, or already connected", deadline_s)
-            send_welcome(sock, deadline_s)
-            self._owner.add_connection(worker, sock)
-        except (CommError, OSError, ValueError) as error:
-            if not self._closing:
-                log.warning("%s refused a connection from %s: %s", self._me, address or "this host", error)
-            sock.close()
-        finally:
-            self._underway -= {raw, sock}
-            if admitting is not None:
-                with self._admitted:
-                    self._admitting.discard(admitting)
-                    self._admitted.notify_all()
-            self._strangers.release()
+            worker = Worker.parse(name)
+        except ConfigError as error:
+            channel.refuse(sock, f"not the name of a worker: {error}", deadline_s)
+        with self._admission(worker, deadline_s) as first:
+            if not first or not self._transport.admit(worker):
+                channel.refuse(sock, f"{worker} is not expected here, or already connected", deadline_s)
+            channel.send_welcome(sock, deadline_s)
+            self._transport.add_connection(worker, sock)
 
-    def _begin_admission(self, worker: Worker, deadline_s: float) -> bool:
-        """Wait for the turn of this newcomer; False if no worker of this name may connect, because we connect to it."""
+    @contextlib.contextmanager
+    def _admission(self, worker: Worker, deadline_s: float) -> Iterator[bool]:
+        """Wait for the turn of this newcomer; yield False if none of this name may connect, because we connect to it."""
+        if worker <= self._me:
+            yield False
+            return
         with self._admitted:
-            if worker <= self._me:
-                return False
-            while worker in self._admitting:
-                if not self._admitted.wait(deadline_s - time.monotonic()):
-                    return False
+            if not self._admitted.wait_for(lambda: worker not in self._admitting, deadline_s - time.monotonic()):
+                yield False
+                return
             self._admitting.add(worker)
-            return True
-
-
-def _refuse(sock: socket.socket, reason: str, deadline_s: float) -> HandshakeRefused:
-    send_refusal(sock, reason, deadline_s)
-    return HandshakeRefused(reason)
+        try:
+            yield True
+        finally:
+            with self._admitted:
+                self._admitting.discard(worker)
+                self._admitted.notify_all()
 
 
 def _unix_name(worker: Worker, secret: bytes) -> str:
@@ -281,15 +223,15 @@ def _tls_contexts(config: MeshConfig) -> tuple[ssl.SSLContext, ssl.SSLContext]:
 
 
 def _own_certificate(path: str) -> bytes:
-    """Return the digest of the first certificate in a PEM file."""
+    """Return the first certificate in a PEM file."""
     begin, end = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
     with open(path, encoding="ascii") as file:
         pem = begin + file.read().partition(begin)[2].partition(end)[0] + end
-    return certificate_digest(ssl.PEM_cert_to_DER_cert(pem))
+    return ssl.PEM_cert_to_DER_cert(pem)
 
 
 def _peer_certificate(sock: socket.socket) -> bytes:
     """Return the digest of the peer's certificate; empty without TLS."""
     if isinstance(sock, ssl.SSLSocket):
-        return certificate_digest(sock.getpeercert(binary_form=True) or b"")
+        return channel.certificate_digest(sock.getpeercert(binary_form=True) or b"")
     return b""

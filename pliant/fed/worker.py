@@ -117,7 +117,6 @@ class FederatedWorker:
                     purpose=messages.PURPOSE,
                     name=address.name,
                     tls=address.tls,
-                    timeout_s=HANDSHAKE_S,
                     remedy="start this worker with the job's secret",
                 )
             except ssl.SSLCertVerificationError:

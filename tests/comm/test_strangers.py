@@ -25,10 +25,9 @@ import torch
 from gang import SECRET, Gang, addresses, gang, joined, left_behind, listen, say, specs, told
 
 from pliant import channel
+from pliant.channel import HANDSHAKE_S, MAX_STRANGERS
 from pliant.cluster import View, Worker
-from pliant.comm import mesh
 from pliant.comm.engine import Engine
-from pliant.comm.mesh import HANDSHAKE_S, MAX_STRANGERS
 from pliant.errors import HandshakeRefused
 from pliant.identity import WorkerSpec
 
@@ -58,13 +57,13 @@ class Notes(logging.Handler):
         self.others: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        ours = record.levelno == logging.WARNING and record.name == "pliant.comm.mesh"
+        ours = record.levelno == logging.WARNING and record.name == "pliant.channel"
         (self.warnings if ours else self.others).append(record.getMessage())
 
 
 def steady(rank: int, spec: WorkerSpec, patience_s: float = HANDSHAKE_S) -> Report:
     """Reduce and check until rank 0 receives "stop"; on any other message, rank 0 reports its progress."""
-    mesh.HANDSHAKE_S = patience_s
+    channel.HANDSHAKE_S = patience_s
     notes = Notes()
     logging.getLogger("pliant").addHandler(notes)
     with joined(spec) as engine:
