@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pliant.comm.execution import OpenOperations, ReceiveBuffers, SliceSender, StepRunner
+from pliant.comm.execution import OpenOperations, ReceiveBuffers, SliceExecutor
 from pliant.comm.frames import (
     FINISHED,
     KIND,
@@ -31,9 +31,8 @@ from pliant.comm.frames import (
 )
 from pliant.comm.kernels import dtype_of
 from pliant.comm.memory import OperandBuffer, SharedMemory, Span, TensorStore
-from pliant.comm.operations import ARRIVED, Operation, RegisteredSpec
+from pliant.comm.operations import ARRIVED, Operation
 from pliant.comm.peers import (
-    NoticeBatch,
     OnPong,
     OnResponse,
     Peers,
@@ -52,6 +51,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+EarlyFrame = tuple[Any, ...]
+"""(registered spec, function, link, arguments...) of a frame that came too early."""
+
+
 class FrameMatcher:
     """Matches frames about collectives with submitted operations, and puts operands and results in their places.
 
@@ -62,64 +65,55 @@ class FrameMatcher:
     def __init__(
         self,
         peers: Peers,
-        memory: SharedMemory,
         specs: SpecRegistry,
         memory_map: SharedMemoryMap,
         operations: OpenOperations,
-        sender: SliceSender,
-        runner: StepRunner,
+        executor: SliceExecutor,
     ) -> None:
         self.early_errors: dict[int, CommError] = {}
         """Errors of operations that failed on a peer before they were submitted here."""
         self._peers = peers
-        self._memory = memory
         self._specs = specs
         self._memory_map = memory_map
         self._operations = operations
         self._by_key = operations.by_key
-        self._sender = sender
-        self._runner = runner
-        self._runnable = runner.runnable
-        self._early: dict[int, list[Callable[[], None]]] = {}
-        self._early_offers: dict[int, list[tuple[PeerLink, RegisteredSpec, int, int]]] = {}
+        self._executor = executor
+        self._runnable = executor.runnable
+        self._early: dict[int, list[EarlyFrame]] = {}
 
     def replay_early(self, operation: Operation) -> None:
         """Handle the frames that came before this operation was submitted here."""
-        key = operation.key
-        if key in self._early_offers:
-            for link, registered, arena, offset in self._early_offers.pop(key):
-                if operation.compiled.registered is registered:
-                    self._on_offer(operation, link, arena, offset)
-                elif not operation.failed:
-                    self._fail_mismatch(operation, link, registered.spec)
-        if key in self._early:
-            for replay in self._early.pop(key):
-                replay()
+        for registered, act, link, *args in self._early.pop(operation.key, ()):
+            if operation.failed:
+                return
+            if operation.compiled.registered is registered:
+                act(operation, link, *args)
+            else:
+                self._fail_mismatch(operation, link, registered.spec)
 
     def close(self) -> None:
         """Drop the early frames, because the view is left."""
         self._early.clear()
-        self._early_offers.clear()
 
-    def _match(self, link: PeerLink, number: int, seq: int, act: Callable[[Operation], None]) -> None:
-        """Call `act` with the operation that a frame refers to, now or when it is submitted."""
+    def _match(self, link: PeerLink, number: int, seq: int, act: Callable[..., None], *args: object) -> None:
+        """Call `act(operation, link, *args)` with the operation that a frame refers to, now or when it is submitted."""
         registered = self._specs.by_peer[link.rank].get(number)
         if registered is None:
             raise _undefined(number)
         key = registered.channel << 32 | seq
         operation = self._by_key.get(key)
         if operation is None:
-            self._early.setdefault(key, []).append(lambda: self._match(link, number, seq, act))
+            self._early.setdefault(key, []).append((registered, act, link, *args))
         elif operation.compiled.registered is not registered:
             self._fail_mismatch(operation, link, registered.spec)
         else:
-            act(operation)
+            act(operation, link, *args)
 
     # --- memory of this host ---
 
     def on_offers(self, link: PeerLink, payload: bytes) -> None:
         """Handle a batch of offers: places of a peer's memory, one per operation."""
-        theirs, operations = self._specs.by_peer[link.rank], self._by_key
+        theirs, operations, on_offer = self._specs.by_peer[link.rank], self._by_key, self._on_offer
         # `_match` inlined: there are as many offers as tensors, and most of a step's come before our own submission.
         for number, seq, arena, offset in OFFERED.iter_unpack(payload):
             registered = theirs.get(number)
@@ -128,11 +122,11 @@ class FrameMatcher:
             key = registered.channel << 32 | seq
             operation = operations.get(key)
             if operation is None:
-                self._early_offers.setdefault(key, []).append((link, registered, arena, offset))
+                self._early.setdefault(key, []).append((registered, on_offer, link, arena, offset))
             elif operation.compiled.registered is not registered:
                 self._fail_mismatch(operation, link, registered.spec)
             else:
-                self._on_offer(operation, link, arena, offset)
+                on_offer(operation, link, arena, offset)
 
     def _on_offer(self, operation: Operation, link: PeerLink, arena: int, offset: int) -> None:
         compiled = operation.compiled
@@ -145,7 +139,7 @@ class FrameMatcher:
 
     def on_offer_parts(self, link: PeerLink, frame: Frame, payload: bytes) -> None:
         """Handle an offer for one operation whose operands lie apart from the result."""
-        self._match(link, frame[SPEC], frame[SEQ], lambda operation: self._on_parts(operation, link, payload))
+        self._match(link, frame[SPEC], frame[SEQ], self._on_parts, payload)
 
     def _on_parts(self, operation: Operation, link: PeerLink, payload: bytes) -> None:
         compiled, dtype = operation.compiled, operation.out.flat.dtype
@@ -166,13 +160,12 @@ class FrameMatcher:
                 self._runnable.push(operation.priority, (operation, index))
         if operation.owed:
             for index in operation.owed.pop(link.rank, ()):
-                self._sender.write_result(operation, compiled.plan.steps[index], index, link, spans[0])
+                self._executor.write_result(operation, compiled.plan.steps[index], index, link, spans[0])
                 self._operations.finish_part(operation)
 
     def on_ready(self, link: PeerLink, frame: Frame, payload: bytes) -> None:
         """Handle operands of a slice that lie in the shared memory of this host."""
-        index = frame[PIECE]
-        self._match(link, frame[SPEC], frame[SEQ], lambda operation: self._ready(operation, link, index, payload))
+        self._match(link, frame[SPEC], frame[SEQ], self._ready, frame[PIECE], payload)
 
     def _ready(self, operation: Operation, link: PeerLink, index: int, payload: bytes) -> None:
         step = operation.compiled.plan.steps[index]
@@ -183,7 +176,7 @@ class FrameMatcher:
         spans = [self._memory_map.span(place, dtype, step.length) for place in places]
         link.ingress_bytes += len(spans) * step.length * dtype.itemsize
         operation.add_operands(index, link.rank, spans)
-        self._runner.on_operands(operation, index)
+        self._executor.on_operands(operation, index)
 
     def on_done(self, link: PeerLink, payload: bytes) -> None:
         """Handle slices whose results a peer has written into our memory, or for which it needs our memory no more."""
@@ -199,9 +192,9 @@ class FrameMatcher:
             link.ingress_bytes += step.length * operation.out.flat.dtype.itemsize
             operation.missing[index] = ARRIVED
             if step.listeners:
-                self._sender.send_result(operation, step, index)
+                self._executor.send_result(operation, step, index)
         else:
-            self._sender.release_children(operation, step, index)
+            self._executor.release_children(operation, step, index)
         self._operations.finish_part(operation)
 
     # --- payloads from other hosts ---
@@ -212,23 +205,20 @@ class FrameMatcher:
         if isinstance(target, Operation):
             self._on_result(target, index)
         elif frame[KIND] == FrameKind.BCAST:
-            early = target.scratch
-            self._match(link, frame[SPEC], frame[SEQ], lambda operation: self._on_early_result(operation, index, early))
+            self._match(link, frame[SPEC], frame[SEQ], self._on_early_result, index, target.scratch)
         else:
-            self._match(
-                link, frame[SPEC], frame[SEQ], lambda operation: self._on_operands(operation, link, frame, target)
-            )
+            self._match(link, frame[SPEC], frame[SEQ], self._on_operands, frame, target)
 
     def _on_result(self, operation: Operation, index: int) -> None:
         operation.missing[index] = ARRIVED
-        watcher = self._sender.watcher
+        watcher = self._executor.watcher
         if watcher is not None:
             now_s = time.monotonic()
             watcher("back", operation.compiled.spec.name, index, self._peers.rank, now_s, now_s)
-        self._sender.send_result(operation, operation.compiled.plan.steps[index], index)
+        self._executor.send_result(operation, operation.compiled.plan.steps[index], index)
         self._operations.finish_part(operation)
 
-    def _on_early_result(self, operation: Operation, index: int, scratch: torch.Tensor) -> None:
+    def _on_early_result(self, operation: Operation, _: PeerLink, index: int, scratch: torch.Tensor) -> None:
         step = operation.compiled.plan.steps[index]
         operation.cut(step).copy_(scratch.view(operation.out.flat.dtype))
         self._on_result(operation, index)
@@ -241,7 +231,7 @@ class FrameMatcher:
             buffer.step = step
         operation.add_operands(index, link.rank, buffer.parts)
         operation.buffers.append(((link.rank, frame[SPEC], index, frame[LENGTH]), buffer))
-        self._runner.on_operands(operation, index)
+        self._executor.on_operands(operation, index)
 
     def _operand_spans(
         self, operation: Operation, step: SliceStep, link: PeerLink, scratch: torch.Tensor
@@ -251,10 +241,9 @@ class FrameMatcher:
         count = next(count for child, count in step.children if child == link.rank)
         if flat.numel() != count * step.length:
             raise CommError(f"{link.worker} sent {flat.numel()} elements for {count} x {step.length}")
-        arena, offset = self._memory.locate(scratch) or (0, 0)
-        size = step.length * flat.dtype.itemsize
+        whole, size = self._memory_map.new_span(scratch), step.length * flat.dtype.itemsize
         return [
-            Span(flat[k * step.length : (k + 1) * step.length], self._peers.rank, arena, offset + k * size)
+            Span(flat[k * step.length : (k + 1) * step.length], whole.owner, whole.arena, whole.offset + k * size)
             for k in range(count)
         ]
 
@@ -277,7 +266,7 @@ class FrameMatcher:
             f"{ours.kind} {ours.name!r}: rank {self._peers.rank} submitted {_describe(ours)}, rank {link.rank} "
             f"{_describe(theirs)}; one name must mean the same on every rank"
         )
-        self._sender.send_error(operation, text)
+        self._executor.send_error(operation, text)
         self._operations.fail(operation, Mismatch(text))
 
 
@@ -310,15 +299,11 @@ class Collectives:
         by_key: dict[int, Operation] = {}
         self._buffers = ReceiveBuffers(memory, self.specs, by_key)
         self.operations = OpenOperations(self.peers, by_key, self._buffers)
-        self._notices = NoticeBatch(self.peers)
-        self.sender = SliceSender(self.peers, self.memory_map, self.specs, self._notices, self.operations)
-        self._runner = StepRunner(self.peers, memory, self.memory_map, self._notices, self.operations, self.sender)
-        self._matcher = FrameMatcher(
-            self.peers, memory, self.specs, self.memory_map, self.operations, self.sender, self._runner
-        )
+        self.executor = SliceExecutor(self.peers, self.memory_map, self.specs, self.operations)
+        self._matcher = FrameMatcher(self.peers, self.specs, self.memory_map, self.operations, self.executor)
         self._requests = TensorRequests(self.peers, store)
         self.pings = Pings(self.peers)
-        self.runnable = self._runner.runnable
+        self.runnable = self.executor.runnable
         """The steps that can be taken now."""
         self.ended: Exception | None = None
         """The reason why nothing begins here any more."""
@@ -349,17 +334,17 @@ class Collectives:
             operations.complete(operation)
             return
         if compiled.offer_to:
-            self.sender.offer(operation)
+            self.executor.offer(operation)
         for index in compiled.ready:
             self.runnable.push(operation.priority, (operation, index))
         matcher.replay_early(operation)
 
-    def request(self, rank: int, name: str, version: int | None, out: torch.Tensor, on_response: OnResponse) -> None:
+    def request(self, rank: int, name: str, out: torch.Tensor, on_response: OnResponse) -> None:
         """Fetch what a rank has stored into the flat CPU tensor `out`."""
         if self.ended is not None:
             on_response(self.ended)
         else:
-            self._requests.request(rank, name, version, out, on_response)
+            self._requests.request(rank, name, out, on_response)
 
     def ping(self, on_pong: OnPong) -> None:
         """Measure the round-trip time to every peer."""
@@ -371,8 +356,8 @@ class Collectives:
 
     def work(self, until_s: float) -> None:
         """Run runnable steps until `until_s`, and send the peers of this host the notices of this turn."""
-        self._runner.work(until_s)
-        self._notices.send()
+        self.executor.work(until_s)
+        self.executor.notices.send()
 
     # --- arriving frames ---
 
@@ -484,7 +469,7 @@ class Collectives:
     def retire(self, error: Exception) -> None:
         """End, because the worker moves to another view: queue what peers are owed, and fail the rest with `error`."""
         self.peers.retired = True
-        self._notices.send()
+        self.executor.notices.send()
         # A peer that still waits for us in this view waits in vain and must be told: it may have been asked to move on
         # later than we were, or it may have got further than we had.
         self.peers.send_to_all(FrameKind.MOVED, self.pack_finished())

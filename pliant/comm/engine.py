@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from pliant.comm.collective import Collectives
 from pliant.comm.handle import Handle
 from pliant.comm.kernels import Reducer, reducer
 from pliant.comm.operations import Operation, RegisteredSpec
@@ -26,7 +25,7 @@ from pliant.comm.topology import Strategy, check_strategy, host_leaders
 from pliant.errors import ConfigError, Mismatch
 
 if TYPE_CHECKING:
-    from pliant.cluster import View
+    from pliant.comm.collective import Collectives
     from pliant.comm.memory import Span
     from pliant.comm.peers import OnPong
     from pliant.comm.transport import Transport
@@ -54,8 +53,6 @@ class EngineConfig:
     """How long `close` waits for what is still to be sent."""
 
     def __post_init__(self) -> None:
-        if self.slice_bytes < 4096:
-            raise ConfigError(f"slice_bytes={self.slice_bytes}: headers would dominate; use 4096 or more")
         if self.determinism not in ("exact", "fast"):
             raise ConfigError(f"determinism={self.determinism!r}: use 'exact' or 'fast'")
         if self.heartbeat_timeout_s <= 0:
@@ -65,9 +62,9 @@ class EngineConfig:
 class Engine:
     """The collectives of one rank in one view. Made by `Transport.enter`; it borrows the transport."""
 
-    def __init__(self, view: View, rank: int, config: EngineConfig, transport: Transport) -> None:
-        self.view = view
-        self.rank = rank
+    def __init__(self, collectives: Collectives, config: EngineConfig, transport: Transport) -> None:
+        self.view = view = collectives.view
+        self.rank = rank = collectives.rank
         self.size = view.size
         self.config = config
         self.local_ranks = local_ranks(view.hosts, rank)
@@ -77,29 +74,19 @@ class Engine:
         self.timeout_s = config.collective_timeout_s
         self._transport = transport
         self._reactor = transport.reactor
-        self._collectives = Collectives(view, rank, transport.memory, transport.store)
+        self._collectives = collectives
         self._strategies = StrategyHistory(config.strategy)
-        self._binder = TensorBinder(transport, self._collectives.memory_map, rank, self.local_ranks)
-        self._submitter = Submitter(
-            self._collectives, transport, self._strategies, self, slice_bytes=config.slice_bytes
-        )
+        self._binder = TensorBinder(transport, collectives.memory_map, rank, self.local_ranks)
+        self._submitter = Submitter(collectives, transport, self._strategies, self, slice_bytes=config.slice_bytes)
         self._submit = self._submitter.submit
         self._prepared: dict[tuple[object, ...], tuple[RegisteredSpec, Span, list[Span], Reducer]] = {}
         """The arguments of `_submit` for calls that come again at every step."""
 
     # --- lifetime ---
 
-    def enter(self) -> None:
-        """Begin, on the connections of the worker. Called by the transport, on the engine's thread.
-
-        Raises:
-            CommError: there is no connection to some member; nothing has changed.
-        """
-        self._reactor.enter(self._collectives)
-
     def abort(self, error: Exception) -> None:
         """Fail everything that is open, and everything that is submitted later, with `error`. Thread-safe."""
-        self._reactor.post(ReactorCall(partial(self._collectives.abort, error), lambda _: None))
+        self._reactor.post(ReactorCall(partial(self._collectives.abort, error)))
 
     def close(self) -> None:
         """Send what is still queued, say goodbye and end. Handles that still wait fail with EngineClosed."""
@@ -108,12 +95,6 @@ class Engine:
     def wake(self) -> None:
         """Make progress at once, because somebody waits for a result."""
         self._reactor.wake()
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # --- memory ---
 
@@ -289,22 +270,20 @@ class Engine:
 
     # --- stored tensors ---
 
-    def save(self, name: str, tensor: Array, version: int | None = None) -> None:
-        """Keep a copy of `tensor` for other ranks to `request`; the last three versions are kept."""
-        _check_version(version)
-        self._transport.store.save(name, as_tensor(tensor), version)
+    def save(self, name: str, tensor: Array) -> None:
+        """Keep a copy of `tensor` for other ranks to `request`."""
+        self._transport.store.save(name, as_tensor(tensor))
 
-    def request(self, rank: int, name: str, out: Array, version: int | None = None) -> Handle:
+    def request(self, rank: int, name: str, out: Array) -> Handle:
         """Fetch what `rank` saved under `name` into `out`.
 
         Raises (from `wait`):
-            NotStored: it has no such name or version; `out` is unchanged.
+            NotStored: it has nothing under that name; `out` is unchanged.
             Mismatch: it has another size; `out` is unchanged.
             WorkerLost: it is gone.
         """
         if not 0 <= rank < self.size:
             raise ConfigError(f"request: rank {rank} is not one of 0..{self.size - 1}")
-        _check_version(version)
         target = as_tensor(out)
         received = torch.empty(target.numel(), dtype=target.dtype)
         handle = Handle(f"request {name!r}", self, rank)
@@ -316,7 +295,7 @@ class Engine:
                 target.copy_(received.view(target.shape))
                 handle.finish(target)
 
-        send = partial(self._collectives.request, rank, name, version, received, on_response)
+        send = partial(self._collectives.request, rank, name, received, on_response)
         self._submitter.post(ReactorCall(send, on_response))
         return handle
 
@@ -382,12 +361,11 @@ class Engine:
 
     def limit_kernel_queue(self, num_bytes: int) -> None:
         """Let at most about `num_bytes` lie in the kernel's queues to other hosts, where no priority applies. Thread-safe."""
-        limit = partial(self._transport.connections.limit_kernel_queue, num_bytes)
-        self._reactor.post(ReactorCall(limit, lambda _: None))
+        self._reactor.post(ReactorCall(partial(self._transport.connections.limit_kernel_queue, num_bytes)))
 
     def watch(self, watcher: SliceWatcher | None) -> None:
         """Call `watcher` for every slice that leaves and comes back, on the engine's thread."""
-        self._collectives.sender.watcher = watcher
+        self._collectives.executor.watcher = watcher
 
     def throughput(self) -> dict[int, LaneThroughput]:
         """Return what each topology of the strategy carried since the last call."""
@@ -412,8 +390,3 @@ class Engine:
         subject = handle.subject
         ranks = sorted(subject.waiting_for()) if isinstance(subject, Operation) else [subject]
         return tuple(f"{self.view.workers[rank]} (rank {rank})" for rank in ranks if isinstance(rank, int))
-
-
-def _check_version(version: int | None) -> None:
-    if version is not None and version < 0:
-        raise ConfigError(f"version={version}: use 0 or more, or None for the latest")

@@ -1,9 +1,8 @@
 """Execution of the collectives of one rank in a view: receive buffers, open operations, sending and folding.
 
 Within a host no data is sent, only places in memory: a result is written where the peer wants it, and the peer is
-notified. Between hosts payloads are queued on links, in fragments so that urgent ones can overtake. Where the same
-memory is folded at every training step, everything that was prepared the last time is reused. Only the engine's thread
-calls these classes. `comm.collective` matches arriving frames with operations and calls them.
+notified. Between hosts payloads are queued on links, in fragments so that urgent ones can overtake. What was prepared for
+some memory is reused at the next training step. Only the engine's thread calls these classes.
 """
 
 from __future__ import annotations
@@ -39,12 +38,13 @@ from pliant.comm.kernels import PreparedFold, Reducer, Scratch
 from pliant.comm.memory import CachedFold, OperandBuffer, SharedMemory, Span
 from pliant.comm.operations import CachedStep, OperandBufferKey, Operation, PriorityQueue
 from pliant.comm.order import even_partition
+from pliant.comm.peers import NoticeBatch
 from pliant.comm.telemetry import LaneStats, SliceWatcher
 from pliant.errors import CommError
 
 if TYPE_CHECKING:
     from pliant.comm.connection import PeerLink
-    from pliant.comm.peers import NoticeBatch, Peers, SharedMemoryMap, SpecRegistry
+    from pliant.comm.peers import Peers, SharedMemoryMap, SpecRegistry
     from pliant.comm.plan import SliceStep, Spec
 
 log = logging.getLogger(__name__)
@@ -286,31 +286,35 @@ class OpenOperations:
         self._former_memory = [*former._former_memory, former._failed_memory]
 
 
-# --- sending ---
+# --- slices ---
 
 Operands = list[tuple[Span, int]]
 """Operands as (span, first element in the span)."""
 
 
-class SliceSender:
-    """Sends offers of memory, operands up the tree, and results down. Defines a spec to a peer before its first use."""
+class SliceExecutor:
+    """Takes the steps of operations whose operands are there, by priority: folds, sends operands up and results down.
+
+    It also offers memory to the peers of this host, and defines a spec to a peer before its first use.
+    """
 
     def __init__(
-        self,
-        peers: Peers,
-        memory_map: SharedMemoryMap,
-        specs: SpecRegistry,
-        notices: NoticeBatch,
-        operations: OpenOperations,
+        self, peers: Peers, memory_map: SharedMemoryMap, specs: SpecRegistry, operations: OpenOperations
     ) -> None:
         self.watcher: SliceWatcher | None = None
+        self.runnable: PriorityQueue[tuple[Operation, int]] = PriorityQueue()
+        """The steps that can be taken now."""
+        self.notices = NoticeBatch(peers)
         self._peers = peers
         self._view = peers.view.number
         self._links = peers.links
+        self._memory = memory_map.memory
         self._memory_map = memory_map
         self._specs = specs
-        self._notices = notices
         self._operations = operations
+        self._scratch = Scratch()
+
+    # --- sending ---
 
     def offer(self, operation: Operation) -> None:
         """Tell the peers of this host where our memory for this operation lies."""
@@ -325,7 +329,7 @@ class SliceSender:
             self._offer_parts(operation)
             return
         entry = OFFERED.pack(registered.number, operation.seq, out.arena, out.offset)
-        offers = self._notices.offers
+        offers = self.notices.offers
         for link, num_bytes in compiled.offering:
             link.egress_bytes += num_bytes
             offers[link] += entry
@@ -408,7 +412,7 @@ class SliceSender:
     def _notify_done(self, operation: Operation, index: int, link: PeerLink) -> None:
         registered = operation.compiled.registered
         self._specs.define(registered, link)
-        self._notices.done[link] += FINISHED.pack(registered.number, operation.seq, index)
+        self.notices.done[link] += FINISHED.pack(registered.number, operation.seq, index)
 
     def _send_to_host(self, operation: Operation, step: SliceStep, index: int, link: PeerLink) -> None:
         """Send the result of a slice to another host."""
@@ -468,41 +472,7 @@ class SliceSender:
 
         return report
 
-
-def _bytes_between(views: list[memoryview], begin: int, end: int) -> list[memoryview]:
-    """Return the bytes [begin, end) of the concatenation of some views."""
-    found, at = [], 0
-    for view in views:
-        if at < end and at + len(view) > begin:
-            found.append(view[max(0, begin - at) : end - at])
-        at += len(view)
-    return found
-
-
-# --- folding ---
-
-
-class StepRunner:
-    """The steps of a rank's operations whose operands are all there, by priority, and their execution."""
-
-    def __init__(
-        self,
-        peers: Peers,
-        memory: SharedMemory,
-        memory_map: SharedMemoryMap,
-        notices: NoticeBatch,
-        operations: OpenOperations,
-        sender: SliceSender,
-    ) -> None:
-        self.runnable: PriorityQueue[tuple[Operation, int]] = PriorityQueue()
-        self._peers = peers
-        self._links = peers.links
-        self._memory = memory
-        self._memory_map = memory_map
-        self._notices = notices
-        self._operations = operations
-        self._sender = sender
-        self._scratch = Scratch()
+    # --- folding ---
 
     def on_operands(self, operation: Operation, index: int) -> None:
         """Note that the operands of one more child are there for a step."""
@@ -538,7 +508,7 @@ class StepRunner:
         compiled = operation.compiled
         length = compiled.plan.steps[index].length * operation.out.flat.dtype.itemsize
         entry = FINISHED.pack(compiled.registered.number, operation.seq, index)
-        done = self._notices.done
+        done = self.notices.done
         for link in cached.links:
             link.egress_bytes += length
             done[link] += entry
@@ -547,16 +517,16 @@ class StepRunner:
     def _run_step(self, operation: Operation, index: int) -> None:
         step = operation.compiled.plan.steps[index]
         if not step.reduces:
-            self._sender.send_result(operation, step, index)
+            self.send_result(operation, step, index)
             self._operations.finish_part(operation)
             return
         operands = self._operands(operation, step, index)
         if step.up is None:
             self._finish_at_root(operation, step, index, operands)
         elif step.up in self._peers.lost:
-            self._sender.end_reduce_step(operation, step, index)
+            self.end_reduce_step(operation, step, index)
         else:
-            self._sender.send_up(operation, step, index, self._fold_upwards(operation, step, operands))
+            self.send_up(operation, step, index, self._fold_upwards(operation, step, operands))
 
     def _operands(self, operation: Operation, step: SliceStep, index: int) -> Operands:
         """Return the operands of a step in the order of the plan."""
@@ -599,10 +569,10 @@ class StepRunner:
                 if copy.data_ptr() != value.data_ptr():
                     copy.copy_(value)
         for peer in written:
-            self._sender.on_result_written(operation, step, index, self._links[peer])
+            self.on_result_written(operation, step, index, self._links[peer])
         if len(written) < len(step.listeners):
-            self._sender.send_result(operation, step, index, already=written)
-        self._sender.release_children(operation, step, index)
+            self.send_result(operation, step, index, already=written)
+        self.release_children(operation, step, index)
         self._operations.finish_part(operation)
 
     def _prepare_fold(
@@ -637,6 +607,16 @@ class StepRunner:
             links = [self._links[peer] for peer in written]
             cached = CachedStep(operation.out, operation.own, dict(operation.offers), prepared, links)
             operation.compiled.cached_steps[index] = cached
+
+
+def _bytes_between(views: list[memoryview], begin: int, end: int) -> list[memoryview]:
+    """Return the bytes [begin, end) of the concatenation of some views."""
+    found, at = [], 0
+    for view in views:
+        if at < end and at + len(view) > begin:
+            found.append(view[max(0, begin - at) : end - at])
+        at += len(view)
+    return found
 
 
 def _identical(some: Sequence[object], others: Sequence[object]) -> bool:

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import _thread
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from pliant.errors import CollectiveTimeout
 
-
-class HandleOwner(Protocol):
-    """The engine that works on what a handle stands for."""
-
-    timeout_s: float
-    """Default for the timeout of `Handle.wait`."""
-
-    def wake(self) -> None:
-        """Make progress at once, because somebody waits."""
-
-    def missing(self, handle: Handle) -> tuple[str, ...]:
-        """Return the workers that the collective waits for."""
-
+if TYPE_CHECKING:
+    from pliant.comm.engine import Engine
 
 _making_lock = _thread.allocate_lock()
 
@@ -32,7 +21,7 @@ class Handle:
 
     __slots__ = ("_after", "_callbacks", "_done", "_error", "_lock", "_owner", "_result", "name", "subject")
 
-    def __init__(self, name: str, owner: HandleOwner, subject: object) -> None:
+    def __init__(self, name: str, owner: Engine, subject: object) -> None:
         self.name = name
         self.subject = subject
         """The operation, or whatever else the owner identifies the work by."""

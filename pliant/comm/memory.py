@@ -13,7 +13,6 @@ import mmap
 import os
 import threading
 import weakref
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 64
 ARENA_BYTES = 64 << 20
-KEPT_VERSIONS = 3
 
 
 # --- shared memory ---
@@ -203,43 +201,24 @@ class OperandBuffer:
 
 
 class TensorStore:
-    """Named flat CPU tensors that peers may fetch: copies, with the last few versions of each, or live memory."""
+    """Named flat CPU tensors that peers may fetch: copies, or live memory. Thread-safe."""
 
-    def __init__(self, num_versions: int = KEPT_VERSIONS) -> None:
-        self._num_versions = num_versions
-        self._lock = threading.Lock()
-        self._latest: dict[str, torch.Tensor] = {}
-        self._versions: dict[str, OrderedDict[int, torch.Tensor]] = {}
-        self._published: dict[str, torch.Tensor] = {}
+    def __init__(self) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
 
-    def save(self, name: str, tensor: torch.Tensor, version: int | None) -> None:
-        """Keep a copy of `tensor`. If it has a version, only the last few versions are kept."""
-        copy = tensor.detach().to("cpu", copy=True).contiguous().view(-1)
-        with self._lock:
-            self._latest[name] = copy
-            if version is not None:
-                versions = self._versions.setdefault(name, OrderedDict())
-                versions[version] = copy
-                versions.move_to_end(version)
-                while len(versions) > self._num_versions:
-                    versions.popitem(last=False)
+    def save(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep a copy of `tensor`."""
+        self._tensors[name] = tensor.detach().to("cpu", copy=True).contiguous().view(-1)
 
     def publish(self, name: str, flat: torch.Tensor) -> None:
         """Let peers read this very memory under a name, without a copy, until it is unpublished."""
-        with self._lock:
-            self._published[name] = flat
+        self._tensors[name] = flat
 
     def unpublish(self, prefix: str) -> None:
-        """Remove what was published under names that begin with `prefix`."""
-        with self._lock:
-            for name in [name for name in self._published if name.startswith(prefix)]:
-                del self._published[name]
+        """Remove the tensors whose names begin with `prefix`."""
+        for name in list(self._tensors):
+            if name.startswith(prefix):
+                self._tensors.pop(name, None)
 
-    def get(self, name: str, version: int | None) -> torch.Tensor | None:
-        """Return the published or last saved tensor, or the given version of it; None if there is none."""
-        with self._lock:
-            if version is None:
-                found = self._published.get(name)
-                return self._latest.get(name) if found is None else found
-            versions = self._versions.get(name)
-            return versions.get(version) if versions is not None else None
+    def get(self, name: str) -> torch.Tensor | None:
+        return self._tensors.get(name)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pliant.comm.frames import EXTRA, LENGTH, PIECE, SEQ, TAGGED, Frame, FrameKind, Place, channel_tag, header
+from pliant.comm.frames import LENGTH, PIECE, SEQ, TAGGED, Frame, FrameKind, Place, channel_tag, header
 from pliant.comm.memory import SharedMemory, Span, TensorStore, bytes_of
 from pliant.comm.operations import RegisteredSpec
 from pliant.errors import CommError, Mismatch, NotStored, ViewChanged, WorkerLost
@@ -94,7 +94,7 @@ class SharedMemoryMap:
     """
 
     def __init__(self, memory: SharedMemory, peers: Peers) -> None:
-        self._memory = memory
+        self.memory = memory
         self._peers = peers
         self._num_announced = 0
         """The number of our own arenas that all peers know."""
@@ -107,14 +107,14 @@ class SharedMemoryMap:
         found = self._spans.get(key)
         if found is None:
             owner, arena, offset = place
-            arenas = self._memory.arenas if owner == self._peers.rank else self._peers.links[owner].arenas
+            arenas = self.memory.arenas if owner == self._peers.rank else self._peers.links[owner].arenas
             found = self._spans[key] = Span(arenas[arena].flat(offset, dtype, length), owner, arena, offset)
             found.lasting = True
         return found
 
     def new_span(self, flat: torch.Tensor) -> Span:
         """Return a span on newly allocated memory; the span keeps the tensor, and with it the memory."""
-        arena, offset = self._memory.locate(flat) or (0, 0)
+        arena, offset = self.memory.locate(flat) or (0, 0)
         return Span(flat, self._peers.rank, arena, offset)
 
     def announce(self, arena: int) -> None:
@@ -128,7 +128,7 @@ class SharedMemoryMap:
             if link.shared and link.rank not in self._peers.lost:
                 while link.num_arenas_sent <= arena:
                     number = link.num_arenas_sent
-                    mine = self._memory.arenas[number]
+                    mine = self.memory.arenas[number]
                     head = header(FrameKind.ARENA, self._peers.view.number, piece=number, extra=mine.size)
                     link.send_control(head, fd=mine.fd)
                     link.num_arenas_sent += 1
@@ -261,32 +261,30 @@ class TensorRequests:
         self._open: dict[int, tuple[OnResponse, torch.Tensor, int]] = {}
         self._count = 0
 
-    def request(self, rank: int, name: str, version: int | None, out: torch.Tensor, on_response: OnResponse) -> None:
+    def request(self, rank: int, name: str, out: torch.Tensor, on_response: OnResponse) -> None:
         """Fetch what a rank, perhaps this one, has stored under a name into the flat CPU tensor `out`."""
         if rank in self._peers.lost:
             on_response(self._peers.lost[rank])
         elif rank == self._peers.rank:
-            on_response(self._copy(name, version, out))
+            on_response(self._copy(name, out))
         else:
             self._count += 1
             self._open[self._count] = (on_response, out, rank)
             payload = name.encode()
-            extra = 0 if version is None else version + 1
-            head = header(FrameKind.REQUEST, self._view, seq=self._count, extra=extra, length=len(payload))
+            head = header(FrameKind.REQUEST, self._view, seq=self._count, length=len(payload))
             self._peers.links[rank].send_control(head, payload)
 
-    def _copy(self, name: str, version: int | None, out: torch.Tensor) -> Exception | None:
-        found = self._store.get(name, version)
+    def _copy(self, name: str, out: torch.Tensor) -> Exception | None:
+        found = self._store.get(name)
         if found is None:
-            return NotStored(f"nothing is stored here under {name!r} (version {version})")
+            return NotStored(f"nothing is stored here under {name!r}")
         if found.nbytes != out.nbytes:
             return Mismatch(f"{name!r} was stored with {found.nbytes} bytes, but {out.nbytes} were asked for")
         out.view(torch.uint8).copy_(found.view(torch.uint8))
         return None
 
     def on_request(self, link: PeerLink, frame: Frame, payload: bytes) -> None:
-        version = frame[EXTRA] - 1 if frame[EXTRA] else None
-        found = self._store.get(payload.decode(errors="replace"), version)
+        found = self._store.get(payload.decode(errors="replace"))
         views = [bytes_of(found)] if found is not None else []
         size = sum(map(len, views))
         link.egress_bytes += size
@@ -307,7 +305,7 @@ class TensorRequests:
             return
         on_response, out, _ = request
         if not frame[PIECE]:
-            on_response(NotStored(f"{link.worker} (rank {link.rank}) has nothing stored under that name and version"))
+            on_response(NotStored(f"{link.worker} (rank {link.rank}) has nothing stored under that name"))
         elif frame[LENGTH] != out.nbytes:
             on_response(Mismatch(f"{link.worker} stored {frame[LENGTH]} bytes, but {out.nbytes} were asked for"))
         else:

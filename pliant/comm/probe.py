@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pliant.comm.plan import INTERNAL
-from pliant.comm.topology import Forest, forest_of_edges, host_leaders, minimum_spanning_tree
+from pliant.comm.topology import host_leaders
 from pliant.errors import CollectiveTimeout, ConfigError
 
 if TYPE_CHECKING:
@@ -69,14 +69,6 @@ def latencies(engine: Engine, timeout_s: float = 10.0) -> list[float]:
         if not done.acquire(timeout=max(0.0, deadline_s - time.monotonic())):
             raise CollectiveTimeout("latencies", timeout_s, engine.unanswered_pings())
     return found
-
-
-def latency_tree(engine: Engine, timeout_s: float = 30.0) -> Forest:
-    """Return the minimum spanning tree over the measured latencies, the same on every rank. All ranks must call this."""
-    row = torch.tensor(latencies(engine, timeout_s), dtype=torch.float64)
-    rows = engine.all_gather(f"{INTERNAL}latencies", row).wait(timeout_s)
-    assert rows is not None, "an all_gather has a result on every rank"
-    return forest_of_edges(minimum_spanning_tree(rows.tolist()), engine.size)
 
 
 # --- bandwidth ---

@@ -70,7 +70,8 @@ class Connections:
         self.full: set[PeerLink] = set()
         """Those of them from which the kernel takes no more; epoll watches them."""
         self.backpressure = BackpressureGauge()
-        self.on_lost: Callable[[Worker, str], None] | None = None
+        self.on_lost: Callable[[Worker, str], None] = lambda worker, why: None
+        """Called when a worker is gone without a goodbye."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when a connection has been added or dropped."""
         self._poller = poller
@@ -349,7 +350,7 @@ class Connections:
             self.closed_because[link.worker] = "it left the job" if link.is_leaving else why
         if self.collectives is not None and member:
             (self.collectives.on_left(link.rank) if link.is_leaving else self.collectives.on_lost(link.rank, why))
-        if not link.is_leaving and self.on_lost is not None:
+        if not link.is_leaving:
             try:
                 self.on_lost(link.worker, why)
             except Exception:
@@ -408,7 +409,7 @@ class ReactorCall:
     """A call for the engine's thread that is not a collective."""
 
     run: Callable[[], None]
-    fail: Callable[[Exception], None]
+    fail: Callable[[Exception], object] = lambda _: None
     """Called instead of `run` if the engine ends first."""
 
 

@@ -46,7 +46,6 @@ class Network:
     rates: Rates
     replicas: int = 0
     """The number of replicas in total; 0 means one per worker."""
-    exact: bool = True
 
     @cached_property
     def leaders(self) -> tuple[int, ...]:
@@ -113,9 +112,7 @@ def operands_up(tree: Topology, network: Network, chunks: Sequence[int]) -> list
     for rank, replicas in enumerate(inside):
         size = replicas.bit_count()
         read_in_place = rank not in parents and network.hosts[rank] == network.hosts[tree.reduce_to[rank]]
-        if not network.exact:
-            found.append(1.0)
-        elif size == 1 or read_in_place:
+        if size == 1 or read_in_place:
             found.append(float(size))
         else:
             folded = sum(max(0, _prefix(chunk, replicas, network.num_replicas) - 1) for chunk in chunks)
@@ -152,9 +149,7 @@ Lane = tuple[float, Topology, list[float]]
 
 def lanes(strategy: Strategy, network: Network) -> list[Lane]:
     """Return each topology of the strategy that has a share of the tensor."""
-    trees = strategy.topologies(network.hosts, network.exact)
-    if not network.exact:
-        return [(1 / len(trees), tree, operands_up(tree, network, (0,))) for tree in trees]
+    trees = strategy.topologies(network.hosts, exact=True)
     replicas = network.num_replicas
     chunks_of: list[list[int]] = [[] for _ in trees]
     for chunk in range(replicas):
@@ -306,11 +301,6 @@ class StrategyChoice:
     predicted_s: float
     present_s: float
 
-    @property
-    def gain(self) -> float:
-        """The speedup over the present strategy minus 1: 0.5 means 1.5 times as fast."""
-        return self.present_s / self.predicted_s - 1 if self.predicted_s > 0 else 0.0
-
 
 def choose(
     network: Network, num_bytes: float, present: Strategy, *, preferred: Sequence[Strategy] = (), margin: float = 0.15
@@ -323,7 +313,7 @@ def choose(
     present_s = predict_s(present, network, num_bytes)
     listed: dict[tuple[Topology, ...], Strategy] = {}
     for each in (*preferred, *candidates(network)):
-        listed.setdefault(each.topologies(network.hosts, network.exact), each)
+        listed.setdefault(each.topologies(network.hosts, exact=True), each)
     timed = [(each, predict(each, network, num_bytes)) for each in listed.values()]
     if 3 <= len(network.leaders) <= MAX_CLIMB_HOSTS:
         start = min((each for each in timed if each[0].forest), key=lambda each: each[1].seconds, default=None)

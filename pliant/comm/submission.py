@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pliant.comm.frames import channel_tag
-from pliant.comm.handle import Handle, HandleOwner
+from pliant.comm.handle import Handle
 from pliant.comm.kernels import Reducer, dtype_name, dtype_of
 from pliant.comm.memory import Span
 from pliant.comm.operations import CompiledPlan, Operation, RegisteredSpec, compile_plan
@@ -24,6 +24,7 @@ from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
     from pliant.comm.collective import Collectives
+    from pliant.comm.engine import Engine
     from pliant.comm.peers import SharedMemoryMap
     from pliant.comm.reactor import ReactorCall
     from pliant.comm.transport import Transport
@@ -130,7 +131,7 @@ class Submitter:
         collectives: Collectives,
         transport: Transport,
         strategies: StrategyHistory,
-        owner: HandleOwner,
+        owner: Engine,
         *,
         slice_bytes: int,
     ) -> None:

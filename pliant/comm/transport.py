@@ -11,15 +11,18 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import queue
 import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
 from pliant.cluster import View, Worker
+from pliant.comm.collective import Collectives
 from pliant.comm.connection import PeerLink, Poller
 from pliant.comm.cuda_staging import CudaStaging
 from pliant.comm.engine import Engine, EngineConfig
@@ -36,16 +39,22 @@ class Transport:
     """Connections, shared memory and the I/O thread of one worker. Outlives a view; each Engine borrows it."""
 
     def __init__(self, me: Worker, mesh: MeshConfig, config: EngineConfig) -> None:
+        self.engine: Engine | None = None
+        """The engine of the view that the worker is in."""
+        self.on_lost: Callable[[Worker, str], None] | None = None
+        """Called with worker and reason when a connection broke without a goodbye, or a peer fell silent.
+
+        It is called on the engine's thread and must not block.
+        """
         self.memory = SharedMemory()
         self.store = TensorStore()
         poller = Poller()
         self.connections = Connections(me, poller, heartbeat_timeout_s=config.heartbeat_timeout_s)
-        self.connections.on_change = self._notify_changed
+        self.connections.on_lost, self.connections.on_change = self._on_lost, self._notify_changed
         self.reactor = Reactor(self.connections, poller, linger_s=config.linger_s)
         self._me = me
         self._config = config
         self._mesh = Mesh(me, mesh, self)
-        self._engine: Engine | None = None
         self._cuda: CudaStaging | None = None
         self._making_cuda = threading.Lock()
         self._changed = threading.Condition()
@@ -94,18 +103,6 @@ class Transport:
         self.reactor.close_in_child()
 
     # --- connections ---
-
-    @property
-    def on_lost(self) -> Callable[[Worker, str], None] | None:
-        """Called with worker and reason when a connection broke without a goodbye, or a peer fell silent.
-
-        It is called on the engine's thread and must not block.
-        """
-        return self.connections.on_lost
-
-    @on_lost.setter
-    def on_lost(self, call: Callable[[Worker, str], None] | None) -> None:
-        self.connections.on_lost = call
 
     def is_connected(self, worker: Worker) -> bool:
         """Return whether there is a connection to `worker` that is not known to be dead."""
@@ -174,17 +171,10 @@ class Transport:
 
     def admit(self, worker: Worker) -> bool:
         """Return whether a newcomer may use the name of `worker`: not if there is a living connection to it."""
-        free: list[bool] = []
-        done = threading.Event()
-
-        def answer(value: bool) -> None:
-            free.append(value)
-            done.set()
-
-        check = lambda: self.connections.check_duplicate(worker, answer)  # noqa: E731
-        self.reactor.post(ReactorCall(check, lambda _: answer(False)))
-        done.wait()
-        return free[0]
+        answers = queue.SimpleQueue[bool]()
+        check = partial(self.connections.check_duplicate, worker, answers.put)
+        self.reactor.post(ReactorCall(check, lambda _: answers.put(False)))
+        return answers.get()
 
     def add_connection(self, worker: Worker, sock: socket.socket) -> None:
         """Serve an authenticated connection; an older one to the same worker is dropped.
@@ -196,21 +186,20 @@ class Transport:
         connections = self.connections
         link = PeerLink(-1, worker, sock, shared=shared, receiver=connections, unsent=connections.unsent, view=-1)
         try:
-            self._call(lambda: connections.add(link))
+            self._call(partial(connections.add, link))
         except CommError:
             link.close()
             raise
+
+    def _on_lost(self, worker: Worker, why: str) -> None:
+        if self.on_lost is not None:
+            self.on_lost(worker, why)
 
     def _notify_changed(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
     # --- views ---
-
-    @property
-    def engine(self) -> Engine | None:
-        """The engine of the view that the worker is in."""
-        return self._engine
 
     def enter(self, view: View) -> Engine:
         """Move to another view, at once, and return its engine.
@@ -231,42 +220,37 @@ class Transport:
             CommError: there was never a connection to a member; nothing has changed.
         """
         rank = view.rank_of(self._me)
-        if self._engine is not None and view.number <= self._engine.view.number:
-            raise ConfigError(f"view {view.number} does not come after {self._engine.view.number}: views only go on")
-        engine = Engine(view, rank, self._config, self)
-        self._call(engine.enter)
-        self._engine = engine
-        return engine
+        if self.engine is not None and view.number <= self.engine.view.number:
+            raise ConfigError(f"view {view.number} does not come after {self.engine.view.number}: views only go on")
+        collectives = Collectives(view, rank, self.memory, self.store)
+        self._call(partial(self.reactor.enter, collectives))
+        self.engine = Engine(collectives, self._config, self)
+        return self.engine
 
     def abort(self, error: Exception) -> None:
         """Fail everything that is open or submitted later in the present view with `error`. Thread-safe."""
-        if self._engine is not None:
-            self._engine.abort(error)
+        if self.engine is not None:
+            self.engine.abort(error)
 
     def _call(self, act: Callable[[], None]) -> None:
         """Call `act` on the engine's thread and wait for it."""
         if self.reactor.is_current:
             raise ConfigError("the engine's thread cannot wait for itself: leave `on_lost` first, then do this")
-        outcome: list[Exception | None] = []
-        done = threading.Event()
-
-        def end(error: Exception | None) -> None:
-            outcome.append(error)
-            done.set()
+        outcome = queue.SimpleQueue[Exception | None]()
 
         def run() -> None:
             try:
                 act()
             except Exception as error:
-                end(error)
+                outcome.put(error)
             else:
-                end(None)
+                outcome.put(None)
 
-        self.reactor.post(ReactorCall(run, end))
+        self.reactor.post(ReactorCall(run, outcome.put))
         self.reactor.wake()
-        done.wait()
-        if outcome[0] is not None:
-            raise outcome[0]
+        error = outcome.get()
+        if error is not None:
+            raise error
 
     # --- memory ---
 
@@ -293,7 +277,7 @@ class Transport:
         self.store.publish(name, tensor.detach().view(-1))
 
     def unpublish(self, prefix: str) -> None:
-        """Remove what was published under names that begin with `prefix`; what was requested is still sent."""
+        """Remove the stored tensors whose names begin with `prefix`; what was requested is still sent."""
         self.store.unpublish(prefix)
 
 

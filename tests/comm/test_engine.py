@@ -17,7 +17,7 @@ from gang import FULL
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.kernels import dtype_name
 from pliant.comm.plan import Spec, make_plan
-from pliant.comm.probe import latencies, latency_tree
+from pliant.comm.probe import latencies
 from pliant.comm.topology import STRATEGIES, Strategy
 from pliant.comm.transport import loopback_engines, view_of
 from pliant.errors import CollectiveTimeout, CommError, ConfigError, EngineClosed, Mismatch, NotStored, WorkerLost
@@ -244,27 +244,23 @@ def test_a_closed_engine_fails_what_waits_and_refuses_more() -> None:
             ranks[0].all_reduce("g", torch.ones(1))
 
 
-def test_stored_tensors_are_fetched_by_name_and_version() -> None:
+def test_stored_tensors_are_fetched_by_name() -> None:
     with loopback_engines("AAB", QUICK) as ranks:
-        for engine in ranks:
-            for version in range(5):
-                engine.save("model", torch.full((4,), 10.0 * engine.rank + version), version)
+        for engine, value in itertools.product(ranks, range(2)):
+            engine.save("model", torch.full((4,), 10.0 * engine.rank + value))
         for engine, peer in itertools.product(ranks, range(3)):
             out = torch.empty(2, 2)
-            assert torch.equal(engine.request(peer, "model", out).wait(5), torch.full((2, 2), 10.0 * peer + 4))
-            engine.request(peer, "model", out, version=2).wait(5)
-            assert out[0, 0].item() == 10.0 * peer + 2
-        with pytest.raises(NotStored):
-            ranks[0].request(2, "model", out, version=1).wait(5)
-        with pytest.raises(NotStored):
-            ranks[0].request(0, "nothing", out).wait(5)
+            assert torch.equal(engine.request(peer, "model", out).wait(5), torch.full((2, 2), 10.0 * peer + 1))
+        for peer in (0, 2):
+            with pytest.raises(NotStored):
+                ranks[0].request(peer, "nothing", out).wait(5)
         with pytest.raises(Mismatch, match="stored 16 bytes"):
             ranks[0].request(1, "model", torch.empty(3)).wait(5)
         with pytest.raises(ConfigError, match="rank 7"):
             ranks[0].request(7, "model", out)
 
 
-def test_throughput_latencies_and_the_spanning_tree() -> None:
+def test_throughput_and_latencies() -> None:
     with loopback_engines("AAB", QUICK) as ranks:
         on_all(ranks, lambda engine: engine.all_reduce("g", torch.ones(1_000_000)).wait())
         lanes = ranks[0].throughput()
@@ -275,9 +271,6 @@ def test_throughput_latencies_and_the_spanning_tree() -> None:
             found = latencies(engine)
             assert found[row] == 0
             assert all(0 < s < 5 for rank, s in enumerate(found) if rank != row)
-        trees = on_all(ranks, latency_tree)
-        assert trees[0] == trees[1] == trees[2]
-        assert trees[0][0] == 0
 
 
 @pytest.mark.parametrize(
@@ -291,7 +284,6 @@ def test_throughput_latencies_and_the_spanning_tree() -> None:
         (lambda e: e.set_strategy("HYPERCUBE"), "is unknown: use one of"),
         (lambda e: e.set_strategy([0, 0, 0]), "3 entries, but there are 2 ranks"),
         (lambda e: e.all_reduce("x", torch.ones(1), parts=[1]), "must have one number, 1 or more, for each of 2 ranks"),
-        (lambda e: EngineConfig(slice_bytes=10), "use 4096 or more"),
         (lambda e: EngineConfig(determinism="sloppy"), "use 'exact' or 'fast'"),
         (lambda e: EngineConfig(heartbeat_timeout_s=0), "positive"),
     ],

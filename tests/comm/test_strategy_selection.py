@@ -41,22 +41,21 @@ def all_trees(size: int) -> list[tuple[int, ...]]:
     return found
 
 
-@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("hosts", ["AB", "ABC", "ABCD", "AABB", "AABCC", "ABCDEF", "AAAA"])
-def test_the_bytes_are_those_of_the_plan(hosts: str, exact: bool) -> None:
+def test_the_bytes_are_those_of_the_plan(hosts: str) -> None:
     size, item = len(hosts), 4
     names = [*STRATEGIES, "MULTI_STAR@0", f"MULTI_STAR@0,{size - 1}"]
     strategies = [topology.parse_strategy(name) for name in names]
     strategies.append(Strategy("FOREST", tuple(max(0, rank - 1) for rank in range(size))))
-    for replicas, strategy in itertools.product((size, 2 * size + 1) if exact else (size,), strategies):
-        network = Network(tuple(hosts), uniform(size), replicas, exact)
-        # Long enough to be cut, into chunks of the same length, or into slices that the lanes can share evenly.
+    for replicas, strategy in itertools.product((size, 2 * size + 1), strategies):
+        network = Network(tuple(hosts), uniform(size), replicas)
+        # Long enough to be cut, into chunks of the same length.
         length = replicas * 12 * 8192
         parts = tuple(end - begin for begin, end in even_partition(replicas, size))
-        spec = Spec("all_reduce", "x", tuple(range(size)), "float32", length, "sum", exact, -1, parts)
+        spec = Spec("all_reduce", "x", tuple(range(size)), "float32", length, "sum", True, -1, parts)
         planned: Counter[tuple[int, int]] = Counter()
         for rank in range(size):
-            plan = make_plan(spec, rank, tuple(hosts), strategy, item, length * item // (1 if exact else 12 * size))
+            plan = make_plan(spec, rank, tuple(hosts), strategy, item, length * item)
             for peer, sent in plan.egress(item).items():
                 planned[rank, peer] += sent
         predicted = traffic(lanes(strategy, network))
@@ -74,7 +73,6 @@ def test_on_equal_links_every_host_has_a_share() -> None:
     # Each host sends 2(n-1)/n of the tensor, a star's root n-1 times the tensor.
     assert found.predicted_s == pytest.approx(1.5 * 100 * MB / RATE, rel=0.05)
     assert found.present_s == pytest.approx(3 * 100 * MB / RATE, rel=0.1)
-    assert found.gain > 0.8
 
 
 @pytest.mark.parametrize("slow", range(4))
@@ -98,9 +96,6 @@ def test_several_workers_of_a_host_are_one_on_the_wire() -> None:
     # As a leaf, host A would have to carry both its operands in most chunks, for the sake of the exact order; as the
     # root of a chain it sends the sum, once.
     assert sum(share for (source, target), share in sent.items() if source < 2 <= target) == 1
-    fast = Network(tuple("AABBCC"), rates, exact=False)
-    sent = traffic(lanes(choose(fast, 50 * MB, Strategy("STAR")).strategy, fast))
-    assert sum(share for (source, target), share in sent.items() if source < 2 <= target) == 1
 
 
 def test_ties_go_to_the_present_one_and_small_gains_change_nothing() -> None:
@@ -108,7 +103,6 @@ def test_ties_go_to_the_present_one_and_small_gains_change_nothing() -> None:
     for present in (Strategy("FOREST", (1, 1, 1, 1)), Strategy("STAR")):
         only_stars = choose(network, 50 * MB, present, margin=1.0)
         assert only_stars.strategy == present
-        assert only_stars.gain == 0
     assert choose(network, 50 * MB, Strategy("AUTO")).strategy == Strategy("AUTO")
     slower = Network(tuple("ABCD"), hose([RATE * 0.9, RATE, RATE, RATE], [RATE] * 4))
     assert choose(slower, 50 * MB, Strategy("AUTO")).strategy == Strategy("AUTO")
