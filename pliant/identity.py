@@ -73,8 +73,6 @@ class WorkerSpec:
     """The token of the config server; empty where it has none."""
     elastic: bool = False
     """Whether the job follows the membership of the config server: workers may come and go."""
-    copies: int = 1
-    """On how many other workers each replica's context is to be kept, at least: all of them keep it."""
     determinism: str = ""
     """D0, D1 or D2; empty where the program decides."""
     checkpoint_dir: str = ""
@@ -111,7 +109,6 @@ class WorkerSpec:
             environ["PLIANT_TOKEN"] = self.token
         return environ | {
             "PLIANT_ELASTIC": str(int(self.elastic)),
-            "PLIANT_COPIES": str(self.copies),
             "PLIANT_DETERMINISM": self.determinism,
             "PLIANT_CHECKPOINT_DIR": self.checkpoint_dir,
             "PLIANT_CHECKPOINT_EVERY": str(self.checkpoint_every),
@@ -144,7 +141,6 @@ def worker_spec(environ: Mapping[str, str] = os.environ) -> WorkerSpec:
             tls_key=environ.get("PLIANT_TLS_KEY", ""),
             token=environ.get("PLIANT_TOKEN", ""),
             elastic=environ.get("PLIANT_ELASTIC", "0") == "1",
-            copies=int(environ.get("PLIANT_COPIES", "1")),
             determinism=environ.get("PLIANT_DETERMINISM", ""),
             checkpoint_dir=environ.get("PLIANT_CHECKPOINT_DIR", ""),
             checkpoint_every=int(environ.get("PLIANT_CHECKPOINT_EVERY", "0")),

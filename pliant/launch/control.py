@@ -106,10 +106,10 @@ class HeadRunner:
         group: HostGroup,
         secret: bytes,
         post: Callable[[Verdict | RunnerGone], None],
-        welcome: Body,
+        config_server: str,
     ) -> None:
         self._address, self._group, self._secret = address, group, secret
-        self._post, self._welcome = post, welcome
+        self._post, self._config_server = post, config_server
         self._channels: dict[str, Channel] = {}
         self._changed = threading.Condition()
         self._server: ChannelServer | None = None
@@ -143,7 +143,7 @@ class HeadRunner:
                     log.info("waiting for the runners on %s", ", ".join(missing))
                     self._broadcast({"waiting": ", ".join(missing)})
             self._group.begun = True
-            welcome = {**self._welcome, "ports": self._group.ports}
+            welcome = {"ports": self._group.ports, "config_server": self._config_server}
             self._broadcast(welcome)
         return welcome
 

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pliant.adapt.monitors import parse_monitors
 from pliant.adapt.policy import maths_decisions
@@ -75,18 +74,10 @@ class RunOptions:
     """Leave CUDA_VISIBLE_DEVICES alone."""
     port: int = DEFAULT_RUNNER_PORT
     """Where the first host's runner meets the others."""
-    debug_port: int = 0
-    """Where to serve the runner's state; 0 means not at all."""
-    delay_s: float = 0.0
-    """Wait this long before starting anything."""
     secret_file: str = ""
     """File with the job's secret."""
     watch: bool = False
     """Follow the config server: start and stop workers as the view says."""
-    keep: bool = False
-    """In watch mode, stay after the local workers have finished."""
-    copies: int = 1
-    """On how many other workers each replica's context is kept."""
     determinism: str = ""
     """D0, D1 or D2; empty leaves it to the program."""
     checkpoint_dir: str = ""
@@ -115,8 +106,6 @@ class RunOptions:
     """Where to write the config server's address and the workers' processes, for a scheduler to read; empty: nowhere."""
     slot_devices: str = ""
     """A file with the CUDA device of each slot, read whenever a worker starts; empty: slots take the devices in turn."""
-    start_time_s: float = 0.0
-    """When the job began, as Unix time, for the workers to know."""
 
     def __post_init__(self) -> None:
         if not self.program:
@@ -129,27 +118,23 @@ class RunOptions:
         self._check_training()
         if self.resize_schedule:
             object.__setattr__(self, "watch", True)
-        for port, flag in ((self.debug_port, "-debug-port"), (self.builtin_config_port, "-builtin-config-port")):
-            if port:
-                check_port(port, flag)
+        if self.builtin_config_port:
+            check_port(self.builtin_config_port, "-builtin-config-port")
         if self.init_version < 0 and not (self.watch and self.config_server):
             raise ConfigError(
                 f"-init-version {self.init_version} waits to be added by a config server: add -w -config-server URL"
             )
-        if self.keep and not self.watch:
-            raise ConfigError("-k keeps a watching runner alive: add -w")
         if self.independent and not self.watch:
             raise ConfigError("--independent replaces workers one by one, as a watching runner does: add -w")
-        if self.config_server and self.builtin_config_port and not self.follows_builtin:
+        if self.builtin_config_port and not self.follows_builtin:
             raise ConfigError(
-                f"-config-server {self.config_server} and -builtin-config-port {self.builtin_config_port} are two "
-                "config servers: give one of them, or the same port"
+                f"-builtin-config-port {self.builtin_config_port} is for the job's own config server: "
+                "add -w, and leave -config-server out"
             )
         object.__setattr__(self, "strategy", check_strategy(self.strategy))
 
     def _check_training(self) -> None:
         for count, flag in (
-            (self.copies, "--copies"),
             (self.checkpoint_every, "--checkpoint-every"),
             (self.max_restarts, "--max-restarts"),
         ):
@@ -175,13 +160,7 @@ class RunOptions:
     @property
     def follows_builtin(self) -> bool:
         """Whether the head runner of this job also runs its config server."""
-        if not self.config_server:
-            return self.watch or self.builtin_config_port > 0
-        # KungFu's commands give both flags, and mean one server.
-        try:
-            return self.builtin_config_port > 0 and urlsplit(self.config_server).port == self.builtin_config_port
-        except ValueError:
-            return False
+        return self.watch and not self.config_server
 
 
 # --- devices ---
@@ -312,7 +291,6 @@ class LaunchPlan:
             "-strategy": self.options.strategy,
             "-w": self.options.watch,
             "--determinism": self.options.determinism,
-            "--copies": self.options.copies,
             "--resize-schedule": format_schedule(self.options.resize_schedule),
         }
 
@@ -322,12 +300,11 @@ class LaunchPlan:
             "PYTHONUNBUFFERED": "1",
             **self.pins,
             **environ,
-            "PLIANT_JOB_START": repr(self.options.start_time_s),
             JOB_MARK: mark,
         }
 
     def make_spec(
-        self, worker: Worker, view: View, *, secret: bytes, config_server: str = "", listen_fd: int | None = None
+        self, worker: Worker, view: View, secret: bytes, config_server: str = "", listen_fd: int | None = None
     ) -> WorkerSpec:
         """Return what `worker` must know of its job."""
         options = self.options
@@ -340,7 +317,6 @@ class LaunchPlan:
             listen_fd=listen_fd,
             heartbeat_timeout_s=options.heartbeat_timeout_s,
             elastic=options.watch,
-            copies=options.copies,
             determinism=options.determinism,
             checkpoint_dir=options.checkpoint_dir,
             checkpoint_every=options.checkpoint_every,

@@ -9,37 +9,18 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pliant.cluster import View, Worker
 from pliant.duration import format_duration
 from pliant.errors import PliantError
+from pliant.launch import events
 from pliant.launch.addresses import bind_ports, listen_on
-from pliant.launch.events import (
-    Action,
-    Event,
-    EventQueue,
-    Exited,
-    ExitRunner,
-    KillWorker,
-    NotReplaced,
-    ReportFailure,
-    ReportLoss,
-    RequestReplacement,
-    SendStatus,
-    ShowMessage,
-    StartFailed,
-    StartWorker,
-    StateChanged,
-    TerminateWorker,
-    Tick,
-    TimedOut,
-    WarmProcessUp,
-)
 from pliant.launch.output import Console, LogFile, OutputReader, OutputStream, prefix
 from pliant.launch.processes import (
     Guardian,
@@ -52,6 +33,7 @@ from pliant.launch.processes import (
 
 if TYPE_CHECKING:
     from pliant.elastic.client import ConfigSender
+    from pliant.launch.control import Control
     from pliant.launch.plan import LaunchPlan
     from pliant.launch.supervisor import Supervisor
 
@@ -63,16 +45,12 @@ TAIL_WAIT_S = 1.0
 
 @dataclass
 class StartedWorker:
-    """A worker that was started; it is kept for -debug-port after its end."""
+    """A worker that was started."""
 
     process: WorkerProcess
     slot: int
     stdout: OutputStream
     stderr: OutputStream
-
-    @property
-    def state(self) -> str:
-        return "running" if self.process.code is None else f"ended with {self.process.code}"
 
 
 class ProcessManager:
@@ -82,32 +60,31 @@ class ProcessManager:
         self,
         plan: LaunchPlan,
         supervisor: Supervisor,
-        events: EventQueue,
+        queue: events.EventQueue,
+        control: Control | None,
         *,
         environ: Mapping[str, str],
         secret: bytes,
         listeners: dict[int, socket.socket],
-        config_server: str = "",
-        send_status: Callable[[SendStatus], None],
-        sender: ConfigSender | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        config_server: str,
+        sender: ConfigSender | None,
     ) -> None:
-        self._plan, self._supervisor, self._events, self._environ = plan, supervisor, events, environ
-        self._secret, self._listeners, self._config_server = secret, listeners, config_server
-        self._send_status, self._clock = send_status, clock
+        self._plan, self._supervisor, self._queue, self._control = plan, supervisor, queue, control
+        self._environ, self._secret, self._config_server = environ, secret, config_server
+        self._listeners, self._sender = listeners, sender
         self._mark = secrets.token_hex(16)
         self._guardian = Guardian(self._mark, environ)
         self._output = OutputReader()
         self._consoles = {fd: Console(fd, coloured=_shows_colour(fd, environ)) for fd in (1, 2)}
         self._starter = WorkerStarter(plan.command, None)
-        self._held: dict[Worker, tuple[StartWorker, socket.socket]] = {}
+        self._held: dict[Worker, tuple[events.StartWorker, socket.socket]] = {}
         """Workers to be started once the warm process is up."""
-        self._sender = sender
         self._reserved: dict[int, socket.socket] = {}
         """Ports for replacements that were requested."""
         self._used_ports = {plan.options.port}
         self._launched: dict[Worker, StartedWorker] = {}
-        self._views: dict[int, View] = {}
+        self._version = -1
+        """The number of the newest view."""
         self._code: int | None = None
         self._last_failure = ""
 
@@ -121,26 +98,14 @@ class ProcessManager:
             if self._sender is not None:
                 self._sender.start()  # now, so that the first report of a loss need not wait for it
                 stack.callback(self._sender.close)
-            with self._events.signals():
+            with self._queue.signals():
                 while self._code is None:
                     self._wait_and_handle(deadline_s)
         # Signals have their usual meaning again: a console that blocks can be left with Ctrl-C.
         self._output.finish()
         if self._plan.options.independent and self._last_failure:
-            log.error(
-                "%s", self._last_failure
-            )  # again, because the program that started these workers reads the last line
+            log.error("%s", self._last_failure)  # again: the program that started these workers reads the last line
         return self._code
-
-    def state(self) -> dict[str, object]:
-        """Return what -debug-port shows: the views seen, and the local workers."""
-        return {
-            "stages": {str(number): view.to_json() for number, view in sorted(self._views.items())},
-            "workers": {
-                str(worker): {"pid": launched.process.pid, "slot": launched.slot, "state": launched.state}
-                for worker, launched in list(self._launched.items())
-            },
-        }
 
     def _warm_up(self, stack: contextlib.ExitStack) -> None:
         """Start the warm process, if the workers can be forked from one."""
@@ -148,17 +113,14 @@ class ProcessManager:
         if not (options.watch and options.warm and can_start_warm(self._plan.command, self._environ.get("PATH"))):
             return
         environ = self._plan.common_environ(self._environ, self._mark)
+        done = partial(self._queue.post, events.WarmProcessUp())
         try:
-            made = WarmProcess(environ, lambda: self._events.post(WarmProcessUp()), shown=self._plan.command[1:])
-            warm = stack.enter_context(made)
+            warm = stack.enter_context(WarmProcess(environ, done, shown=self._plan.command[1:]))
         except OSError as error:
             log.warning("no warm process (%s): workers are started without it", error.strerror)
             return
         self._guardian.watch(warm.pid)
-        shown = options.show_output
-        for name, descriptor, console in (("stdout", warm.stdout, 1), ("stderr", warm.stderr, 2)):
-            to = self._consoles[console]
-            self._output.add(OutputStream(descriptor, prefix("warm", name, None), to if shown else None, None))
+        self._read_output("warm", warm.stdout, warm.stderr)
         self._starter = WorkerStarter(self._plan.command, warm)
 
     def _wait_and_handle(self, deadline_s: float | None) -> None:
@@ -166,56 +128,53 @@ class ProcessManager:
         if self._supervisor.failed:
             deadline_s = None  # -timeout has nothing more to end
         waits = [at_s for at_s in (deadline_s, self._supervisor.next_deadline_s) if at_s is not None]
-        events, ended = self._events.wait(max(0.0, min(waits) - self._clock()) if waits else None)
+        arrived, ended = self._queue.wait(max(0.0, min(waits) - time.monotonic()) if waits else None)
         # Ends of workers first: one that failed by itself is the cause, whatever came after.
-        for event in [*(self._reap(worker) for worker in ended), *events, Tick()]:
+        for event in [*(self._reap(worker) for worker in ended), *arrived, events.Tick()]:
             self._handle(event)
-        if deadline_s is not None and self._clock() >= deadline_s:
-            self._handle(TimedOut(format_duration(self._plan.options.timeout_s)))
+        if deadline_s is not None and time.monotonic() >= deadline_s:
+            self._handle(events.TimedOut(format_duration(self._plan.options.timeout_s)))
 
-    def _handle(self, event: Event) -> None:
-        for action in self._supervisor.handle(event, self._clock()):
+    def _handle(self, event: events.Event) -> None:
+        for action in self._supervisor.handle(event, time.monotonic()):
             self._perform(action)
-        if isinstance(event, WarmProcessUp):
+        if isinstance(event, events.WarmProcessUp):
             held, self._held = self._held, {}
             for start, listener in held.values():
                 self._launch(start, listener)
-        if isinstance(event, StateChanged) and event.view is not None and event.view.number not in self._views:
-            self._views[event.view.number] = event.view
+        if isinstance(event, events.StateChanged) and event.view is not None and event.view.number > self._version:
+            self._version = event.view.number
             self._used_ports |= {worker.port for worker in event.view.workers if worker.host == self._plan.self_host}
             # Close ports that were bound for a first view which the config server has overruled.
             while self._listeners:
                 self._listeners.popitem()[1].close()
             self._write_state()
 
-    def _perform(self, action: Action) -> None:
+    def _perform(self, action: events.Action) -> None:
         match action:
-            case StartWorker():
+            case events.StartWorker():
                 self._start(action)
-            case TerminateWorker(worker):
+            case events.TerminateWorker(worker):
                 self._signal(worker, signal.SIGTERM)
-            case KillWorker(worker):
+            case events.KillWorker(worker):
                 log.warning("worker %s did not end when told to: killing it", worker)
                 self._signal(worker, signal.SIGKILL)
-            case ReportLoss(worker, why):
+            case events.ReportLoss(worker, why):
                 if self._sender is not None:
-                    self._report_loss(worker, why)
-            case RequestReplacement():
+                    self._sender.report(f"{worker} is lost", lambda client: client.lost(worker, why))
+            case events.RequestReplacement():
                 self._request_replacement()
-            case ReportFailure():
+            case events.ReportFailure():
                 self._report_failure(action)
-            case SendStatus():
-                self._send_status(action)
-            case ShowMessage(text, is_error):
+            case events.SendStatus(status, cause, code):
+                if self._control is not None:
+                    self._control.send_status(self._plan.self_host, status, cause, code)
+            case events.ShowMessage(text, is_error):
                 log.log(logging.ERROR if is_error else logging.INFO, "%s", text)
-            case ExitRunner(code):
+            case events.ExitRunner(code):
                 self._code = code
 
-    def _report_loss(self, worker: Worker, why: str) -> None:
-        assert self._sender is not None, "checked by the caller"
-        self._sender.report(f"{worker} is lost", lambda client: client.lost(worker, why))
-
-    def _start(self, start: StartWorker) -> None:
+    def _start(self, start: events.StartWorker) -> None:
         """Bind the worker's port, and start it as soon as the warm process is ready."""
         worker = start.worker
         try:
@@ -229,26 +188,21 @@ class ProcessManager:
         else:
             self._held[worker] = (start, listener)
 
-    def _launch(self, start: StartWorker, listener: socket.socket) -> None:
+    def _launch(self, start: events.StartWorker, listener: socket.socket) -> None:
         worker, view, slot = start.worker, start.view, start.slot
         try:
             with listener:
-                spec = self._plan.make_spec(
-                    worker,
-                    view,
-                    secret=self._secret,
-                    config_server=self._config_server,
-                    listen_fd=listener.fileno(),
-                )
+                spec = self._plan.make_spec(worker, view, self._secret, self._config_server, listener.fileno())
                 environ = self._plan.worker_environ(self._environ, spec, slot=slot, mark=self._mark)
                 process = self._starter.start(environ, listener)
         except OSError as error:
             self._fail_start(worker, error)
             return
         self._guardian.watch(process.pid)
-        stdout, stderr = self._streams(worker, view, slot, process)
+        log_name = f"{worker.label}@{view.number}" if self._plan.options.watch else worker.label
+        stdout, stderr = self._read_output(worker.label, process.stdout, process.stderr, slot, log_name)
         self._launched[worker] = StartedWorker(process, slot, stdout, stderr)
-        self._events.watch(worker, process.pidfd)
+        self._queue.watch(worker, process.pidfd)
         self._write_state()
 
     def _write_state(self) -> None:
@@ -264,7 +218,9 @@ class ProcessManager:
 
     def _fail_start(self, worker: Worker, error: OSError) -> None:
         # Posted, not handled here: the actions that came with this one must be done first.
-        self._events.post(StartFailed(worker, f"{error.strerror or error}; give it a free port, or free resources"))
+        self._queue.post(
+            events.StartFailed(worker, f"{error.strerror or error}; give it a free port, or free resources")
+        )
 
     def _request_replacement(self) -> None:
         """Ask for one more worker here, on a port that was never used.
@@ -276,7 +232,7 @@ class ProcessManager:
         try:
             bound = bind_ports(host, 1, options.port_range, avoid=self._used_ports)
         except PliantError as error:
-            self._events.post(NotReplaced(str(error)))
+            self._queue.post(events.NotReplaced(str(error)))
             return
         self._reserved |= bound
         self._used_ports |= set(bound)
@@ -286,23 +242,23 @@ class ProcessManager:
             error = None if done.cancelled() else done.exception()
             if error is not None:
                 self._reserved.pop(worker.port).close()
-                self._events.post(NotReplaced(str(error)))
+                self._queue.post(events.NotReplaced(str(error)))
 
         self._sender.submit(lambda client: client.add_worker(worker)).add_done_callback(check)
 
-    def _streams(
-        self, worker: Worker, view: View, slot: int, process: WorkerProcess
+    def _read_output(
+        self, label: str, stdout: int, stderr: int, colour: int | None = None, log_name: str = ""
     ) -> tuple[OutputStream, OutputStream]:
+        """Begin to read a process's output; with a `log_name`, also write it to files under -logdir."""
         options = self._plan.options
-        version = view.number if options.watch else None
         made = []
-        for name, descriptor, console in (("stdout", process.stdout, 1), ("stderr", process.stderr, 2)):
-            shown = self._consoles[console]
+        for name, descriptor, console in (("stdout", stdout, self._consoles[1]), ("stderr", stderr, self._consoles[2])):
+            log_file = Path(options.logdir) / f"{log_name}.{name}.log"
             stream = OutputStream(
                 descriptor=descriptor,
-                prefix=prefix(worker.label, name, slot if shown.coloured else None),
-                console=shown if options.show_output else None,
-                file=LogFile(Path(options.logdir) / log_name(worker, version, name)) if options.logdir else None,
+                prefix=prefix(label, name, colour if console.coloured else None),
+                console=console if options.show_output else None,
+                file=LogFile(log_file) if options.logdir and log_name else None,
             )
             self._output.add(stream)
             made.append(stream)
@@ -311,27 +267,27 @@ class ProcessManager:
     def _signal(self, worker: Worker, signum: int) -> None:
         if worker in self._held:
             self._held.pop(worker)[1].close()
-            self._events.post(Exited(worker, -signum))
+            self._queue.post(events.Exited(worker, -signum))
         elif worker in self._launched:
             self._launched[worker].process.signal(signum)
 
-    def _reap(self, worker: Worker) -> Exited:
+    def _reap(self, worker: Worker) -> events.Exited:
         process = self._launched[worker].process
-        self._events.forget(process.pidfd)
+        self._queue.forget(process.pidfd)
         code = process.reap()
         self._guardian.forget(process.pid)
         self._write_state()
-        return Exited(worker, code)
+        return events.Exited(worker, code)
 
-    def _report_failure(self, failure: ReportFailure) -> None:
+    def _report_failure(self, failure: events.ReportFailure) -> None:
         worker = failure.worker
         if worker not in self._launched:
             log.error("worker %s %s: %s", worker, failure.how, failure.what)
             return
         launched = self._launched[worker]
-        deadline_s = self._clock() + TAIL_WAIT_S
+        deadline_s = time.monotonic() + TAIL_WAIT_S
         for stream in (launched.stderr, launched.stdout):
-            stream.ended.wait(max(0.0, deadline_s - self._clock()))
+            stream.ended.wait(max(0.0, deadline_s - time.monotonic()))
         name, tail = ("stderr", launched.stderr.tail) if launched.stderr.tail else ("stdout", launched.stdout.tail)
         lines = [line.decode(errors="backslashreplace") for line in tail]
         view = self._supervisor.view
@@ -353,9 +309,3 @@ class ProcessManager:
 
 def _shows_colour(descriptor: int, environ: Mapping[str, str]) -> bool:
     return os.isatty(descriptor) and "NO_COLOR" not in environ and environ.get("TERM") != "dumb"
-
-
-def log_name(worker: Worker, version: int | None, stream: str) -> str:
-    """Return the name of the file in `-logdir` for a worker's stream; `version` is given in watch mode."""
-    label = worker.label if version is None else f"{worker.label}@{version}"
-    return f"{label}.{stream}.log"

@@ -10,23 +10,20 @@ import contextlib
 import hashlib
 import hmac
 import ipaddress
-import json
 import logging
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import urljoin
 
-from pliant.cluster import ClusterSnapshot, View, Worker
+from pliant.cluster import ClusterSnapshot, View
 from pliant.duration import format_duration
-from pliant.errors import ClusterCleared, ConfigError, LaunchError, ServerUnavailable, StaleView
+from pliant.errors import ClusterCleared, LaunchError, ServerUnavailable, StaleView
 from pliant.identity import job_secret
 from pliant.launch.addresses import bind_ports
 from pliant.launch.control import Control, HeadRunner, HostGroup, MemberRunner
-from pliant.launch.events import EventQueue, SendStatus, StateChanged
+from pliant.launch.events import EventQueue, StateChanged
 from pliant.launch.plan import LaunchPlan, Machine, first_view
 from pliant.launch.process_manager import ProcessManager
 from pliant.launch.supervisor import TIMEOUT_EXIT, Supervisor
@@ -61,7 +58,6 @@ class ConfigAddress:
 def launch(
     plan: LaunchPlan,
     machine: Machine,
-    clock: Callable[[], float] = time.monotonic,
     *,
     register: Callable[..., contextlib.AbstractContextManager[object]] | None = None,
 ) -> RunnerOutcome:
@@ -73,8 +69,7 @@ def launch(
         ConfigError, LaunchError: before any worker was started, with the reason.
     """
     options = plan.options
-    time.sleep(options.delay_s)
-    begun_s = clock()
+    begun_s = time.monotonic()
     for warning in plan.warnings:
         log.warning("%s", warning)
     # Independent workers talk to another process, whose secret comes over ssh in the environment.
@@ -82,28 +77,32 @@ def launch(
     is_shared = len(plan.hosts) > 1 or bool(options.config_server) or is_given
     secret = job_secret(secret_file=options.secret_file, shared=is_shared, environ=machine.environ)
     with contextlib.ExitStack() as stack:
-        listeners = _bind_worker_ports(plan, stack)
+        num_ports = 0 if options.init_version < 0 else plan.num_local
+        listeners = bind_ports(plan.self_host, num_ports, options.port_range, avoid={options.port})
+        for listener in listeners.values():
+            stack.callback(listener.close)
         events = EventQueue()
         stack.callback(events.close)
         config = stack.enter_context(_config_server(plan, secret, machine.environ))
         control = _make_control(plan, secret, events, config.url)
-        ports = {plan.self_host: list(listeners)}
+        ports: Mapping[str, Sequence[int]] = {plan.self_host: list(listeners)}
         if control is not None:
             stack.callback(control.close)
+            timeout_s = min(options.rendezvous_timeout_s, options.timeout_s or options.rendezvous_timeout_s)
             try:
-                welcome = _meet_hosts(plan, control, list(listeners))
+                control.open()
+                welcome = control.meet(plan.self_host, plan.agreement, list(listeners), timeout_s)
             except LaunchError as error:
-                if not options.timeout_s or clock() - begun_s < options.timeout_s:
+                if not options.timeout_s or time.monotonic() - begun_s < options.timeout_s:
                     raise
                 log.error("-timeout: %s", error)
                 return RunnerOutcome(TIMEOUT_EXIT, "")
-            ports = _ports_in(welcome)
-            config = ConfigAddress(config.url or str(welcome.get("config_server", "")), config.token)
+            ports = welcome["ports"]
+            config = ConfigAddress(config.url or welcome["config_server"], config.token)
         supervisor = Supervisor(
             plan.self_host,
             grace_s=options.grace_s,
             watch=options.watch,
-            keep=options.keep,
             alone=control is None,
             slots=next(host.slots for host in plan.hosts if host.address == plan.self_host),
             max_restarts=options.max_restarts,
@@ -113,17 +112,18 @@ def launch(
             plan,
             supervisor,
             events,
+            control,
             environ={**machine.environ, "PLIANT_TOKEN": config.token} if config.token else machine.environ,
             secret=secret,
             listeners=listeners,
             config_server=config.url,
-            send_status=_status_sender(plan, control),
             sender=_make_sender(config) if options.watch else None,
         )
-        if options.debug_port:
-            port = stack.enter_context(serve_state(plan.self_host, options.debug_port, manager.state))
-            log.info("state at http://%s/", Worker(plan.self_host, port))
-        _follow_views(plan, ports, events, config, stack)
+        view = first_view(plan, ports) if options.init_version >= 0 else None
+        if options.watch:
+            _follow_server(view if plan.is_head else None, events, config, options.rendezvous_timeout_s, stack)
+        elif view is not None:
+            events.post(StateChanged(view))
         if register is not None and plan.is_head and config.url and options.init_version >= 0:
             stack.enter_context(
                 register(
@@ -137,33 +137,13 @@ def launch(
                 )
             )
         code = manager.run(begun_s + options.timeout_s if options.timeout_s else None)
-    return RunnerOutcome(code, _summary(supervisor, clock() - begun_s) if code == 0 else "")
-
-
-def _bind_worker_ports(plan: LaunchPlan, stack: contextlib.ExitStack) -> dict[int, socket.socket]:
-    options = plan.options
-    num_ports = 0 if options.init_version < 0 else plan.num_local
-    listeners = bind_ports(plan.self_host, num_ports, options.port_range, avoid={options.port})
-    for listener in listeners.values():
-        stack.callback(listener.close)
-    return listeners
-
-
-def _status_sender(plan: LaunchPlan, control: Control | None) -> Callable[[SendStatus], None]:
-    def send(status: SendStatus) -> None:
-        if control is not None:
-            control.send_status(plan.self_host, status.status, status.cause, status.code)
-
-    return send
+    return RunnerOutcome(code, _summary(supervisor, time.monotonic() - begun_s) if code == 0 else "")
 
 
 def _summary(supervisor: Supervisor, took_s: float) -> str:
     done, lost = supervisor.num_finished, supervisor.num_lost
     text = f"all {done}/{supervisor.num_started - lost} local workers finished"
     return f"{text}{f' ({lost} lost)' if lost else ''}, took {format_duration(took_s)}"
-
-
-# --- the other hosts ---
 
 
 def _make_control(plan: LaunchPlan, secret: bytes, events: EventQueue, config_server: str) -> Control | None:
@@ -175,23 +155,7 @@ def _make_control(plan: LaunchPlan, secret: bytes, events: EventQueue, config_se
         outlives_head = plan.options.watch and not plan.options.follows_builtin
         return MemberRunner(plan.head, secret, events.post, outlives_head=outlives_head)
     group = HostGroup([host.address for host in plan.hosts], plan.agreement, elastic=plan.options.watch)
-    return HeadRunner(plan.head, group, secret, events.post, {"config_server": config_server})
-
-
-def _meet_hosts(plan: LaunchPlan, control: Control, ports: Sequence[int]) -> Mapping[str, Any]:
-    """Wait until the runners of all hosts have met; return what the head tells them."""
-    options = plan.options
-    timeout_s = min(options.rendezvous_timeout_s, options.timeout_s or options.rendezvous_timeout_s)
-    control.open()
-    return control.meet(plan.self_host, plan.agreement, ports, timeout_s)
-
-
-def _ports_in(welcome: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Return the ports of every host, as the head sent them."""
-    ports = welcome.get("ports")
-    if not isinstance(ports, dict):
-        raise LaunchError(f"the head sent no ports: {welcome!r:.100}; start all runners with one version of pliant")
-    return {str(host): [int(port) for port in bound] for host, bound in ports.items()}
+    return HeadRunner(plan.head, group, secret, events.post, config_server)
 
 
 # --- the config server ---
@@ -209,7 +173,9 @@ def _config_server(plan: LaunchPlan, secret: bytes, environ: Mapping[str, str]) 
     if not options.follows_builtin:
         yield ConfigAddress(options.config_server, token)
         return
-    token = token or _derived_token(plan, secret)
+    if not token and not ipaddress.ip_address(plan.head.host).is_loopback:
+        # One that only the job's members can derive.
+        token = hmac.new(secret, b"config-server", hashlib.sha256).hexdigest()
     if not plan.is_head:
         yield ConfigAddress("", token)  # the URL comes with the head's welcome
         return
@@ -228,48 +194,22 @@ def _config_server(plan: LaunchPlan, secret: bytes, environ: Mapping[str, str]) 
         yield ConfigAddress(server.url, token)
 
 
-def _derived_token(plan: LaunchPlan, secret: bytes) -> str:
-    """Return the token of our own config server: none on loopback, else one that only the job's members can derive."""
-    if ipaddress.ip_address(plan.head.host).is_loopback:
-        return ""
-    return hmac.new(secret, b"config-server", hashlib.sha256).hexdigest()
-
-
 def _make_sender(config: ConfigAddress) -> ConfigSender:
     from pliant.elastic.client import ConfigSender
 
     return ConfigSender(config.url, config.token)
 
 
-def _follow_views(
-    plan: LaunchPlan,
-    ports: Mapping[str, Sequence[int]],
-    events: EventQueue,
-    config: ConfigAddress,
-    stack: contextlib.ExitStack,
+def _follow_server(
+    offered: View | None, events: EventQueue, config: ConfigAddress, timeout_s: float, stack: contextlib.ExitStack
 ) -> None:
-    """Post the first view; in watch mode, offer it to the config server and post every state that it has from then on.
+    """Offer the config server its first view, and post every state that it has from then on.
 
     Raises:
         ClusterCleared: the last job of the config server has ended, and nobody has reset it.
         ConfigError: the server's address is wrong, or it refuses.
         LaunchError: the server does not answer in time.
     """
-    options = plan.options
-    view = first_view(plan, ports) if options.init_version >= 0 else None
-    offered = view if plan.is_head else None
-    if options.watch:
-        _follow_server(offered, events, config, options.rendezvous_timeout_s, stack)
-        return
-    if options.follows_builtin:
-        _offer_view(config, offered, options.rendezvous_timeout_s)
-    if view is not None:
-        events.post(StateChanged(view))
-
-
-def _follow_server(
-    offered: View | None, events: EventQueue, config: ConfigAddress, timeout_s: float, stack: contextlib.ExitStack
-) -> None:
     from pliant.elastic.client import ConfigFollower
 
     snapshot = _offer_view(config, offered, timeout_s)
@@ -313,52 +253,3 @@ def _offer_view(config: ConfigAddress, offered: View | None, timeout_s: float) -
                     log.info("waiting for the config server: %s", error)
                     say_at_s += SAY_S
                 time.sleep(RETRY_S)
-
-
-# --- -debug-port ---
-
-
-@contextlib.contextmanager
-def serve_state(address: str, port: int, state: Callable[[], dict[str, object]]) -> Iterator[int]:
-    """Answer `GET /` with `state()` as JSON, on (`address`, `port`) until the end of the block; yield the port.
-
-    Raises:
-        ConfigError: the port cannot be used.
-    """
-    import http.server  # few ask for it
-
-    class StateHandler(http.server.BaseHTTPRequestHandler):
-        timeout = 10
-
-        def do_GET(self) -> None:
-            body = json.dumps(state(), indent=2).encode() + b"\n"
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Log nothing: this is for a look now and then."""
-
-    class StateServer(http.server.ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        daemon_threads = True
-
-        def server_bind(self) -> None:
-            # The parent class looks up the host's name here, which can take seconds and serves nothing.
-            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self.socket.bind(self.server_address)
-            self.server_address = self.socket.getsockname()
-            self.server_name, self.server_port = address, self.server_address[1]
-
-    try:
-        server = StateServer((address, port), StateHandler)
-    except OSError as error:
-        raise ConfigError(f"-debug-port {port} on {address}: {error.strerror}; give another one") from None
-    with server:
-        threading.Thread(target=server.serve_forever, args=(0.1,), name="debug", daemon=True).start()
-        try:
-            yield server.server_port
-        finally:
-            server.shutdown()

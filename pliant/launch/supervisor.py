@@ -17,33 +17,7 @@ from dataclasses import dataclass
 
 from pliant.cluster import Membership, View, Worker
 from pliant.errors import REFUSED_EXIT
-from pliant.launch.events import (
-    BUSY,
-    DONE,
-    FAILED,
-    IDLE,
-    Action,
-    Event,
-    Exited,
-    ExitRunner,
-    Interrupted,
-    KillWorker,
-    NotReplaced,
-    ReportFailure,
-    ReportLoss,
-    RequestReplacement,
-    RunnerGone,
-    SendStatus,
-    ShowMessage,
-    StartFailed,
-    StartWorker,
-    StateChanged,
-    TerminateWorker,
-    Tick,
-    TimedOut,
-    Verdict,
-    WarmProcessUp,
-)
+from pliant.launch import events
 
 VERDICT_WAIT_S = 5.0
 """After a failure here, how long to wait for the head to say what failed first in the whole job."""
@@ -77,13 +51,13 @@ def describe_exit(code: int) -> str:
 def describe_arrival(old: View | None, new: View, host: str) -> str:
     """Return KungFu's log line for the runner of `host`: `arrived at v3, new np=4, local: +1/-0, global: +2/-0`."""
     before, now = set(old.workers if old else ()), set(new.workers)
+    added, removed = now - before, before - now
+    local = f"+{len(_on(host, added))}/-{len(_on(host, removed))}"
+    return f"arrived at v{new.number}, new np={new.size}, local: {local}, global: +{len(added)}/-{len(removed)}"
 
-    def count(workers: set[Worker], where: str = "") -> int:
-        return sum(1 for worker in workers if where in ("", worker.host))
 
-    local = f"+{count(now - before, host)}/-{count(before - now, host)}"
-    everywhere = f"+{count(now - before)}/-{count(before - now)}"
-    return f"arrived at v{new.number}, new np={new.size}, local: {local}, global: {everywhere}"
+def _on(host: str, workers: Collection[Worker]) -> set[Worker]:
+    return {worker for worker in workers if worker.host == host}
 
 
 # --- what the runner knows ---
@@ -109,13 +83,12 @@ class HostState:
         """Whether somebody has been a member, so that a crash is only a loss."""
         self.finished: set[Worker] = set()
         """Workers of the view that ended well."""
-        self._host, self._independent = host, independent
+        self._host = host
         self._joined: set[Worker] = set()  # local workers that are or were members
         self._reported_lost: set[Worker] = set()  # local workers that others have reported lost
         self._dismissed: set[Worker] = set()  # local workers that live, but are not in the view any more
         self._crashed: set[Worker] = set()  # of the view
         self._crashed_members: set[Worker] = set()
-        self._closed_by: int | None = None  # the view with which a job ended that somebody has reset
 
     @property
     def over(self) -> bool:
@@ -136,7 +109,7 @@ class HostState:
     @property
     def here(self) -> set[Worker]:
         """Workers wanted on this host that have not crashed."""
-        return self._local(self.wanted) - self._crashed
+        return _on(self._host, self.wanted) - self._crashed
 
     def must_start(self, worker: Worker) -> bool:
         """Whether a wanted worker has still to do its work. A crashed one is replaced by one with another address."""
@@ -158,33 +131,20 @@ class HostState:
             # A request would have removed it from the view first, and left it a member until the next step.
             left = set(old.members).difference(membership.members).intersection(living)
             self._reported_lost |= left - self._dismissed
-        if old.over and not membership.over:  # somebody has reset the server
-            self.begun = self._independent
         self.begun = self.begun or bool(membership.members)
         self._joined |= set(membership.members).intersection(living)
         added, removed = self._update_view(view, living) if view is not None else (set[Worker](), set[Worker]())
-        if membership.over and not old.over:
-            self._closed_by = self.view.number if self.view is not None else -1
         self._crashed &= set(self.wanted)
         self._crashed_members &= set(membership.members)
-        self._reopen()
         return added, removed
 
     def _update_view(self, view: View, living: Collection[Worker]) -> tuple[set[Worker], set[Worker]]:
-        before, now = self._local(self.wanted), self._local(view.workers)
+        before, now = _on(self._host, self.wanted), _on(self._host, view.workers)
         removed = before - now - self._crashed
         self._dismissed = (self._dismissed | removed.intersection(living)) - now
         self.view = view
         self.finished &= set(view.workers)
         return now - before, removed - self._reported_lost
-
-    def _reopen(self) -> None:
-        """Forget how the last job ended, once the first view of the next one is there."""
-        is_open = not self.membership.over and self.view is not None
-        if self._closed_by is not None and is_open and self.view is not None and self.view.number > self._closed_by:
-            self._closed_by = None
-            self.finished.clear()
-            self._crashed.clear()
 
     def add_crash(self, worker: Worker) -> None:
         """Note that `worker` has crashed: it is not started again under this address."""
@@ -197,9 +157,6 @@ class HostState:
         for group in (self._joined, self._reported_lost, self._dismissed):
             group.discard(worker)
         return ended
-
-    def _local(self, workers: Collection[Worker]) -> set[Worker]:
-        return {worker for worker in workers if worker.host == self._host}
 
 
 class Replacements:
@@ -285,7 +242,6 @@ class Supervisor:
         *,
         grace_s: float,
         watch: bool = False,
-        keep: bool = False,
         alone: bool = True,
         slots: int = 1,
         max_restarts: int = 0,
@@ -299,7 +255,7 @@ class Supervisor:
         """Over the whole job; workers that a view removed have finished too."""
         self._state = HostState(host, independent=independent)
         self._host, self._grace_s, self._slots = host, grace_s, slots
-        self._watch, self._keep, self._alone, self._independent = watch, keep, alone, independent
+        self._watch, self._alone, self._independent = watch, alone, independent
         self._replacements = Replacements(max_restarts)
         self._leave_by_s: dict[Worker, float] = {}  # members no longer wanted, and when they are told to end
         self._last_crash: tuple[Worker, str, int] | None = None
@@ -328,7 +284,7 @@ class Supervisor:
             waits.append(self._verdict_by_s)
         return min(waits, default=None)
 
-    def handle(self, event: Event, at_s: float) -> list[Action]:
+    def handle(self, event: events.Event, at_s: float) -> list[events.Action]:
         """Return what to do about `event`. Nothing comes back after ExitRunner."""
         if self._over:
             return []
@@ -342,38 +298,38 @@ class Supervisor:
         actions += self._exit_if_over(at_s)
         return actions
 
-    def _react(self, event: Event, at_s: float) -> list[Action]:
+    def _react(self, event: events.Event, at_s: float) -> list[events.Action]:
         match event:
-            case StateChanged(view, membership):
+            case events.StateChanged(view, membership):
                 return self._on_state(view, membership, at_s)
-            case Exited(worker, code):
+            case events.Exited(worker, code):
                 return self._on_exit(worker, code, at_s)
-            case StartFailed(worker, why):
+            case events.StartFailed(worker, why):
                 self.running.pop(worker, None)
                 self.leaving.pop(worker, None)
                 if self._state.begun:
                     return self._on_crash(worker, f"could not be started: {why}", 1, at_s)
                 return self._fail(f"worker {worker} could not be started: {why}", 1, at_s)
-            case Interrupted(signum):
+            case events.Interrupted(signum):
                 return self._on_signal(signum, at_s)
-            case TimedOut(timeout):
+            case events.TimedOut(timeout):
                 return self._fail(f"the job was not done after -timeout {timeout}", TIMEOUT_EXIT, at_s)
-            case Verdict(cause, code):
+            case events.Verdict(cause, code):
                 return self._on_verdict(cause, code)
-            case RunnerGone(host, was_head):
+            case events.RunnerGone(host, was_head):
                 return self._on_runner_gone(host, was_head, at_s)
-            case NotReplaced(why):
+            case events.NotReplaced(why):
                 self._replacements.note_refusal()
-                return [ShowMessage(f"no replacement: {why}")]
-            case Tick() | WarmProcessUp():
+                return [events.ShowMessage(f"no replacement: {why}")]
+            case events.Tick() | events.WarmProcessUp():
                 return []
 
-    def _on_state(self, view: View | None, membership: Membership, at_s: float) -> list[Action]:
+    def _on_state(self, view: View | None, membership: Membership, at_s: float) -> list[events.Action]:
         is_new = view is not None and (self.view is None or view.number > self.view.number)
-        messages: list[Action] = []
+        messages: list[events.Action] = []
         if view is not None and is_new:
             if self._watch:
-                messages = [ShowMessage(describe_arrival(self.view, view, self._host))]
+                messages = [events.ShowMessage(describe_arrival(self.view, view, self._host))]
             if not view.workers and self._others_remain():
                 self._last_crash = None  # somebody asked for it: the last workers were not lost
         added, removed = self._state.update(view if is_new else None, membership, self.running)
@@ -384,7 +340,7 @@ class Supervisor:
             self._replacements.note_join(worker, at_s)
         return messages
 
-    def _on_exit(self, worker: Worker, code: int, at_s: float) -> list[Action]:
+    def _on_exit(self, worker: Worker, code: int, at_s: float) -> list[events.Action]:
         self.running.pop(worker, None)
         self._leave_by_s.pop(worker, None)
         was_told = self.leaving.pop(worker, None) is not None
@@ -398,10 +354,10 @@ class Supervisor:
         what = describe_exit(code)
         if not self._state.begun or (self._state.over and is_wanted):
             cause = f"worker {worker} failed: {what}"
-            return [ReportFailure(worker, what), *self._fail(cause, exit_code(code), at_s, is_said=True)]
+            return [events.ReportFailure(worker, what), *self._fail(cause, exit_code(code), at_s, is_said=True)]
         return self._on_crash(worker, what, exit_code(code), at_s, is_wanted=is_wanted or ended.was_reported_lost)
 
-    def _on_good_end(self, worker: Worker, *, was_early: bool) -> list[Action]:
+    def _on_good_end(self, worker: Worker, *, was_early: bool) -> list[events.Action]:
         """React to a worker that ended with 0, and by itself."""
         state = self._state
         if self._independent:
@@ -412,10 +368,12 @@ class Supervisor:
         elif was_early:
             state.add_crash(worker)
             why = "it ended before it was ready"  # and the others would wait for it for ever
-            return [ReportLoss(worker, why), ShowMessage(f"lost {worker.label}: {why}")]
+            return [events.ReportLoss(worker, why), events.ShowMessage(f"lost {worker.label}: {why}")]
         return []
 
-    def _on_crash(self, worker: Worker, what: str, code: int, at_s: float, *, is_wanted: bool = True) -> list[Action]:
+    def _on_crash(
+        self, worker: Worker, what: str, code: int, at_s: float, *, is_wanted: bool = True
+    ) -> list[events.Action]:
         """React to a loss in a job that has begun."""
         self._state.add_crash(worker)
         self.num_lost += 1
@@ -428,22 +386,22 @@ class Supervisor:
             is_replaced, then = self._replacements.decide(worker, at_s)
         if not (self._independent and is_replaced):
             self._last_crash = (worker, what, code)
-        return [ReportLoss(worker, what), ShowMessage(f"lost {worker.label}: {what}; {then}")]
+        return [events.ReportLoss(worker, what), events.ShowMessage(f"lost {worker.label}: {what}; {then}")]
 
     def _others_remain(self) -> bool:
         """Whether somebody still trains, or will."""
         return bool(self._replacements.requested or self._replacements.due_s or self._state.known)
 
-    def _fail_if_nobody_is_left(self, at_s: float) -> list[Action]:
+    def _fail_if_nobody_is_left(self, at_s: float) -> list[events.Action]:
         """Fail if the last worker anywhere was lost, and none comes."""
         if self._last_crash is None or self.failed or self.running or self._others_remain():
             return []
         worker, what, code = self._last_crash
         cause = f"worker {worker} was lost, the last one: {what}"
-        report = ReportFailure(worker, what, "was the last one, and failed")
+        report = events.ReportFailure(worker, what, "was the last one, and failed")
         return [report, *self._fail(cause, code, at_s, is_said=True)]
 
-    def _on_runner_gone(self, host: str, was_head: bool, at_s: float) -> list[Action]:
+    def _on_runner_gone(self, host: str, was_head: bool, at_s: float) -> list[events.Action]:
         """React to the end of the runner on `host`, which takes its workers with it."""
         if not self._state.begun:
             return self._fail(f"the runner on {host} is gone", 1, at_s)
@@ -451,28 +409,31 @@ class Supervisor:
             self._alone = self._has_verdict = True
         known = self._state.known
         theirs = sorted(worker for worker in known if worker.host == host)
-        reports: list[Action] = [ReportLoss(worker, f"the runner on {host} is gone") for worker in theirs]
+        reports: list[events.Action] = [events.ReportLoss(worker, f"the runner on {host} is gone") for worker in theirs]
         if theirs and len(theirs) == len(known) and not self._replacements.requested:
             return [*reports, *self._fail(f"the runner on {host} is gone, and all workers with it", 1, at_s)]
-        return [*reports, ShowMessage(f"the runner on {host} is gone; the job goes on without it")]
+        return [*reports, events.ShowMessage(f"the runner on {host} is gone; the job goes on without it")]
 
-    def _on_signal(self, signum: int, at_s: float) -> list[Action]:
+    def _on_signal(self, signum: int, at_s: float) -> list[events.Action]:
         name = signal.Signals(signum).name
         if self.failed:
             self._has_verdict = True  # the head's verdict is not waited for any more
-            return [ShowMessage(f"{name} while ending: killing what is left", True), *map(KillWorker, self.running)]
+            return [
+                events.ShowMessage(f"{name} while ending: killing what is left", True),
+                *map(events.KillWorker, self.running),
+            ]
         return self._fail(f"{name} received by the runner on {self._host}", 128 + signum, at_s)
 
-    def _fail(self, cause: str, code: int, at_s: float, *, is_said: bool = False) -> list[Action]:
+    def _fail(self, cause: str, code: int, at_s: float, *, is_said: bool = False) -> list[events.Action]:
         if self.failed:
             return []
         self._outcome = (cause, code)
         self._verdict_by_s = at_s + self._grace_s + VERDICT_WAIT_S
         ending = [f"ending {len(self.running)} local workers"] if self.running else []
         text = "; ".join([*([] if is_said else [cause]), *ending])
-        return [*([ShowMessage(text, True)] if text else []), SendStatus(FAILED, cause, code)]
+        return [*([events.ShowMessage(text, True)] if text else []), events.SendStatus(events.FAILED, cause, code)]
 
-    def _on_verdict(self, cause: str, code: int) -> list[Action]:
+    def _on_verdict(self, cause: str, code: int) -> list[events.Action]:
         if self._has_verdict:
             return []
         self._has_verdict = True
@@ -480,12 +441,12 @@ class Supervisor:
             return []
         # What failed here may only have followed: the head saw what came first.
         self._outcome = (cause, code)
-        return [ShowMessage(f"the job ends on every host: {cause}", True)]
+        return [events.ShowMessage(f"the job ends on every host: {cause}", True)]
 
-    def _stop_workers(self, at_s: float) -> list[Action]:
+    def _stop_workers(self, at_s: float) -> list[events.Action]:
         overdue = [worker for worker, kill_at_s in self.leaving.items() if at_s >= kill_at_s]
         self.leaving |= dict.fromkeys(overdue, at_s + self._grace_s)  # again, should one not die
-        actions: list[Action] = [KillWorker(worker) for worker in overdue]
+        actions: list[events.Action] = [events.KillWorker(worker) for worker in overdue]
         for worker in self.running:
             if worker in self.leaving:
                 continue
@@ -495,7 +456,7 @@ class Supervisor:
             elif not wait_s or at_s >= self._leave_by_s.setdefault(worker, at_s + wait_s):
                 self._leave_by_s.pop(worker, None)
                 self.leaving[worker] = at_s + self._grace_s
-                actions.append(TerminateWorker(worker))
+                actions.append(events.TerminateWorker(worker))
         return actions
 
     def _wait_before_stop(self, worker: Worker) -> float | None:
@@ -512,22 +473,22 @@ class Supervisor:
             return None  # a member leaves by itself, when the next membership of the others lets it
         return 0.0 if state.never_joined(worker) else self._grace_s
 
-    def _request_replacements(self, at_s: float) -> list[Action]:
+    def _request_replacements(self, at_s: float) -> list[events.Action]:
         if self.failed or self._state.over:
             self._replacements.due_s.clear()
             return []
         num_new = self._replacements.take_due(at_s, self._slots - len(self._state.here))
-        actions: list[Action] = [RequestReplacement()] * num_new
+        actions: list[events.Action] = [events.RequestReplacement()] * num_new
         if num_new and self._last_crash is not None and not self._state.known:
             # The server keeps the last worker of a view listed, lost or not, because without any the job would be over.
             # Now that another is coming, it can go.
-            actions.append(ReportLoss(*self._last_crash[:2]))
+            actions.append(events.ReportLoss(*self._last_crash[:2]))
         return actions
 
-    def _start_workers(self, at_s: float) -> list[Action]:
+    def _start_workers(self, at_s: float) -> list[events.Action]:
         if self.failed or self.view is None or self._state.over:
             return []
-        actions: list[Action] = []
+        actions: list[events.Action] = []
         for worker in self.view.workers:
             # A worker with the same address that is still leaving is waited for: two cannot share a port.
             if self._state.must_start(worker) and worker not in self.running:
@@ -535,44 +496,41 @@ class Supervisor:
                 self.running[worker] = slot
                 self.num_started += 1
                 self._replacements.note_start(worker, at_s)
-                actions.append(StartWorker(worker, self.view, slot))
+                actions.append(events.StartWorker(worker, self.view, slot))
         return actions
 
     def _current_status(self) -> str:
         if self.running or self._replacements.due_s or self._replacements.requested:
-            return BUSY
+            return events.BUSY
         if self.view is None:
-            return IDLE
+            return events.IDLE
         if not self._watch:
-            return DONE
-        if self._keep:
-            return IDLE
+            return events.DONE
         if self._state.over:
-            return DONE
+            return events.DONE
         was_removed = self._was_listed and not self._is_listed(self.view)
-        return DONE if self._state.finished or not self.view.workers or was_removed else IDLE
+        return events.DONE if self._state.finished or not self.view.workers or was_removed else events.IDLE
 
     def _is_listed(self, view: View) -> bool:
         return any(runner.host == self._host for runner in view.runners)
 
-    def _send_status(self) -> list[Action]:
-        status = FAILED if self.failed else self._current_status()
+    def _send_status(self) -> list[events.Action]:
+        status = events.FAILED if self.failed else self._current_status()
         if status == self._status:
             return []
         self._status = status
-        return [] if status == FAILED else [SendStatus(status)]
+        return [] if status == events.FAILED else [events.SendStatus(status)]
 
-    def _exit_if_over(self, at_s: float) -> list[Action]:
+    def _exit_if_over(self, at_s: float) -> list[events.Action]:
         if self.running:
             return []
         if self._outcome is not None:
             must_wait = not self._has_verdict and self._verdict_by_s is not None and at_s < self._verdict_by_s
             code = self._outcome[1]
         else:
-            # With -k only a signal ends the runner, and its own verdict is then the outcome above.
-            is_done = self._current_status() == DONE if self._alone else self._has_verdict
+            is_done = self._current_status() == events.DONE if self._alone else self._has_verdict
             must_wait, code = not is_done, 0
         if must_wait:
             return []
         self._over = True
-        return [ExitRunner(code)]
+        return [events.ExitRunner(code)]

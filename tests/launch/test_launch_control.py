@@ -72,9 +72,7 @@ class Meeting:
     def __init__(self, port: int) -> None:
         self.verdicts: queue.Queue[Verdict] = queue.Queue()
         self.address = Worker("127.0.0.1", port)
-        self.head = HeadRunner(
-            self.address, HostGroup(["h1", "h2"], FLAGS), SECRET, self.verdicts.put, {"config_server": "u"}
-        )
+        self.head = HeadRunner(self.address, HostGroup(["h1", "h2"], FLAGS), SECRET, self.verdicts.put, "u")
         self.member_verdicts: queue.Queue[Verdict] = queue.Queue()
         self.member = MemberRunner(self.address, SECRET, self.member_verdicts.put)
 

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pliant.cluster import Host, PortRange, Worker
+from pliant.cluster import Host, PortRange
 from pliant.errors import CapacityError, ConfigError
 from pliant.identity import worker_spec
 from pliant.launch.addresses import interfaces, is_local, nic_addresses, resolve
 from pliant.launch.plan import LaunchPlan, Machine, RunOptions, describe, find_command, first_view, make_plan
-from pliant.launch.process_manager import log_name
 
 NICS = {"lo": ("127.0.0.1", "::1"), "eth0": ("10.0.0.1", "fd00::1"), "dark0": ()}
 NAMES = {"node1": "10.0.0.1", "node2": "10.0.0.2", "self": "127.0.1.1"}
@@ -53,20 +52,9 @@ def test_without_hosts_this_machine_has_room_for_all() -> None:
     assert plan(np=1, num_cpus=8, watch=True, port_range=PortRange(9000, 9099)).hosts == (Host("127.0.0.1", 100),)
 
 
-def test_np_beyond_the_slots_is_refused() -> None:
-    with pytest.raises(CapacityError, match="-np 5: not enough capacity, 127.0.0.1:4 has 4 slots"):
-        plan(np=5, hosts=hosts("127.0.0.1:4"))
-
-
 def test_np_beyond_the_ports_is_refused() -> None:
     with pytest.raises(CapacityError, match="-port-range 10000-10001 has 2 ports"):
         plan(np=3, port_range=PortRange(10000, 10001))
-
-
-@pytest.mark.parametrize("np", [0, -1])
-def test_less_than_one_worker_is_refused(np: int) -> None:
-    with pytest.raises(ConfigError, match=f"-np {np}: use 1 or more"):
-        plan(np=np)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +145,7 @@ def test_init_version_is_the_number_of_the_first_view() -> None:
 
 
 def test_a_worker_reads_its_environment_back() -> None:
-    made = plan(np=2, start_time_s=12.5, heartbeat_timeout_s=3.0, strategy="ring")
+    made = plan(np=2, heartbeat_timeout_s=3.0, strategy="ring")
     view = first_view(made, {"127.0.0.1": [10000, 10005]})
     spec = made.make_spec(view.workers[1], view, secret=b"s" * 16, listen_fd=9)
     environ = made.worker_environ({"HOME": "/h", "PYTHONUNBUFFERED": "x"}, spec, slot=1, mark="m")
@@ -166,14 +154,12 @@ def test_a_worker_reads_its_environment_back() -> None:
     assert environ["HOME"] == "/h"
     assert environ["PYTHONUNBUFFERED"] == "x"
     assert made.worker_environ({}, spec, slot=1, mark="m")["PYTHONUNBUFFERED"] == "1"
-    assert environ["PLIANT_JOB_START"] == "12.5"
     assert environ["PLIANT_LOCAL_RANK"] == "1"
     assert "CUDA_VISIBLE_DEVICES" not in environ
 
 
 def test_a_worker_is_told_what_the_job_wants_of_its_training() -> None:
     made = plan(
-        copies=2,
         determinism="D1",
         checkpoint_dir="/ck",
         checkpoint_every=50,
@@ -184,7 +170,7 @@ def test_a_worker_is_told_what_the_job_wants_of_its_training() -> None:
     spec = made.make_spec(view.workers[0], view, secret=b"s" * 16, config_server="http://x")
     read = worker_spec(made.worker_environ({}, spec, slot=0, mark="m"))
     assert read == spec
-    assert (read.elastic, read.copies, read.determinism, read.resume) == (True, 2, "D1", "auto")
+    assert (read.elastic, read.determinism, read.resume) == (True, "D1", "auto")
     assert (read.checkpoint_dir, read.checkpoint_every, read.resize_schedule) == ("/ck", 50, ((10, 2), (20, 0)))
     assert not plan().make_spec(view.workers[0], view, secret=b"s").elastic
 
@@ -226,22 +212,14 @@ def test_a_program_that_cannot_run_says_why(tmp_path: Path) -> None:
         plan(program=())
 
 
-def test_an_unknown_strategy_lists_the_names() -> None:
-    with pytest.raises(ConfigError, match="-strategy 'SPIRAL' is not known: use one of STAR, .*AUTO"):
-        plan(strategy="SPIRAL")
-    assert plan(strategy="binary_tree_star").options.strategy == "BINARY_TREE_STAR"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"port": 0}, "-port 0 is not a port"),
-        ({"debug_port": 70000}, "-debug-port 70000 is not a port"),
         ({"builtin_config_port": -1}, "-builtin-config-port -1 is not a port"),
         ({"heartbeat_timeout_s": 0.0}, "--heartbeat-timeout 0"),
-        ({"keep": True}, "-k keeps a watching runner alive: add -w"),
         ({"init_version": -1}, "add -w -config-server URL"),
-        ({"config_server": "http://x", "builtin_config_port": 9100}, "give one of them, or the same port"),
+        ({"config_server": "http://x", "builtin_config_port": 9100}, "leave -config-server out"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(options: dict[str, object], message: str) -> None:
@@ -258,9 +236,3 @@ def test_the_dump_never_shows_a_secret() -> None:
     assert "NCCL_DEBUG=INFO" in text
     assert "nic eth0: 10.0.0.1 fd00::1" in text
     assert "command: true" in text
-
-
-def test_log_files_carry_the_version_in_watch_mode() -> None:
-    worker = Worker("127.0.0.1", 10000)
-    assert log_name(worker, None, "stdout") == "127.0.0.1.10000.stdout.log"
-    assert log_name(worker, 3, "stderr") == "127.0.0.1.10000@3.stderr.log"

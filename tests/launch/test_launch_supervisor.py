@@ -45,8 +45,8 @@ def kinds(actions: list[Action], *kind: type[Action]) -> list[Action]:
     return [action for action in actions if isinstance(action, kind)]
 
 
-def started(*workers: Worker, watch: bool = False, keep: bool = False, alone: bool = True) -> Supervisor:
-    made = Supervisor(HERE, grace_s=10, watch=watch, keep=keep, alone=alone)
+def started(*workers: Worker, watch: bool = False, alone: bool = True) -> Supervisor:
+    made = Supervisor(HERE, grace_s=10, watch=watch, alone=alone)
     made.handle(StateChanged(view(1, *workers)), 0)
     return made
 
@@ -106,12 +106,6 @@ def test_a_signal_is_passed_on_and_a_second_kills(signum: int, code: int) -> Non
     assert kinds(made.handle(Interrupted(signum), 1), TerminateWorker, KillWorker) == [TerminateWorker(A)]
     assert kinds(made.handle(Interrupted(signum), 2), TerminateWorker, KillWorker) == [KillWorker(A)]
     assert kinds(made.handle(Exited(A, -9), 3), ExitRunner, ReportFailure) == [ExitRunner(code)]
-
-
-def test_a_worker_that_ends_badly_after_a_signal_is_not_blamed() -> None:
-    made = started(A)
-    made.handle(Interrupted(signal.SIGTERM), 1)
-    assert kinds(made.handle(Exited(A, 1), 2), ReportFailure, ExitRunner) == [ExitRunner(143)]
 
 
 def test_the_timeout_ends_the_job_with_124() -> None:
@@ -201,14 +195,6 @@ def test_a_view_without_workers_stops_all_and_is_a_good_end() -> None:
     assert kinds(made.handle(Exited(A, -15), 2), ExitRunner) == [ExitRunner(0)]
 
 
-def test_keep_stays_until_a_signal() -> None:
-    made = started(A, watch=True, keep=True)
-    assert kinds(made.handle(Exited(A, 0), 1), ExitRunner) == []
-    assert kinds(made.handle(StateChanged(view(2, A, B)), 2), StartWorker) == [StartWorker(B, view(2, A, B), 0)]
-    made.handle(Exited(B, 0), 3)
-    assert kinds(made.handle(Interrupted(signal.SIGTERM), 4), ExitRunner) == [ExitRunner(143)]
-
-
 def test_a_waiting_runner_stays_until_it_was_added_and_removed() -> None:
     made = Supervisor(HERE, grace_s=10, watch=True)
     elsewhere = view(1, FAR, hosts=(THERE,))
@@ -222,15 +208,6 @@ def test_a_shrunk_host_waits_to_be_used_again() -> None:
     made = started(A, FAR, watch=True)
     made.handle(StateChanged(view(2, FAR)), 1)
     assert kinds(made.handle(Exited(A, 0), 2), ExitRunner, SendStatus) == [SendStatus("idle")]
-
-
-def test_a_crash_in_watch_mode_ends_the_job() -> None:
-    made = started(A, B, watch=True)
-    assert kinds(made.handle(Exited(A, 2), 1), ReportFailure, TerminateWorker) == [
-        TerminateWorker(B),
-        ReportFailure(A, "exit code 2"),
-    ]
-    assert kinds(made.handle(Exited(B, 0), 2), ExitRunner) == [ExitRunner(2)]
 
 
 def test_independent_workers_are_replaced_one_by_one_and_the_job_ends_when_all_have_finished() -> None:
@@ -574,14 +551,3 @@ def test_without_its_head_a_runner_ends_by_itself() -> None:
     made.handle(RunnerGone(THERE, was_head=True), 1)
     change(made, Membership(2, over=True), 2)
     assert kinds(made.handle(Exited(A, 0), 3), ExitRunner) == [ExitRunner(0)]
-
-
-def test_with_keep_the_next_job_of_a_server_starts_afresh() -> None:
-    made = Supervisor(HERE, grace_s=10, watch=True, keep=True, max_restarts=100)
-    arrive(made, view(1, A), 0)
-    change(made, Membership(1, (A,)), 0)
-    change(made, Membership(2, over=True), 1)
-    assert kinds(made.handle(Exited(A, 0), 2), ExitRunner) == []
-    change(made, Membership(2), 3)
-    assert kinds(arrive(made, view(3, A), 4), StartWorker) == [StartWorker(A, view(3, A), 0)]
-    assert kinds(made.handle(Exited(A, 1), 5), ReportLoss, ReportFailure) == [ReportFailure(A, "exit code 1")]
