@@ -1,11 +1,11 @@
-"""Replicas on one GPU: the bits of DDP, flat memory, throughput beside packed DDP, and the cost of switching.
+"""Replicas on one GPU: the bits of DDP, and throughput beside packed DDP.
 
     OUT=. python benchmarks/h200_training.py            # on a machine with one CUDA GPU, from the repository's root
     OUT=. python benchmarks/h200_training.py --tiny     # small networks on the CPU, to test this program itself
 
 It needs torch and numpy only, ends by itself within nine minutes, writes $OUT/h200_training.json and prints a summary. Each part
-runs in a process of its own with a time limit, so that none can end the others. With PROFILE=1 it also writes a trace of two
-steps ($OUT/trace.json.gz).
+runs in a process of its own with a time limit, so that none can end the others. `pliant reproduce easyscale-fig10
+easyscale-fig11 --device cuda` measures memory and the cost of switching between replicas.
 """
 
 from __future__ import annotations
@@ -36,15 +36,13 @@ from torch.utils.data import DataLoader  # noqa: E402
 from torch.utils.data.distributed import DistributedSampler  # noqa: E402
 
 LIMIT_S = 535.0
-PARTS = {"bits": 190.0, "throughput": 210.0, "memory": 170.0, "switch": 90.0, "profile": 60.0}
+PARTS = {"bits": 190.0, "throughput": 210.0}
 """The parts, and how many seconds each may take."""
 REPLICAS = 4
 STEPS = 8
 SEED = 1234
 RATIO = 1.3
 """Least ratio of images per second to packed DDP."""
-FLAT = 0.01
-SHARE = 0.01
 
 Json = dict[str, Any]
 
@@ -222,7 +220,7 @@ def digest(model: Any, optimizer: Any, buffers: Iterable[torch.Tensor], scaler: 
     return digested.hexdigest()
 
 
-# --- throughput, memory, switching: the benches of the package on this device ---
+# --- throughput ---
 
 
 def throughput(tiny: bool) -> Json:
@@ -264,53 +262,7 @@ def _say(what: str, fraction: float) -> None:
     print(f"  {fraction:4.0%} {what}", file=sys.stderr, flush=True)
 
 
-def memory(tiny: bool) -> Json:
-    """Measure the peak memory on the device for 1 to 16 replicas in one worker."""
-    found = _replicas(tiny, (1, 2, 4, 8, 16), with_pairs=False, windows=2, steps=2, warmup=2, timeout_s=60.0)
-    from pliant_repro.bench.replicas import flatness
-
-    key = "host_peak_bytes" if tiny else "device_peak_bytes"
-    return {
-        "ok": found["memory_spread"] is not None and found["memory_spread"] <= FLAT,
-        "peak_bytes_by_replicas": found["memory_by_replicas"],
-        "spread": found["memory_spread"],
-        "spread_of_2_to_16": flatness(found["cells"][1:], key),
-        "images_per_s_by_replicas": found["samples_per_s_by_replicas"],
-        "cells": found["cells"],
-        "remarks": found["remarks"],
-    }
-
-
-def switch(tiny: bool) -> Json:
-    """Measure the share of a step of 4 replicas that switching between them takes."""
-    found = _replicas(tiny, (REPLICAS,), with_pairs=True, windows=4 if tiny else 10, steps=3, warmup=3, timeout_s=80.0)
-    shares = [found["switch_share"], found["switch_timer_share"]]
-    return {
-        "ok": None not in shares and min(shares) <= SHARE,
-        "switch_share": shares[0],
-        "switch_timer_share": shares[1],
-        "cells": found["cells"],
-        "remarks": found["remarks"],
-    }
-
-
-def profile(tiny: bool) -> Json:
-    path = Path(os.environ.get("OUT", ".")) / "trace.json.gz"
-    where = str(path.resolve())
-    _replicas(tiny, (REPLICAS,), with_pairs=False, windows=1, steps=1, warmup=2, timeout_s=55.0, profile=where)
-    return {"ok": path.exists(), "trace": path.name, "num_bytes": path.stat().st_size}
-
-
-def _replicas(tiny: bool, counts: Sequence[int], **settings: Any) -> Json:
-    from pliant_repro.bench.replicas import ReplicasOptions, run
-
-    chosen = {"model": "small", "batch": 4} if tiny else {"model": "resnet50", "batch": 32, "device": "cuda"}
-    return run(ReplicasOptions(replicas=tuple(counts), **chosen, **settings), {}, _say)
-
-
-ACTS: dict[str, Callable[[bool], Json]] = {
-    "bits": bits, "throughput": throughput, "memory": memory, "switch": switch, "profile": profile,
-}  # fmt: skip
+ACTS: dict[str, Callable[[bool], Json]] = {"bits": bits, "throughput": throughput}
 
 
 # --- all parts, one after the other ---
@@ -377,10 +329,6 @@ def summary(parts: dict[str, Json]) -> list[str]:
                 f"ours {ours.get('images_per_s')} images/s, packed DDP {peer.get('images_per_s')}, {peer['speedup']}x"
             )
             said += f"; {found['bound']['fraction']} of a bare loop"
-        elif name == "memory" and "spread" in found:
-            said = f"peak by replicas {found['peak_bytes_by_replicas']}, spread {found['spread']}"
-        elif name == "switch" and "switch_share" in found:
-            said = f"{found['switch_share']} of a step ({found['switch_timer_share']} by the clocks)"
         lines.append(f"{name:<10} {'ok' if found['ok'] else 'NOT OK':<6} {found['took_s']:>6} s  {said}")
     return lines
 
@@ -389,7 +337,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="small networks on the CPU")
     parser.add_argument("--part", choices=list(PARTS), help="only this one, in this process")
-    parser.add_argument("--parts", default="", help="only these, such as bits,memory")
+    parser.add_argument("--parts", default="", help="only these, such as bits")
     parser.add_argument("--bits", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path, help="where to write the result; default: $OUT/h200_training.json")
@@ -403,9 +351,7 @@ def main() -> int:
     if args.part:
         args.json.write_text(json.dumps(ACTS[args.part](args.tiny)))
         return 0
-    names = args.parts.split(",") if args.parts else [name for name in PARTS if name != "profile"]
-    if os.environ.get("PROFILE") == "1":
-        names.append("profile")
+    names = args.parts.split(",") if args.parts else list(PARTS)
     from pliant.machine import machine
 
     with tempfile.TemporaryDirectory() as folder:

@@ -13,15 +13,17 @@ import os
 import re
 import secrets
 import selectors
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Protocol, Self, TypeVar
+from typing import IO, Self, TypeVar
 
 from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker
 from pliant.errors import ConfigError, LaunchError
@@ -33,6 +35,7 @@ WORKER = "pliant_repro.worker"
 END_TIMEOUT_S = 3.0
 Answer = Mapping[str, object]
 Progress = Callable[[str, float], None]
+"""Called with what is done now, and with the fraction that is done."""
 
 
 # --- statistics ---
@@ -50,7 +53,7 @@ def quantile(samples: Sequence[float], fraction: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Median and spread of a series of samples."""
+    """Median and spread of some samples."""
 
     median: float
     iqr: float
@@ -110,10 +113,8 @@ def parse_counts(text: str, flag: str) -> tuple[int, ...]:
 # --- contenders ---
 
 
-class Starter(Protocol):
-    """Starts one process of a contender, with its output going to `output`."""
-
-    def __call__(self, output: IO[bytes]) -> subprocess.Popen[bytes]: ...
+Starter = Callable[[IO[bytes]], subprocess.Popen[bytes]]
+"""Starts one process of a contender, whose output goes to the given file."""
 
 
 def last_words(log: str) -> str:
@@ -390,27 +391,16 @@ class Placement:
 # --- the contest ---
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One line of the contest: a contender, and its options for this line."""
-
-    label: str
-    job: Contender
-    options: Mapping[str, str] = field(default_factory=dict)
-    sums: bool = True
-    """Whether it sums, so that its values can be checked."""
-
-
 @dataclass(slots=True)
-class Series:
-    """Measurements of an entry, round by round."""
+class Timings:
+    """Measurements of one contender, round by round."""
 
     rounds: list[list[float]] = field(default_factory=list)
     """Seconds of each iteration, of the slowest rank."""
     cpu_s: list[float] = field(default_factory=list)
     """CPU seconds of an iteration, all ranks together."""
     failure: str = ""
-    """Why the entry is out; empty if it is not."""
+    """Why the contender is out; empty if it is not."""
     link_bytes: list[float] = field(default_factory=list)
     """Bytes that an iteration put on the links, by the kernel's count, where there are links; one per round."""
     egress_bytes: list[float] = field(default_factory=list)
@@ -432,77 +422,71 @@ class Rules:
     """How a contest is held."""
 
     rounds: int = 10
-    """How often every entry gets a turn."""
+    """How often every contender gets a turn."""
     iterations: int = 3
     """Iterations in a turn."""
     warmup: int = 2
     """Iterations before the first round, not counted."""
-    check: bool = False
-    """Reduce a known pattern first, and compare."""
     timeout_s: float = 120.0
     """A turn that takes longer is a failure."""
 
 
-class Labelled(Protocol):
-    @property
-    def label(self) -> str: ...
-
-
-E = TypeVar("E", bound=Labelled)
-S = TypeVar("S", bound=Series)
+T = TypeVar("T", bound=Timings)
 
 
 def interleave(
-    entries: Sequence[E],
-    results: Mapping[str, S],
+    results: Mapping[str, T],
     num_turns: int,
-    take_turn: Callable[[E, S, int], None],
+    take_turn: Callable[[str, T, int], None],
     progress: Progress = lambda what, fraction: None,
 ) -> None:
-    """Let the entries take turns; an entry whose turn raises LaunchError is out, and the others go on."""
+    """Let all labels of `results` take turns; one whose turn raises LaunchError is out, and the others go on."""
     for turn in range(num_turns):
-        for position, entry in enumerate(entries):
-            series = results[entry.label]
-            if series.failure:
+        for position, (label, timings) in enumerate(results.items()):
+            if timings.failure:
                 continue
-            progress(entry.label, (turn * len(entries) + position) / (num_turns * len(entries)))
+            progress(label, (turn * len(results) + position) / (num_turns * len(results)))
             try:
-                take_turn(entry, series, turn)
+                take_turn(label, timings, turn)
             except LaunchError as error:
-                series.failure = str(error)
+                timings.failure = str(error)
     progress("done", 1.0)
 
 
 def hold(
-    entries: Sequence[Entry],
+    contenders: Iterable[Contender],
     rules: Rules,
     *,
+    checked: Collection[str] = (),
     count_link_bytes: Callable[[], int] | None = None,
     progress: Progress = lambda what, fraction: None,
-) -> dict[str, Series]:
-    """Let the entries compete, and return their measurements by label. Never raises for a contender's failure."""
+) -> dict[str, Timings]:
+    """Let the contenders compete, and return their measurements by name. Never raises for a contender's failure.
 
-    def ask(entry: Entry, do: str, iterations: int) -> list[Answer]:
-        command = {"do": do, "options": entry.options, "iterations": iterations}
-        return entry.job.ask(command, rules.timeout_s)
+    Contenders in `checked` first reduce a known pattern, and compare the sum.
+    """
+    jobs = {job.name: job for job in contenders}
 
-    def take_turn(entry: Entry, series: Series, turn: int) -> None:
+    def take_turn(name: str, timings: Timings, turn: int) -> None:
+        def ask(do: str, iterations: int) -> list[Answer]:
+            return jobs[name].ask({"do": do, "iterations": iterations}, rules.timeout_s)
+
         if turn == 0:
-            if rules.check and entry.sums:
-                series.wrong = sum(_int(answer["wrong"]) for answer in ask(entry, "check", 1))
-            ask(entry, "run", rules.warmup)
+            if name in checked:
+                timings.wrong = sum(_int(answer["wrong"]) for answer in ask("check", 1))
+            ask("run", rules.warmup)
             return
         before = count_link_bytes() if count_link_bytes is not None else 0
-        answers = ask(entry, "run", rules.iterations)
+        answers = ask("run", rules.iterations)
         if count_link_bytes is not None:
-            series.link_bytes.append((count_link_bytes() - before) / rules.iterations)
-        series.rounds.append([max(times) for times in zip(*(floats(a["wall_s"]) for a in answers), strict=True)])
-        series.cpu_s.extend(sum(times) for times in zip(*(floats(a["cpu_s"]) for a in answers), strict=True))
+            timings.link_bytes.append((count_link_bytes() - before) / rules.iterations)
+        timings.rounds.append([max(times) for times in zip(*(floats(a["wall_s"]) for a in answers), strict=True)])
+        timings.cpu_s.extend(sum(times) for times in zip(*(floats(a["cpu_s"]) for a in answers), strict=True))
         if all("egress_bytes" in answer for answer in answers):
-            series.egress_bytes.append(sum(_int(answer["egress_bytes"]) for answer in answers) / rules.iterations)
+            timings.egress_bytes.append(sum(_int(answer["egress_bytes"]) for answer in answers) / rules.iterations)
 
-    results = {entry.label: Series() for entry in entries}
-    interleave(entries, results, rules.rounds + 1, take_turn, progress)
+    results = {name: Timings() for name in jobs}
+    interleave(results, rules.rounds + 1, take_turn, progress)
     return results
 
 
@@ -525,28 +509,28 @@ def form(bench: str, args: Mapping[str, object], ok: bool, remarks: Sequence[str
     return {"bench": bench, "args": dict(args), **fields, "machine": machine(), "ok": ok, "remarks": list(remarks)}
 
 
-def measured(series: Series, num_bytes: int = 0) -> Json:
+def measured(timings: Timings, num_bytes: int = 0) -> Json:
     """Return the numbers of one contender; the times are null if it failed."""
-    if not series.rounds or series.failure:
-        return {"median_s": None, "iqr_s": None, "failure": series.failure or "no round was finished"}
-    summary = Summary.of(series.seconds)
-    cpu_s = quantile(series.cpu_s, 0.5)
+    if not timings.rounds or timings.failure:
+        return {"median_s": None, "iqr_s": None, "failure": timings.failure or "no round was finished"}
+    summary = Summary.of(timings.seconds)
+    cpu_s = quantile(timings.cpu_s, 0.5)
     values: Json = {
         **summary.to_json(),
         "cpu_s": cpu_s,
         "cpu_busy": cpu_s / (summary.median * len(os.sched_getaffinity(0))),
         "tensor_bytes_per_s": num_bytes / summary.median,
     }
-    if series.link_bytes:
-        values["link_bytes"] = quantile(series.link_bytes, 0.5)
-    if series.egress_bytes:
-        values["egress_bytes"] = quantile(series.egress_bytes, 0.5)
-    if series.wrong is not None:
-        values["wrong_elements"] = series.wrong
+    if timings.link_bytes:
+        values["link_bytes"] = quantile(timings.link_bytes, 0.5)
+    if timings.egress_bytes:
+        values["egress_bytes"] = quantile(timings.egress_bytes, 0.5)
+    if timings.wrong is not None:
+        values["wrong_elements"] = timings.wrong
     return values
 
 
-def beside(peer: Series, ours: Series, num_bytes: int = 0) -> Json:
+def beside(peer: Timings, ours: Timings, num_bytes: int = 0) -> Json:
     """Return a peer's numbers with `speedup`: its time over ours."""
     values = measured(peer, num_bytes)
     ratios = paired_ratios(peer.rounds, ours.rounds)
@@ -556,24 +540,24 @@ def beside(peer: Series, ours: Series, num_bytes: int = 0) -> Json:
     return {**values, "speedup": peer.median_s / ours.median_s, **spread}
 
 
-def bound(name: str, median_s: float | None, ours: Series, details: Mapping[str, object]) -> Json:
+def bound(name: str, median_s: float | None, ours: Timings, details: Mapping[str, object]) -> Json:
     """Return the bound with `fraction`: its time over ours, 1 if ours reaches it."""
     fraction = median_s / ours.median_s if median_s is not None and ours.median_s is not None else None
     return {"name": name, "median_s": median_s, "fraction": fraction, **details}
 
 
-def is_ok(series: Series) -> bool:
-    return series.median_s is not None and not series.wrong
+def is_ok(timings: Timings) -> bool:
+    return timings.median_s is not None and not timings.wrong
 
 
-def failures(results: Mapping[str, Series]) -> list[str]:
+def failures(results: Mapping[str, Timings]) -> list[str]:
     """Return a remark for every contender that failed or summed wrongly."""
-    remarks = [series.failure for series in results.values() if series.failure]
-    wrong = [f"{label}: {series.wrong} wrong elements" for label, series in results.items() if series.wrong]
+    remarks = [timings.failure for timings in results.values() if timings.failure]
+    wrong = [f"{label}: {timings.wrong} wrong elements" for label, timings in results.items() if timings.wrong]
     return list(dict.fromkeys(remarks)) + wrong
 
 
-def fastest(labels: Sequence[str], results: Mapping[str, Series]) -> str:
+def fastest(labels: Sequence[str], results: Mapping[str, Timings]) -> str:
     """Return the label with the least median; the first one if all failed."""
     finished = [label for label in labels if is_ok(results[label])]
     return min(finished, key=lambda label: results[label].median_s or 0.0, default=labels[0])
@@ -582,23 +566,33 @@ def fastest(labels: Sequence[str], results: Mapping[str, Series]) -> str:
 # --- other measurements ---
 
 
-def measure_apart(module: str, task: str, *, who: str, timeout_s: float, remedy: str = "") -> dict[str, object]:
-    """Run `python -m MODULE TASK` and return the JSON object on its last line.
+def measure_apart(module: str, task: Mapping[str, object], *, who: str, timeout_s: float) -> Json:
+    """Run `python -m MODULE TASK` in a session of its own, and return the JSON object on its last line.
 
-    This is for what must be measured in a process of its own, such as peak memory.
+    This is for what must be measured in a process of its own, such as peak memory. Everything that the process has started
+    is gone afterwards.
 
     Raises:
         LaunchError: the process failed, or was not done in time.
     """
-    argv = [sys.executable, "-m", module, task]
-    try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        raise LaunchError(f"{who}: not done within {timeout_s:g} s{remedy and f'; {remedy}'}") from None
-    if done.returncode != 0:
-        raise LaunchError(f"{who}: exit code {done.returncode}; it said: {last_words(done.stderr)}")
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    argv = [sys.executable, "-m", module, json.dumps(task)]
+    # Files, not pipes: what the process has started may hold a pipe open.
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(argv, stdout=output, stderr=log, env=clean_environ(), start_new_session=True)
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise LaunchError(f"{who}: not done within {timeout_s:g} s; measure less") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        log.seek(0)
+        if code != 0:
+            raise LaunchError(f"{who}: exit code {code}; it said: {last_words(log.read())}")
+        found: Json = json.loads(output.read().splitlines()[-1])
+        return found
 
 
 def processor_times() -> list[int]:

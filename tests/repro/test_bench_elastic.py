@@ -13,11 +13,10 @@ import pytest
 import torch
 from command import command
 from gang import FULL
-from pliant_repro.bench import replicas, resize, train
+from pliant_repro.bench import resize, train
 from pliant_repro.bench.elastic import ElasticJob, ElasticOptions, StepBegun, members, step_times, steps_in_view
-from pliant_repro.bench.replicas import ReplicasOptions
 from pliant_repro.bench.train import TrainOptions
-from pliant_repro.contest import Rules, Series
+from pliant_repro.contest import Rules, Timings
 from pliant_repro.profiles import TRAINED, tensor_sizes
 from pliant_repro.zoo import NETWORKS, Samples, build, compute_loss, make_optimizer, network
 
@@ -160,8 +159,8 @@ def test_every_rank_is_killed_before_any_is_killed_again() -> None:
 # Verdicts
 
 
-def series(*seconds: float, failure: str = "") -> Series:
-    return Series(rounds=[[second] for second in seconds], cpu_s=list(seconds), failure=failure)
+def timings(*seconds: float, failure: str = "") -> Timings:
+    return Timings(rounds=[[second] for second in seconds], cpu_s=list(seconds), failure=failure)
 
 
 @pytest.mark.parametrize(
@@ -177,40 +176,18 @@ def series(*seconds: float, failure: str = "") -> Series:
 )
 def test_each_model_has_its_target(model: str, num_workers: int, theirs: float, ok: bool) -> None:
     side = "pytorch" if num_workers == 1 else "ddp_gloo"
-    results = {"pliant": series(1.0, 1.0), side: series(theirs, theirs)}
-    cell, remarks = train.make_cell(TrainOptions(model=model), num_workers, [side], results)
+    results = {"pliant": timings(1.0, 1.0), side: timings(theirs, theirs)}
+    cell, remarks = train.make_cell(TrainOptions(model=model), num_workers, side, results)
     assert cell["ok"] is ok
     assert cell["peers"][side]["speedup"] == pytest.approx(theirs)  # type: ignore[index]
     assert bool(remarks) is not ok
 
 
 def test_a_peer_that_failed_proves_nothing() -> None:
-    results = {"pliant": series(1.0), "ddp_gloo": series(failure="ddp_gloo: died")}
-    cell, _ = train.make_cell(TrainOptions(), 2, ["ddp_gloo"], results)
+    results = {"pliant": timings(1.0), "ddp_gloo": timings(failure="ddp_gloo: died")}
+    cell, _ = train.make_cell(TrainOptions(), 2, "ddp_gloo", results)
     assert cell["ok"] is False
     json.dumps(cell)
-
-
-def found(replicas_: int, step_s: float, without_s: float, peak: int) -> dict[str, object]:
-    steps = {"step_s": [step_s] * 3, "step_without_s": [without_s] * 3, "switch_s": step_s - without_s}
-    return {"replicas": replicas_, "batch": 2, **steps, "device_peak_bytes": peak}
-
-
-def test_switching_and_memory_have_their_limits() -> None:
-    options = ReplicasOptions(replicas=(2, 4), device="cuda")
-    cells = [
-        replicas.make_cell(found(2, 1.0, 0.995, 1000)),
-        replicas.make_cell(found(4, 2.0, 1.99, 1005)),
-    ]
-    result = replicas.make_result(options, {}, cells, [])
-    assert result["ok"] is True
-    assert (result["switch_share"], result["replicas"]) == (pytest.approx(0.005), 4)
-    assert result["memory_by_replicas"] == {"2": 1000, "4": 1005}
-    assert replicas.make_cell(found(2, 1.0, 0.9, 1000))["ok"] is False
-    cells[1] = replicas.make_cell(found(4, 2.0, 1.99, 1020))
-    uneven = replicas.make_result(options, {}, cells, [])
-    assert uneven["ok"] is False
-    assert "2.0%" in str(uneven["remarks"])
 
 
 # Arguments
@@ -222,14 +199,9 @@ def test_switching_and_memory_have_their_limits() -> None:
         ["train", "--model", "resnet19"],
         ["train", "-np", "two"],
         ["train", "-np", "0"],
-        ["train", "--peers", "horovod"],
         ["train", "--steps", "0"],
         ["train", "--device", "tpu"],
         ["train", "--json", "/nosuchfolder/result.json"],
-        ["replicas", "--replicas", "0"],
-        ["replicas", "--device", "tpu"],
-        ["replicas", "--repeat", "0"],
-        ["replicas", "--model", "resnet19"],
         ["resize", "-np", "1"],
         ["resize", "--to", "4"],
         ["resize", "--repeat", "0"],
@@ -245,7 +217,7 @@ def test_wrong_arguments_are_config_errors(args: list[str]) -> None:
 
 def test_the_commands_are_there_without_torch() -> None:
     code = (
-        "import sys, pliant_repro.bench.resize, pliant_repro.bench.replicas, pliant_repro.bench.train;"
+        "import sys, pliant_repro.bench.resize, pliant_repro.bench.train;"
         "import pliant_repro.cli.bench; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
@@ -281,12 +253,3 @@ def test_a_real_contest_of_trainings() -> None:
     [cell] = result["cells"]  # type: ignore[misc]
     assert cell["ours"]["num_samples"] == cell["peers"]["ddp_gloo"]["num_samples"] == 2
     assert cell["peers"]["ddp_gloo"]["speedup"] > 0
-
-
-@pytest.mark.processes
-def test_real_replicas_take_turns() -> None:
-    options = ReplicasOptions(replicas=(2,), model="small", windows=2, steps=1, warmup=1)
-    result = replicas.run(options, {}, lambda what, fraction: None)
-    [cell] = result["cells"]  # type: ignore[misc]
-    assert 0 < cell["switch_timer_share"] < 1
-    assert cell["host_peak_bytes"] > 50e6

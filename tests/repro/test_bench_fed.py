@@ -8,17 +8,17 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from pliant_repro.bench import fed_simulate
-from pliant_repro.bench.fed_select import looped_selection
-from pliant_repro.bench.fed_simulate import SimulateOptions
+from pliant_repro.bench import fed_sides
+from pliant_repro.bench.fed import FedTimings, SimulateOptions, looped_selection, simulate_result
 from typer.testing import CliRunner
 
 from pliant.cli.main import build
 from pliant.errors import ConfigError
-from pliant.fed.config import DataConfig, FedConfig
+from pliant.fed.config import DataConfig, FedConfig, LocalConfig
 from pliant.fed.selection.selectors import make_selector
 from pliant.fed.trainer import ClientTrainer
 from pliant.fed.work import Training, Weights
@@ -26,7 +26,7 @@ from pliant.fed.work import Training, Weights
 
 def test_a_selection_writes_its_numbers(tmp_path: Path) -> None:
     path = tmp_path / "select.json"
-    words = f"bench fed --what select --clients 3000 --pick 20 --repeat 2 --peers none --json {path}"
+    words = f"bench fed --what select --clients 3000 --pick 20 --repeat 2 --json {path}"
     # In a process of its own, whose memory is told.
     command = [sys.executable, "-c", "from pliant.cli.main import main; main()", *words.split()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -45,11 +45,11 @@ def test_a_selection_writes_its_numbers(tmp_path: Path) -> None:
         ("--what train", "--what 'train': use select or simulate"),
         ("--pick 0", "--pick 0: use 1 or more"),
         ("--pick 1000 --clients 100", "--pick 1000 of --clients 100: pick as many as there are, or fewer"),
-        ("--preset kuiper", "preset 'kuiper' is unknown"),
-        ("--peers oort", "--peers 'oort': use one of loops, none"),
+        ("--what simulate --pick 101", "--pick 101 of --clients 100"),
+        ("--what simulate --rounds 0", "--rounds 0: use 1 or more"),
     ],
 )
-def test_wrong_values_of_a_selection_are_named(words: str, says: str) -> None:
+def test_wrong_values_are_named(words: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         CliRunner().invoke(build(), ["bench", "fed", *words.split()], catch_exceptions=False)
 
@@ -67,15 +67,15 @@ def test_the_peer_picks_by_the_same_rule() -> None:
 
 def small_job() -> FedConfig:
     """The bench's job on fewer, smaller images, which are read in no time."""
-    options = SimulateOptions(clients=20, participants=2, steps=3, batch_size=5, rounds=1, batching=1)
-    job = fed_simulate.make_job(options)
-    return job.model_copy(update={"data": DataConfig(kind="digits", clients=20)})
+    local = LocalConfig(steps=3, batch_size=5, lr=0.05)
+    data = DataConfig(kind="digits", clients=20)
+    return fed_sides.make_job(20, 2, rounds=1).model_copy(update={"data": data, "local": local, "batching": 1})
 
 
 def test_a_client_of_the_peers_does_the_work_of_ours() -> None:
-    task, module = fed_simulate.task_and_module(small_job().model_dump_json())
+    task, module = fed_sides.task_and_module(small_job().model_dump_json())
     start = Weights.of(module)
-    fed_simulate.train_client(task, module, 5, 2)
+    fed_sides.train_client(task, module, 5, 2)
     theirs = start.change_to(Weights.of(module))
     done = ClientTrainer(task).run(start, Training(2, (5,), (3,), task.config.local.lr))
     assert isinstance(done, tuple)
@@ -88,60 +88,42 @@ def test_a_client_of_the_peers_does_the_work_of_ours() -> None:
 
 
 def test_the_result_says_how_much_faster() -> None:
-    options = SimulateOptions(participants=20, turns=2, cores=1)
-    turns = {"ours": [[0.2, 0.4, 0.2], [0.25] * 3], "flower": [[0.6] * 3, [1.0] * 3], "bare": []}
-    facts = {"ours": {"data": "fashion-mnist", "batching": 4}, "flower": {"version": "1.41.0"}}
-    found = fed_simulate.make_result(options, {"what": "simulate"}, turns, facts, {"bare": "exit code 1"})
-    ours, peers = found["ours"], found["peers"]
-    assert isinstance(ours, dict)
-    assert isinstance(peers, dict)
-    assert ours["clients_per_s"] == 80.0
-    assert ours["turns_clients_per_s"] == [100.0, 80.0]
+    options = SimulateOptions(pick=20, repeat=2)
+    facts: dict[str, object] = {"data": "fashion-mnist", "batching": 4}
+    ours = FedTimings(rounds=[[0.2, 0.4, 0.2], [0.25] * 3], facts=facts)
+    flower, bare = FedTimings(rounds=[[0.6] * 3, [1.0] * 3]), FedTimings(failure="exit code 1")
+    found: Any = simulate_result(options, {"what": "simulate"}, {"ours": ours, "flower": flower, "bare": bare})
+    peers = found["peers"]
+    assert found["ours"]["clients_per_s"] == 80.0
+    assert found["ours"]["turns_clients_per_s"] == [100.0, 80.0]
     assert peers["flower"]["clients_per_s"] == 25.0
     assert found["ratio"] == peers["flower"]["speedup"] == pytest.approx(3.5)
     assert (peers["flower"]["speedup_least"], peers["flower"]["speedup_most"]) == (pytest.approx(3.0), 4.0)
     assert found["ok"] is True
     assert peers["bare"] == {"clients_per_s": None, "failure": "exit code 1"}
-    slow = fed_simulate.make_result(options, {}, {**turns, "flower": [[0.3], [0.3]]}, facts, {"bare": "exit code 1"})
-    assert slow["ok"] is False
+    flower.rounds = [[0.3], [0.3]]
+    assert simulate_result(options, {}, {"ours": ours, "flower": flower, "bare": bare})["ok"] is False
 
 
-def test_the_bare_loop_is_timed_by_round(tmp_path: Path) -> None:
-    found = fed_simulate._measure_bare(SimulateOptions(clients=20, participants=2, rounds=1), small_job(), "")
-    assert len(found["seconds"]) == 2
-    assert min(found["seconds"]) > 0
+def test_the_bare_loop_is_timed_by_round() -> None:
+    seconds: Any = fed_sides.simulate_bare(small_job(), rounds=2)["seconds"]
+    assert len(seconds) == 2
+    assert min(seconds) > 0
 
 
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 @pytest.mark.skipif("PLIANT_FULL" not in os.environ, reason="half a minute, most of it Ray's: with PLIANT_FULL=1")
 def test_all_sides_run(tmp_path: Path) -> None:
-    peers = "flower,bare"
     path = tmp_path / "simulate.json"
-    words = (
-        f"bench fed --what simulate --quick --clients 300 --pick 4 --steps 2 --batching 2 --peers {peers} --json {path}"
-    )
+    words = f"bench fed --what simulate --rounds 2 --repeat 1 --clients 300 --pick 4 --json {path}"
     command = [sys.executable, "-c", "from pliant.cli.main import main; main()", *words.split()]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert ended.returncode in (0, 1), ended.stdout + ended.stderr
     found = json.loads(path.read_text())
     assert found["bench"] == "fed simulate"
     assert found["ours"]["clients_per_s"] > 0
-    assert (found["ours"]["num_samples"], found["ours"]["batching"]) == (2, 2)
+    assert found["ours"]["num_samples"] == 2
     assert set(found["peers"]) == {"flower", "bare"}
     assert all(each["clients_per_s"] > 0 for each in found["peers"].values())
     assert ended.returncode == (0 if found["ok"] else 1)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("--pick 101", "--pick 101: there are 100 clients"),
-        ("--cores 1000", "--cores 1000: this process may use"),
-        ("--peers gloo", "--peers 'gloo': use flower, bare, or none"),
-        ("--rounds 0", "--rounds 0: use 1 or more"),
-    ],
-)
-def test_wrong_values_of_a_simulation_are_named(words: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        CliRunner().invoke(build(), ["bench", "fed", "--what", "simulate", *words.split()], catch_exceptions=False)

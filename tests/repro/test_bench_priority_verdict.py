@@ -135,4 +135,4 @@ def test_validate_takes_only_results_of_this_bench(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     path.write_text('{"bench": "allreduce", "cells": [1]}')
     with pytest.raises(ConfigError, match="bench priority"):
-        verdict.load(path)
+        verdict.judge_file(path)

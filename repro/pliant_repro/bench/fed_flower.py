@@ -5,8 +5,10 @@ This is a module of its own, because Ray's actors find the app by its name.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
+from importlib.metadata import version
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
@@ -17,7 +19,8 @@ from flwr.simulation import run_simulation
 
 from pliant.errors import TrainError
 from pliant.fed.config import FedConfig
-from pliant_repro.bench.fed_simulate import task_and_module, train_client
+from pliant.machine import Json
+from pliant_repro.bench.fed_sides import task_and_module, train_client
 
 JOB = "job"
 client_app = ClientApp()
@@ -53,8 +56,7 @@ class TimedFedAvg(FedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         messages = list(super().configure_train(server_round, arrays, config, grid))
-        if server_round == 1 or len(messages) != self.participants:
-            self._check(len(messages))
+        self._check(len(messages))
         self.at_s.append(time.perf_counter())
         return messages
 
@@ -78,8 +80,8 @@ class TimedFedAvg(FedAvg):
         return [end_s - begin_s for begin_s, end_s in zip(self.at_s, ends_s, strict=True)]
 
 
-def measure(config: FedConfig, *, rounds: int, cores: int, folder: str) -> list[float]:
-    """Return the seconds of each round; the first one starts the actors."""
+def measure(config: FedConfig, rounds: int, folder: str) -> Json:
+    """Return the seconds of each round, and the versions; the first round starts the actors."""
     strategy = TimedFedAvg(config.participants, config.data.clients)
     text = config.model_dump_json()
     server_app = ServerApp()
@@ -97,9 +99,9 @@ def measure(config: FedConfig, *, rounds: int, cores: int, folder: str) -> list[
         backend_config={
             "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
             # a machine without a network has no other address, and Ray would wait for one
-            "init_args": {"num_cpus": cores, "_node_ip_address": "127.0.0.1", "_temp_dir": folder},
+            "init_args": {"num_cpus": len(os.sched_getaffinity(0)), "_node_ip_address": "127.0.0.1", "_temp_dir": folder},
         },
     )
     if len(strategy.at_s) != rounds:
         raise TrainError(f"Flower's simulation did {len(strategy.at_s)} of {rounds} rounds")
-    return strategy.seconds
+    return {"seconds": strategy.seconds, "version": version("flwr"), "ray": version("ray")}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import socket
 import stat
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 from pliant.machine import Json
 from pliant.train import trace
-from pliant_repro.bench.priority import PriorityOptions, collect_traces, make_contender
+from pliant_repro.bench.priority import PriorityOptions, make_contender
 from pliant_repro.contest import Progress, Summary, form
 from pliant_repro.lab import iperf
 from pliant_repro.lab.hosts import Lab
@@ -52,6 +53,17 @@ ABOUT = (0.6, 1.2)
 LEAD = 5
 """Steps until sizes are tuned and the pipeline is steady."""
 PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionOptions:
+    """Options of `pliant bench preemption`."""
+
+    nodes: int
+    rate: int
+    """Bits per second that each node may send."""
+    iters: int
+    """Steps of each way of sending that count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +117,7 @@ class Links:
         return 2 * in_flight_bytes / self.bytes_per_s
 
 
-def run(nodes: int, rate: int, iters: int, args: Mapping[str, object], progress: Progress) -> Json:
+def run(options: PreemptionOptions, args: Mapping[str, object], progress: Progress) -> Json:
     """Measure all ways of sending, one after the other, and return the result.
 
     Raises:
@@ -115,29 +127,31 @@ def run(nodes: int, rate: int, iters: int, args: Mapping[str, object], progress:
     remarks: list[str] = []
     with contextlib.ExitStack() as cleanup:
         folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="pliant-bench-")))
-        lab = cleanup.enter_context(Lab(num_hosts=nodes, rate=format_rate(rate), mtu=9000).up())
+        lab = cleanup.enter_context(Lab(num_hosts=options.nodes, rate=format_rate(options.rate), mtu=9000).up())
         progress("iperf3", 0.0)
         bits_per_s = iperf.mean_ring_rate(lab, remarks)
-        links = Links(nodes, (bits_per_s if bits_per_s is not None else rate * iperf.MTU_SHARE) / 8)
+        links = Links(options.nodes, (bits_per_s or options.rate * iperf.MTU_SHARE) / 8)
         cells = []
         for number, mode in enumerate(SEND_MODES):
             progress(mode.label, (number + 1) / (len(SEND_MODES) + 1))
-            cells.append(make_cell(mode, links, _measure(folder, lab, rate, mode, number, iters)))
+            cells.append(make_cell(mode, links, _measure(options, folder, lab, mode, number)))
     return make_result(links, cells, args, remarks)
 
 
-def _measure(folder: Path, lab: Lab, rate: int, mode: SendMode, number: int, iters: int) -> Delays:
-    model, nodes, name = f"{__name__}:build", lab.num_hosts, f"way-{number}"
-    options = PriorityOptions(
-        model=model, compute="real", nodes=nodes, rates=(rate,), modes=("priority",), trace=folder / "trace"
+def _measure(options: PreemptionOptions, folder: Path, lab: Lab, mode: SendMode, number: int) -> Delays:
+    name, iters = f"way-{number}", options.iters
+    training = PriorityOptions(
+        model=f"{__name__}:build", compute="real", nodes=options.nodes, rates=(options.rate,), modes=("priority",)
     )
-    limit = mode.in_flight_bytes
-    with make_contender(options, folder, lab, name, mode.sync, number, in_flight_bytes=limit) as job:
+    limit, trace_to = mode.in_flight_bytes, folder / name
+    with make_contender(
+        training, folder, lab, name, mode.sync, number, in_flight_bytes=limit, trace=str(trace_to)
+    ) as job:
         job.start().ready(PATIENCE_S)
         # One step more: a step's parameter is used in the next one.
         answers = job.ask({"do": "run", "iterations": iters + 1, "lead": LEAD}, PATIENCE_S + 10.0 * iters)
     facts = cast("Mapping[str, int]", answers[0]["after"])
-    ranks = list(collect_traces(folder).get(name, {}).values())
+    ranks = [json.loads(Path(f"{trace_to}.{rank}.json").read_text())["traceEvents"] for rank in range(options.nodes)]
     return Delays(latencies_s(ranks)[-iters:], facts["in_flight_bytes"], mean_queued_bytes(ranks, iters))
 
 

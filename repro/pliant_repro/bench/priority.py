@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import json
 import re
 import tempfile
 import threading
@@ -27,7 +26,7 @@ from pliant_repro.bench import priority_cells
 from pliant_repro.bench.priority_cells import DDP, DDP_DEFAULT, PLAIN, LinkSetting
 from pliant_repro.bench.ssh_hosts import BASE_PORT, Host, host_identities, hosts_of_ranks, ssh_starter
 from pliant_repro.bench.train import PROGRAM, TrainingTask
-from pliant_repro.contest import Answer, Contender, Placement, Progress, Series, check_choice, check_least, quantile
+from pliant_repro.contest import Answer, Contender, Placement, Progress, Timings, check_choice, check_least, quantile
 from pliant_repro.lab import iperf
 from pliant_repro.lab.hosts import Lab
 from pliant_repro.lab.rates import format_rate, parse_rate
@@ -43,7 +42,7 @@ JUMBO = 9000
 """Bytes of a packet in the lab, about as on the paper's network, so that headers matter as little as there."""
 LEAD, PROBED = 3, 5
 """Steps of a window that are not timed; timed steps with each bucket size."""
-SAMPLE_S, PATIENCE_S = 0.010, 60.0
+SAMPLE_S, START_S, PATIENCE_S = 0.010, 180.0, 60.0
 MEASURED = (
     "hooks at forwards and gradients of a run that sends nothing, all stretched by how much longer the program's "
     "thread runs, or waits for its core, in a run that sends"
@@ -81,8 +80,6 @@ class PriorityOptions:
     """Machines to use over ssh; empty means namespaces on this one."""
     utilisation: bool = False
     """Also sample what the first host sends, every 10 ms."""
-    trace: Path | None = None
-    start_timeout_s: float = 180.0
 
     def __post_init__(self) -> None:
         check_choice("--compute", self.compute, ("paced", "real"))
@@ -98,8 +95,6 @@ class PriorityOptions:
             ("--repeat", self.repeat, 1), ("--iters", self.iters, 2), ("--warmup", self.warmup, 2),
             ("--batch", self.batch, 0), ("--size", self.size, 0),
         )  # fmt: skip
-        if self.hosts and self.utilisation:
-            raise ConfigError("--utilisation samples the lab's links: leave it out with --hosts")
         self._check_model()
 
     def _check_model(self) -> None:
@@ -172,20 +167,6 @@ def parse_slices(text: str) -> tuple[int | None, ...]:
     return tuple(slices)
 
 
-def choose_batch(flag: int | None, environ: Mapping[str, str]) -> int:
-    """Return the flag, else BATCH_SIZE as the artifact's workflow has it, else 0 (the model's own).
-
-    Raises:
-        ConfigError: BATCH_SIZE is not a number.
-    """
-    if flag is not None:
-        return flag
-    text = environ.get("BATCH_SIZE", "").strip()
-    if text and (not text.isdecimal() or int(text) < 1):
-        raise ConfigError(f"BATCH_SIZE={text!r} is not a number of samples: use 1 or more, or unset it")
-    return int(text) if text else 0
-
-
 # --- contenders ---
 
 
@@ -221,6 +202,7 @@ def make_contender(
     number: int,
     slice_bytes: int | None = None,
     in_flight_bytes: int | None = None,
+    trace: str = "",
 ) -> Contender:
     """Make the processes of one mode, one rank per node of the lab or per slot of the hosts; not started yet."""
     ours = mode not in (DDP, PLAIN)
@@ -239,7 +221,6 @@ def make_contender(
         join=join if ours else {},
         wrap={"sync_buffers": False},  # as DDP's broadcast_buffers=False
     ).to_json()
-    trace = str(folder / f"trace-{name}") if options.trace is not None else ""
     if lab is not None:
         placement = Placement(num_workers=options.nodes, folder=folder, lab=lab)
         strategy, pinned = "AUTO" if ours else "", options.compute == "real"
@@ -271,7 +252,7 @@ def make_entries(
 
 
 @dataclass(slots=True)
-class PriorityRecord(Series):
+class PriorityRecord(Timings):
     """Measurements of an entry at one rate; `cpu_s` has one value per repeat."""
 
     warmup_s: list[float] = field(default_factory=list)
@@ -335,7 +316,10 @@ class RateContest:
         options = self.options
         one_clock = self.lab is not None
 
-        def take_turn(entry: PriorityEntry, record: PriorityRecord, turn: int) -> None:
+        by_label = {entry.label: entry for entry in entries}
+
+        def take_turn(label: str, record: PriorityRecord, turn: int) -> None:
+            entry = by_label[label]
             if turn == 0:
                 answers = self._run(entry, options.warmup, lead=0)
                 record.warmup_s = step_times_s(answers, one_clock=one_clock)
@@ -347,8 +331,8 @@ class RateContest:
                 record.hashes = [str(answer["hash"]) for answer in answers]
                 record.hash_steps = cast(int, answers[0]["steps"])
 
-        records = {entry.label: PriorityRecord() for entry in entries}
-        contest.interleave(entries, records, options.repeat + 2, take_turn, self.progress)
+        records = {label: PriorityRecord() for label in by_label}
+        contest.interleave(records, options.repeat + 2, take_turn, self.progress)
         return records
 
     def take_turn(
@@ -450,23 +434,17 @@ def run(options: PriorityOptions, args: Mapping[str, object], progress: Progress
         if not options.hosts:
             first = next((rate for rate in options.rates if rate is not None), None)
             lab = cleanup.enter_context(Lab(num_hosts=options.nodes, rate=format_rate(first), mtu=JUMBO).up())
-        with contextlib.ExitStack() as contenders:  # ended before the lab and the folder, so that traces are complete
-            entries = make_entries(options, folder, lab, contenders)
-            contest.start_all((entry.job for entry in entries), options.start_timeout_s, progress)
-            layers = _find_layers(options, entries)
-            for number, rate in enumerate(options.rates):
+        entries = make_entries(options, folder, lab, cleanup)
+        contest.start_all((entry.job for entry in entries), START_S, progress)
+        layers = _find_layers(options, entries)
+        for number, rate in enumerate(options.rates):
 
-                def tell(what: str, fraction: float, number: int = number, rate: int | None = rate) -> None:
-                    progress(f"{format_rate(rate)}: {what}", (number + fraction) / len(options.rates))
+            def tell(what: str, fraction: float, number: int = number, rate: int | None = rate) -> None:
+                progress(f"{format_rate(rate)}: {what}", (number + fraction) / len(options.rates))
 
-                setting, shown, records, probed = _measure_rate(options, lab, rate, entries, layers, remarks, tell)
-                cells = priority_cells.make_cells(setting, shown, records, probed)
-                found += [{**one, "stage": number} for one in cells]
-        if options.trace is not None:
-            traces = collect_traces(folder)
-            options.trace.write_text(json.dumps(merge_traces(traces)))
-            sides = ", ".join(f"{side} ({len(ranks)} ranks)" for side, ranks in traces.items()) or "nobody"
-            remarks.append(f"traced: {sides}; tracing costs a little, so take times from a run without it")
+            setting, shown, records, probed = _measure_rate(options, lab, rate, entries, layers, remarks, tell)
+            cells = priority_cells.make_cells(setting, shown, records, probed)
+            found += [{**one, "stage": number} for one in cells]
     return priority_cells.make_result(args, found, remarks)
 
 
@@ -546,38 +524,3 @@ def stretch(layers: tuple[Layer, ...], records: Mapping[str, PriorityRecord]) ->
     )
     factor = max(1.0, along_s / alone_s) if alone_s else 1.0
     return tuple(Layer(each.forward_s * factor, each.backward_s * factor, each.num_bytes) for each in layers)
-
-
-# --- traces ---
-
-
-def collect_traces(folder: Path) -> dict[str, dict[int, list[Json]]]:
-    """Return the events that the workers have left in `folder`, by side and rank, without files that are cut short."""
-    traces: dict[str, dict[int, list[Json]]] = {}
-    for path in sorted(folder.glob("trace-*.json")):
-        named = re.fullmatch(r"trace-(.+)\.(\d+)\.json", path.name)
-        if named is None:
-            continue
-        try:
-            values = json.loads(path.read_text())
-        except ValueError:
-            continue
-        events = values["traceEvents"] if isinstance(values, dict) else values
-        traces.setdefault(named[1], {})[int(named[2])] = list(events)
-    return traces
-
-
-def merge_traces(traces: Mapping[str, Mapping[int, Sequence[Json]]]) -> Json:
-    """Make one Chrome trace (for ui.perfetto.dev): each rank of a side is a process, and time begins at 0."""
-    everything = [event for ranks in traces.values() for events in ranks.values() for event in events]
-    begin_us = min((float(str(event["ts"])) for event in everything if "ts" in event), default=0.0)
-    found: list[Json] = []
-    for number, (side, ranks) in enumerate(traces.items()):
-        for rank, events in sorted(ranks.items()):
-            pid = number * 1000 + rank
-            found.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": f"{side} rank {rank}"}})
-            found.append({"name": "process_sort_index", "ph": "M", "pid": pid, "args": {"sort_index": pid}})
-            for event in events:
-                moved = {"ts": float(str(event["ts"])) - begin_us} if "ts" in event else {}
-                found.append({**event, **moved, "pid": pid})
-    return {"traceEvents": found, "displayTimeUnit": "ms"}

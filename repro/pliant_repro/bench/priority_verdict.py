@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from pliant.errors import ConfigError
+from pliant.errors import ConfigError, reason
 from pliant.machine import Json
 from pliant_repro.bench.priority_cells import DDP, PLAIN, has_ddp_bits, too_busy
 from pliant_repro.profiles import SCALES
@@ -107,20 +107,22 @@ class Check:
         return f"{word}  {self.name}: {self.found}"
 
 
-def load(path: Path) -> Json:
-    """Read a result that `pliant bench priority --json` wrote.
+def judge_file(path: Path) -> list[Check]:
+    """Return all checks of a result that `pliant bench priority --json` wrote.
 
     Raises:
         ConfigError: the file holds no such result.
     """
+    remedy = "give what `pliant bench priority --json FILE` wrote"
     try:
         result = json.loads(path.read_text())
+        if result["bench"] != "priority" or not result["cells"]:
+            raise ConfigError(f"--validate {path}: no result of this bench; {remedy}")
+        return judge(result)
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"--validate {path}: {why}; give what `pliant bench priority --json FILE` wrote") from None
-    if not isinstance(result, dict) or result.get("bench") != "priority" or not result.get("cells"):
-        raise ConfigError(f"--validate {path}: no result of `pliant bench priority --json FILE`")
-    return cast(Json, result)
+        raise ConfigError(f"--validate {path}: {reason(error)}; {remedy}") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--validate {path}: something of it is missing or damaged ({error!r}); {remedy}") from None
 
 
 def judge(result: Mapping[str, object]) -> list[Check]:

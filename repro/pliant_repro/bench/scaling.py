@@ -38,7 +38,7 @@ from pliant_repro import contest, profiles
 from pliant_repro.bench.priority import JUMBO, step_times_s
 from pliant_repro.bench.ssh_hosts import BASE_PORT
 from pliant_repro.bench.train import PROGRAM, TrainingTask
-from pliant_repro.contest import Contender, Placement, Series, quantile
+from pliant_repro.contest import Contender, Placement, Timings, quantile
 from pliant_repro.lab import iperf
 from pliant_repro.lab.hosts import INTERFACE, NETWORK, Lab
 from pliant_repro.lab.rates import format_rate
@@ -215,7 +215,7 @@ class ScalingOptions:
 
 
 @dataclass(slots=True, kw_only=True)
-class ScalingRun(Series):
+class ScalingRun(Timings):
     """Measurements of one side on one number of hosts; `cpu_s` is that of one rank in a step, one per turn."""
 
     nodes: int
@@ -229,10 +229,6 @@ class ScalingRun(Series):
     """Bytes that the host which sent the most put on its link in a step; one per turn."""
     same_bits: bool = False
     """Whether all ranks ended with the same parameters."""
-
-    @property
-    def label(self) -> str:
-        return self.side
 
 
 @dataclass(slots=True)
@@ -311,7 +307,7 @@ def _take_turns(
     """Let all sides warm up and take turns; one that fails is out."""
     repeat, iterations = options.turns_at(lab.num_hosts)
 
-    def take_turn(each: ScalingRun, _: ScalingRun, turn: int) -> None:
+    def take_turn(_: str, each: ScalingRun, turn: int) -> None:
         what = "warming up" if turn == 0 else f"turn {turn} of {repeat}" if turn <= repeat else "comparing bits"
         say(f"{options.model}, {each.nodes} hosts, {each.side}: {what}")
         job = jobs[each.side]
@@ -330,7 +326,7 @@ def _take_turns(
             hashes = {str(answer["hash"]) for answer in job.ask({"do": "hash", "options": chosen}, PATIENCE_S)}
             each.same_bits = len(hashes) == 1
 
-    contest.interleave(runs, {each.side: each for each in runs}, repeat + 2, take_turn)
+    contest.interleave({each.side: each for each in runs}, repeat + 2, take_turn)
 
 
 def _probe_buckets(job: Contender, sweep: Sweep, nodes: int, say: Say) -> float | None:

@@ -54,16 +54,12 @@ def check_target(text: str) -> Worker:
     return target
 
 
-def check_seconds(seconds: float) -> float:
+def check_amounts(seconds: float, connections: int) -> None:
+    """Raise ConfigError if the traffic would last too long, or use too many connections."""
     if not 0 < seconds <= MAX_SECONDS:
         raise ConfigError(f"--seconds {seconds:g}: use more than 0 and at most {MAX_SECONDS:g}")
-    return seconds
-
-
-def check_connections(count: int) -> int:
-    if not 1 <= count <= MAX_CONNECTIONS:
-        raise ConfigError(f"--connections {count}: use 1 to {MAX_CONNECTIONS}")
-    return count
+    if not 1 <= connections <= MAX_CONNECTIONS:
+        raise ConfigError(f"--connections {connections}: use 1 to {MAX_CONNECTIONS}")
 
 
 def send(target: Worker, bits_per_s: int | None, seconds: float, connections: int = 1) -> Transferred:

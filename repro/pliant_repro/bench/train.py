@@ -12,12 +12,11 @@ from typing import Any
 from pliant.errors import ConfigError
 from pliant.machine import Json
 from pliant_repro import contest
-from pliant_repro.contest import Contender, Entry, Placement, Progress, Rules, Series, check_choice, check_least
+from pliant_repro.contest import Contender, Placement, Progress, Rules, Timings, check_choice, check_least
 from pliant_repro.profiles import check_trained
 
 PROGRAM = "pliant_repro.bench.training:opened"
 """Program that the workers of all training contests run."""
-DDP_PEERS = ("ddp_gloo", "ddp_gloo_views")
 TARGETS = {"resnet18": 1.0, "transformer": 1.05}
 """Least speedup over DDP on one host; other models have no verdict."""
 ALONE = 0.98
@@ -73,7 +72,6 @@ class TrainOptions:
 
     num_workers: tuple[int, ...] = (1, 2, 4)
     model: str = "resnet18"
-    peers: tuple[str, ...] = ("ddp_gloo",)
     batch: int = 0
     """Samples of a replica's step; 0 means the model's own choice."""
     size: int = 0
@@ -84,15 +82,12 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         check_trained(self.model)
-        if self.device not in ("cpu", "cuda"):
-            raise ConfigError(f"--device {self.device!r}: use cpu or cuda")
-        for peer in self.peers:
-            check_choice("--peers", peer, DDP_PEERS)
+        check_choice("--device", self.device, ("cpu", "cuda"))
         if not self.num_workers or not all(1 <= count <= 64 for count in self.num_workers):
             raise ConfigError(f"-np {','.join(map(str, self.num_workers))}: use numbers from 1 to 64, such as 1,2,4")
         check_least(
             ("--batch", self.batch, 0), ("--size", self.size, 0), ("--repeat", self.rules.rounds, 1),
-            ("--steps", self.rules.iterations, 1), ("--warmup", self.rules.warmup, 1),
+            ("--steps", self.rules.iterations, 1),
         )  # fmt: skip
 
 
@@ -104,8 +99,8 @@ def run(options: TrainOptions, args: Mapping[str, object], progress: Progress) -
         def tell(what: str, fraction: float, number: int = number, count: int = count) -> None:
             progress(f"{count} workers: {what}", (number + fraction) / len(options.num_workers))
 
-        sides = ["pytorch"] if count == 1 else list(options.peers)
-        cell, said = make_cell(options, count, sides, hold(options, count, sides, tell))
+        side = "pytorch" if count == 1 else "ddp_gloo"
+        cell, said = make_cell(options, count, side, hold(options, count, [side], tell))
         cells.append(cell)
         remarks += said
     ok = all(bool(cell["ok"]) for cell in cells)
@@ -114,7 +109,7 @@ def run(options: TrainOptions, args: Mapping[str, object], progress: Progress) -
 
 def hold(
     options: TrainOptions, num_workers: int, sides: Sequence[str], progress: Progress, *, replicas: int = 0
-) -> dict[str, Series]:
+) -> dict[str, Timings]:
     """Measure ours and the sides, interleaved; `replicas` is that of the job, one per worker by default.
 
     With more replicas than workers, a DDP side has one process per replica, as a user without pliant would.
@@ -127,7 +122,7 @@ def hold(
             count = num_workers if side == "pliant" else 1 if side == "pytorch" else replicas
             jobs.append(cleanup.enter_context(_contender(options, side, count, replicas, folder)))
         contest.start_all(jobs, options.start_timeout_s, progress)
-        return contest.hold([Entry(job.name, job) for job in jobs], options.rules, progress=progress)
+        return contest.hold(jobs, options.rules, progress=progress)
 
 
 def _contender(options: TrainOptions, side: str, num_workers: int, replicas: int, folder: Path) -> Contender:
@@ -145,7 +140,6 @@ def _contender(options: TrainOptions, side: str, num_workers: int, replicas: int
         device=options.device,
         lead=1,
         rendezvous=f"file://{folder / side}.store",
-        ddp={"gradient_as_bucket_view": True} if side == "ddp_gloo_views" else {},
     )
     strategy = "AUTO" if side == "pliant" and num_workers > 1 else ""
     placement = Placement(num_workers=num_workers, folder=folder)
@@ -153,24 +147,22 @@ def _contender(options: TrainOptions, side: str, num_workers: int, replicas: int
 
 
 def make_cell(
-    options: TrainOptions, num_workers: int, sides: Sequence[str], results: Mapping[str, Series]
+    options: TrainOptions, num_workers: int, side: str, results: Mapping[str, Timings]
 ) -> tuple[Json, list[str]]:
     """Return the numbers for one number of workers, and remarks; `median_s` is the time of a step."""
     ours = results["pliant"]
-    peers = {side: per_step(contest.beside(results[side], ours)) for side in sides}
+    peer = per_step(contest.beside(results[side], ours))
     target = TARGETS.get(options.model)
     if target is not None and num_workers == 1:
         target = ALONE
     remarks = contest.failures(results)
     ok = contest.is_ok(ours)
-    for side in sides:
-        speedup = peers[side]["speedup"]
-        judged = target is not None and side in ("pytorch", "ddp_gloo")
-        if judged and (not isinstance(speedup, float) or speedup < (target or 0.0)):
-            ok = False
-            said = f"{speedup:.3f}x" if isinstance(speedup, float) else "no number"
-            remarks.append(f"{num_workers} workers, {options.model}: {said} of {side}, to reach {target:g}x")
-    numbers = {"ours": per_step(contest.measured(ours)), "peers": peers}
+    speedup = peer["speedup"]
+    if target is not None and (not isinstance(speedup, float) or speedup < target):
+        ok = False
+        said = f"{speedup:.3f}x" if isinstance(speedup, float) else "no number"
+        remarks.append(f"{num_workers} workers, {options.model}: {said} of {side}, to reach {target:g}x")
+    numbers = {"ours": per_step(contest.measured(ours)), "peers": {side: peer}}
     return {"np": num_workers, "model": options.model, **numbers, "target_speedup": target, "ok": ok}, remarks
 
 
