@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, TypeVar
@@ -112,26 +113,14 @@ class History:
         return self.points[-1] if self.points else None
 
 
-_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
+@functools.cache
+def _adapter(kind: type[T]) -> TypeAdapter[T]:
+    return TypeAdapter(kind)
 
 
-def _parse(kind: type[T], data: object, name: str = "") -> T:
-    if kind not in _ADAPTERS:
-        _ADAPTERS[kind] = TypeAdapter(kind)
+def _parse(kind: type[T], data: object) -> T:
     try:
-        found: T = _ADAPTERS[kind].validate_python(data)
+        return _adapter(kind).validate_python(data)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join([*([name] if name else []), *map(str, first["loc"])])
-        raise ValueError(f"{where} is {first['input']!r:.40}: {first['msg']}") from None
-    return found
-
-
-def number(data: Mapping[Any, Any], name: Any) -> float:
-    """Return a finite number from parsed JSON; raises ValueError if it is none."""
-    return _parse(Number, data.get(name), name)
-
-
-def whole(data: Mapping[Any, Any], name: Any) -> int:
-    """Return a whole number from parsed JSON; raises ValueError if it is none."""
-    return _parse(Whole, data.get(name), name)
+        raise ValueError(f"{'.'.join(map(str, first['loc']))} is {first['input']!r:.40}: {first['msg']}") from None

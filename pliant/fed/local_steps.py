@@ -29,7 +29,7 @@ from pliant.fed.aggregation import proximal_
 from pliant.fed.config import LocalConfig
 from pliant.fed.data.partition import Ints
 from pliant.fed.data.task import InMemory, Samples, Task
-from pliant.fed.work import Training, Weights
+from pliant.fed.work import Training, Weights, difference
 
 STREAM, DRAWS = 3, 4
 """Purposes of random draws; see `data.build.LIARS`."""
@@ -259,7 +259,7 @@ class BatchedTrainer:
     ) -> BatchOutcome:
         old, new = start.all, list(stacked.values())
         # One copy per tensor: transfers from a GPU are slow.
-        changes = [_difference(b, a).cpu() for a, b in zip(old, new, strict=True)]
+        changes = [difference(b, a).cpu() for a, b in zip(old, new, strict=True)]
         whole = torch.stack(
             [torch.nn.functional.pad(each, (0, 0, 0, len(order) - len(each))) for each in seen], 1
         ).cpu()
@@ -273,10 +273,6 @@ class BatchedTrainer:
             ],
             [whole[at[i]].reshape(-1)[: steps[at[i]] * size] for i in range(len(order))],
         )
-
-
-def _difference(new: Tensor, old: Tensor) -> Tensor:
-    return new - old if new.is_floating_point() else new.to(torch.int64) - old.to(torch.int64)
 
 
 def by_layers(model: layered.Layered) -> Gradients:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pliant import record
 from pliant.errors import ConfigError
-from pliant.fed.history import Point, number, whole
+from pliant.fed.history import Point, Round
 from pliant.fed.tables import read_pickle
 
 # --- curves from files ---
@@ -84,7 +84,8 @@ def _from_record(file: Path) -> Curve:
             if fact.kind == "start" and isinstance(fact.data.get("config"), dict):
                 about = _describe(fact.data["config"])
             elif fact.kind == "round":
-                rounds, clock_s = whole(fact.data, "round"), number(fact.data, "clock_s")
+                last = Round.from_json(fact.data)
+                rounds, clock_s = last.round, last.clock_s
             elif fact.kind == "test":
                 points.append(Point.from_json(fact.data))
         except ValueError as error:

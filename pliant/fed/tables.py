@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,11 +17,7 @@ from pliant.errors import ConfigError
 
 
 def read_pickle(path: Path) -> object:
-    """Read a pickle of plain values (dictionaries, lists, strings, numbers, OrderedDict).
-
-    Raises:
-        ConfigError: the file is missing, is no pickle, or wants to call something.
-    """
+    """Read a pickle of plain values and OrderedDict; raises ConfigError if it is no pickle, or wants to call something."""
     try:
         with path.open("rb") as file:
             found: object = _Plain(file, path).load()
@@ -47,6 +45,7 @@ class _Plain(pickle.Unpickler):
 
 
 Ints = NDArray[np.int64]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +66,7 @@ _COLUMNS = {
 
 
 def read_client_map(path: Path) -> ClientMap:
-    """Read FedScale's map (CSV: client_id, sample_name, sample_category, category_id) or the artifact's (pickle: {sample: client}).
-
-    Raises:
-        ConfigError: the file cannot be read, or is neither.
-    """
+    """Read FedScale's map (CSV: client_id, sample_name, sample_category, category_id) or the artifact's (pickle: {sample: client})."""
     if form_of(path, "a client map") != "csv":
         return _pickled_map(path)
     rows = read_rows(path)
@@ -84,12 +79,8 @@ def read_client_map(path: Path) -> ClientMap:
 
 def _pickled_map(path: Path) -> ClientMap:
     found = read_pickle(path)
-    plain = (str, int)
-    if (
-        not isinstance(found, dict)
-        or not found
-        or not all(isinstance(sample, plain) and isinstance(client, plain) for sample, client in found.items())
-    ):
+    is_map = isinstance(found, dict) and bool(found)
+    if not is_map or not all(isinstance(each, str | int) for each in (*found, *found.values())):  # type: ignore[misc,attr-defined]
         raise ConfigError(f"{path}: a client map in a pickle is {{sample: client}}; this one is not")
     return ClientMap(tuple(str(each) for each in found), tuple(str(each) for each in found.values()))
 
@@ -97,13 +88,13 @@ def _pickled_map(path: Path) -> ClientMap:
 def read_sizes(path: Path) -> Ints:
     """Read the number of samples of each client from a CSV with num_samples; rows of one client (one per label) are added up."""
     rows = read_rows(path)
-    sizes = int_column(path, rows, "num_samples")
-    if "client" in rows[0]:
-        own: dict[str, int] = {}
-        for row, size in zip(rows, sizes, strict=True):
-            own[row["client"]] = own.get(row["client"], 0) + int(size)
-        return np.array(list(own.values()), dtype=np.int64)
-    return sizes
+    sizes = _num_samples(path, rows)
+    if "client" not in rows[0]:
+        return np.array(sizes, dtype=np.int64)
+    own = Counter[str]()
+    for row, size in zip(rows, sizes, strict=True):
+        own[row["client"]] += size
+    return np.array(list(own.values()), dtype=np.int64)
 
 
 def read_label_counts(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], Ints]:
@@ -112,21 +103,16 @@ def read_label_counts(path: Path) -> tuple[tuple[str, ...], tuple[str, ...], Int
     for name in ("client", "label"):
         if name not in rows[0]:
             raise ConfigError(f"{path}: no column {name!r}; label counts have client, label, num_samples")
-    clients = list(dict.fromkeys(row["client"] for row in rows))
-    labels = sorted({row["label"] for row in rows})
+    clients = {name: place for place, name in enumerate(dict.fromkeys(row["client"] for row in rows))}
+    labels = {name: place for place, name in enumerate(sorted({row["label"] for row in rows}))}
     counts = np.zeros((len(clients), len(labels)), dtype=np.int64)
-    place = {name: i for i, name in enumerate(clients)}, {name: i for i, name in enumerate(labels)}
-    at = np.array([place[0][row["client"]] for row in rows]), np.array([place[1][row["label"]] for row in rows])
-    np.add.at(counts, at, int_column(path, rows, "num_samples"))
+    for row, size in zip(rows, _num_samples(path, rows), strict=True):
+        counts[clients[row["client"]], labels[row["label"]]] += size
     return tuple(clients), tuple(labels), counts
 
 
 def form_of(path: Path, what: str) -> str:
-    """Return csv, npz or pickle, by the first bytes and the name of the file.
-
-    Raises:
-        ConfigError: the file cannot be read, or is empty; `what` says what is wanted.
-    """
+    """Return csv, npz or pickle, by the first bytes and the name of the file; `what` says in errors what is wanted."""
     try:
         with path.open("rb") as file:
             line = file.readline(1000)
@@ -154,21 +140,25 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def row_number(path: Path, place: int) -> int:
-    """Return the line number of a row of `read_rows`, as editors count: from 1, with the header."""
+def _num_samples(path: Path, rows: list[dict[str, str]]) -> list[int]:
+    return read_column(path, rows, "num_samples", int, "use a whole number")
+
+
+def read_column(path: Path, rows: list[dict[str, str]], name: str, parse: Callable[[str], T], remedy: str) -> list[T]:
+    """Parse one column of `read_rows`. What `parse` refuses is a ConfigError with the number of its line and the remedy."""
+    if name not in rows[0]:
+        raise ConfigError(f"{path}: no column {name!r} among {', '.join(rows[0])}")
+    found = []
+    for place, row in enumerate(rows):
+        try:
+            found.append(parse(row[name]))
+        except ValueError:
+            line = _line_number(path, place)
+            raise ConfigError(f"{path}: row {line}, {name}: {row[name]!r:.60}: {remedy}") from None
+    return found
+
+
+def _line_number(path: Path, place: int) -> int:
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
         return next((reader.line_num for number, _ in enumerate(reader) if number == place), place + 2)
-
-
-def int_column(path: Path, rows: list[dict[str, str]], column: str) -> Ints:
-    if column not in rows[0]:
-        raise ConfigError(f"{path}: no column {column!r} among {', '.join(rows[0])}")
-    found = np.empty(len(rows), np.int64)
-    for place, row in enumerate(rows):
-        try:
-            found[place] = int(row[column])
-        except (ValueError, OverflowError):
-            where = f"{path}: row {row_number(path, place)}, {column}"
-            raise ConfigError(f"{where}: {row[column]!r:.60}: use a whole number") from None
-    return found

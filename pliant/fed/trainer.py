@@ -33,7 +33,7 @@ from pliant.fed.local_steps import (
     stream,
     traced_layers,
 )
-from pliant.fed.selection.base import LossMeter
+from pliant.fed.selection.base import mean_of, statistical_utility
 from pliant.fed.work import Evaluation, Score, Trained, Training, Unit, UnitResult, Update, Weights
 
 PART = 250
@@ -69,7 +69,7 @@ class ClientTrainer:
         if self.device.type == "cpu":
             return model
         if self._given is None or self._given[0] is not model:
-            self._given = model, to(model, self.device)
+            self._given = model, model.map(lambda each: each.to(self.device))
         return self._given[1]
 
     def _train(self, start: Weights, unit: Training) -> tuple[Trained, ...]:
@@ -126,14 +126,13 @@ class ClientTrainer:
             move_parameters(optimizer, moved, [each for each in gradients if each is not None], near, self.mu)
             seen.append(losses.detach())
         end = Weights([each.detach() for each in module.parameters()], list(module.buffers()))
-        return self._make_result(client, to(start.change_to(end), torch.device("cpu")), torch.cat(seen))
+        return self._make_result(client, start.change_to(end).map(Tensor.cpu), torch.cat(seen))
 
     def _make_result(self, client: int, change: Weights, losses: Tensor) -> Trained:
         """Make the result of a client; `losses` are those of its stream, of which the first pass counts."""
         size = int(self.task.sizes[client])
-        meter = LossMeter()
-        meter.add(losses[:size].cpu().numpy())
-        return Trained(Update(client, change, float(size), meter.mean), meter.utility())
+        seen = losses[:size].cpu().numpy()
+        return Trained(Update(client, change, float(size), mean_of(seen)), statistical_utility(seen))
 
     def _evaluate(self, model: Weights, unit: Evaluation) -> Score:
         if not 0 <= unit.begin <= unit.end <= self.task.num_test:
@@ -181,10 +180,6 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"device {name!r}: no GPU is there; use cpu")
     device = torch.device(name)
     return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else device
-
-
-def to(weights: Weights, device: torch.device) -> Weights:
-    return Weights([each.to(device) for each in weights.parameters], [each.to(device) for each in weights.buffers])
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -29,10 +29,7 @@ class Weights:
     @classmethod
     def of(cls, module: nn.Module) -> Weights:
         """Copy the present values of `module`."""
-        return cls(
-            [each.detach().clone() for each in module.parameters()],
-            [each.detach().clone() for each in module.buffers()],
-        )
+        return cls([each.detach() for each in module.parameters()], list(module.buffers())).clone()
 
     def into(self, module: nn.Module) -> None:
         """Copy these values into `module`."""
@@ -55,15 +52,19 @@ class Weights:
         """Return the change from here to `new`: floats in their own type, integers and flags as int64."""
         check_alike(self, new, "the client's model")
         return Weights(
-            [_difference(a, b) for a, b in zip(new.parameters, self.parameters, strict=True)],
-            [_difference(a, b) for a, b in zip(new.buffers, self.buffers, strict=True)],
+            [difference(a, b) for a, b in zip(new.parameters, self.parameters, strict=True)],
+            [difference(a, b) for a, b in zip(new.buffers, self.buffers, strict=True)],
         )
 
+    def map(self, change: Callable[[Tensor], Tensor]) -> Weights:
+        """Return `change` of each tensor."""
+        return Weights([change(each) for each in self.parameters], [change(each) for each in self.buffers])
+
     def clone(self) -> Weights:
-        return Weights([each.clone() for each in self.parameters], [each.clone() for each in self.buffers])
+        return self.map(torch.clone)
 
 
-def _difference(new: Tensor, old: Tensor) -> Tensor:
+def difference(new: Tensor, old: Tensor) -> Tensor:
     return new - old if new.is_floating_point() else new.to(torch.int64) - old.to(torch.int64)
 
 

@@ -6,9 +6,10 @@ import csv
 import hashlib
 import json
 import math
+import os
 import pickle
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,16 @@ def task_of(config: FedConfig) -> Task:
         _tasks[key] = build_task(config)
     found = _tasks[key]
     return Task(config, found.train, found.test, found.partition, found.malicious, found.shuffle, found.make_model)
+
+
+class Bomb:
+    """What would make a folder if a pickle of it were loaded."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (str(self.where),)
 
 
 class Crash(Exception):

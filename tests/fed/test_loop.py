@@ -14,7 +14,7 @@ from fed_jobs import DAY_S, Table, config_of, loop_of, made_up, state_of, task_o
 from pliant.errors import ConfigError, NoClient
 from pliant.fed.aggregation import make_aggregator
 from pliant.fed.config import FedConfig
-from pliant.fed.privacy import Accountant
+from pliant.fed.privacy import epsilon_of, round_divergences
 from pliant.fed.rounds.loop import simulate
 from pliant.fed.trainer import InProcess
 from pliant.fed.work import Training, Weights, training_units
@@ -237,9 +237,7 @@ def test_a_deadline_that_nobody_meets_ends_rounds_and_the_job(tmp_path: Path) ->
 
 
 def spent(rate: float, rounds: int, noise: float = 0.8, delta: float = 1e-5) -> float:
-    accountant = Accountant()
-    accountant.add(rate=rate, noise_multiplier=noise, rounds=rounds)
-    return accountant.epsilon(delta)
+    return epsilon_of(rounds * round_divergences(rate, noise), delta)
 
 
 @pytest.mark.parametrize(("selector", "where"), [("random", "server"), ("oort", "server"), ("random", "client")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fed_jobs import Bomb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -167,21 +167,13 @@ def test_samples_and_maps_that_do_not_fit_are_named() -> None:
         by_map(ClientMap(("a", "a"), ("1", "2")), ["a"])
 
 
-class _Bomb:
-    def __init__(self, where: Path) -> None:
-        self.where = where
-
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return os.mkdir, (str(self.where),)
-
-
 @pytest.mark.parametrize("read", [read_pickle, read_client_map])
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_a_pickle_that_runs_something_is_refused_before_it_does(
     tmp_path: Path, protocol: int, read: Callable[[Path], object]
 ) -> None:
     hit, file = tmp_path / "hit", tmp_path / "trace"
-    file.write_bytes(pickle.dumps({"a.png": _Bomb(hit)}, protocol))
+    file.write_bytes(pickle.dumps({"a.png": Bomb(hit)}, protocol))
     with pytest.raises(ConfigError, match=r"wants (posix|os)\.mkdir; only plain values"):
         read(file)
     assert not hit.exists()

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.errors import CheckpointError, ConfigError, NoClient
-from pliant.fed.selection import base as selection
-from pliant.fed.selection.base import PopulationSelector, greatest, sample
+from pliant.fed.selection.base import PopulationSelector, greatest, mean_of, sample, statistical_utility
 from pliant.fed.selection.selectors import NAMES, PRESETS, Oort, local_steps, make_selector
 
 ALL = [*[name for name in NAMES if name != "oort"], *[f"oort:{name}" for name in PRESETS]]
@@ -250,17 +249,12 @@ def test_what_broken_clients_say_is_not_believed() -> None:
 def test_utility_is_of_every_sample_of_the_first_pass() -> None:
     """The last mini-batch alone, which FedScale takes, says something else."""
     losses = [1.0, 2.0, 3.0, 4.0]
-    assert selection.statistical_utility(losses) == pytest.approx(10.954, abs=5e-4)
-    assert selection.statistical_utility(losses, size=40) == pytest.approx(109.54, abs=5e-3)
-    meter = selection.LossMeter()
-    meter.add(losses[:2])
-    meter.add(losses[2:])
-    assert (meter.count, meter.mean) == (4, 2.5)
-    assert meter.utility() == pytest.approx(10.954, abs=5e-4)
-    last_batch_only = selection.statistical_utility(losses[2:], size=4)
-    assert abs(last_batch_only - meter.utility()) > 3
-    assert selection.statistical_utility([]) == selection.LossMeter().utility() == 0.0
-    assert np.isnan(selection.statistical_utility([1.0, np.nan]))
+    utility = statistical_utility(losses)
+    assert (utility, mean_of(losses)) == (pytest.approx(10.954, abs=5e-4), 2.5)
+    last_batch_only = 2 * statistical_utility(losses[2:])
+    assert abs(last_batch_only - utility) > 3
+    assert statistical_utility([]) == mean_of([]) == 0.0
+    assert np.isnan(statistical_utility([1.0, np.nan]))
 
 
 def test_the_greatest_are_the_first_of_equals() -> None:

@@ -140,7 +140,7 @@ def test_large_clients_get_the_slow_devices(tmp_path: Path) -> None:
     config = oort.config_of("large is slow", chosen, "synthetic", 3)
     config = config.model_copy(update={"data": DataConfig(kind="digits", partition="dirichlet", alpha=1.0, clients=50)})
     dealt = read_devices(oort.large_is_slow(config, tmp_path / "devices.csv"))
-    took_s = dealt.round_s(200, down_bytes=0, up_bytes=0)
+    took_s = dealt.round_s(200, model_bytes=0)
     sizes = build_task(config).sizes
     assert (np.diff(took_s[np.argsort(sizes, kind="stable")]) >= 0).all()
 

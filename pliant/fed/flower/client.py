@@ -23,7 +23,7 @@ import math
 from flwr.app import Context, MetricRecord, RecordDict
 
 from pliant.errors import ConfigError
-from pliant.fed.selection.base import LossMeter, Numbers
+from pliant.fed.selection.base import Numbers, mean_of, statistical_utility
 
 CLIENT, SAMPLES, UTILITY, LOSS, DURATION = "client", "num-examples", "utility", "loss", "duration-s"
 ARRAYS, CONFIG, METRICS = "arrays", "config", "metrics"
@@ -54,9 +54,7 @@ def metrics(losses: Numbers, *, samples: int, duration_s: float | None = None) -
     `losses` are those of its first pass over its samples, each from before the step that the sample takes part in. Give
     `duration_s` if the server's own measurement would be wrong, as in a simulation whose clients wait for a CPU.
     """
-    meter = LossMeter()
-    meter.add(losses)
-    told: dict[str, Value] = {SAMPLES: samples, UTILITY: meter.utility(), LOSS: meter.mean}
+    told: dict[str, Value] = {SAMPLES: samples, UTILITY: statistical_utility(losses), LOSS: mean_of(losses)}
     if duration_s is not None:
         told[DURATION] = duration_s
     return MetricRecord(told)

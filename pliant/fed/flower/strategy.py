@@ -18,7 +18,6 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from pliant.errors import CheckpointError, ConfigError, NoClient, TrainError
 from pliant.fed.aggregation import FedProx
-from pliant.fed.clients import SELECTION, derive_seed
 from pliant.fed.config import FedConfig
 from pliant.fed.flower.client import ARRAYS, CONFIG, LOSS, SAMPLES, UTILITY, number_in
 from pliant.fed.flower.nodes import Nodes, duration_s
@@ -26,14 +25,15 @@ from pliant.fed.history import Point, Round
 from pliant.fed.rounds.federation import (
     FederatedCheckpoint,
     build_aggregator,
+    build_selector,
     load_checkpoint,
     load_weights,
     save_checkpoint,
     update_client_lr,
 )
-from pliant.fed.rounds.modes import finite, mean_loss
+from pliant.fed.rounds.modes import mean_loss
 from pliant.fed.rounds.storage import JobRecorder
-from pliant.fed.selection.selectors import make_selector
+from pliant.fed.selection.base import finite
 from pliant.fed.work import Update, Weights
 
 
@@ -131,8 +131,7 @@ class Guided(Strategy):
             raise ConfigError("aggregator fed-buff: rounds on Flower are not asynchronous; use fed-avg, fed-yogi, ...")
         self.config, self.folder = config, folder
         self.aggregator = build_aggregator(config)
-        options = {"seed": derive_seed(config.seed, SELECTION), **config.selector.options}
-        self.selector = make_selector(config.selector.kind, **options)  # type: ignore[arg-type]
+        self.selector = build_selector(config)
         self.nodes = Nodes(self.selector, introduced=identity == "partition", timeout_s=timeout_s)
         self.recorder = JobRecorder(folder, say=log.info)
         self.round: Round | None = None

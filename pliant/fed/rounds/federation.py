@@ -144,7 +144,7 @@ class FederationState:
         Raises:
             NoClient: nobody can be picked now.
         """
-        seen = self.simulated.at(self.clock_s)
+        seen = self.simulated.availability.at(self.clock_s)
         feasible = seen.there if busy is None else seen.there & ~busy
         chosen = self.selector.select(num, feasible, remaining_s=seen.until_s - self.clock_s)
         return Selection(chosen, seen.until_s[chosen], int(np.count_nonzero(feasible)))
@@ -164,7 +164,7 @@ class FederationState:
         Raises:
             NoClient: there will be none, or nobody could be picked for too long since `since_s`.
         """
-        seen = self.simulated.at(self.clock_s)
+        seen = self.simulated.availability.at(self.clock_s)
         next_s = float(np.where(seen.there, math.inf, seen.back_s).min())
         self.check_patience(since_s, why, until_s=next_s)
         # a sum of floats may lie just before the moment that it means

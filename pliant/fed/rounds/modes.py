@@ -24,7 +24,7 @@ from pliant.fed.aggregation import FedBuff
 from pliant.fed.history import Round
 from pliant.fed.rounds.federation import ClientResult, FederationState, Selection, load_weights, update_client_lr
 from pliant.fed.rounds.plan import COUNTS, CUT, LOST, RoundPlan, plan_round
-from pliant.fed.selection.base import Floats, Ids
+from pliant.fed.selection.base import Floats, Ids, finite
 from pliant.fed.selection.selectors import local_steps
 from pliant.fed.work import Trained, Weights
 
@@ -122,11 +122,6 @@ def mean_loss(losses: list[float]) -> float | None:
     """Return the mean of the finite losses; None if there is none."""
     known = [each for each in losses if math.isfinite(each)]
     return math.fsum(known) / len(known) if known else None
-
-
-def finite(figures: Mapping[str, float | int]) -> dict[str, float | int | None]:
-    """Replace infinite figures by None, for the record."""
-    return {name: value if math.isfinite(value) else None for name, value in figures.items()}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -244,7 +239,7 @@ class AsynchronousRounds:
     def _start_waiting(self) -> None:
         """Start queued clients that are still available."""
         federation, config = self._federation, self._federation.config
-        seen = federation.simulated.at(federation.clock_s)
+        seen = federation.simulated.availability.at(federation.clock_s)
         while self._queue and len(self._flights) < self._most:
             client = self._queue.pop(0)
             if not seen.there[client]:

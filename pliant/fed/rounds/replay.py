@@ -17,11 +17,10 @@ from pliant.errors import ConfigError
 from pliant.fed.clients import PASSES, Devices
 from pliant.fed.config import Count, FedConfig, NamedOptions, Positive
 from pliant.fed.rounds.plan import plan_round
-from pliant.fed.selection.base import Floats
+from pliant.fed.selection.base import Floats, finite
 from pliant.fed.selection.selectors import make_selector
 from pliant.yaml_source import validation_messages
 
-MAX_FILE_BYTES = 1 << 28
 Loss = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
@@ -34,6 +33,10 @@ class ReplayClient(BaseModel):
     """Number of samples."""
     losses: Annotated[tuple[Loss, ...], Field(min_length=1)]
     """Mean loss when the client takes part for the first time, the second, ...; then the last one."""
+
+    def loss_after(self, rounds: int) -> float:
+        """Return the loss of a client that has taken part this often."""
+        return self.losses[min(rounds, len(self.losses) - 1)]
 
 
 class Replay(BaseModel):
@@ -60,10 +63,6 @@ class Replay(BaseModel):
 def read_replay(path: Path) -> Replay:
     """Read a replay; raises ConfigError."""
     try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(
-                f"{path} is larger than {MAX_FILE_BYTES} bytes: give fewer clients, or fewer losses of each"
-            )
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else f"not JSON ({error})"
@@ -89,20 +88,12 @@ def draw_replay(num_clients: int) -> Replay:
 
 
 def replay_selection(replay: Replay, devices: Devices, *, rounds: int, seed: int) -> dict[str, Any]:
-    """Return the clients picked in each round, and the selector's figures, as plain values.
-
-    Raises:
-        ConfigError: the selector's options are wrong.
-        NoClient: nobody can be picked any more.
-    """
+    """Return the clients picked in each round, and the selector's figures, as plain values."""
     count = len(replay.clients)
     theirs = devices.for_clients(count)
     size = np.array([client.size for client in replay.clients], np.float64)
     duration_s: Floats = theirs.round_s(
-        replay.steps * replay.batch_size,
-        down_bytes=replay.model_bytes,
-        up_bytes=replay.model_bytes,
-        passes=PASSES * replay.clock_factor,
+        replay.steps * replay.batch_size, model_bytes=replay.model_bytes, passes=PASSES * replay.clock_factor
     )
     options = {"seed": seed, **replay.selector.options}
     selector = make_selector(replay.selector.kind, **options)  # type: ignore[arg-type]
@@ -115,12 +106,19 @@ def replay_selection(replay: Replay, devices: Devices, *, rounds: int, seed: int
         plan = plan_round(
             picked, duration_s[picked], np.full(len(picked), np.inf), begin_s=clock_s, wanted=replay.participants
         )
-        facts.append(_round_facts(number, plan.invited, plan.aggregated, plan.duration_s, selector.figures))
-        clock_s = plan.end_s
-        losses = [replay.clients[i].losses for i in plan.invited]
-        loss = np.array(
-            [each[min(int(took_part[i]), len(each) - 1)] for each, i in zip(losses, plan.invited, strict=True)]
+        why = {name: value for name, value in finite(selector.figures).items() if name not in ("round", "picked")}
+        facts.append(
+            {
+                "round": number,
+                "rounds_before": number - 1,
+                "picked": plan.invited.tolist(),
+                "aggregated": plan.aggregated.tolist(),
+                "duration_s": plan.duration_s,
+                **why,
+            }
         )
+        clock_s = plan.end_s
+        loss = np.array([replay.clients[i].loss_after(int(took_part[i])) for i in plan.invited])
         selector.feedback(
             plan.invited,
             utility=np.where(plan.counts, size[plan.invited] * loss, 0.0),
@@ -139,22 +137,4 @@ def replay_selection(replay: Replay, devices: Devices, *, rounds: int, seed: int
         "clock_s": clock_s,
         "coverage": int(np.count_nonzero(took_part)),
         "rounds": facts,
-    }
-
-
-def _round_facts(
-    number: int, invited: Any, aggregated: Any, duration_s: float, figures: dict[str, float | int]
-) -> dict[str, Any]:
-    why = {
-        key: (None if value == float("inf") else value)
-        for key, value in figures.items()
-        if key not in ("round", "picked")
-    }
-    return {
-        "round": number,
-        "rounds_before": number - 1,
-        "picked": [int(client) for client in invited],
-        "aggregated": [int(client) for client in aggregated],
-        "duration_s": duration_s,
-        **why,
     }

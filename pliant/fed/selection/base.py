@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -337,36 +338,22 @@ class PopulationSelector(ABC):
             )
 
 
-def statistical_utility(losses: Numbers, size: float | None = None) -> float:
+def statistical_utility(losses: Numbers) -> float:
     """Return |B| * sqrt(mean of squared losses), Oort's measure of what a client's data can teach.
 
-    `losses` has one entry per sample, each taken before the update that the sample takes part in. `size` is |B|, if that is
-    not the number of losses. NaN or infinite losses make it NaN.
+    `losses` has one entry per sample, each taken before the update that the sample takes part in. NaN or infinite losses
+    make it NaN.
     """
-    squares = np.square(np.asarray(losses, np.float64))
-    if not squares.size:
-        return 0.0
-    return float((squares.size if size is None else size) * np.sqrt(squares.mean()))
+    values = np.asarray(losses, np.float64).ravel()
+    return float(values.size * np.sqrt(float(np.square(values).sum()) / values.size)) if values.size else 0.0
 
 
-class LossMeter:
-    """Statistical utility and mean from losses that come batch by batch, without keeping them."""
+def mean_of(losses: Numbers) -> float:
+    """Return the mean loss in float64; 0 if there are none."""
+    values = np.asarray(losses, np.float64).ravel()
+    return float(values.sum()) / values.size if values.size else 0.0
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._sum = self._squares = 0.0
 
-    def add(self, losses: Numbers) -> None:
-        values = np.asarray(losses, np.float64).ravel()
-        self.count += values.size
-        self._sum += float(values.sum())
-        self._squares += float(np.square(values).sum())
-
-    @property
-    def mean(self) -> float:
-        return self._sum / self.count if self.count else 0.0
-
-    def utility(self, size: float | None = None) -> float:
-        if not self.count:
-            return 0.0
-        return float((self.count if size is None else size) * np.sqrt(self._squares / self.count))
+def finite(figures: Mapping[str, float | int]) -> dict[str, float | int | None]:
+    """Replace infinite figures by None, for the record."""
+    return {name: value if math.isfinite(value) else None for name, value in figures.items()}

@@ -98,8 +98,8 @@ def large_is_slow(config: FedConfig, path: Path) -> Path:
     rows[np.argsort(sizes, kind="stable")] = np.argsort(world.round_s(config.local.steps), kind="stable")
     with path.open("w", newline="") as file:
         lines = csv.writer(file)
-        lines.writerow(("compute_ms_per_sample", "down_kbps", "up_kbps"))
-        columns = (world.devices.compute_ms, world.devices.down_kbps, world.devices.up_kbps)
+        lines.writerow(("compute_ms_per_sample", "bandwidth_kbps"))
+        columns = (world.devices.compute_ms, world.devices.kbps)
         lines.writerows(zip(*(column[rows].tolist() for column in columns), strict=True))
     return path
 

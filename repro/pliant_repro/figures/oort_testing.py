@@ -131,7 +131,7 @@ class Testers(Figure):
             samples = self.like_speech()
             phones = synthetic_devices(len(samples))
             what = f"{oort_jobs.MISSING}: a map like that of Speech Commands, and synthetic phones"
-        found = Holdings.of(samples, sample_ms=phones.compute_ms, kbit_s=phones.down_kbps, model_kbit=MODEL_KBIT)
+        found = Holdings.of(samples, sample_ms=phones.compute_ms, kbit_s=phones.kbps, model_kbit=MODEL_KBIT)
         return found, what
 
     @staticmethod
