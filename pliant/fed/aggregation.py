@@ -53,8 +53,7 @@ class Aggregator(ABC):
 
         The update's tensors must not change until `finish`: some aggregators keep them.
 
-        Raises:
-            TrainError: not in the order of clients, the same client twice, or tensors of another model.
+        Raises TrainError if it is out of order, the client's second one, or of another model.
         """
         model = self._current_model()
         check_alike(model, update.change, f"the update of client {update.client}")
@@ -79,11 +78,7 @@ class Aggregator(ABC):
         return {"aggregator": self.name}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Continue from a saved state.
-
-        Raises:
-            ConfigError: it is the state of another aggregator.
-        """
+        """Continue from a saved state."""
         if state.get("aggregator") != self.name:
             raise ConfigError(
                 f"this is the state of {state.get('aggregator')!r}, not of {self.name!r}: resume with the aggregator it came from"
@@ -489,8 +484,7 @@ class FedBuff(FedAvg):
     def offer(self, model: Weights, update: Update) -> Weights | None:
         """Return the next model if the buffer is full with this update; None if more are needed, or the update came too late.
 
-        Raises:
-            TrainError: the update claims a version that does not exist yet, or is in the buffer already.
+        Raises TrainError if the update claims a version that does not exist yet, or is in the buffer already.
         """
         late = self.version - update.version
         if late < 0:
@@ -561,11 +555,7 @@ AGGREGATORS: dict[str, type[Aggregator]] = {
 
 
 def make_aggregator(name: str, options: Mapping[str, float] | None = None) -> Aggregator:
-    """Create the aggregator of that name.
-
-    Raises:
-        ConfigError: an unknown name or option, or an impossible value.
-    """
+    """Create the aggregator of that name."""
     kind = AGGREGATORS.get(name)
     if kind is None:
         raise ConfigError(f"aggregator {name!r} is unknown: use one of {', '.join(AGGREGATORS)}")

@@ -409,11 +409,7 @@ FROM: Mapping[tuple[str, ...], str] = {
 
 
 def read_artifact(source: YamlSource, name: str = "") -> FederatedJob:
-    """Return the job that a file in the artifact's form describes; `name` overrides the file's.
-
-    Raises:
-        ConfigError: one line for each mistake, with its line number.
-    """
+    """Return the job that a file in the artifact's form describes; `name` overrides the file's."""
     said = source.values(source.keys)
     keys = parse_keys(said.get("job_conf", []))
     if "job_conf" not in said:

@@ -287,7 +287,7 @@ def read_availability(path: Path) -> Availability:
     for number, (name, row) in enumerate(_pickled_devices(path)):
         known = row if isinstance(row, dict) else {}
         active, inactive, finish = (known.get(key) for key in ("active", "inactive", "finish_time"))
-        if not (_are_numbers(active) and _are_numbers(inactive) and _are_numbers([finish]) and finish > 0):
+        if not (_are_numbers(active) and _are_numbers(inactive) and isinstance(finish, int | float) and finish > 0):
             raise ConfigError(f"{path}: device {name!r} has no active, inactive and finish_time, as FedScale's have")
         if not 0 <= len(active) - len(inactive) <= 1:
             raise ConfigError(f"{path}: device {name!r} comes {len(active)} times and goes {len(inactive)} times")

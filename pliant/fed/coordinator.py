@@ -55,11 +55,7 @@ class ServerTLS(NamedTuple):
 
 
 def server_tls(certificate: str, key: str = "") -> ServerTLS:
-    """Load a PEM certificate and its key; the key may be in the same file.
-
-    Raises:
-        ConfigError: the files are no certificate and its key.
-    """
+    """Load a PEM certificate and its key; the key may be in the same file."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
@@ -140,11 +136,7 @@ class Coordinator:
         tls: ServerTLS | None = None,
         silence_s: float = SILENCE_S,
     ) -> None:
-        """`port` 0 takes a free one. `secret` is what workers must know.
-
-        Raises:
-            ConfigError: the secret is too short to keep a stranger out.
-        """
+        """`port` 0 takes a free one. `secret` is what workers must know."""
         if len(secret) < MIN_SECRET_BYTES:
             raise ConfigError(f"the secret has {len(secret)} bytes: use {MIN_SECRET_BYTES} or more")
         self._host, self._port, self._secret, self._tls = host, port, secret, tls
@@ -243,11 +235,7 @@ class Coordinator:
             self._refuse_others(lambda worker: self._other_kind(worker) if worker.device_kind != kind else "")
 
     def wait_for(self, count: int, timeout_s: float) -> None:
-        """Wait until `count` workers are ready.
-
-        Raises:
-            LaunchError: they are not, in time.
-        """
+        """Wait until `count` workers are ready. Raises LaunchError if they are not, in time."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._queue.holding) >= count or self._failure is not None, timeout_s)
             if self._failure is not None:

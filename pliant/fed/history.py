@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, TypeVar
@@ -59,7 +58,7 @@ class Round:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Round:
         """Raises ValueError with the name and value that is wrong."""
-        return _parse(cls, data)
+        return _parse(_ROUND, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class Point:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Point:
         """Raises ValueError with the name and value that is wrong."""
-        return _parse(cls, data)
+        return _parse(_POINT, data)
 
 
 @dataclass(slots=True)
@@ -113,14 +112,12 @@ class History:
         return self.points[-1] if self.points else None
 
 
-@functools.cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
-    return TypeAdapter(kind)
+_ROUND, _POINT = TypeAdapter(Round), TypeAdapter(Point)
 
 
-def _parse(kind: type[T], data: object) -> T:
+def _parse(adapter: TypeAdapter[T], data: object) -> T:
     try:
-        return _adapter(kind).validate_python(data)
+        return adapter.validate_python(data)
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))} is {first['input']!r:.40}: {first['msg']}") from None

@@ -133,11 +133,7 @@ def rounds_text(count: int, why: str, config: FedConfig) -> str:
 
 
 def make_job_folder(job: FederatedJob) -> Path:
-    """Make LOG_PATH/logs/NAME/TIME with `aggregator` and `worker`, as the artifact does, and write `job.json` into it.
-
-    Raises:
-        ConfigError: the folder cannot be made, or is another job's.
-    """
+    """Make LOG_PATH/logs/NAME/TIME with `aggregator` and `worker`, as the artifact does, and write `job.json` into it."""
     runs = Path(job.placement.log_path) / "logs" / job.name
     try:
         folder = _make_new_folder(runs, job.time)
@@ -178,11 +174,7 @@ class _FederatedFile(FedConfig, FedPlacement):
 
 
 def read_federated(source: YamlSource, name: str = "") -> FederatedJob:
-    """Return the job that a file in our form describes; `name` overrides the file's.
-
-    Raises:
-        ConfigError: one line for each mistake, with its line number.
-    """
+    """Return the job that a file in our form describes; `name` overrides the file's."""
     said = source.values(TEXTS)
     for section in ("selector", "aggregator"):
         if section in said:

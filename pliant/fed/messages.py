@@ -89,8 +89,7 @@ class Connection:
     def receive(self) -> FedMessage | None:
         """Wait for the next message that is not a heartbeat; None if the connection was closed.
 
-        Raises:
-            CommError: the other side is silent or lost, or sent what is no message.
+        Raises CommError if the other side is silent or lost, or sent what is no message.
         """
         while True:
             try:
@@ -233,11 +232,7 @@ class TensorLayout:
 
 
 def pack_model(weights: Weights) -> tuple[TensorLayout, Tensor]:
-    """Return a model as layout and payload.
-
-    Raises:
-        TrainError: one of its tensors has a type that cannot be sent.
-    """
+    """Return a model as layout and payload. Raises TrainError if one of its tensors has a type that cannot be sent."""
     layout = TensorLayout.of(weights)
     unknown = {spec.dtype for spec in layout.parameters + layout.buffers} - set(TYPES.values())
     if unknown:
@@ -292,11 +287,7 @@ def result_bytes(unit: Unit, layout: TensorLayout) -> int:
 
 
 def result_to_json(result: UnitResult, model: TensorLayout) -> tuple[dict[str, Any], Tensor | None]:
-    """Return a unit's result as body and payload.
-
-    Raises:
-        TrainError: a change does not fit `model`.
-    """
+    """Return a unit's result as body and payload. Raises TrainError if a change does not fit `model`."""
     if isinstance(result, Score):
         return {"score": [result.samples, result.correct, result.correct_in_5, result.loss]}, None
     layout = model.change

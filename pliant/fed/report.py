@@ -40,11 +40,7 @@ class Curve:
 
 
 def read_curve(path: Path) -> Curve:
-    """Read the curve from a file, or from a job's folder; of several runs in it the last one counts.
-
-    Raises:
-        ConfigError: there is no such file, or it tells of no tests.
-    """
+    """Read the curve from a file, or from a job's folder; of several runs in it the last one counts."""
     file = _find_file(path)
     curve = _from_record(file) if file.name.endswith(".jsonl") else _from_pickle(file)
     if not curve.points:
@@ -219,11 +215,7 @@ def value_of(point: Point, metric: str) -> float | None:
 
 
 def compare(curves: Sequence[Curve], *, target: float | None = None, metric: str = "accuracy") -> Comparison:
-    """Compare when each job first reached `target`; default: the best value that all of them reached.
-
-    Raises:
-        ConfigError: an unknown metric, one that a file does not tell, or a target that cannot be.
-    """
+    """Compare when each job first reached `target`; default: the best value that all of them reached."""
     if metric not in METRICS:
         raise ConfigError(f"--metric {metric!r}: use one of {', '.join(METRICS)}")
     if not curves:

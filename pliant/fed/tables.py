@@ -79,8 +79,7 @@ def read_client_map(path: Path) -> ClientMap:
 
 def _pickled_map(path: Path) -> ClientMap:
     found = read_pickle(path)
-    is_map = isinstance(found, dict) and bool(found)
-    if not is_map or not all(isinstance(each, str | int) for each in (*found, *found.values())):  # type: ignore[misc,attr-defined]
+    if not isinstance(found, dict) or not found or not all(isinstance(e, str | int) for e in (*found, *found.values())):
         raise ConfigError(f"{path}: a client map in a pickle is {{sample: client}}; this one is not")
     return ClientMap(tuple(str(each) for each in found), tuple(str(each) for each in found.values()))
 

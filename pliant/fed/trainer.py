@@ -55,8 +55,7 @@ class ClientTrainer:
     def run(self, model: Weights, unit: Unit) -> UnitResult:
         """Return the result of a unit, in CPU memory.
 
-        Raises:
-            TrainError: the unit or the model belong to another job.
+        Raises TrainError if the unit or the model belong to another job.
         """
         with alone(self.device):
             start = self._on_device(model)
@@ -169,11 +168,7 @@ def proximal_weight(config: FedConfig) -> float:
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device of that name; empty: a GPU if there is one.
-
-    Raises:
-        ConfigError: there is no such device.
-    """
+    """Return the device of that name; empty: a GPU if there is one."""
     if not name:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():

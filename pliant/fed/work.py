@@ -192,11 +192,7 @@ class DeviceAware(Protocol):
         ...
 
     def expect_kind(self, kind: str) -> None:
-        """Compute on this kind of device only.
-
-        Raises:
-            CheckpointError: that is impossible.
-        """
+        """Compute on this kind of device only. Raises CheckpointError if that is impossible."""
         ...
 
 

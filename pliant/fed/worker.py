@@ -134,8 +134,7 @@ class FederatedWorker:
     def _work(self, connection: Connection) -> int | None:
         """Do what the coordinator asks; return the exit code, or None if the connection was lost.
 
-        Raises:
-            PliantError: this worker cannot take part, and could not the next time.
+        Raises PliantError if this worker cannot take part, and could not the next time.
         """
         inbox = MessageInbox(connection)
         while True:

@@ -79,11 +79,7 @@ class WorkerPlaces:
 
 
 def parse_workers(given: int | str | Sequence[str | int]) -> WorkerPlaces:
-    """Parse `2`, `ray:4`, `10.0.0.1:2`, or a list of such.
-
-    Raises:
-        ConfigError: `given` is none of these.
-    """
+    """Parse `2`, `ray:4`, `10.0.0.1:2`, or a list of such."""
     listed: list[str | int] = [given] if isinstance(given, int | str) else list(given)
     parts = [_parse_place(each) for each in listed]
     if not parts:
@@ -127,9 +123,6 @@ def run_commands(
 
     `server_host` is the coordinator's address for workers; if it is empty, an address that they can reach is found.
     `python` is the interpreter on ssh hosts; by default, as here.
-
-    Raises:
-        ConfigError: the name of a host cannot be resolved.
     """
     totals: dict[tuple[str, str], int] = {}
     for place in places.parts:
@@ -172,11 +165,7 @@ def _ray_host() -> str:
 
 
 def own_address_towards(host: str) -> str:
-    """Return the address from which this machine reaches `host`; nothing is sent.
-
-    Raises:
-        ConfigError: the name of the host cannot be resolved.
-    """
+    """Return the address from which this machine reaches `host`; nothing is sent."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as sock:

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, Metric, UnknownMetricFamily
@@ -23,6 +23,7 @@ from pliant.cluster import Worker
 from pliant.comm.engine import Engine
 from pliant.comm.probe import latencies
 from pliant.errors import CommError, ConfigError
+from pliant.tensorboard import EventWriter
 
 if TYPE_CHECKING:
     from pliant.train.adaptation import AdaptationSettings
@@ -215,28 +216,13 @@ class TensorBoardExporter:
 
     def __init__(self, folder: str) -> None:
         """Raises ConfigError if TensorBoard's writer is not installed."""
-        self._folder = folder
-        self._make = _writer_class()
-        self._writer: Any = None
+        self._events = EventWriter(folder)
+        self.close = self._events.close
 
     def publish(self, seen: Observation, rank: int) -> None:
         """Write this observation. (A listener of `Adaptation`.)"""
-        if rank != 0:
-            return
-        if self._writer is None:
-            try:
-                self._writer = self._make(self._folder)
-            except OSError as error:
-                raise ConfigError(
-                    f"--tensorboard {self._folder}: {error.strerror}; give a folder to write to"
-                ) from None
-        for name, value in scalars_of(seen).items():
-            self._writer.add_scalar(name, value, seen.step)
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if rank == 0:
+            self._events.add_scalars(scalars_of(seen), seen.step)
 
 
 def scalars_of(seen: Observation) -> dict[str, float]:
@@ -255,13 +241,3 @@ def scalars_of(seen: Observation) -> dict[str, float]:
         found["network/strategy_bytes_per_second"] = min(worker.throughput for worker in seen.workers)
         found["network/egress_bytes"] = sum(worker.egress_bytes for worker in seen.workers)
     return {name: value for name, value in found.items() if value is not None}
-
-
-def _writer_class() -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            f"TensorBoard's writer is missing ({error}): pip install 'pliant[tensorboard]', or leave --tensorboard out"
-        ) from None
-    return SummaryWriter

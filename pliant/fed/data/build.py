@@ -31,11 +31,7 @@ LIARS, SHUFFLE = 1, 2
 
 
 def build_task(config: FedConfig) -> Task:
-    """Build the task of a job; reads the data.
-
-    Raises:
-        ConfigError: data, partition or model are missing or do not fit together.
-    """
+    """Build the task of a job; reads the data."""
     train, test = _samples(config.data)
     if not len(train.labels) or not len(test.labels):
         raise ConfigError(
@@ -99,11 +95,7 @@ def _samples(config: DataConfig) -> Pair:
 
 
 def digits() -> tuple[InMemory, InMemory]:
-    """Load scikit-learn's 1,797 handwritten digits, 1 x 8 x 8, with mean 0 and deviation 1; every fifth is for testing.
-
-    Raises:
-        ConfigError: scikit-learn is not installed.
-    """
+    """Load scikit-learn's 1,797 handwritten digits, 1 x 8 x 8, with mean 0 and deviation 1; every fifth is for testing."""
     try:
         from sklearn.datasets import load_digits  # type: ignore[import-untyped]
     except ImportError:

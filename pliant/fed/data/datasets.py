@@ -34,11 +34,7 @@ IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
 
 
 def fashion_mnist(folder: Path | None = None) -> tuple[InMemory, InMemory]:
-    """Read 60,000 training and 10,000 test images, 1 x 28 x 28, with mean 0 and deviation 1 over the former.
-
-    Raises:
-        ConfigError: one of the four files is missing or damaged.
-    """
+    """Read 60,000 training and 10,000 test images, 1 x 28 x 28, with mean 0 and deviation 1 over the former."""
     where, files = folder or DEBIAN, fashion_files(folder)
     raw = {part: (read_idx(files[part + IMAGES_OF]), read_idx(files[part + LABELS_OF])) for part in ("train", "t10k")}
     for part, (images, labels) in raw.items():
@@ -64,11 +60,7 @@ def _moments(images: NDArray[np.uint8]) -> tuple[float, float]:
 
 
 def fashion_files(folder: Path | None = None) -> dict[str, Path]:
-    """Return the four files of Fashion-MNIST by their published names.
-
-    Raises:
-        ConfigError: one is missing.
-    """
+    """Return the four files of Fashion-MNIST by their published names."""
     where = folder or DEBIAN
     if not where.is_dir():
         raise ConfigError(f"{where}: no Fashion-MNIST there; apt install dataset-fashion-mnist, or give its folder")
@@ -98,11 +90,7 @@ def idx_length(path: Path) -> int:
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """Read a file in MNIST's idx format, compressed or not, as an array.
-
-    Raises:
-        ConfigError: it is no such file, or damaged.
-    """
+    """Read a file in MNIST's idx format, compressed or not, as an array."""
     try:
         raw = path.read_bytes()
         data = gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw
@@ -139,9 +127,6 @@ def image_folder(folder: Path, mapped: ClientMap | None = None, *, side: int = 6
     """Find images in one folder per class, or as a client map with labels (OpenImage's) says.
 
     Names in a map are paths under `folder`, with or without the suffix.
-
-    Raises:
-        ConfigError: there are no images, or none of those in the map.
     """
     found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGES) if folder.is_dir() else []
     if not found:
@@ -215,9 +200,6 @@ def text_by_role(path: Path, *, length: int = 80, test_part: float = 0.1) -> tup
     """Read a play: blocks between empty lines that begin with the speaker's name and a colon. Each role is a client.
 
     A sample is `length` characters, its label the same characters shifted by one. The last part of each role is for testing.
-
-    Raises:
-        ConfigError: the file has no roles.
     """
     spoken: dict[str, list[str]] = {}
     for block in _text(path).replace("\r\n", "\n").split("\n\n"):
@@ -313,9 +295,6 @@ def speech_commands(folder: Path) -> tuple[SpeechFiles, SpeechFiles]:
     """Find training and test utterances: the files that testing_list.txt names are for testing.
 
     Without that list, a tenth of the speakers is for testing, by a hash of their names. No speaker is in both.
-
-    Raises:
-        ConfigError: there are no such files.
     """
     found = sorted(folder.glob("*/*_nohash_*.wav")) if folder.is_dir() else []
     if not found:
@@ -387,11 +366,7 @@ RETURNS = "return training and test samples, each (inputs, labels) or an InMemor
 
 
 def samples_from_function(kind: str, path: str) -> tuple[Samples, Samples]:
-    """Call the user's `module:function`, with the path if there is one, and check the samples that it returns.
-
-    Raises:
-        ConfigError: the function is missing, fails, or returns something else.
-    """
+    """Call the user's `module:function`, with the path if there is one, and check the samples that it returns."""
     what = f"data.kind {kind!r}"
     made = call_function(kind, "data.kind", *_contract(path))
     if not isinstance(made, tuple | list) or len(made) != 2:

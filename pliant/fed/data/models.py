@@ -26,11 +26,7 @@ OWN = "it is called with the number of classes: return a torch.nn.Module"
 
 
 def make_model(name: str, num_classes: int, sample: Tensor) -> nn.Module:
-    """Create a model with random parameters from torch's generator, for samples like `sample` (without a batch dimension).
-
-    Raises:
-        ConfigError: there is no such model, or it does not fit the samples.
-    """
+    """Create a model with random parameters from torch's generator, for samples like `sample` (without a batch dimension)."""
     if is_function_name(name):
         made = call_function(name, "model", OWN, num_classes)
         if not isinstance(made, nn.Module):
@@ -64,11 +60,7 @@ def check(name: str, sample: Tensor) -> None:
 
 
 def try_out(name: str, module: nn.Module, num_classes: int, sample: Tensor) -> None:
-    """Run a user's model on one sample, so that a wrong shape is reported before the first round.
-
-    Raises:
-        ConfigError: the model fails, or does not return scores.
-    """
+    """Run a user's model on one sample, so that a wrong shape is reported before the first round."""
     with torch.no_grad(), user_code_errors(f"model {name!r} cannot be given a batch of shape {[1, *sample.shape]}"):
         scores = module.eval()(sample.unsqueeze(0))
     if not isinstance(scores, Tensor) or scores.dim() < 2 or scores.shape[-1] < num_classes:

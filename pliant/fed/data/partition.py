@@ -60,11 +60,7 @@ class Partition:
         return self.num_samples - len(self.order)
 
     def with_sizes_between(self, least: int = 1, most: int | None = None) -> Partition:
-        """Leave out clients with fewer than `least` or more than `most` samples.
-
-        Raises:
-            ConfigError: no client is left.
-        """
+        """Leave out clients with fewer than `least` or more than `most` samples."""
         sizes = self.sizes
         kept = np.flatnonzero((sizes >= least) & (sizes <= (most if most is not None else self.num_samples)))
         if not len(kept):
@@ -85,11 +81,7 @@ def _number_parts(parts: Sequence[Ints], num_samples: int) -> Partition:
 
 
 def natural(column: Sequence[Hashable]) -> Partition:
-    """Make one client of each value of the column (a speaker, a role), in the order of their first appearance.
-
-    Raises:
-        ConfigError: the column is empty.
-    """
+    """Make one client of each value of the column (a speaker, a role), in the order of their first appearance."""
     numbers: dict[Hashable, int] = {}
     codes = np.fromiter((numbers.setdefault(value, len(numbers)) for value in column), dtype=np.int64)
     if not len(codes):
@@ -143,9 +135,6 @@ def dirichlet(
     Without `sizes`, each label is split among the clients in shares of Dirichlet(alpha), so sizes differ, too; this is repeated
     until each client has `least`. With `sizes`, each client draws its own shares of labels from Dirichlet(alpha x classes x
     their frequencies), and takes another label if one is used up.
-
-    Raises:
-        ConfigError: the numbers do not allow it.
     """
     values = _check_labels(labels)
     if not alpha > 0 or not np.isfinite(alpha):
@@ -199,11 +188,7 @@ def _deal_to_sizes(pools: list[Ints], sizes: Ints, alpha: float, chance: np.rand
 
 
 def by_map(mapped: ClientMap, samples: Sequence[str], *, unmapped: str = "refuse") -> Partition:
-    """Return the partition of `samples` by a client map; names of the map that are not among the samples are ignored.
-
-    Raises:
-        ConfigError: the map gives a sample to two clients, or (unless `unmapped` is "drop") a sample is not in the map.
-    """
+    """Return the partition of `samples` by a client map; names of the map that are not among the samples are ignored."""
     owners: dict[str, str] = {}
     for sample, client in zip(mapped.samples, mapped.clients, strict=True):
         if owners.setdefault(sample, client) != client:

@@ -28,9 +28,6 @@ def find_function(text: str, key: str, contract: str, *arguments: object) -> Cal
 
     Modules in the current folder are found, too. `key` is the config's key and `contract` what the function must take and
     return, both for messages.
-
-    Raises:
-        ConfigError: the module is missing or fails, it has no such function, or the function takes other arguments.
     """
     module_name, _, name = text.partition(":")
     here = str(Path.cwd())

@@ -48,11 +48,7 @@ class ArrayLayout:
 
     @classmethod
     def of(cls, arrays: ArrayRecord, buffers: Collection[str] = ()) -> ArrayLayout:
-        """`buffers` are the names of arrays that are no parameters; arrays of integers never are.
-
-        Raises:
-            ConfigError: there are no arrays, or a buffer is not among them.
-        """
+        """`buffers` are the names of arrays that are no parameters; arrays of integers never are."""
         if not arrays:
             raise ConfigError("initial_arrays holds no arrays: give ArrayRecord(model.state_dict())")
         for name in buffers:

@@ -43,11 +43,7 @@ class FederatedCheckpoint:
 
 
 def save_checkpoint(folder: Path, config: FedConfig, saved: FederatedCheckpoint) -> None:
-    """Replace the checkpoint in `folder`.
-
-    Raises:
-        CheckpointError: it cannot be written; the last one is intact.
-    """
+    """Replace the checkpoint in `folder`. Raises CheckpointError if it cannot be written; the last one is intact."""
     meta: dict[str, object] = {
         "federated": FORMAT,
         "config": config.model_dump(mode="json"),
@@ -66,8 +62,7 @@ def save_checkpoint(folder: Path, config: FedConfig, saved: FederatedCheckpoint)
 def load_checkpoint(folder: Path, config: FedConfig) -> FederatedCheckpoint | None:
     """Read the checkpoint in `folder`; None if there is none.
 
-    Raises:
-        CheckpointError: it is damaged, no checkpoint of a federated job, or one of another config.
+    Raises CheckpointError if it is damaged, no checkpoint of a federated job, or one of another config.
     """
     path = folder / CHECKPOINT_FILE
     if not path.exists():
@@ -141,8 +136,7 @@ class FederationState:
     def pick(self, num: int, *, busy: Mask | None = None) -> Selection:
         """Have the selector pick `num` clients that are available now and not `busy`.
 
-        Raises:
-            NoClient: nobody can be picked now.
+        Raises NoClient if nobody can be picked now.
         """
         seen = self.simulated.availability.at(self.clock_s)
         feasible = seen.there if busy is None else seen.there & ~busy
@@ -161,8 +155,7 @@ class FederationState:
     def wait(self, since_s: float, why: NoClient) -> None:
         """Advance the clock to the next arrival of a client.
 
-        Raises:
-            NoClient: there will be none, or nobody could be picked for too long since `since_s`.
+        Raises NoClient if there will be none, or nobody could be picked for too long since `since_s`.
         """
         seen = self.simulated.availability.at(self.clock_s)
         next_s = float(np.where(seen.there, math.inf, seen.back_s).min())
@@ -233,8 +226,7 @@ class FederationState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state.
 
-        Raises:
-            CheckpointError: it is of another model or other clients, or damaged.
+        Raises CheckpointError if it is of another model or other clients, or damaged.
         """
         try:
             self.model = load_weights(state["model"], self.model)

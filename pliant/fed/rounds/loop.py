@@ -67,9 +67,7 @@ class FederatedLoop:
     def start(self) -> None:
         """Create the state, or load it from a checkpoint; idempotent.
 
-        Raises:
-            ConfigError: parts of the config do not fit together.
-            CheckpointError: there is a checkpoint, and this job cannot continue from it.
+        Raises CheckpointError if there is a checkpoint, and this job cannot continue from it.
         """
         if self._begun is not None:
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import logging
 import math
@@ -18,53 +18,14 @@ import numpy as np
 from pliant.errors import CheckpointError, ConfigError
 from pliant.fed.config import FedConfig
 from pliant.fed.history import History, Point, Round
+from pliant.files import hold_lock, write_atomic
 from pliant.record import Recorder
+from pliant.tensorboard import EventWriter
 
 log = logging.getLogger(__name__)
 
 
-class TensorBoardEvents:
-    """TensorBoard events under FedScale's names; written anew when a job is resumed. Does nothing without TensorBoard's writer."""
-
-    def __init__(self, folder: Path) -> None:
-        for old in folder.glob("events.out.tfevents.*"):
-            old.unlink(missing_ok=True)
-        self._writer: Any = None
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            log.info("no TensorBoard events, for lack of its writer (%s): pip install 'pliant[tensorboard]'", error)
-        else:
-            self._writer = SummaryWriter(str(folder))
-
-    def add_round(self, done: Round) -> None:
-        if self._writer is None:
-            return
-        if done.loss is not None:
-            self._writer.add_scalar("Train/round_to_loss", done.loss, done.round)
-            self._writer.add_scalar("Train/time_to_train_loss (min)", done.loss, int(done.clock_s / 60))
-        self._writer.add_scalar("Train/round_duration (min)", done.duration_s / 60, done.round)
-        if done.client_s:
-            self._writer.add_histogram("Train/client_duration (min)", np.array(done.client_s) / 60, done.round)
-
-    def add_test(self, point: Point) -> None:
-        if self._writer is None:
-            return
-        self._writer.add_scalar("Test/round_to_accuracy", point.accuracy, point.round)
-        self._writer.add_scalar("Test/time_to_test_accuracy (min)", point.accuracy, int(point.clock_s / 60))
-        if point.loss is not None:
-            self._writer.add_scalar("Test/round_to_loss", point.loss, point.round)
-        if point.epsilon is not None:
-            self._writer.add_scalar("Privacy/epsilon", point.epsilon, point.round)
-        self._writer.flush()
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-
-RECORD, PERF, TENSORBOARD = "record.jsonl", "training_perf", "tensorboard"
+RECORD, PERF, TENSORBOARD, LOCK = "record.jsonl", "training_perf", "tensorboard", ".lock"
 TASKS = {"speech": "speech", "play": "nlp", "posts": "nlp"}
 """The artifact's names for kinds of data; `cv` for all others."""
 MAY_CHANGE = ("rounds", "target", "checkpoint_every")
@@ -84,15 +45,13 @@ class JobRecorder:
         self._say, self._watch = say, watch
         self._config: FedConfig | None = None
         self._recorder: Recorder | None = None
-        self._events: TensorBoardEvents | None = None
-        self._lock = -1
+        self._events: EventWriter | None = None
+        self._open_files = contextlib.ExitStack()
 
     def begin(self, config: FedConfig, resumed_at: int | None, facts: Mapping[str, Any]) -> None:
         """Open the files of a new job (None), or of one that continues after round `resumed_at`.
 
-        Raises:
-            ConfigError: the folder cannot be written to.
-            CheckpointError: the record is another job's, or lacks rounds that the checkpoint has.
+        Raises CheckpointError if the record is another job's, or lacks rounds that the checkpoint has.
         """
         self.history = History()
         self._config = config
@@ -106,30 +65,30 @@ class JobRecorder:
             self._say(f"{config.name}: goes on after round {resumed_at}")
 
     def _open(self, folder: Path, config: FedConfig, resumed_at: int | None) -> None:
+        busy = ConfigError(f"{folder}: another process runs this job; stop it first, or use another folder")
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            self._open_files.enter_context(hold_lock(folder / LOCK, busy))
         except OSError as error:
             raise ConfigError(f"{folder}: {error.strerror}; give a folder that can be written to") from None
-        record = folder / RECORD
-        self._lock_folder(folder)
-        self._read_and_cut(record, config, resumed_at)
-        self._recorder = Recorder(record)
-        self._events = TensorBoardEvents(folder / TENSORBOARD)
-        for done in self.history.rounds:
-            self._events.add_round(done)
-        for point in self.history.points:
-            self._events.add_test(point)
+        self._read_and_cut(folder / RECORD, config, resumed_at)
+        self._recorder = self._open_files.enter_context(Recorder(folder / RECORD))
+        self._open_events(folder / TENSORBOARD)
 
-    def _lock_folder(self, folder: Path) -> None:
-        """Keep other processes from writing the same files; the lock ends with this process."""
-        self._lock = os.open(folder, os.O_RDONLY)
+    def _open_events(self, folder: Path) -> None:
+        """Write TensorBoard's events anew, under FedScale's names; none if its writer is not installed."""
+        for old in folder.glob("events.out.tfevents.*"):
+            old.unlink(missing_ok=True)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.close()
-            raise ConfigError(
-                f"{folder}: another process runs this job; stop it first, or use another folder"
-            ) from None
+            self._events = EventWriter(folder)
+        except ConfigError as error:
+            log.info("no events: %s", error)
+            return
+        self._open_files.callback(self._events.close)
+        for done in self.history.rounds:
+            self._show_round(done)
+        for point in self.history.points:
+            self._show_test(point)
 
     def _read_and_cut(self, record: Path, config: FedConfig, resumed_at: int | None) -> None:
         """Cut the record after its last line about a round that is done; read the rest as the history."""
@@ -169,15 +128,15 @@ class JobRecorder:
     def round(self, done: Round) -> None:
         self.history.rounds.append(done)
         self._fact("round", done.round, done.as_json())
-        if self._events is not None:
-            self._events.add_round(done)
+        self._show_round(done)
 
     def test(self, point: Point) -> None:
         self.history.points.append(point)
         self._fact("test", point.round, point.as_json())
-        self._write_perf()
-        if self._events is not None:
-            self._events.add_test(point)
+        if self.folder is not None and self._config is not None:
+            perf = training_perf(self._config, self.history)
+            write_atomic(self.folder / PERF, pickle.dumps(perf, protocol=4))
+        self._show_test(point)
         if self._say is not None:
             self._say(_format_test(point))
 
@@ -192,22 +151,12 @@ class JobRecorder:
     def sync(self) -> None:
         """Have the record survive a power cut, before a checkpoint refers to it."""
         if self._recorder is not None:
-            file = os.open(self._recorder.path, os.O_RDONLY)
-            try:
-                os.fsync(file)
-            finally:
-                os.close(file)
+            with self._recorder.path.open("rb") as file:
+                os.fsync(file.fileno())
 
     def close(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
-            self._recorder = None
-        if self._events is not None:
-            self._events.close()
-            self._events = None
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
+        self._open_files.close()
+        self._recorder = self._events = None
 
     def _fact(self, kind: str, step: int, data: dict[str, Any]) -> None:
         clean = _replace_nan(data)
@@ -216,13 +165,28 @@ class JobRecorder:
         if self._watch is not None:
             self._watch(kind, clean)
 
-    def _write_perf(self) -> None:
-        if self.folder is None or self._config is None:
+    def _show_round(self, done: Round) -> None:
+        if self._events is None:
             return
-        path = self.folder / PERF
-        temporary = path.with_name(f".{PERF}.writing")
-        temporary.write_bytes(pickle.dumps(training_perf(self._config, self.history), protocol=4))
-        temporary.replace(path)
+        self._events.add_scalars(
+            {"Train/round_to_loss": done.loss, "Train/round_duration (min)": done.duration_s / 60}, done.round
+        )
+        self._events.add_scalars({"Train/time_to_train_loss (min)": done.loss}, int(done.clock_s / 60))
+        if done.client_s:
+            minutes = np.array(done.client_s) / 60
+            self._events.add_histogram("Train/client_duration (min)", minutes, done.round)
+
+    def _show_test(self, point: Point) -> None:
+        if self._events is None:
+            return
+        shown = {
+            "Test/round_to_accuracy": point.accuracy,
+            "Test/round_to_loss": point.loss,
+            "Privacy/epsilon": point.epsilon,
+        }
+        self._events.add_scalars(shown, point.round)
+        self._events.add_scalars({"Test/time_to_test_accuracy (min)": point.accuracy}, int(point.clock_s / 60))
+        self._events.flush()
 
 
 def warn_too_few_clients(config: FedConfig, num_clients: int | None) -> str:
@@ -279,11 +243,7 @@ def _check_same_job(record: Path, first: dict[str, Any] | None, config: FedConfi
 
 
 def check_same_config(where: str, theirs: Mapping[str, Any], config: FedConfig) -> None:
-    """Refuse files of a job with another config.
-
-    Raises:
-        CheckpointError: names the first field that differs.
-    """
+    """Refuse files of a job with another config: raises CheckpointError with the first field that differs."""
     mine = config.model_dump(mode="json")
     found = _difference(
         {name: value for name, value in theirs.items() if name not in MAY_CHANGE},

@@ -71,11 +71,7 @@ class Population:
         return self.places(ids)
 
     def places(self, ids: Ids) -> Places:
-        """Return the indices of these clients.
-
-        Raises:
-            ConfigError: one of them was never registered.
-        """
+        """Return the indices of these clients."""
         if self._order is None:
             there = (ids >= 0) & (ids < len(self))
             found = ids
@@ -187,9 +183,6 @@ class PopulationSelector(ABC):
         """Add clients, or update what is known about them; nothing is forgotten.
 
         `duration_s` is an estimate of how long a round takes each of them; NaN if unknown.
-
-        Raises:
-            ConfigError: an id is no whole number or listed twice, or a duration or size is impossible.
         """
         ids = ids_of(clients)
         durations = values_of("duration_s", duration_s, len(ids))
@@ -277,8 +270,7 @@ class PopulationSelector(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of another selector with the same settings.
 
-        Raises:
-            CheckpointError: the state is of another kind of selector or other settings, or damaged.
+        Raises CheckpointError if the state is of another kind of selector or other settings, or damaged.
         """
         try:
             if state["kind"] != self.KIND:

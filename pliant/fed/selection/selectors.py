@@ -504,11 +504,7 @@ NAMES = (*KINDS, Oort.KIND)
 
 
 def make_selector(name: str, *, seed: int = 233, **options: float | str | None) -> PopulationSelector:
-    """Create the selector of that name. Options of `oort`: `preset`, and the fields of `OortConfig`.
-
-    Raises:
-        ConfigError: an unknown name or option, or an impossible value.
-    """
+    """Create the selector of that name. Options of `oort`: `preset`, and the fields of `OortConfig`."""
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ConfigError(f"selector {name}: seed={seed!r}: use a whole number of 0 or more")
     if name == Oort.KIND:

@@ -146,9 +146,6 @@ def clients_for_deviation(
     n = (N + 1) / (1 - 2N/ln(1 - confidence) * (deviation/range)^2), by the bound of Hoeffding and Serfling for draws without
     replacement. `value_range` is the greatest difference between two clients' values; `overcommit` compensates for clients
     that will not answer.
-
-    Raises:
-        ConfigError: an impossible value.
     """
     for name, value in (("deviation", deviation), ("value_range", value_range)):
         if not 0 < value < math.inf:
@@ -249,9 +246,7 @@ def by_category(
     `greedy` is quicker; `solve` ends within `gap` of the least time, or after a fixed number of tries. The result depends on
     the arguments alone, and not on how fast this machine is.
 
-    Raises:
-        CapacityError: the request cannot be met; the message says what is short.
-        ConfigError: an impossible value.
+    Raises CapacityError if the request cannot be met; the message says what is short.
     """
     wanted = _check_request(holdings, request, budget, method, gap)
     most = len(holdings.samples) if budget is None else min(budget, len(holdings.samples))
