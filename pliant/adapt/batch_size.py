@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from pliant.adapt.monitors import Ema, gain
 from pliant.adapt.policy import (
@@ -23,8 +22,10 @@ LEAST_CHANGE = 0.01
 """A learning rate that would change by a smaller share is left alone."""
 LAG = 3
 """Steps after which observations surely show the effect of a decision."""
-NOISE_CAP = 2.0
-"""No single estimate of the noise scale moves its average by more than this factor."""
+SMOOTHING, NOISE_CAP = 0.9, 2.0
+"""Share of the past that the average of the noise scale keeps, and the most by which one estimate can move it."""
+LEAST_GROWTH, MOST_GROWTH = 1.5, 2.0
+"""A batch grows by factors between these: less is not worth a change, more is not safe."""
 
 
 # --- learning rate ---
@@ -71,12 +72,6 @@ class LearningRate:
         noise = f", noise scale {noise_scale:.0f}" if self.rule == "adascale" and noise_scale is not None else ""
         return [SetLearningRate(factor=factor, reason=f"{self.rule}: global batch {batch} of {self.base_batch}{noise}")]
 
-    def state(self) -> list[float]:
-        return [self.base_batch, self.factor]
-
-    def load(self, state: list[float]) -> None:
-        self.base_batch, self.factor = int(state[0]), state[1]
-
 
 # --- policies ---
 
@@ -86,17 +81,14 @@ class GrowBatchSize(Policy):
 
     Per sample, a global batch as large as the noise scale makes half the progress of a tiny batch, and a batch far below
     it nearly as much. So the batch grows as long as the new one is at most the noise scale over `threshold`. With a
-    threshold of 1, each doubling makes at least 1.5 times the progress per step. Growth by less than `least_growth` is
-    not worth a change.
+    threshold of 1, each doubling makes at least 1.5 times the progress per step.
 
     Args:
         threshold: how many times the grown global batch the noise scale must be.
-        max_batch: largest batch of one replica; `memory_bytes` and `bytes_per_sample` together limit it too.
+        max_batch: largest batch of one replica.
         interval: least number of steps between two changes; 0 changes only at the ends of epochs.
         lr: how the learning rate follows: none, linear, sqrt or adascale.
         warmup: measurements before the first change and between two changes; the monitor remembers as many.
-        max_growth: largest factor of one change.
-        smoothing: share of the past that the average of the noise scale keeps.
     """
 
     needs: Mapping[str, int] = {"noise_scale": 1}
@@ -109,11 +101,6 @@ class GrowBatchSize(Policy):
         interval: int = 0,
         lr: str = "adascale",
         warmup: int = 50,
-        max_growth: float = 2.0,
-        least_growth: float = 1.5,
-        smoothing: float = 0.9,
-        memory_bytes: float = 0.0,
-        bytes_per_sample: float = 0.0,
     ) -> None:
         if not threshold > 0:
             raise ConfigError(f"threshold={threshold}: use a number above 0")
@@ -121,62 +108,44 @@ class GrowBatchSize(Policy):
             raise ConfigError(f"max_batch={max_batch}: use a number of samples from 1 to {MOST_BATCH}")
         if interval < 0 or warmup < 0:
             raise ConfigError(f"interval={interval}, warmup={warmup}: use 0 or more")
-        if not 1 < least_growth <= max_growth:
-            raise ConfigError(
-                f"least_growth={least_growth}, max_growth={max_growth}: use numbers above 1, the least first"
-            )
-        if memory_bytes and bytes_per_sample:
-            max_batch = max(1, min(max_batch, int(memory_bytes / bytes_per_sample)))
-        elif memory_bytes or bytes_per_sample:
-            raise ConfigError("memory_bytes and bytes_per_sample: give both, or none")
         self.threshold, self.max_batch, self.interval, self.warmup = threshold, max_batch, interval, warmup
-        self.max_growth, self.least_growth = max_growth, least_growth
-        self.noise = Ema(smoothing, NOISE_CAP)
-        self.rate = LearningRate(lr)
-        self.grown_at = 0
+        self._noise = Ema(SMOOTHING, NOISE_CAP)
+        self._rate = LearningRate(lr)
+        self._grown_at = 0
         """Step of the last change."""
-        self.measured_at = 0
+        self._measured_at = 0
         """Number of measurements at the last change."""
 
     def before_train(self, obs: Observation) -> None:
-        self.rate.begin(obs)
+        self._rate.begin(obs)
 
     def after_step(self, obs: Observation) -> list[Decision]:
-        self.rate.begin(obs)
-        self.noise.update_if_positive(obs.noise_scale)
-        if self.measured_at and obs.step - self.grown_at < LAG:
+        self._rate.begin(obs)
+        self._noise.update_if_positive(obs.noise_scale)
+        if self._measured_at and obs.step - self._grown_at < LAG:
             return []
-        if self.interval and obs.step - self.grown_at >= self.interval:
+        if self.interval and obs.step - self._grown_at >= self.interval:
             grown = self._grow(obs)
             if grown:
                 return grown
         # The noise scale grows during training, and with it what a step is worth.
-        return self.rate.follow(obs.global_batch, self.noise.value)
+        return self._rate.follow(obs.global_batch, self._noise.value)
 
     def after_epoch(self, obs: Observation) -> list[Decision]:
         return [] if self.interval else self._grow(obs)
 
     def _grow(self, obs: Observation) -> list[Decision]:
-        noise, now = self.noise.value, obs.batch_size
-        if noise is None or self.noise.count - self.measured_at < self.warmup:
+        noise, now = self._noise.value, obs.batch_size
+        if noise is None or self._noise.count - self._measured_at < self.warmup:
             return []
-        size = min(int(now * self.max_growth), self.max_batch, int(noise / self.threshold / obs.replicas))
+        size = min(int(now * MOST_GROWTH), self.max_batch, int(noise / self.threshold / obs.replicas))
         if obs.steps_per_epoch:
             size = min(size, now * obs.steps_per_epoch)
-        if size < now * self.least_growth:
+        if size < now * LEAST_GROWTH:
             return []
-        self.grown_at, self.measured_at = obs.step, self.noise.count
+        self._grown_at, self._measured_at = obs.step, self._noise.count
         reason = f"noise scale {noise:.0f} is {noise / obs.global_batch:.1f} x the global batch of {obs.global_batch}"
-        return [SetBatchSize(size=size, reason=reason), *self.rate.follow(size * obs.replicas, noise)]
-
-    def state_dict(self) -> dict[str, Any]:
-        changed = [self.grown_at, self.measured_at]
-        return {"noise": [self.noise.value, self.noise.count], "rate": self.rate.state(), "changed": changed}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.noise.value, self.noise.count = state["noise"]
-        self.rate.load(state["rate"])
-        self.grown_at, self.measured_at = state["changed"]
+        return [SetBatchSize(size=size, reason=reason), *self._rate.follow(size * obs.replicas, noise)]
 
 
 class KungFuBatchSize(Policy):
@@ -187,32 +156,25 @@ class KungFuBatchSize(Policy):
 
     needs: Mapping[str, int] = {"noise_scale": 1}
 
-    def __init__(self, *, max_batch: int = 1024, smoothing: float = 0.9) -> None:
+    def __init__(self, *, max_batch: int = 1024) -> None:
         if not 1 <= max_batch <= MOST_BATCH:
             raise ConfigError(f"max_batch={max_batch}: use a number of samples from 1 to {MOST_BATCH}")
         self.max_batch = max_batch
-        self.ratio = Ema(smoothing, NOISE_CAP)
-        self.last: float | None = None
+        self._ratio = Ema(SMOOTHING, NOISE_CAP)
+        self._last: float | None = None
         """Ratio at the end of the previous epoch."""
 
     def after_step(self, obs: Observation) -> None:
         if obs.noise_scale is not None:
-            self.ratio.update_if_positive(abs(obs.noise_scale) / obs.batch_size)
+            self._ratio.update_if_positive(abs(obs.noise_scale) / obs.batch_size)
 
     def after_epoch(self, obs: Observation) -> Decision | None:
-        before, self.last = self.last, self.ratio.value
+        before, self._last = self._last, self._ratio.value
         size = min(2 * obs.batch_size, self.max_batch)
-        if before is None or self.last is None or self.last <= before or size <= obs.batch_size:
+        if before is None or self._last is None or self._last <= before or size <= obs.batch_size:
             return None
-        reason = f"noise scale / batch size has risen from {before:.3g} to {self.last:.3g} in an epoch"
+        reason = f"noise scale / batch size has risen from {before:.3g} to {self._last:.3g} in an epoch"
         return SetBatchSize(size=size, reason=reason)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"ratio": [self.ratio.value, self.ratio.count], "last": self.last}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.ratio.value, self.ratio.count = state["ratio"]
-        self.last = state["last"]
 
 
 class ScheduledBatchSize(Policy):
@@ -227,31 +189,20 @@ class ScheduledBatchSize(Policy):
         self.schedule = check_schedule(schedule, least=1)
         if lr == "adascale":
             raise ConfigError("lr='adascale' needs the noise scale, which a schedule does not look at: use linear")
-        self.rate = LearningRate(lr)
-        self.asked: int | None = None
+        self._rate = LearningRate(lr)
+        self._asked: int | None = None
         """Step of the last entry that was decided."""
 
     def before_train(self, obs: Observation) -> list[Decision]:
-        self.rate.begin(obs)
-        return self._due(obs)
+        return self.after_step(obs)
 
     def after_step(self, obs: Observation) -> list[Decision]:
-        self.rate.begin(obs)
-        return self._due(obs)
-
-    def _due(self, obs: Observation) -> list[Decision]:
+        self._rate.begin(obs)
         entry = latest_entry(self.schedule, obs.step)
-        if entry is None or entry == self.asked:
+        if entry is None or entry == self._asked:
             return []
-        self.asked, size = entry, self.schedule[entry]
+        self._asked, size = entry, self.schedule[entry]
         decisions: list[Decision] = []
         if size != obs.batch_size:
             decisions.append(SetBatchSize(size=size, reason=f"the schedule has {size} from step {entry} on"))
-        return decisions + self.rate.follow(size * obs.replicas, None)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"asked": self.asked, "rate": self.rate.state()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.asked = state["asked"]
-        self.rate.load(state["rate"])
+        return decisions + self._rate.follow(size * obs.replicas, None)

@@ -14,14 +14,13 @@ Qiao et al. 2021, "Pollux", sections 3.1 and 3.2; Johnson et al. 2020, "AdaScale
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pliant.adapt.monitors import gain
-from pliant.errors import ConfigError
 
 Vector = NDArray[np.float64]
 TOLERANCE = 1e-12
@@ -41,10 +40,6 @@ class Configuration:
     replicas: int | None = None
     """Total number of replicas if it is fixed; None means one per worker."""
 
-    def __post_init__(self) -> None:
-        if self.workers < 1 or self.batch < 1 or (self.replicas is not None and self.replicas < self.workers):
-            raise ConfigError(f"{self}: use 1 worker and 1 sample or more, and no more workers than replicas")
-
     @property
     def turns(self) -> int:
         """Replicas that the worker with the most replicas computes one after the other."""
@@ -58,18 +53,6 @@ class Configuration:
     def total_batch(self) -> int:
         """Samples in a step of all replicas together."""
         return self.batch * self.total_replicas
-
-
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """Measured duration of a step in a configuration."""
-
-    configuration: Configuration
-    step_s: float
-
-    def __post_init__(self) -> None:
-        if not (self.step_s > 0 and math.isfinite(self.step_s)):
-            raise ConfigError(f"a step of {self.step_s} s: use a time above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +84,6 @@ class StepModel:
         last_s = _overlapped_s(grad_s, self.sync_s(configuration.workers), self.overlap)
         return (configuration.turns - 1) * grad_s + last_s
 
-    def throughput(self, configuration: Configuration) -> float:
-        """Return the samples per second."""
-        return configuration.total_batch / self.step_s(configuration)
-
 
 def _overlapped_s(one_s: float, other_s: float, overlap: float) -> float:
     """Return (a^g + b^g)^(1/g) without overflow."""
@@ -114,76 +93,25 @@ def _overlapped_s(one_s: float, other_s: float, overlap: float) -> float:
     return float(longer_s * (1 + (shorter_s / longer_s) ** overlap) ** (1 / overlap))
 
 
-@dataclass(frozen=True, slots=True)
-class Noise:
-    """Noise and signal in the gradients of batches of `base_batch` samples."""
-
-    var: float
-    """Expected squared distance of such a gradient from the true one."""
-    sqr: float
-    """Squared length of the true gradient."""
-    base_batch: float
-
-    def __post_init__(self) -> None:
-        if not (self.var >= 0 and self.sqr >= 0 and self.var + self.sqr > 0 and self.base_batch > 0):
-            raise ConfigError(f"{self}: use values that are not negative, not both 0, and a batch above 0")
-
-    @classmethod
-    def of_scale(cls, noise_scale: float, base_batch: float) -> Noise:
-        """Make it from the gradient noise scale tr(Sigma)/|G|^2. A negative estimate counts as 0.
-
-        Raises:
-            ConfigError: `noise_scale` is not a number, or `base_batch` is not above 0.
-        """
-        if math.isnan(noise_scale) or not base_batch > 0:
-            raise ConfigError(f"a noise scale of {noise_scale} for a batch of {base_batch}: wait for a first estimate")
-        if math.isinf(noise_scale):
-            return cls(1.0, 0.0, base_batch)
-        return cls(max(0.0, noise_scale) / base_batch, 1.0, base_batch)
-
-    def gain(self, total_batch: float) -> float:
-        """Return how many steps with the base batch one step with this batch replaces: AdaScale's gain."""
-        return gain(total_batch / self.base_batch, self.var, self.sqr)
-
-    def efficiency(self, total_batch: float) -> float:
-        """Return the worth of a sample in this batch relative to a sample in the base batch."""
-        return self.gain(total_batch) * self.base_batch / total_batch
+def efficiency(total_batch: float, base_batch: float, noise_scale: float) -> float:
+    """Return the worth of a sample in a batch relative to a sample in the base batch, by AdaScale's gain."""
+    scale = total_batch / base_batch
+    return gain(scale, noise_scale / base_batch, 1.0) / scale
 
 
-@dataclass(frozen=True, slots=True)
-class StepFit:
-    """A fitted model of steps, and how well it agrees with the observations."""
+def fit(steps_s: Mapping[Configuration, float]) -> StepModel:
+    """Fit the model to the measured durations of steps with the least relative errors; 1 <= g <= 10.
 
-    model: StepModel
-    residuals: tuple[float, ...]
-    """For each observation: predicted time over observed time, minus 1."""
-    num_parameters: int
-    """How many of the five parameters the observations determine; the others were assumed."""
-
-    @property
-    def worst(self) -> float:
-        """The largest residual, without its sign."""
-        return max(map(abs, self.residuals))
-
-
-def fit(observations: Sequence[StepTime]) -> StepFit:
-    """Fit the model with the least relative errors, all times at least 0 and 1 <= g <= 10.
-
-    Parameters that the observations do not determine are assumed. With one batch size only, half of a turn is taken to
-    be fixed. With one worker only, sums are free, so that a policy tries more workers. With at most two numbers of
-    workers, one of them 1, a sum takes equally long on all larger numbers.
-
-    Raises:
-        ConfigError: there is no observation.
+    Parameters that the steps do not determine are assumed. With one batch size only, half of a turn is taken to be
+    fixed. With one worker only, sums are free, so that a policy tries more workers. With at most two numbers of workers,
+    one of them 1, a sum takes equally long on all larger numbers.
     """
-    if not observations:
-        raise ConfigError("a fit to no step: give at least one")
-    unit_s = max(each.step_s for each in observations)
-    biggest = max(each.configuration.batch for each in observations)
-    observed = np.array([each.step_s for each in observations]) / unit_s
-    batches = {each.configuration.batch for each in observations}
-    shared = {each.configuration.workers for each in observations if each.configuration.workers > 1}
-    known = np.array([len(batches) > 1, True, bool(shared), len(shared) > 1, bool(shared) and len(observations) > 3])
+    unit_s = max(steps_s.values())
+    biggest = max(each.batch for each in steps_s)
+    observed = np.array(list(steps_s.values())) / unit_s
+    batches = {each.batch for each in steps_s}
+    shared = {each.workers for each in steps_s if each.workers > 1}
+    known = np.array([len(batches) > 1, True, bool(shared), len(shared) > 1, bool(shared) and len(steps_s) > 3])
 
     def model_of(values: Vector) -> StepModel:
         fixed, per_batch, sync, per_worker, overlap = (float(value) for value in values)
@@ -194,16 +122,14 @@ def fit(observations: Sequence[StepTime]) -> StepFit:
 
     def errors(values: Vector) -> Vector:
         model = model_of(values)
-        predicted = np.array([model.step_s(each.configuration) for each in observations]) / unit_s
+        predicted = np.array([model.step_s(each) for each in steps_s]) / unit_s
         apart = np.log(np.maximum(predicted, 1e-9) / observed)
         return np.append(apart, _OVERLAP_PENALTY * math.sqrt(len(observed)) * (values[4] - 1) / MAX_OVERLAP)
 
     lower = np.array([0.0, 0.0, 0.0, 0.0, 1.0])
     upper = np.where(known, [2.0, 2.0, 4.0, 4.0, MAX_OVERLAP], lower)
     overlaps = (1.0, 2.0, 6.0) if known[4] else (1.0,)  # g has several local optima
-    model = model_of(fit_bounded(errors, [[0.2, 0.5, 0.3, 0.05, overlap] for overlap in overlaps], lower, upper))
-    residuals = tuple(model.step_s(each.configuration) / each.step_s - 1 for each in observations)
-    return StepFit(model, residuals, int(known.sum()))
+    return model_of(fit_bounded(errors, [[0.2, 0.5, 0.3, 0.05, overlap] for overlap in overlaps], lower, upper))
 
 
 def fit_bounded(

@@ -17,8 +17,14 @@ from pliant.comm.strategy_selection import Network
 from pliant.comm.topology import parse_strategy
 from pliant.errors import ConfigError
 
-LEARNED = 5
-"""Quiet steps that are needed for a reference."""
+WARMUP = 5
+"""Steps at the beginning of a view that are ignored."""
+LEARNED, WINDOW = 5, 20
+"""Least and most quiet steps of which the reference is made."""
+BAD_STEPS = 2
+"""Majorities in a row after which the links are measured."""
+MARGIN = 0.15
+"""Share by which another topology must be faster than the present one."""
 SETTLING = 3
 """Steps to ignore after a measurement or a change: figures come a step late and include it."""
 TRIAL = 3
@@ -42,39 +48,18 @@ class Interference(Policy):
 
     Args:
         threshold: a worker votes for a change below this share of its reference, the median of its last quiet steps.
-        warmup: steps at the beginning of a view that are ignored.
-        window: number of quiet steps in the reference.
-        bad_steps: majorities in a row after which the links are measured.
-        margin: share by which another topology must be faster than the present one.
         recheck: steps after a change until the old topology is considered again; doubled each time.
-        num_bytes: bytes sent on each link to measure it.
 
     Attributes:
         report: called with a line on each vote, worded as in KungFu's artifact; does nothing unless it is replaced.
     """
 
-    def __init__(
-        self,
-        *,
-        threshold: float = 0.8,
-        warmup: int = 5,
-        window: int = 20,
-        bad_steps: int = 2,
-        margin: float = 0.15,
-        recheck: int = 50,
-        num_bytes: int = 1 << 18,
-    ) -> None:
-        if not 0 < threshold < 1:
-            raise ConfigError(f"threshold={threshold:g}: use a share between 0 and 1, such as 0.8")
-        if window < LEARNED or warmup < 0 or bad_steps < 1 or recheck < 1:
+    def __init__(self, *, threshold: float = 0.8, recheck: int = 50) -> None:
+        if not 0 < threshold < 1 or recheck < 1:
             raise ConfigError(
-                f"warmup={warmup}, window={window}, bad_steps={bad_steps}, recheck={recheck}: "
-                f"use 0, {LEARNED}, 1 and 1 or more"
+                f"threshold={threshold:g}, recheck={recheck}: use a share such as 0.8, and 1 step or more"
             )
-        if not margin > 0:
-            raise ConfigError(f"margin={margin:g}: use a share above 0, such as 0.15")
-        self.threshold, self.warmup, self.window, self.bad_steps = threshold, warmup, window, bad_steps
-        self.margin, self.recheck, self.num_bytes = margin, recheck, num_bytes
+        self.threshold, self.recheck = threshold, recheck
         self.report: Callable[[str], None] = lambda text: None
         # The figures belong to these; if any of them changes, the reference is learned again.
         self._view, self._workers, self._strategy, self._batch = -1, list[str](), "", 0
@@ -134,7 +119,7 @@ class Interference(Policy):
         self._view, self._workers, self._launch = obs.view, names, obs.strategy
         self._asked, self._trial, self._chosen = "", [], ""
         self._restart_learning(obs)
-        self._skip = self.warmup
+        self._skip = WARMUP
         if had_adapted:
             return self._probe(obs, "view", "other workers: which topology is best for them?")
         return None
@@ -157,11 +142,11 @@ class Interference(Policy):
         bad = self._vote(rates)
         if not bad or obs.step < self._deaf_until:
             # If the last alarm changed nothing, slow steps are normal now: the reference follows.
-            self._rows = [*self._rows, rates][-self.window :]
-        if not bad and len(self._rows) == self.window and obs.step > self._deaf_until + self.window:
+            self._rows = [*self._rows, rates][-WINDOW:]
+        if not bad and len(self._rows) == WINDOW and obs.step > self._deaf_until + WINDOW:
             self._wait = LEAST_WAIT
         self._bad = self._bad + 1 if bad else 0
-        if self._bad >= self.bad_steps and obs.step >= self._deaf_until and not self._asked:
+        if self._bad >= BAD_STEPS and obs.step >= self._deaf_until and not self._asked:
             self._bad = 0
             self.report("AP:: cluster reached consensus on changing to alternative strategy")
             return self._probe(obs, "alarm", self._why)
@@ -200,7 +185,7 @@ class Interference(Policy):
 
     def _probe(self, obs: Observation, asked: str, reason: str) -> ProbeLinks:
         self._asked, self._asked_step = asked, obs.step
-        return ProbeLinks(num_bytes=self.num_bytes, reason=reason)
+        return ProbeLinks(reason=reason)
 
     def _judge_links(self, obs: Observation) -> SetTopology | None:
         """Decide after the links have been measured."""
@@ -218,7 +203,7 @@ class Interference(Policy):
             case "recheck":
                 self._recheck_every = min(MOST_RECHECK, 2 * self._recheck_every)
                 self._next_recheck = obs.step + self._recheck_every
-                if not strategy_selection.is_faster(launch, present, network, num_bytes, self.margin):
+                if not strategy_selection.is_faster(launch, present, network, num_bytes, MARGIN):
                     return None
                 return self._change(obs, self._launch, f"{self._launch} is better again than {obs.strategy}")
             case "alarm" | "second":
@@ -236,7 +221,7 @@ class Interference(Policy):
                     self._asked, self._rates = "first", [[*row] for row in obs.link_rates]
                     return None
                 self._why += f"; {obs.strategy} takes {slower:.2g} x as long on these links"
-        found = strategy_selection.choose(network, num_bytes, present, preferred=(launch,), margin=self.margin)
+        found = strategy_selection.choose(network, num_bytes, present, preferred=(launch,), margin=MARGIN)
         if found.strategy == present:
             self._ignore_alarms(obs)
             return None

@@ -16,7 +16,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from pliant.errors import ConfigError
@@ -97,14 +96,6 @@ class Ema:
         if value is not None and value > 0:
             self.update(value)
 
-    def state_dict(self) -> dict[str, float | int | None]:
-        return {"value": self.value, "count": self.count}
-
-    def load_state_dict(self, state: Mapping[str, float | int | None]) -> None:
-        value, count = state["value"], state["count"]
-        self.value = None if value is None else float(value)
-        self.count = int(count or 0)
-
 
 # --- noise of the gradients ---
 
@@ -160,11 +151,11 @@ class NoiseScale:
         return found if found is not None and found >= 0 else None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sqr": self._sqr.state_dict(), "var": self._var.state_dict()}
+        return {"sqr": [self._sqr.value, self._sqr.count], "var": [self._var.value, self._var.count]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._sqr.load_state_dict(state["sqr"])
-        self._var.load_state_dict(state["var"])
+        self._sqr.value, self._sqr.count = state["sqr"]
+        self._var.value, self._var.count = state["var"]
 
 
 class Variance:
@@ -217,8 +208,7 @@ class StallDetector:
         with stalls.watch("all-reduce"):
             handle.wait()
 
-    One thread looks every few seconds, and only while something is watched: beginning and ending a watch cost a
-    dictionary entry, and an idle job is never woken. Any thread may use it. Close it, or use it in `with`.
+    A thread looks every few seconds. Any thread may watch operations. Close it, or use it in `with`.
     """
 
     def __init__(
@@ -234,86 +224,49 @@ class StallDetector:
         """The operations being watched: name, and time of the beginning."""
         self._reported: set[int] = set()
         self._numbers = itertools.count()
-        self._condition = threading.Condition()
-        self._asleep, self._closed = True, False
-        """While asleep, the thread waits without a limit for the first operation to watch."""
-        self._busy = False
-        """Whether anything was watched since the last look."""
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stalls", daemon=True)
+        self._thread.start()
 
     @contextlib.contextmanager
     def watch(self, name: str) -> Iterator[None]:
         """Report the block if it takes long."""
-        number = self.begin(name)
+        number, since_s = next(self._numbers), self._clock()
+        self._open[number] = (name, since_s)
         try:
             yield
         finally:
-            self.end(number)
-
-    def begin(self, name: str) -> int:
-        """Begin to watch an operation; return the number to pass to `end`."""
-        number = next(self._numbers)
-        self._open[number] = (name, self._clock())
-        self._busy = True
-        if self._asleep:
-            with self._condition:
-                self._asleep = False
-                if self._thread is None and not self._closed:
-                    self._thread = threading.Thread(target=self._run, name="stalls", daemon=True)
-                    self._thread.start()
-                self._condition.notify()
-        return number
-
-    def end(self, number: int) -> None:
-        name, since_s = self._open.pop(number)
-        if number in self._reported:
-            self._reported.discard(number)
-            self._report(f"{name} recovered after {self._clock() - since_s:.1f}s")
+            with self._lock:
+                del self._open[number]
+                if number in self._reported:
+                    self._reported.discard(number)
+                    self._report(f"{name} recovered after {self._clock() - since_s:.1f}s")
 
     @property
     def stalled_s(self) -> float:
         """Duration of the longest stall that is going on now; 0 if there is none."""
         now_s = self._clock()
-        open_now = self._open.copy()
-        return max((now_s - open_now[number][1] for number in set(self._reported) if number in open_now), default=0.0)
+        with self._lock:
+            return max((now_s - self._open[number][1] for number in self._reported), default=0.0)
 
-    def look(self) -> bool:
-        """Report the operations that have taken long by now; return whether another look is needed later."""
+    def look(self) -> None:
+        """Report the operations that have taken long by now."""
         now_s = self._clock()
-        for number, (name, since_s) in self._open.copy().items():
-            took_s = now_s - since_s
-            if took_s < self._period_s:
-                continue
-            if number not in self._reported:
-                self._reported.add(number)
-                self.count += 1
-            if number not in self._open:  # it ended meanwhile, so `end` will not report the recovery
-                self._reported.discard(number)
-                continue
-            self._report(f"{name} stalled for {took_s:.1f}s")
-        busy, self._busy = self._busy, False
-        return busy or bool(self._open)
+        with self._lock:
+            for number, (name, since_s) in self._open.copy().items():
+                if now_s - since_s >= self._period_s:
+                    self.count += number not in self._reported
+                    self._reported.add(number)
+                    self._report(f"{name} stalled for {now_s - since_s:.1f}s")
 
     def _run(self) -> None:
-        with self._condition:
-            while not self._closed:
-                self._condition.wait(None if self._asleep else self._period_s)
-                if not self._closed and not self._asleep and not self.look():
-                    self._asleep = True
-                    if self._open:  # an operation began between the look and falling asleep
-                        self._asleep = False
-
-    def close(self) -> None:
-        with self._condition:
-            self._closed = True
-            self._condition.notify()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        while not self._closing.wait(self._period_s):
+            self.look()
 
     def __enter__(self) -> StallDetector:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __exit__(self, *error: object) -> None:
+        self._closing.set()
+        self._thread.join()

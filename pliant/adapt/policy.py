@@ -240,8 +240,8 @@ class Policy:
     """Base class of policies: override the hooks you need, and return decisions from them.
 
     Every worker calls its own copy with the same observations; the decisions of the first worker count. Keep what must
-    survive between calls in attributes that `state_dict` returns: workers that join later and resumed jobs begin with
-    it. By default these are all attributes whose name begins with `_`. They must be plain values that JSON can hold.
+    survive between calls in attributes whose name begins with `_`: workers that join later and resumed jobs begin with
+    them. They must be values that JSON can hold, or objects that have only such values.
     """
 
     needs: Mapping[str, int] = {}
@@ -271,10 +271,16 @@ class Policy:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a copy on another worker needs to continue like this one, as JSON types."""
-        return {name: value for name, value in vars(self).items() if name.startswith("_")}
+        state = {name: value for name, value in vars(self).items() if name.startswith("_")}
+        return {name: dict(vars(value)) if hasattr(value, "__dict__") else value for name, value in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
+        for name, value in state.items():
+            present = getattr(self, name, None)
+            if hasattr(present, "__dict__"):
+                vars(present).update(value)
+            else:
+                setattr(self, name, value)
 
 
 class Policies:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import inspect
 import typing
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from pliant.adapt.policy import Policy
 from pliant.errors import ConfigError
@@ -20,7 +22,7 @@ NAMES: Mapping[str, str] = {
     "interference": "pliant.adapt.interference:Interference",
     "goodput": "pliant.adapt.goodput_policy:Goodput",
 }
-TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+Unannotated = Annotated[int | float | str, Field(union_mode="left_to_right")]
 
 
 def parse(text: str) -> Policy:
@@ -34,7 +36,10 @@ def parse(text: str) -> Policy:
     place, options = _split(text.strip())
     made = _load(place, text)
     signature = inspect.signature(made)
-    hints = _hints(made)
+    try:
+        hints = typing.get_type_hints(made.__init__)
+    except NameError:  # an annotation names something that exists for type checkers only
+        hints = {}
     schedule: dict[int, int] = {}
     given: dict[str, Any] = {}
     for option in filter(None, (each.strip() for each in options.split(","))):
@@ -44,16 +49,13 @@ def parse(text: str) -> Policy:
         elif not equals or key not in signature.parameters or key == "schedule":
             raise ConfigError(f"--policy {text}: {option!r} is no option of it: there are {_list_options(signature)}")
         else:
-            given[key] = _convert(text, key, value, hints.get(key))
+            given[key] = _convert(text, key, value, hints.get(key, Unannotated))
     if "schedule" in signature.parameters:
         given["schedule"] = schedule
     try:
-        policy = made(**given)
+        return made(**given)
     except Exception as error:  # the user's own code
         raise ConfigError(f"--policy {text}: {type(error).__name__}: {error}") from error
-    if not isinstance(policy, Policy):
-        raise ConfigError(f"--policy {text}: {place} is no policy: derive it from pliant.Policy")
-    return policy
 
 
 def check(text: str) -> None:
@@ -77,7 +79,7 @@ def _split(text: str) -> tuple[str, str]:
     return f"{name}:{kind}", options
 
 
-def _load(place: str, text: str) -> Callable[..., object]:
+def _load(place: str, text: str) -> type[Policy]:
     module_name, _, name = place.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -89,14 +91,6 @@ def _load(place: str, text: str) -> Callable[..., object]:
     return found
 
 
-def _hints(made: Callable[..., object]) -> dict[str, Any]:
-    """Return the constructor's annotations; none if a name in them exists for type checkers only."""
-    try:
-        return typing.get_type_hints(made.__init__)
-    except NameError:
-        return {}
-
-
 def _list_options(signature: inspect.Signature) -> str:
     names = ["STEP=SIZE" if name == "schedule" else name for name in signature.parameters]
     return ", ".join(names) or "none"
@@ -104,22 +98,8 @@ def _list_options(signature: inspect.Signature) -> str:
 
 def _convert(text: str, key: str, value: str, hint: Any) -> Any:
     """Convert an option by the constructor's annotation. Without one, try int and float, then keep the text."""
-    kinds = typing.get_args(hint) or (hint,)
     try:
-        if bool in kinds:
-            return TRUTHS[value.lower()]
-        if int in kinds and float not in kinds:
-            return int(value)
-        if float in kinds:
-            return float(value)
-    except (KeyError, ValueError):
-        kind = next(each.__name__ for each in (bool, int, float) if each in kinds)
+        return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_strings(value)
+    except ValidationError:
+        kind = getattr(hint, "__name__", str(hint))
         raise ConfigError(f"--policy {text}: {key}={value}: use a value of type {kind}") from None
-    if str in kinds:
-        return value
-    for convert in (int, float):
-        try:
-            return convert(value)
-        except ValueError:
-            pass
-    return value

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
 
 from pliant.adapt.policy import Observation, Policy, Resize, check_schedule, latest_entry
 from pliant.errors import ConfigError
@@ -15,6 +14,8 @@ SURE = 3.0
 """Number of standard errors by which two rates must differ to count as different."""
 PRECISION = 1 / 6
 """A rate is known when its standard error is below this share of what a worker must add."""
+PATIENCE = 6
+"""Most windows that are measured for one decision."""
 
 
 class ScheduledSize(Policy):
@@ -41,13 +42,13 @@ class ScheduledSize(Policy):
         return Resize(workers=workers, reason=f"the schedule has {workers} from step {entry} on")
 
 
-@dataclass(slots=True)
+@dataclass
 class MeasuredRate:
-    """Samples per second with a number of workers, measured over a window of steps."""
+    """Samples per second with a number of workers, measured over a window of steps. With 0 workers, none was measured."""
 
-    workers: int
-    median: float
-    error: float
+    workers: int = 0
+    median: float = 0.0
+    error: float = 0.0
     """Standard error of the median."""
 
     @classmethod
@@ -58,7 +59,7 @@ class MeasuredRate:
         return cls(workers, middle, 1.2533 * spread / math.sqrt(len(rates)))
 
 
-@dataclass(slots=True)
+@dataclass
 class PendingResize:
     """A number of workers that was asked for and is not there yet; 0 means none."""
 
@@ -84,7 +85,7 @@ class PendingResize:
         return Resize(workers=obs.num_workers, reason=reason)
 
 
-@dataclass(slots=True)
+@dataclass
 class RateWindow:
     """Steps that are being measured now."""
 
@@ -101,78 +102,78 @@ class Provision(Policy):
     with the throughput before the last worker came. n workers pay if they give 1 + alpha/n times the throughput of n - 1.
 
     Unlike KungFu's policy, it uses medians. While the difference is within the error of measurement it continues to
-    measure, for up to `patience` windows. Before it concludes that a size does not pay, it measures the smaller size
-    again, in case the machines have become slower meanwhile. It skips sizes that cannot be faster because one of their
-    workers would have as many replicas as with fewer workers.
+    measure. Before it concludes that a size does not pay, it measures the smaller size again, in case the machines have
+    become slower meanwhile. It skips sizes that cannot be faster because one of their workers would have as many replicas
+    as with fewer workers.
 
     Args:
         change_step: number of steps in a window.
         alpha: share of its fair share of the throughput that a worker must add.
         max_workers: most workers to ask for; 0 means as many as there are replicas, or as come.
         give_up_s: how long to wait for a worker that was asked for.
-        patience: most windows for one decision.
-        confirm: whether to measure the smaller size again.
     """
 
     def __init__(
-        self,
-        *,
-        change_step: int = 50,
-        alpha: float = 1 / 3,
-        max_workers: int = 0,
-        give_up_s: float = 120.0,
-        patience: int = 6,
-        confirm: bool = True,
+        self, *, change_step: int = 50, alpha: float = 1 / 3, max_workers: int = 0, give_up_s: float = 120.0
     ) -> None:
-        if change_step < 2 or patience < 1:
-            raise ConfigError(f"change_step={change_step}, patience={patience}: use 2 and 1 or more")
-        if not alpha > 0 or not give_up_s > 0 or max_workers < 0:
+        if change_step < 2 or not alpha > 0 or not give_up_s > 0 or max_workers < 0:
             raise ConfigError(
-                f"alpha={alpha}, give_up_s={give_up_s}, max_workers={max_workers}: use numbers above 0, max_workers from 0"
+                f"change_step={change_step}, alpha={alpha}, give_up_s={give_up_s}, max_workers={max_workers}: "
+                "use 2 or more steps, numbers above 0, and 0 or more workers"
             )
-        self.change_step, self.alpha, self.max_workers = change_step, alpha, max_workers
-        self.give_up_s, self.patience, self.confirm = give_up_s, patience, confirm
-        self.window = RateWindow()
-        self.before: MeasuredRate | None = None
-        """MeasuredRate of the previous size; None at the first size."""
-        self.larger: MeasuredRate | None = None
-        """MeasuredRate of the size that did not pay, while the smaller size is measured again."""
-        self.pending = PendingResize()
-        self.replicas = 0
+        self.change_step, self.alpha, self.max_workers, self.give_up_s = change_step, alpha, max_workers, give_up_s
+        self._window = RateWindow()
+        self._before = MeasuredRate()
+        """Rate of the previous size; none at the first size."""
+        self._larger = MeasuredRate()
+        """Rate of the size that did not pay, while the smaller size is measured again; otherwise none."""
+        self._pending = PendingResize()
+        self._replicas = 0
         """Total number of replicas if it is fixed; 0 while every observation had one per worker."""
-        self.done = False
-        self.history: list[list[float]] = []
+        self._confirms = True
+        """Whether a smaller size is measured again; only once, so that the policy cannot oscillate."""
+        self._done = False
+        self._history: list[list[float]] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether the best size was found."""
+        return self._done
+
+    @property
+    def history(self) -> list[list[float]]:
         """[workers, samples per second] of every window that led to a decision."""
+        return self._history
 
     def after_step(self, obs: Observation) -> Resize | None:
-        if self.done:
+        if self._done:
             return None
-        if self.pending.is_open(obs):
-            self.window = RateWindow()
-            given_up = self.pending.give_up(obs, self.give_up_s)
-            self.done = given_up is not None
+        if self._pending.is_open(obs):
+            self._window = RateWindow()
+            given_up = self._pending.give_up(obs, self.give_up_s)
+            self._done = given_up is not None
             return given_up
-        if obs.view != self.window.view or obs.global_batch != self.window.global_batch:
+        if obs.view != self._window.view or obs.global_batch != self._window.global_batch:
             # This step may include the change itself.
-            self.window = RateWindow(obs.view, obs.global_batch)
+            self._window = RateWindow(obs.view, obs.global_batch)
             return None
         if obs.replicas != obs.num_workers:
-            self.replicas = obs.replicas
+            self._replicas = obs.replicas
         if obs.samples_per_s > 0:
-            self.window.rates.append(obs.samples_per_s)
-        count = len(self.window.rates)
+            self._window.rates.append(obs.samples_per_s)
+        count = len(self._window.rates)
         if count == 0 or count % self.change_step:
             return None
-        return self._decide(obs, MeasuredRate.of(obs.num_workers, self.window.rates[self.change_step // 2 :]))
+        return self._decide(obs, MeasuredRate.of(obs.num_workers, self._window.rates[self.change_step // 2 :]))
 
     def _decide(self, obs: Observation, now: MeasuredRate) -> Resize | None:
-        hurried = len(self.window.rates) >= self.patience * self.change_step
+        hurried = len(self._window.rates) >= PATIENCE * self.change_step
         if not hurried and now.error > PRECISION * self.alpha / (now.workers + 1) * now.median:
             return None
-        if self.larger is not None:
-            smaller, larger = now, self.larger
-        elif self.before is not None and self.before.workers < now.workers:
-            smaller, larger = self.before, now
+        if self._larger.workers:
+            smaller, larger = now, self._larger
+        elif 0 < self._before.workers < now.workers:
+            smaller, larger = self._before, now
         else:  # the first size, or somebody else has changed it
             return self._grow(now, obs, f"{now.median:.4g} samples/s with {now.workers}")
         bar = 1 + self.alpha * (larger.workers - smaller.workers) / larger.workers
@@ -184,59 +185,36 @@ class Provision(Policy):
             f"{larger.median:.4g} samples/s with {larger.workers} are {gain:.3f} x those with {smaller.workers}, "
             f"of {bar:.3f} that make it worth it"
         )
-        if self.larger is not None:
+        if self._larger.workers:
             return self._end_confirming(now, obs, reason, worth_it=excess >= 0)
         return self._grow(now, obs, reason) if excess >= 0 else self._take_back(now, obs, reason)
 
     def _grow(self, now: MeasuredRate, obs: Observation, reason: str) -> Resize | None:
-        self._append_history(now)
-        target = next_size(now.workers, self.replicas, self.max_workers)
+        self._history.append([now.workers, now.median])
+        target = next_size(now.workers, self._replicas, self.max_workers)
         if target is None:
-            self.done = True
+            self._done = True
             return None
-        self.before = now
-        return self.pending.ask(obs, target, reason)
+        self._before = now
+        return self._pending.ask(obs, target, reason)
 
     def _take_back(self, now: MeasuredRate, obs: Observation, reason: str) -> Resize:
-        self._append_history(now)
-        assert self.before is not None, "there was a smaller size"
-        if self.confirm:
-            self.larger = now
+        self._history.append([now.workers, now.median])
+        if self._confirms:
+            self._larger = now
         else:
-            self.done = True
-        return self.pending.ask(obs, self.before.workers, reason)
+            self._done = True
+        return self._pending.ask(obs, self._before.workers, reason)
 
     def _end_confirming(self, now: MeasuredRate, obs: Observation, reason: str, *, worth_it: bool) -> Resize | None:
         """Decide after the smaller size was measured again: return to the larger size if it pays after all."""
-        self._append_history(now)
-        assert self.larger is not None, "only called while the larger size is in doubt"
-        larger, self.larger = self.larger, None
+        self._history.append([now.workers, now.median])
+        larger, self._larger = self._larger, MeasuredRate()
         if not worth_it:
-            self.done = True
+            self._done = True
             return None
-        self.before, self.confirm = now, False  # once is enough: it must not oscillate
-        return self.pending.ask(obs, larger.workers, f"measured again, {reason}")
-
-    def _append_history(self, rate: MeasuredRate) -> None:
-        self.history.append([rate.workers, rate.median])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "window": asdict(self.window),
-            "before": asdict(self.before) if self.before else None,
-            "larger": asdict(self.larger) if self.larger else None,
-            "wish": asdict(self.pending),
-            "flags": [self.confirm, self.done, self.replicas],
-            "history": [list(each) for each in self.history],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.window = RateWindow(**state["window"])
-        self.before = MeasuredRate(**state["before"]) if state["before"] else None
-        self.larger = MeasuredRate(**state["larger"]) if state["larger"] else None
-        self.pending = PendingResize(**state["wish"])
-        self.confirm, self.done, self.replicas = state["flags"]
-        self.history = [list(each) for each in state["history"]]
+        self._before, self._confirms = now, False
+        return self._pending.ask(obs, larger.workers, f"measured again, {reason}")
 
 
 def next_size(workers: int, replicas: int, max_workers: int = 0) -> int | None:

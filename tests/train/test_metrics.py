@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,11 +40,16 @@ def _free_port() -> int:
     return free_port(HOST) - PORT_OFFSET
 
 
-def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def stalls() -> Iterator[StallDetector]:
+    with StallDetector(print) as detector:
+        yield detector
+
+
+def test_the_page(monkeypatch: pytest.MonkeyPatch, stalls: StallDetector) -> None:
     monkeypatch.setattr(exporters, "SAMPLE_PERIOD_S", 0.02)
     monkeypatch.setattr(exporters, "LATENCY_PERIOD_S", 0.0)
     port = _free_port()
-    stalls = StallDetector(print)
     metrics = MetricsServer(HOST, port, stalls)
     try:
         assert metrics.address == f"http://{HOST}:{port + PORT_OFFSET}/metrics"
