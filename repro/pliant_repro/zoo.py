@@ -1,26 +1,20 @@
-"""Every network and data set that benches and figures train, by name, with its loss and its optimizer.
+"""The networks and data sets that benches and figures train, by name.
 
-Four families: small networks of `pliant bench` (`network`), the workloads of EasyScale's table 1 in three sizes (`workload`),
-torchvision's image models under the names of KungFu's artifact (`vision_model`), and CIFAR-10 from its published files
-(`cifar10`). Data are synthetic unless they come from a file, and are the same in every process. Layers, their order and their
-initial values follow the papers, so the numbers of parameters are the published ones. Nothing here knows how it is trained.
+Small networks of `pliant bench` (`network`), the workloads of EasyScale's table 1 in three sizes (`workload`), torchvision's
+image models under the names of KungFu's artifact (`vision_model`), and CIFAR-10 (`cifar10`). Other data are synthetic, and the
+same in every process. Layers, their order and their initial values follow the papers.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
-import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -584,87 +578,20 @@ def vision_model(name: str, classes: int = 0) -> nn.Module:
 
 # --- CIFAR-10 from its published files ---
 
-PIXELS = 3 * 32 * 32
-TRAINING_FILES, TEST_FILES = tuple(f"data_batch_{number}" for number in range(1, 6)), ("test_batch",)
-CIFAR_FOLDERS = ("", "cifar-10-batches-py", "cifar-10-batches-bin")
-CIFAR_HELP = "https://www.cs.toronto.edu/~kriz/zoo.html has it: unpack cifar-10-python.tar.gz or cifar-10-binary.tar.gz"
-CIFAR_MEAN, CIFAR_DEVIATION = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-Bytes = NDArray[np.uint8]
 
-
-class Cifar10(Dataset[Sample]):
-    """Normalised images of 3 x 32 x 32 and their labels, 0 to 9.
-
-    With `augment`, each reading moves the image by up to 4 pixels and mirrors every second one, by torch's generator.
-    """
-
-    about = "CIFAR-10"
-
-    def __init__(self, images: Bytes, labels: NDArray[np.int64], *, augment: bool = False) -> None:
-        self._images, self._labels = torch.from_numpy(images.reshape(-1, 3, 32, 32)), torch.from_numpy(labels)
-        self._mean = torch.tensor(CIFAR_MEAN)[:, None, None]
-        self._scale = 1.0 / torch.tensor(CIFAR_DEVIATION)[:, None, None]
-        self._augment = augment
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def __getitem__(self, index: int) -> Sample:
-        image = (self._images[index].float() / 255.0 - self._mean) * self._scale
-        if self._augment:
-            down, right, mirrored = (int(torch.randint(0, most, ())) for most in (9, 9, 2))
-            image = F.pad(image, (4, 4, 4, 4))[:, down : down + 32, right : right + 32]
-            image = image.flip(-1) if mirrored else image
-        return image, self._labels[index]
-
-
-def cifar10(path: str | Path, *, train: bool = True, augment: bool = False) -> Cifar10:
-    """Read the training or test images under `path`: the unpacked directory, or the one that it was unpacked in.
+def cifar10(folder: str, *, train: bool) -> Any:
+    """Return torchvision's data set of the normalised images and labels of cifar-10-batches-py in `folder`; those to train on are moved and mirrored.
 
     Raises:
-        ConfigError: the files are not there, or are not CIFAR-10; names the file, and says where to get them.
+        ConfigError: the published files are not there, or are damaged.
     """
-    names = TRAINING_FILES if train else TEST_FILES
-    for folder in (Path(path) / inner for inner in CIFAR_FOLDERS):
-        for suffix in ("", ".bin"):
-            files = [folder / f"{name}{suffix}" for name in names]
-            if files[0].is_file():
-                images, labels = zip(*(_read_cifar(file) for file in files), strict=True)
-                return Cifar10(np.concatenate(images), np.concatenate(labels), augment=augment)
-    raise ConfigError(f"{path}: there is no {names[0]} (nor {names[0]}.bin) of CIFAR-10; {CIFAR_HELP}")
+    import_torchvision()
+    from torchvision import datasets, transforms  # type: ignore[import-untyped]
 
-
-def _read_cifar(file: Path) -> tuple[Bytes, NDArray[np.int64]]:
-    """Read the images and labels of one file: a pickled dictionary, or records of a label's byte and 3072 of pixels."""
+    varied = [transforms.RandomCrop(32, padding=4), transforms.RandomHorizontalFlip()] if train else []
+    normalised = [transforms.ToTensor(), transforms.Normalize((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))]
     try:
-        raw = file.read_bytes()
-        if file.suffix == ".bin":
-            records = np.frombuffer(raw, np.uint8).reshape(-1, PIXELS + 1)
-            images, labels = records[:, 1:].copy(), records[:, 0].astype(np.int64)
-        else:
-            content = _CifarUnpickler(io.BytesIO(raw), encoding="bytes").load()
-            labels = np.array(content[b"labels"], np.int64)
-            images = np.array(content[b"data"]).reshape(len(labels), PIXELS)
-    except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}; {CIFAR_HELP}") from None
-    except Exception as error:  # a damaged pickle may raise anything
-        raise ConfigError(f"{file} is no file of CIFAR-10 ({error!r:.120}); {CIFAR_HELP}") from None
-    if images.dtype != np.uint8 or not len(labels) or labels.min() < 0 or labels.max() > 9:
-        raise ConfigError(f"{file} has no images of bytes with labels from 0 to 9, as CIFAR-10 has; {CIFAR_HELP}")
-    return images, labels
-
-
-class _CifarUnpickler(pickle.Unpickler):
-    """Reads pickled NumPy arrays and nothing else: a pickle may otherwise name any function to be called."""
-
-    _KNOWN: Mapping[str, frozenset[str]] = {
-        "numpy": frozenset(("ndarray", "dtype")),
-        "numpy.core.multiarray": frozenset(("_reconstruct",)),
-        "numpy._core.multiarray": frozenset(("_reconstruct",)),
-        "_codecs": frozenset(("encode",)),
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in self._KNOWN.get(module, ()):
-            raise ConfigError(f"it wants to call {module}.{name}, which CIFAR-10 has no need of")
-        return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+        return datasets.CIFAR10(folder, train=train, transform=transforms.Compose([*varied, *normalised]))
+    except RuntimeError as error:
+        where = "unpack https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz there"
+        raise ConfigError(f"--data {folder}: CIFAR-10 is not there, or damaged ({error}); {where}") from None

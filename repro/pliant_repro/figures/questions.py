@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from pliant.errors import ConfigError
 
 NUM_WORDS = 8192
 """Different words of the synthetic questions and of the small model."""
+NUM_SYNTHETIC = 1 << 16
 BEGIN, SEPARATOR, FIRST_WORD = 2, 3, 4
-SQUAD_FILES = ("train-v2.0.json", "dev-v2.0.json")
 Sample = tuple[Tensor, Tensor]
 Span = tuple[int, int]
 
@@ -45,11 +44,11 @@ def import_transformers() -> Any:
 
 
 class SpanModel(nn.Module):
-    """transformers' BERT with one tensor in and one out. `about` describes it."""
+    """transformers' BERT with one tensor in and one out."""
 
-    def __init__(self, bert: nn.Module, about: str) -> None:
+    def __init__(self, bert: nn.Module) -> None:
         super().__init__()
-        self.bert, self.about = bert, about
+        self.bert = bert
 
     def forward(self, inputs: Tensor) -> Tensor:
         words, segments, mask = inputs.unbind(1)
@@ -57,39 +56,31 @@ class SpanModel(nn.Module):
         return torch.stack((found.start_logits, found.end_logits), -1)
 
 
-def bert(folder: Path | None = None, *, size: str = "small", places: int = 512) -> SpanModel:
-    """Return BERT with two outputs at each place: from `folder`, or of this size with random weights.
+def small_bert(places: int) -> SpanModel:
+    """Return a BERT of two layers with random weights."""
+    transformers = import_transformers()
+    config = transformers.BertConfig(
+        vocab_size=NUM_WORDS, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512,
+        max_position_embeddings=places,
+    )  # fmt: skip
+    return SpanModel(transformers.BertForQuestionAnswering(config))
 
-    A folder with a configuration only, such as beside TensorFlow's checkpoint, gives random weights; `about` says so.
 
-    Raises:
-        ConfigError: transformers is missing, or the folder has no configuration.
+def bert_in(folder: Path) -> SpanModel:
+    """Return the BERT found below `folder`.
+
+    Weights are random where there is only a configuration, such as beside TensorFlow's checkpoint. Without that, too, it is
+    BERT-base.
     """
     transformers = import_transformers()
     kind = transformers.BertForQuestionAnswering
-    if folder is None:
-        small = {"vocab_size": NUM_WORDS, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
-                 "intermediate_size": 512, "max_position_embeddings": places}  # fmt: skip
-        config = transformers.BertConfig(**(small if size == "small" else {"max_position_embeddings": max(512, places)}))
-        return SpanModel(kind(config), f"{size} BERT with random weights")
-    files = [folder / name for name in ("config.json", "bert_config.json") if (folder / name).is_file()]
-    if not files:
-        raise ConfigError(f"{folder} has no config.json: give a directory with BERT, as `save_pretrained` writes it")
-    if any((folder / name).is_file() for name in ("model.safetensors", "pytorch_model.bin")):
+    weights = [*folder.rglob("model.safetensors"), *folder.rglob("pytorch_model.bin")]
+    if weights:
         # torch's own restricted reader reads weights in a pickle.
-        model = kind.from_pretrained(str(folder), local_files_only=True, weights_only=True)
-        return SpanModel(model, f"BERT from {folder}")
-    config = transformers.BertConfig.from_json_file(str(files[0]))
-    why = "TensorFlow's weights are not read" if list(folder.glob("*.ckpt*")) else "there are no weights"
-    return SpanModel(kind(config), f"BERT as {files[0]} has it, with random weights: {why} in {folder}")
-
-
-def from_folder(folder: Path, places: int) -> tuple[SpanModel, Questions]:
-    """Return the BERT and the SQuAD questions that are found below `folder`; BERT-base with random weights without one."""
-    configs = [each.parent for name in ("config.json", "bert_config.json") for each in sorted(folder.rglob(name))]
-    words = [each.parent for each in sorted(folder.rglob("vocab.txt"))]
-    data = squad(folder, words[0] if words else folder, max_seq_length=places)
-    return bert(configs[0]) if configs else bert(size="base"), data
+        return SpanModel(kind.from_pretrained(str(weights[0].parent), local_files_only=True, weights_only=True))
+    configs = [*folder.rglob("config.json"), *folder.rglob("bert_config.json")]
+    base = transformers.BertConfig
+    return SpanModel(kind(base.from_json_file(str(configs[0])) if configs else base()))
 
 
 # --- data ---
@@ -101,8 +92,7 @@ class Questions(Dataset[Sample]):
     Long passages come in overlapping parts. In a part without the answer, and for impossible questions, both targets are 0.
     """
 
-    def __init__(self, encoded: Any, answers: Sequence[Span], about: str) -> None:
-        self.about = about
+    def __init__(self, encoded: Any, answers: Sequence[Span]) -> None:
         self._words = torch.tensor(encoded["input_ids"], dtype=torch.int32)
         self._segments = torch.tensor(encoded["token_type_ids"], dtype=torch.int8)
         self._mask = torch.tensor(encoded["attention_mask"], dtype=torch.int8)
@@ -130,34 +120,24 @@ def find_answer(places: Sequence[Span], segments: Sequence[int], answer: Span) -
     return (touched[0], touched[-1]) if is_whole else (0, 0)
 
 
-def squad(path: Path, vocabulary: Path, *, max_seq_length: int = 384, limit: int = 0) -> Questions:
-    """Return SQuAD 2.0's questions, answerable and impossible.
-
-    Args:
-        path: train-v2.0.json, or the directory that it is in.
-        vocabulary: the directory with BERT's vocab.txt.
-        limit: at most so many questions; 0 means all.
+def squad_in(folder: Path, places: int) -> Questions:
+    """Return the questions of train-v2.0.json in `folder`, answerable and impossible, by the vocab.txt found below it.
 
     Raises:
         ConfigError: a file is missing, or is not SQuAD.
     """
-    if max_seq_length < 32:
-        raise ConfigError(f"max_seq_length {max_seq_length}: use 32 or more, for a question and a part of its passage")
-    file = path
-    if path.is_dir():
-        file = next((path / name for name in SQUAD_FILES if (path / name).is_file()), path / SQUAD_FILES[0])
-    asked = list(islice(_read_questions(file), limit or None))
+    asked = list(_read_questions(folder / "train-v2.0.json"))
     if not asked:
-        raise ConfigError(f"{file} has no questions: give SQuAD's train-v2.0.json")
-    if not (vocabulary / "vocab.txt").is_file():
-        raise ConfigError(f"{vocabulary} has no vocab.txt: SQuAD needs BERT's vocabulary, which comes with its weights")
-    tokenizer = import_transformers().BertTokenizer(vocab=str(vocabulary / "vocab.txt"))
+        raise ConfigError(f"{folder}/train-v2.0.json has no questions")
+    vocabulary = next(folder.rglob("vocab.txt"), None)
+    if vocabulary is None:
+        raise ConfigError(f"{folder} has no vocab.txt: SQuAD needs BERT's vocabulary, which comes with its weights")
+    tokenizer = import_transformers().BertTokenizer(vocab=str(vocabulary))
     encoded = tokenizer(
-        [question for question, _, _ in asked], [text for _, text, _ in asked], truncation="only_second",
-        max_length=max_seq_length, stride=max_seq_length // 4, padding="max_length", return_overflowing_tokens=True,
-        return_offsets_mapping=True,
+        [question for question, _, _ in asked], [text for _, text, _ in asked], truncation="only_second", max_length=places,
+        stride=places // 4, padding="max_length", return_overflowing_tokens=True, return_offsets_mapping=True,
     )  # fmt: skip
-    return Questions(encoded, [answer for _, _, answer in asked], f"SQuAD, {len(asked)} questions of {file.name}")
+    return Questions(encoded, [answer for _, _, answer in asked])
 
 
 def _read_questions(file: Path) -> Iterator[tuple[str, str, Span]]:
@@ -172,10 +152,9 @@ def _read_questions(file: Path) -> Iterator[tuple[str, str, Span]]:
                     span = (begin, begin + len(entry["answers"][0]["text"]))
                 yield str(entry["question"]), str(paragraph["context"]), span
     except OSError as error:
-        raise ConfigError(
-            f"{file}: {error.strerror}; https://rajpurkar.github.io/SQuAD-explorer/ has train-v2.0.json"
-        ) from None
-    except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+        where = "https://rajpurkar.github.io/SQuAD-explorer/ has train-v2.0.json"
+        raise ConfigError(f"{file}: {error.strerror}; {where}") from None
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{file} is not SQuAD ({error!r:.80}): give its train-v2.0.json") from None
 
 
@@ -185,21 +164,15 @@ class SyntheticQuestions(Dataset[Sample]):
     Every third question has no answer. There is something to learn in it, but nothing about language.
     """
 
-    about = "synthetic questions (random words; nothing is learnt about language)"
-
-    def __init__(self, length: int, max_seq_length: int = 128) -> None:
-        if length < 1 or max_seq_length < 16:
-            raise ConfigError(f"{length} questions of {max_seq_length} places: use at least 1 and 16")
-        self._count, self._length = length, max_seq_length
+    def __init__(self, places: int) -> None:
+        self._places = places
 
     def __len__(self) -> int:
-        return self._count
+        return NUM_SYNTHETIC
 
     def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < self._count:
-            raise IndexError(index)
         random = torch.Generator().manual_seed(1234 * 1_000_003 + index)
-        num_passage = self._length - 5
+        num_passage = self._places - 5
         passage = torch.randint(FIRST_WORD, NUM_WORDS, (num_passage,), generator=random)
         at, size = (int(torch.randint(low, high, (), generator=random)) for low, high in ((0, num_passage - 5), (1, 4)))
         question, targets = passage[at : at + 2], [4 + at + 2, 4 + at + 1 + size]
@@ -207,5 +180,5 @@ class SyntheticQuestions(Dataset[Sample]):
             question, targets = torch.randint(FIRST_WORD, NUM_WORDS, (2,), generator=random), [0, 0]
         begin, separator = torch.tensor([BEGIN]), torch.tensor([SEPARATOR])
         words = torch.cat((begin, question, separator, passage, separator))
-        segments = (torch.arange(self._length) >= 4).long()
+        segments = (torch.arange(self._places) >= 4).long()
         return torch.stack((words, segments, torch.ones_like(words))), torch.tensor(targets)

@@ -92,9 +92,9 @@ def _small_net(task: Task, _: str) -> Work:
         )  # fmt: skip
         loading: dict[str, Any] = {"collate_fn": zoo.as_is}
     else:
-        dataset, test = zoo.cifar10(task.data, augment=True), zoo.cifar10(task.data, train=False)
-        images, labels = zip(*(test[index] for index in range(len(test))), strict=True)
-        model, held_out, loading = zoo.vision_model("ResNet56"), (torch.stack(images), torch.stack(labels)), {}
+        dataset = zoo.cifar10(task.data, train=True)
+        images, labels = zip(*zoo.cifar10(task.data, train=False), strict=True)
+        model, held_out, loading = zoo.vision_model("ResNet56"), (torch.stack(images), torch.tensor(labels)), {}
     model.to(task.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=task.lr, momentum=0.9, weight_decay=2e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.epochs)
@@ -154,13 +154,13 @@ def _bert(task: Task, _: str) -> Work:
 
     places = task.image_size
     model: nn.Module
-    data: Any = questions.SyntheticQuestions(1 << 16, places)
+    data: Any = questions.SyntheticQuestions(places)
     if task.paced_s:
         model = PacedBert(task.paced_s, [Path(task.journal) / f"device{number}" for number in range(task.devices)])
     elif task.data:
-        model, data = questions.from_folder(Path(task.data), places)
+        model, data = questions.bert_in(Path(task.data)), questions.squad_in(Path(task.data), places)
     else:
-        model = questions.bert(places=places)
+        model = questions.small_bert(places)
     model.to(task.device)
     return Work(
         model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-5), dataset=data, batch_size=task.batch or 8
