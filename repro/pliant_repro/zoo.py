@@ -580,7 +580,7 @@ def vision_model(name: str, classes: int = 0) -> nn.Module:
 
 
 def cifar10(folder: str, *, train: bool) -> Any:
-    """Return torchvision's data set of the normalised images and labels of cifar-10-batches-py in `folder`; those to train on are moved and mirrored.
+    """Return torchvision's CIFAR-10 out of `folder`, normalised; the images to train on are moved and mirrored.
 
     Raises:
         ConfigError: the published files are not there, or are damaged.

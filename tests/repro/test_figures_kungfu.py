@@ -168,8 +168,7 @@ def workers(rounds: int, costs: dict[str, float], slower: float = 0.0, **more: A
             step_s[step] += (1 - late) * costs[mode]
             step_s[step + 1] += late * costs[mode]
     step_s = [took * (1 + slower * step / len(modes)) for step, took in enumerate(step_s[:-1])]
-    found = {"step_s": step_s, "cpu_s": step_s, "noise_ratio": 9.0, "variance": 1.0}
-    found |= {"probe_s": step_s, "other_s": [0.1] * len(modes)}
+    found = {"step_s": step_s, "noise_ratio": 9.0, "variance": 1.0}
     return [{**found, **more}, found]
 
 
@@ -181,7 +180,6 @@ def test_costs_are_counted_where_they_arise() -> None:
         "variance": pytest.approx(0.02),
         "variance_every_8": pytest.approx(0.02 / 8),
     }
-    assert result["overhead_by_clocks"] == {name: pytest.approx(share) for name, share in result["overhead"].items()}
     assert result["peers"]["paper"]["throughput_change"] == {
         "noise_scale": pytest.approx(-0.046, abs=1e-3),
         "variance": pytest.approx(-0.203, abs=1e-3),
@@ -204,19 +202,6 @@ def test_a_missed_goal_is_said(mode: str, cost: float) -> None:
     result = MonitoringCost().result_of(workers(2, {**COSTS, mode: cost}), 2, 8, USUAL)
     assert not result["ok"]
     assert f"{cost:.2%}" in str(result["remarks"])
-
-
-def test_time_counts_whatever_the_clocks_say() -> None:
-    """Twice the time for every monitored step, of which the monitors themselves know nothing."""
-    found = workers(2, COSTS)
-    modes = schedule(2)
-    for worker in found:
-        worker["step_s"] = [
-            took if mode in ("none", "full") else 2 * took for took, mode in zip(worker["step_s"], modes, strict=True)
-        ]
-    result = MonitoringCost().result_of(found, 2, 8, USUAL)
-    assert result["overhead"]["noise_scale"] > 0.09
-    assert not result["ok"], result["remarks"]
 
 
 @pytest.mark.parametrize("more", [{"noise_ratio": None}, {"variance": 2.0}])
@@ -256,7 +241,7 @@ def test_the_program_of_fig8_measures_every_step(tmp_path: Path) -> None:
     )
     gang.run(_train, 1, task)
     found = json.loads((tmp_path / "worker-0.json").read_text())
-    assert len(found["step_s"]) == len(found["cpu_s"]) == 48
+    assert len(found["step_s"]) == 48
     result = MonitoringCost().result_of([found], 1, 1, QUICK)
     assert result["ok"], result["remarks"]
 

@@ -23,15 +23,12 @@ def said(rates: list[float], consensus: int | None = None, setting: StarSetting 
     """Return the run of a job that printed this throughput, and voted in that step."""
     trial = StarRun(setting, traffic_begun=30 if setting.begin_step is not None else None)
     for step, rate in enumerate(rates):
-        trial.take("[I] MonitorStrategy:: Checking Throughput = 119.70 MiB/s, reff= 92.11 MiB/s")
         trial.take(f"[I] AP:: cluster response -> {8 if step == consensus else 0}")
         if step == consensus:
             trial.take("[I] AP:: cluster reached consensus on changing to alternative strategy")
         if consensus is not None and step == consensus + 1:
             trial.take("Interference detected. Changing to alternative comm strategy !")
-            trial.take("policy Interference: topology 1,1,1,1 after step 38: 8 of 8 workers")
         trial.take(f"Cluster response Iter #{step}: {rate:.1f} img/sec per /gpu:0")
-        trial.take("Model: something else")
     return trial
 
 
@@ -40,10 +37,6 @@ def test_the_lines_are_read() -> None:
     assert len(trial.rates) == 38
     assert trial.consensus == [33]
     assert trial.changes == [34]
-    assert trial.votes[33] == 8
-    assert trial.throughput[3] == 119.7
-    assert trial.decisions == ["topology 1,1,1,1 after step 38: 8 of 8 workers"]
-    assert not any("Model" in line for line in trial.lines)
 
 
 def test_a_recovery_is_what_is_claimed(tmp_path: Path) -> None:
@@ -113,5 +106,4 @@ def test_a_job_between_hosts_votes_and_ends(no_leaks: None) -> None:
         setting = StarSetting(workers=2, batch=1, kappa=400, bits_per_s=10**8, steps=14, begin_step=8, timeout_s=60)
         trial = run_star(lab, setting)
         assert len(trial.rates) == 14
-        assert trial.votes
         assert not trial.changes

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
@@ -45,47 +43,24 @@ def schedule(rounds: int) -> list[str]:
     return [*WARMUP, *ROUND * rounds]
 
 
-@dataclass(frozen=True, slots=True)
-class ModeTimes:
-    """Times of one kind of step, and what each of its comparisons says, in seconds per step."""
-
-    step_s: list[float]
-    cpu_s: list[float]
-    """Processor time of all workers."""
-    extra_s: list[float]
-    """More than the steps around it."""
-    extra_cpu_s: list[float]
-    extra_inside_s: list[float]
-    """More processor time inside the monitors and in the threads of collectives."""
+def windows(mode: str, modes: Sequence[str]) -> list[range]:
+    """Return the steps of a mode after the first ones; the cost of one step in eight is spread over all eight."""
+    size = 8 if mode == "variance_every_8" else 1
+    begins = [step for step, each in enumerate(modes) if each == mode][::size]
+    return [range(begin, begin + size) for begin in begins if begin >= len(WARMUP)]
 
 
-def times_by_mode(workers: Sequence[Result], rounds: int) -> dict[str, ModeTimes]:
-    def summed(*names: str) -> list[float]:
-        return [sum(each) for each in zip(*(worker[name] for worker in workers for name in names), strict=True)]
-
-    step_s, cpu_s, inside_s = workers[0]["step_s"], summed("cpu_s"), summed("probe_s", "other_s")
-    modes = schedule(rounds)
-    found = {}
-    for mode in INTERVALS:
-        size = 8 if mode == "variance_every_8" else 1  # the cost of one step in eight is spread over all eight
-        begins = [step for step, each in enumerate(modes) if each == mode][::size]
-        groups = [range(begin, begin + size) for begin in begins if begin >= len(WARMUP)]
-        compared = groups if mode in LABELS else []
-        found[mode] = ModeTimes(
-            *([fmean(values[step] for step in group) for group in groups] for values in (step_s, cpu_s)),
-            *([_extra(values, group, modes) for group in compared] for values in (step_s, cpu_s, inside_s)),
-        )
+def extra_times_s(step_s: Sequence[float], mode: str, modes: Sequence[str]) -> list[float]:
+    """Return, for each monitored step of a mode, what it takes more than the plain steps around it."""
+    found = []
+    for window in windows(mode, modes):
+        span = range(window.start, window.stop + mode.startswith("variance"))
+        last = min(span.stop + len(window), len(modes))
+        around = [*range(span.start - len(window), span.start), *range(span.stop, last)]
+        plain = [step for step in around if modes[step] == "none" and modes[step - 1] in ("none", "noise_scale")]
+        usual_s = fmean(step_s[step] for step in plain)
+        found.append((sum(step_s[step] for step in span) - len(span) * usual_s) / len(window))
     return found
-
-
-def _extra(values: Sequence[float], group: range, modes: Sequence[str]) -> float:
-    """Return what a step of this group takes more than the plain steps around it."""
-    span = range(group.start, group.stop + modes[group.start].startswith("variance"))
-    last = min(span.stop + len(group), len(modes))
-    around = [*range(span.start - len(group), span.start), *range(span.stop, last)]
-    plain = [step for step in around if modes[step] == "none" and modes[step - 1] in ("none", "noise_scale")]
-    usual = fmean(values[step] for step in plain)
-    return (sum(values[step] for step in span) - len(span) * usual) / len(group)
 
 
 def standard_error(values: Sequence[float]) -> float:
@@ -132,52 +107,42 @@ class MonitoringCost(Figure):
         return self.result_of(workers, rounds, batch, options)
 
     def result_of(self, workers: Sequence[Result], rounds: int, batch: int, options: Options) -> Result:
-        found = times_by_mode(workers, rounds)
-        full = found["full"]
-        step_s, cpu_s = median(full.step_s), median(full.cpu_s)
-        overhead = {mode: median(found[mode].extra_s) / step_s for mode in LABELS}
-        spread = {mode: standard_error(found[mode].extra_s) / step_s for mode in LABELS}
-        by_cpu = {mode: median(found[mode].extra_cpu_s) / cpu_s for mode in LABELS}
-        by_clocks = {mode: median(found[mode].extra_inside_s) / cpu_s for mode in LABELS}
+        modes, times_s = schedule(rounds), workers[0]["step_s"]
+        full_s, small_s = ([times_s[step] for [step] in windows(mode, modes)] for mode in ("full", "none"))
+        extra_s = {mode: extra_times_s(times_s, mode, modes) for mode in LABELS}
+        step_s, small = median(full_s), Summary.of(small_s)
+        overhead = {mode: median(extra) / step_s for mode, extra in extra_s.items()}
+        spread = {mode: standard_error(extra) / step_s for mode, extra in extra_s.items()}
         cells = [
             {
                 "mode": mode,
-                "ours": timed([each + step_s for each in found[mode].extra_s] if mode in LABELS else full.step_s),
-                "extra_s": found[mode].extra_s,
+                "ours": timed([each + step_s for each in extra_s[mode]] if mode in LABELS else full_s),
                 "images_per_s": batch / (step_s * (1 + overhead.get(mode, 0.0))),
                 "overhead": overhead.get(mode),
                 "standard_error": spread.get(mode),
-                "overhead_by_cpu": by_cpu.get(mode),
-                "overhead_by_clocks": by_clocks.get(mode),
                 "peers": {"paper": {"median_s": 8 / rate, "iqr_s": None, "images_per_s": rate}},
             }
             for mode, rate in self.rates.items()
         ]
-        complaints = [] if options.quick else self.judge(overhead, spread, by_clocks)
+        complaints = [] if options.quick else self.judge(overhead, spread)
         said = {(worker["noise_ratio"], worker["variance"]) for worker in workers}
         if len(said) != 1 or None in next(iter(said)):
             complaints.append("the monitors did not say the same on all workers")
-        small = Summary.of(found["none"].step_s)
         remarks = [
             f"{REPLICAS} replicas on {num_workers()} workers; a full step without monitors: {step_s:.2f} s, a small one "
             f"{small.median:.3f} s, half of them within {small.iqr / small.median:.1%} of each other",
-            f"the cost in seconds is the median over {len(found['noise_scale'].extra_s)} comparisons of monitored steps with "
-            f"those around them ({len(found['variance'].extra_s)} for the variance); +- is that median's standard error",
-            "by clocks: the processor time inside the monitors and in the threads of collectives, of that of a whole step",
+            f"the cost in seconds is the median over {len(extra_s['noise_scale'])} comparisons of monitored steps with "
+            f"those around them ({len(extra_s['variance'])} for the variance); +- is that median's standard error",
             *(["--quick trains a small net on tiny images: its steps are too short for the shares to mean anything"] * options.quick),
         ]
         return self.result(
-            options, ours=timed(full.step_s), cells=cells, complaints=complaints, remarks=remarks, overhead=overhead,
-            standard_error=spread, overhead_by_cpu=by_cpu, overhead_by_clocks=by_clocks, goals=self.goals,
-            load=os.getloadavg()[0], judged=not options.quick,
+            options, ours=timed(full_s), cells=cells, complaints=complaints, remarks=remarks, overhead=overhead,
+            judged=not options.quick,
         )  # fmt: skip
 
-    def judge(
-        self, overhead: Mapping[str, float], spread: Mapping[str, float], by_clocks: Mapping[str, float]
-    ) -> list[str]:
+    def judge(self, overhead: Mapping[str, float], spread: Mapping[str, float]) -> list[str]:
         return [
-            f"{LABELS[mode]} costs {overhead[mode]:.2%} +-{spread[mode]:.2%} of a step ({by_clocks[mode]:.2%} by the clocks), "
-            f"to reach {goal:.0%}"
+            f"{LABELS[mode]} costs {overhead[mode]:.2%} +-{spread[mode]:.2%} of a step, to reach {goal:.0%}"
             for mode, goal in self.goals.items()
             if overhead[mode] > goal
         ]
@@ -187,11 +152,10 @@ class MonitoringCost(Figure):
         for cell in result["cells"]:
             mode, rate = cell["mode"], cell["peers"]["paper"]["images_per_s"]
             error = f" +-{cell['standard_error']:.2%}" if cell.get("standard_error") is not None else ""
-            costs = show(cell["overhead"], "+.2%") + error, *(show(cell.get(f"overhead_by_{key}"), "+.2%") for key in ("cpu", "clocks"))
             lost = show(rate / self.rates["none"] - 1 if mode != "none" else None, "+.2%")
             step = f"{cell['ours']['median_s']:.3f} s", f"{cell['images_per_s']:.2f}"
-            rows.append((LABELS.get(mode, "no monitor"), *step, *costs, f"{rate:.1f}", lost))
-        columns = ("monitor", "step", "img/s", "overhead", "by CPU time", "by clocks", "paper img/s", "paper")
+            rows.append((LABELS.get(mode, "no monitor"), *step, show(cell["overhead"], "+.2%") + error, f"{rate:.1f}", lost))
+        columns = ("monitor", "step", "img/s", "overhead", "paper img/s", "paper")
         return TableRows("what monitoring costs", columns, tuple(rows))
 
     def panels(self, result: Result) -> list[Panel]:

@@ -32,13 +32,8 @@ from pliant_repro.lab.rates import format_rate
 
 PORT, WARMUP, GRACE_S = 5201, 5, 15.0
 NOTICED_BYTES = 200_000
-MARK = re.compile(r"^\[[^\]]*::std(?:out|err)\] ")
-ITER = re.compile(r"Iter #(\d+): ([\d.]+) img/sec")
-VOTE = re.compile(r"AP:: cluster response -> (\d+)")
-CHECK = re.compile(r"MonitorStrategy:: Checking Throughput = ([\d.]+) MiB/s, reff= ([\d.]+) MiB/s")
+ITER = re.compile(r"Iter #\d+: ([\d.]+) img/sec")
 CONSENSUS, CHANGED = "AP:: cluster reached consensus", "Interference detected."
-COMPARED = re.compile(r"AP:: \S+ takes ([\d.]+) x as long")
-DECIDED = re.compile(r"policy Interference: (.*)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,39 +63,20 @@ class StarRun:
     setting: StarSetting
     rates: list[float] = field(default_factory=list)
     """Images per second of rank 0 in each step."""
-    votes: dict[int, int] = field(default_factory=dict)
-    """Number of workers that found a step slow, by step."""
-    throughput: dict[int, float] = field(default_factory=dict)
-    """MiB/s of rank 0's collectives, by step."""
     consensus: list[int] = field(default_factory=list)
+    """Steps in which a majority found the collectives slow."""
     changes: list[int] = field(default_factory=list)
     """Steps after which the topology was another."""
-    decisions: list[str] = field(default_factory=list)
-    compared: dict[int, float] = field(default_factory=dict)
-    """Slowdown of the topology on the measured links, relative to quiet ones, by step."""
     traffic_begun: int | None = None
-    lines: list[str] = field(default_factory=list)
 
     def take(self, line: str) -> None:
         """Take in one line of rank 0."""
-        step = len(self.rates)
         if found := ITER.search(line):
-            self.rates.append(float(found[2]))
-        elif found := VOTE.search(line):
-            self.votes[step] = int(found[1])
-        elif found := CHECK.search(line):
-            self.throughput[step] = float(found[1])
+            self.rates.append(float(found[1]))
         elif CONSENSUS in line:
-            self.consensus.append(step)
+            self.consensus.append(len(self.rates))
         elif CHANGED in line:
-            self.changes.append(step)
-        elif found := DECIDED.search(line):
-            self.decisions.append(found[1])
-        elif found := COMPARED.search(line):
-            self.compared[step] = float(found[1])
-        else:
-            return
-        self.lines.append(line)
+            self.changes.append(len(self.rates))
 
 
 # --- running it ---
@@ -120,7 +96,7 @@ def run_star(lab: Lab, setting: StarSetting) -> StarRun:
         runners, said = parts.enter_context(_job(lab, setting))
         assert runners[0].stdout is not None, "it was asked for"
         for raw in runners[0].stdout:
-            found.take(MARK.sub("", raw.decode(errors="replace")).rstrip())
+            found.take(raw.decode(errors="replace"))
             if not sending and setting.begin_step is not None and len(found.rates) >= setting.begin_step:
                 parts.enter_context(_sender(lab, setting))
                 sending = True
@@ -263,10 +239,8 @@ class Interference(Figure):
             "where hosts share the sums, a step is shorter than with a star in quiet times, so more than 100% can come back",
             *(["the 500 quiet steps are left out with --quick"] if "quiet" not in runs else []),
         ]
-        ours, lines = {key: cells[0][key] for key in keys}, runs["adapting"].lines
-        return self.result(
-            options, ours=ours, cells=cells, complaints=self.judge(cells), remarks=remarks, lines=lines
-        )
+        ours = {key: cells[0][key] for key in keys}
+        return self.result(options, ours=ours, cells=cells, complaints=self.judge(cells), remarks=remarks)
 
     def cell(self, name: str, run: StarRun) -> Result:
         rates, begun = run.rates, run.traffic_begun
@@ -284,20 +258,15 @@ class Interference(Figure):
             "workers": run.setting.workers,
             "steps": len(rates),
             "img_per_s": rates,
-            "votes": {str(step): count for step, count in run.votes.items()},
             "before": usual,
             "traffic_begun": begun,
             "slow_from": slow,
             "steps_to_vote": voted - slow if voted is not None and slow is not None else None,
             "changed_at": changed,
             "num_changes": len(run.changes),
-            "num_alarms": len(run.consensus),
-            "decisions": run.decisions,
-            "slower_on_links": {str(step): times for step, times in run.compared.items()},
             "under_interference": median(disturbed) if disturbed else None,
             "after": median(after) if after else None,
             "recovery": max(since_vote[: self.soon]) / usual if since_vote else None,
-            "recovery_median": median(after) / usual if after else None,
             "steps_to_recovery": back + 1 if back is not None else None,
             "ours": {"median_s": run.setting.batch / usual, "iqr_s": None},
         }

@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -345,51 +345,25 @@ class ProvisionTable(Observer):
             (self._folder / "provision.json").write_text(json.dumps(found))
 
 
-class MonitorClocks(Observer):
+class MonitorTimes(Observer):
     """Switches the gradient monitors on and off from step to step, and measures every step. Writes worker-RANK.json."""
-
-    NAMES = ("step_s", "cpu_s", "other_s", "probe_s")
-    """Wall time; processor time of all threads; of threads other than the program's; inside the monitors."""
 
     def __init__(self, job: pliant.Job, task: Task) -> None:
         from pliant_repro.figures.kungfu_monitoring import INTERVALS
 
         self._task, self._modes, self._intervals = task, monitor_modes(task), INTERVALS
-        probe = job.gradient_probe
-        assert probe is not None, "monitors were asked for"
-        self._probe: Any = probe
-        self._times: dict[str, list[float]] = {name: [] for name in self.NAMES}
-        self._inside_s = 0.0
-        self._last: tuple[float, ...] | None = None
+        assert job.gradient_probe is not None, "monitors were asked for"
+        self._probe = job.gradient_probe
+        self._begins_s: list[float] = []
         self._switch(0)
-        for name in ("begin", "add_gradient", "gradients_complete", "add_sum", "sums_complete", "pack_row", "learn"):
-            setattr(probe, name, self._timed(getattr(probe, name)))
-
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            begin_s = time.thread_time()
-            try:
-                return method(*arguments)
-            finally:
-                self._inside_s += time.thread_time() - begin_s
-
-        return timed
 
     def _switch(self, step: int) -> None:
         mode = self._modes[min(step, len(self._modes) - 1)]
         self._probe.noise_interval, self._probe.variance_interval = self._intervals[mode]
 
-    def _measure(self) -> None:
-        whole = time.process_time()
-        now = (time.monotonic(), whole, whole - time.thread_time(), self._inside_s)
-        if self._last is not None:
-            for name, after, before in zip(self.NAMES, now, self._last, strict=True):
-                self._times[name].append(after - before)
-        self._last = now
-
     def before(self, job: Any, work: Work) -> None:
-        if self._last is None or job.step > len(self._times["step_s"]):
-            self._measure()
+        if job.step == len(self._begins_s):
+            self._begins_s.append(time.monotonic())
 
     def after(self, job: Any, work: Work, step: int, replica: int) -> bool:
         if replica == job.hosted[-1]:
@@ -397,6 +371,6 @@ class MonitorClocks(Observer):
         return False
 
     def finish(self, job: Any, work: Work) -> None:
-        self._measure()
-        found = {**self._times, **self._probe.figures(), "noise_ratio": self._probe.noise.ratio}
+        times_s = [end - begin for begin, end in pairwise([*self._begins_s, time.monotonic()])]
+        found = {"step_s": times_s, "variance": self._probe.variance.value, "noise_ratio": self._probe.noise.ratio}
         (Path(self._task.journal) / f"worker-{job.rank}.json").write_text(json.dumps(found))

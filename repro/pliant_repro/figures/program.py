@@ -25,7 +25,7 @@ from pliant_repro.figures.launch import Task
 from pliant_repro.figures.observers import (
     AlternatingSwitch,
     IterationLines,
-    MonitorClocks,
+    MonitorTimes,
     Observer,
     Pace,
     ProvisionTable,
@@ -166,7 +166,7 @@ def _policies(task: Task) -> tuple[Any, dict[str, Any]]:
 
 def _observers(task: Task, job: Any, policy: Any) -> list[Observer]:
     if task.monitor_rounds:
-        return [MonitorClocks(job, task)]
+        return [MonitorTimes(job, task)]
     if task.lines:
         return [IterationLines(job, task, policy)]
     if task.model == "bert-squad":
