@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import gang
 import pytest
 from pliant_repro.figures.figure import Options
-from pliant_repro.figures.kungfu_adaptive import AdaptiveBatch, BatchCourse, GrowthCourse, Provisioning
+from pliant_repro.figures.kungfu_adaptive import AdaptiveBatch, Provisioning
 from pliant_repro.figures.kungfu_monitoring import INTERVALS, MonitoringCost, schedule
-from pliant_repro.figures.launch import Task, save_digits
+from pliant_repro.figures.launch import RunLog, Task, Turn, save_digits
 
 QUICK = Options(quick=True, device="cpu")
 
@@ -19,24 +20,25 @@ QUICK = Options(quick=True, device="cpu")
 # --- figure 4 ---
 
 
-def training(
-    mode: str, *, final: float = 0.96, epoch_s: float = 1.0, sizes: tuple[int, ...] = (8,), seed: int = 1
-) -> BatchCourse:
+def trained(final: float = 0.96, epoch_s: float = 1.0, sizes: tuple[int, ...] = (8,)) -> RunLog:
     """Ten epochs of ten steps; the size of the batch in each epoch, the last one for the rest."""
-    course = BatchCourse(mode, seed)
+    log = RunLog(Path())
     for epoch in range(10):
-        course.times_s.append((epoch + 1) * epoch_s)
-        course.accuracies.append(final * min(1.0, 0.5 + 0.1 * epoch))
+        log.epochs.append({"time_s": (epoch + 1) * epoch_s, "accuracy": final * min(1.0, 0.5 + 0.1 * epoch)})
         for step in range(10 * epoch, 10 * epoch + 10):
-            course.epoch_of[step] = epoch
             for rank in range(2):
-                course.batches.setdefault(rank, {})[step] = sizes[min(epoch, len(sizes) - 1)]
-    return course
+                size = sizes[min(epoch, len(sizes) - 1)]
+                log.turns.setdefault(rank, []).append(Turn(step, rank, 2, step, rank=rank, epoch=epoch, batch=size))
+    return log
+
+
+def training(mode: str, **more: Any) -> dict[str, Any]:
+    return AdaptiveBatch().cell(mode, 1, trained(**more))
 
 
 def fig4(**adaptive: Any) -> dict[str, Any]:
-    courses = [training("small"), training("large", final=0.5), training("adaptive", **adaptive)]
-    return AdaptiveBatch().result_of(courses, QUICK, judged=True)
+    cells = [training("small"), training("large", final=0.5), training("adaptive", **adaptive)]
+    return AdaptiveBatch().result_of(cells, QUICK, judged=True)
 
 
 GOOD: dict[str, Any] = {"epoch_s": 0.5, "sizes": (8, 8, 16, 32)}
@@ -61,30 +63,26 @@ def test_fig4_is_ok_only_if_adaptive_is_as_accurate_and_faster(adaptive: dict[st
 
 
 def test_fig4_needs_a_large_batch_that_is_worse() -> None:
-    courses = [training("small"), training("large"), training("adaptive", **GOOD)]
-    assert not AdaptiveBatch().result_of(courses, QUICK, judged=True)["ok"]
+    cells = [training("small"), training("large"), training("adaptive", **GOOD)]
+    assert not AdaptiveBatch().result_of(cells, QUICK, judged=True)["ok"]
 
 
 def test_fig4_finds_traces_that_are_not_sound() -> None:
-    twice = training("adaptive", sizes=(8, 16))
-    for sizes in twice.batches.values():
-        sizes[5] = sizes[6] = 12
-        sizes.update(dict.fromkeys(range(7, 10), 12))
-        sizes[9] = 14
-    assert twice.faults == ["adaptive, seed 1: the batch has changed twice in an epoch"]
-    unlike = training("adaptive", sizes=(8, 16))
-    unlike.batches[1][50] = 8
-    assert unlike.faults == ["adaptive, seed 1: not all workers had the same batch sizes"]
-    assert training("adaptive", **GOOD).faults == []
+    twice, unlike = trained(sizes=(8, 16)), trained(sizes=(8, 16))
+    for turns in twice.turns.values():
+        for step in range(5, 10):
+            turns[step].batch = 14 if step == 9 else 12
+    unlike.turns[1][50].batch = 8
+    for log, fault in ((twice, "the batch has changed twice in an epoch"), (unlike, "not all workers had the same batch sizes")):
+        assert AdaptiveBatch().cell("adaptive", 1, log)["faults"] == [f"adaptive, seed 1: {fault}"]
+    assert training("adaptive", **GOOD)["faults"] == []
 
 
 # --- figure 6 ---
 
 
-def fig6(sweep: dict[int, float], *stopped: int, done: bool = True) -> dict[str, Any]:
-    rows = [(1, 1, 10.0), (2, 2, 18.0)]
-    courses = [GrowthCourse(workers, done, [[1, 10.0]], rows, ["resize 1 -> 2 took 30ms"]) for workers in stopped]
-    return Provisioning().result_of(sweep, courses, QUICK)
+def fig6(sweep: dict[int, float], *stopped: int) -> dict[str, Any]:
+    return Provisioning().result_of(sweep, [[(1, 1, 10.0), (2, workers, 18.0)] for workers in stopped], QUICK)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +109,6 @@ def test_fig6_the_best_of_a_plateau_is_its_beginning() -> None:
     assert Provisioning().best_of({1: 10, 2: 19, 3: 19.3, 4: 19.8}) == 2
     assert Provisioning().best_of({1: 10, 2: 10.5, 3: 10.7, 4: 30}) == 4
     assert Provisioning().by_rule({1: 10, 2: 10.5, 3: 10.7, 4: 30}) == 1, "the rule looks one size ahead"
-    assert not fig6({1: 10, 2: 19, 3: 15}, 2, done=False)["ok"]
 
 
 @pytest.mark.parametrize("number", [4, 6])
@@ -127,26 +124,23 @@ def test_results_are_shown_and_drawn(number: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_the_program_of_fig4_grows_its_batch_on_all_workers(tmp_path: Path) -> None:
+def test_the_program_of_fig4_has_the_same_batches_on_all_workers(tmp_path: Path) -> None:
     data = save_digits(tmp_path / "digits.npz")
     task = Task(model="small-net", replicas=4, evaluate=True, data=data, batch=8, epochs=3, lr=0.03)
-    course = AdaptiveBatch().train("adaptive", 1, task, 2)
-    assert course.faults == []
-    assert set(course.batches) == {0, 1}
-    assert len(course.accuracies) == len(course.times_s) == 3
-    assert any(line.startswith("Gradient Noise Scale: ") for line in course.lines)
+    log = AdaptiveBatch().train("adaptive", 1, task)
+    assert len(log.turns) == 2
+    cell = AdaptiveBatch().cell("adaptive", 1, log)
+    assert cell["faults"] == []
+    assert len(cell["accuracies"]) == len(cell["times_s"]) == 3
 
 
 @pytest.mark.processes
-def test_the_program_of_fig6_takes_back_a_worker_that_finds_no_device(tmp_path: Path) -> None:
+def test_the_program_of_fig6_takes_back_a_worker_that_finds_no_device() -> None:
     # A step is so long that what a busy machine adds to it hardly counts: what counts is saved by a larger batch.
-    task = Task(model="bert-squad", epochs=1000, paced_s=0.08, devices=1, batch=2, image_size=16)
-    course = Provisioning().provision(task, 6, 2, tmp_path / "run-0")
-    assert (course.workers, course.done) == (1, True)
-    assert {workers for _, workers, _ in course.rows} == {1, 2}
-    assert any(line.startswith("resize 1 -> 2 took") for line in course.lines)
-    header = (tmp_path / "run-0" / "out_0.csv").read_text().splitlines()[0]
-    assert header == "global_step,sub_step,num_workers,duration,throughput,after_run_duration"
+    task = Task(model="bert-squad", paced_s=0.08, devices=1, batch=2, image_size=16, provision=(2, 6, Provisioning.alpha))
+    rows = Provisioning.train(task, 1, 2)
+    assert [size for size, _ in groupby(size for _, size, _ in rows)] == [1, 2, 1]
+    assert all(rate < 2.2 / 0.08 for _, _, rate in rows)
 
 
 # --- figure 8 ---

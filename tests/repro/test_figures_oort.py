@@ -31,8 +31,8 @@ def went(
     accuracies = [0.5] * (reached - 1) + [0.8] * (20 - reached) + [final]
     rounds = [5 * number for number in range(1, 21)]
     return FedCourse(
-        world, way, seed, rounds, [round_s * each for each in rounds], accuracies, [round_s] * 100, coverage, coverage,
-        2000, 0, 1.0,
+        world, way, seed, rounds, [round_s * each for each in rounds], accuracies, [round_s] * 100, coverage, 2000,
+        0, 1.0,
     )  # fmt: skip
 
 
@@ -45,7 +45,6 @@ def test_a_course_says_when_an_accuracy_was_found() -> None:
     assert course.rounds_to(0.8) == 20
     assert course.time_to(0.9) is None
     assert course.final == pytest.approx((0.8 + 0.85) / 2)  # the last tenth of 20 tests
-    assert course.best_by(199.0) == 0.5
     assert course.mean_round_s == 10.0
 
 
@@ -78,15 +77,14 @@ def test_time_to_accuracy_is_judged_by_the_median_the_worst_and_the_end() -> Non
 
 def test_a_random_job_that_never_gets_there_gives_a_bound() -> None:
     slow, fast = went("unequal", "random", 0, 80.0, 20, 0.79), went("unequal", "oort", 0, 40.0, 10)
-    assert oort.time_ratio(slow, fast, 0.8) == 80.0 * 100 / (40.0 * 50)
-    assert oort.time_ratio(fast, slow, 0.8) is None
+    assert oort.time_ratio(slow, fast) == 80.0 * 100 / (40.0 * 50)
+    assert oort.time_ratio(fast, slow) is None
 
 
 def test_where_neither_gets_there_nothing_is_a_bound_and_quick_is_not_judged() -> None:
     def ran(options: Options, final: float = 0.79) -> dict[str, Any]:
         found = [went(world, way, 0, 80.0, 20, final) for world in ("unequal", "alike") for way in ("random", "oort")]
-        chosen = replace(time_to_accuracy.setting(options), worlds=("unequal", "alike"))
-        return time_to_accuracy.result_of(found, chosen, options, [])
+        return time_to_accuracy.result_of(found, options, [])
 
     quick = ran(Options(quick=True))
     assert (quick["ok"], report.outcome_of(quick)) == (True, report.UNJUDGED)
@@ -101,7 +99,7 @@ def test_where_neither_gets_there_nothing_is_a_bound_and_quick_is_not_judged() -
 def test_a_quick_ablation_is_judged_by_whether_it_rises() -> None:
     def outcome(reached: int, final: float, options: Options) -> str:
         ways = [went("unequal", way, 0, 50.0, reached, final) for way in ablation.colours]
-        return report.outcome_of(ablation.result_of(ways, ablation.setting(options), options, []))
+        return report.outcome_of(ablation.result_of(ways, options, []))
 
     assert outcome(10, 0.85, Options(quick=True)) == report.UNJUDGED
     assert outcome(10, 0.85, Options()) == report.DOES_NOT_HOLD
@@ -136,8 +134,7 @@ def test_large_clients_get_the_slow_devices(tmp_path: Path) -> None:
     from pliant.fed.config import DataConfig
     from pliant.fed.data.build import build_task
 
-    chosen = replace(time_to_accuracy.setting(Options(quick=True)), clients=50)
-    config = oort.config_of("large is slow", chosen, "synthetic", 3)
+    config = oort.config_of("large is slow", "synthetic", 3, rounds=2)
     config = config.model_copy(update={"data": DataConfig(kind="digits", partition="dirichlet", alpha=1.0, clients=50)})
     dealt = read_devices(oort.large_is_slow(config, tmp_path / "devices.csv"))
     took_s = dealt.round_s(200, model_bytes=0)
@@ -195,11 +192,9 @@ def test_testing_is_judged_shown_and_drawn(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_courses_are_shown_and_drawn(tmp_path: Path) -> None:
-    whole = time_to_accuracy.result_of(
-        both(80.0, 40.0), replace(time_to_accuracy.setting(Options()), worlds=("unequal", "alike")), Options(), []
-    )
+    whole = time_to_accuracy.result_of(both(80.0, 40.0), Options(), [])
     ways = [went("unequal", way, seed, 50.0, 10) for way in ablation.colours for seed in (0, 1)]
-    apart = ablation.result_of(ways, ablation.setting(Options()), Options(), [])
+    apart = ablation.result_of(ways, Options(), [])
     assert (whole["ok"], apart["ok"]) == (True, False)
     assert time_to_accuracy.table(whole).rows[0][3] == "2.00x (2.00-2.00)"
     assert len(ablation.table(apart).rows) == 5

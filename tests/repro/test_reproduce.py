@@ -17,7 +17,7 @@ from pliant_repro.figures.catalog import FIGURES, find
 from pliant_repro.figures.easyscale import SERIES, CopyCost, DeterminismCost, Memory, SameBits, SwitchCost
 from pliant_repro.figures.figure import Options, save
 from pliant_repro.figures.kungfu_adaptive import ResizeLatency
-from pliant_repro.figures.launch import Change, RunLog, Step, Task, Turn
+from pliant_repro.figures.launch import RunLog, Step, Task, Turn
 
 from pliant.errors import ConfigError, LaunchError
 
@@ -66,10 +66,10 @@ def test_all_is_every_figure_and_a_name_twice_is_one() -> None:
 # Runs of the training program
 
 
-def log_of(turns: Sequence[Turn], output: str = "", changes: Sequence[Change] = ()) -> RunLog:
+def log_of(turns: Sequence[Turn]) -> RunLog:
     """Return the log of one worker."""
-    log = RunLog(Path(), output)
-    log.turns, log.changes = {1: list(turns)}, list(changes)
+    log = RunLog(Path())
+    log.turns = {1: list(turns)}
     return log
 
 
@@ -196,49 +196,46 @@ def test_fig13_is_ok_only_if_copies_are_cheap() -> None:
     assert CopyCost().judge([bad]) == ["bert: a replica that only copies takes 1.20x of a DDP worker's step"]
 
 
-def resized(*lines: str) -> RunLog:
-    turns = [Turn(step, 1, 2 if 20 <= step < 30 else 1, 0.1 * step) for step in range(40)]
-    output = "".join(f"[127.0.0.1.10000::stdout] {line}\n" for line in lines)
-    return log_of(turns, output, [Change(20, 1, 2, 0.05, False, 2.0)])
+def printed(*lines: str) -> str:
+    return "".join(f"[127.0.0.1.10000::stdout] {line}\n" for line in lines)
+
+
+GROWN = ("resize 1 -> 2 took 38.2ms", "request to first step with 2 workers: 1.150s")
+HERE, THERE = (*GROWN, "resize 2 -> 1 took 9.5ms"), ("resize 1 -> 4 took 90.0ms", "resize 4 -> 1 took 4.0ms")
+
+
+def fig7(here: Sequence[str] = HERE, there: Sequence[str] = THERE) -> dict[str, Any]:
+    figure = ResizeLatency()
+    cells = [*figure.cells(2, "", printed(*here)), *figure.cells(4, " hosts", printed(*there))]
+    return figure.result_of(cells, 1, QUICK)
 
 
 @pytest.mark.parametrize(
-    ("lines", "is_ok"),
+    ("here", "there", "is_ok"),
     [
-        (("resize 1 -> 2 took 38.2ms", "resize 2 -> 1 took 9.5ms"), True),
-        (("resize 1 -> 2 took 38.2ms", "resize 2 -> 1 took 50.1ms"), False),
-        (("resize 1 -> 2 took 21.39s", "resize 2 -> 1 took 9.5ms"), False),
-        (("resize 1 -> 2 took 38.2ms",), False),
+        (HERE, THERE, True),
+        ((*GROWN, "resize 2 -> 1 took 50.1ms"), THERE, False),
+        (("resize 1 -> 2 took 21.39s", "resize 2 -> 1 took 9.5ms"), THERE, False),
+        (GROWN, THERE, False),
+        (HERE, (), False),
     ],
 )
-def test_fig7_is_ok_only_if_resizes_are_faster_than_the_papers(lines: Sequence[str], is_ok: bool) -> None:
-    result = ResizeLatency().result_of(resized(*lines), [(10, 2), (30, 1)], QUICK)
-    assert result["ok"] is is_ok
-    assert result["lines"] == list(lines)
-    # From the end of step 8, when 9 steps were done, to that of step 19, and the pause.
-    assert result["ours"]["until_joined"]["median_s"] == pytest.approx(1.15)
+def test_fig7_is_ok_only_if_resizes_are_faster_than_the_papers(
+    here: Sequence[str], there: Sequence[str], is_ok: bool
+) -> None:
+    assert fig7(here, there)["ok"] is is_ok
 
 
-def test_fig7_on_hosts_goes_by_the_artifacts_schedule_and_stands_beside_the_paper() -> None:
+def test_fig7_stands_beside_the_paper() -> None:
     schedule = ResizeLatency.artifact_schedule(4)
     assert schedule[:3] == [(10, 4), (20, 1), (30, 4)]
     assert schedule[-2:] == [(90, 4), (100, 0)]
-    output = "".join(
-        f"[127.0.0.1.10000::stdout] {line}\n"
-        for line in (
-            "resize 1 -> 4 took 90.0ms",
-            "request to first step with 4 workers: 1.250s",
-            "resize 4 -> 1 took 4.0ms",
-        )
-    )
-    trial = resized("resize 1 -> 2 took 38.2ms", "resize 2 -> 1 took 9.5ms")
-    result = ResizeLatency().result_of(trial, [(10, 2), (30, 1)], QUICK, [(4, output)])
-    assert result["ok"] is True
+    result = fig7()
+    assert result["ours"]["until_joined"]["median_s"] == 1.15
     grow, shrink = result["cells"][2:]
-    assert (grow["ours"]["median_s"], grow["ours"]["until_joined"]["median_s"]) == (0.09, 1.25)
+    assert (grow["resize"], grow["ours"]["median_s"]) == ("1 -> 4 hosts", 0.09)
     assert grow["peers"]["paper"]["median_s"] == 20.39
     assert shrink["peers"]["paper"]["speedup"] == pytest.approx(10.03)
-    assert not ResizeLatency().result_of(trial, [(10, 2), (30, 1)], QUICK, [(4, "")])["ok"]
 
 
 # From a stored result to a picture
@@ -258,7 +255,7 @@ def results() -> list[dict[str, Any]]:
         result("easyscale-fig11", [SwitchCost().cell("bert", switching(0.1, 0.1))]),
         result("easyscale-fig12", [DeterminismCost().cell("bert", times)]),
         result("easyscale-fig13", [CopyCost().cell("bert", turns_of_8(0.08, 0.1), ddp, 2)]),
-        ResizeLatency().result_of(resized("resize 1 -> 2 took 38.2ms"), [(10, 2), (30, 1)], QUICK),
+        fig7(GROWN),
     ]
 
 

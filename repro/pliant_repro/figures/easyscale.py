@@ -11,6 +11,7 @@ from statistics import fmean, median
 from typing import Any
 
 from pliant.errors import LaunchError
+from pliant.identity import format_schedule
 from pliant_repro.figures import launch
 from pliant_repro.figures.figure import USUAL_MODELS, Figure, Headline, Options, Panel, Points, TableRows
 from pliant_repro.figures.formatting import Result, names_in, num_cores, show, show_span, timed
@@ -96,7 +97,8 @@ class SameBits(Figure):
     def _cell(self, model: str, steps: int, options: Options, chosen: Sequence[Series]) -> Result:
         scale = options.scale or ("tiny" if options.quick else "small")
         task = Task(model=model, scale=scale, steps=steps * len(self.stages), replicas=self.replicas, digest=True)
-        schedule = [(number * steps, size) for number, size in enumerate(self.stages) if number]
+        # Asked for in the last step of a stage, which waits for the new workers.
+        resizes = tuple((number * steps - 1, size) for number, size in enumerate(self.stages) if number)
 
         def run_ddp(pinned: bool) -> RunLog:
             options.say(f"{model}: stock DDP{', pinned as under D2' * pinned}, {self.replicas} processes")
@@ -104,7 +106,8 @@ class SameBits(Figure):
 
         def run_pliant(each: Series) -> RunLog:
             options.say(f"{model}: pliant {each.name}, workers {' -> '.join(map(str, self.stages))}")
-            return launch.train_elastic(replace(task, unlike=each.unlike), self.stages[0], schedule, level=each.level)
+            flags = ["-w", "--determinism", each.level, "--resize-schedule", format_schedule(resizes)]
+            return launch.train(replace(task, unlike=each.unlike, hold=resizes), np=self.stages[0], run=flags)
 
         pinnings = sorted({each.level == "D2" for each in chosen})
         calls = [*(partial(run_ddp, pinned) for pinned in pinnings), *(partial(run_pliant, each) for each in chosen)]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import os
 import re
 import secrets
 import socket
-import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pliant.adapt.size import next_size
@@ -27,69 +25,6 @@ HOURS_S = 6 * 3600.0
 
 
 # --- figure 4 ---
-
-
-@dataclass(slots=True)
-class BatchCourse:
-    """The course of one job of figure 4."""
-
-    mode: str
-    seed: int
-    times_s: list[float] = field(default_factory=list)
-    """Seconds of training at the end of each epoch, without evaluation."""
-    accuracies: list[float] = field(default_factory=list)
-    batches: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Batch size by step, for each rank."""
-    epoch_of: dict[int, int] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
-    """Lines that the job has printed."""
-    smoothed = 5
-    """Epochs that an accuracy is the mean of, because that of one epoch varies."""
-
-    @classmethod
-    def of(cls, mode: str, seed: int, log: RunLog) -> BatchCourse:
-        lines = [line.partition("] ")[2] for line in log.output.splitlines() if "::stdout]" in line]
-        course = cls(mode, seed, [one["time_s"] for one in log.epochs], [one["accuracy"] for one in log.epochs], lines=lines)
-        for turn in (turn for worker in log.workers for turn in worker):
-            course.batches.setdefault(turn.rank, {})[turn.step] = turn.batch
-            course.epoch_of[turn.step] = turn.epoch
-        return course
-
-    @property
-    def smooth(self) -> list[float]:
-        ends = range(1, len(self.accuracies) + 1)
-        return [fmean(self.accuracies[max(0, end - self.smoothed) : end]) for end in ends]
-
-    @property
-    def final(self) -> float:
-        return self.smooth[-1]
-
-    def time_to(self, accuracy: float) -> float | None:
-        pairs = zip(self.times_s, self.smooth, strict=True)
-        return next((time_s for time_s, value in pairs if value >= accuracy), None)
-
-    @property
-    def changes(self) -> list[tuple[int, int]]:
-        """Pairs of (step, batch size): the first size, and every other one when it begins."""
-        sizes = sorted(self.batches[0].items())
-        return sizes[:1] + [now for before, now in pairwise(sizes) if before[1] != now[1]]
-
-    @property
-    def faults(self) -> list[str]:
-        """Faults in the sequence of batch sizes; empty if there are none."""
-        epochs = [self.epoch_of[step] for step, _ in self.changes[1:]]
-        found = {
-            "the batch has shrunk": any(now < before for (_, before), (_, now) in pairwise(self.changes)),
-            "not all workers had the same batch sizes": any(sizes != self.batches[0] for sizes in self.batches.values()),
-            "the batch has changed twice in an epoch": len(set(epochs)) != len(epochs),
-        }
-        return [f"{self.mode}, seed {self.seed}: {text}" for text, is_wrong in found.items() if is_wrong]
-
-    def to_json(self) -> Result:
-        return {
-            "mode": self.mode, "seed": self.seed, "times_s": self.times_s, "accuracies": self.accuracies,
-            "final_accuracy": self.final, "changes": self.changes, "trace_is_sound": not self.faults,
-        }  # fmt: skip
 
 
 class AdaptiveBatch(Figure):
@@ -109,6 +44,8 @@ class AdaptiveBatch(Figure):
     """The large batch over the small one (1024 over 32 in the paper), and the noise scale over the batch that it allows."""
     within, less_time = 0.005, 0.20
     """Tolerated loss of accuracy of the adaptive job, and the share of time that it must save."""
+    smoothed = 5
+    """Epochs that an accuracy is the mean of, because that of one epoch varies."""
     paper = {
         "small": "high accuracy, slow",
         "large": "fast, does not converge to high accuracy",
@@ -122,66 +59,90 @@ class AdaptiveBatch(Figure):
     )
 
     def run(self, options: Options) -> Result:
-        courses = []
-        with tempfile.TemporaryDirectory(prefix="pliant-fig4-") as folder:
-            data = options.data or launch.save_digits(Path(folder) / "digits.npz")
+        cells = []
+        with TemporaryDirectory(prefix="pliant-fig4-") as folder:
+            task = self.task(options, options.data or launch.save_digits(Path(folder) / "digits.npz"))
             for seed in options.choose(quick=(1,), usual=(1, 2), full=(1, 2, 3)):
                 for mode in self.modes:
                     options.say(f"{mode}, seed {seed}")
-                    courses.append(self.train(mode, seed, self.task(data, options), 2))
-                    options.say(f"  accuracy {courses[-1].final:.2%} after {courses[-1].times_s[-1]:.1f} s")
-        return self.result_of(courses, options, judged=not options.quick)
+                    cells.append(self.cell(mode, seed, self.train(mode, seed, task)))
+                    options.say(f"  accuracy {cells[-1]['final_accuracy']:.2%} after {cells[-1]['times_s'][-1]:.1f} s")
+        return self.result_of(cells, options, judged=not options.quick)
 
-    def task(self, data: str, options: Options) -> Task:
+    def task(self, options: Options, data: str) -> Task:
         named: dict[str, Any] = {"model": "small-net", "replicas": 4, "evaluate": True, "data": data}
         if not options.data:
-            epochs = options.choose_steps(quick=4, usual=80, full=200)
-            return Task(**named, batch=4, epochs=epochs, lr=0.02)
+            return Task(**named, batch=4, epochs=options.choose_steps(quick=4, usual=80, full=200), lr=0.02)
         # The artifact's rate for 32 samples of each of 4 workers.
         epochs = options.choose_steps(quick=1, usual=60, full=200)
         return Task(**named, batch=32, epochs=epochs, lr=0.025, device=options.where)
 
-    def train(self, mode: str, seed: int, task: Task, workers: int) -> BatchCourse:
-        small = task.batch
-        policy = ["--policy", f"grow-batch-size:threshold={self.threshold},max_batch={small * self.growth}"]
-        chosen = replace(task, seed=seed, batch=small * (self.growth if mode == "large" else 1))
-        np = 1 if task.device == "cuda" else workers
-        log = launch.train(chosen, np=np, run=policy if mode == "adaptive" else (), timeout_s=HOURS_S)
-        return BatchCourse.of(mode, seed, log)
+    def train(self, mode: str, seed: int, task: Task) -> RunLog:
+        policy = ["--policy", f"grow-batch-size:threshold={self.threshold},max_batch={task.batch * self.growth}"]
+        chosen = replace(task, seed=seed, batch=task.batch * (self.growth if mode == "large" else 1))
+        np = 1 if task.device == "cuda" else 2
+        return launch.train(chosen, np=np, run=policy if mode == "adaptive" else (), timeout_s=HOURS_S)
 
-    def result_of(self, courses: Sequence[BatchCourse], options: Options, *, judged: bool) -> Result:
+    def cell(self, mode: str, seed: int, log: RunLog) -> Result:
+        """Return the course of one job: accuracies over seconds of training, and pairs of (step, batch size)."""
+        batches: dict[int, dict[int, int]] = {}
+        epochs = {}
+        for turn in (turn for worker in log.workers for turn in worker):
+            batches.setdefault(turn.rank, {})[turn.step] = turn.batch
+            epochs[turn.step] = turn.epoch
+        sizes = sorted(batches[0].items())
+        changes = sizes[:1] + [now for before, now in pairwise(sizes) if before[1] != now[1]]
+        changed = [epochs[step] for step, _ in changes[1:]]
+        faults = {
+            "the batch has shrunk": any(now < before for (_, before), (_, now) in pairwise(changes)),
+            "not all workers had the same batch sizes": any(each != batches[0] for each in batches.values()),
+            "the batch has changed twice in an epoch": len(set(changed)) != len(changed),
+        }
+        accuracies = [one["accuracy"] for one in log.epochs]
+        return {
+            "mode": mode, "seed": seed, "times_s": [one["time_s"] for one in log.epochs], "accuracies": accuracies,
+            "final_accuracy": self.smooth(accuracies)[-1], "changes": changes,
+            "faults": [f"{mode}, seed {seed}: {text}" for text, is_wrong in faults.items() if is_wrong],
+        }  # fmt: skip
+
+    def smooth(self, accuracies: Sequence[float]) -> list[float]:
+        ends = range(1, len(accuracies) + 1)
+        return [fmean(accuracies[max(0, end - self.smoothed) : end]) for end in ends]
+
+    def time_to(self, cell: Result, accuracy: float) -> float | None:
+        pairs = zip(cell["times_s"], self.smooth(cell["accuracies"]), strict=True)
+        return next((time_s for time_s, value in pairs if value >= accuracy), None)
+
+    def result_of(self, cells: Sequence[Result], options: Options, *, judged: bool) -> Result:
         """Return the figure out of its jobs; not `judged` means too short to say which is more accurate."""
-        by_mode = {mode: [course for course in courses if course.mode == mode] for mode in self.modes}
-        finals = {mode: fmean(course.final for course in mine) for mode, mine in by_mode.items()}
+        by_mode = {mode: [cell for cell in cells if cell["mode"] == mode] for mode in self.modes}
+        finals = {mode: fmean(cell["final_accuracy"] for cell in mine) for mode, mine in by_mode.items()}
         target = finals["small"] - self.within
         ours: Result = {}
         for mode, mine in by_mode.items():
-            times = [course.time_to(target) for course in mine]
+            times = [self.time_to(cell, target) for cell in mine]
             reached = [time_s for time_s in times if time_s is not None]
             ours[mode] = {
                 "final_accuracy": finals[mode],
                 "time_to_accuracy_s": fmean(reached) if len(reached) == len(times) else None,
-                "time_s": fmean(course.times_s[-1] for course in mine),
-                "final_batch": max(course.changes[-1][1] for course in mine),
+                "time_s": fmean(cell["times_s"][-1] for cell in mine),
+                "final_batch": max(cell["changes"][-1][1] for cell in mine),
             }
-        complaints = [fault for course in courses for fault in course.faults]
+        complaints = [fault for cell in cells for fault in cell["faults"]]
         remarks = [
-            f"accuracies are means of {BatchCourse.smoothed} epochs and of the seeds; the time is training, without evaluation, "
+            f"accuracies are means of {self.smoothed} epochs and of the seeds; the time is training, without evaluation, "
             f"until small's final accuracy less {self.within:.1%} is reached",
             "the large batch has the learning rate of the small one: 32 times that, as in the artifact, diverges here",
         ]
         if judged:
             complaints += self.judge(ours)
-            if all(len(course.changes) == 1 for course in by_mode["adaptive"]):
+            if all(len(cell["changes"]) == 1 for cell in by_mode["adaptive"]):
                 complaints.append("the adaptive batch has never grown")
         else:
             remarks.append("--quick is too short to compare accuracies: only the batch sizes were judged")
-        cells = [course.to_json() for course in courses]
-        lines = by_mode["adaptive"][0].lines
         return self.result(
-            options, ours=ours, cells=cells, complaints=complaints, remarks=remarks, lines=lines, target_accuracy=target,
-            judged=judged,
-        )  # fmt: skip
+            options, ours=ours, cells=cells, complaints=complaints, remarks=remarks, target_accuracy=target, judged=judged
+        )
 
     def judge(self, ours: Result) -> list[str]:
         wrong = []
@@ -234,20 +195,6 @@ class AdaptiveBatch(Figure):
 # --- figure 6 ---
 
 
-@dataclass(frozen=True, slots=True)
-class GrowthCourse:
-    """The course of a job that grew by itself."""
-
-    workers: int
-    """Workers when the job had come to rest."""
-    done: bool
-    history: list[list[float]]
-    """[workers, samples per second] of each window that was decided on."""
-    rows: list[tuple[int, int, float]]
-    """(step, workers, samples per second), from out_0.csv."""
-    lines: list[str]
-
-
 class Provisioning(Figure):
     """Workers are added as long as each is worth it: where that stops, beside a sweep over all sizes.
 
@@ -275,25 +222,22 @@ class Provisioning(Figure):
     )
 
     def run(self, options: Options) -> Result:
-        task, runs, most = self.task(options)
+        task, num_runs, most = self.task(options)
         steps = options.choose_steps(*((5, 20, 800) if options.data else (10, 20, 100)))
         sweep_steps = (2 if options.quick or options.data else 3) * steps
-        sweep, courses = {}, []
-        with tempfile.TemporaryDirectory(prefix="pliant-fig6-") as folder:
-            for workers in range(1, most + 1):
-                log_folder = Path(folder) / f"sweep-{workers}"
-                launch.train(replace(task, steps=sweep_steps), np=workers, run=self.hosts(most), folder=log_folder)
-                rows = self.read_rows(log_folder)
-                sweep[workers] = median(rate for _, _, rate in rows[len(rows) // 2 :])
-                options.say(f"sweep: {workers} workers, {sweep[workers]:.1f} samples/s")
-            for number in range(runs):
-                courses.append(self.provision(task, steps, most, Path(folder) / f"run-{number}"))
-                options.say(f"run {number + 1} of {runs}: stopped at {courses[-1].workers} workers")
-        return self.result_of(sweep, courses, options)
+        sweep, runs = {}, []
+        for workers in range(1, most + 1):
+            rows = self.train(replace(task, steps=sweep_steps), workers, most)
+            sweep[workers] = median(rate for _, _, rate in rows[len(rows) // 2 :])
+            options.say(f"sweep: {workers} workers, {sweep[workers]:.1f} samples/s")
+        for number in range(num_runs):
+            runs.append(self.train(replace(task, provision=(most, steps, self.alpha)), 1, most))
+            options.say(f"run {number + 1} of {num_runs}: stopped at {runs[-1][-1][1]} workers")
+        return self.result_of(sweep, runs, options)
 
     def task(self, options: Options) -> tuple[Task, int, int]:
         """Return the task, the number of runs, and the most workers."""
-        named: dict[str, Any] = {"model": "bert-squad", "device": options.where, "epochs": 1000}
+        named: dict[str, Any] = {"model": "bert-squad", "device": options.where}
         if options.data:
             gpus = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
             most = 4 if options.where == "cpu" else max(2, len(gpus))
@@ -303,22 +247,14 @@ class Provisioning(Figure):
         return Task(**named, image_size=64), 5 if options.full else 3, num_cores() + 2
 
     @staticmethod
-    def hosts(most: int) -> list[str]:
-        return ["-w", "-H", f"127.0.0.1:{most}"]
-
-    def provision(self, task: Task, steps: int, most: int, folder: Path) -> GrowthCourse:
-        growing = replace(task, provision=(most, steps, self.alpha))
-        log = launch.train(growing, np=1, run=self.hosts(most), folder=folder, timeout_s=HOURS_S)
-        found = json.loads((folder / "provision.json").read_text())
-        lines = re.findall(r"resize \d+ -> \d+ took [\d.]+m?s|policy \w+: .*", log.output)
-        return GrowthCourse(found["workers"], found["done"], found["history"], self.read_rows(folder), lines)
-
-    @staticmethod
-    def read_rows(folder: Path) -> list[tuple[int, int, float]]:
-        """Return the first worker's steps without those that had a change in them."""
-        with (folder / "out_0.csv").open() as file:
-            rows = [row for row in csv.DictReader(file) if int(row["sub_step"]) > 0]
-        return [(int(row["global_step"]), int(row["num_workers"]), float(row["throughput"])) for row in rows]
+    def train(task: Task, np: int, most: int) -> list[tuple[int, int, float]]:
+        """Return (step, workers, samples per second) of each step of the first worker that had no change in it."""
+        log = launch.train(task, np=np, run=["-w", "-H", f"127.0.0.1:{most}"], timeout_s=HOURS_S)
+        return [
+            (now.step, now.size, now.size * now.batch / (now.at_s - before.at_s))
+            for before, now in pairwise(log.workers[0])
+            if now.size == before.size
+        ]
 
     def bar(self, smaller: int, larger: int) -> float:
         """Return how many times the throughput of the smaller size the larger one must have."""
@@ -346,31 +282,28 @@ class Provisioning(Figure):
         near = [size for size in beside if sweep[best] < self.bar(min(size, best), max(size, best)) * sweep[size]]
         return sorted([best, *near])
 
-    def result_of(self, sweep: Mapping[int, float], courses: Sequence[GrowthCourse], options: Options) -> Result:
+    def result_of(
+        self, sweep: Mapping[int, float], runs: Sequence[Sequence[tuple[int, int, float]]], options: Options
+    ) -> Result:
+        """Return the figure out of the throughput of each size, and the steps of the jobs that grew."""
         allowed, best, rule = self.accepted(sweep), self.best_of(sweep), self.by_rule(sweep)
-        complaints = []
-        for number, course in enumerate(courses, 1):
-            if course.workers not in allowed:
-                complaints.append(f"run {number}: stopped at {course.workers} workers; the sweep allows {allowed}")
-            if not course.done:
-                complaints.append(f"run {number}: did not come to rest")
+        stopped = [rows[-1][1] for rows in runs]
+        complaints = [
+            f"run {number}: stopped at {workers} workers; the sweep allows {allowed}"
+            for number, workers in enumerate(stopped, 1)
+            if workers not in allowed
+        ]
         if best in (1, max(sweep)):
             complaints.append(f"the sweep is best with {best} workers, an end of it: nothing can be said about stopping")
-        ours = {
-            "best": best, "accepted": allowed, "by_rule": rule, "stopped_at": [course.workers for course in courses],
-            "samples_per_s": sweep[best],
-        }  # fmt: skip
+        ours = {"best": best, "accepted": allowed, "by_rule": rule, "stopped_at": stopped, "samples_per_s": sweep[best]}
         cells = [{"workers": size, "samples_per_s": rate, "per_worker": rate / size} for size, rate in sweep.items()]
         what = "paced compute on 2 devices" if options.quick and not options.data else "workers share this machine's cores"
-        runs = [
-            {"workers": one.workers, "history": one.history, "rows": one.rows, "lines": one.lines} for one in courses
-        ]
         remarks = [
             f"{what}; sizes that the sweep allows: {', '.join(map(str, allowed))}; the rule on the sweep's numbers: {rule}",
             "sweep and runs are measured one after the other: let nothing else compute on this machine meanwhile",
         ]
-        lines = courses[0].lines if courses else []
-        return self.result(options, ours=ours, cells=cells, complaints=complaints, remarks=remarks, runs=runs, lines=lines)
+        kept = [{"rows": rows} for rows in runs]
+        return self.result(options, ours=ours, cells=cells, complaints=complaints, remarks=remarks, runs=kept)
 
     def table(self, result: Result) -> TableRows:
         ours, rows = result["ours"], []
@@ -427,15 +360,20 @@ class ResizeLatency(Figure):
         cycles = options.choose_steps(quick=1, usual=5, full=20)
         half, pace_s = (20, 0.03) if options.quick else (40, 0.05)
         schedule = [(10 + half * number, 2 - number % 2) for number in range(2 * cycles)]
-        end = schedule[-1][0] + 10
+        schedule.append((schedule[-1][0] + 10, 0))
+        # Training continues while a worker starts; that it takes part is awaited only when the next change is due.
+        held = tuple((later - 3, size) for (_, size), (later, _) in pairwise(schedule))
         model = options.choose_models(quick=("neumf",), usual=("resnet50",))[0]
         scale = options.scale or ("tiny" if options.quick else "small")
-        task = Task(model=model, scale=scale, steps=end + 100, replicas=2, pace_s=pace_s)
+        task = Task(
+            model=model, scale=scale, steps=schedule[-1][0] + 100, replicas=2, pace_s=pace_s, resizes=tuple(schedule), hold=held
+        )
         options.say(f"{model}: an elastic job, {cycles} x 1 -> 2 -> 1 workers")
-        log = launch.train_elastic(task, 1, [*schedule, (end, 0)], at_once=False)
+        here = launch.train(task, np=1, run=["-w", "-H", "127.0.0.1:2"]).output
         hosts = 2 if options.quick else 4
         options.say(f"{hosts} hosts: an elastic job, 1 -> {hosts} -> 1 workers by the artifact's schedule")
-        return self.result_of(log, schedule, options, [(hosts, self.on_hosts(hosts, options))])
+        cells = [*self.cells(2, "", here), *self.cells(hosts, " hosts", self.on_hosts(hosts, options))]
+        return self.result_of(cells, cycles, options)
 
     @staticmethod
     def artifact_schedule(hosts: int, last: int = 100) -> list[tuple[int, int]]:
@@ -461,37 +399,12 @@ class ResizeLatency(Figure):
         with ThreadPoolExecutor(hosts, "host") as pool:
             return "".join(pool.map(run_one, addresses))
 
-    def result_of(
-        self, log: RunLog, schedule: launch.Schedule, options: Options, hosts: Sequence[tuple[int, str]] = ()
-    ) -> Result:
-        """Return what the printed lines say; `hosts` has the output of jobs on so many hosts."""
-        lines = [match[0] for match in self.line.finditer(log.output)]
-        joins = self.join_times_s(log, [step for step, size in schedule if size == 2])
-        cells = self.cells(2, "", lines, joins)
-        wrong = self.judge(cells, len(schedule) // 2)
-        for number, output in hosts:
-            found = [match[0] for match in self.line.finditer(output)]
-            joined = [float(match[2]) for match in self.joined.finditer(output) if int(match[1]) == number]
-            more = self.cells(number, " hosts", found, joined)
-            lines, cells, wrong = lines + found, cells + more, wrong + self.judge(more, 1)
-        for line in lines:
-            options.say(line)
-        grow, shrink = cells[0]["ours"], cells[1]["ours"]
-        times = {key: value for key, value in grow.items() if key != "until_joined"}
-        remarks = [
-            "ours: the pause between two steps; the new worker starts while training continues (until_joined)",
-            "hosts are loopback addresses with a runner each, and share this machine's cores; on real ones: pliant run --ssh "
-            "-hostfile hosts.txt -w -np 1 python3 benchmarks/scaling/benchmark_kungfu_scaling.py --elastic --resize-schedule ...",
-        ]
-        ours = {**times, "grow": times, "shrink": shrink, "until_joined": grow["until_joined"]}
-        return self.result(options, ours=ours, cells=cells, complaints=wrong, remarks=remarks, lines=lines)
-
-    def cells(self, most: int, unit: str, lines: Sequence[str], joins: Sequence[float]) -> list[Result]:
-        """Return the cells of growing from one to `most` workers, and of shrinking back."""
+    def cells(self, most: int, unit: str, output: str) -> list[Result]:
+        """Return, from a job's output, the cells of growing from one to `most` workers and of shrinking back."""
         found: dict[tuple[int, int], list[float]] = {(1, most): [], (most, 1): []}
-        for line in lines:
-            old, new, number, unit_s = self.line.search(line).groups()  # type: ignore[union-attr]
+        for old, new, number, unit_s in self.line.findall(output):
             found.get((int(old), int(new)), []).append(float(number) * (1e-3 if unit_s == "ms" else 1.0))
+        joins = [float(seconds) for workers, seconds in self.joined.findall(output) if int(workers) == most]
         cells = []
         for (old, new), pauses in found.items():
             paper_s = self.paper["grow" if new > old else "shrink"]["median_s"]
@@ -500,19 +413,18 @@ class ResizeLatency(Figure):
             cells.append({"resize": f"{old} -> {new}{unit}", "ours": {**timed(pauses), **more}, "peers": {"paper": paper}})
         return cells
 
-    @staticmethod
-    def join_times_s(log: RunLog, asked_at: Sequence[int]) -> list[float]:
-        """Return the seconds from each request to the first step with both workers, as the worker that stayed saw it."""
-        stayed = max(log.workers, key=len, default=[])
-        ends = {turn.step: turn.at_s for turn in stayed}
-        grown = [change for change in log.changes if (change.old_size, change.new_size) == (1, 2)]
-        times = []
-        for step in asked_at:
-            change = next((change for change in grown if change.step >= step), None)
-            # Asked for when `step - 1` steps were done; the old view's last step was the one before the change.
-            if change is not None and {step - 2, change.step - 1} <= ends.keys():
-                times.append(ends[change.step - 1] + change.pause_s - ends[step - 2])
-        return times
+    def result_of(self, cells: Sequence[Result], cycles: int, options: Options) -> Result:
+        """Return the figure out of the cells of the job on one host, and those of the job on several."""
+        grow, shrink = cells[0]["ours"], cells[1]["ours"]
+        times = {key: value for key, value in grow.items() if key != "until_joined"}
+        remarks = [
+            "ours: the pause between two steps; the new worker starts while training continues (until_joined)",
+            "hosts are loopback addresses with a runner each, and share this machine's cores; on real ones: pliant run --ssh "
+            "-hostfile hosts.txt -w -np 1 python3 benchmarks/scaling/benchmark_kungfu_scaling.py --elastic --resize-schedule ...",
+        ]
+        ours = {**times, "grow": times, "shrink": shrink, "until_joined": grow["until_joined"]}
+        complaints = self.judge(cells[:2], cycles) + self.judge(cells[2:], 1)
+        return self.result(options, ours=ours, cells=cells, complaints=complaints, remarks=remarks)
 
     @staticmethod
     def judge(cells: Sequence[Result], expected: int) -> list[str]:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -24,14 +24,11 @@ from typing import Any
 import numpy as np
 
 from pliant.errors import LaunchError
-from pliant.identity import format_schedule
 
 PROGRAM = Path(__file__).with_name("program.py")
 PLIANT = (sys.executable, "-c", "from pliant.cli.main import main; main()")
 GRACE_S = 10.0
 TAIL_LINES = 12
-Schedule = Sequence[tuple[int, int]]
-"""Pairs of (step, workers): how many workers there shall be from that step on."""
 _running: set[subprocess.Popen[str]] = set()
 
 
@@ -285,20 +282,6 @@ def train(
 def program(task: Task, folder: Path) -> list[str]:
     """Return the command of the training program for `task`, with its log in `folder`."""
     return [sys.executable, str(PROGRAM), json.dumps(asdict(task) | {"journal": str(folder)})]
-
-
-def train_elastic(task: Task, np: int, schedule: Schedule, *, level: str = "D1", at_once: bool = True) -> RunLog:
-    """Run an elastic job that begins with `np` workers and is resized by `schedule`.
-
-    With `at_once`, the last step before each change waits for the new workers, so that stages begin at their steps.
-    Otherwise training continues while they start, and a change is awaited only when the next one is due.
-    """
-    asked = [(step - 1, size) for step, size in schedule]
-    held = [(step, size) for step, size in asked if size]
-    if not at_once:
-        held = [(later - 3, size) for (_, size), (later, _) in pairwise(asked)]
-    options = ["-w", "--determinism", level, "--resize-schedule", format_schedule(asked)]
-    return train(replace(task, hold=tuple(held)), np=np, run=options)
 
 
 def save_digits(path: Path) -> str:

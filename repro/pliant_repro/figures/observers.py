@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 import os
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 import pliant
 from pliant.identity import worker_spec
 from pliant_repro.figures.launch import Task
-from pliant_repro.figures.workloads import ENDLESS, Sample, Work, monitor_modes
+from pliant_repro.figures.workloads import Sample, Work, monitor_modes
 
 HOLD_S = 120.0
 """Longest time that a step waits for new workers."""
@@ -90,11 +89,6 @@ class TurnLog(Observer):
         if work.held_out is not None and job.rank == 0 and (self._task.evaluate or is_last):
             found = accuracy(work.model, work.held_out, self._task.device)
             self._write("epoch", epoch=epoch, time_s=self._trained_s, accuracy=found)
-            if job.observation is not None and job.observation.noise_scale is not None:
-                print(f"Gradient Noise Scale: {job.observation.noise_scale:.6g}")
-            if self._task.evaluate:
-                size = f"{job.replicas} x {job.batch_size}"
-                print(f"epoch {epoch}: accuracy {found:.4f}, batch {size}, {self._trained_s:.2f} s")
         self._epoch, self._begin_s = epoch + 1, time.monotonic()
 
     def finish(self, job: Any, work: Work) -> None:
@@ -280,9 +274,10 @@ class ResizeRequests(Observer):
             print(f"init took {time.monotonic() - self._begin_s:.3f}s", flush=True)
 
     def after(self, job: Any, work: Work, step: int, replica: int) -> bool:
-        size = self.due(step + 1, job.size, lambda text: print(text, flush=True) if job.rank == 0 else None)
-        if size is not None:
-            job.resize(size)  # 0 ends the job, and with it the loop
+        if replica == job.hosted[-1]:  # what is asked for in an earlier turn of a step has no effect
+            size = self.due(step + 1, job.size, lambda text: print(text, flush=True) if job.rank == 0 else None)
+            if size is not None:
+                job.resize(size)  # 0 ends the job, and with it the loop
         return False
 
     def due(self, steps: int, size: int, say: Callable[[str], None]) -> int | None:
@@ -296,53 +291,19 @@ class ResizeRequests(Observer):
         return self._asked
 
 
-class ProvisionTable(Observer):
-    """Writes out_RANK.csv as KungFu's artifact does, and ends the job soon after the policy has come to rest."""
+class EndAtRest(Observer):
+    """Ends the job some steps after its policy has come to rest."""
 
-    COLUMNS = ("global_step", "sub_step", "num_workers", "duration", "throughput", "after_run_duration")
-    SAY_EVERY, LAST_STEPS = 10, 5
+    LAST_STEPS = 5
 
-    def __init__(self, task: Task, policy: Any) -> None:
-        self._folder, self._policy, self._steps = Path(task.journal), policy, task.steps or ENDLESS
-        self._files: dict[int, Any] = {}
-        self._view, self._sub_step = -1, 0
-        self._came_back_s = self._begin_s = time.monotonic()
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
         self._done_at: int | None = None
 
-    def before(self, job: Any, work: Work) -> None:
-        self._begin_s = time.monotonic()
-        self._sub_step = self._sub_step + 1 if job.view == self._view else 0
-        self._view = job.view
-
     def after(self, job: Any, work: Work, step: int, replica: int) -> bool:
-        now_s = time.monotonic()
-        # Between two steps lies the time of the policy, of the loader and of changes.
-        took_s, between_s, self._came_back_s = now_s - self._came_back_s, self._begin_s - self._came_back_s, now_s
-        rate = job.size * job.batch_size / took_s
-        row = (step, self._sub_step, job.size, f"{took_s:.6f}", f"{rate:.4f}", f"{between_s:.6f}")
-        csv.writer(self._file(job.rank)).writerow(row)
-        if step % self.SAY_EVERY == self.SAY_EVERY - 1:
-            print(f"global_step/sec: {1 / took_s:.5f}\nexamples/sec: {job.batch_size / took_s:.4f}", flush=True)
-        if self._done_at is None and self._policy is not None and self._policy.done:
+        if self._done_at is None and self._policy.done:
             self._done_at = step
-        return step + 1 >= self._steps or (self._done_at is not None and step >= self._done_at + self.LAST_STEPS)
-
-    def _file(self, rank: int) -> Any:
-        """Return the file of the rank that this worker has now."""
-        if rank not in self._files:
-            path = self._folder / f"out_{rank}.csv"
-            is_new = not path.exists()
-            self._files[rank] = path.open("a", buffering=1)
-            if is_new:
-                csv.writer(self._files[rank]).writerow(self.COLUMNS)
-        return self._files[rank]
-
-    def finish(self, job: Any, work: Work) -> None:
-        for file in self._files.values():
-            file.close()
-        if self._policy is not None and job.rank == 0:
-            found = {"workers": job.size, "done": self._policy.done, "history": self._policy.history}
-            (self._folder / "provision.json").write_text(json.dumps(found))
+        return self._done_at is not None and step >= self._done_at + self.LAST_STEPS
 
 
 class MonitorTimes(Observer):

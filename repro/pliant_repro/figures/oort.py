@@ -36,18 +36,6 @@ CLIENTS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FedSetting:
-    """The size of an experiment."""
-
-    seeds: tuple[int, ...]
-    rounds: int
-    model: str
-    worlds: tuple[str, ...]
-    clients: int = 500
-    evaluate_every: int = 5
-
-
 # --- time to accuracy ---
 
 MAIN, ALIKE, SORTED, YOGI = "unequal", "alike", "large is slow", "yogi"
@@ -59,8 +47,7 @@ WORLDS = {
     SORTED: "Dirichlet(0.1) labels, the more data the slower the phone",
     YOGI: "Dirichlet(0.1) labels, phones of the table, FedYogi instead of FedAvg",
 }
-TARGETS = (0.7, 0.75, 0.8)
-TARGET = TARGETS[-1]
+TARGET = 0.8
 WAYS = {"random": NamedOptions(kind="random"), "oort": NamedOptions(kind="oort", options={"exploration_decay": 0.95})}
 """The paper's setting, except how soon it stops exploring: 500 clients are explored sooner than 14,000."""
 
@@ -69,20 +56,20 @@ def run_of(world: str, way: str, selector: NamedOptions, plain: FedConfig) -> Fe
     return FedRun(world, way, plain.model_copy(update={"selector": selector, "name": f"{world}-{way}"}))
 
 
-def config_of(world: str, setting: FedSetting, devices: str, seed: int) -> FedConfig:
+def config_of(world: str, devices: str, seed: int, *, rounds: int, model: str = "mlp") -> FedConfig:
     return FedConfig(
         seed=seed,
-        data=DataConfig(clients=setting.clients, partition="iid" if world in (ALIKE, "iid") else "dirichlet", alpha=0.1),
-        model=setting.model,
+        data=DataConfig(clients=500, partition="iid" if world in (ALIKE, "iid") else "dirichlet", alpha=0.1),
+        model=model,
         local=LocalConfig(steps=10, batch_size=20, lr=0.05),
         participants=20,
         overcommit=1.3,
-        rounds=setting.rounds,
+        rounds=rounds,
         target=0.0 if world == MAIN else TARGET,  # the main world is judged to its end
         aggregator=NamedOptions(kind="fed-yogi" if world == YOGI else "fed-avg"),
         devices="equal" if world in (ALIKE, "equal devices") else devices,
         # Where all rounds are equally long, the tests are what time is measured with.
-        evaluate_every=1 if world == ALIKE else setting.evaluate_every,
+        evaluate_every=1 if world == ALIKE else 5,
         batching=10,
     )
 
@@ -104,15 +91,35 @@ def large_is_slow(config: FedConfig, path: Path) -> Path:
     return path
 
 
-def time_ratio(random: FedCourse, oort: FedCourse, target: float) -> float | None:
+def time_ratio(random: FedCourse, oort: FedCourse) -> float | None:
     """Return random's time over Oort's; a lower bound where random never got there; None where Oort did not."""
-    own_s, other_s = oort.time_to(target), random.time_to(target)
+    own_s, other_s = oort.time_to(TARGET), random.time_to(TARGET)
     if own_s is None:
         return None
     return (other_s if other_s is not None else max(random.times_s[-1], own_s)) / own_s
 
 
-class TimeToAccuracy(Figure):
+class SelectionFigure(Figure):
+    """A figure made of jobs that pick participants in several ways. --quick is too short for its claims."""
+
+    caveats = (CLIENTS,)
+
+    def finish(
+        self, found: Sequence[FedCourse], options: Options, ours: Result, complaints: Sequence[str], remarks: Sequence[str]
+    ) -> Result:
+        too_short = ["--quick is too short for the claims: it was judged only whether accuracies rise"] * options.quick
+        return self.result(
+            options,
+            ours=ours,
+            cells=[course.to_json() for course in found],
+            complaints=flat_courses(found) if options.quick else complaints,
+            remarks=[*remarks, *too_short],
+            judged=not options.quick,
+            target_accuracy=TARGET,
+        )
+
+
+class TimeToAccuracy(SelectionFigure):
     """Participants picked by what they teach and how fast they are, beside participants picked at random.
 
     Both ways run with the same data, devices, initial model, rounds, over-commitment and tests, seed by seed. The claims, for
@@ -133,30 +140,22 @@ class TimeToAccuracy(Figure):
         "hardware": "68 P100; OpenImage, Speech Commands, Reddit, StackOverflow; 1,600 to 1.7 million clients, 100 in a round",
     }
     title = "Time to accuracy: Oort beside random"
-    caveats = (CLIENTS,)
-
-    def setting(self, options: Options) -> FedSetting:
-        rounds = options.choose_steps(quick=60, usual=300, full=600)
-        worlds = options.choose(
-            quick=(MAIN, ALIKE), usual=tuple(world for world in WORLDS if world != YOGI), full=tuple(WORLDS)
-        )
-        seeds = (0,) if options.quick else (0, 1, 2, 3, 4)
-        return FedSetting(seeds=seeds, rounds=rounds, model="cnn" if options.full else "mlp", worlds=worlds)
 
     def run(self, options: Options) -> Result:
-        setting = self.setting(options)
+        rounds, model = options.choose_steps(quick=60, usual=300, full=600), "cnn" if options.full else "mlp"
+        usual = tuple(world for world in WORLDS if world != YOGI)
         devices, remark = device_table(options)
         runs = []
         with tempfile.TemporaryDirectory(prefix="pliant-oort-") as folder:
-            for world in setting.worlds:
-                for seed in setting.seeds:
-                    plain = config_of(world, setting, devices, seed)
+            for world in options.choose(quick=(MAIN, ALIKE), usual=usual, full=tuple(WORLDS)):
+                for seed in (0,) if options.quick else (0, 1, 2, 3, 4):
+                    plain = config_of(world, devices, seed, rounds=rounds, model=model)
                     if world == SORTED:
                         path = large_is_slow(plain, Path(folder) / f"devices-{seed}.csv")
                         plain = plain.model_copy(update={"devices": str(path)})
                     runs += [run_of(world, way, selector, plain) for way, selector in WAYS.items()]
-            options.say(f"{len(runs)} jobs of up to {setting.rounds} rounds; {remark}")
-            return self.result_of(run_jobs(runs, options), setting, options, [remark])
+            options.say(f"{len(runs)} jobs of up to {rounds} rounds; {remark}")
+            return self.result_of(run_jobs(runs, options), options, [remark, f"the model is {model}"])
 
     @staticmethod
     def pairs(found: Sequence[FedCourse], world: str) -> list[tuple[FedCourse, FedCourse]]:
@@ -165,31 +164,15 @@ class TimeToAccuracy(Figure):
         seeds = sorted(seed for way, seed in by if way == "random" and ("oort", seed) in by)
         return [(by["random", seed], by["oort", seed]) for seed in seeds]
 
-    def result_of(
-        self, found: Sequence[FedCourse], setting: FedSetting, options: Options, remarks: Sequence[str]
-    ) -> Result:
-        worlds = {world: self.compare(found, world) for world in setting.worlds}
-        both = self.pairs(found, MAIN)
-        targets: Result = {}
-        for target in TARGETS:  # at lower accuracies one seed's luck with one test decides less
-            ratios = [each for random, oort in both if (each := time_ratio(random, oort, target)) is not None]
-            targets[f"{target:g}"] = spread(ratios) if ratios else None
-        judged = not options.quick
-        return self.result(
-            options,
-            ours={"median_s": worlds[MAIN]["oort"]["time_s"], "worlds": worlds, "targets": targets},
-            cells=[course.to_json() for course in found],
-            complaints=self.judge(worlds) if judged else flat_courses(found),
-            remarks=[*remarks, *self.remarks(worlds, setting, judged)],
-            judged=judged,
-            target_accuracy=TARGET,
-            model=setting.model,
-        )
+    def result_of(self, found: Sequence[FedCourse], options: Options, remarks: Sequence[str]) -> Result:
+        worlds = {world: self.compare(found, world) for world in dict.fromkeys(course.world for course in found)}
+        ours = {"median_s": worlds[MAIN]["oort"]["time_s"], "worlds": worlds}
+        return self.finish(found, options, ours, self.judge(worlds), [*remarks, *self.remarks(worlds)])
 
     def compare(self, found: Sequence[FedCourse], world: str) -> Result:
         """Compare both ways in one world: the ratio of times of each seed, and what they ended with."""
         both = self.pairs(found, world)
-        ratios = [time_ratio(random, oort, TARGET) for random, oort in both]
+        ratios = [time_ratio(random, oort) for random, oort in both]
         known = [ratio for ratio in ratios if ratio is not None]
         reached = [(oort.seed, random.time_to(TARGET) is not None, oort.time_to(TARGET) is not None) for random, oort in both]
         sides: Result = {}
@@ -200,7 +183,6 @@ class TimeToAccuracy(Figure):
                 "rounds": median_of_all([one.rounds_to(TARGET) for one in ones]),
                 "final_accuracy": median(one.final for one in ones),
                 "mean_round_s": median(one.mean_round_s for one in ones),
-                "coverage": median(one.coverage for one in ones),
             }
         return {
             "about": WORLDS[world],
@@ -209,7 +191,6 @@ class TimeToAccuracy(Figure):
             "bounds_only": [seed for seed, by_random, by_oort in reached if by_oort and not by_random],
             "neither": [seed for seed, by_random, by_oort in reached if not by_oort and not by_random],
             "final_difference": spread([oort.final - random.final for random, oort in both]),
-            "accuracy_of_random_when_oort_is_done": median(random.best_by(oort.times_s[-1]) for random, oort in both),
             **sides,
         }
 
@@ -232,13 +213,11 @@ class TimeToAccuracy(Figure):
                 wrong.append(f"with IID data on equal devices the ratio is {between}: not within {least} to {most}")
         return wrong
 
-    def remarks(self, worlds: Mapping[str, Result], setting: FedSetting, judged: bool) -> list[str]:
+    def remarks(self, worlds: Mapping[str, Result]) -> list[str]:
         found = [
-            f"{setting.model}, 20 participants of 26 invited, 10 steps of 20 samples, SGD 0.05; times are to the first test that "
-            "finds the accuracy; a final accuracy is the mean of the last tenth of the tests",
+            "20 participants of 26 invited, 10 steps of 20 samples, SGD 0.05; times are to the first test that finds the "
+            "accuracy; a final accuracy is the mean of the last tenth of the tests",
         ]
-        if not judged:
-            found.append("--quick is too short for the claims: it was judged only whether accuracies rise")
         for world, one in worlds.items():
             ratio = one["ratio"]
             if ratio is not None and ratio["least"] < 1 and world != ALIKE:
@@ -297,7 +276,7 @@ def accuracy_panel(cells: Sequence[Result], colours: Mapping[str, str], *, by_ti
 # --- ablation ---
 
 
-class Ablation(Figure):
+class Ablation(SelectionFigure):
     """Oort without one of its parts: its penalty for slow clients, its pacer, its exploration.
 
     The setting is that of `oort-time-to-accuracy`. The claims: without the penalty (round_penalty 0) rounds take longer,
@@ -327,56 +306,34 @@ class Ablation(Figure):
         "hardware": "OpenImage and StackOverflow on 68 P100; the breakdown was published as a figure",
     }
     title = "Oort without one of its parts"
-    caveats = (CLIENTS,)
-
-    def setting(self, options: Options) -> FedSetting:
-        rounds = options.choose_steps(quick=45, usual=150, full=600)
-        seeds = options.choose(quick=(0,), usual=(0, 1, 2), full=(0, 1, 2, 3, 4))
-        return FedSetting(seeds=seeds, rounds=rounds, model="cnn" if options.full else "mlp", worlds=(MAIN,))
 
     def run(self, options: Options) -> Result:
-        setting = self.setting(options)
+        rounds, model = options.choose_steps(quick=45, usual=150, full=600), "cnn" if options.full else "mlp"
+        seeds = options.choose(quick=(0,), usual=(0, 1, 2), full=(0, 1, 2, 3, 4))
         devices, remark = device_table(options)
         runs = [
-            run_of(MAIN, way, selector, config_of(MAIN, setting, devices, seed))
-            for seed in setting.seeds
+            run_of(MAIN, way, selector, config_of(MAIN, devices, seed, rounds=rounds, model=model))
+            for seed in seeds
             for way, selector in ({"random": WAYS["random"]} | self.ways).items()
         ]
-        options.say(f"{len(runs)} jobs of {setting.rounds} rounds; {remark}")
-        return self.result_of(run_jobs(runs, options), setting, options, [remark])
+        options.say(f"{len(runs)} jobs of {rounds} rounds; {remark}")
+        about = f"{model}, {len(seeds)} seeds, {rounds} rounds; medians over the seeds"
+        return self.result_of(run_jobs(runs, options), options, [remark, about])
 
-    def result_of(
-        self, found: Sequence[FedCourse], setting: FedSetting, options: Options, remarks: Sequence[str]
-    ) -> Result:
-        ours = {way: self.numbers([one for one in found if one.way == way]) for way in self.colours}
-        said = [
-            *remarks,
-            f"{setting.model}, {len(setting.seeds)} seeds, {setting.rounds} rounds; medians over the seeds",
-            "without exploration a new client is picked only where those tried before are too few",
-        ]
-        if options.quick:
-            said.append("--quick is too short for the claims: it was judged only whether accuracies rise")
-        return self.result(
-            options,
-            ours={"median_s": ours["oort"]["time_s"], "ways": ours},
-            cells=[course.to_json() for course in found],
-            complaints=flat_courses(found) if options.quick else self.judge(ours),
-            remarks=said,
-            judged=not options.quick,
-            target_accuracy=TARGET,
-        )
+    def result_of(self, found: Sequence[FedCourse], options: Options, remarks: Sequence[str]) -> Result:
+        ways = {way: self.numbers([one for one in found if one.way == way]) for way in self.colours}
+        ours = {"median_s": ways["oort"]["time_s"], "ways": ways}
+        tried = "without exploration a new client is picked only where those tried before are too few"
+        return self.finish(found, options, ours, self.judge(ways), [*remarks, tried])
 
     def numbers(self, found: Sequence[FedCourse]) -> Result:
-        times, finals = [one.time_to(TARGET) for one in found], [one.final for one in found]
+        finals = [one.final for one in found]
         return {
             "mean_round_s": median(one.mean_round_s for one in found),
             "final_accuracy": median(finals),
-            "finals": finals,
             "spread": max(finals) - min(finals),
             "coverage": median(one.coverage for one in found),
-            "invited": median(one.invited for one in found),
-            "reached": sum(each is not None for each in times),
-            "time_s": median_of_all(times),
+            "time_s": median_of_all([one.time_to(TARGET) for one in found]),
             "rounds": median_of_all([one.rounds_to(TARGET) for one in found]),
         }
 

@@ -65,8 +65,6 @@ class FedCourse:
     accuracies: list[float] = field(default_factory=list)
     rounds_s: list[float] = field(default_factory=list)
     """Duration of each round."""
-    invited: int = 0
-    """Clients that were ever picked."""
     coverage: int = 0
     """Clients whose update ever counted."""
     updates: int = 0
@@ -86,7 +84,6 @@ class FedCourse:
             [point.clock_s for point in points],
             [point.accuracy for point in points],
             [each.clock_s - each.begin_s for each in rounds],
-            len({client for each in rounds for client in each.invited}),
             len({client for each in rounds for client in each.aggregated}),
             sum(len(each.aggregated) for each in rounds),
             sum(each.malicious for each in rounds),
@@ -102,22 +99,14 @@ class FedCourse:
     def mean_round_s(self) -> float:
         return fmean(self.rounds_s)
 
-    def first_at(self, accuracy: float) -> int | None:
-        """Return the number of the first test that found this accuracy; None if none did."""
-        return next((number for number, found in enumerate(self.accuracies) if found >= accuracy), None)
-
     def time_to(self, accuracy: float) -> float | None:
-        at = self.first_at(accuracy)
-        return None if at is None else self.times_s[at]
+        """Return the time of the first test that found this accuracy; None if none did."""
+        tests = zip(self.times_s, self.accuracies, strict=True)
+        return next((at_s for at_s, found in tests if found >= accuracy), None)
 
     def rounds_to(self, accuracy: float) -> int | None:
-        at = self.first_at(accuracy)
-        return None if at is None else self.rounds[at]
-
-    def best_by(self, time_s: float) -> float:
-        """Return the best accuracy that a test had found by then."""
-        pairs = zip(self.times_s, self.accuracies, strict=True)
-        return max((found for at_s, found in pairs if at_s <= time_s), default=0.0)
+        tests = zip(self.rounds, self.accuracies, strict=True)
+        return next((number for number, found in tests if found >= accuracy), None)
 
     def to_json(self) -> Result:
         return asdict(self) | {"final_accuracy": self.final, "mean_round_s": self.mean_round_s}

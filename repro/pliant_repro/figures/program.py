@@ -24,11 +24,11 @@ from pliant.errors import ConfigError
 from pliant_repro.figures.launch import Task
 from pliant_repro.figures.observers import (
     AlternatingSwitch,
+    EndAtRest,
     IterationLines,
     MonitorTimes,
     Observer,
     Pace,
-    ProvisionTable,
     ResizeRequests,
     TurnLog,
 )
@@ -47,7 +47,7 @@ class StockJob:
     def __init__(self, task: Task, rank: int = 0, num_ranks: int = 0) -> None:
         self.rank = self.replica = rank
         self.size, self.hosted, self.step, self.changes = max(1, num_ranks), (rank,), 0, ()
-        self.batch_size, self.observation = task.batch, None
+        self.batch_size = task.batch
         self._seed, self._is_ddp = task.seed, num_ranks > 0
 
     def __enter__(self) -> StockJob:
@@ -169,8 +169,6 @@ def _observers(task: Task, job: Any, policy: Any) -> list[Observer]:
         return [MonitorTimes(job, task)]
     if task.lines:
         return [IterationLines(job, task, policy)]
-    if task.model == "bert-squad":
-        return [ProvisionTable(task, policy)]
     found: list[Observer] = []
     if task.journal:
         found.append(TurnLog(task, AlternatingSwitch(job) if task.alternate else None))
@@ -178,6 +176,8 @@ def _observers(task: Task, job: Any, policy: Any) -> list[Observer]:
         found.append(Pace(task))
     if task.resizes:
         found.append(ResizeRequests(task.resizes))
+    if task.provision:
+        found.append(EndAtRest(policy))
     return found
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from pliant.errors import NotLaunched
 from pliant.identity import WorkerSpec, worker_spec
@@ -162,9 +162,10 @@ def _bert(task: Task, _: str) -> Work:
     else:
         model = questions.small_bert(places)
     model.to(task.device)
-    return Work(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-5), dataset=data, batch_size=task.batch or 8
-    )
+    batch = task.batch or 8
+    if task.steps:
+        data = Subset(data, [index % len(data) for index in range(task.steps * batch * num_replicas(task))])
+    return Work(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-5), dataset=data, batch_size=batch)
 
 
 class PacedBert(nn.Module):
