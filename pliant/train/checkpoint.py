@@ -37,7 +37,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CheckpointWriter:
-    """Writes checkpoints in the background, one at a time, and keeps the last few.
+    """Writes checkpoints in the background, one at a time, and keeps the last few. Used by one thread.
 
     `save` returns when the state is copied. A failure to write is reported with `notify`, and training goes on.
     """
@@ -48,7 +48,6 @@ class CheckpointWriter:
         self.directory = Path(directory)
         self._keep = keep
         self._notify = notify
-        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._copies: list[torch.Tensor] = []  # the last snapshot: the next one has mostly the same shapes
         self.latest: Path | None = None
@@ -60,20 +59,15 @@ class CheckpointWriter:
         Without a name the file is named after the step, and removed when `keep` newer ones exist.
         """
         path = self.directory / _file_name(checkpoint.step, name)
-        with self._lock:
-            self._join()
-            image = CheckpointImage(checkpoint, into=self._copies)
-            self._copies = image.tensors
-            # No daemon: the interpreter waits for it, so a program that ends in good order loses no checkpoint.
-            self._thread = threading.Thread(target=self._write, args=(path, image), name="pliant-checkpoint")
-            self._thread.start()
+        self.flush()
+        image = CheckpointImage(checkpoint, into=self._copies)
+        self._copies = image.tensors
+        # No daemon: the interpreter waits for it, so a program that ends in good order loses no checkpoint.
+        self._thread = threading.Thread(target=self._write, args=(path, image), name="pliant-checkpoint")
+        self._thread.start()
 
     def flush(self) -> None:
         """Wait for the last write."""
-        with self._lock:
-            self._join()
-
-    def _join(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 from gang import run
-from programs import Program, build, digest, may_have_children, one_batch, seed_all
+from programs import PROGRAMS, Program, build, digest, may_have_children, one_batch, seed_all
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -41,30 +41,7 @@ _RankSteps = list[tuple[str, tuple[float, ...], tuple[int, ...]]]
 
 TOGETHER: dict[int, list[Run]] = {
     2: [("conv", 2, ())],
-    3: [
-        (name, 2, ())
-        for name in (
-            "conv",
-            "lstm",
-            "transformer",
-            "wide",
-            "accumulating",
-            "scaled",
-            "two-optimizers",
-            "frozen",
-            "unused",
-            "tied",
-            "channels-last",
-            "bfloat16",
-            "own-buffers",
-            "adamw",
-            "accumulating-4",
-            "tied-unclipped",
-            "nesterov",
-            "saving",
-            "evaluating",
-        )
-    ],
+    3: [(name, 2, ()) for name in PROGRAMS if name not in ("conv-loaders", "conv-long", "dawdling", "dawdling-long")],
     4: [
         ("conv", 4, ()),
         ("adamw", 3, ()),

@@ -199,6 +199,27 @@ def same(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
     )
 
 
+def train_both(
+    loop: Loop,
+    mine: Optimizers,
+    plain: nn.Module,
+    theirs: Optimizers,
+    compute: Callable[[nn.Module], Tensor] | None = None,
+    *,
+    steps: int = 1,
+) -> None:
+    """Do the same steps as a job, watching its uses, and by plain torch."""
+    for _ in range(steps):
+        with watching_uses(loop.model):
+            train_once(loop, loop.model, mine, compute or zoo_loss)
+        train_once(None, plain, theirs, compute or zoo_loss)
+
+
+def assert_alike(loop: Loop, mine: Optimizers, plain: nn.Module, theirs: Optimizers) -> None:
+    """Fail unless the job has what plain torch has."""
+    assert same(state_of(loop.model, mine), state_of(plain, theirs))
+
+
 class Watch(TorchDispatchMode):
     """Looks below all of torch's Python: no operator may get the memory of a parameter that is still to be updated."""
 

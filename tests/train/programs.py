@@ -32,12 +32,12 @@ class Program:
 
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
-    dataset: Any
-    loading: dict[str, Any]
+    dataset: Any = field(default_factory=lambda: Images(50))
+    loading: dict[str, Any] = field(default_factory=lambda: {"batch_size": 3})
     """Arguments of the loader, batch_size among them."""
-    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
-    wrapping: dict[str, Any] = field(default_factory=dict)
-    """Arguments that DDP and `job.wrap` share."""
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = lambda *args: _classify(*args)
+    wrapping: dict[str, Any] = field(default_factory=lambda: {"bucket_cap_mb": 0.002})
+    """Arguments that DDP and `job.wrap` share. About 2 KB: a few buckets for each of the small models."""
     seed: int | None = None
     """Replica r's generators are seeded with seed + r once the model is built; None: all replicas' alike."""
     clip: float | None = None
@@ -289,9 +289,6 @@ def _continue_text(model: nn.Module, words: Tensor, following: Tensor) -> Tensor
 
 # --- programs ---
 
-_CAP = {"bucket_cap_mb": 0.002}
-"""About 2 KB: a few buckets for each of the small models."""
-
 
 def _conv(
     *,
@@ -308,9 +305,8 @@ def _conv(
         optimizers=[torch.optim.Adam(model.parameters(), lr=1e-3)],
         dataset=Images(length),
         loading={"batch_size": batch_size, "num_workers": num_workers},
-        loss=_classify,
         seed=SEED,
-        **{"wrapping": _CAP, **more},
+        **more,
     )
 
 
@@ -351,7 +347,7 @@ def _wide() -> Program:
         optimizers=[torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)],
         dataset=Images(24),
         loading={"batch_size": 2},
-        loss=_classify,
+        wrapping={},
         seed=SEED,
     )
 
@@ -362,8 +358,6 @@ def _scaled() -> Program:
     return Program(
         model=model,
         optimizers=[torch.optim.Adam(model.parameters(), lr=1e-2)],
-        dataset=Images(50),
-        loading={"batch_size": 3},
         loss=lambda model, images, labels: 40 * _classify(model, images, labels),
         wrapping={"bucket_cap_mb": 0.004},
         clip=0.5,
@@ -385,9 +379,6 @@ def _branches() -> Program:
     return Program(
         model=model,
         optimizers=[torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)],
-        dataset=Images(50),
-        loading={"batch_size": 3},
-        loss=_classify,
         wrapping={"find_unused_parameters": True, "bucket_cap_mb": 0.002},
     )
 
@@ -397,10 +388,7 @@ def _half() -> Program:
     return Program(
         model=model,
         optimizers=[torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)],
-        dataset=Images(50),
-        loading={"batch_size": 3},
         loss=lambda model, images, labels: F.cross_entropy(model(images.bfloat16()).float(), labels),
-        wrapping={"bucket_cap_mb": 0.002},
     )
 
 
@@ -414,10 +402,6 @@ def _nesterov() -> Program:
     return Program(
         model=model,
         optimizers=[torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)],
-        dataset=Images(50),
-        loading={"batch_size": 3},
-        loss=_classify,
-        wrapping=_CAP,
         set_to_none=False,
         clears_first=True,
     )

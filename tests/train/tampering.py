@@ -24,70 +24,54 @@ from pliant.train.replicas import ReplicaSwitch, Tensors
 from pliant.train.sync import StepMeasurement, SyncConfig, SyncTuner
 from pliant.train.trainer import Trainer
 
+Tampering = contextlib.AbstractContextManager[Any]
 
-@contextlib.contextmanager
-def no_random_state() -> Iterator[None]:
+
+def no_random_state() -> Tampering:
     """Replicas share the worker's generators."""
 
     def restore(self: ReplicaSwitch, context: ReplicaContext, first_buffers: Tensors) -> None:
         self._buffers.load(first_buffers)
 
-    with mock.patch.object(ReplicaSwitch, "restore", restore):
-        yield
+    return mock.patch.object(ReplicaSwitch, "restore", restore)
 
 
-@contextlib.contextmanager
-def no_buffers() -> Iterator[None]:
+def no_buffers() -> Tampering:
     """Replicas share the worker's buffers."""
 
     def restore(self: ReplicaSwitch, context: ReplicaContext, first_buffers: Tensors) -> None:
         restore_rng(context.random, self._device)
 
-    with mock.patch.object(ReplicaSwitch, "restore", restore):
-        yield
+    return mock.patch.object(ReplicaSwitch, "restore", restore)
 
 
-@contextlib.contextmanager
-def no_loader_state() -> Iterator[None]:
+def _positions_with(**other: Any) -> Tampering:
+    original: Callable[[bytes], DataPosition] = DataPosition.from_bytes
+    return mock.patch.object(DataPosition, "from_bytes", lambda state: replace(original(state), **other))
+
+
+def no_loader_state() -> Tampering:
     """Loader workers begin anew in the middle of an epoch."""
-    original: Callable[[bytes], DataPosition] = DataPosition.from_bytes
-    with mock.patch.object(DataPosition, "from_bytes", lambda state: replace(original(state), workers=())):
-        yield
+    return _positions_with(workers=())
 
 
-@contextlib.contextmanager
-def no_loader_position() -> Iterator[None]:
+def no_loader_position() -> Tampering:
     """Replicas begin their epoch anew."""
-    original: Callable[[bytes], DataPosition] = DataPosition.from_bytes
-    with mock.patch.object(DataPosition, "from_bytes", lambda state: replace(original(state), batch=0)):
-        yield
+    return _positions_with(batch=0)
 
 
-@contextlib.contextmanager
-def first_layout_for_ever() -> Iterator[None]:
+def first_layout_for_ever() -> Tampering:
     """Gradients stay in one bucket, in the order of the parameters."""
-
-    def rebuild(self: GradientReducer, ready_order: Sequence[int]) -> None:
-        self.use_layout(self.layout)
-
-    with mock.patch.object(GradientReducer, "rebuild", rebuild):
-        yield
+    return mock.patch.object(GradientReducer, "rebuild", lambda self, ready_order: self.use_layout(self.layout))
 
 
-@contextlib.contextmanager
-def parameters_order() -> Iterator[None]:
+def parameters_order() -> Tampering:
     """The second layout is made in the order of the parameters, not in that of replica 0's gradients."""
     original = GradientReducer.rebuild
-
-    def rebuild(self: GradientReducer, ready_order: Sequence[int]) -> None:
-        original(self, sorted(ready_order))
-
-    with mock.patch.object(GradientReducer, "rebuild", rebuild):
-        yield
+    return mock.patch.object(GradientReducer, "rebuild", lambda self, ready_order: original(self, sorted(ready_order)))
 
 
-@contextlib.contextmanager
-def division() -> Iterator[None]:
+def division() -> Tampering:
     """Gradients are divided by N rather than multiplied by 1/N."""
 
     class Torch:
@@ -98,19 +82,15 @@ def division() -> Iterator[None]:
         def mul(gradient: torch.Tensor, factor: float, *, out: torch.Tensor) -> None:
             torch.div(gradient, round(1 / factor), out=out)
 
-    with mock.patch.object(gradients, "torch", Torch()):
-        yield
+    return mock.patch.object(gradients, "torch", Torch())
 
 
-@contextlib.contextmanager
-def ascending_fold() -> Iterator[None]:
+def ascending_fold() -> Tampering:
     """Sums run from replica 0 up in all chunks."""
-    with mock.patch.object(order, "chain", lambda chunk, num_replicas: tuple(range(num_replicas))):
-        yield
+    return mock.patch.object(order, "chain", lambda chunk, num_replicas: tuple(range(num_replicas)))
 
 
-@contextlib.contextmanager
-def fickle() -> Iterator[None]:
+def fickle() -> Tampering:
     """The tuner has another opinion about slices in every third step."""
     original = SyncTuner.learn
 
@@ -120,12 +100,10 @@ def fickle() -> Iterator[None]:
         self.config = replace(self.config, slice_bytes=size, in_flight_bytes=2 * size)
         return self.config
 
-    with mock.patch.object(SyncTuner, "learn", learn):
-        yield
+    return mock.patch.object(SyncTuner, "learn", learn)
 
 
-@contextlib.contextmanager
-def wavering() -> Iterator[None]:
+def wavering() -> Tampering:
     """What workers measure says now that priority helps, now that it does not."""
     original = SyncTuner.learn
 
@@ -134,33 +112,25 @@ def wavering() -> Iterator[None]:
         measured = [StepMeasurement(0.5, r * 0.5 * 4e6, 4e6) for _ in steps]
         return original(self, measured, **kwargs)
 
-    with mock.patch.object(SyncTuner, "learn", learn):
-        yield
+    return mock.patch.object(SyncTuner, "learn", learn)
 
 
-@contextlib.contextmanager
-def blind_uses() -> Iterator[None]:
+def blind_uses() -> Tampering:
     """Nobody notices that a parameter is used."""
-    with mock.patch.object(DeferredUpdates, "use"):
-        yield
+    return mock.patch.object(DeferredUpdates, "use")
 
 
-@contextlib.contextmanager
-def late_options() -> Iterator[None]:
+def late_options() -> Tampering:
     """An update that was put off is done with the learning rate of later."""
-    with mock.patch.object(pending, "_copy_options", lambda group: group):
-        yield
+    return mock.patch.object(pending, "_copy_options", lambda group: group)
 
 
-@contextlib.contextmanager
-def nothing_kept() -> Iterator[None]:
+def nothing_kept() -> Tampering:
     """Updates that came too early cannot be taken back."""
-    with mock.patch.object(UndoLog, "save"):
-        yield
+    return mock.patch.object(UndoLog, "save")
 
 
-@contextlib.contextmanager
-def withholding(first: int = 3) -> Iterator[None]:
+def withholding(first: int = 3) -> Tampering:
     """From this step of a view on, this worker's part of all sums but the most urgent ones is never done. Over TCP only."""
     original = StepRunner._run_step
 
@@ -168,11 +138,10 @@ def withholding(first: int = 3) -> Iterator[None]:
         if not (_is_gradient(operation) and operation.priority > 0 and operation.seq >= first - 1):
             original(self, operation, index)
 
-    with mock.patch.object(StepRunner, "_run_step", step):
-        yield
+    return mock.patch.object(StepRunner, "_run_step", step)
 
 
-def withholding_the_last_of_an_epoch() -> contextlib.AbstractContextManager[None]:
+def withholding_the_last_of_an_epoch() -> Tampering:
     return withholding(4)
 
 
@@ -239,7 +208,6 @@ def _is_gradient(operation: Operation) -> bool:
     return operation.compiled.spec.name.startswith("grad:")
 
 
-@contextlib.contextmanager
-def nothing() -> Iterator[None]:
+def nothing() -> Tampering:
     """The control of the controls."""
-    yield
+    return contextlib.nullcontext()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -263,17 +262,6 @@ def test_newcomers_and_survivors_go_on_with_the_decisions(
         compare(stage.history, stepwise["conv"])
 
 
-def test_the_noise_is_the_same_however_sums_travel(tmp_path: Path) -> None:
-    """In the job itself, where crossing steps take their sums in one by one."""
-    found = []
-    for sync, size in (("fifo", 2), ("priority", 2), ("fifo", 1)):
-        path = tmp_path / f"{sync}-{size}.jsonl"
-        _train(size, "conv", {"sync": sync, "record": str(path), "monitor": {"noise_scale": 1}}, changes={})
-        found.append([fact.data.get("noise_scale") for fact in record.read(path) if fact.kind == "step"])
-    assert found[0] == found[1] == found[2]
-    assert any(found[0])
-
-
 def test_what_cannot_be_done_is_said_and_left(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "record.jsonl")
     more = {2: [SetTopology(strategy="HYPERCUBE", reason="why not")]}
@@ -339,17 +327,6 @@ def test_what_a_crash_has_undone_is_not_replayed(tmp_path: Path) -> None:
         6: [6],
         9: [10],
     }
-
-
-def test_records_survive_a_line_cut_short(tmp_path: Path) -> None:
-    path = tmp_path / "record.jsonl"
-    with record.Recorder(path) as recorder:
-        recorder.write("step", 1, loss=0.5)
-    with path.open("a") as file:
-        file.write(json.dumps({"kind": "step", "step": 2})[:10])
-    with record.Recorder(path) as recorder:
-        recorder.write("step", 3)
-    assert [fact.step for fact in record.read(path)] == [1, 3]
 
 
 FIGURES = WorkerFigures(name="a:1", step_s=0.5, compute_s=0.25, comm_bytes=3e6, comm_s=0.125, egress_bytes=1e6)

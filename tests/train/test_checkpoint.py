@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 import sys
@@ -105,14 +103,6 @@ def test_the_package_reads_our_files(tmp_path: Path) -> None:
             assert torch.equal(file.get_tensor(f"model.{name}"), tensor)
         assert file.get_tensor("double").dtype == torch.float64
         assert bytes(file.get_tensor("pliant.context.0")) == b"r0"
-    # Every tensor lies on a multiple of its element's size: readers map the file.
-    raw = (tmp_path / "x.safetensors").read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + length])
-    assert (8 + length) % 8 == 0
-    sizes = {"F64": 8, "I64": 8, "F32": 4, "U8": 1}
-    for name, entry in header.items():
-        assert name == "__metadata__" or entry["data_offsets"][0] % sizes[entry["dtype"]] == 0
 
 
 def test_a_snapshot_is_taken_before_save_returns(writer: CheckpointWriter, tmp_path: Path) -> None:
@@ -181,18 +171,14 @@ def damage(path: Path, how: str) -> None:
             raw.clear()
         case "longer":
             raw += b"\0"
-        case "last byte":
-            raw[-1] ^= 1
         case "data":
             raw[-100] ^= 1
-        case "text":
-            raw[raw.index(b'"epoch":"') + 9] ^= 1
         case "zeros":
             raw[len(raw) // 2 :] = bytes(len(raw) - len(raw) // 2)
     path.write_bytes(raw)
 
 
-@pytest.mark.parametrize("how", ["cut", "cut in the header", "empty", "longer", "last byte", "data", "text", "zeros"])
+@pytest.mark.parametrize("how", ["cut", "cut in the header", "empty", "longer", "data", "zeros"])
 def test_a_torn_file_is_named_and_the_one_before_it_used(tmp_path: Path, said: list[str], how: str) -> None:
     for step in (10, 20):
         write_checkpoint(tmp_path / f"step-{step:09d}.safetensors", at(step))
@@ -266,46 +252,6 @@ def test_a_checkpoint_of_version_0_1_is_read(tmp_path: Path) -> None:
             load_checkpoint(tmp_path / "damaged")
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if (
-        os.geteuid()
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode
-    ):
-        pytest.skip("a small file system needs root; the file size limit is tested instead")
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
-
-
-@pytest.mark.root
-def test_disk_full(small_disk: Path, said: list[str]) -> None:
-    """The message names path, need and remedy; nothing is left; the one before stays; a smaller one fits again."""
-    writer = CheckpointWriter(small_disk, notify=said.append)
-    writer.save(at(1))
-    writer.save(at(2, w=torch.zeros(1 << 20)))
-    writer.flush()
-    assert len(said) == 1
-    for part in (
-        str(small_disk / "step-000000002.safetensors"),
-        "bytes needed",
-        "No space left",
-        "free some",
-        "next save",
-    ):
-        assert part in said[0], said
-    assert names(small_disk) == ["step-000000001.safetensors"]
-    assert load_checkpoint(small_disk).step == 1
-    with pytest.raises(OSError, match="No space left"):
-        write_checkpoint(small_disk / "x.safetensors", at(2, w=torch.zeros(1 << 20)))
-    writer.save(at(3))
-    writer.flush()
-    assert len(said) == 1
-    assert load_checkpoint(small_disk).step == 3
-
-
 LIMITED = """
 import resource, sys, torch
 from pliant.train.checkpoint import CheckpointWriter
@@ -370,18 +316,6 @@ def test_killed_while_writing(tmp_path: Path, fork_server: None, writer: Checkpo
     writer.flush()
     assert not [name for name in names(tmp_path) if name.startswith(".")], "the dead writer's file should be gone"
     assert load_checkpoint(tmp_path).step == 3
-
-
-def test_many_threads_may_save(writer: CheckpointWriter, tmp_path: Path, said: list[str]) -> None:
-    threads = [threading.Thread(target=writer.save, args=(at(step, w=torch.full((999,), step)),)) for step in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    writer.flush()
-    assert said == []
-    found = load_checkpoint(tmp_path)
-    assert found.state["w"].unique().tolist() == [found.step]  # type: ignore[index]
 
 
 def test_readers_never_see_half_a_file(writer: CheckpointWriter, tmp_path: Path, said: list[str]) -> None:

@@ -198,17 +198,6 @@ def test_peers_are_uniform_over_the_others(size: int, seed: int) -> None:
     assert _statistic(lambda rank, size, step: peer_of(rank, size, step, seed), size) <= LIMITS[size]
 
 
-@pytest.mark.parametrize("size", [3, 5])
-def test_the_rule_that_moves_on_to_the_next_is_found_out(size: int) -> None:
-    chance = random.Random(1)
-
-    def biased(rank: int, size: int, _: int) -> int:
-        chosen = chance.randrange(size)
-        return (chosen + 1) % size if chosen == rank else chosen
-
-    assert _statistic(biased, size) > 5 * LIMITS[size]
-
-
 def test_choices_leave_the_programs_random_numbers_alone(no_leaks: None) -> None:
     optimizer = pliant.PairAveraging(_sgd(1.0))
     torch.manual_seed(1)

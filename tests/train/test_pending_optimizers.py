@@ -1,4 +1,4 @@
-"""Every optimizer of torch, while sums are still on their way: a step that is done parameter by parameter is the plain step."""
+"""Every optimizer of torch, while sums are on their way: a step done parameter by parameter is the plain step, or undone."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ from late_sums import (
     Loop,
     Make,
     Shelf,
+    X,
     Zoo,
+    assert_alike,
+    changed,
     loop_before_sums,
     make_optimizer,
     same,
     state_of,
+    train_both,
     train_once,
     twins,
     watching_uses,
     zoo_loss,
 )
 from torch import Tensor, nn
+
+from pliant.train.sync import SyncConfig
 
 pytestmark = MARKS
 
@@ -49,9 +55,7 @@ def test_a_deferred_step_is_the_plain_step(kind: str, settings: dict[str, Any]) 
         order = chance.sample(range(6), 6)
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(step))
         loop.deliver(lambda _: chance.random() < 0.3)
-        with watching_uses(model):
-            train_once(loop, model, mine, lambda m: m(x, order))  # noqa: B023 - called at once
-        train_once(None, plain, theirs, lambda m: m(x, order))  # noqa: B023
+        train_both(loop, mine, plain, theirs, lambda m: m(x, order))  # noqa: B023 - called at once
         assert bool(loop.pending) == (step > 0)
     assert not loop.said
     loop.wait_for_sums()
@@ -71,7 +75,7 @@ def test_a_scheduler_does_not_change_a_step_that_was_called_before() -> None:
         train_once(None, plain, theirs, zoo_loss, after=theirs_scheduled.step)
     assert loop.pending == EVERYTHING
     loop.model(WORDS)
-    assert same(state_of(loop.model, mine), state_of(plain, theirs))
+    assert_alike(loop, mine, plain, theirs)
 
 
 def test_two_optimizers_share_a_model() -> None:
@@ -83,10 +87,7 @@ def test_two_optimizers_share_a_model() -> None:
 
     mine, theirs = make(model), make(plain)
     loop = Loop(model, *mine)
-    for _ in range(4):
-        with watching_uses(model):
-            train_once(loop, model, mine, zoo_loss)
-        train_once(None, plain, theirs, zoo_loss)
+    train_both(loop, mine, plain, theirs, steps=4)
     loop.wait_for_sums()
     assert same(state_of(model, mine), state_of(plain, theirs))
 
@@ -114,7 +115,7 @@ def test_gradients_are_cleared_before_or_after(first: bool, set_to_none: bool) -
     assert not loop.network.waited or loop.deferred.waits.count > 0
     gradients = [[parameter.grad for parameter in model.parameters()] for model in (loop.model, plain)]
     assert same(*gradients)
-    assert same(state_of(loop.model, mine), state_of(plain, theirs))
+    assert_alike(loop, mine, plain, theirs)
 
 
 def test_gradients_accumulate_over_batches() -> None:
@@ -136,7 +137,7 @@ def test_gradients_accumulate_over_batches() -> None:
             train_once(loop, loop.model, mine, functools.partial(compute, loop=loop))
         train_once(None, plain, theirs, functools.partial(compute, loop=None))
     assert loop.pending == EVERYTHING
-    assert same(state_of(loop.model, mine), state_of(plain, theirs))
+    assert_alike(loop, mine, plain, theirs)
 
 
 def test_a_step_that_is_left_out_leaves_the_parameters() -> None:
@@ -149,7 +150,7 @@ def test_a_step_that_is_left_out_leaves_the_parameters() -> None:
     for optimizers in (theirs, []):
         train_once(None, plain, optimizers, zoo_loss)
         theirs[0].zero_grad()
-    assert same(state_of(loop.model, mine), state_of(plain, theirs))
+    assert_alike(loop, mine, plain, theirs)
 
 
 # --- what needs all sums at once ---
@@ -182,11 +183,9 @@ def _with_hook(model: nn.Module) -> torch.optim.Optimizer:
 def test_other_optimizers_wait_for_all_and_it_is_said_once(make: Make, says: str) -> None:
     loop, mine, plain, theirs = twins(make)
     for _ in range(4):
-        with watching_uses(loop.model):
-            train_once(loop, loop.model, mine, zoo_loss)
-        train_once(None, plain, theirs, zoo_loss)
+        train_both(loop, mine, plain, theirs)
         assert loop.pending == set()
-    assert same(state_of(loop.model, mine), state_of(plain, theirs))
+    assert_alike(loop, mine, plain, theirs)
     [line] = loop.said
     assert says in line
     assert "priority cannot help" in line
@@ -209,7 +208,7 @@ def test_clipping_waits_for_all_and_it_is_said_once() -> None:
             norm = train(loop, loop.model, mine[0])
         assert loop.pending == set()
         assert torch.equal(norm, train(None, plain, theirs[0]))
-    assert same(state_of(loop.model, mine), state_of(plain, theirs))
+    assert_alike(loop, mine, plain, theirs)
     [line] = loop.said
     assert "clipping" in line
 
@@ -218,3 +217,123 @@ def test_an_update_with_the_rate_of_later_would_be_noticed(monkeypatch: pytest.M
     monkeypatch.setattr("pliant.train.pending._copy_options", lambda group: group)
     with pytest.raises((AssertionError, TypeError, ValueError)):
         test_a_scheduler_does_not_change_a_step_that_was_called_before()
+
+
+# --- a step of which only some sums come ---
+
+
+@pytest.mark.parametrize(("kind", "settings"), OPTIMIZERS, ids=str)
+def test_what_was_updated_too_early_is_taken_back(kind: str, settings: dict[str, Any]) -> None:
+    """Some sums of a step have come and were used, the others never come: all is as it was before that step."""
+    model = Shelf()
+    mine = [make_optimizer(kind, settings, model)]
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(mine[0], 0.9)
+    loop = Loop(model, *mine, can_undo=True)
+    x = torch.randn(3, 4)
+    for steps in range(2, 4):
+        for _ in range(steps):
+            train_once(loop, model, mine, lambda m: m(x, range(6)), after=scheduler.step)
+        loop.wait_for_sums()
+        before = state_of(model, mine)
+        known = len(mine[0].state)
+        train_once(loop, model, mine, lambda m: m(x, range(6)), after=scheduler.step)
+        for index in (4, 1):
+            loop.model.weights[index].sum()  # type: ignore[index]
+        assert len(loop.pending) == 4
+        assert changed(model, before) == [1, 4]
+        loop.network.broken = True
+        model(x, range(6))
+        assert len(loop.lost) == steps - 1
+        assert loop.pending == set(), "a program that goes on must not wait again and again"
+        loop.deferred.undo_step()
+        loop.network.broken = False
+        assert same(state_of(model, mine), before)
+        assert len(mine[0].state) == known
+        assert all(parameter.grad is None for parameter in model.parameters()), "what was cleared came back"
+
+
+def test_the_first_update_of_all_is_taken_back() -> None:
+    """The optimizer has no state before it, and none afterwards."""
+    loop, mine, _, _ = twins(can_undo=True)
+    loop.way = SyncConfig("priority", slice_bytes=1)
+    before = state_of(loop.model, mine)
+    train_once(loop, loop.model, mine, zoo_loss)
+    loop.model.last(X)  # type: ignore[operator]
+    assert len(changed(loop.model, before)) == 2
+    loop.network.broken = True
+    loop.model(WORDS)
+    loop.deferred.undo_step()
+    assert same(state_of(loop.model, mine), before)
+    assert not mine[0].state
+
+
+def test_what_was_updated_at_once_is_taken_back_too() -> None:
+    """A gradient that was looked at before the step is summed by then, so its parameter is updated in the step itself."""
+    loop, mine, _, _ = twins(can_undo=True)
+    train_once(loop, loop.model, mine, zoo_loss)
+    loop.wait_for_sums()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(mine[0], 0.5)
+    before = state_of(loop.model, mine)
+    loop.begin()
+    zoo_loss(loop.model).backward()  # type: ignore[no-untyped-call]
+    assert loop.model.scale.grad is not None
+    loop.model.last.bias.data.mul_(2)  # type: ignore[union-attr, operator]
+    scheduler.step()  # before the step, as programs of old do
+    mine[0].step()
+    assert len(changed(loop.model, before)) >= 2
+    loop.network.broken = True
+    loop.model(WORDS)
+    loop.model.embedding.weight.data.zero_()  # type: ignore[union-attr, operator]  # in the pass that does not count
+    loop.deferred.undo_step()
+    assert same(state_of(loop.model, mine), before)
+
+
+def test_an_update_knows_nothing_of_the_mode_it_happens_in() -> None:
+    def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(model.parameters(), lr=0.01)  # multiplies matrices
+
+    loop, mine, plain, theirs = loop_before_sums(adafactor)
+    with torch.autocast("cpu", torch.bfloat16):
+        loop.model.last(X)  # type: ignore[operator]
+    assert_alike(loop, mine, plain, theirs)
+    train_both(loop, mine, plain, theirs)
+    with torch.inference_mode():
+        loop.model(WORDS)
+    train_both(loop, mine, plain, theirs)
+    assert_alike(loop, mine, plain, theirs)
+
+
+def test_an_update_that_fails_is_tried_again() -> None:
+    loop, mine, plain, theirs = loop_before_sums()
+    original = torch.optim.Adam._init_group
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    torch.optim.Adam._init_group = fail  # type: ignore[assignment, method-assign]
+    try:
+        with pytest.raises(MemoryError):
+            loop.model(WORDS)
+    finally:
+        torch.optim.Adam._init_group = original  # type: ignore[method-assign]
+    assert_alike(loop, mine, plain, theirs)
+
+
+def test_what_is_whole_is_not_taken_back() -> None:
+    loop, mine, plain, theirs = loop_before_sums(can_undo=True)
+    loop.model(WORDS)
+    assert loop.whole == 1
+    loop.deferred.undo_step()
+    assert_alike(loop, mine, plain, theirs)
+
+
+def test_nothing_is_kept_where_nothing_can_be_taken_back() -> None:
+    loop, _, _, _ = loop_before_sums(can_undo=False)
+    loop.model.last(X)  # type: ignore[operator]
+    assert not loop.deferred._undo_log._saved
+    loop, _, _, _ = loop_before_sums(can_undo=True)
+    loop.model.last(X)  # type: ignore[operator]
+    assert len(loop.deferred._undo_log._saved) == 2
+    loop.deliver()
+    loop.model(WORDS)
+    assert not loop.deferred._undo_log._saved
