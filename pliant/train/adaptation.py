@@ -11,7 +11,7 @@ import json
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -348,11 +348,12 @@ class Adaptation:
         self._began_s, self._time_s, self._asked = state["began_s"], state["time_s"], dict(state["asked"])
         self._pending = [(name, decision_from_json(decision)) for name, decision in state.get("pending", ())]
         begun_with = state["policies"]
-        if begun_with and len(self.policies) and len(begun_with) != len(self.policies):
-            raise ConfigError(
-                f"the job was begun with {len(begun_with)} policies, this program has {len(self.policies)}: use the same ones"
-            )
         if begun_with and len(self.policies):
+            if len(begun_with) != len(self.policies):
+                raise ConfigError(
+                    f"the job was begun with {len(begun_with)} policies, this program has {len(self.policies)}: use the "
+                    "same ones"
+                )
             self.policies.load_state_dict(begun_with)
         if self.monitor is not None and state["monitor"]:
             self.monitor.load_state_dict(state["monitor"])
@@ -459,16 +460,15 @@ class AdaptationMessage:
     probed: bytes
 
     def to_bytes(self) -> bytes:
-        own = self.figures
-        numbers = (own.step_s, own.compute_s, own.comm_bytes, own.comm_s, own.egress_bytes)
+        _, *numbers = astuple(self.figures)
         return _MESSAGE.pack(self.num_bytes, self.clock_s, *numbers) + self.probed
 
     @classmethod
     def from_bytes(cls, name: str, row: bytes) -> AdaptationMessage:
         """Read the row of the worker with this name."""
         length, clock_s, *numbers = _MESSAGE.unpack_from(row)
-        names = ("step_s", "compute_s", "comm_bytes", "comm_s", "egress_bytes")
-        figures = WorkerFigures(name=name, **dict(zip(names, numbers, strict=True)))
+        names = (field.name for field in fields(WorkerFigures))
+        figures = WorkerFigures(**dict(zip(names, (name, *numbers), strict=True)))
         return cls(length, clock_s, figures, row[_MESSAGE.size :])
 
 

@@ -3,11 +3,8 @@
 gloo cuts a bucket into one chunk per rank and sums each chunk in an order of its own, so the bits of an element follow
 from its place in its bucket. Stock DDP uses two layouts. The first (L1) has one bucket per type, in the order of the
 parameters. After the first step it is replaced for good by L2: buckets of 1 and 25 MiB, in the order in which the gradients
-of rank 0 became ready.
-
-With priority a bucket is cut into units, which travel by themselves so that what the next forward needs first can overtake
-the rest. A unit is several small neighbours or one parameter in slices. Every worker derives the same units from the same
-layout. The order of summation stays that of the bucket, so units never change a bit.
+of rank 0 became ready. With priority a bucket is cut into units, which travel by themselves; the order of summation stays
+that of the bucket.
 """
 
 from __future__ import annotations
@@ -63,24 +60,21 @@ def first_layout(
     items: Sequence[BucketItem], *, find_unused: bool = False, cap_bytes: int | None = None
 ) -> BucketLayout:
     """Return the layout that DDP begins with: L1, or with `find_unused` the small buckets that it then keeps."""
-    limits = bucket_limits(cap_bytes) if find_unused else (math.inf,)
-    return _fill_buckets(items, range(len(items)), limits)
+    if find_unused:
+        return rebuilt_layout(items, range(len(items)), cap_bytes=cap_bytes)
+    return _fill_buckets(items, range(len(items)), (math.inf,))
 
 
 def rebuilt_layout(
     items: Sequence[BucketItem], ready_order: Sequence[int], *, cap_bytes: int | None = None
 ) -> BucketLayout:
     """Return L2: the parameters in the order in which replica 0's gradients became ready at the first step."""
-    return _fill_buckets(items, ready_order, bucket_limits(cap_bytes))
-
-
-def bucket_limits(cap_bytes: int | None) -> tuple[float, ...]:
-    """Return the sizes at which buckets are closed; the last one repeats. A cap of the user's holds for all."""
-    return (FIRST_BYTES, CAP_BYTES) if cap_bytes is None else (cap_bytes,)
+    return _fill_buckets(items, ready_order, (FIRST_BYTES, CAP_BYTES) if cap_bytes is None else (cap_bytes,))
 
 
 def _fill_buckets(items: Sequence[BucketItem], order: Sequence[int], limits: Sequence[float]) -> BucketLayout:
-    """Fill buckets in `order`, one open bucket per kind; the parameter that fills a bucket closes it."""
+    """Fill buckets in `order`, one open bucket per kind; the parameter that reaches the limit closes it. The last limit
+    repeats."""
     open_buckets: dict[Hashable, list[int]] = {}
     sizes: dict[Hashable, int] = {}
     closed_of_kind: dict[Hashable, int] = {}
@@ -115,11 +109,12 @@ def parameter_views(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]
 
 def in_memory_order(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     """Return the gradient as a flat tensor, in the memory order of the parameter."""
-    if not _is_dense(parameter) or gradient.is_sparse:
-        return gradient.to_dense().reshape(-1) if gradient.is_sparse else gradient.reshape(-1)
-    flat = torch.empty(parameter.numel(), dtype=gradient.dtype, device=gradient.device)
+    gradient = gradient.to_dense()
+    if not _is_dense(parameter):
+        return gradient.reshape(-1)
     if gradient.stride() == parameter.stride():
         return gradient.as_strided((parameter.numel(),), (1,))
+    flat = torch.empty(parameter.numel(), dtype=gradient.dtype, device=gradient.device)
     flat.as_strided(parameter.size(), parameter.stride()).copy_(gradient)
     return flat
 
@@ -271,10 +266,8 @@ def cut_unit_buffers(buckets: Sequence[Bucket], config: SyncConfig, num_lanes: i
     made = []
     for unit in units:
         bucket = buckets[unit.bucket]
-        members, elements = (
-            slice(unit.first, unit.last + 1),
-            slice(unit.portion.begin, unit.portion.begin + unit.length),
-        )
+        members = slice(unit.first, unit.last + 1)
+        elements = slice(unit.portion.begin, unit.portion.begin + unit.length)
         parameters, total = bucket.parameters[members], bucket.total[elements]
         made.append(
             UnitBuffer(

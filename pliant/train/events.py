@@ -65,11 +65,10 @@ class ViewChanges:
         """Steps begun when a step was last torn, that one included."""
         self.listeners: list[Callable[[ViewChange], None]] = []
         """Called with each change when it has ended."""
-        self._ending: tuple[float, int, bool, Callable[[ViewChange], None]] | None = None
+        self._ending: tuple[float, int, bool] | None = None
 
-    def begin(self, since_s: float, old_size: int, lost: bool, tell: Callable[[ViewChange], None]) -> None:
-        """Begin a change; `tell` is called when it has ended."""
-        self._ending = (since_s, old_size, lost, tell)
+    def begin(self, since_s: float, old_size: int, lost: bool) -> None:
+        self._ending = (since_s, old_size, lost)
 
     @property
     def is_ending(self) -> bool:
@@ -79,10 +78,9 @@ class ViewChanges:
     def end(self, step: int, new_size: int) -> None:
         """End the change: the first batch of the new view is in hand."""
         assert self._ending is not None, "begin() comes first"
-        (since_s, old_size, lost, tell), self._ending = self._ending, None
+        (since_s, old_size, lost), self._ending = self._ending, None
         repeated = max(0, self.steps_begun - step) if lost else 0
         change = ViewChange(step, old_size, new_size, time.monotonic() - since_s, lost, repeated)
         self.seen.append(change)
-        tell(change)
         for listener in self.listeners:
             listener(change)

@@ -1,10 +1,9 @@
 """The messages that workers exchange with the sums of each step: measurements, contexts, buffers.
 
 After the exchange every worker has the whole state of the job. A context has about ten kilobytes, nearly all of it the
-words of random generators, and everybody needs everybody's: with many workers that is more than the gradients. The words
-rarely change, so from the second step of a view on a message holds only the changes, in a small fixed room. If they do
-not fit (dropout on the host draws a word for every element), the whole contexts follow in a second round, and come first
-in the next step. All workers see the same messages, so all know which form comes next.
+words of random generators, which rarely change. So from the second step of a view on a message holds only the changes, in
+a small fixed room. If they do not fit (dropout on the host draws a word for every element), the whole contexts follow in a
+second round, and come first in the next step. All workers see the same messages, so all know which form comes next.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ class StepExchange:
     """What the step in progress leaves for the next one; after `receive`, that of all replicas."""
 
     def __init__(self, buffers: ModelBuffers, num_loader_workers: int) -> None:
-        self.codec = StepMessageCodec()
+        self.codec = StepMessageCodec(num_loader_workers)
         self.new_contexts: dict[int, ReplicaContext] = {}
         self.new_buffers: Tensors | None = None
         """The buffers of replica 0."""
         self.new_order: list[int] | None = None
         """The order in which the gradients of replica 0 became ready, if a layout depends on it."""
-        self._buffers, self._num_loaders = buffers, num_loader_workers
+        self._buffers = buffers
         self._engine: Engine | None = None
         self._root = 0
         self._sent: tuple[Handle, Handle | None, Handle | None]
@@ -57,7 +56,7 @@ class StepExchange:
         parameters that wait for replica 0's order, or 0."""
         engine, buffers, order = self._engine, None, None
         assert engine is not None, "enter_view() comes first"
-        row = self.codec.pack(message, self.new_contexts, known, self._num_loaders)
+        row = self.codec.pack(message, self.new_contexts, known)
         rows = engine.all_gather(self.codec.name, row, priority=FIRST_PRIORITY)
         if num_bytes := self._buffers.num_bytes:
             own = self.new_buffers
@@ -82,16 +81,19 @@ class StepExchange:
         ready_order = order.wait() if order is not None else None
         if ready_order is not None:
             self.new_order = ready_order.tolist()
-        new, loaders = self.new_contexts, self._num_loaders
-        gathered = rows.wait()
-        assert gathered is not None, "an all_gather has a result on every rank"
-        messages, complete = self.codec.read(gathered, new, known, loaders, num_figures)
+        messages, complete = self.codec.read(_rows_of(rows), self.new_contexts, known, num_figures)
         if not complete:
-            contexts = self.codec.pack_contexts(new, loaders)
-            gathered = self._engine.all_gather("contexts", contexts, priority=FIRST_PRIORITY).wait()
-            assert gathered is not None, "an all_gather has a result on every rank"
-            self.codec.read_contexts(gathered, new, loaders)
+            contexts = self.codec.pack_contexts(self.new_contexts)
+            gathered = self._engine.all_gather("contexts", contexts, priority=FIRST_PRIORITY)
+            self.codec.read_contexts(_rows_of(gathered), self.new_contexts)
         return messages
+
+
+def _rows_of(gathered: Handle) -> list[bytes]:
+    """Wait for everybody's rows."""
+    rows = gathered.wait()
+    assert rows is not None, "an all_gather has a result on every rank"
+    return [bytes(row.numpy()) for row in rows]
 
 
 # --- the messages ---
@@ -123,7 +125,8 @@ class StepMessage:
 class StepMessageCodec:
     """Packs this worker's message, and reads those of all. `known` are the contexts that everybody has."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_loaders: int) -> None:
+        self._num_loaders = num_loaders
         self.is_brief = False
         """Whether the next messages hold changes instead of contexts."""
         self._blocks: tuple[int, ...] = ()
@@ -139,66 +142,56 @@ class StepMessageCodec:
         return "changes" if self.is_brief else "step"
 
     def pack(
-        self, message: StepMessage, new: Mapping[int, ReplicaContext], known: Sequence[ReplicaContext], num_loaders: int
+        self, message: StepMessage, new: Mapping[int, ReplicaContext], known: Sequence[ReplicaContext]
     ) -> torch.Tensor:
         """Return this worker's message."""
-        whole = [new[replica].to_bytes(num_loaders) for replica in self._hosted]
+        whole = self._whole(new)
         changes = [
-            encode_changes(known[replica].to_bytes(num_loaders), data)
+            encode_changes(known[replica].to_bytes(self._num_loaders), data)
             for replica, data in zip(self._hosted, whole, strict=True)
         ]
-        fits = None not in changes
-        head = (
-            _HEAD.pack(message.step, message.prepared, fits)
-            + pack_sync(message.sync_config, message.measured)
-            + message.figures
-        )
+        head = _HEAD.pack(message.step, message.prepared, None not in changes)
+        head += pack_sync(message.sync_config, message.measured) + message.figures
         if self.is_brief:
             return self._padded(head, [change or b"" for change in changes], CHANGES_BYTES)
         return self._padded(head, whole, len(whole[0]))
 
-    def pack_contexts(self, new: Mapping[int, ReplicaContext], num_loaders: int) -> torch.Tensor:
+    def pack_contexts(self, new: Mapping[int, ReplicaContext]) -> torch.Tensor:
         """Return this worker's contexts, for when the changes did not fit."""
-        whole = [new[replica].to_bytes(num_loaders) for replica in self._hosted]
+        whole = self._whole(new)
         return self._padded(b"", whole, len(whole[0]))
+
+    def _whole(self, new: Mapping[int, ReplicaContext]) -> list[bytes]:
+        return [new[replica].to_bytes(self._num_loaders) for replica in self._hosted]
 
     def _padded(self, head: bytes, bodies: Sequence[bytes], room: int) -> torch.Tensor:
         row = head + b"".join(body.ljust(room, b"\0") for body in bodies)
         return torch.frombuffer(bytearray(row.ljust(len(head) + room * max(self._blocks), b"\0")), dtype=torch.uint8)
 
     def read(
-        self,
-        rows: torch.Tensor,
-        new: dict[int, ReplicaContext],
-        known: Sequence[ReplicaContext],
-        num_loaders: int,
-        num_figures: int,
+        self, rows: Sequence[bytes], new: dict[int, ReplicaContext], known: Sequence[ReplicaContext], num_figures: int
     ) -> tuple[list[StepMessage], bool]:
         """Return all messages, and whether the contexts in them are complete. The contexts of other workers' replicas
         go to `new`. If they are not complete, everybody must send `pack_contexts`."""
         begin = _HEAD.size + SYNC_BYTES
-        data = [bytes(row.numpy()) for row in rows]
-        heads = [_HEAD.unpack_from(each) for each in data]
-        message = [
-            StepMessage(
-                step, prepared, *unpack_sync(each[_HEAD.size : begin]), each[begin : begin + num_figures], fits
-            )
-            for each, (step, prepared, fits) in zip(data, heads, strict=True)
-        ]  # fmt: skip
-        was_brief, self.is_brief = self.is_brief, all(each.fits for each in message)
+        end = begin + num_figures
+        messages = []
+        for row in rows:
+            step, prepared, fits = _HEAD.unpack_from(row)
+            messages.append(StepMessage(step, prepared, *unpack_sync(row[_HEAD.size : begin]), row[begin:end], fits))
+        was_brief, self.is_brief = self.is_brief, all(each.fits for each in messages)
         if was_brief and not self.is_brief:
-            return message, False
-        bodies = [each[begin + num_figures :] for each in data]
-        for replica, body in self._of_replicas(bodies, CHANGES_BYTES if was_brief else 0):
+            return messages, False
+        for replica, body in self._of_replicas([row[end:] for row in rows], CHANGES_BYTES if was_brief else 0):
             if replica not in new:
-                whole = apply_changes(known[replica].to_bytes(num_loaders), body) if was_brief else body
-                new[replica] = ReplicaContext.from_bytes(whole, num_loaders)
-        return message, True
+                whole = apply_changes(known[replica].to_bytes(self._num_loaders), body) if was_brief else body
+                new[replica] = ReplicaContext.from_bytes(whole, self._num_loaders)
+        return messages, True
 
-    def read_contexts(self, rows: torch.Tensor, new: dict[int, ReplicaContext], num_loaders: int) -> None:
-        for replica, whole in self._of_replicas([bytes(row.numpy()) for row in rows], 0):
+    def read_contexts(self, rows: Sequence[bytes], new: dict[int, ReplicaContext]) -> None:
+        for replica, whole in self._of_replicas(rows, 0):
             if replica not in new:
-                new[replica] = ReplicaContext.from_bytes(whole, num_loaders)
+                new[replica] = ReplicaContext.from_bytes(whole, self._num_loaders)
 
     def _of_replicas(self, bodies: Sequence[bytes], room: int) -> list[tuple[int, bytes]]:
         """Cut the bodies into one part per replica: of `room` bytes, or of equal size if `room` is 0."""

@@ -382,11 +382,12 @@ class Job:
         self._member.max_members = None if follows_view else replicas.count
         program = describe_program(parameters, replicas, follows_view=follows_view)
         self._connect_state(trainer, program + (f", {averaging.describe()}" if averaging is not None else ""), device)
+        assert self._rendezvous is not None
         if averaging is not None:
-            assert self._rendezvous is not None
             averaging.attach(gradients, self._rendezvous.equalise)
             trainer.averaging = averaging
         trainer.on_commit = self._committed
+        self._view_listeners.insert(0, self._rendezvous.announce)
         trainer.changes.listeners = self._view_listeners
         for each in optimizers:
             wrap_optimizer(each, self._running, lambda: self._trainer)

@@ -1,11 +1,9 @@
 """How workers enter a new view together and agree on the state of the job.
 
-New workers, survivors of a crash and workers that merely stay run the same protocol. Everybody enters the view and
-reports what it has. The workers with the newest state are its holders; all others fetch the state from them, and a torn
-step is repeated. If a worker is lost meanwhile, there is another membership, and the protocol starts again.
-
-A holder lends its own memory for reading and makes no copy. The parameters do not change before the new workers have
-taken part in the next step, so training goes on while they read.
+Everybody enters the view and reports what it has. The workers with the newest state are its holders; all others fetch the
+state from them, and a torn step is repeated. If a worker is lost meanwhile, there is another membership, and the protocol
+starts again. A holder lends its own memory for reading and makes no copy: the parameters do not change before the new
+workers have taken part in the next step.
 """
 
 from __future__ import annotations
@@ -114,9 +112,9 @@ class ViewRendezvous:
         lost, old_size = trainer.torn is not None, self._member.size
         since_s = trainer.torn_s if lost else trainer.step_ended_s or time.monotonic()
         self._enter_next(planned)
-        trainer.changes.begin(since_s, old_size, lost, self._announce)
+        trainer.changes.begin(since_s, old_size, lost)
 
-    def _announce(self, change: ViewChange) -> None:
+    def announce(self, change: ViewChange) -> None:
         """Print and record the change. The first of the workers that were there before does so."""
         if self._announces:
             what = f"recovered at step {change.step}:" if change.lost else "resize"

@@ -55,7 +55,7 @@ class World:
 
     def __init__(self, blocks: Sequence[int]) -> None:
         self.blocks = blocks
-        self.rows = [StepMessageCodec() for _ in blocks]
+        self.rows = [StepMessageCodec(0) for _ in blocks]
         self.known = [_contexts(7, sum(blocks)) for _ in blocks]
         self.step = 0
         begin = 0
@@ -71,23 +71,21 @@ class World:
         ]
         [name] = {each.name for each in self.rows}
         mine = [{replica: new[replica] for replica in each._hosted} for each in self.rows]
-        table = torch.stack(
-            [
-                each.pack(told, own, known, 0)
-                for each, told, own, known in zip(self.rows, said, mine, self.known, strict=True)
-            ]
-        )
+        table = [
+            bytes(each.pack(told, own, known).numpy())
+            for each, told, own, known in zip(self.rows, said, mine, self.known, strict=True)
+        ]
         complete = set()
         for each, own, known in zip(self.rows, mine, self.known, strict=True):
-            heard, whole = each.read(table, own, known, 0, 5)
+            heard, whole = each.read(table, own, known, 5)
             complete.add(whole)
             assert [(one.step, one.prepared, one.figures) for one in heard] == [
                 (one.step, one.prepared, one.figures) for one in said
             ]
         if complete == {False}:
-            rest = torch.stack([each.pack_contexts(own, 0) for each, own in zip(self.rows, mine, strict=True)])
+            rest = [bytes(each.pack_contexts(own).numpy()) for each, own in zip(self.rows, mine, strict=True)]
             for each, own in zip(self.rows, mine, strict=True):
-                each.read_contexts(rest, own, 0)
+                each.read_contexts(rest, own)
         expected = [each.to_bytes(0) for each in new]
         for rank, own in enumerate(mine):
             self.known[rank] = [own[replica] for replica in range(sum(self.blocks))]
@@ -124,9 +122,9 @@ def test_changes_take_little_room() -> None:
     world = World((1,) * 6)
     own = {0: world.drawing({})[0]}
     said = StepMessage(0, 0, SyncConfig(), StepMeasurement(), b"")
-    whole = world.rows[0].pack(said, own, world.known[0], 0)
+    whole = world.rows[0].pack(said, own, world.known[0])
     world.train(world.drawing({}))
-    assert len(world.rows[0].pack(said, own, world.known[0], 0)) < 300 < 10_000 < len(whole)
+    assert len(world.rows[0].pack(said, own, world.known[0])) < 300 < 10_000 < len(whole)
 
 
 def test_a_change_for_another_context_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,12 +126,13 @@ def test_a_batch_size_without_one_batch_is_refused_and_changes_nothing() -> None
 
 def test_a_change_ends_with_the_first_batch_and_tells_what_is_done_again() -> None:
     changes, told = ViewChanges(), list[ViewChange]()
+    changes.listeners.append(told.append)
     assert not changes.is_ending
-    changes.begin(0.0, 4, lost=False, tell=told.append)
+    changes.begin(0.0, 4, lost=False)
     assert changes.is_ending
     changes.end(step=7, new_size=2)
     changes.steps_begun = 9
-    changes.begin(0.0, 2, lost=True, tell=told.append)
+    changes.begin(0.0, 2, lost=True)
     changes.end(step=7, new_size=1)
     assert not changes.is_ending
     assert told == changes.seen
