@@ -4,11 +4,10 @@ That is its random state, its position in the data, and buffers of its own. Mode
 at a step's boundary and exist once per worker. A context is restored before the replica's turn, captured after its
 backward, and small enough to be copied to all other workers with every step.
 
-A worker gives each replica the random generators that it would have had in a process of its own: those of Python, NumPy and
-torch. `capture_rng` and `restore_rng` run at every switch and must cost microseconds. Python's and NumPy's own functions
-walk through the state word by word, which would be half of a switch. The words are therefore copied where they lie:
-NumPy's bit generator publishes its address; the place in Python's `Random`, and of the spare normal deviate in NumPy's
-`RandomState`, is searched once, with values that we put there. If it is not found, their own functions are used.
+`capture_rng` and `restore_rng` run at every switch and must cost microseconds. Python's and NumPy's own functions walk
+through the state word by word, so the words are copied where they lie: NumPy's bit generator publishes its address; the
+place in Python's `Random`, and of the spare normal deviate in NumPy's `RandomState`, is searched once, with values that we
+put there. If it is not found, their own functions are used.
 """
 
 from __future__ import annotations
@@ -63,12 +62,13 @@ class RngState:
     def to_bytes(self) -> bytes:
         """Return the states in `RNG_BYTES` bytes."""
         words, gauss = self.python
-        if self.torch.numel() != _TORCH_BYTES:
-            raise TrainError(f"a random state of {self.torch.numel()} bytes: this version of torch is not supported")
         words_np, spare, deviate = self.numpy
-        cuda = b"" if self.cuda is None else _tensor_bytes(self.cuda)
-        if len(cuda) not in (0, _CUDA_BYTES):
-            raise TrainError(f"a CUDA random state of {len(cuda)} bytes: this version of torch is not supported")
+        own = self.torch.numpy().tobytes()
+        cuda = b"" if self.cuda is None else self.cuda.numpy().tobytes()
+        if len(own) != _TORCH_BYTES or len(cuda) not in (0, _CUDA_BYTES):
+            raise TrainError(
+                f"random states of {len(own)} and {len(cuda)} bytes: this version of torch is not supported"
+            )
         return _RECORD.pack(
             words,
             gauss is not None,
@@ -76,7 +76,7 @@ class RngState:
             words_np,
             spare,
             deviate,
-            _tensor_bytes(self.torch),
+            own,
             self.cuda is not None,
             cuda,
         )
@@ -144,10 +144,6 @@ def seeded_rng(seed: int, device: torch.device | None = None) -> RngState:
 @functools.cache  # torch formats the type of a device at every call, which is noticeable in a switch
 def _is_cuda(device: torch.device) -> bool:
     return device.type == "cuda"
-
-
-def _tensor_bytes(state: Tensor) -> bytes:
-    return state.numpy().tobytes()
 
 
 def _bytes_tensor(data: bytes) -> Tensor:
@@ -339,8 +335,8 @@ def fill_states(workers: Sequence[bytes | None], num_workers: int) -> list[bytes
 
 
 class ReplicaContext:
-    """Everything the next turn of a replica depends on, besides model and optimizer. A context that came as bytes is
-    parsed when it is needed: most are only kept for other workers."""
+    """The random state, data position and buffers of a replica. A context that came as bytes is parsed when it is
+    needed: most are only kept for other workers."""
 
     __slots__ = ("_data", "_num_loaders", "_parts")
 

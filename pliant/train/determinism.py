@@ -5,11 +5,8 @@
     D2  heterogeneous      machines may differ: every dispatch that looks at the hardware is pinned
 
 A worker shows its fingerprint when it joins, and `differences` lists the reasons why it may not. Libraries read some
-settings only when they are loaded (vector instructions, threads); `pliant run` sets those before the process starts.
-
-The order in which gloo sums is no promise of torch's: one release had another order for a month. So before a job claims the
-bits of DistributedDataParallel, `self_check` reduces a few tensors with torch itself (N ranks as threads of this process,
-on loopback sockets) and by our formula, and compares them bit by bit.
+settings only when they are loaded; `pliant run` sets those before the process starts. torch does not promise the order in
+which gloo sums, so `self_check` compares torch's own sums with our formula before a job claims the bits of DDP.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import distributed as dist
@@ -32,8 +29,13 @@ from pliant.errors import ConfigError
 
 Level = Literal["D0", "D1", "D2"]
 LEVELS: tuple[Level, ...] = ("D0", "D1", "D2")
-PINS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "OMP_NUM_THREADS")
-"""The variables that D2 needs in the environment before torch is loaded."""
+PINS = {
+    "ATEN_CPU_CAPABILITY": "aten_pin",
+    "ONEDNN_MAX_CPU_ISA": "onednn_pin",
+    "MKL_CBWR": "mkl_pin",
+    "OMP_NUM_THREADS": "threads_pin",
+}
+"""The variables that D2 needs in the environment before torch is loaded, and their fields in a fingerprint."""
 
 # The instruction sets that oneDNN dispatches on, from the least to the best, with the CPU flags that each needs.
 _ISAS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -105,7 +107,6 @@ def fingerprint(device: torch.device | str = "cpu") -> Fingerprint:
     """Return the fingerprint of this process on this device; call it after `pin`."""
     device = torch.device(device)
     vendor, model, isa = _cpu()
-    gpu = _gpu(device) if device.type == "cuda" else {}
     return Fingerprint(
         torch=str(torch.__version__),
         num_threads=torch.get_num_threads(),
@@ -113,12 +114,9 @@ def fingerprint(device: torch.device | str = "cpu") -> Fingerprint:
         cpu_vendor=vendor,
         cpu_model=model,
         cpu_isa=isa,
-        aten_pin=os.environ.get("ATEN_CPU_CAPABILITY", ""),
-        onednn_pin=os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
-        mkl_pin=os.environ.get("MKL_CBWR", ""),
-        threads_pin=os.environ.get("OMP_NUM_THREADS", ""),
+        **{field: os.environ.get(name, "") for name, field in PINS.items()},
         flags=_flags(),
-        **gpu,
+        **(_gpu(device) if device.type == "cuda" else {}),
     )
 
 
@@ -167,17 +165,13 @@ def differences(mine: Fingerprint, theirs: Fingerprint, level: str) -> list[str]
         if mine.mkl_pin.upper() != "COMPATIBLE":
             # On processors that are not Intel's, MKL knows only this setting.
             compare("CPU vendor without MKL_CBWR=COMPATIBLE", lambda it: it.cpu_vendor)
-        for name in PINS:
-            unset = [where for where, it in (("here", mine), ("there", theirs)) if not _pin_of(it, name)]
+        for name, field in PINS.items():
+            unset = [where for where, it in (("here", mine), ("there", theirs)) if not getattr(it, field)]
             if unset:
                 found.append(f"{name} is not set {' and '.join(unset)}: start with pliant run --determinism D2")
     compare("CUDA", lambda it: it.cuda)
     compare("cuDNN", lambda it: it.cudnn)
     return found
-
-
-def _pin_of(it: Fingerprint, name: str) -> str:
-    return dict(zip(PINS, (it.aten_pin, it.onednn_pin, it.mkl_pin, it.threads_pin), strict=True))[name]
 
 
 def _no_better_than(isa: str, limit: str) -> str:
@@ -221,9 +215,8 @@ def _environment_at_start() -> dict[str, str]:
         raw = Path("/proc/self/environ").read_bytes()
     except OSError:
         return dict(os.environ)
-    return dict(
-        cast("tuple[str, str]", tuple(os.fsdecode(pair).split("=", 1))) for pair in raw.split(b"\0") if b"=" in pair
-    )
+    pairs = (os.fsdecode(pair).partition("=") for pair in raw.split(b"\0"))
+    return {name: value for name, _, value in pairs}
 
 
 def _pin_cuda(level: Level) -> list[str]:
@@ -325,7 +318,10 @@ def self_check(num_replicas: int, *, thorough: bool = False) -> SelfCheck:
         return SelfCheck(True, "one replica: nothing is summed")
     began_s = time.perf_counter()
     num_ranks = min(num_replicas, MAX_RANKS)
-    cases = [_inputs(dtype, size, num_ranks, seed) for seed, (dtype, size) in enumerate(_sizes(num_ranks, thorough))]
+    sizes = list(SIZES)
+    if thorough:  # from 2 N segments of 1 MiB on, another branch of the formula gives the length of a chunk
+        sizes.append((torch.float32, 2 * num_ranks * order.GLOO_SEGMENT_BYTES // 4 + 5))
+    cases = [_inputs(dtype, size, num_ranks, seed) for seed, (dtype, size) in enumerate(sizes)]
     try:
         results = _reduce_by_torch(cases, num_ranks)
     except (RuntimeError, AttributeError) as error:
@@ -359,11 +355,6 @@ def fold(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
             kernels.reducer("sum", first.dtype), views, folds, scratch[begin:end], out[begin:end]
         ).run()
     return out
-
-
-def _sizes(num_ranks: int, thorough: bool) -> tuple[tuple[torch.dtype, int], ...]:
-    # From 2 N segments of 1 MiB on, another branch of the formula gives the length of a chunk.
-    return (*SIZES, (torch.float32, 2 * num_ranks * order.GLOO_SEGMENT_BYTES // 4 + 5)) if thorough else SIZES
 
 
 def _inputs(dtype: torch.dtype, size: int, num_ranks: int, seed: int) -> list[torch.Tensor]:

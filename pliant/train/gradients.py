@@ -2,10 +2,8 @@
 
 A hook on each parameter catches its gradient, scales it by 1/N (by multiplication, as DDP does) and writes it to its place
 in the replica's bucket. When the last replica hosted here has filled a bucket, or a unit of one, the engine sums it in the
-exact order while backward goes on. The sums become the parameters' `.grad`.
-
-A replica has one backward per turn whose gradients are summed. Other backwards of the program are left alone, and what
-would lead to a wrong sum is refused.
+exact order while backward goes on. The sums become the parameters' `.grad`. A replica has one backward per turn whose
+gradients are summed; what would lead to a wrong sum is refused.
 """
 
 from __future__ import annotations

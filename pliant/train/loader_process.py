@@ -2,13 +2,10 @@
 
 The loader workers that one process stands for differ in their random state only. It is kept per *track*: a track is opened
 with a base seed (and, for a replica that has come from another worker, a state to continue from), advanced by every batch,
-and dropped when it is no longer needed. Everything else is shared: there is one copy of the dataset per process.
+and dropped when it is no longer needed. There is one copy of the dataset per process.
 
-Batches go to the parent as pickles whose tensors stay in shared memory. torch.multiprocessing does this, too, but its
-receiver must call back for each tensor's descriptor over a new connection with a handshake (about a millisecond), and a
-killed process leaves a socket file in /tmp. Here the descriptors travel with the pickle.
-
-`get_worker_info` and NumPy's seed use torch's private functions, so that both are the same in every version of torch.
+Batches go to the parent as pickles whose tensors stay in shared memory, and their descriptors travel with the pickle.
+torch.multiprocessing would open a connection with a handshake for each tensor, which takes about a millisecond.
 """
 
 from __future__ import annotations

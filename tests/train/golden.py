@@ -11,9 +11,10 @@ import hashlib
 import os
 import pickle
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from gang import run
@@ -37,7 +38,7 @@ class Step:
 
 Run = tuple[str, int, tuple[int, ...]]
 """A program, its epochs, and before which steps DDP is wrapped anew, as after a restart."""
-_RankSteps = list[tuple[str, tuple[float, ...], tuple[int, ...]]]
+RankSteps = list[tuple[str, tuple[float, ...], tuple[int, ...]]]
 
 TOGETHER: dict[int, list[Run]] = {
     2: [("conv", 2, ())],
@@ -87,29 +88,41 @@ def _find(num_replicas: int, runs: Sequence[Run]) -> None:
 
 
 def _run(num_replicas: int, runs: Sequence[Run]) -> None:
+    found = run_ddp(num_replicas, _loop, runs, timeout_s=110 + runs[0][1])
+    _known.update({(num_replicas, one): steps for one, steps in zip(runs, found, strict=True)})
+
+
+def run_ddp(
+    num_replicas: int, loop: Callable[..., RankSteps], runs: Sequence[tuple[Any, ...]], timeout_s: float = 60
+) -> list[tuple[Step, ...]]:
+    """The steps of each run, by `loop(rank, *run)` in every one of `num_replicas` processes."""
     with tempfile.TemporaryDirectory() as directory:
         store = str(Path(directory) / "store")
-        ranks = run(_train, num_replicas, num_replicas, runs, store, timeout_s=110 + runs[0][1])
-    for number, one in enumerate(runs):
-        steps = zip(*(rank[number] for rank in ranks), strict=True)
-        _known[num_replicas, one] = tuple(
+        ranks = run(_train, num_replicas, num_replicas, loop, runs, store, timeout_s=timeout_s)
+    return [
+        tuple(
             Step(each[0][0], tuple(loss for _, loss, _ in each), tuple(samples for _, _, samples in each))
-            for each in steps
+            for each in zip(*of_ranks, strict=True)
         )
+        for of_ranks in zip(*ranks, strict=True)
+    ]
 
 
-def _train(rank: int, size: int, runs: Sequence[Run], store: str) -> list[_RankSteps]:
+def _train(
+    rank: int, size: int, loop: Callable[..., RankSteps], runs: Sequence[tuple[Any, ...]], store: str
+) -> list[RankSteps]:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     may_have_children()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
     try:
-        return [_loop(rank, build(name), epochs, restarts) for name, epochs, restarts in runs]
+        return [loop(rank, *one) for one in runs]
     finally:
         dist.destroy_process_group()
 
 
-def _loop(rank: int, program: Program, epochs: int, restarts: tuple[int, ...]) -> _RankSteps:
-    steps: _RankSteps = []
+def _loop(rank: int, name: str, epochs: int, restarts: tuple[int, ...]) -> RankSteps:
+    steps: RankSteps = []
+    program = build(name)
     sampler: DistributedSampler[int] = DistributedSampler(program.dataset)
     loader = DataLoader(program.dataset, sampler=sampler, **program.loading)
     model = _wrapped(program)

@@ -12,14 +12,14 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tampering
 import torch
-from golden import Step
+from golden import Step, golden
 from programs import build, digest, may_have_children, one_batch
 
 import pliant
@@ -297,6 +297,18 @@ def compare(found: History, oracle: Sequence[Step], begin: int = 0, repeats: int
     _compare_turns(found, oracle, begin)
     views = {(each["step"], each["view"]) for each in found.commits}
     assert len(views) <= len(oracle) - begin + repeats, "steps were committed, lost, and done again"
+
+
+def compare_all(tasks: Sequence[Task], found: Sequence[History], oracle: Mapping[str, str] | None = None) -> None:
+    """Fail unless every task has the bits of its oracle: its own program, or another one that computes the same."""
+    wrong = {}
+    for task, each in zip(tasks, found, strict=True):
+        name = (oracle or {}).get(task.program, task.program)
+        try:
+            compare(each, golden(name, task.replicas, task.epochs))
+        except AssertionError as error:
+            wrong[Path(task.journal).name] = str(error)
+    assert not wrong
 
 
 def differing(found: History, oracle: Sequence[Step]) -> list[int]:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from gang import gang, run
-from golden import KEPT, Step
+from gang import gang
+from golden import KEPT, RankSteps, Step, run_ddp
 from programs import build, digest, may_have_children, one_batch, seed_all
 from stage import ALL, new_workers, spec_of, staged, view_of
 from subject import Task, compare
@@ -53,16 +52,6 @@ CHANGES: Changes = {2: (5, 1.0), 6: (2, 0.5), 14: (4, 2.0)}
 # --- the oracle ---
 
 
-RankSteps = list[tuple[str, tuple[float, ...], tuple[int, ...]]]
-
-
-def _ddp(rank: int, store: str, names: Sequence[str], changes: Changes) -> list[RankSteps]:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    may_have_children()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=REPLICAS)
-    return [_ddp_steps(rank, name, changes) for name in names]
-
-
 def _step_with(optimizer: torch.optim.Optimizer, factor: list[float]) -> None:
     own: list[Any] = []
 
@@ -79,7 +68,7 @@ def _step_with(optimizer: torch.optim.Optimizer, factor: list[float]) -> None:
     optimizer.register_step_post_hook(after)
 
 
-def _ddp_steps(rank: int, name: str, changes: Changes) -> RankSteps:
+def _ddp(rank: int, name: str, changes: Changes) -> RankSteps:
     program = build(name)
     model = DistributedDataParallel(program.model, **program.wrapping)
     KEPT.append(model)
@@ -113,14 +102,10 @@ def _ddp_steps(rank: int, name: str, changes: Changes) -> RankSteps:
 
 
 @pytest.fixture(scope="module")
-def stepwise(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Sequence[Step]]:
+def stepwise() -> Mapping[str, Sequence[Step]]:
     """What the oracle does, by program."""
-    found, names = {}, ("conv", "transformer")
-    ranks = run(_ddp, REPLICAS, str(tmp_path_factory.mktemp("ddp") / "store"), names, CHANGES)
-    for number, name in enumerate(names):
-        steps = zip(*(rank[number] for rank in ranks), strict=True)
-        found[name] = [Step(each[0][0], tuple(x[1] for x in each), tuple(x[2] for x in each)) for each in steps]
-    return found
+    names = ("conv", "transformer")
+    return dict(zip(names, run_ddp(REPLICAS, _ddp, [(name, CHANGES) for name in names]), strict=True))
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 from gang import FULL
-from golden import golden
 from stage import run_fixed
-from subject import Task, compare
+from subject import Task, compare_all
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -41,8 +40,7 @@ def test_any_placement_has_the_bits_of_ddp(
     name: str, replicas: int, epochs: int, blocks: tuple[int, ...], tmp_path: Path
 ) -> None:
     task = Task(program=name, replicas=replicas, epochs=epochs, journal=str(tmp_path / "journal"), blocks=blocks)
-    [found] = run_fixed([task], len(blocks))
-    compare(found, golden(name, replicas, epochs))
+    compare_all([task], run_fixed([task], len(blocks)))
 
 
 def test_a_program_alone_has_the_bits_of_ddp(tmp_path: Path) -> None:
@@ -54,8 +52,7 @@ def test_a_program_alone_has_the_bits_of_ddp(tmp_path: Path) -> None:
         Task(program=name, replicas=replicas, epochs=epochs, journal=str(tmp_path / f"{name}{replicas}"))
         for name, replicas, epochs in runs
     ]
-    for (name, replicas, epochs), found in zip(runs, run_fixed(tasks, 0), strict=True):
-        compare(found, golden(name, replicas, epochs))
+    compare_all(tasks, run_fixed(tasks, 0))
 
 
 VARIANTS = (
@@ -67,11 +64,4 @@ VARIANTS = (
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_programs_do_beyond_the_plain_loop(size: int, tmp_path: Path) -> None:
     tasks = [Task(program=name, replicas=3, epochs=2, journal=str(tmp_path / name)) for name in VARIANTS]
-    found = dict(zip(VARIANTS, run_fixed(tasks, size), strict=True))
-    wrong = {}
-    for name in VARIANTS:
-        try:
-            compare(found[name], golden(name, 3, 2))
-        except AssertionError as error:
-            wrong[name] = str(error)
-    assert not wrong
+    compare_all(tasks, run_fixed(tasks, size))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from gang import gang, say, warm_up
 from safetensors import safe_open
+from test_state_tree import assert_same
 from torch import nn
 
 from pliant.errors import CheckpointError, TrainError
@@ -36,22 +37,6 @@ def at(step: int, **state: object) -> Checkpoint:
 
 def write_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     checkpoint_file.CheckpointImage(checkpoint, into=None).write(path)
-
-
-def assert_equal(found: object, wanted: object) -> None:
-    if isinstance(wanted, dict):
-        assert isinstance(found, dict)
-        assert list(found) == list(wanted)
-        for key in wanted:
-            assert_equal(found[key], wanted[key])
-    elif isinstance(wanted, torch.Tensor):
-        assert isinstance(found, torch.Tensor)
-        assert (found.dtype, found.stride()) == (wanted.dtype, wanted.stride())
-        assert torch.equal(
-            found.double() if wanted.itemsize == 1 else found, wanted.double() if wanted.itemsize == 1 else wanted
-        )
-    else:
-        assert found == wanted
 
 
 @pytest.fixture
@@ -77,7 +62,7 @@ def test_round_trip(tmp_path: Path) -> None:
         assert (found.step, found.epoch, found.num_replicas) == (123, 12, 4)
         assert found.meta == {"torch": torch.__version__}
         assert found.contexts == at(123).contexts
-        assert_equal(found.state, STATE)
+        assert_same(STATE, found.state)
     assert names(tmp_path) == ["mine.safetensors"]
 
 
@@ -124,7 +109,7 @@ def test_shapes_may_change_between_saves(writer: CheckpointWriter, tmp_path: Pat
             at(step, a=torch.full(shape, step), b=torch.ones(shape, dtype=torch.float64 if step % 2 else torch.int8))
         )
         writer.flush()
-        assert_equal(load_checkpoint(tmp_path).state["a"], torch.full(shape, step))  # type: ignore[index]
+        assert_same(torch.full(shape, step), load_checkpoint(tmp_path).state["a"])  # type: ignore[index]
 
 
 def test_named_ones_are_kept(writer: CheckpointWriter, tmp_path: Path) -> None:
@@ -241,8 +226,8 @@ def test_a_checkpoint_of_version_0_1_is_read(tmp_path: Path) -> None:
     found = load_checkpoint(path)
     assert (found.step, found.epoch, found.num_replicas, found.meta) == (123, 12, 4, {"torch": "2.13"})
     assert found.contexts == at(123).contexts
-    assert_equal(
-        found.state, {"w": torch.arange(6.0).reshape(2, 3), "c": torch.ones(2, dtype=torch.complex128), "lr": 0.1}
+    assert_same(
+        {"w": torch.arange(6.0).reshape(2, 3), "c": torch.ones(2, dtype=torch.complex128), "lr": 0.1}, found.state
     )
     for position in (-1, -40, -100):
         raw = bytearray(path.read_bytes())

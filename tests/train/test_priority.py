@@ -6,7 +6,7 @@ because processes cost more than steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from gang import FULL, Failed
 from golden import golden
 from stage import run_fixed
-from subject import History, Task, compare, differing
+from subject import History, Task, compare_all, differing
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -38,17 +38,6 @@ def _tasks(folder: Path, names: Sequence[str], sync: str, replicas: int = 3, **m
     ]
 
 
-def _check(tasks: Sequence[Task], found: Sequence[History], oracle: Callable[[str], str] = lambda name: name) -> None:
-    """Every task has its oracle's bits, and says which of them had not."""
-    wrong = {}
-    for task, each in zip(tasks, found, strict=True):
-        try:
-            compare(each, golden(oracle(task.program), task.replicas, task.epochs))
-        except AssertionError as error:
-            wrong[Path(task.journal).name] = str(error)
-    assert not wrong
-
-
 def _crossed(found: History) -> float:
     """The share of steps, without a view's first, whose sums were not all waited for."""
     return sum(1.0 for each in found.commits if each["crossed"]) / (len(found.commits) - 3)
@@ -61,7 +50,7 @@ def test_what_programs_do(tmp_path: Path) -> None:
         tasks += _tasks(tmp_path, CROSSING + STOPPING if FULL else SOME, sync)
     tasks += _tasks(tmp_path, SOME if FULL else ["conv"], "fifo")
     found = run_fixed(tasks, 3, hosts=HOSTS, timeout_s=120)
-    _check(tasks, found)
+    compare_all(tasks, found)
     for task, each in zip(tasks, found, strict=True):
         expected = 1.0 if task.program in CROSSING and task.sync != "fifo" else 0.0
         assert _crossed(each) == expected, f"{task.program}, {task.sync}: {_crossed(each):.2f} of the steps crossed"
@@ -77,7 +66,7 @@ def test_blocks_of_replicas(tmp_path: Path) -> None:
         for task in _tasks(tmp_path, names, sync, blocks=blocks)
     ]
     for hosts in (HOSTS, HOSTS[:1]) if FULL else (HOSTS,):
-        _check(tasks, run_fixed(tasks, 2, hosts=hosts))
+        compare_all(tasks, run_fixed(tasks, 2, hosts=hosts))
 
 
 def test_four_workers_on_three_hosts(tmp_path: Path) -> None:
@@ -90,7 +79,7 @@ def test_four_workers_on_three_hosts(tmp_path: Path) -> None:
         for task in _tasks(tmp_path, [name], sync, 4, epochs=epochs)
         if FULL or name != "lstm"
     ]
-    _check(tasks, run_fixed(tasks, 4, hosts=HOSTS))
+    compare_all(tasks, run_fixed(tasks, 4, hosts=HOSTS))
 
 
 def test_one_host(tmp_path: Path) -> None:
@@ -98,7 +87,7 @@ def test_one_host(tmp_path: Path) -> None:
     tasks = [
         task for sync in ("priority", "baseline") for task in _tasks(tmp_path, CROSSING if FULL else SOME[1:], sync)
     ]
-    _check(tasks, run_fixed(tasks, 3))
+    compare_all(tasks, run_fixed(tasks, 3))
 
 
 def test_changes_of_slices_in_mid_run(tmp_path: Path) -> None:
@@ -107,7 +96,7 @@ def test_changes_of_slices_in_mid_run(tmp_path: Path) -> None:
     tasks += _tasks(tmp_path, ["conv", "adamw"], "auto", slice_bytes=None, tampering="wavering")
     tasks += _tasks(tmp_path, ["dawdling"], "priority", in_flight_bytes=4096)
     found = run_fixed(tasks, 3, hosts=HOSTS)
-    _check(tasks, found, lambda name: "conv" if name == "dawdling" else name)
+    compare_all(tasks, found, {"dawdling": "conv"})
     for task, each in zip(tasks, found, strict=True):
         sizes = {(commit["mode"], commit["slice_bytes"]) for commit in each.commits}
         if task.tampering == "fickle":
