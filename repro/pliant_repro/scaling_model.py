@@ -1,17 +1,13 @@
 """Models of a training step: its bounds on a network, and how long it takes on n nodes. Pure arithmetic.
 
-Bounds: a step computes its layers forward, then backward, and sums each layer's gradient over all nodes while it goes on
-computing. The times and sizes of the layers determine the shortest step that any order of sending allows, the shortest
-step that a barrier at the end of backward allows, and so what priorities can gain at most. The network is taken to be
-usable to the last byte, without latency, and with preemption at any byte; a measured step can only be slower.
+Bounds: the times and sizes of the layers determine the shortest step that any order of sending allows, and the shortest step
+that a barrier at the end of backward allows. The network is taken to be usable to the last byte, without latency, and with
+preemption at any byte; a measured step can only be slower.
 
-Scaling: an alpha-beta model that is fitted to runs on few nodes and predicts runs on many. The costs of an all-reduce
-for one node are counted, not fitted: messages that wait for each other (hops), bytes sent by the busiest node, bytes
-folded, messages handled. The prices are fitted: seconds per hop (alpha), seconds per byte (beta), processor time per
-message and per folded byte. The bounds above say how much of the traffic a step shows, so overlap has no parameter.
-
-In a lab all nodes share the cores of one machine; in a cluster each node has its own. `cores` says which, so a model
-that was fitted in a lab can predict a cluster.
+Scaling: an alpha-beta model that is fitted to runs on few nodes and predicts runs on many. The costs of an all-reduce for one
+node are counted; the prices are fitted: seconds per hop (alpha), seconds per byte (beta), processor time per message and per
+folded byte. The bounds say how much of the traffic a step shows, so overlap has no parameter. In a lab all nodes share the
+`cores` of one machine; in a cluster each node has its own.
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pliant.adapt.goodput_model import Vector, fit_bounded
-from pliant.errors import ConfigError
 
 Order = Literal["fifo", "priority"]
 
@@ -43,11 +38,6 @@ class Layer:
     """Time of the backward pass, with the layer's share of the optimizer."""
     num_bytes: int
     """Size of the gradient, which is summed over all nodes."""
-
-    def __post_init__(self) -> None:
-        times_s = (self.forward_s, self.backward_s)
-        if not all(math.isfinite(time_s) and time_s >= 0 for time_s in times_s) or self.num_bytes < 0:
-            raise ConfigError(f"{self}: use times in seconds and a number of bytes that are not negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +57,9 @@ class Bounds:
     gain_cap: float
     """The most that priorities can gain over the best barrier: P_fifo/P* - 1."""
 
-    def fraction_of_bound(self, measured_s: float) -> float:
-        """Return P* as a share of a measured step; 1 is perfect."""
-        return self.p_star_s / _positive("measured_s", measured_s)
-
 
 def bounds(layers: Sequence[Layer], num_nodes: int, bytes_per_s: float) -> Bounds:
-    """Return the limits of `layers` on `num_nodes` nodes that can each send `bytes_per_s`.
-
-    Raises:
-        ConfigError: there is no layer, no node, or no bandwidth.
-    """
-    if not layers:
-        raise ConfigError("bounds of no layer: give at least one")
+    """Return the limits of `layers`, of which there is at least one, on `num_nodes` nodes that can each send `bytes_per_s`."""
     sent_s = [transfer_s(layer.num_bytes, num_nodes, bytes_per_s) for layer in layers]
     sent_to_s = list(accumulate(sent_s))  # for layer m: the traffic of layers 1 to m
     computed_from_s = _sums_to_the_end([layer.forward_s + layer.backward_s for layer in layers])
@@ -107,33 +87,13 @@ def transfer_s(num_bytes: int, num_nodes: int, bytes_per_s: float) -> float:
     """Return 2(N-1)/N * S/B: how long each node sends to sum `num_bytes` over all nodes.
 
     This holds for a ring and for an owner per slice.
-
-    Raises:
-        ConfigError: there is no node, or no bandwidth.
     """
-    if num_nodes < 1:
-        raise ConfigError(f"num_nodes={num_nodes}: use 1 or more")
-    return 2 * (num_nodes - 1) / num_nodes * num_bytes / _positive("bytes_per_s", bytes_per_s)
-
-
-def tictac_efficiency(compute_s: float, traffic_s: float, measured_s: float) -> float:
-    """Return how much of what can overlap did overlap: 1 for all of it, 0 for none, negative if slower still.
-
-    E = (C+T-m) / (C+T-max(C,T)), Hashemi et al. 2019. If there is nothing to overlap, every order is perfect: 1.
-    """
-    overlap_s = min(compute_s, traffic_s)
-    return (compute_s + traffic_s - measured_s) / overlap_s if overlap_s > 0 else 1.0
+    return 2 * (num_nodes - 1) / num_nodes * num_bytes / bytes_per_s
 
 
 def _sums_to_the_end(times_s: Sequence[float]) -> list[float]:
     """Return the sum of each value and all after it."""
     return list(accumulate(reversed(times_s)))[::-1]
-
-
-def _positive(name: str, value: float) -> float:
-    if not value > 0:
-        raise ConfigError(f"{name}={value}: use a number above 0")
-    return value
 
 
 # --- costs of an all-reduce on n nodes ---
@@ -158,30 +118,13 @@ def ring(n: int) -> Costs:
     return Costs(2 * (n - 1), 2 * (n - 1) / n, (n - 1) / n, 2 * (n - 1))
 
 
-def star(n: int) -> Costs:
-    """One node adds everything up and sends the result to all others."""
-    return Costs(2 * min(1, n - 1), n - 1, n - 1, n - 1)
-
-
 def multi_star(n: int) -> Costs:
     """Every node is the centre of a star for its n-th of the tensor."""
     return Costs(2 * min(1, n - 1), 2 * (n - 1) / n, (n - 1) / n, 2 * (n - 1))
 
 
-def tree(n: int) -> Costs:
-    """A binary tree in the order of a heap: 2i+1 and 2i+2 are the children of i."""
-    children = [(2 * node + 1 < n) + (2 * node + 2 < n) for node in range(n)]
-    busiest = max((count + (node > 0) for node, count in enumerate(children)), default=0)
-    return Costs(2 * _heap_depth(n - 1), busiest, max(children), busiest)
-
-
-def multi_tree(n: int) -> Costs:
-    """n binary trees, each rotated by one, for an n-th of the tensor each: all nodes have equally much to do."""
-    return Costs(2 * _heap_depth(n - 1), 2 * (n - 1) / n, (n - 1) / n, 2 * (n - 1))
-
-
 def carrying_multi_tree(n: int) -> Costs:
-    """`multi_tree` with a fixed order of summation: operands travel to the root one by one, which folds them all."""
+    """n binary trees, each rotated by one, for an n-th of the tensor each; the root folds all operands in a fixed order."""
     carried = sum(_heap_depth(node) for node in range(n)) / n
     return Costs(2 * _heap_depth(n - 1), carried + (n - 1) / n, (n - 1) / n, 2 * (n - 1))
 
@@ -193,33 +136,13 @@ def _heap_depth(node: int) -> int:
 
 PATTERNS: Mapping[str, Callable[[int], Costs]] = {
     "ring": ring,
-    "star": star,
     "multi-star": multi_star,
-    "tree": tree,
-    "multi-tree": multi_tree,
     "carrying-multi-tree": carrying_multi_tree,
 }
 
 
-def pattern(name: str) -> Callable[[int], Costs]:
-    """Return the costs of the communication pattern with this name.
-
-    Raises:
-        ConfigError: there is no such pattern.
-    """
-    if name not in PATTERNS:
-        raise ConfigError(f"pattern {name!r}: use one of {', '.join(PATTERNS)}")
-    return PATTERNS[name]
-
-
 def bucketed(layers: Sequence[Layer], cap_bytes: float) -> list[Layer]:
-    """Return the layers as buckets send them: a bucket is sent when backward has filled it, as in DDP.
-
-    Raises:
-        ConfigError: `cap_bytes` is not above 0.
-    """
-    if not cap_bytes > 0:
-        raise ConfigError(f"cap_bytes={cap_bytes}: use a number above 0")
+    """Return the layers as buckets send them: a bucket is sent when backward has filled it, as in DDP."""
     found: list[Layer] = []
     held = 0
     for place in reversed(range(len(layers))):
@@ -244,10 +167,6 @@ class Measurement:
     cores: float | None = None
     """Cores that all nodes shared; None if each node had its own."""
 
-    def __post_init__(self) -> None:
-        if self.nodes < 1 or not (self.step_s > 0 and math.isfinite(self.step_s)):
-            raise ConfigError(f"{self}: use 1 node or more and a time above 0")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepLoad:
@@ -267,7 +186,7 @@ class StepLoad:
 
     def costs(self, nodes: int) -> Costs:
         """Return the costs of the whole step."""
-        one = pattern(self.pattern)(nodes)
+        one = PATTERNS[self.pattern](nodes)
         size, others = self.num_bytes, nodes - 1
         rows = others if self.row_bytes else 0
         sent = one.sent * size + self.row_bytes * others
@@ -364,13 +283,9 @@ def fit(load: StepLoad, measurements: Sequence[Measurement], *, bytes_per_s: flo
     linear.
 
     Args:
+        measurements: at least one.
         bytes_per_s: the rate at which a node can send, if it is known; then beta is not fitted.
-
-    Raises:
-        ConfigError: there is no measurement.
     """
-    if not measurements:
-        raise ConfigError("a fit to no measurement: give at least one")
     timed = [each for each in measurements if math.isfinite(each.cpu_s)]
     cpu = _fit_cpu_prices(load, timed)
     plain = ScalingModel(load, Prices(0.0, 0.0, 1 / bytes_per_s if bytes_per_s else 0.0, *cpu, 0.0))

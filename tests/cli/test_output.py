@@ -79,7 +79,6 @@ def answered(pliant: Callable[..., Said], tmp_path: Path) -> Callable[..., Any]:
         (("reproduce", "--list", "--json"), 0, "experiments"),
         (("reproduce", "--json"), 0, "experiments"),
         (("top", "run.jsonl", "--json"), 0, "jobs"),
-        (("bench", "allreduce", "--dump-graph", "-np", "3", "--json"), 0, "graphs"),
         (("bench", "traffic", "--listen", "0", "--seconds", "0.1", "--json"), 0, "took"),
         (("bench", "priority", "--validate", "priority.json", "--json"), 1, "checks"),
     ],

@@ -43,6 +43,7 @@ from pliant_repro.contest import (
 from pliant_repro.lab import iperf
 from pliant_repro.lab.hosts import missing_for_lab
 from pliant_repro.profiles import MODELS, parse_sizes, tensor_sizes
+from pliant_repro.scaling_model import transfer_s
 
 from pliant.errors import ConfigError, LaunchError
 
@@ -118,11 +119,6 @@ def test_a_failed_contender_has_no_numbers_and_a_remark() -> None:
     assert not contest.is_ok(timings([1.0], wrong=3))
     assert contest.is_ok(timings([1.0], wrong=0))
     assert contest.fastest(["x", "y", "z"], {"x": timings([3.0]), "y": timings([2.0]), "z": dead}) == "y"
-
-
-def test_the_bound_between_hosts() -> None:
-    assert iperf.ring_bound_s(4, 100_000_000, 8e8) == pytest.approx(1.5)
-    assert iperf.ring_bound_s(2, 100_000_000, 8e8) == pytest.approx(1.0)
 
 
 def test_the_machine_is_described_without_loading_torch() -> None:
@@ -369,4 +365,4 @@ def test_gloo_between_hosts_and_iperf_beside_it(folder: Path, tmp_path: Path) ->
     assert results["gloo"].wrong == 0
     # 2(N-1)/N*S = 1 MB per host, and two hosts; headers and barriers come on top.
     assert all(2e6 < sent < 2.6e6 for sent in results["gloo"].link_bytes)
-    assert quantile(results["gloo"].seconds, 0.5) > 0.5 * iperf.ring_bound_s(2, 1_000_000, min(bits_per_s))
+    assert quantile(results["gloo"].seconds, 0.5) > 0.5 * transfer_s(1_000_000, 2, min(bits_per_s) / 8)

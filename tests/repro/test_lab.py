@@ -84,9 +84,9 @@ def test_a_shaper_has_room_for_a_frame_and_for_a_late_timer(rate: str) -> None:
     assert limit >= 2 * burst - 1
 
 
-def test_a_host_has_three_names_and_one_outside_the_lab_is_refused() -> None:
-    assert [host_index(text, 4) for text in ("h0", "3", "10.77.0.4")] == [0, 3, 3]
-    for text in ("h4", "10.77.0.5", "10.77.0.0", "10.0.0.1", "x", "-1", ""):
+def test_a_host_has_two_names_and_one_outside_the_lab_is_refused() -> None:
+    assert [host_index(text, 4) for text in ("h0", "3")] == [0, 3]
+    for text in ("h4", "10.77.0.1", "x", "-1", ""):
         with pytest.raises(ConfigError, match="h0 to h3"):
             host_index(text, 4)
 
@@ -165,7 +165,6 @@ def test_hosts_reach_each_other_and_nothing_else_and_bytes_are_counted(lab: Lab)
     assert 500_000 < lab.tx_bytes(0) - sent < 700_000
     assert 500_000 < lab.rx_bytes(2) - received < 700_000
     assert lab.call(0, unreachable) is not None
-    assert lab.congestion_control(0) in ("cubic", "reno")
     own = {name for _, name in socket.if_nameindex()}
     assert not any(name in own for name in ("e0", "b0", "v0"))
 
@@ -179,28 +178,22 @@ def test_a_rate_change_shows_in_the_running_lab(lab: Lab) -> None:
     lab.set_rate(0, None)
     unlimited = transfer_s(lab, 0, 1, 1_500_000)
     assert lab.rate(0) is None
-    lab.set_rx_rate(1, "20mbit")
-    received_at_20 = transfer_s(lab, 0, 1, 1_500_000)
-    lab.set_rx_rate(1, "none")
     lab.set_rate(0, "100mbit")
     assert lab.rate(0) == 100_000_000
     assert at_20 > 2 * at_100
     assert unlimited < at_100
-    assert received_at_20 > 2 * at_100
 
 
 @rooted
-def test_a_cut_link_is_silent_until_mended(lab: Lab) -> None:
-    client, accepted = connected(lab, 0, 1)
-    with client, accepted:
-        lab.cut(1)
-        client.sendall(b"into the dark")
-        accepted.settimeout(0.1)
-        with pytest.raises(TimeoutError):
-            accepted.recv(100)
-        lab.mend(1)
-        accepted.settimeout(10)
-        assert accepted.recv(100) == b"into the dark"
+def test_a_cut_link_is_silent() -> None:
+    with Lab(num_hosts=2).up() as lab:
+        client, accepted = connected(lab, 0, 1)
+        with client, accepted:
+            lab.cut(1)
+            client.sendall(b"into the dark")
+            accepted.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                accepted.recv(100)
 
 
 @rooted

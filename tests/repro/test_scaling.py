@@ -65,7 +65,7 @@ def test_the_model_counts_the_bytes_that_the_plans_send(strategy: str, costs: st
         make_plan(spec, rank, hosts, Strategy(strategy), 4, 1 << 20).egress(4).total() / (4 * length)
         for rank in range(nodes)
     ]
-    assert sum(sent) / nodes == pytest.approx(model.pattern(costs)(nodes).sent, rel=1e-3)
+    assert sum(sent) / nodes == pytest.approx(model.PATTERNS[costs](nodes).sent, rel=1e-3)
 
 
 # --- figure 9 out of runs ---

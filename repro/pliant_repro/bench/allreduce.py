@@ -30,6 +30,7 @@ from pliant_repro.contest import Contender, Placement, Progress, Rules, Summary,
 from pliant_repro.lab import iperf
 from pliant_repro.lab.hosts import Lab
 from pliant_repro.profiles import tensor_sizes
+from pliant_repro.scaling_model import transfer_s
 from pliant_repro.worker import Command, Opened, join_group
 
 ITEM_BYTES = 4
@@ -251,7 +252,7 @@ def _bound(
         return contest.bound("memory traffic 2*N*S, N processes copying at once", median_s, ours, details)
     nominal = lab.nominal_rate * iperf.MTU_SHARE if lab.nominal_rate else None
     bits_per_s = mean(line_rates) if line_rates else nominal
-    line_s = iperf.ring_bound_s(lab.num_hosts, num_bytes, bits_per_s) if bits_per_s and lab.num_hosts > 1 else None
+    line_s = transfer_s(num_bytes, lab.num_hosts, bits_per_s / 8) if bits_per_s and lab.num_hosts > 1 else None
     measured = {"bits_per_s": bits_per_s, "ring_bits_per_s": list(line_rates)}
     return contest.bound("line rate 2(N-1)/N*S/B, B by iperf3 in a ring", line_s, ours, measured)
 

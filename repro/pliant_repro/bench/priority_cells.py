@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 from pliant.machine import Json
 from pliant_repro import contest
 from pliant_repro.contest import Summary, quantile
-from pliant_repro.scaling_model import Bounds, Layer, bounds, tictac_efficiency
+from pliant_repro.scaling_model import Bounds, Layer, bounds
 
 if TYPE_CHECKING:
     from pliant_repro.bench.priority import PriorityEntry, PriorityRecord
@@ -153,12 +153,11 @@ def settled_after(steps_s: Sequence[float], median_s: float, margin: float = 0.1
 
 def _compare_with_bound(bound: Bounds | None, record: PriorityRecord, median_s: float) -> Json:
     if bound is None:
-        return {"fraction_of_bound": None, "fraction_of_worst_repeat": None, "tictac": None, "over_p_fifo": None}
+        return {"fraction_of_bound": None, "fraction_of_worst_repeat": None, "over_p_fifo": None}
     slowest_s = max(quantile(each, 0.5) for each in record.rounds)
     return {
-        "fraction_of_bound": bound.fraction_of_bound(median_s),
-        "fraction_of_worst_repeat": bound.fraction_of_bound(slowest_s),
-        "tictac": tictac_efficiency(bound.compute_s, bound.traffic_s, median_s),
+        "fraction_of_bound": bound.p_star_s / median_s,
+        "fraction_of_worst_repeat": bound.p_star_s / slowest_s,
         "over_p_fifo": median_s / bound.p_fifo_s - 1,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -33,9 +34,8 @@ T = TypeVar("T")
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
     bench = typer.Typer(help="Measure ours beside its peers, interleaved, in one run.", no_args_is_help=True)
-    for command in (allreduce, train, resize, recover, priority, preemption, fed):
+    for command in (allreduce, traffic, train, resize, recover, priority, preemption, fed):
         bench.command(command.__name__, cls=JsonCommand)(command)
-    bench.command("traffic")(traffic)
     app.add_typer(bench, name="bench")
 
 
@@ -119,6 +119,7 @@ def traffic(
     ] = "500mbit",
     seconds: Annotated[float, typer.Option("--seconds", help="Stop after this long.")] = 10.0,
     connections: Annotated[int, typer.Option("--connections", help="To send on; together they send at the rate.")] = 1,
+    json_file: JsonFile = None,
 ) -> None:
     """Background traffic, on loopback or between the hosts of a lab; ends by itself."""
     from pliant_repro.bench import traffic as bench
@@ -129,15 +130,20 @@ def traffic(
     if listen is not None and not 0 <= listen < 65536:
         raise ConfigError(f"--listen {listen} is not a port: use a number from 1 to 65535, or 0 for any free one")
     bench.check_amounts(seconds, connections)
+    check_writable(json_file)
+    aside = sys.stderr if is_stdout(json_file) else None
     if to is not None:
         target, bits_per_s = bench.check_target(to), parse_rate(rate)
         with exit_on_sigterm(), show_waiting(f"sending to {target} for {seconds:g} s"):
             done, verb = bench.send(target, bits_per_s, seconds, connections), "sent"
     else:
-        announce = lambda where: print(f"listening on {where}", flush=True)  # noqa: E731
+        announce = lambda where: print(f"listening on {where}", file=aside, flush=True)  # noqa: E731
         with exit_on_sigterm(), show_waiting(f"taking what comes for {seconds:g} s"):
             done, verb = bench.sink(listen or 0, seconds, announce), "took"
-    print(f"{verb} {done.num_bytes / 1e6:.1f} MB in {done.seconds:.2f} s, {done.bits_per_s / 1e6:.1f} Mbit/s")
+    if not is_stdout(json_file):
+        print(f"{verb} {done.num_bytes / 1e6:.1f} MB in {done.seconds:.2f} s, {done.bits_per_s / 1e6:.1f} Mbit/s")
+    args = {"to": to, "listen": listen, "rate": rate, "seconds": seconds, "connections": connections}
+    save_json({"bench": "traffic", "args": args, verb: {**asdict(done), "bits_per_s": done.bits_per_s}, "ok": True}, json_file)
 
 
 # --- training ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import sys
 import tempfile
@@ -13,20 +14,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from pliant.cli.output import JsonCommand, JsonFile, check_time, check_writable, is_stdout, save_json
+from pliant.cli.output import JsonCommand, JsonFile, check_time, check_writable, is_stdout, save_json, show_progress
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
     from pliant_repro.figures.demo import Demo, EventRow, Verdict
     from pliant_repro.figures.launch import RunLog
-
-FRAMES_PER_S = 4
 
 
 def register(app: typer.Typer) -> None:
@@ -96,59 +92,25 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _view(console: Console, demo: Demo) -> Iterator[Callable[[], None]]:
-    """Give a function to call while the demo runs: it updates a live view on a terminal, and prints lines elsewhere."""
-    if not console.is_terminal:
-        yield _Lines(console, demo).show if not console.stderr else lambda: None
-        return
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        shown_s = 0.0
+    """Give a function to call while the demo runs: it prints a line for each new stage and event, and moves a bar on a terminal."""
+    num_rows, stage = 0, ""
+    with show_progress() as progress:
 
         def show() -> None:
-            nonlocal shown_s
-            if time.monotonic() - shown_s >= 1 / FRAMES_PER_S:
-                shown_s = time.monotonic()
-                live.update(_frame(demo), refresh=True)
+            nonlocal num_rows, stage
+            lines = [demo.stage] if demo.stage != stage else []
+            rows = demo.rows()
+            for row in rows[num_rows:]:
+                lines.append(f"step {row.step}: {row.workers} workers, {row.event}{_pause(row, ', pause ')}")
+            num_rows, stage = len(rows), demo.stage
+            if not console.stderr:
+                for line in lines:
+                    console.print(line, soft_wrap=True)
+            steps = demo.elastic.last_step + 1
+            doing = f"{stage}, step {steps} on {_workers(demo.elastic)} workers {_latest_loss(demo.elastic)}"
+            progress(doing if steps else stage, steps / demo.options.num_steps)
 
         yield show
-
-
-def _frame(demo: Demo) -> Group:
-    total = demo.options.num_steps
-    bars = Progress(
-        TextColumn("{task.description:<26}"),
-        BarColumn(40),
-        TextColumn("step {task.completed:>3.0f} of {task.total:.0f}"),
-        TextColumn("{task.fields[loss]}"),
-    )
-    workers = _workers(demo.elastic)
-    marks = "■" * workers + "□" * (4 - workers)
-    for title, log in (
-        ("stock DDP, 4 processes", demo.reference),
-        (f"pliant, {marks} {workers} workers", demo.elastic),
-    ):
-        bars.add_task(title, total=total, completed=log.last_step + 1, loss=_latest_loss(log))
-    rows = demo.rows()
-    last = f"{rows[-1].event} at step {rows[-1].step}{_pause(rows[-1], ', pause ')}" if rows else demo.stage
-    return Group(bars, Text(f"{demo.stage}   last event: {last}" if rows else last, style="dim"))
-
-
-class _Lines:
-    """Prints a line for each new stage and event."""
-
-    def __init__(self, console: Console, demo: Demo) -> None:
-        self._console, self._demo = console, demo
-        self._stage, self._num_rows = "", 0
-
-    def show(self) -> None:
-        if self._demo.stage != self._stage:
-            self._stage = self._demo.stage
-            self._console.print(self._stage, soft_wrap=True)
-        rows = self._demo.rows()
-        for row in rows[self._num_rows :]:
-            self._console.print(
-                f"step {row.step}: {row.workers} workers, {row.event}{_pause(row, ', pause ')}", soft_wrap=True
-            )
-        self._num_rows = len(rows)
 
 
 def _workers(log: RunLog) -> int:
@@ -207,15 +169,11 @@ def _losses(demo: Demo, step: int) -> list[str]:
 
 def _as_json(demo: Demo, verdict: Verdict) -> dict[str, Any]:
     def steps_of(log: RunLog) -> list[dict[str, Any]]:
-        return [
-            {
-                "step": number,
-                "workers": step.size,
-                "sha256": sorted(set(step.digests)),
-                "losses": [sorted(set(step.losses[replica])) for replica in sorted(step.losses)],
-            }
-            for number, step in sorted(log.steps.items())
-        ]
+        found = []
+        for number, step in sorted(log.steps.items()):
+            losses = [sorted(set(step.losses[replica])) for replica in sorted(step.losses)]
+            found.append({"step": number, "workers": step.size, "sha256": sorted(set(step.digests)), "losses": losses})
+        return found
 
     return {
         "bit_identical": verdict.identical,
@@ -224,10 +182,7 @@ def _as_json(demo: Demo, verdict: Verdict) -> dict[str, Any]:
         "steps": verdict.num_steps,
         "digests_compared": verdict.num_digests,
         "losses_compared": verdict.num_losses,
-        "events": [
-            {"step": row.step, "workers": row.workers, "event": row.event, "pause_s": row.pause_s}
-            for row in demo.rows()
-        ],
+        "events": [dataclasses.asdict(row) for row in demo.rows()],
         "ddp": {"accuracy": demo.reference.accuracy, "steps": steps_of(demo.reference)},
         "pliant": {"accuracy": demo.elastic.accuracy, "steps": steps_of(demo.elastic)},
     }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from contextlib import ExitStack
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from pliant.cli.output import JsonCommand, JsonFile, check_writable, is_stdout, save_json, show_waiting
 from pliant.errors import ConfigError
@@ -21,7 +21,7 @@ Name = Annotated[
     str | None,
     typer.Option("--name", help="Which lab; may be left out where there is only one.", autocompletion=repro_completion.labs),
 ]
-HostName = Annotated[str, typer.Argument(metavar="HOST", help="h0, 0 or 10.77.0.1")]
+HostName = Annotated[str, typer.Argument(metavar="HOST", help="h0 or 0")]
 
 
 def register(app: typer.Typer) -> None:
@@ -39,12 +39,11 @@ def register(app: typer.Typer) -> None:
 def up(
     hosts: Annotated[int, typer.Option("--hosts", help="How many hosts.")] = 4,
     rate: Annotated[str, typer.Option("--rate", help="What each may send: 1gbit, 100mbit, 2.5gbit, none.")] = "1gbit",
-    rx_rate: Annotated[str, typer.Option("--rx-rate", help="What each may receive.")] = "none",
     name: Annotated[str | None, typer.Option("--name", help="The lab's name; random if not given.")] = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return; the lab lives until `lab down`.")] = False,
 ) -> None:
     """Make a lab, and keep it until Ctrl-C (or, with --detach, until `pliant lab down`)."""
-    lab = Lab(num_hosts=hosts, rate=rate, rx_rate=rx_rate, name=name)
+    lab = Lab(num_hosts=hosts, rate=rate, name=name)
     ended = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     signal.pthread_sigmask(signal.SIG_BLOCK, ended)  # they wait for sigtimedwait from here on
     with ExitStack() as up:
@@ -72,14 +71,13 @@ def down(
     """Remove a lab and kill what runs in it."""
     if everything and name is not None:
         raise ConfigError(f"lab down {name} --all: give a name or --all, not both")
-    found = labs()
-    if not everything and name is not None and name not in found:
-        raise ConfigError(
-            f"no lab named {name!r}, there is: {', '.join(found) or 'none'}; `pliant lab up --name NAME` makes one"
-        )
-    if not everything and name is None and len(found) != 1:
-        raise ConfigError(f"there are {len(found)} labs ({', '.join(found) or 'none'}): give a name or --all")
-    for each in found if everything or name is None else [name]:
+    if everything:
+        chosen = list(labs())
+    elif name is not None and name in labs():  # also one that is half made, which cannot be attached to
+        chosen = [name]
+    else:
+        chosen = [Lab.attach(name).name]
+    for each in chosen:
         with show_waiting(f"removing {each}"):
             remove(each)
         print(f"lab {each} removed")
@@ -116,17 +114,13 @@ def rate(
     host: HostName,
     rate: Annotated[str, typer.Argument(metavar="RATE", help="1gbit, 100mbit, 2.5gbit, none")],
     name: Name = None,
-    rx: Annotated[bool, typer.Option("--rx", help="What it receives, instead of what it sends.")] = False,
 ) -> None:
-    """Change a host's rate while everything runs."""
+    """Change what a host may send while everything runs."""
     parse_rate(rate)
     lab = Lab.attach(name)
     index = host_index(host, lab.num_hosts)
-    if rx:
-        lab.set_rx_rate(index, rate)
-    else:
-        lab.set_rate(index, rate)
-    Console(stderr=True).print(f"{lab.name} h{index}: {'receives' if rx else 'sends'} at {rate}", highlight=False)
+    lab.set_rate(index, rate)
+    print(f"{lab.name} h{index}: sends at {rate}", file=sys.stderr)
 
 
 def execute(

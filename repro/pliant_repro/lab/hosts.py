@@ -1,4 +1,4 @@
-"""A lab: hosts as network namespaces on one bridge, with rate limits, made and removed by one `with`.
+"""A lab: hosts as network namespaces on one bridge.
 
 The bridge lives in a namespace of its own, so the machine's own network is never touched and the addresses (10.77.0.0/24)
 exist only inside. A guardian process claims the name before anything else is made, and removes the lab when its owner ends,
@@ -14,10 +14,10 @@ import re
 import secrets
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from pliant.errors import ConfigError, LabError
 from pliant_repro.lab import guardian
@@ -33,7 +33,6 @@ _TCP_SETTINGS = Path("/proc/sys/net/ipv4")
 _LAB_NAME = re.compile(r"[A-Za-z0-9_]{1,24}")
 
 T = TypeVar("T")
-_Stream = int | IO[bytes] | None
 
 
 def missing_for_lab() -> list[str]:
@@ -71,42 +70,28 @@ def _try_kernel() -> list[str]:
 
 
 def host_index(text: str, num_hosts: int) -> int:
-    """Return the number of the host that `2`, `h2` or `10.77.0.3` names.
+    """Return the number of the host that `2` or `h2` names.
 
     Raises:
-        ConfigError: the text has another form, or names no host of the lab.
+        ConfigError: the lab has no such host.
     """
-    matched = re.fullmatch(r"h?(\d+)", text) or re.fullmatch(r"10\.77\.0\.(\d+)", text)
-    if matched is None:
-        raise ConfigError(
-            f"host {text!r} not understood: use h0 to h{num_hosts - 1}, 0 to {num_hosts - 1}, or an address"
-        )
-    index = int(matched[1]) - text.startswith("10.77.")
-    if not 0 <= index < num_hosts:
+    matched = re.fullmatch(r"h?(\d+)", text)
+    if matched is None or int(matched[1]) >= num_hosts:
         raise ConfigError(f"host {text!r} is not in this lab of {num_hosts}: use h0 to h{num_hosts - 1}")
-    return index
+    return int(matched[1])
 
 
 class Lab:
     """Hosts in network namespaces; `up` makes them, and the end of the `with` removes them.
 
-    `rate` limits what each host sends, `rx_rate` what it receives; None or "none" is no limit. `mtu` is the size of a
-    packet: headers take 4.6 % of a link at 1500 bytes, and 0.8 % at 9000.
+    `rate` limits what each host sends; None or "none" is no limit. `mtu` is the size of a packet: headers take 4.6 % of a
+    link at 1500 bytes, and 0.8 % at 9000.
     Two labs share nothing; their addresses only look the same.
     """
 
     def __init__(
-        self,
-        *,
-        num_hosts: int = 4,
-        rate: str | None = None,
-        rx_rate: str | None = None,
-        name: str | None = None,
-        mtu: int = 1500,
+        self, *, num_hosts: int = 4, rate: str | None = None, name: str | None = None, mtu: int = 1500
     ) -> None:
-        if not 576 <= mtu <= 65535:
-            raise ConfigError(f"packets of {mtu} bytes: use 576 to 65535, such as 1500 or 9000")
-        self._mtu = mtu
         if not 1 <= num_hosts <= MAX_HOSTS:
             raise ConfigError(f"a lab of {num_hosts} hosts: use 1 to {MAX_HOSTS}")
         self.name = _check_name(name if name is not None else secrets.token_hex(3))
@@ -115,7 +100,7 @@ class Lab:
         self.namespaces = tuple(f"pliant-{self.name}-h{host}" for host in range(num_hosts))
         self._bridge = f"pliant-{self.name}-br"
         self._rate = None if rate is None else parse_rate(rate)
-        self._rx_rate = None if rx_rate is None else parse_rate(rx_rate)
+        self._mtu = mtu
         self._guardian: subprocess.Popen[bytes] | None = None
         self._owner_pid = 0
         self._children: list[subprocess.Popen[bytes]] = []
@@ -175,9 +160,7 @@ class Lab:
             self._batch("ip", "link set lo up", f"addr add {address}/24 dev {INTERFACE}", up, inside=namespace)
             in_namespace(namespace, lambda: _set_tcp(throttled=self._rate is not None))
             if self._rate is not None:
-                self._shape(namespace, INTERFACE, self._rate)
-            if self._rx_rate is not None:
-                self._shape(self._bridge, f"v{host}", self._rx_rate)
+                self._shape(namespace, self._rate)
 
     def down(self) -> None:
         """Remove everything, and kill what still runs inside; a second call does nothing."""
@@ -214,11 +197,7 @@ class Lab:
 
     def set_rate(self, host: int, rate: str | None) -> None:
         """Limit what `host` sends from now on; None or "none" lifts the limit. Connections stay open."""
-        self._shape(self.namespaces[host], INTERFACE, None if rate is None else parse_rate(rate))
-
-    def set_rx_rate(self, host: int, rate: str | None) -> None:
-        """Limit what `host` receives from now on; None or "none" lifts the limit."""
-        self._shape(self._bridge, f"v{host}", None if rate is None else parse_rate(rate))
+        self._shape(self.namespaces[host], None if rate is None else parse_rate(rate))
 
     def rate(self, host: int) -> int | None:
         """Return the kernel's limit on what `host` sends, in bits per second; None means no limit."""
@@ -230,51 +209,29 @@ class Lab:
         """Disconnect the host: nothing arrives or leaves, and no connection is told."""
         self._batch("ip", f"link set v{host} down", inside=self._bridge)
 
-    def mend(self, host: int) -> None:
-        """Connect the host again."""
-        self._batch("ip", f"link set v{host} up", inside=self._bridge)
-
-    def popen(
-        self,
-        host: int,
-        argv: Sequence[str],
-        *,
-        stdin: _Stream = None,
-        stdout: _Stream = None,
-        stderr: _Stream = None,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        pass_fds: Sequence[int] = (),
-    ) -> subprocess.Popen[bytes]:
+    def popen(self, host: int, argv: Sequence[str], **settings: Any) -> subprocess.Popen[bytes]:
         """Start a program on `host`; the process is the program itself. It is killed at the latest when the lab ends.
+
+        Args:
+            settings: further arguments of `subprocess.Popen`.
 
         Raises:
             LabError: there is no such program.
         """
-        child = subprocess.Popen(
-            self.exec_argv(host, argv), stdin=stdin, stdout=stdout, stderr=stderr, env=env, cwd=cwd, pass_fds=pass_fds
-        )
+        child = subprocess.Popen(self.exec_argv(host, argv), **settings)
         self._children = [other for other in self._children if other.poll() is None]
         self._children.append(child)
         return child
 
-    def run(
-        self, host: int, argv: Sequence[str], *, timeout_s: float = 60.0, env: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, host: int, argv: Sequence[str], *, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run a program on `host` to its end and return its output and exit status.
 
         Raises:
             LabError: there is no such program, or it was still running after `timeout_s`.
         """
+        command, nowhere = self.exec_argv(host, argv), subprocess.DEVNULL
         try:
-            return subprocess.run(
-                self.exec_argv(host, argv),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=timeout_s,
-                env=env,
-            )
+            return subprocess.run(command, stdin=nowhere, capture_output=True, text=True, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             raise LabError(f"h{host}: {' '.join(argv)!r} not done after {timeout_s:g} s; raise timeout_s") from None
 
@@ -290,10 +247,6 @@ class Lab:
         if not argv or shutil.which(argv[0]) is None:
             raise LabError(f"h{host}: program {argv[0] if argv else ''!r} not found; give its path")
         return ["ip", "netns", "exec", self.namespaces[host], *argv]
-
-    def congestion_control(self, host: int) -> str:
-        """Return the name of TCP's congestion control on `host`."""
-        return self.call(host, lambda: (_TCP_SETTINGS / "tcp_congestion_control").read_text().strip())
 
     def tx_bytes(self, host: int) -> int:
         """Return the bytes that `host` has sent since the lab came up, headers included."""
@@ -315,12 +268,12 @@ class Lab:
         while self._counters:
             os.close(self._counters.popitem()[1])
 
-    def _shape(self, namespace: str, device: str, bits_per_s: int | None) -> None:
+    def _shape(self, namespace: str, bits_per_s: int | None) -> None:
         if bits_per_s is not None:
-            self._batch("tc", f"qdisc replace dev {device} root {' '.join(shaper(bits_per_s))}", inside=namespace)
+            self._batch("tc", f"qdisc replace dev {INTERFACE} root {' '.join(shaper(bits_per_s))}", inside=namespace)
         else:
             with contextlib.suppress(LabError):  # there was no limit to lift
-                self._batch("tc", f"qdisc del dev {device} root", inside=namespace)
+                self._batch("tc", f"qdisc del dev {INTERFACE} root", inside=namespace)
 
     def _batch(self, tool: str, *lines: str, inside: str | None = None) -> None:
         # The tool inherits the guardian's pipe: if the owner is killed now, the guardian waits for what the tool still makes.

@@ -1,4 +1,4 @@
-"""The rate that iperf3 reaches between the hosts of a lab, and the bound on an all-reduce that follows from it."""
+"""The rate that iperf3 reaches between the hosts of a lab."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
+from statistics import mean
 
 from pliant.errors import LabError
 from pliant_repro.lab.hosts import Lab
@@ -18,11 +19,6 @@ MTU_SHARE = 1448 / 1514
 """Share of payload in a full Ethernet frame with TCP timestamps; a shaper counts whole frames."""
 
 
-def ring_bound_s(num_hosts: int, num_bytes: int, bits_per_s: float) -> float:
-    """Return 2(N-1)/N * S/B: the time in which each host can send and receive what an all-reduce of `num_bytes` needs."""
-    return 2 * (num_hosts - 1) / num_hosts * num_bytes * 8 / bits_per_s
-
-
 def why_no_iperf() -> str:
     """Return why the line rate cannot be measured; empty if it can."""
     return (
@@ -30,23 +26,12 @@ def why_no_iperf() -> str:
     )
 
 
-def measure_ring(lab: Lab, *, seconds: int = 2) -> list[float]:
-    """Return the bits per second that each host receives while all send to the next one, as in a ring all-reduce.
-
-    Raises:
-        LabError: iperf3 failed.
-    """
-    hosts = range(lab.num_hosts)
-    return measure(lab, [(host, (host + 1) % lab.num_hosts) for host in hosts], seconds=seconds)
-
-
 def mean_ring_rate(lab: Lab, remarks: list[str]) -> float | None:
-    """Return the mean bits per second of a host in `measure_ring`; None, and a remark, if it cannot be measured."""
+    """Return the mean bits per second of hosts that all send to the next one; None, and a remark, if that cannot be measured."""
     why_not = why_no_iperf()
     if not why_not:
         try:
-            rates = measure_ring(lab)
-            return sum(rates) / len(rates)
+            return mean(measure(lab, [(host, (host + 1) % lab.num_hosts) for host in range(lab.num_hosts)]))
         except LabError as error:
             why_not = str(error)
     remarks[:] = dict.fromkeys([*remarks, why_not])
