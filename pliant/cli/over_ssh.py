@@ -11,7 +11,8 @@ import signal
 import sys
 import threading
 
-from pliant.launch.processes import CONNECTED_LINE, RunnerOrder
+from pliant.launch.output import CONNECTED_LINE
+from pliant.launch.processes import RunnerOrder
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from pliant.cluster import DEFAULT_RUNNER_PORT, ClusterSnapshot, Membership, Vie
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.mesh import MeshConfig
 from pliant.comm.topology import Strategy
-from pliant.comm.transport import Transport, connected, loopback_engines
+from pliant.comm.transport import Transport, connected, loopback_transports, view_of
 from pliant.elastic.client import FOLLOW_HOLD_S, ConfigFollower, ConfigSender
 from pliant.errors import CommError, ConfigError, EngineClosed, PliantError, ServerUnavailable, ViewChanged
 from pliant.identity import WorkerSpec, worker_spec
@@ -248,73 +248,34 @@ class Member:
         """Ask for another number of workers.
 
         Raises:
-            PliantError: the config server refuses, or cannot be reached.
+            PliantError: there is no config server, it refuses, or it cannot be reached.
         """
+        if not self._spec.config_server:
+            raise ConfigError(
+                f"resize to {size}: this job has no config server; start it with `pliant run -w -np 1 ...`"
+            )
         self._sender.submit(lambda client: client.resize(size), give_up_s=0).result()
 
 
-class SoloMember:
-    """The membership of a program that was started without `pliant run`: one worker, for ever."""
-
-    elastic = False
-    entering = False
-    over = False
-    entered = -1
-    prepared = 0
-    size = 1
-
-    def __init__(self, engine: Engine) -> None:
-        self.me = engine.view.workers[0]
-        self.max_members: int | None = None
-        self._engine = engine
-        self._membership = Membership(number=0, members=(self.me,))
-
-    def view_of(self, membership: Membership) -> View:
-        return self._engine.view
-
-    def prepared_membership(self, number: int) -> Membership | None:
-        return self._membership
-
-    def wait_for_membership(self, after: int) -> Membership:
-        return self._membership
-
-    def enter(self, membership: Membership) -> Engine:
-        self.entered = 0
-        return self._engine
-
-    def publish(self, name: str, tensor: object) -> None:
-        """Do nothing: nobody would fetch it."""
-
-    def unpublish(self, prefix: str) -> None:
-        """Do nothing: nothing is published."""
-
-    def ready(self) -> None:
-        """Do nothing: there is nobody to tell."""
-
-    settled = leave = finish = ready
-
-    def resize(self, size: int) -> None:
-        raise ConfigError(f"resize to {size}: this program runs alone; start it with `pliant run -w -np 1 ...`")
-
-
 @contextlib.contextmanager
-def open_member(spec: WorkerSpec | None) -> Iterator[Member | SoloMember]:
-    """Yield this process as a member of the job that `spec` describes; as the only worker where there is none."""
-    if spec is None:
-        with loopback_engines(["127.0.0.1"], EngineConfig(collective_timeout_s=COLLECTIVE_S)) as engines:
-            yield SoloMember(engines[0])
-        return
-    config = EngineConfig(
-        strategy=Strategy(spec.strategy.upper()),
-        heartbeat_timeout_s=spec.heartbeat_timeout_s,
-        collective_timeout_s=COLLECTIVE_S,
-    )
-    with Transport(spec.worker, _mesh_config(spec), config).open() as transport:
+def open_member(spec: WorkerSpec | None) -> Iterator[Member]:
+    """Yield this process as a member of the job that `spec` describes; without one, as the only worker of a fixed job."""
+    with contextlib.ExitStack() as stack:
+        if spec is None:
+            view = view_of(["127.0.0.1"])
+            spec = WorkerSpec(worker=view.workers[0], view=view, secret=b"alone")
+            config = EngineConfig(collective_timeout_s=COLLECTIVE_S)
+            [transport] = stack.enter_context(loopback_transports(view.workers, config))
+        else:
+            config = EngineConfig(
+                strategy=Strategy(spec.strategy.upper()),
+                heartbeat_timeout_s=spec.heartbeat_timeout_s,
+                collective_timeout_s=COLLECTIVE_S,
+            )
+            transport = stack.enter_context(Transport(spec.worker, _mesh_config(spec), config).open())
         member = Member(spec, transport)
-        try:
-            yield member
-        finally:
-            member.close()
+        stack.callback(member.close)
+        yield member
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ import selectors
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -26,6 +27,8 @@ CHUNK_BYTES = 64 << 10
 TAIL_LINES = 20
 IDLE_S = 2.0
 """After the workers have ended, a pipe that another process holds open is given up after this much silence."""
+CONNECTED_LINE = b"pliant: arrived over ssh"
+"""The first line that a remote runner prints: what comes later, and the exit code, are the runner's."""
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 
 
@@ -83,6 +86,14 @@ class Console:
                 # `pliant run ... | head` must not end a training job: the log files go on.
                 self._broken = True
                 log.warning("cannot show more output (%s): the job goes on", error.strerror)
+
+
+def show_runner_lines(console: Console, host: str, lines: Sequence[bytes]) -> None:
+    """Show output of the runner on another host: lines of workers have their prefix already, other lines get the host's."""
+    own, worker = f"[{host}] ".encode(), f"[{host}.".encode()
+    shown = [line if line.startswith(worker) else own + line for line in lines if line != CONNECTED_LINE]
+    if shown:
+        console.write(b"".join(line + b"\n" for line in shown))
 
 
 def _wait_writable(descriptor: int) -> None:

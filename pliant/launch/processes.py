@@ -37,8 +37,6 @@ WARM_IMPORTS = ("numpy", "torch", "torch._dynamo", "pliant.elastic.client", "pli
 
 The first optimizer that a program makes imports torch._dynamo, which takes as long as torch itself.
 """
-CONNECTED_LINE = b"pliant: arrived over ssh"
-"""The first line that the remote end prints: what comes later, and the exit code, are the runner's."""
 REMOTE_MODULE = "pliant.cli.over_ssh"
 _WARM_SCRIPT = Path(__file__).resolve().with_name("warm.py")
 
@@ -146,7 +144,8 @@ class Guardian:
         # Without the mark of a job that this runner itself is part of: the sweep of that one must
         # not take the guardian before it has done its work.
         self._environ = {name: value for name, value in environ.items() if name != child.JOB_MARK}
-        self._popen: subprocess.Popen[bytes] | None = None
+        self._popen: subprocess.Popen[bytes]
+        self._notes: IO[bytes]
 
     def __enter__(self) -> Guardian:
         self._popen = subprocess.Popen(
@@ -159,6 +158,8 @@ class Guardian:
             cwd="/",
             start_new_session=True,
         )
+        assert self._popen.stdin is not None, "started with a pipe"
+        self._notes = self._popen.stdin
         return self
 
     def watch(self, group: int) -> None:
@@ -170,23 +171,17 @@ class Guardian:
     def __exit__(self, *_: object) -> None:
         """End what is left of the job, then the guardian itself."""
         child.kill_marked(self._mark, time.monotonic() + child.KILL_S)
-        process, notes = self._entered()
         with contextlib.suppress(OSError):
-            notes.close()
+            self._notes.close()
         try:
-            process.wait(child.KILL_S)
+            self._popen.wait(child.KILL_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            self._popen.kill()
+            self._popen.wait()
 
     def _note(self, line: str) -> None:
         with contextlib.suppress(OSError):  # without a guardian there is still the kernel's tie
-            self._entered()[1].write(line.encode())
-
-    def _entered(self) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-        assert self._popen is not None, "used outside its `with`"
-        assert self._popen.stdin is not None, "started with a pipe"
-        return self._popen, self._popen.stdin
+            self._notes.write(line.encode())
 
 
 # --- the warm process ---
@@ -231,15 +226,14 @@ class WarmProcess:
     ) -> None:
         self._environ, self._done = dict(environ), done
         self._arguments = [str(os.getpid()), ",".join(imports), *shown]
-        self._popen: subprocess.Popen[bytes] | None = None
-        self._socket: socket.socket | None = None
+        self._popen: subprocess.Popen[bytes]
+        self._socket: socket.socket
         self.stdout = self.stderr = -1
         self.is_up: bool | None = None
         """Whether it can fork; None while it imports. `done` is called, from a thread, when that is known."""
 
     @property
     def pid(self) -> int:
-        assert self._popen is not None, "used outside its `with`"
         return self._popen.pid
 
     def __enter__(self) -> WarmProcess:
@@ -259,16 +253,14 @@ class WarmProcess:
             theirs.close()
             os.close(out_write)
             os.close(err_write)
-        threading.Thread(target=self._await, args=(self._socket,), name="warm-up", daemon=True).start()
+        threading.Thread(target=self._await, name="warm-up", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """End it at once; the workers that it still has end with it."""
-        assert self._popen is not None, "used outside its `with`"
         self._popen.kill()
         self._popen.wait()
-        if self._socket is not None:
-            self._socket.close()
+        self._socket.close()
 
     def fork(self, command: Sequence[str], environ: Mapping[str, str], listener: socket.socket | None) -> WorkerProcess:
         """Fork a worker that runs `command` (see `can_start_warm`) in `environ`, and inherits `listener`.
@@ -295,7 +287,7 @@ class WarmProcess:
             return -signal.SIGKILL
 
     def _ask(self, request: Mapping[str, object], descriptors: Sequence[int] = ()) -> dict[str, object]:
-        if not self.is_up or self._socket is None:
+        if not self.is_up:
             raise WarmLost("the warm process has ended")
         try:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
@@ -309,10 +301,10 @@ class WarmProcess:
             raise WarmLost("the warm process has ended")
         return dict(json.loads(answer))
 
-    def _await(self, ours: socket.socket) -> None:
+    def _await(self) -> None:
         try:
-            is_up = bool(ours.recv(child.MAX_REQUEST_BYTES))
-            ours.settimeout(ANSWER_S)
+            is_up = bool(self._socket.recv(child.MAX_REQUEST_BYTES))
+            self._socket.settimeout(ANSWER_S)
         except OSError:
             is_up = False  # closed: the job was over before it was up
         self.is_up = is_up
@@ -403,19 +395,13 @@ class RunnerOrder:
     """What a remote runner is told to do, as one line of JSON."""
 
     directory: str
-    arguments: tuple[str, ...]
+    arguments: Sequence[str]
     """The arguments of `pliant run`."""
-    environ: Mapping[str, str]
+    environ: dict[str, str]
 
     def to_line(self) -> bytes:
-        return (
-            json.dumps(
-                {"directory": self.directory, "arguments": self.arguments, "environ": dict(self.environ)}
-            ).encode()
-            + b"\n"
-        )
+        return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> RunnerOrder:
-        value = json.loads(line)
-        return cls(directory=value["directory"], arguments=tuple(value["arguments"]), environ=dict(value["environ"]))
+        return cls(**json.loads(line))

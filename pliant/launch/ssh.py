@@ -24,8 +24,8 @@ from pliant.cluster import Host
 from pliant.duration import format_duration
 from pliant.errors import ConfigError, LaunchError
 from pliant.launch.events import handle_signals
-from pliant.launch.output import Console, OutputReader, OutputStream
-from pliant.launch.processes import CONNECTED_LINE, REMOTE_MODULE, RunnerOrder
+from pliant.launch.output import CONNECTED_LINE, Console, OutputReader, OutputStream, show_runner_lines
+from pliant.launch.processes import REMOTE_MODULE, RunnerOrder
 
 log = logging.getLogger(__name__)
 
@@ -107,19 +107,16 @@ def ssh_command(host: Host, user: str, remote: str, environ: Mapping[str, str]) 
 
 
 class _RunnerStream(OutputStream):
-    """Output of a remote runner: lines of workers have their prefix already, other lines get the host's."""
+    """Output of the remote runner on `host`."""
 
     arrived = False
+    host = ""
 
     def take(self, lines: list[bytes]) -> None:
-        if CONNECTED_LINE in lines:
-            self.arrived = True
-            lines = [line for line in lines if line != CONNECTED_LINE]
-        self.tail.extend(lines)
-        if self.console is not None and lines:
-            named = self.prefix.replace(b"] ", b".")
-            shown = (line if line.startswith(named) else self.prefix + line for line in lines)
-            self.console.write(b"".join(line + b"\n" for line in shown))
+        self.arrived = self.arrived or CONNECTED_LINE in lines
+        self.tail.extend(line for line in lines if line != CONNECTED_LINE)
+        if self.console is not None:
+            show_runner_lines(self.console, self.host, lines)
 
 
 class _SshRunner:
@@ -141,13 +138,13 @@ class _SshRunner:
         assert self._popen.stdout is not None
         assert self._popen.stderr is not None
         self._order = order
-        prefix = f"[{host.address}] ".encode()
         # The reader closes what it was given, and so does Popen.
-        self.out = _RunnerStream(os.dup(self._popen.stdout.fileno()), prefix, Console(1, coloured=False), None)
-        self.err = _RunnerStream(os.dup(self._popen.stderr.fileno()), prefix, Console(2, coloured=False), None)
+        self.out = _RunnerStream(os.dup(self._popen.stdout.fileno()), b"", Console(1, coloured=False), None)
+        self.err = _RunnerStream(os.dup(self._popen.stderr.fileno()), b"", Console(2, coloured=False), None)
         self._popen.stdout.close()
         self._popen.stderr.close()
         for stream in (self.out, self.err):
+            stream.host = host.address
             reader.add(stream)
 
     def attend(self, events: queue.SimpleQueue[_SshEvent]) -> None:

@@ -29,7 +29,7 @@ import torch
 from pliant.adapt import Observation, Policy
 from pliant.adapt.monitors import wants_stall_detection
 from pliant.cluster import PortRange, Worker
-from pliant.elastic.member import Member, open_member
+from pliant.elastic.member import open_member
 from pliant.errors import CheckpointError, CommError, ConfigError, NotLaunched, TrainError
 from pliant.identity import WorkerSpec, worker_spec
 from pliant.train import determinism, obstacles, trace
@@ -342,7 +342,7 @@ class Job:
         replicas = Replicas(self.replicas, len(dataset), options)
         feeder = self._stack.enter_context(ReplicaLoader(dataset, options, replicas.count))
         check_epoch(replicas)
-        follows_view = self._asked is None and isinstance(self._member, Member)
+        follows_view = self._asked is None and self._spec is not None
         gradients = GradientReducer(
             parameters,
             replicas.count,
@@ -466,8 +466,7 @@ class Job:
         check_tracked(trainer.user.optimizers, self._tracked)
         assert self._rendezvous is not None
         if not self._rendezvous.has_state:
-            if isinstance(self._member, Member):
-                self._member.start()
+            self._member.start()
             self._rendezvous.join()
         trace.begin(self.rank)
         trainer.trace_engine()
@@ -544,7 +543,7 @@ class Job:
         assert self._checkpointing is not None
         if trainer.is_first:
             size = self._schedule.get(trainer.progress.step)
-            if size is not None and isinstance(self._member, Member):
+            if size is not None:
                 trainer.request_workers(size)
         self._checkpointing.on_commit()
         if self._commit_listeners:

@@ -21,7 +21,7 @@ import torch
 from pliant.cluster import Membership
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
-from pliant.elastic.member import Member, SoloMember
+from pliant.elastic.member import Member
 from pliant.errors import REFUSED_EXIT, CollectiveTimeout, CommError, Mismatch, NotWanted, Refused, TrainError
 from pliant.train import state_tree
 from pliant.train.buckets import BucketLayout
@@ -77,7 +77,7 @@ class ViewRendezvous:
 
     def __init__(
         self,
-        member: Member | SoloMember,
+        member: Member,
         trainer: Trainer,
         state: JobState,
         program: str,
@@ -339,7 +339,7 @@ def _lent_prefix(view: int) -> str:
     return f"{_LENT_PREFIX}{view}:"
 
 
-def lend_state(member: Member | SoloMember, view: int, state: object) -> int:
+def lend_state(member: Member, view: int, state: object) -> int:
     """Let members of the coming view fetch `state`, before any can ask; return the size of its table of contents."""
     contents, hosts = _pack_state(state)
     member.publish(f"{_lent_prefix(view)}contents", torch.frombuffer(bytearray(contents), dtype=torch.uint8))
@@ -411,7 +411,7 @@ def _broadcast(
     return state_tree.unflatten(table["skeleton"], tensors)
 
 
-def reclaim_state(member: Member | SoloMember) -> None:
+def reclaim_state(member: Member) -> None:
     """Stop lending."""
     member.unpublish(_LENT_PREFIX)
 

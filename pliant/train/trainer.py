@@ -22,7 +22,7 @@ import torch
 from pliant.cluster import View
 from pliant.comm.engine import Engine
 from pliant.comm.handle import Handle
-from pliant.elastic.member import Member, SoloMember
+from pliant.elastic.member import Member
 from pliant.errors import CommError, EngineClosed, PliantError, TrainError, ViewChanged, WorkerLost
 from pliant.train import trace
 from pliant.train.adaptation import Adaptation, AdaptationSettings
@@ -80,7 +80,7 @@ class Trainer:
 
     def __init__(
         self,
-        member: Member | SoloMember,
+        member: Member,
         user: UserObjects,
         replicas: Replicas,
         gradients: GradientReducer,

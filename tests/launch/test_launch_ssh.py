@@ -56,7 +56,7 @@ def remote(launcher: Launcher, server: sshd.Sshd, free_port: int) -> Remote:
 
 
 def test_a_letter_arrives_as_it_was_written() -> None:
-    letter = RunnerOrder(directory="/a b", arguments=("-np", "2", "x y"), environ={"PLIANT_X": "\n'\""})
+    letter = RunnerOrder(directory="/a b", arguments=["-np", "2", "x y"], environ={"PLIANT_X": "\n'\""})
     line = letter.to_line()
     assert line.count(b"\n") == 1
     assert RunnerOrder.from_line(line) == letter

@@ -95,7 +95,8 @@ def test_the_only_one_loses_a_newcomer_before_their_first_step(tmp_path: Path) -
 
 def test_one_that_is_silent_is_lost(tmp_path: Path) -> None:
     workers = new_workers(3)
-    with staged(CONV, tmp_path, heartbeat_timeout_s=1.0) as stage:
+    # On a busy machine the two others may get no processor for a second, and must not lose each other.
+    with staged(CONV, tmp_path, heartbeat_timeout_s=2.0) as stage:
         stage.faults[workers[0]] = Fault("forward", 6, signal.SIGSTOP)
         stage.want(workers)
         stage.until(lambda: len(stage.running) == 1)

@@ -30,9 +30,8 @@ from pliant.cluster import PortRange, Worker
 from pliant.files import write_atomic
 from pliant.launch.addresses import listen_on
 from pliant.launch.on_ray.cluster import why_failed
-from pliant.launch.output import Console, LineSplitter
+from pliant.launch.output import Console, LineSplitter, show_runner_lines
 from pliant.launch.processes import (
-    CONNECTED_LINE,
     REMOTE_MODULE,
     LivingWorker,
     RunnerOrder,
@@ -89,7 +88,7 @@ class RunnerActor:
         order = RunnerOrder(
             directory=_directory(directory),
             arguments=("--state-file", str(self._state), "--slot-devices", str(self._devices), *arguments),
-            environ=environ,
+            environ=dict(environ),
         )
         # The kernel's tie is to the thread that forks: one of our own, which lives as long as the runner.
         threading.Thread(target=self._live, args=(order.to_line(),), name="runner", daemon=True).start()
@@ -123,9 +122,8 @@ class RunnerActor:
     def _live(self, order: bytes) -> None:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         if not environ.get("CUDA_VISIBLE_DEVICES"):
-            environ.pop(
-                "CUDA_VISIBLE_DEVICES", None
-            )  # Ray hides all from an actor that holds none, but workers are no actors
+            # Ray hides all from an actor that holds none, but workers are no actors.
+            environ.pop("CUDA_VISIBLE_DEVICES", None)
         try:
             self._popen = popen = subprocess.Popen(
                 [*script(child.__file__), str(os.getpid()), sys.executable, "-m", REMOTE_MODULE],
@@ -218,27 +216,6 @@ class RunnerLost:
 NodeEvent = RunnerUp | RunnerEnded | RunnerLost
 
 
-class PrefixedLines:
-    """Shows the output of a runner: lines of workers have their prefix already, other lines get the host's."""
-
-    def __init__(self, host: str, console: Console) -> None:
-        self._prefix, self._worker = f"[{host}] ".encode(), f"[{host}.".encode()
-        self._console, self._splitter = console, LineSplitter()
-
-    def feed(self, data: bytes) -> None:
-        self._show(self._splitter.feed(data))
-
-    def flush(self) -> None:
-        self._show(self._splitter.flush())
-
-    def _show(self, lines: Sequence[bytes]) -> None:
-        shown = [
-            line if line.startswith(self._worker) else self._prefix + line for line in lines if line != CONNECTED_LINE
-        ]
-        if shown:
-            self._console.write(b"".join(line + b"\n" for line in shown))
-
-
 class NodeRunner:
     """The driver's handle of the runner on one node."""
 
@@ -266,10 +243,7 @@ class NodeRunner:
     def _attend(self, arguments: list[str], environ: dict[str, str], directory: str) -> None:
         import ray
 
-        shown = {
-            1: PrefixedLines(self.host, Console(1, coloured=False)),
-            2: PrefixedLines(self.host, Console(2, coloured=False)),
-        }
+        shown = {number: (LineSplitter(), Console(number, coloured=False)) for number in (1, 2)}
         how = {"num_returns": "streaming", "_generator_backpressure_num_objects": AHEAD}
         code = None
         try:
@@ -280,15 +254,16 @@ class NodeRunner:
             for reference in output:
                 number, data = ray.get(reference)
                 if number:
-                    shown[number].feed(data)
+                    splitter, console = shown[number]
+                    show_runner_lines(console, self.host, splitter.feed(data))
                 else:
                     code = int(data)
         except Exception as error:  # the end of a thread: the driver must hear of it, whatever it was
             self._post(RunnerLost(self._node, why_failed(error)))
             return
         finally:
-            for lines in shown.values():
-                lines.flush()
+            for splitter, console in shown.values():
+                show_runner_lines(console, self.host, splitter.flush())
         self._post(RunnerLost(self._node, "it said no exit code") if code is None else RunnerEnded(self._node, code))
 
     def free_ports(self, count: int, ports: PortRange) -> list[int]:
