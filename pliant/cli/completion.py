@@ -1,4 +1,4 @@
-"""Shell completion: the two flags that install it, and the values of options and arguments that can be completed.
+"""Shell completion: the values of options and arguments that can be completed.
 
 It runs at every press of the tab key: nothing here imports torch, waits for long or prints. What goes wrong is no
 completion, and never a message in the middle of somebody's command line.
@@ -8,45 +8,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
-from typer.core import TyperGroup
-
-from pliant.errors import ConfigError
-
-if TYPE_CHECKING:
-    import click
-
-INSTALL, SHOW = "--install-completion", "--show-completion"
-SHELLS = ("bash", "zsh", "fish")
 ANSWER_S = 1.0
 """How long a server may take to name its jobs."""
 
 Words = Iterable[str | tuple[str, str]]
 """Values to choose from, some with a short help text."""
 Completer = Callable[[str], list[str | tuple[str, str]]]
-
-
-class FrontDoor(TyperGroup):
-    """The program itself: its flags for completion take the shell's name, for where it cannot be detected."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] in (INSTALL, SHOW) and not ctx.resilient_parsing:
-            _set_up(args[0], *args[1:])
-            ctx.exit()
-        return super().parse_args(ctx, args)
-
-
-def _set_up(flag: str, shell: str = "", *more: str) -> None:
-    setup = importlib.import_module("typer.completion")
-    shell = shell or setup._get_shell_name() or ""
-    if shell not in SHELLS or more:
-        raise ConfigError(f"{' '.join((flag, shell, *more))}: name the shell, one of {', '.join(SHELLS)}")
-    if flag == SHOW:
-        print(setup.get_completion_script(prog_name="pliant", complete_var="_PLIANT_COMPLETE", shell=shell))
-    else:
-        _, path = setup.install(shell=shell, prog_name="pliant")
-        print(f"{shell} completion is in {path}; it works in new terminals")
 
 
 def values(words: Callable[[], Words]) -> Completer:
@@ -77,43 +45,9 @@ def one_of(*words: str) -> Completer:
     return values(lambda: words)
 
 
-# --- what there is ---
-
-
-def _strategies() -> Words:
-    from pliant.comm.topology import STRATEGIES
-
-    return STRATEGIES
-
-
-def _policies() -> Words:
-    from pliant.adapt.registry import NAMES
-
-    return NAMES
-
-
-def _schedulers() -> Words:
-    from pliant.sched.policies import POLICIES
-
-    return [*POLICIES, "all"]
-
-
-def _selectors() -> Words:
-    from pliant.fed.selection.selectors import NAMES
-
-    return NAMES
-
-
-def _states() -> Words:
-    from typing import get_args
-
-    from pliant.jobs.status import State
-
-    return get_args(State)
-
-
-def _federated() -> Words:
-    return _jobs("federated")
+def _names(module: str, attribute: str) -> Callable[[], Words]:
+    """Return a function that returns the names in a module, which is imported only then."""
+    return lambda: list(getattr(importlib.import_module(module), attribute))
 
 
 def _jobs(kind: str = "") -> Words:
@@ -129,11 +63,11 @@ def _running() -> Words:
     return [(run.name, run.command) for run in running_jobs()]
 
 
-strategies = values(_strategies)
-policies = values(_policies)
-schedulers = listed(_schedulers)
-selectors = values(_selectors)
-states = listed(_states)
-federated = values(_federated)
+strategies = values(_names("pliant.comm.topology", "STRATEGIES"))
+policies = values(_names("pliant.adapt.registry", "NAMES"))
+schedulers = listed(lambda: [*_names("pliant.sched.policies", "POLICIES")(), "all"])
+selectors = values(_names("pliant.fed.selection.selectors", "NAMES"))
+states = listed(_names("pliant.jobs.status", "STATES"))
+federated = values(lambda: _jobs("federated"))
 jobs = values(_jobs)
 running = values(_running)

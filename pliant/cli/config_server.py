@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from pliant.elastic.server import ServerConfig
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("config-server")(config_server)
-
-
 # Numbers are taken as text and read here: click would answer a wrong one with a page of usage.
 def config_server(
     host: Annotated[str, typer.Option("-host", "--host", help="Address to listen on, IPv4 or IPv6.")] = "0.0.0.0",

@@ -29,11 +29,6 @@ Given = Annotated[
 END_S = 5.0
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("dash")(dash)
-
-
 # Numbers are taken as text and parsed here: click would answer a wrong one with a page of usage.
 def dash(
     given: Given = None,

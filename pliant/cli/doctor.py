@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pliant.cli.output import JsonCommand, JsonFile, check_writable, is_stdout, print_table, save_json, show_waiting
+from pliant.cli.output import JsonFile, check_writable, is_stdout, print_table, save_json, show_waiting
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 
 WIDTH = 160
 """Width of a table that is not shown on a terminal."""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("doctor", cls=JsonCommand)(doctor)
 
 
 def doctor(

@@ -8,7 +8,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -136,11 +136,11 @@ def _cluster_line(cluster: ClusterStatus) -> str:
 
 
 def _states(only: str) -> set[str]:
-    from pliant.jobs.status import State
+    from pliant.jobs.status import STATES
 
     wanted = {word.strip() for word in only.split(",") if word.strip()}
-    if strange := wanted - set(get_args(State)):
-        raise ConfigError(f"--only {', '.join(sorted(strange))}: no such state; use {', '.join(get_args(State))}")
+    if strange := wanted - set(STATES):
+        raise ConfigError(f"--only {', '.join(sorted(strange))}: no such state; use {', '.join(STATES)}")
     return wanted
 
 

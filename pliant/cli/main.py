@@ -1,7 +1,8 @@
 """The `pliant` program: assembles the commands, and turns errors into one line and an exit code.
 
-Each command is a module beside this one with `register(app)`. Importing it must stay cheap: torch and the servers are
-imported inside the command that needs them. Other packages add commands by entry points.
+Each command is a function in the module of its name beside this one; modules with several commands, or with settings of
+their own, have `register(app)`. Importing them must stay cheap: torch and the servers are imported inside the command that
+needs them. Other packages add commands by entry points.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pliant.cli.completion import FrontDoor
+from pliant.cli.output import JsonCommand
 from pliant.errors import ConfigError, PliantError
 
 COMMANDS = (
@@ -39,7 +40,6 @@ def build() -> typer.Typer:
     """Return the `pliant` program with all its commands."""
     app = typer.Typer(
         name="pliant",
-        cls=FrontDoor,
         help="PyTorch training on machines that come and go.",
         no_args_is_help=True,
         add_completion=True,
@@ -47,8 +47,12 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_front_door)
-    for command in COMMANDS:
-        importlib.import_module(f"pliant.cli.{command}").register(app)
+    for name in COMMANDS:
+        module = importlib.import_module(f"pliant.cli.{name}")
+        if hasattr(module, "register"):
+            module.register(app)
+        else:
+            app.command(name.replace("_", "-"), cls=JsonCommand)(getattr(module, name))
     plugins = entry_points(group=PLUGIN_GROUP)
     for plugin in plugins:
         plugin.load()(app)

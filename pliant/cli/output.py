@@ -104,9 +104,11 @@ def read_token(file: str) -> str:
 
 
 class JsonCommand(TyperCommand):
-    """A command whose `--json` may stand without a file; the object then goes to stdout."""
+    """A command whose `--json`, if it takes a file, may stand without one; the object then goes to stdout."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not any("--json" in param.opts and not getattr(param, "is_flag", False) for param in self.params):
+            return super().parse_args(ctx, args)
         has_arguments = any(param.param_type_name == "argument" for param in self.params)
         words = list(args)
         for place, word in reversed(list(enumerate(args))):

@@ -9,16 +9,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pliant.cli.output import JsonCommand, JsonFile, check_writable, is_stdout, parse_counts, parse_numbers, save_json
+from pliant.cli.output import JsonFile, check_writable, is_stdout, parse_counts, parse_numbers, save_json
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
     from pliant.sched.planner import DevicePlan, Proposal, Types
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("plan", cls=JsonCommand)(plan)
 
 
 def plan(

@@ -33,11 +33,6 @@ VENV = "~/.pliant-venv"
 MAX_AT_ONCE = 32
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("remote-install")(remote_install)
-
-
 def remote_install(
     hostfile: Annotated[str, typer.Option("-hostfile", "--hostfile", metavar="FILE", help="One host per line.")] = "",
     hosts: Annotated[str, typer.Option("-H", "--hosts", metavar="HOST,...", help="Or a list.")] = "",

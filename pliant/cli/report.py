@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 COLUMNS = ("job", "selector", "rounds", "best", "final", "at round", "hours", "speedup")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("report")(report)
-
-
 def report(
     jobs: Annotated[
         list[str] | None,

@@ -25,11 +25,6 @@ LIVE_POLICIES = ("easyscale-heter", "easyscale-homo", "yarn-cs-gang", "yarn-cs")
 """Policies that need not know how long a job will take."""
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("serve")(serve)
-
-
 # Numbers are taken as text and read here: click would answer a wrong one with a page of usage.
 def serve(
     devices: Annotated[

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from pliant.cli import completion
 from pliant.cli.output import (
-    JsonCommand,
     JsonFile,
     check_picture,
     check_writable,
@@ -39,11 +38,6 @@ POLLUX = "gpu=16x4"
 
 WHOLE = 1e5
 """Numbers from here on are shown without digits after the point."""
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("sim", cls=JsonCommand)(sim)
 
 
 def sim(

@@ -23,11 +23,6 @@ if TYPE_CHECKING:
 TRIES = 100
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("submit")(submit)
-
-
 def submit(
     files: Annotated[
         list[Path] | None, typer.Argument(metavar="JOB.YML", show_default=False, help="Job files, one job each.")

@@ -20,11 +20,6 @@ if TYPE_CHECKING:
     from pliant.ui.jobs import DashboardState, ShownJob
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to `app`."""
-    app.command("top")(top)
-
-
 def top(
     given: Given = None,
     job: Annotated[str, typer.Option("--job", metavar="NAME", help="Which one to show more of.")] = "",

@@ -47,8 +47,6 @@ from pliant.jobs.status import (
     JobStatus,
     LogPart,
     ReservedDevices,
-    log_part,
-    log_path,
     read_log,
 )
 from pliant.jobs.store import JobStore
@@ -56,7 +54,6 @@ from pliant.sched.cluster import SchedulingPolicy
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 1 << 20
 MAX_WAIT_S = 60.0
 LOOK_S = 0.1
 IDLE_S = 60.0
@@ -134,13 +131,11 @@ class JobsApi:
         while True:
             # The state is read first: what the job prints last may come between the two.
             status = await run_in_threadpool(self._scheduler.status, name)
-            text = await run_in_threadpool(read_log, log_path(status), begin)
-            over = status.is_over
-            if text or over or left <= 0 or self._closing or await request.is_disconnected():
-                break
+            part = await run_in_threadpool(read_log, status, begin)
+            if part.text or part.over or left <= 0 or self._closing or await request.is_disconnected():
+                return _answer(part)
             left -= 1
             await asyncio.sleep(LOOK_S)
-        return _answer(log_part(text, begin, over=over))
 
     async def _cluster(self, request: Request) -> Response:
         return json_response(await run_in_threadpool(self._scheduler.cluster))
@@ -158,13 +153,8 @@ def _answer(value: BaseModel, status: int = 200) -> Response:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    data = b""
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
     try:
-        value = json.loads(data)
+        value = json.loads(await http_server.read_body(request))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):

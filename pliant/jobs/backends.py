@@ -51,8 +51,6 @@ Slot = tuple[str, str | None]
 class LocalBackend:
     """The devices of this machine, as the user counts them."""
 
-    name = "local"
-
     def __init__(self, devices: Counts, environ: Mapping[str, str] = os.environ) -> None:
         self._devices = dict(devices)
         self._environ = environ
@@ -410,8 +408,6 @@ class RayBackend(LocalBackend):
     its runners are actors there. So jobs outlive the scheduler, and the loss of a node is to each of them like a crash. Record,
     checkpoints and the program must be on a file system that all nodes share.
     """
-
-    name = "ray"
 
     def __init__(self, devices: Counts, address: str = "auto", environ: Mapping[str, str] = os.environ) -> None:
         from pliant.launch.on_ray import cluster as ray_cluster

@@ -33,8 +33,6 @@ from pliant.jobs.status import (
     LogPart,
     ReservedDevices,
     check_forgettable,
-    log_part,
-    log_path,
     read_log,
     stored_statuses,
 )
@@ -324,12 +322,9 @@ class StoredJobs:
         """Return what the job printed from byte `begin` on, as `JobsClient.logs`."""
         deadline_s = time.monotonic() + wait_s
         while True:
-            # The state is read first: what the job prints last may come between the two.
-            status = self.job(name)
-            text = read_log(log_path(status), begin)
-            over = status.is_over or status.state == "interrupted"
-            if text or over or time.monotonic() >= deadline_s:
-                return log_part(text, begin, over=over)
+            part = read_log(self.job(name), begin)
+            if part.text or part.over or time.monotonic() >= deadline_s:
+                return part
             time.sleep(0.1)
 
     def cluster(self) -> None:

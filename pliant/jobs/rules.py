@@ -287,11 +287,6 @@ class SchedulerState:
     def active(self) -> list[ManagedJob]:
         return [job for job in self.jobs.values() if job.is_active]
 
-    def next_deadline_s(self) -> float | None:
-        """Return when `check_time` is due even if nothing happens."""
-        waits = [job.kill_at_s for job in self.active if job.kill_at_s is not None]
-        return min([*waits, *([self.reserve_by_s] if self.reserve_by_s is not None else [])], default=None)
-
     # --- requests ---
 
     def submit(self, demand: Demand, now_s: float) -> list[Action]:

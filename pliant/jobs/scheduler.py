@@ -126,9 +126,6 @@ class RunHandle(Protocol):
 class Backend(Protocol):
     """Devices, and what starts runs on them."""
 
-    name: str
-    """As in `pliant serve --on NAME`."""
-
     def devices(self) -> dict[str, int]:
         """Return the devices that there are now; they may change."""
 

@@ -5,12 +5,13 @@ Knows nothing of how jobs are run, so that clients and the page load little. A n
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 State = Literal["waiting", "starting", "running", "put-off", "finished", "failed", "stopped", "interrupted"]
 """`interrupted`: the job's processes are gone and no server runs that would start them again."""
+STATES: tuple[State, ...] = get_args(State)
 ENDED: frozenset[State] = frozenset({"finished", "failed", "stopped"})
 TERMINATED = 143
 """Exit code of a runner or coordinator that was sent SIGTERM, as when its machine is shut down."""
@@ -282,26 +284,17 @@ def log_path(status: JobStatus) -> Path:
     return Path(status.folder) / ("aggregator/log" if status.kind == "federated" else "log")
 
 
-def log_part(text: bytes, begin: int, *, over: bool) -> LogPart:
-    return LogPart(
-        text=text.decode(errors="backslashreplace"),
-        end=begin + len(text),
-        over=over and len(text) < MAX_TEXT_BYTES,
-    )
-
-
-def read_log(path: Path, begin: int) -> bytes:
-    """Return what the file holds from `begin` on, cut at the end of a character; nothing if it does not exist."""
+def read_log(status: JobStatus, begin: int) -> LogPart:
+    """Return what the job has printed from byte `begin` on, cut at the end of a character."""
+    over = status.is_over or status.state == "interrupted"
     try:
-        with path.open("rb") as file:
+        with log_path(status).open("rb") as file:
             file.seek(begin)
             data = file.read(MAX_TEXT_BYTES)
     except OSError:
-        return b""  # the job has not been started yet
-    for cut in range(1, min(4, len(data)) + 1):
-        if data[-cut] >= 0xC0:  # the first byte of a character of several
-            length = 2 if data[-cut] < 0xE0 else 3 if data[-cut] < 0xF0 else 4
-            return data[:-cut] if length > cut and len(data) > cut else data
-        if data[-cut] < 0x80:
-            break
-    return data
+        data = b""  # the job has not been started yet
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    is_last = over and len(data) < MAX_TEXT_BYTES
+    text = decoder.decode(data, final=is_last)
+    incomplete, _ = decoder.getstate()
+    return LogPart(text=text, end=begin + len(data) - len(incomplete), over=is_last)

@@ -91,7 +91,6 @@ class ScheduledJob:
     """Whether its result stays the same on several device types at once."""
     min_devices: int = 0
     """Guaranteed devices of the preferred type; jobs that have borrowed them give them back."""
-    tenant: str = ""
     number: int = 0
     """Position in the order of submission, which decides between equals."""
     goodput: Callable[[int], float] | None = None
@@ -311,10 +310,6 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.counts or any(count < 0 for count in self.counts.values()) or not any(self.counts.values()):
             raise ConfigError(f"cluster {self.counts}: give at least one device, as in v100=32,p100=16")
-
-    @property
-    def num_devices(self) -> int:
-        return sum(self.counts.values())
 
     def available(self, kind: str) -> int:
         """Return the number of devices of a type that jobs may have now."""

@@ -183,7 +183,6 @@ class Application:
             types=(DeviceType(kind, 1 / (step - sync)),),
             work=ProfiledWork(self, batch),
             max_devices=1 if self.name in ALONE else max(1, batch // self.min_local),
-            tenant=self.name,
         )
 
 

@@ -158,7 +158,6 @@ def _steady(
         work=SteadyWork(max(float(steps), 1e-9)),
         preferred=preferred,
         mixed=mixed,
-        tenant=entry.tenant,
     )
 
 

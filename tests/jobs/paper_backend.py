@@ -73,8 +73,6 @@ class PaperRun:
 class PaperBackend:
     """Devices that only count."""
 
-    name = "paper"
-
     def __init__(self, **devices: int) -> None:
         self.counts = devices
         self.runs: dict[str, PaperRun] = {}

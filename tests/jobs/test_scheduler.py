@@ -265,7 +265,7 @@ def test_jobs_over_http(api: TestClient, backend: PaperBackend) -> None:
         ("POST", "/jobs", said("a", devices=["v100"]), 422, "v100"),
         ("POST", "/jobs", [1], 422, "object"),
         ("POST", "/jobs", b"{", 422, "JSON"),
-        ("POST", "/jobs", b"x" * (1 << 21), 413, "longer"),
+        ("POST", "/jobs", b"x" * (1 << 21), 413, "larger"),
         ("GET", "/jobs/none", None, 404, "none"),
         ("DELETE", "/jobs/none", None, 404, "none"),
         ("DELETE", "/jobs/none?kill=perhaps", None, 422, "perhaps"),
