@@ -26,30 +26,32 @@ if TYPE_CHECKING:
 def config_server(
     host: Annotated[str, typer.Option("-host", "--host", help="Address to listen on, IPv4 or IPv6.")] = "0.0.0.0",
     port: Annotated[str, typer.Option("-port", "--port", metavar="PORT", help="0 picks a free one.")] = "9100",
-    init: Annotated[str, typer.Option("-init", "--init", metavar="FILE", help="JSON of the first view.")] = "",
+    init: Annotated[
+        str, typer.Option("-init", "--init", metavar="FILE", help="JSON of the first list of workers.")
+    ] = "",
     ttl: Annotated[
         str, typer.Option("-ttl", "--ttl", metavar="SECONDS", help="Stop after this time; 0 means never.")
     ] = "0",
-    endpoint: Annotated[str, typer.Option("-endpoint", "--endpoint", help="Path of the view.")] = "/config",
+    endpoint: Annotated[str, typer.Option("-endpoint", "--endpoint", help="URL path of the list.")] = "/config",
     hosts: Annotated[
-        str, typer.Option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Slots that a resize keeps to.")
+        str, typer.Option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Slots that a resize may use.")
     ] = "",
     port_range: Annotated[
-        str, typer.Option("-port-range", "--port-range", metavar="BEGIN-END", help="Ports that a resize keeps to.")
+        str, typer.Option("-port-range", "--port-range", metavar="BEGIN-END", help="Ports that a resize may use.")
     ] = "",
     state: Annotated[
-        str, typer.Option("--state", metavar="FILE", help="Keep the view in this SQLite file across restarts.")
+        str, typer.Option("--state", metavar="FILE", help="Keep the list in this SQLite file across restarts.")
     ] = "",
     token_file: Annotated[
         str,
         typer.Option(
-            "--token-file", metavar="FILE", help="Let in only who knows the token in it; or set PLIANT_TOKEN."
+            "--token-file", metavar="FILE", help="File with the token that clients must send; or set PLIANT_TOKEN."
         ),
     ] = "",
     tls_cert: Annotated[str, typer.Option("--tls-cert", metavar="FILE", help="Certificate chain, PEM.")] = "",
     tls_key: Annotated[str, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")] = "",
 ) -> None:
-    """Hold the wanted view of a job, over HTTP. Stops at SIGTERM, SIGINT or a request to /stop."""
+    """Serve the list of workers that a job should have over HTTP, until SIGTERM, SIGINT or a request to /stop."""
     from pliant.elastic.server import ServerConfig
 
     config = ServerConfig(

@@ -33,7 +33,7 @@ END_S = 5.0
 def dash(
     given: Given = None,
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; beyond loopback, looking needs the token, too.")
+        str, typer.Option("--host", help="Address to listen on; if it is not loopback, viewing needs the token, too.")
     ] = "127.0.0.1",
     port: Annotated[str, typer.Option("--port", metavar="PORT", help="0 picks a free one.")] = "9300",
     token_file: Annotated[
@@ -41,7 +41,7 @@ def dash(
         typer.Option(
             "--token-file",
             metavar="FILE",
-            help="What resizing and stopping need; default: PLIANT_TOKEN, or a random one, which is printed.",
+            help="File with the token for resizing and stopping; default: PLIANT_TOKEN, or a random one, which is printed.",
         ),
     ] = "",
     tls_cert: Annotated[str, typer.Option("--tls-cert", metavar="FILE", help="Certificate chain, PEM.")] = "",

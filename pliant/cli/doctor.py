@@ -33,9 +33,9 @@ def doctor(
     replicas: Annotated[int, typer.Option("--replicas", help="Check the order of the sum for so many.")] = 4,
     json_file: JsonFile = None,
 ) -> None:
-    """Say what this machine can do, or which modules of a model stand in the way of bitwise equal training.
+    """Check this machine, or find the modules of a model that prevent bitwise equal training.
 
-    ok: it works; warn: what needs it does not work; missing: nothing does. After -> stands what to type.
+    ok: it works; warn: some commands do not work; missing: nothing works. The remedy is after ->.
     Exit code 1: something is missing, or the model cannot be time-sliced.
     """
     if replicas < 1:

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the commands to `app`."""
-    fed = typer.Typer(no_args_is_help=True, help="Federated learning: a job in the foreground, a selector on its own.")
+    fed = typer.Typer(
+        no_args_is_help=True, help="Federated learning: run a job in the foreground, or try a client selector."
+    )
     fed.command("run")(run)
     fed.command("select")(select)
     app.add_typer(fed, name="fed")
@@ -36,9 +38,9 @@ def run(
     file: Annotated[
         Path | None, typer.Argument(metavar="CONF.YML", show_default=False, help="A federated job.")
     ] = None,
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="The job's name, whatever the file says.")] = "",
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the job; overrides the file's.")] = "",
     workers: Annotated[
-        str, typer.Option("--workers", metavar="N|HOST:N,...", help="Workers, whatever the file says; 0: none.")
+        str, typer.Option("--workers", metavar="N|HOST:N,...", help="Workers; overrides the file's; 0: none.")
     ] = "",
     resume: Annotated[
         str,
@@ -203,12 +205,17 @@ def select(
         typer.Option(
             "--trace",
             metavar="TABLE",
-            help="Devices: CSV, .npz, FedScale's pickle, synthetic or equal.",
+            help="Table of the clients' devices: CSV, .npz, FedScale's pickle, synthetic or equal.",
             autocompletion=completion.one_of("synthetic", "equal"),
         ),
     ] = "synthetic",
     replay: Annotated[
-        str, typer.Option("--replay", metavar="FILE|N", help="What clients would bring (JSON), or N that are drawn.")
+        str,
+        typer.Option(
+            "--replay",
+            metavar="FILE|N",
+            help="Losses and sizes of the clients (JSON), or N to draw N clients at random.",
+        ),
     ] = "1000",
     seed: Annotated[int, typer.Option("--seed", help="Seed of the selector.")] = 233,
     rounds: Annotated[int, typer.Option("--rounds", help="Number of rounds.")] = 60,
@@ -217,13 +224,13 @@ def select(
         typer.Option(
             "--selector",
             metavar="KIND[:PRESET]",
-            help="Instead of the one in the file, as oort:artifact.",
+            help="Selector to use instead of the file's, such as oort:artifact.",
             autocompletion=completion.selectors,
         ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="JSON also on a terminal.")] = False,
 ) -> None:
-    """Show which clients a selector picks, round after round, with known losses. Piped: one JSON object."""
+    """Show which clients a selector picks, round after round, with known losses. When piped, prints one JSON object."""
     from pliant.fed.config import NamedOptions
     from pliant.fed.rounds.replay import draw_replay, read_replay, replay_selection
 

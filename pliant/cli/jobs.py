@@ -80,7 +80,7 @@ def list_jobs(
     server: ServerFlag = "",
     state: StateFlag = "",
 ) -> None:
-    """List jobs, the first submitted first. Piped: columns with tabs, and no heading."""
+    """List jobs, the first submitted first. When piped, prints columns with tabs and no heading."""
     wanted = _states(only)
     with _opened(server, state) as opened:
         jobs = [job for job in opened.jobs() if not wanted or job.state in wanted]
@@ -148,7 +148,7 @@ def _states(only: str) -> set[str]:
 
 
 def show(name: NameArgument = "", as_json: JsonFlag = False, server: ServerFlag = "", state: StateFlag = "") -> None:
-    """Show one job: its state, and what was decided about it, and when."""
+    """Show one job: its state, and every decision about it with time and reason."""
     check_named(name)
     with _opened(server, state) as opened:
         job = opened.job(name)
@@ -213,12 +213,12 @@ def _spec_rows(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def logs(
     name: NameArgument = "",
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job has ended.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the output until the job has ended.")] = False,
     lines: Annotated[str, typer.Option("-n", "--lines", metavar="N", help="Begin with the last N lines only.")] = "",
     server: ServerFlag = "",
     state: StateFlag = "",
 ) -> None:
-    """Print the job's output. With -f also what comes; a server that restarts meanwhile is waited for."""
+    """Print the output of a job; with -f, follow it until the job has ended."""
     from pliant.jobs.client import StoredJobs, open_jobs
 
     last = _line_count(lines)
@@ -279,13 +279,13 @@ def _line_count(text: str) -> int | None:
 
 def stop(
     names: NamesArgument = None,
-    kill: Annotated[bool, typer.Option("--kill", help="At once, not after the step they are in.")] = False,
+    kill: Annotated[bool, typer.Option("--kill", help="End them at once.")] = False,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Return only when they have ended.")] = True,
     timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="How long to wait.")] = "60s",
     server: ServerFlag = "",
     state: StateFlag = "",
 ) -> None:
-    """End jobs in good order: each finishes its step, or its round. None of them if a name is unknown."""
+    """End jobs after the step or round they are in. If one name is unknown, none is ended."""
     check_named(*(names or ("",)))
     deadline_s = time.monotonic() + parse_duration(timeout, "--timeout")
     with _opened(server, state) as opened:
@@ -333,7 +333,7 @@ def _print_end(job: JobStatus) -> None:
 
 
 def forget(names: NamesArgument = None, server: ServerFlag = "", state: StateFlag = "") -> None:
-    """Take jobs that have ended off the list; their files stay. None of them if a name is unknown, or one runs."""
+    """Remove ended jobs from the list; their files stay. If one name is unknown or one job runs, none is removed."""
     from pliant.jobs.status import check_forgettable
 
     check_named(*(names or ("",)))

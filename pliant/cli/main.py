@@ -72,7 +72,7 @@ def _missing_command(name: str) -> Callable[..., None]:
 
 def _front_door(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_version, help="Say which, and stop.")
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """PyTorch training on machines that come and go."""

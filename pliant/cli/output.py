@@ -35,7 +35,11 @@ STATE_COLOURS = {
 
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="[FILE]", help="Everything, as one object; no FILE or -: stdout, and nothing else."),
+    typer.Option(
+        "--json",
+        metavar="[FILE]",
+        help="Write the result as one JSON object; without FILE, or with -, to stdout in place of the table.",
+    ),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    replicas: Annotated[int, typer.Option("--replicas", help="N: the replicas of the job.")],
+    replicas: Annotated[int, typer.Option("--replicas", help="Number of replicas of the job (EasyScale's ESTs).")],
     speed: Annotated[
         str, typer.Option("--speed", metavar="TYPE=S,...", help="Replica-steps per second of one device of each type.")
     ],
@@ -26,17 +26,24 @@ def plan(
         str, typer.Option("--free", metavar="TYPE=N,...", help="Devices it may ask for; default: any number.")
     ] = "",
     executors: Annotated[
-        str, typer.Option("--executors", metavar="TYPE=M,...", help="Processes that fit on one device; default: 1.")
+        str,
+        typer.Option(
+            "--executors",
+            metavar="TYPE=M,...",
+            help="Most worker processes on one device at a time (EasyScale's executors); default: 1.",
+        ),
     ] = "",
     interference: Annotated[
         str,
         typer.Option(
-            "--interference", metavar="TYPE=F,...", help="What several leave of each one's speed; default: 1."
+            "--interference",
+            metavar="TYPE=F,...",
+            help="Share of its speed that each of several workers on a device keeps; default: 1.",
         ),
     ] = "",
     json_file: JsonFile = None,
 ) -> None:
-    """Assign N replicas to devices: how fast would they be, and which further devices would help most?"""
+    """Plan which devices host which replicas of a job: how fast is it, and which further devices would help most?"""
     from pliant.sched.planner import DeviceType, best_plan, proposals
 
     speeds, fit, factors = (
@@ -77,7 +84,7 @@ def _print(
         console.print("no devices yet")
     else:
         table = Table(title=f"{replicas} replicas on {sum(given)} devices", title_justify="left")
-        for number, column in enumerate(("type", "devices", "executors", "replicas each", "speed", "idle")):
+        for number, column in enumerate(("type", "devices", "workers each", "replicas each", "speed", "idle")):
             table.add_column(column, justify="left" if number == 0 else "right")
         for kind, there, used, each, hosted in zip(
             types, given, found.used, found.executors, found.per_device, strict=True

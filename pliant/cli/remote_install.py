@@ -35,17 +35,23 @@ MAX_AT_ONCE = 32
 
 def remote_install(
     hostfile: Annotated[str, typer.Option("-hostfile", "--hostfile", metavar="FILE", help="One host per line.")] = "",
-    hosts: Annotated[str, typer.Option("-H", "--hosts", metavar="HOST,...", help="Or a list.")] = "",
-    user: Annotated[str, typer.Option("-u", "--user", metavar="USER", help="Who to be there.")] = "",
-    venv: Annotated[str, typer.Option("--venv", metavar="PATH", help="Made there, unless it exists.")] = VENV,
-    python: Annotated[str, typer.Option("--python", metavar="NAME", help="What makes it.")] = "python3",
+    hosts: Annotated[str, typer.Option("-H", "--hosts", metavar="HOST,...", help="The hosts as a list.")] = "",
+    user: Annotated[str, typer.Option("-u", "--user", metavar="USER", help="User on the hosts.")] = "",
+    venv: Annotated[
+        str, typer.Option("--venv", metavar="PATH", help="Virtual environment there, made if it is missing.")
+    ] = VENV,
+    python: Annotated[str, typer.Option("--python", metavar="NAME", help="Python that makes it.")] = "python3",
     spec: Annotated[
-        str, typer.Option("--spec", metavar="SPEC", help="For pip, such as pliant==0.1.0; default: this checkout.")
+        str,
+        typer.Option(
+            "--spec", metavar="SPEC", help="What pip installs, such as pliant==0.1.0; default: this checkout."
+        ),
     ] = "",
     pip_args: Annotated[
-        str, typer.Option("--pip-args", metavar="ARGS", help="More for pip install, such as '--index-url URL'.")
+        str,
+        typer.Option("--pip-args", metavar="ARGS", help="Further arguments of pip install, such as '--index-url URL'."),
     ] = "",
-    timeout: Annotated[str, typer.Option("--timeout", metavar="SECONDS", help="For each host.")] = "1800",
+    timeout: Annotated[str, typer.Option("--timeout", metavar="SECONDS", help="Time limit for each host.")] = "1800",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and do nothing.")] = False,
 ) -> None:
     """Install pliant on every host over ssh; then `pliant run --ssh --remote-python PATH/bin/python` uses it."""

@@ -29,7 +29,7 @@ def report(
         ),
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Side by side, with the first as the measure; the default.")
+        bool, typer.Option("--compare", help="Compare the jobs with the first one; this is the default.")
     ] = True,
     target: Annotated[
         str,
@@ -48,7 +48,7 @@ def report(
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="A picture of the curves.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """How long federated jobs took, on the virtual clock, to reach an accuracy."""
+    """Compare how long federated jobs took, on the virtual clock, to reach an accuracy."""
     from pliant.fed.report import compare as compared
     from pliant.fed.report import read_curve
 

@@ -29,30 +29,35 @@ LIVE_POLICIES = ("easyscale-heter", "easyscale-homo", "yarn-cs-gang", "yarn-cs")
 def serve(
     devices: Annotated[
         str,
-        typer.Option("--devices", metavar="TYPE=N,...", help="What there is to give, such as cpu=4 or v100=8,t4=4."),
+        typer.Option("--devices", metavar="TYPE=N,...", help="Devices to share, such as cpu=4 or v100=8,t4=4."),
     ] = "",
     policy: Annotated[
         str,
         typer.Option(
             "--policy",
             metavar="NAME",
-            help=f"Who gets it: {', '.join(LIVE_POLICIES)}.",
+            help=f"Scheduling policy: {', '.join(LIVE_POLICIES)}.",
             autocompletion=completion.one_of(*LIVE_POLICIES),
         ),
     ] = LIVE_POLICIES[0],
     state: Annotated[
-        str, typer.Option("--state", metavar="DIR", help="Where jobs and decisions are kept; the same after a restart.")
+        str,
+        typer.Option(
+            "--state", metavar="DIR", help="Directory of jobs and decisions; use the same one after a restart."
+        ),
     ] = "",
     host: Annotated[str, typer.Option("--host", help="Address to listen on, IPv4 or IPv6.")] = "127.0.0.1",
     port: Annotated[str, typer.Option("--port", metavar="PORT", help="0 picks a free one.")] = "9200",
     token_file: Annotated[
         str,
         typer.Option(
-            "--token-file", metavar="FILE", help="What clients must know; default: PLIANT_TOKEN, or a random one."
+            "--token-file",
+            metavar="FILE",
+            help="File with the token that clients must send; default: PLIANT_TOKEN, or a random one.",
         ),
     ] = "",
     interval: Annotated[
-        str, typer.Option("--interval", metavar="TIME", help="Decide again after this, if nothing has happened.")
+        str, typer.Option("--interval", metavar="TIME", help="Time between decisions if nothing happens.")
     ] = "5s",
     dash: Annotated[
         str, typer.Option("--dash", metavar="PORT", help="Show the page of `pliant dash` there, with the same token.")
@@ -76,7 +81,7 @@ def serve(
     server: ServerFlag = "",
     embedded: Annotated[bool, typer.Option("--embedded", hidden=True)] = False,
 ) -> None:
-    """Share devices among the jobs of `pliant submit`. Jobs outlive it: start it again, and it takes them up."""
+    """Run the job server, which shares devices among submitted jobs. Jobs outlive it; started again, it finds them."""
     if reserve:
         _reserve(parse_counts(reserve, "--reserve"), server, state)
         return

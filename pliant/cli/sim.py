@@ -46,7 +46,7 @@ def sim(
         typer.Option(
             "--trace",
             metavar="FILE|synthetic[:JOBS[:WEEKS]]",
-            help="The jobs.",
+            help="Trace of the jobs.",
             autocompletion=completion.one_of("synthetic"),
         ),
     ],
@@ -59,7 +59,13 @@ def sim(
         ),
     ] = "",
     policy: Annotated[
-        str, typer.Option("--policy", metavar="all|NAME,...", help="Who decides.", autocompletion=completion.schedulers)
+        str,
+        typer.Option(
+            "--policy",
+            metavar="all|NAME,...",
+            help="Scheduling policies to compare.",
+            autocompletion=completion.schedulers,
+        ),
     ] = "all",
     interval: Annotated[float, typer.Option("--interval", help="Seconds between rounds.")] = 60.0,
     profiles: Annotated[str, typer.Option("--profiles", metavar="DIR", help="Pollux' measured step times.")] = "",
@@ -71,7 +77,9 @@ def sim(
             autocompletion=completion.one_of("philly", "helios", "pai", "openb", "pollux", "easyscale"),
         ),
     ] = "",
-    seed: Annotated[int, typer.Option("--seed", help="Of what a trace leaves open, and of synthetic ones.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Seed for what a trace leaves open, and for synthetic traces.")
+    ] = 0,
     speed: Annotated[
         str,
         typer.Option(
@@ -104,7 +112,7 @@ def sim(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Replay a trace of jobs on a cluster under each policy: completion times, makespan, devices in use."""
+    """Simulate a trace of jobs on a cluster under each scheduling policy: completion times, makespan, devices in use."""
     from pliant.sched import compare as simulation
     from pliant.sched import policies as schedulers
     from pliant.sched import traces

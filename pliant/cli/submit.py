@@ -27,7 +27,7 @@ def submit(
     files: Annotated[
         list[Path] | None, typer.Argument(metavar="JOB.YML", show_default=False, help="Job files, one job each.")
     ] = None,
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="The job's name, whatever the file says.")] = "",
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the job; overrides the file's.")] = "",
     wait: Annotated[
         bool, typer.Option("--wait", help="Return when all have ended, with the exit code of the first that failed.")
     ] = False,
@@ -44,7 +44,10 @@ def submit(
     server: ServerFlag = "",
     state: StateFlag = "",
 ) -> None:
-    """Submit jobs; none of them if a file is wrong. Without a server, one is started. Piped: their names."""
+    """Submit jobs to the server, which is started if none runs. If one file is wrong, nothing is submitted.
+
+    When piped, prints the names of the jobs.
+    """
     if resume and (files or name):
         raise ConfigError("--resume goes on with what was submitted: leave the file and --name out")
     if not files and not resume:

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 def top(
     given: Given = None,
-    job: Annotated[str, typer.Option("--job", metavar="NAME", help="Which one to show more of.")] = "",
-    interval: Annotated[str, typer.Option("--interval", metavar="TIME", help="Look again after this.")] = "1s",
-    once: Annotated[bool, typer.Option("--once", help="Look once; so it is when the output is piped.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Look once, and print one JSON object instead.")] = False,
+    job: Annotated[str, typer.Option("--job", metavar="NAME", help="Job to show in detail.")] = "",
+    interval: Annotated[str, typer.Option("--interval", metavar="TIME", help="Time between updates.")] = "1s",
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit; the default when piped.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and exit.")] = False,
 ) -> None:
-    """Show jobs in the terminal, as `pliant dash` does in the browser; the arrow keys choose one, q ends it."""
+    """Show jobs in the terminal, as `pliant dash` does in the browser; the arrow keys choose one, q quits."""
     from rich.console import Console
     from rich.live import Live
 
