@@ -66,6 +66,7 @@ def _running() -> Words:
 strategies = values(_names("pliant.comm.topology", "STRATEGIES"))
 policies = values(_names("pliant.adapt.registry", "NAMES"))
 schedulers = listed(lambda: [*_names("pliant.sched.policies", "POLICIES")(), "all"])
+trace_formats = values(_names("pliant.sched.traces", "FORMS"))
 selectors = values(_names("pliant.fed.selection.selectors", "NAMES"))
 states = listed(_names("pliant.jobs.status", "STATES"))
 federated = values(lambda: _jobs("federated"))

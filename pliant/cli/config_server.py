@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
-import typer
-
-from pliant.cli.output import parse_int, read_token
+from pliant.cli.output import option, parse_int, read_token
 from pliant.cluster import PortRange, View, Worker, check_host, parse_hosts
 from pliant.elastic.membership import NO_LIMITS, Limits
 from pliant.errors import ConfigError, reason
@@ -24,32 +22,19 @@ if TYPE_CHECKING:
 
 # Numbers are taken as text and read here: click would answer a wrong one with a page of usage.
 def config_server(
-    host: Annotated[str, typer.Option("-host", "--host", help="Address to listen on, IPv4 or IPv6.")] = "0.0.0.0",
-    port: Annotated[str, typer.Option("-port", "--port", metavar="PORT", help="0 picks a free one.")] = "9100",
-    init: Annotated[
-        str, typer.Option("-init", "--init", metavar="FILE", help="JSON of the first list of workers.")
-    ] = "",
-    ttl: Annotated[
-        str, typer.Option("-ttl", "--ttl", metavar="SECONDS", help="Stop after this time; 0 means never.")
-    ] = "0",
-    endpoint: Annotated[str, typer.Option("-endpoint", "--endpoint", help="URL path of the list.")] = "/config",
-    hosts: Annotated[
-        str, typer.Option("-H", "--hosts", metavar="HOST:SLOTS,...", help="Slots that a resize may use.")
-    ] = "",
-    port_range: Annotated[
-        str, typer.Option("-port-range", "--port-range", metavar="BEGIN-END", help="Ports that a resize may use.")
-    ] = "",
-    state: Annotated[
-        str, typer.Option("--state", metavar="FILE", help="Keep the list in this SQLite file across restarts.")
-    ] = "",
+    host: Annotated[str, option("-host --host", "", "Address to listen on, IPv4 or IPv6.")] = "0.0.0.0",
+    port: Annotated[str, option("-port --port", "PORT", "0 picks a free one.")] = "9100",
+    init: Annotated[str, option("-init --init", "FILE", "JSON of the first list of workers.")] = "",
+    ttl: Annotated[str, option("-ttl --ttl", "SECONDS", "Stop after this time; 0 means never.")] = "0",
+    endpoint: Annotated[str, option("-endpoint --endpoint", "", "URL path of the list.")] = "/config",
+    hosts: Annotated[str, option("-H --hosts", "HOST:SLOTS,...", "Slots that a resize may use.")] = "",
+    port_range: Annotated[str, option("-port-range --port-range", "BEGIN-END", "Ports that a resize may use.")] = "",
+    state: Annotated[str, option("--state", "FILE", "Keep the list in this SQLite file across restarts.")] = "",
     token_file: Annotated[
-        str,
-        typer.Option(
-            "--token-file", metavar="FILE", help="File with the token that clients must send; or set PLIANT_TOKEN."
-        ),
+        str, option("--token-file", "FILE", "File with the token that clients must send; or set PLIANT_TOKEN.")
     ] = "",
-    tls_cert: Annotated[str, typer.Option("--tls-cert", metavar="FILE", help="Certificate chain, PEM.")] = "",
-    tls_key: Annotated[str, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")] = "",
+    tls_cert: Annotated[str, option("--tls-cert", "FILE", "Certificate chain, PEM.")] = "",
+    tls_key: Annotated[str, option("--tls-key", "FILE", "Its private key, PEM.")] = "",
 ) -> None:
     """Serve the list of workers that a job should have over HTTP, until SIGTERM, SIGINT or a request to /stop."""
     from pliant.elastic.server import ServerConfig

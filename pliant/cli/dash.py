@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from pliant import child, record
-from pliant.cli.output import parse_int, read_token
+from pliant.cli.output import option, parse_int, read_token
 from pliant.errors import ConfigError
 
 Given = Annotated[
@@ -33,19 +33,19 @@ END_S = 5.0
 def dash(
     given: Given = None,
     host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; if it is not loopback, viewing needs the token, too.")
+        str, option("--host", "", "Address to listen on; if it is not loopback, viewing needs the token, too.")
     ] = "127.0.0.1",
-    port: Annotated[str, typer.Option("--port", metavar="PORT", help="0 picks a free one.")] = "9300",
+    port: Annotated[str, option("--port", "PORT", "0 picks a free one.")] = "9300",
     token_file: Annotated[
         str,
-        typer.Option(
+        option(
             "--token-file",
-            metavar="FILE",
-            help="File with the token for resizing and stopping; default: PLIANT_TOKEN, or a random one, which is printed.",
+            "FILE",
+            "File with the token for resizing and stopping; default: PLIANT_TOKEN, or a random one, which is printed.",
         ),
     ] = "",
-    tls_cert: Annotated[str, typer.Option("--tls-cert", metavar="FILE", help="Certificate chain, PEM.")] = "",
-    tls_key: Annotated[str, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")] = "",
+    tls_cert: Annotated[str, option("--tls-cert", "FILE", "Certificate chain, PEM.")] = "",
+    tls_key: Annotated[str, option("--tls-key", "FILE", "Its private key, PEM.")] = "",
 ) -> None:
     """Show jobs in the browser: curves with events, workers, topology, the cluster, logs. Works offline."""
     from pliant.ui.jobs import Watcher

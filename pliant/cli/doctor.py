@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pliant.cli.output import JsonFile, check_writable, is_stdout, print_table, save_json, show_waiting
+from pliant.cli.output import JsonFile, check_writable, is_stdout, option, print_table, save_json, show_waiting
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def doctor(
     target: Annotated[
         str | None, typer.Argument(metavar="[FILE.py:FUNCTION]", help="A function that returns the model to look at.")
     ] = None,
-    replicas: Annotated[int, typer.Option("--replicas", help="Check the order of the sum for so many.")] = 4,
+    replicas: Annotated[int, option("--replicas", "", "Check the order of the sum for so many.")] = 4,
     json_file: JsonFile = None,
 ) -> None:
     """Check this machine, or find the modules of a model that prevent bitwise equal training.

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pliant.cli import completion
-from pliant.cli.output import is_read_by_people, print_json, print_table, show_waiting
+from pliant.cli.output import is_read_by_people, option, print_json, print_table, show_waiting
 from pliant.errors import ConfigError, NameTaken, PliantError
 
 if TYPE_CHECKING:
@@ -38,18 +38,10 @@ def run(
     file: Annotated[
         Path | None, typer.Argument(metavar="CONF.YML", show_default=False, help="A federated job.")
     ] = None,
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the job; overrides the file's.")] = "",
-    workers: Annotated[
-        str, typer.Option("--workers", metavar="N|HOST:N,...", help="Workers; overrides the file's; 0: none.")
-    ] = "",
+    name: Annotated[str, option("--name", "NAME", "Name of the job; overrides the file's.")] = "",
+    workers: Annotated[str, option("--workers", "N|HOST:N,...", "Workers; overrides the file's; 0: none.")] = "",
     resume: Annotated[
-        str,
-        typer.Option(
-            "--resume",
-            metavar="NAME",
-            help="Go on with an interrupted job, from its checkpoint.",
-            autocompletion=completion.federated,
-        ),
+        str, option("--resume", "NAME", "Go on with an interrupted job, from its checkpoint.", completion.federated)
     ] = "",
 ) -> None:
     """Run a federated job in the foreground; SIGTERM ends it after its round, Ctrl-C at once."""
@@ -202,33 +194,28 @@ def _shown(folder: FederatedFolder) -> Iterator[Shown]:
 def select(
     trace: Annotated[
         str,
-        typer.Option(
+        option(
             "--trace",
-            metavar="TABLE",
-            help="Table of the clients' devices: CSV, .npz, FedScale's pickle, synthetic or equal.",
-            autocompletion=completion.one_of("synthetic", "equal"),
+            "TABLE",
+            "Table of the clients' devices: CSV, .npz, FedScale's pickle, synthetic or equal.",
+            completion.one_of("synthetic", "equal"),
         ),
     ] = "synthetic",
     replay: Annotated[
-        str,
-        typer.Option(
-            "--replay",
-            metavar="FILE|N",
-            help="Losses and sizes of the clients (JSON), or N to draw N clients at random.",
-        ),
+        str, option("--replay", "FILE|N", "Losses and sizes of the clients (JSON), or N to draw N clients at random.")
     ] = "1000",
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the selector.")] = 233,
-    rounds: Annotated[int, typer.Option("--rounds", help="Number of rounds.")] = 60,
+    seed: Annotated[int, option("--seed", "", "Seed of the selector.")] = 233,
+    rounds: Annotated[int, option("--rounds", "", "Number of rounds.")] = 60,
     selector: Annotated[
         str,
-        typer.Option(
+        option(
             "--selector",
-            metavar="KIND[:PRESET]",
-            help="Selector to use instead of the file's, such as oort:artifact.",
-            autocompletion=completion.selectors,
+            "KIND[:PRESET]",
+            "Selector to use instead of the file's, such as oort:artifact.",
+            completion.selectors,
         ),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="JSON also on a terminal.")] = False,
+    as_json: Annotated[bool, option("--json", "", "JSON also on a terminal.")] = False,
 ) -> None:
     """Show which clients a selector picks, round after round, with known losses. When piped, prints one JSON object."""
     from pliant.fed.config import NamedOptions

@@ -23,7 +23,7 @@ from pliant.cli.connection import (
     devices_text,
     print_for_people,
 )
-from pliant.cli.output import JsonFlag, is_read_by_people, print_json, print_table, show_waiting
+from pliant.cli.output import JsonFlag, is_read_by_people, option, print_json, print_table, show_waiting
 from pliant.duration import parse_duration, span_text
 from pliant.errors import ConfigError, LaunchError
 
@@ -69,13 +69,8 @@ def _opened(server: str, state: str) -> JobsClient | StoredJobs:
 
 
 def list_jobs(
-    only: Annotated[
-        str,
-        typer.Option(
-            "--only", metavar="STATE,...", help="Jobs in these states only.", autocompletion=completion.states
-        ),
-    ] = "",
-    names: Annotated[bool, typer.Option("-q", "--quiet", help="Names only, one per line.")] = False,
+    only: Annotated[str, option("--only", "STATE,...", "Jobs in these states only.", completion.states)] = "",
+    names: Annotated[bool, option("-q --quiet", "", "Names only, one per line.")] = False,
     as_json: JsonFlag = False,
     server: ServerFlag = "",
     state: StateFlag = "",
@@ -213,8 +208,8 @@ def _spec_rows(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def logs(
     name: NameArgument = "",
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow the output until the job has ended.")] = False,
-    lines: Annotated[str, typer.Option("-n", "--lines", metavar="N", help="Begin with the last N lines only.")] = "",
+    follow: Annotated[bool, option("-f --follow", "", "Follow the output until the job has ended.")] = False,
+    lines: Annotated[str, option("-n --lines", "N", "Begin with the last N lines only.")] = "",
     server: ServerFlag = "",
     state: StateFlag = "",
 ) -> None:
@@ -279,9 +274,9 @@ def _line_count(text: str) -> int | None:
 
 def stop(
     names: NamesArgument = None,
-    kill: Annotated[bool, typer.Option("--kill", help="End them at once.")] = False,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Return only when they have ended.")] = True,
-    timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="How long to wait.")] = "60s",
+    kill: Annotated[bool, option("--kill", "", "End them at once.")] = False,
+    wait: Annotated[bool, option("--wait/--no-wait", "", "Return only when they have ended.")] = True,
+    timeout: Annotated[str, option("--timeout", "TIME", "How long to wait.")] = "60s",
     server: ServerFlag = "",
     state: StateFlag = "",
 ) -> None:

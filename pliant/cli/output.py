@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,6 +24,8 @@ from pliant.errors import ConfigError, reason
 
 if TYPE_CHECKING:
     import click
+
+    from pliant.cli.completion import Completer
 
 STDOUT = Path("-")
 PICTURES = (".png", ".svg", ".pdf")
@@ -42,6 +44,11 @@ JsonFile = Annotated[
     ),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+
+
+def option(names: str, metavar: str, help: str, complete: Completer | None = None, **more: Any) -> Any:
+    """Return an option of a command: its names with spaces between, what stands for its value, and its help."""
+    return typer.Option(*names.split(), metavar=metavar or None, help=help, autocompletion=complete, **more)
 
 
 # --- numbers and tokens as arguments ---

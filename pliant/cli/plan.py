@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from pliant.cli.output import JsonFile, check_writable, is_stdout, parse_counts, parse_numbers, save_json
+from pliant.cli.output import JsonFile, check_writable, is_stdout, option, parse_counts, parse_numbers, save_json
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,28 +16,24 @@ if TYPE_CHECKING:
 
 
 def plan(
-    replicas: Annotated[int, typer.Option("--replicas", help="Number of replicas of the job (EasyScale's ESTs).")],
-    speed: Annotated[
-        str, typer.Option("--speed", metavar="TYPE=S,...", help="Replica-steps per second of one device of each type.")
-    ],
-    have: Annotated[str, typer.Option("--have", metavar="TYPE=N,...", help="Devices that the job has.")] = "",
-    free: Annotated[
-        str, typer.Option("--free", metavar="TYPE=N,...", help="Devices it may ask for; default: any number.")
-    ] = "",
+    replicas: Annotated[int, option("--replicas", "", "Number of replicas of the job (EasyScale's ESTs).")],
+    speed: Annotated[str, option("--speed", "TYPE=S,...", "Replica-steps per second of one device of each type.")],
+    have: Annotated[str, option("--have", "TYPE=N,...", "Devices that the job has.")] = "",
+    free: Annotated[str, option("--free", "TYPE=N,...", "Devices it may ask for; default: any number.")] = "",
     executors: Annotated[
         str,
-        typer.Option(
+        option(
             "--executors",
-            metavar="TYPE=M,...",
-            help="Most worker processes on one device at a time (EasyScale's executors); default: 1.",
+            "TYPE=M,...",
+            "Most worker processes on one device at a time (EasyScale's executors); default: 1.",
         ),
     ] = "",
     interference: Annotated[
         str,
-        typer.Option(
+        option(
             "--interference",
-            metavar="TYPE=F,...",
-            help="Share of its speed that each of several workers on a device keeps; default: 1.",
+            "TYPE=F,...",
+            "Share of its speed that each of several workers on a device keeps; default: 1.",
         ),
     ] = "",
     json_file: JsonFile = None,

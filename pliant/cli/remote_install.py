@@ -22,7 +22,7 @@ from typing import Annotated
 
 import typer
 
-from pliant.cli.output import parse_int, show_progress, show_waiting
+from pliant.cli.output import option, parse_int, show_progress, show_waiting
 from pliant.cli.run import read_hosts
 from pliant.cluster import Host
 from pliant.errors import ConfigError, LaunchError
@@ -34,25 +34,19 @@ MAX_AT_ONCE = 32
 
 
 def remote_install(
-    hostfile: Annotated[str, typer.Option("-hostfile", "--hostfile", metavar="FILE", help="One host per line.")] = "",
-    hosts: Annotated[str, typer.Option("-H", "--hosts", metavar="HOST,...", help="The hosts as a list.")] = "",
-    user: Annotated[str, typer.Option("-u", "--user", metavar="USER", help="User on the hosts.")] = "",
-    venv: Annotated[
-        str, typer.Option("--venv", metavar="PATH", help="Virtual environment there, made if it is missing.")
-    ] = VENV,
-    python: Annotated[str, typer.Option("--python", metavar="NAME", help="Python that makes it.")] = "python3",
+    hostfile: Annotated[str, option("-hostfile --hostfile", "FILE", "One host per line.")] = "",
+    hosts: Annotated[str, option("-H --hosts", "HOST,...", "The hosts as a list.")] = "",
+    user: Annotated[str, option("-u --user", "USER", "User on the hosts.")] = "",
+    venv: Annotated[str, option("--venv", "PATH", "Virtual environment there, made if it is missing.")] = VENV,
+    python: Annotated[str, option("--python", "NAME", "Python that makes it.")] = "python3",
     spec: Annotated[
-        str,
-        typer.Option(
-            "--spec", metavar="SPEC", help="What pip installs, such as pliant==0.1.0; default: this checkout."
-        ),
+        str, option("--spec", "SPEC", "What pip installs, such as pliant==0.1.0; default: this checkout.")
     ] = "",
     pip_args: Annotated[
-        str,
-        typer.Option("--pip-args", metavar="ARGS", help="Further arguments of pip install, such as '--index-url URL'."),
+        str, option("--pip-args", "ARGS", "Further arguments of pip install, such as '--index-url URL'.")
     ] = "",
-    timeout: Annotated[str, typer.Option("--timeout", metavar="SECONDS", help="Time limit for each host.")] = "1800",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and do nothing.")] = False,
+    timeout: Annotated[str, option("--timeout", "SECONDS", "Time limit for each host.")] = "1800",
+    dry_run: Annotated[bool, option("--dry-run", "", "Print the commands, and do nothing.")] = False,
 ) -> None:
     """Install pliant on every host over ssh; then `pliant run --ssh --remote-python PATH/bin/python` uses it."""
     from pliant.launch.ssh import ssh_command

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pliant.cli import completion
-from pliant.cli.output import JsonFlag, check_picture, print_json, print_table, show_waiting
+from pliant.cli.output import JsonFlag, check_picture, option, print_json, print_table, show_waiting
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,23 +29,16 @@ def report(
         ),
     ] = None,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Compare the jobs with the first one; this is the default.")
+        bool, option("--compare", "", "Compare the jobs with the first one; this is the default.")
     ] = True,
     target: Annotated[
         str,
-        typer.Option(
-            "--target",
-            metavar="SHARE",
-            help="The accuracy to reach, 0.8 or 80; default: the best of whichever reached least.",
-        ),
+        option("--target", "SHARE", "The accuracy to reach, 0.8 or 80; default: the best of whichever reached least."),
     ] = "",
     metric: Annotated[
-        str,
-        typer.Option(
-            "--metric", help="accuracy, top_5 or loss.", autocompletion=completion.one_of("accuracy", "top_5", "loss")
-        ),
+        str, option("--metric", "", "accuracy, top_5 or loss.", completion.one_of("accuracy", "top_5", "loss"))
     ] = "accuracy",
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="A picture of the curves.")] = None,
+    plot: Annotated[Path | None, option("--plot", "FILE", "A picture of the curves.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Compare how long federated jobs took, on the virtual clock, to reach an accuracy."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pliant.cli import completion
-from pliant.cli.output import show_waiting
+from pliant.cli.output import option, show_waiting
 from pliant.duration import format_duration, parse_duration
 from pliant.errors import ConfigError, LaunchError, ServerUnavailable
 from pliant.jobs.store import START_ONE, choose_run, running_jobs
@@ -32,19 +32,15 @@ def resize(
     size: Annotated[str, typer.Argument(metavar="N", show_default=False, help="Workers to have; 0 ends the job.")],
     config_server: Annotated[
         str,
-        typer.Option(
-            "-config-server",
-            "--config-server",
-            metavar="URL",
-            help="The job's config server; default: PLIANT_CONFIG_SERVER, or that of your job on this machine.",
+        option(
+            "-config-server --config-server",
+            "URL",
+            "The job's config server; default: PLIANT_CONFIG_SERVER, or that of your job on this machine.",
         ),
     ] = "",
-    job: Annotated[
-        str,
-        typer.Option("--job", metavar="ID", help="Which of several running jobs.", autocompletion=completion.running),
-    ] = "",
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Return only when the job runs on N workers.")] = True,
-    timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="How long to wait.")] = "60s",
+    job: Annotated[str, option("--job", "ID", "Which of several running jobs.", completion.running)] = "",
+    wait: Annotated[bool, option("--wait/--no-wait", "", "Return only when the job runs on N workers.")] = True,
+    timeout: Annotated[str, option("--timeout", "TIME", "How long to wait.")] = "60s",
 ) -> None:
     """Give the running job N workers; its result stays the same."""
     from pliant.elastic.client import ConfigClient

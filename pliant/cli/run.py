@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from pliant.cli import completion
+from pliant.cli import completion, output
 from pliant.cli.dash import page_beside
 from pliant.cli.output import check_future_file, check_future_folder, parse_int
 from pliant.cli.run_ray import check_place, on_ray
@@ -48,15 +48,8 @@ def _panel(title: str) -> Any:
     """Return a function that makes the options of one panel of the help page; with an empty title, hidden ones."""
 
     def option(names: str, metavar: str, help: str, complete: completion.Completer | None = None) -> Any:
-        return typer.Option(
-            *names.split(),
-            metavar=metavar or None,
-            help=help,
-            autocompletion=complete,
-            rich_help_panel=title or None,
-            hidden=not title,
-            show_default=False,
-        )
+        more = {"rich_help_panel": title or None, "hidden": not title, "show_default": False}
+        return output.option(names, metavar, help, complete, **more)
 
     return option
 

@@ -8,12 +8,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from pliant.cli import completion
 from pliant.cli.connection import ServerFlag, connected, devices_text
 from pliant.cli.dash import page_beside
-from pliant.cli.output import parse_counts, parse_int, read_token
+from pliant.cli.output import option, parse_counts, parse_int, read_token
 from pliant.duration import parse_duration
 from pliant.errors import ConfigError
 
@@ -27,59 +25,42 @@ LIVE_POLICIES = ("easyscale-heter", "easyscale-homo", "yarn-cs-gang", "yarn-cs")
 
 # Numbers are taken as text and read here: click would answer a wrong one with a page of usage.
 def serve(
-    devices: Annotated[
-        str,
-        typer.Option("--devices", metavar="TYPE=N,...", help="Devices to share, such as cpu=4 or v100=8,t4=4."),
-    ] = "",
+    devices: Annotated[str, option("--devices", "TYPE=N,...", "Devices to share, such as cpu=4 or v100=8,t4=4.")] = "",
     policy: Annotated[
         str,
-        typer.Option(
-            "--policy",
-            metavar="NAME",
-            help=f"Scheduling policy: {', '.join(LIVE_POLICIES)}.",
-            autocompletion=completion.one_of(*LIVE_POLICIES),
+        option(
+            "--policy", "NAME", f"Scheduling policy: {', '.join(LIVE_POLICIES)}.", completion.one_of(*LIVE_POLICIES)
         ),
     ] = LIVE_POLICIES[0],
     state: Annotated[
-        str,
-        typer.Option(
-            "--state", metavar="DIR", help="Directory of jobs and decisions; use the same one after a restart."
-        ),
+        str, option("--state", "DIR", "Directory of jobs and decisions; use the same one after a restart.")
     ] = "",
-    host: Annotated[str, typer.Option("--host", help="Address to listen on, IPv4 or IPv6.")] = "127.0.0.1",
-    port: Annotated[str, typer.Option("--port", metavar="PORT", help="0 picks a free one.")] = "9200",
+    host: Annotated[str, option("--host", "", "Address to listen on, IPv4 or IPv6.")] = "127.0.0.1",
+    port: Annotated[str, option("--port", "PORT", "0 picks a free one.")] = "9200",
     token_file: Annotated[
         str,
-        typer.Option(
+        option(
             "--token-file",
-            metavar="FILE",
-            help="File with the token that clients must send; default: PLIANT_TOKEN, or a random one.",
+            "FILE",
+            "File with the token that clients must send; default: PLIANT_TOKEN, or a random one.",
         ),
     ] = "",
-    interval: Annotated[
-        str, typer.Option("--interval", metavar="TIME", help="Time between decisions if nothing happens.")
-    ] = "5s",
-    dash: Annotated[
-        str, typer.Option("--dash", metavar="PORT", help="Show the page of `pliant dash` there, with the same token.")
-    ] = "",
-    on: Annotated[
-        str,
-        typer.Option("--on", metavar="local|ray", help="Where jobs run.", autocompletion=completion.one_of(*BACKENDS)),
-    ] = "local",
+    interval: Annotated[str, option("--interval", "TIME", "Time between decisions if nothing happens.")] = "5s",
+    dash: Annotated[str, option("--dash", "PORT", "Show the page of `pliant dash` there, with the same token.")] = "",
+    on: Annotated[str, option("--on", "local|ray", "Where jobs run.", completion.one_of(*BACKENDS))] = "local",
     ray_address: Annotated[
-        str,
-        typer.Option("--ray-address", metavar="HOST:PORT", help="With --on ray, which cluster; auto: this machine's."),
+        str, option("--ray-address", "HOST:PORT", "With --on ray, which cluster; auto: this machine's.")
     ] = "auto",
     reserve: Annotated[
         str,
-        typer.Option(
+        option(
             "--reserve",
-            metavar="TYPE=N,...",
-            help="Take devices from the jobs of the running server, within a second; 0 gives them back.",
+            "TYPE=N,...",
+            "Take devices from the jobs of the running server, within a second; 0 gives them back.",
         ),
     ] = "",
     server: ServerFlag = "",
-    embedded: Annotated[bool, typer.Option("--embedded", hidden=True)] = False,
+    embedded: Annotated[bool, option("--embedded", "", "", hidden=True)] = False,
 ) -> None:
     """Run the job server, which shares devices among submitted jobs. Jobs outlive it; started again, it finds them."""
     if reserve:

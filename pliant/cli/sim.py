@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
-import typer
 from rich import box
 from rich.table import Table
 
@@ -18,6 +17,7 @@ from pliant.cli.output import (
     check_writable,
     exit_on_sigterm,
     is_stdout,
+    option,
     parse_numbers,
     save_json,
     show_progress,
@@ -42,74 +42,50 @@ WHOLE = 1e5
 
 def sim(
     trace: Annotated[
-        str,
-        typer.Option(
-            "--trace",
-            metavar="FILE|synthetic[:JOBS[:WEEKS]]",
-            help="Trace of the jobs.",
-            autocompletion=completion.one_of("synthetic"),
-        ),
+        str, option("--trace", "FILE|synthetic[:JOBS[:WEEKS]]", "Trace of the jobs.", completion.one_of("synthetic"))
     ],
     cluster: Annotated[
         str,
-        typer.Option(
+        option(
             "--cluster",
-            metavar="TYPE=N,...",
-            help=f"Devices, nodes (16x4), or a CSV of nodes; default: {MIXED}; for Pollux: {POLLUX}.",
+            "TYPE=N,...",
+            f"Devices, nodes (16x4), or a CSV of nodes; default: {MIXED}; for Pollux: {POLLUX}.",
         ),
     ] = "",
     policy: Annotated[
-        str,
-        typer.Option(
-            "--policy",
-            metavar="all|NAME,...",
-            help="Scheduling policies to compare.",
-            autocompletion=completion.schedulers,
-        ),
+        str, option("--policy", "all|NAME,...", "Scheduling policies to compare.", completion.schedulers)
     ] = "all",
-    interval: Annotated[float, typer.Option("--interval", help="Seconds between rounds.")] = 60.0,
-    profiles: Annotated[str, typer.Option("--profiles", metavar="DIR", help="Pollux' measured step times.")] = "",
+    interval: Annotated[float, option("--interval", "", "Seconds between rounds.")] = 60.0,
+    profiles: Annotated[str, option("--profiles", "DIR", "Pollux' measured step times.")] = "",
     form: Annotated[
         str,
-        typer.Option(
+        option(
             "--format",
-            help="philly, helios, pai, openb, pollux, easyscale; default: by its columns.",
-            autocompletion=completion.one_of("philly", "helios", "pai", "openb", "pollux", "easyscale"),
+            "",
+            "philly, helios, pai, openb, pollux, easyscale; default: by its columns.",
+            completion.trace_formats,
         ),
     ] = "",
-    seed: Annotated[
-        int, typer.Option("--seed", help="Seed for what a trace leaves open, and for synthetic traces.")
-    ] = 0,
+    seed: Annotated[int, option("--seed", "", "Seed for what a trace leaves open, and for synthetic traces.")] = 0,
     speed: Annotated[
-        str,
-        typer.Option(
-            "--speed",
-            metavar="TYPE=S,...",
-            help="Replica-steps per second, for types nothing is known of.",
-            hidden=True,
-        ),
+        str, option("--speed", "TYPE=S,...", "Replica-steps per second, for types nothing is known of.", hidden=True)
     ] = "",
-    limit: Annotated[int, typer.Option("--limit", help="Only the first jobs; 0: all.", hidden=True)] = 0,
+    limit: Annotated[int, option("--limit", "", "Only the first jobs; 0: all.", hidden=True)] = 0,
     restart: Annotated[
-        float, typer.Option("--restart", help="Seconds that a start or a change of devices costs.", hidden=True)
+        float, option("--restart", "", "Seconds that a start or a change of devices costs.", hidden=True)
     ] = 30.0,
     pause: Annotated[
-        float,
-        typer.Option("--pause", help="Seconds of a live resize, as measured; below 0: only restarts.", hidden=True),
+        float, option("--pause", "", "Seconds of a live resize, as measured; below 0: only restarts.", hidden=True)
     ] = 0.0212,
     reserve: Annotated[
         list[str] | None,
-        typer.Option(
-            "--reserve", metavar="TYPE=N@BEGIN-END", help="Devices in other use for these seconds; may be repeated."
-        ),
+        option("--reserve", "TYPE=N@BEGIN-END", "Devices in other use for these seconds; may be repeated."),
     ] = None,
     processes: Annotated[
-        int, typer.Option("--processes", help="Simulations at a time; 0: one for each core.", hidden=True)
+        int, option("--processes", "", "Simulations at a time; 0: one for each core.", hidden=True)
     ] = 0,
-    table_file: Annotated[Path | None, typer.Option("--table", metavar="FILE", help="A CSV row for each job.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="A PNG of times and devices in use.")
-    ] = None,
+    table_file: Annotated[Path | None, option("--table", "FILE", "A CSV row for each job.")] = None,
+    plot: Annotated[Path | None, option("--plot", "FILE", "A PNG of times and devices in use.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Simulate a trace of jobs on a cluster under each scheduling policy: completion times, makespan, devices in use."""

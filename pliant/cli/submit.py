@@ -12,7 +12,7 @@ import typer
 
 from pliant.cli import completion
 from pliant.cli.connection import ReconnectingClient, ServerFlag, StateFlag, await_end
-from pliant.cli.output import JsonFlag, is_read_by_people, print_json, show_waiting
+from pliant.cli.output import JsonFlag, is_read_by_people, option, print_json, show_waiting
 from pliant.errors import ConfigError, NameTaken
 
 if TYPE_CHECKING:
@@ -27,17 +27,17 @@ def submit(
     files: Annotated[
         list[Path] | None, typer.Argument(metavar="JOB.YML", show_default=False, help="Job files, one job each.")
     ] = None,
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the job; overrides the file's.")] = "",
+    name: Annotated[str, option("--name", "NAME", "Name of the job; overrides the file's.")] = "",
     wait: Annotated[
-        bool, typer.Option("--wait", help="Return when all have ended, with the exit code of the first that failed.")
+        bool, option("--wait", "", "Return when all have ended, with the exit code of the first that failed.")
     ] = False,
     resume: Annotated[
         str,
-        typer.Option(
+        option(
             "--resume",
-            metavar="NAME",
-            help="Let a job that was stopped, has failed or was interrupted go on from its checkpoint.",
-            autocompletion=completion.jobs,
+            "NAME",
+            "Let a job that was stopped, has failed or was interrupted go on from its checkpoint.",
+            completion.jobs,
         ),
     ] = "",
     as_json: JsonFlag = False,

@@ -8,11 +8,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from pliant.cli import keys
 from pliant.cli.dash import Given
-from pliant.cli.output import print_json, show_waiting
+from pliant.cli.output import option, print_json, show_waiting
 from pliant.duration import parse_duration
 from pliant.errors import ConfigError
 
@@ -22,10 +20,10 @@ if TYPE_CHECKING:
 
 def top(
     given: Given = None,
-    job: Annotated[str, typer.Option("--job", metavar="NAME", help="Job to show in detail.")] = "",
-    interval: Annotated[str, typer.Option("--interval", metavar="TIME", help="Time between updates.")] = "1s",
-    once: Annotated[bool, typer.Option("--once", help="Print once and exit; the default when piped.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and exit.")] = False,
+    job: Annotated[str, option("--job", "NAME", "Job to show in detail.")] = "",
+    interval: Annotated[str, option("--interval", "TIME", "Time between updates.")] = "1s",
+    once: Annotated[bool, option("--once", "", "Print once and exit; the default when piped.")] = False,
+    as_json: Annotated[bool, option("--json", "", "Print one JSON object and exit.")] = False,
 ) -> None:
     """Show jobs in the terminal, as `pliant dash` does in the browser; the arrow keys choose one, q quits."""
     from rich.console import Console
