@@ -36,24 +36,14 @@ __all__ = [
     "join",
 ]
 _OWNERS = {
-    "pliant.train.job": ("Job", "Left", "join"),
-    "pliant.train.optim": ("AdaptiveSGD", "PairAveraging", "SynchronousAveraging"),
-    "pliant.adapt": (
-        "Decision",
-        "Observation",
-        "Policy",
-        "ProbeLinks",
-        "Resize",
-        "SetBatchSize",
-        "SetLearningRate",
-        "SetTopology",
-    ),
+    **dict.fromkeys(("Job", "Left", "join"), "pliant.train.job"),
+    **dict.fromkeys(("AdaptiveSGD", "PairAveraging", "SynchronousAveraging"), "pliant.train.optim"),
 }
-_OWNER_OF = {name: module for module, names in _OWNERS.items() for name in names}
+"""The modules of the names above that are not in `pliant.adapt`."""
 
 
 def __getattr__(name: str) -> object:
     """What training programs use is loaded when it is first asked for: the command line starts without torch."""
-    if name in _OWNER_OF:
-        return getattr(import_module(_OWNER_OF[name]), name)
+    if name in __all__:
+        return getattr(import_module(_OWNERS.get(name, "pliant.adapt")), name)
     raise AttributeError(f"module 'pliant' has no attribute {name!r}")

@@ -84,22 +84,19 @@ class Worker:
 
     @classmethod
     def from_json(cls, value: object) -> Worker:
-        if not isinstance(value, Mapping):
-            raise InvalidView(f'{value!r} is not a worker: use {{"IPv4": 2130706433, "Port": 10000}} or "Host"')
-        port = value.get("Port")
-        if isinstance(port, bool) or not isinstance(port, int):
-            raise InvalidView(f'"Port" of {dict(value)!r} is not a number')
-        address, host = value.get("IPv4"), value.get("Host")
-        if isinstance(address, bool):
-            raise InvalidView(f'"IPv4" of {dict(value)!r} is neither a number nor an address')
         try:
-            if isinstance(address, int | str):
-                return cls(str(ipaddress.IPv4Address(address)), port)
-            if isinstance(host, str):
-                return cls(host, port)
+            match value:
+                case {"Port": bool()} | {"IPv4": bool()}:
+                    pass  # for Python, true is a number
+                case {"Port": int(port), "IPv4": int() | str() as address}:
+                    return cls(str(ipaddress.IPv4Address(address)), port)
+                case {"Port": int(port), "Host": str(host)}:
+                    return cls(host, port)
         except (ValueError, ConfigError) as error:
-            raise InvalidView(f"{dict(value)!r} is not a worker: {error}") from None
-        raise InvalidView(f'{dict(value)!r} names no host: give "IPv4" (a number) or "Host" (a name or address)')
+            raise InvalidView(f"{value!r} is not a worker: {error}") from None
+        raise InvalidView(
+            f'{value!r} is not a worker: use {{"IPv4": 2130706433, "Port": 10000}}, or "Host" with a name'
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,16 +318,16 @@ class Membership:
     @classmethod
     def from_json(cls, value: object) -> Membership:
         """Return the membership that `value` describes; raise ConfigError if it describes none."""
-        if not isinstance(value, Mapping):
-            raise ConfigError(f'a membership is an object with "Number" and "Members", not {value!r:.60}')
-        members, over = value.get("Members"), value.get("Over")
-        if not isinstance(members, Sequence) or isinstance(members, str) or not isinstance(over, bool):
-            raise ConfigError(f'{value!r:.200} is no membership: "Members" is a list, and "Over" is true or false')
-        counts = [value.get(key) for key in ("Number", "Urgent", "Wanted")]
-        if any(isinstance(count, bool) or not isinstance(count, int) or count < 0 for count in counts):
-            raise ConfigError(f'"Number", "Urgent" and "Wanted" of a membership are whole numbers from 0, not {counts}')
-        number, urgent, wanted = (int(str(count)) for count in counts)
-        return cls(number, tuple(Worker.from_json(member) for member in members), urgent, over, wanted)
+        match value:
+            case {
+                "Number": int(number),
+                "Members": list(members),
+                "Urgent": int(urgent),
+                "Over": bool(over),
+                "Wanted": int(wanted),
+            }:
+                return cls(number, tuple(map(Worker.from_json, members)), urgent, over, wanted)
+        raise ConfigError(f"{value!r:.200} is no membership of a config server: is it of another version?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,10 +349,11 @@ class ClusterSnapshot:
     @classmethod
     def from_json(cls, value: object) -> ClusterSnapshot:
         """Return the snapshot that `value` describes; raise ConfigError if it describes none."""
-        if not isinstance(value, Mapping) or not isinstance(value.get("Version"), int):
-            raise ConfigError(f'a snapshot is an object with "Version", "View" and "Membership", not {value!r:.60}')
-        view = None if value.get("View") is None else View.from_json(value["View"])
-        return cls(Wanted(value["Version"], view), Membership.from_json(value.get("Membership")))
+        match value:
+            case {"Version": int(version), "View": view, "Membership": membership}:
+                wanted = Wanted(version, None if view is None else View.from_json(view))
+                return cls(wanted, Membership.from_json(membership))
+        raise ConfigError(f"{value!r:.200} is no state of a config server: is it of another version?")
 
 
 def place(

@@ -1,35 +1,7 @@
-"""Everything pliant raises, in one tree.
+"""Everything pliant raises, in one tree: a `ConfigError` ends a command with exit code 2, other errors with 1.
 
-    PliantError
-    ├── ConfigError          a value the user gave is wrong            (exit code 2)
-    │   ├── InvalidView      a list of workers that cannot be a cluster
-    │   ├── NotLaunched      not started by `pliant run`
-    │   ├── CapacityError    more was asked for than there is
-    │   ├── NoView           the config server holds no view yet
-    │   ├── NotWanted        a worker that the wanted view does not hold (any more)
-    │   ├── ClusterCleared   the job was told to stop; its view is closed until a reset
-    │   ├── UnknownJob       the cluster has no job of that name
-    │   └── NameTaken        the cluster has a job of that name already
-    ├── StaleView            somebody else changed the view first
-    ├── ServerUnavailable    a server (of a job, or of the cluster) cannot be reached, or cannot answer
-    ├── LaunchError          a worker or a runner could not be started, or failed
-    ├── LabError             a network namespace could not be made
-    ├── TrainError           the program does what cannot be time-sliced, or uses the job wrongly
-    │   ├── Unsliceable      SyncBatchNorm, a collective in the model, ...
-    │   └── Refused          this worker's machine would change bits           (exit code 78)
-    ├── CheckpointError      a checkpoint is damaged, missing or of another experiment
-    ├── NoClient             no client of a federation can be picked now
-    └── CommError
-        ├── HandshakeRefused a stranger, another view, another protocol
-        ├── WorkerLost       a peer died or fell silent
-        ├── CollectiveTimeout
-        ├── Mismatch         ranks disagree about a collective
-        ├── NotStored        a peer has nothing under that name
-        ├── ViewChanged      the worker has moved to another view meanwhile
-        └── EngineClosed
-
-Messages carry the values and the next thing to do. Arguments are passed to `super().__init__`,
-so that every error survives pickling.
+Messages carry the values and the next thing to do. Arguments are passed to `super().__init__`, so that every error
+survives pickling.
 """
 
 from __future__ import annotations

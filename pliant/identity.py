@@ -10,9 +10,10 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from pliant.cluster import View, Worker
 from pliant.errors import ConfigError, NotLaunched
@@ -88,34 +89,31 @@ class WorkerSpec:
 
     def __post_init__(self) -> None:
         self.view.rank_of(self.worker)
-        if not self.secret:
-            raise ConfigError("PLIANT_SECRET is empty: the runner sets it; by hand, use 16 or more random bytes in hex")
 
     def to_environ(self) -> dict[str, str]:
         """Return the environment variables from which `worker_spec` reads this back."""
-        environ = {
-            "PLIANT_WORKER": str(self.worker),
-            "PLIANT_VIEW": json.dumps(self.view.to_json()),
-            "PLIANT_SECRET": self.secret.hex(),
-            "PLIANT_STRATEGY": self.strategy,
-            "PLIANT_CONFIG_SERVER": self.config_server,
-            "PLIANT_HEARTBEAT_TIMEOUT_S": repr(self.heartbeat_timeout_s),
-        }
-        if self.listen_fd is not None:
-            environ["PLIANT_LISTEN_FD"] = str(self.listen_fd)
-        if self.tls_cert:
-            environ |= {"PLIANT_TLS_CERT": self.tls_cert, "PLIANT_TLS_KEY": self.tls_key}
-        if self.token:
-            environ["PLIANT_TOKEN"] = self.token
-        return environ | {
-            "PLIANT_ELASTIC": str(int(self.elastic)),
-            "PLIANT_DETERMINISM": self.determinism,
-            "PLIANT_CHECKPOINT_DIR": self.checkpoint_dir,
-            "PLIANT_CHECKPOINT_EVERY": str(self.checkpoint_every),
-            "PLIANT_RESUME": self.resume,
-            "PLIANT_RESIZE_SCHEDULE": format_schedule(self.resize_schedule),
-            "PLIANT_ADAPTING": json.dumps(dict(self.adapting)),
-        }
+        environ = {}
+        for each in fields(self):
+            write, _ = _TEXT_FORMS.get(each.name, (str, str))
+            text = write(getattr(self, each.name))
+            if text or each.name not in _OMITTED_IF_EMPTY:
+                environ[f"PLIANT_{each.name.upper()}"] = text
+        return environ
+
+
+_OMITTED_IF_EMPTY = ("listen_fd", "tls_cert", "tls_key", "token")
+_TEXT_FORMS: dict[str, tuple[Callable[[Any], str], Callable[[str], object]]] = {
+    "worker": (str, Worker.parse),
+    "view": (lambda view: json.dumps(view.to_json()), lambda text: View.from_json(json.loads(text))),
+    "secret": (bytes.hex, bytes.fromhex),
+    "listen_fd": (lambda number: "" if number is None else str(number), int),
+    "heartbeat_timeout_s": (repr, float),
+    "elastic": (lambda elastic: str(int(elastic)), lambda text: text == "1"),
+    "checkpoint_every": (str, int),
+    "resize_schedule": (format_schedule, parse_schedule),
+    "adapting": (lambda settings: json.dumps(dict(settings)), json.loads),
+}
+"""How fields of a WorkerSpec that are not text are written and read."""
 
 
 def worker_spec(environ: Mapping[str, str] = os.environ) -> WorkerSpec:
@@ -127,31 +125,20 @@ def worker_spec(environ: Mapping[str, str] = os.environ) -> WorkerSpec:
     """
     if "PLIANT_WORKER" not in environ:
         raise NotLaunched("PLIANT_WORKER is unset: start this script with `pliant run`")
+    values: dict[str, Any] = {}
     try:
-        listen_fd = environ.get("PLIANT_LISTEN_FD")
-        return WorkerSpec(
-            worker=Worker.parse(environ["PLIANT_WORKER"]),
-            view=View.from_json(json.loads(environ["PLIANT_VIEW"])),
-            secret=bytes.fromhex(environ["PLIANT_SECRET"]),
-            strategy=environ.get("PLIANT_STRATEGY", DEFAULT_STRATEGY),
-            config_server=environ.get("PLIANT_CONFIG_SERVER", ""),
-            listen_fd=int(listen_fd) if listen_fd else None,
-            heartbeat_timeout_s=float(environ.get("PLIANT_HEARTBEAT_TIMEOUT_S", "10")),
-            tls_cert=environ.get("PLIANT_TLS_CERT", ""),
-            tls_key=environ.get("PLIANT_TLS_KEY", ""),
-            token=environ.get("PLIANT_TOKEN", ""),
-            elastic=environ.get("PLIANT_ELASTIC", "0") == "1",
-            determinism=environ.get("PLIANT_DETERMINISM", ""),
-            checkpoint_dir=environ.get("PLIANT_CHECKPOINT_DIR", ""),
-            checkpoint_every=int(environ.get("PLIANT_CHECKPOINT_EVERY", "0")),
-            resume=environ.get("PLIANT_RESUME", ""),
-            resize_schedule=parse_schedule(environ.get("PLIANT_RESIZE_SCHEDULE", "")),
-            adapting=json.loads(environ.get("PLIANT_ADAPTING", "{}")),
-        )
-    except KeyError as error:
-        raise ConfigError(f"{error.args[0]} is unset although PLIANT_WORKER is set: start with `pliant run`") from None
+        for each in fields(WorkerSpec):
+            text = environ.get(f"PLIANT_{each.name.upper()}", "")
+            if text:
+                _, read = _TEXT_FORMS.get(each.name, (str, str))
+                values[each.name] = read(text)
+            elif each.name in ("view", "secret"):
+                raise ConfigError(
+                    f"PLIANT_{each.name.upper()} is unset although PLIANT_WORKER is set: use `pliant run`"
+                )
     except ValueError as error:
         raise ConfigError(f"a PLIANT_ variable is damaged ({error}): start with `pliant run`") from None
+    return WorkerSpec(**values)
 
 
 # --- the secret of a job ---
