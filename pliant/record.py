@@ -80,13 +80,17 @@ def read(path: str | Path) -> list[Fact]:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"record {path}: {reason(error)}; give a record.jsonl that a run has written") from None
-    facts, broken = [], 0
-    for line in filter(str.strip, lines):
-        try:
-            value = json.loads(line)
-            facts.append(Fact(value.pop("kind"), int(value.pop("step")), float(value.pop("time_s")), value))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            broken += 1
-    if broken and not facts:
-        raise ConfigError(f"record {path}: not one of its {broken} lines is a fact; give a record.jsonl of a run")
+    parsed = [parse(line) for line in filter(str.strip, lines)]
+    facts = [fact for fact in parsed if fact is not None]
+    if parsed and not facts:
+        raise ConfigError(f"record {path}: not one of its {len(parsed)} lines is a fact; give a record.jsonl of a run")
     return facts
+
+
+def parse(line: str | bytes) -> Fact | None:
+    """Return the fact on a line of a record; None if the line is damaged."""
+    try:
+        value = json.loads(line)
+        return Fact(value.pop("kind"), int(value.pop("step")), float(value.pop("time_s")), value)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        return None

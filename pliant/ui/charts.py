@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -92,7 +93,8 @@ EVENT_COLOURS = {
     "resumed": "#12a5b8",
     "end": "#8d8d86",
 }
-MOST_MARKS = 120
+MOST_TOLD = 200
+"""Events that the tooltip knows: the newest."""
 MOST_APART, FEW_APART = 50, 10
 """Most event lines of one kind across a chart, and most lines of learning rates."""
 BATCH = "global batch"
@@ -121,7 +123,7 @@ class StepWindow:
         begin = min(begin, end - 1)
         known = timeline.events if events is None else events
         inside = [event for event in known if event.step is not None and begin <= event.step <= end]
-        return cls(begin, end, tuple(marks(inside)))
+        return cls(begin, end, tuple(event for event in inside if event.kind not in ("start", "end")))
 
 
 def curves(given: Mapping[str, Series], window: StepWindow, *, unit: str = "", least: float | None = None) -> Options:
@@ -153,16 +155,6 @@ def description(given: Mapping[str, Series], window: StepWindow) -> str:
             told.append(f"{name} {points[-1][1]:.4g}, between {min(heights):.4g} and {max(heights):.4g}")
     events = f"; {len(window.events)} events" if window.events else ""
     return f"steps {window.begin} to {window.end}: {'; '.join(told) or 'nothing yet'}{events}"
-
-
-def marks(events: Iterable[TimelineEvent], most: int = MOST_MARKS) -> list[TimelineEvent]:
-    """Return the events to draw; if there are too many, lost workers first, then the newest of the others."""
-    drawn = [event for event in events if event.kind not in ("start", "end")]
-    if len(drawn) <= most:
-        return drawn
-    grave = [event for event in drawn if event.kind == "lost"][-most // 2 :]
-    rest = [event for event in drawn if event.kind != "lost"][-(most - len(grave)) :]
-    return sorted(grave + rest, key=lambda event: event.time_s)
 
 
 def apart(window: StepWindow) -> list[TimelineEvent]:
@@ -203,7 +195,6 @@ def worker_map(timeline: JobTimeline, window: StepWindow, most_rows: int = 128) 
         if name in row
     ]
     options = frame(False, "step", "")
-    options["grid"]["left"] = 8
     options["xAxis"] |= {"min": window.begin, "max": window.end}
     options["yAxis"] = {
         "type": "category",
@@ -276,10 +267,9 @@ def _stays(timeline: JobTimeline) -> list[tuple[str, int, int, int]]:
 
 def _by_host(device_uses: Sequence[tuple[str, int, int, int]]) -> list[tuple[str, int, int, int]]:
     """Join the times of each host's workers that begin and end together, and add up their replicas."""
-    sums: dict[tuple[str, int, int], int] = {}
+    sums: Counter[tuple[str, int, int]] = Counter()
     for name, begin, end, count in device_uses:
-        key = (_host(name), begin, end)
-        sums[key] = sums.get(key, 0) + count
+        sums[_host(name), begin, end] += count
     return [(*key, count) for key, count in sums.items()]
 
 
@@ -312,7 +302,7 @@ def _formatter(window: StepWindow) -> str:
     """Return the JavaScript of a tooltip: the values at a step, and the events near it."""
     told = [
         [event.step, EVENT_COLOURS.get(event.kind, TEXT), html.escape(event.what), html.escape(event.why)]
-        for event in window.events
+        for event in window.events[-MOST_TOLD:]
     ]
     near = max(1, (window.end - window.begin) / 80)
     return (
@@ -407,14 +397,8 @@ def fed_picked(fed: FederatedTimeline) -> Options:
 
 def fed_fairness(fed: FederatedTimeline) -> Options:
     """Return a histogram of how often clients were picked."""
-    counts: dict[int, int] = {}
-    for often in fed.picks.values():
-        counts[often] = counts.get(often, 0) + 1
-    often_most = max(counts, default=0)
-    bins = max(1, -(-often_most // 40))
-    heights: dict[int, int] = {}
-    for often, clients in counts.items():
-        heights[(often - 1) // bins] = heights.get((often - 1) // bins, 0) + clients
+    bins = max(1, -(-max(fed.picks.values(), default=0) // 40))
+    heights = Counter((often - 1) // bins for often in fed.picks.values())
     places = range(max(heights, default=-1) + 1)
     labels = [str(place + 1) if bins == 1 else f"{place * bins + 1}-{(place + 1) * bins}" for place in places]
     options = frame(False, "times picked", "clients")
@@ -423,7 +407,7 @@ def fed_fairness(fed: FederatedTimeline) -> Options:
         {
             "type": "bar",
             "name": "clients",
-            "data": [heights.get(place, 0) for place in places],
+            "data": [heights[place] for place in places],
             "itemStyle": {"color": COLOURS[0], "borderRadius": [3, 3, 0, 0]},
             "animation": False,
         }

@@ -15,6 +15,7 @@ from nicegui.events import GenericEventArguments
 
 from pliant.errors import PliantError
 from pliant.ui.jobs import JobControl, ShownJob
+from pliant.ui.timeline import plural
 
 log = logging.getLogger(__name__)
 
@@ -34,20 +35,18 @@ class JobActions:
 
     def buttons(self, job: ShownJob) -> tuple[ui.button, ui.button]:
         """Add the buttons Resize and Stop to the present element."""
-        remembered = _Remembered()
-        resize = ui.button("Resize", icon="open_in_full", on_click=lambda: self._ask_resize(job, remembered))
-        stop = ui.button("Stop", icon="stop", on_click=lambda: self._ask_stop(job, remembered))
+        tokens: list[str] = []  # the last correct one, kept while the page is open
+        resize = ui.button("Resize", icon="open_in_full", on_click=lambda: self._ask_resize(job, tokens))
+        stop = ui.button("Stop", icon="stop", on_click=lambda: self._ask_stop(job, tokens))
         resize.props("outline dense no-caps padding='4px 12px'").mark("resize")
         stop.props("outline dense no-caps color=negative padding='4px 12px'").mark("stop")
         return resize, stop
 
-    def _ask_resize(self, job: ShownJob, remembered: _Remembered) -> None:
+    def _ask_resize(self, job: ShownJob, tokens: list[str]) -> None:
         now = job.num_workers
         with ui.dialog() as dialog, ui.card().style("width: 360px; max-width: 92vw"):
             ui.label(f"Resize {job.name}?").style("font-weight: 600; overflow-wrap: anywhere")
-            ui.label(f"It runs on {now} worker{'s' * (now != 1)} now. The result stays the same, to the bit.").classes(
-                "note"
-            )
+            ui.label(f"It runs on {plural(now, 'worker')} now. The result stays the same, to the bit.").classes("note")
             size = ui.number("Workers", value=now, min=1, max=MOST_WORKERS, precision=0, step=1).mark("size")
             size.style("width: 100%").props("autofocus")
 
@@ -57,21 +56,25 @@ class JobActions:
                 assert control.resize is not None, "the button is hidden otherwise"
                 return control.resize(int(size.value))
 
-            self._finish(dialog, job, "Resize", act, remembered)
+            self._finish(dialog, job, "Resize", act, tokens)
         dialog.open()
 
-    def _ask_stop(self, job: ShownJob, remembered: _Remembered) -> None:
+    def _ask_stop(self, job: ShownJob, tokens: list[str]) -> None:
         with ui.dialog() as dialog, ui.card().style("width: 360px; max-width: 92vw"):
             ui.label(f"Stop {job.name}?").style("font-weight: 600; overflow-wrap: anywhere")
             ui.label("It ends after the step that it is in. This cannot be taken back.").classes("note")
-            self._finish(dialog, job, "Stop", lambda control: control.stop(), remembered)
+            self._finish(dialog, job, "Stop", lambda control: control.stop(), tokens)
         dialog.open()
 
     def _finish(
-        self, dialog: ui.dialog, job: ShownJob, verb: str, act: Callable[[JobControl], str], remembered: _Remembered
+        self, dialog: ui.dialog, job: ShownJob, verb: str, act: Callable[[JobControl], str], tokens: list[str]
     ) -> None:
         """Add the token field and the buttons to a dialog."""
-        token = ui.input("Token of this page", value=remembered.token, password=True).style("width: 100%").mark("token")
+        token = (
+            ui.input("Token of this page", value=tokens[-1] if tokens else "", password=True)
+            .style("width: 100%")
+            .mark("token")
+        )
         said = ui.label("").classes("bad").style("overflow-wrap: anywhere").props("role=alert").mark("said")
 
         async def go() -> None:
@@ -82,7 +85,7 @@ class JobActions:
                 said.set_text("Wrong token: it is PLIANT_TOKEN, or was printed where the page was started.")
                 button.enable()
                 return
-            remembered.token = str(token.value)
+            tokens[:] = [str(token.value)]
             control = job.control
             if control is None:
                 said.set_text("The job has ended meanwhile.")
@@ -102,12 +105,6 @@ class JobActions:
             button = ui.button(f"{verb} it", on_click=go).props("no-caps").mark("confirm")
             if verb == "Stop":
                 button.props("color=negative")
-
-
-class _Remembered:
-    """The last correct token, kept while the page is open."""
-
-    token = ""
 
 
 NOTCHES = 200

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 import threading
@@ -14,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from pliant import record
+from pliant.duration import span_text
 from pliant.jobs.status import ClusterStatus, JobEvent
 from pliant.record import Fact
 from pliant.ui.timeline import JobTimeline, TimelineEvent
@@ -88,15 +89,7 @@ class RecordFile(GrowingFile):
     def facts(self) -> tuple[list[Fact], bool]:
         """Return the facts since the last call, and whether another record has begun. Damaged lines are skipped."""
         lines, is_new = self.lines()
-        return [fact for line in lines if (fact := _parse_fact(line)) is not None], is_new
-
-
-def _parse_fact(line: bytes) -> Fact | None:
-    try:
-        value = json.loads(line)
-        return Fact(value.pop("kind"), int(value.pop("step")), float(value.pop("time_s")), value)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
+        return [fact for line in lines if (fact := record.parse(line)) is not None], is_new
 
 
 class JobLog(Protocol):
@@ -214,6 +207,12 @@ class ShownJob:
     def started_s(self) -> float | None:
         return self.begun_s if self.begun_s is not None else self.timeline.began_s
 
+    def age(self, now_s: float) -> str:
+        """Return how long ago the job began, or how long it took."""
+        if self.started_s is None:
+            return "-"
+        return span_text((now_s if self.control else self.timeline.last_s or now_s) - self.started_s)
+
     @property
     def events(self) -> list[TimelineEvent]:
         """Events of the record and of the scheduler, by time."""
@@ -240,9 +239,8 @@ class ShownJob:
         known = {each.path for each in self.logs.values() if isinstance(each, LogTail)}
         for path in dict.fromkeys(paths):
             if path not in known and len(self.logs) < MOST_LOGS and path.is_file():
-                self.logs[path.name if path.name not in self.logs else f"{path.parent.name}/{path.name}"] = LogTail(
-                    path
-                )
+                name = path.name if path.name not in self.logs else f"{path.parent.name}/{path.name}"
+                self.logs[name] = LogTail(path)
 
 
 def job_key(where: str) -> str:

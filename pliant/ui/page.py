@@ -16,7 +16,7 @@ from pliant.ui.charts import StepWindow
 from pliant.ui.cluster_chart import allocation_chart, allocation_description, device_uses
 from pliant.ui.controls import JobActions, StepRange
 from pliant.ui.jobs import DashboardState, ShownCluster, ShownJob, Watcher
-from pliant.ui.timeline import FederatedTimeline, JobTimeline, Series, ViewWorkers
+from pliant.ui.timeline import FederatedTimeline, JobTimeline, Series, ViewWorkers, plural
 from pliant.ui.topology_chart import topology_chart, topology_description, topology_graph
 from pliant.ui.widgets import CSS, ChartCard, HtmlCard
 
@@ -111,7 +111,7 @@ class JobPage:
             self._map.show(None)
             return
         views, rows = charts.worker_map(timeline, window)
-        told = f"{widgets.plural(len(timeline.views[-1].workers), 'worker')} now; {len(timeline.views)} views so far"
+        told = f"{plural(len(timeline.views[-1].workers), 'worker')} now; {len(timeline.views)} views so far"
         self._map.show(views, told, height_px=min(340, max(150, 70 + 22 * rows)))
 
     def _curves(

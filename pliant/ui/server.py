@@ -15,7 +15,7 @@ import ipaddress
 import os
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs
 
@@ -24,7 +24,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pliant.elastic.http_server import load_config, serve_until_signalled
+from pliant.elastic.http_server import listening, load_config, serve_until_signalled
 from pliant.errors import ConfigError
 from pliant.ui.jobs import Watcher
 
@@ -151,7 +151,7 @@ def serve(config: DashConfig, watcher: Watcher, say: Callable[[str], None]) -> N
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pliant-dash-"))
         os.environ.setdefault("NICEGUI_STORAGE_PATH", folder)
-        listener = stack.enter_context(_listening(config.host, config.port))
+        listener = stack.enter_context(listening(config.host, config.port))
         server = uvicorn.Server(_settings(config, application(config, watcher)))
         stack.enter_context(watcher.running())
         say(_url("https" if config.tls_cert else "http", config.host, listener.getsockname()[1]))
@@ -198,18 +198,6 @@ def application(config: DashConfig, watcher: Watcher) -> PageGate:
     )
     open_to = LOOPBACK | {config.host} if config.is_loopback else None
     return PageGate(app, config.token, open_to=open_to)
-
-
-@contextlib.contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise ConfigError(
-            f"--host {host} --port {port}: {error.strerror}; use another, or --port 0 for a free one"
-        ) from None
-    with listener:
-        yield listener
 
 
 def _url(scheme: str, host: str, port: int) -> str:

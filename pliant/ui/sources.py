@@ -14,6 +14,7 @@ from pliant.jobs.status import ENDED, JobStatus, log_path
 from pliant.jobs.store import FILE as STORE
 from pliant.jobs.store import running_jobs, state_directory
 from pliant.ui.jobs import MOST_LINES, DashboardState, JobControl, JobSource, ShownCluster, ShownJob, job_key
+from pliant.ui.timeline import plural
 
 ANSWER_S = 5.0
 RECORD = "record.jsonl"
@@ -278,7 +279,7 @@ def config_server_control(url: str, token: str) -> JobControl:
             raise ConfigError(f"{workers} workers: use 1 or more, or stop the job")
         with ConfigClient(url, token, timeout_s=ANSWER_S) as client:
             view = client.resize(workers)
-        return f"asked for {workers} worker{'s' * (workers != 1)} (version {view.number})"
+        return f"asked for {plural(workers, 'worker')} (version {view.number})"
 
     def stop() -> str:
         with ConfigClient(url, token, timeout_s=ANSWER_S) as client:

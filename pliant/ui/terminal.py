@@ -12,7 +12,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from pliant.duration import span_text
 from pliant.errors import PliantError
 from pliant.jobs.status import ClusterStatus
 from pliant.ui.cluster_chart import device_uses, devices_in_use
@@ -92,15 +91,11 @@ def _table(jobs: Sequence[ShownJob], now_s: float, most: int, chosen: ShownJob |
     first = max(0, jobs.index(chosen) - most + 1) if chosen is not None else 0
     for job in jobs[first : first + most]:
         state = job.state(now_s)
-        begun_s = job.started_s
-        age = (
-            "-" if begun_s is None else span_text((now_s if job.control is not None else job.timeline.last_s) - begun_s)
-        )
         table.add_row(
             Text(strip_controls(job.name), "reverse" if job is chosen and len(jobs) > 1 else ""),
             Text(state, STATE_STYLES.get(state, "dim")),
             *(Text(cell) for cell in _figures(job)),
-            age,
+            job.age(now_s),
         )
     if len(jobs) > most:
         table.add_row(Text(f"and {len(jobs) - most} more", "dim"))
@@ -112,15 +107,11 @@ def _figures(job: ShownJob) -> tuple[str, str, str, str]:
     if (fed := timeline.federated) is not None:
         best = "-" if fed.best is None else f"{fed.best:.2f} %"
         return f"{fed.rounds} rounds", "-", f"{fed.clock_s / 3600:.2f} h", best
-    speed = timeline.figures["samples_per_s"].last if "samples_per_s" in timeline.figures else None
     name, series = next(iter(timeline.values.items()), ("", Series()))
     value = "-" if series.last is None else strip_controls(f"{name} {series.last:.4g}")
     step = "-" if job.step is None else str(job.step)
-    return step, job.devices or str(job.num_workers or "-"), _speed(speed), value
-
-
-def _speed(samples_per_s: float | None) -> str:
-    return "-" if samples_per_s is None else f"{samples_per_s:,.0f}/s"
+    speed = "-" if timeline.speed is None else f"{timeline.speed:,.0f}/s"
+    return step, job.devices or str(job.num_workers or "-"), speed, value
 
 
 def _job_panel(job: ShownJob, now_s: float, width: int, logged: int) -> Panel:

@@ -11,7 +11,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -236,7 +236,7 @@ class ViewWorkers:
 
     step: int
     workers: tuple[str, ...]
-    """host:port by rank; `rank N` if the record has no names."""
+    """host:port by rank."""
     replicas: int
     strategy: str = ""
 
@@ -273,13 +273,14 @@ class JobTimeline:
     """Number of facts so far, which shows whether the timeline has changed."""
 
     @property
-    def strategy(self) -> str:
-        return self.views[-1].strategy if self.views else ""
-
-    @property
     def unit(self) -> str:
         """Name of a step: `step` or `round`."""
         return "round" if self.federated is not None else "step"
+
+    @property
+    def speed(self) -> float | None:
+        """Samples per second in the last step."""
+        return self.figures["samples_per_s"].last if "samples_per_s" in self.figures else None
 
     @property
     def num_workers(self) -> int:
@@ -317,7 +318,7 @@ class JobTimeline:
         if isinstance(config := fact.data.get("config"), dict) and "participants" in config:
             target = _number(config.get("target"))
             self.federated = FederatedTimeline(target=100 * target if target else None)
-        what = f"starts on {_count(workers, 'worker')}" if workers else "starts"
+        what = f"starts on {plural(workers, 'worker')}" if workers else "starts"
         self._add(fact, "start", what)
 
     def _resumed(self, fact: Fact) -> None:
@@ -345,12 +346,6 @@ class JobTimeline:
         for name, given in values.items() if isinstance(values, dict) else ():
             if (value := _number(given)) is not None:
                 self.values.setdefault(str(name), Series()).add(fact.step, value)
-        if not self.views and (workers := _whole(data, "workers")):
-            self._nameless(fact.step, workers)
-
-    def _nameless(self, step: int, workers: int) -> None:
-        """Add a view of workers without names, as old records have them."""
-        self.views.append(ViewWorkers(step, tuple(f"rank {rank}" for rank in range(workers)), self.replicas))
 
     def _view(self, fact: Fact) -> None:
         old, new = _whole(fact.data, "old"), _whole(fact.data, "new")
@@ -358,11 +353,9 @@ class JobTimeline:
         repeated = _whole(fact.data, "repeated")
         if lost:
             self._undo(fact.step)
-        why = f"pause of {pause_s * 1e3:.0f} ms" + (f", {_count(repeated, 'step')} done again" if repeated > 1 else "")
-        told = f"a worker was lost: {old} → {new}" if lost else f"{old} → {_count(new, 'worker')}"
+        why = f"pause of {pause_s * 1e3:.0f} ms" + (f", {plural(repeated, 'step')} done again" if repeated > 1 else "")
+        told = f"a worker was lost: {old} → {new}" if lost else f"{old} → {plural(new, 'worker')}"
         self._add(fact, "lost" if lost else "resize", told, why)
-        if self.views and self.views[-1].workers[:1] == ("rank 0",) and new:
-            self._nameless(fact.step, new)
 
     def _workers(self, fact: Fact) -> None:
         names = fact.data.get("workers")
@@ -388,20 +381,16 @@ class JobTimeline:
             return
         policy = str(fact.data.get("policy") or "policy")
         if decision.get("kind") == "set_topology" and self.views:
-            self.views.append(_with_strategy(self.views[-1], fact.step, decision.get("strategy")))
+            strategy = strategy_text(decision.get("strategy"))
+            self.views.append(replace(self.views[-1], step=fact.step, strategy=strategy))
         refused = fact.kind == "refused"
         why = f"{policy}: {fact.data.get('why') if refused else decision.get('reason', '')}"
         self._add(fact, fact.kind, summary(decision) + (" cannot be done" if refused else ""), why)
 
     def _end(self, fact: Fact) -> None:
         self.over = True
-        self._add(
-            fact,
-            "end",
-            f"finished after {_count(self.federated.rounds, 'round')}"
-            if self.federated
-            else f"finished after step {fact.step}",
-        )
+        done = f"step {fact.step}" if self.federated is None else plural(self.federated.rounds, "round")
+        self._add(fact, "end", f"finished after {done}")
 
     # --- federated ---
 
@@ -439,7 +428,7 @@ def summary(decision: Mapping[str, Any]) -> str:
             factor = _number(decision.get("factor"))
             return f"{LR} × {factor:.4g}" if factor is not None else LR
         case "resize":
-            return f"asks for {_count(_whole(decision, 'workers'), 'worker')}"
+            return f"asks for {plural(_whole(decision, 'workers'), 'worker')}"
         case "set_topology":
             return f"topology {strategy_text(decision.get('strategy'))}"
         case kind:
@@ -453,10 +442,6 @@ def strategy_text(strategy: object) -> str:
     return str(strategy or "")
 
 
-def _with_strategy(view: ViewWorkers, step: int, strategy: object) -> ViewWorkers:
-    return ViewWorkers(step, view.workers, view.replicas, strategy_text(strategy))
-
-
 def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -466,5 +451,5 @@ def _whole(data: Mapping[str, Any], name: str, default: int = 0) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else default
 
 
-def _count(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

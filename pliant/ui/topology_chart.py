@@ -70,15 +70,24 @@ def topology_graph(view: ViewWorkers, measured: MeasuredLinks | None) -> Topolog
             if pair[0] != pair[1]:
                 used[pair] += 1
     sizes = Counter(labels)
-    rates = _Rates(measured)
+    rates = (
+        {
+            (source, target): rate
+            for source, row in zip(measured.hosts, measured.bytes_per_s, strict=True)
+            for target, rate in zip(measured.hosts, row, strict=True)
+            if source != target and rate
+        }
+        if measured
+        else {}
+    )
     shown = [pair for pair in used if max(pair) < MOST_NODES]
     kept = shown[:: -(-len(shown) // MOST_EDGES) or 1]  # evenly chosen if there are too many
     host_of = dict(zip(labels, hosts, strict=True))
     return TopologyGraph(
         tuple(GraphNode(name, sizes[name], place[name] in roots) for name in names[:MOST_NODES]),
         tuple(
-            GraphLink(*pair, used[pair], rates.between(host_of[names[pair[0]]], host_of[names[pair[1]]]))
-            for pair in kept
+            GraphLink(source, target, used[source, target], rates.get((host_of[names[source]], host_of[names[target]])))
+            for source, target in kept
         ),
         _left_out(by_host, len(names), len(used) - len(kept)),
     )
@@ -101,18 +110,6 @@ def lanes_of(strategy: str, hosts: list[str]) -> tuple[Topology, ...]:
         name = {"CLIQUE": "STAR", "RING": "RING", "AUTO": "MULTI_STAR"}.get(strategy.upper(), strategy)
         return topologies(name, hosts)[:MOST_NODES]
     return topologies(strategy, hosts)
-
-
-class _Rates:
-    def __init__(self, measured: MeasuredLinks | None) -> None:
-        self._measured = measured
-        self._place = {host: number for number, host in enumerate(measured.hosts)} if measured else {}
-
-    def between(self, source: str, target: str) -> float | None:
-        one, other = self._place.get(source), self._place.get(target)
-        if self._measured is None or one is None or other is None or one == other:
-            return None
-        return self._measured.bytes_per_s[one][other] or None
 
 
 def _left_out(by_host: bool, num_nodes: int, num_links: int) -> str:

@@ -13,7 +13,7 @@ from pliant.duration import span_text
 from pliant.jobs.status import JobEvent
 from pliant.ui.charts import EVENT_COLOURS, Options
 from pliant.ui.jobs import EVENT_KINDS, ShownJob, strip_controls
-from pliant.ui.timeline import LR, TimelineEvent, ViewWorkers
+from pliant.ui.timeline import LR, TimelineEvent, ViewWorkers, plural
 
 ICON = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><rect width="32" height="32" rx="7" fill="#2f6fe0"/>'
@@ -169,7 +169,6 @@ def _heading(title: str) -> str:
 def job_row(job: ShownJob, now_s: float) -> str:
     """Return a job of the list as HTML."""
     timeline, state = job.timeline, job.state(now_s)
-    speed = _last(job, "samples_per_s")
     if timeline.federated is not None:
         best = timeline.federated.best
         cells = [
@@ -181,14 +180,10 @@ def job_row(job: ShownJob, now_s: float) -> str:
         cells = [
             ("step", "-" if job.step is None else f"{job.step:,}"),
             ("workers", job.devices or str(job.num_workers or "-")),
-            ("samples/s", "-" if speed is None else number(speed)),
+            ("samples/s", "-" if timeline.speed is None else number(timeline.speed)),
         ]
-    age = (
-        "-"
-        if job.started_s is None
-        else span_text((now_s if job.control else timeline.last_s or now_s) - job.started_s)
-    )
-    told = "".join(f"<span><small>{name}</small>{html.escape(value)}</span>" for name, value in [*cells, ("age", age)])
+    cells.append(("age", job.age(now_s)))
+    told = "".join(f"<span><small>{name}</small>{html.escape(value)}</span>" for name, value in cells)
     return (
         f'<li><a class="job" href="/job/{job.key}"><span><b>{html.escape(job.name)}</b>'
         f"<small>{html.escape(job.reported_why or job.command or job.where)}</small></span>{chip(state)}{told}</a></li>"
@@ -287,10 +282,6 @@ def log_text(lines: Iterable[str]) -> str:
     return f'<div class="log" tabindex="0" role="region" aria-label="Log"><pre>{html.escape(text)}</pre></div>'
 
 
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
-
-
 def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
@@ -299,8 +290,3 @@ def clock(at_s: float) -> str:
     """Return the time of day, with the date if it is not today."""
     at, today = time.localtime(at_s), time.localtime()
     return time.strftime("%H:%M:%S" if at[:3] == today[:3] else "%Y-%m-%d %H:%M:%S", at)
-
-
-def _last(job: ShownJob, figure: str) -> float | None:
-    series = job.timeline.figures.get(figure)
-    return series.last if series is not None else None

@@ -143,7 +143,7 @@ def test_events_say_what_and_why() -> None:
         ("refused", "batch size 9999 per replica cannot be done", "gns: too large"),
         ("end", "finished after step 9", ""),
     ]
-    assert timeline.strategy == "0,0"
+    assert timeline.views[-1].strategy == "0,0"
     assert timeline.over
     assert not timeline.is_running(now_s=1010.0)
 
@@ -194,11 +194,6 @@ def test_each_worker_is_a_square_with_its_replicas() -> None:
     assert re.findall(r'title="([^"]*)">([^<]*)<', widgets.worker_squares(ViewWorkers(1, (A,), 0))) == [
         (f"{A}: rank 0", "0")
     ]
-
-
-def test_records_without_names_have_ranks() -> None:
-    timeline = told(step(1), fact("view", 2, old=2, new=3, pause_s=0, lost=False), step(3, workers=3))
-    assert [each.workers for each in timeline.views] == [("rank 0", "rank 1"), ("rank 0", "rank 1", "rank 2")]
 
 
 # --- what is drawn of a curve ---
