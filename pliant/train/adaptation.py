@@ -63,7 +63,8 @@ class Adaptation:
         self._record_path = settings.record
         self._recorder: record.Recorder | None = None
         """Opened when this worker writes its first fact."""
-        self._engine: Engine | None = None
+        self._engine: Engine
+        """Set by `enter_view`, before anything is observed."""
         self._began_s: float | None = None
         """The first worker's clock when the job began."""
         self._pending: list[NamedDecision] = []
@@ -114,7 +115,6 @@ class Adaptation:
         """
         if not self.is_active:
             return
-        assert self._engine is not None, "enter_view() comes first"
         workers = self._engine.view.workers
         messages = [AdaptationMessage.from_bytes(str(worker), row) for worker, row in zip(workers, rows, strict=True)]
         self._workers = tuple(each.figures for each in messages)
@@ -128,7 +128,6 @@ class Adaptation:
 
     def _receive_decisions(self, num_bytes: int) -> list[NamedDecision]:
         """Return the first worker's decisions, on all workers."""
-        assert self._engine is not None
         if self._engine.size == 1:
             return self._pending
         text = torch.zeros(num_bytes, dtype=torch.uint8)
@@ -149,7 +148,6 @@ class Adaptation:
         """Record how long the step took here, and what it sent."""
         if not self.is_active:
             return
-        assert self._engine is not None
         lanes = self._engine.throughput().values()
         now_s, sent = time.monotonic(), self._engine.wire_bytes
         self._figures = WorkerFigures(
@@ -189,7 +187,6 @@ class Adaptation:
 
     def _observe_and_ask(self) -> None:
         seen = self.observation = self._observe()
-        assert self._engine is not None
         self._record_step(seen)
         for listener in self.listeners:
             listener(seen, self._engine.rank)
@@ -217,7 +214,7 @@ class Adaptation:
                 "start",
                 replicas=seen.replicas,
                 batch_size=self.batch_size,
-                workers=self._engine.size if self._engine else 1,
+                workers=self._engine.size,
             )
             self._decide(self.policies.ask("before_train", seen))
         self._decide(self.policies.ask("before_epoch", seen))
@@ -238,7 +235,6 @@ class Adaptation:
 
     def _observe(self, link_rates: LinkRates | None = None) -> Observation:
         figures = self.monitor.figures() if self.monitor is not None else {}
-        assert self._engine is not None
         strategy, progress, replicas = self._engine.strategy, self._trainer.progress, self._trainer.replicas
         return Observation(
             step=progress.step,
@@ -274,7 +270,6 @@ class Adaptation:
         return True
 
     def _apply(self, decision: Decision) -> None:
-        assert self._engine is not None
         match decision:
             case adapt.SetBatchSize():
                 self._trainer.set_batch_size(decision.size)
@@ -294,7 +289,6 @@ class Adaptation:
 
     def _measure_links(self, decision: adapt.ProbeLinks) -> None:
         """Measure the links between all workers, and ask the policies again at once."""
-        assert self._engine is not None
         if self._engine.size == 1:
             return
         # As for every sum of training: a late worker is waited for, and a lost one tears the view.
@@ -309,7 +303,7 @@ class Adaptation:
     # --- the record, and the state ---
 
     def _record_if_first(self, kind: str, **data: Any) -> None:
-        if self._engine is not None and self._engine.rank == 0:
+        if self._engine.rank == 0:
             self.record(kind, self._trainer.progress.step, **data)
 
     def record(self, kind: str, step: int, **data: Any) -> None:
@@ -328,7 +322,7 @@ class Adaptation:
         self._record_if_first("step", **step_fact(seen, self.last_values))
 
     def _notify_first(self, text: str) -> None:
-        if self._engine is not None and self._engine.rank == 0:
+        if self._engine.rank == 0:
             self._notify(text)
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 
 from pliant.comm import order
 from pliant.comm.engine import Engine
-from pliant.comm.execution import StepRunner
+from pliant.comm.execution import SliceExecutor
 from pliant.comm.operations import Operation
 from pliant.comm.reactor import ReactorCall
 from pliant.train import gradients, pending
@@ -132,13 +132,13 @@ def nothing_kept() -> Tampering:
 
 def withholding(first: int = 3) -> Tampering:
     """From this step of a view on, this worker's part of all sums but the most urgent ones is never done. Over TCP only."""
-    original = StepRunner._run_step
+    original = SliceExecutor._run_step
 
-    def step(self: StepRunner, operation: Operation, index: int) -> None:
+    def step(self: SliceExecutor, operation: Operation, index: int) -> None:
         if not (_is_gradient(operation) and operation.priority > 0 and operation.seq >= first - 1):
             original(self, operation, index)
 
-    return mock.patch.object(StepRunner, "_run_step", step)
+    return mock.patch.object(SliceExecutor, "_run_step", step)
 
 
 def withholding_the_last_of_an_epoch() -> Tampering:
@@ -149,17 +149,17 @@ def withholding_the_last_of_an_epoch() -> Tampering:
 def slow_rest() -> Iterator[None]:
     """All sums but the most urgent ones are done when the program has updated its first layer, as if the network were
     slow; or when it waits for everything. Over TCP only."""
-    held: list[tuple[StepRunner, Operation, int]] = []
+    held: list[tuple[SliceExecutor, Operation, int]] = []
     engines: list[Engine] = []
     flowing = False
-    step, enter_view = StepRunner._run_step, Trainer.enter_view
+    step, enter_view = SliceExecutor._run_step, Trainer.enter_view
     take_in, flush, unused_parameters = (
         DeferredUpdates._apply_sums,
         DeferredUpdates.flush,
         DeferredUpdates.unused_parameters,
     )
 
-    def held_step(self: StepRunner, operation: Operation, index: int) -> None:
+    def held_step(self: SliceExecutor, operation: Operation, index: int) -> None:
         if _is_gradient(operation) and operation.priority > 0 and not flowing:
             held.append((self, operation, index))
         else:
@@ -195,7 +195,7 @@ def slow_rest() -> Iterator[None]:
         return found
 
     with (
-        mock.patch.object(StepRunner, "_run_step", held_step),
+        mock.patch.object(SliceExecutor, "_run_step", held_step),
         mock.patch.object(Trainer, "enter_view", noted_enter_view),
         mock.patch.object(DeferredUpdates, "_apply_sums", noted_apply_sums),
         mock.patch.object(DeferredUpdates, "flush", noted_flush),

@@ -237,6 +237,34 @@ def test_a_checkpoint_of_version_0_1_is_read(tmp_path: Path) -> None:
             load_checkpoint(tmp_path / "damaged")
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("a small file system needs root; the file size limit is tested instead")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.root
+def test_disk_full(small_disk: Path, said: list[str]) -> None:
+    """The message names path, need and remedy; nothing is left; the one before stays; a smaller one fits again."""
+    writer = CheckpointWriter(small_disk, notify=said.append)
+    for step, size in ((1, 9), (2, 1 << 20)):
+        writer.save(at(step, w=torch.zeros(size)))
+    writer.flush()
+    [line] = said
+    for part in (str(small_disk / "step-000000002.safetensors"), "bytes needed", "No space left", "free some"):
+        assert part in line
+    assert names(small_disk) == ["step-000000001.safetensors"]
+    writer.save(at(3))
+    writer.flush()
+    assert len(said) == 1
+    assert load_checkpoint(small_disk).step == 3
+
+
 LIMITED = """
 import resource, sys, torch
 from pliant.train.checkpoint import CheckpointWriter
