@@ -17,8 +17,7 @@ from command import command
 from patience import until
 from pliant_repro.figures import report
 from pliant_repro.figures.catalog import FIGURES
-from pliant_repro.figures.figure import Options, TableRows
-from pliant_repro.figures.formatting import clock
+from pliant_repro.figures.figure import Options, TableRows, clock
 from pliant_repro.figures.report import (
     DOES_NOT_HOLD,
     FAILED,
@@ -29,6 +28,7 @@ from pliant_repro.figures.report import (
     Batch,
     Entry,
     FigureRun,
+    Status,
     is_done,
     read_run,
     render_page,
@@ -304,12 +304,17 @@ def parsed(text: str) -> Page:
 NASTY = """<script>alert("1")</script> & 'two' <img src=http://example.org/x>"""
 
 
+class Strange(type(FIGURES["p3-fig7"])):  # type: ignore[misc]
+    """A figure whose texts are not to be trusted."""
+
+    about, caveats = NASTY, (NASTY,)
+
+
 def test_the_page_escapes_whatever_it_is_given() -> None:
-    entry = Entry(
-        name="p3-fig7", about=NASTY, source=NASTY, outcome=DOES_NOT_HOLD, why=NASTY, took_s=61, details=[NASTY], command=NASTY,
-        headline=(NASTY, NASTY, NASTY), table=TableRows(NASTY, (NASTY,), ((NASTY,),)), remarks=[NASTY],
-        caveats=[NASTY],
-    )  # fmt: skip
+    run = FigureRun(outcome=DOES_NOT_HOLD, took_s=61, command=NASTY)
+    result = {"remarks": [NASTY], "args": {"models": NASTY, "scale": NASTY, "device": NASTY}}
+    status = Status(Strange(), DOES_NOT_HOLD, NASTY, run, result)
+    entry = Entry(status, (NASTY, NASTY, NASTY), TableRows(NASTY, (NASTY,), ((NASTY,),)))
     text = render_page([entry], NASTY, {"cpu": NASTY}, [NASTY])
     page = parsed(text)
     assert "<script" not in text
@@ -319,8 +324,7 @@ def test_the_page_escapes_whatever_it_is_given() -> None:
 
 @pytest.mark.parametrize("outcome", VERDICTS)
 def test_the_page_says_every_outcome(outcome: str) -> None:
-    picture = "data:image/png;base64,AA=="
-    entry = Entry(name="p3-fig7", about="a", source="P3", outcome=outcome, why="because", picture=picture)
+    entry = Entry(Status(FIGURES["p3-fig7"], outcome, "because"), picture="data:image/png;base64,AA==")
     text = render_page([entry], "pliant", {"memory_bytes": 1 << 33})
     page = parsed(text)
     assert f"{VERDICTS[outcome]}: because" in page.text
@@ -354,11 +358,7 @@ def test_a_folder_that_cannot_be_written_is_named(finished: Path, tmp_path: Path
         write_report(out, [FIGURES[FAST[0]]])
 
 
-KEPT = [
-    path
-    for folder in ("repro/results", "repro/results")
-    for path in sorted((Path(__file__).parents[2] / folder).glob("*_fig*.json"))
-]
+KEPT = sorted((Path(__file__).parents[2] / "repro" / "results").glob("*_fig*.json"))
 
 
 @pytest.mark.parametrize("path", KEPT, ids=[path.stem for path in KEPT])

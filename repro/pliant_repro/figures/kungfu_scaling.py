@@ -6,7 +6,6 @@ divided by the same factor; `bench.scaling` derives the ratio of traffic to comp
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -21,8 +20,19 @@ from pliant_repro.bench import scaling as contest
 from pliant_repro.bench.order import OrderCheck, Trained
 from pliant_repro.bench.scaling import ScalingOptions, ScalingRun, Sweep
 from pliant_repro.contest import Summary
-from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Points, TableRows
-from pliant_repro.figures.formatting import Result, names_in, num_cores, pick, show, timed
+from pliant_repro.figures.figure import (
+    Figure,
+    Headline,
+    Options,
+    Panel,
+    Points,
+    Result,
+    TableRows,
+    names_in,
+    num_cores,
+    show,
+    timed,
+)
 from pliant_repro.scaling_model import Layer, Measurement, ScalingFit, StepLoad
 
 PREDICTED = (64, 128, 256, 512, 1024)
@@ -45,11 +55,6 @@ def mean_and_spread(rates: Sequence[float]) -> tuple[float, float]:
     """Return the mean, and 1.96 standard deviations, as KungFu's lines have them."""
     mean = sum(rates) / len(rates)
     return mean, 1.96 * math.sqrt(sum((rate - mean) ** 2 for rate in rates) / len(rates))
-
-
-def result_line(cell: Result, facts: Result) -> str:
-    """Return a line as the artifact's benchmark prints it."""
-    return f"RESULT: {cell['img_per_s']:.6f} +-{cell['spread']:.6f} {json.dumps(facts, separators=(',', ':'))}"
 
 
 # --- the model that predicts 1,024 nodes ---
@@ -86,7 +91,7 @@ def fit_side(sweep: Sweep, side: str, cores: int) -> ScalingFit | None:
 
 
 def predictions(sweep: Sweep, cores: int) -> dict[str, Result]:
-    """Return for each side the prices, how well they fit, and the throughput on up to 1,024 machines at full size."""
+    """Return for each side how well its model fits, and the throughput on up to 1,024 machines at full size."""
     found: dict[str, Result] = {}
     for side in PATTERNS:
         fit = fit_side(sweep, side, cores)
@@ -94,11 +99,6 @@ def predictions(sweep: Sweep, cores: int) -> dict[str, Result]:
             continue
         full = fit.model.enlarged(contest.KAPPA[sweep.options.model])
         found[side] = {
-            "pattern": fit.model.load.pattern,
-            "buckets": fit.model.load.buckets,
-            "prices": asdict(full.prices),
-            "residuals": list(fit.residuals),
-            "cpu_residuals": list(fit.cpu_residuals),
             "worst_residual": fit.worst,
             "samples_per_s": {str(nodes): contest.BATCH / full.predict(nodes) for nodes in PREDICTED},
         }
@@ -150,36 +150,27 @@ class HostScaling(Figure):
             def tell(sweep: Sweep, nodes: int) -> None:
                 for each in sweep.runs:
                     if each.nodes == nodes:
-                        options.say(self.line(self.cell(sweep, each)) or each.failure)
+                        speed = show(self.cell(sweep, each)["img_per_s"], ".1f", " images/s per worker")
+                        options.say(f"{nodes} hosts, {each.side}: {each.failure or speed}")
 
             sweeps.append(contest.run(asked, options.say, tell))
         return self.result_of(sweeps, options)
 
     def result_of(self, sweeps: Sequence[Sweep], options: Options) -> Result:
-        cores = num_cores()
         cells = [self.cell(sweep, run) for sweep in sweeps for run in sweep.runs]
-        claims, predicted = {}, {sweep.options.model: predictions(sweep, cores) for sweep in sweeps}
+        claims, predicted = {}, {sweep.options.model: predictions(sweep, num_cores()) for sweep in sweeps}
         for sweep in sweeps:
-            most = max(sweep.options.nodes)
-            there = [cell for cell in cells if (cell["model"], cell["np"]) == (sweep.options.model, most)]
-            claims[sweep.options.model] = self.claim(there, {key: there[0][key] for key in ("p_star_s", "p_fifo_s")}, cores)
+            model, most = sweep.options.model, max(sweep.options.nodes)
+            claims[model] = self.claim([cell for cell in cells if (cell["model"], cell["np"]) == (model, most)])
         main = next(iter(claims.values()))
-        buckets = {
-            sweep.options.model: {
-                str(nodes): {f"{cap:g}": step for cap, step in found.items()} for nodes, found in sweep.probed.items()
-            }
-            for sweep in sweeps
-        }
         return self.result(
             options,
-            ours={"median_s": main.get("step_s"), "iqr_s": None, "over_ddp": main.get("over_ddp")},
+            ours={"median_s": main.get("step_s"), "over_ddp": main.get("over_ddp")},
             cells=cells,
             complaints=self.judge(cells, claims),
             remarks=[*self.remarks(sweeps, cells, claims, predicted), *(text for sweep in sweeps for text in sweep.remarks)],
             claims=claims,
-            lines=[line for cell in cells if (line := self.line(cell))],
             predictions=predicted,
-            ddp_by_bucket=buckets,
         )
 
     def cell(self, sweep: Sweep, run: ScalingRun) -> Result:
@@ -188,54 +179,29 @@ class HostScaling(Figure):
         limits = scaling.bounds(layers_of(model), run.nodes, sweep.capacity[run.nodes] / 8 / speed)
         step_s = run.median_s * run.speed if run.median_s is not None else None
         mean, spread = mean_and_spread([contest.BATCH / (s * run.speed) for s in run.seconds]) if step_s else (None, None)
-        measured = {key: median(values) if step_s and values else None
-                    for key, values in (("cpu_s", run.cpu_s), ("cpu_busy", run.busy), ("sent_bytes", run.sent))}  # fmt: skip
         return {
-            "model": model, "np": run.nodes, "side": run.side, "bs": contest.BATCH, "speed": run.speed,
-            "img_per_s": mean, "spread": spread, "of_ideal": mean / contest.K80_PER_S[model] if mean else None,
-            "step_s": step_s, "r": limits.r, "p_star_s": limits.p_star_s, "p_fifo_s": limits.p_fifo_s,
-            "fraction_of_bound": limits.p_star_s / step_s if step_s else None, **measured, "bucket_cap_mb": run.cap_mb,
+            "model": model, "np": run.nodes, "side": run.side, "speed": run.speed, "img_per_s": mean, "spread": spread,
+            "of_ideal": mean / contest.K80_PER_S[model] if mean else None, "step_s": step_s, "r": limits.r,
+            "p_star_s": limits.p_star_s, "cpu_busy": median(run.busy) if step_s and run.busy else None,
             "same_on_all_ranks": run.same_bits, "failure": run.failure,
             "ours": {"median_s": step_s, "iqr_s": Summary.of(run.seconds).iqr * run.speed if step_s else None},
         }  # fmt: skip
 
-    def line(self, cell: Result) -> str:
-        """Return the artifact's line of a cell; empty where the side failed."""
-        if cell["img_per_s"] is None:
-            return ""
-        side = cell["side"]
-        facts = {
-            "framework": {"ddp": "ddp-gloo", "ddp-best": "ddp-gloo", "openmpi": "openmpi"}.get(side, "pliant"),
-            "np": cell["np"], "strategy": contest.STRATEGIES.get(side, "-"), "bs": cell["bs"],
-            "model": contest.NAMES[cell["model"]], "kf-opt": "sync-sgd",
-            "sync": "priority" if side == "priority" else "fifo", "side": side,
-        }  # fmt: skip
-        return result_line(cell, facts)
-
-    def claim(self, cells: Sequence[Result], limits: Mapping[str, float], cores: int) -> Result:
+    def claim(self, cells: Sequence[Result]) -> Result:
         """Return how much faster than DDP ours is, and could be, from the cells of one model on one number of hosts."""
-        steps = {cell["side"]: cell["step_s"] for cell in cells if cell["step_s"] is not None}
-        ours = {side: steps[side] for side in contest.STRATEGIES if side in steps}
-        if not ours or "ddp" not in steps:
+        found = {cell["side"]: cell for cell in cells if cell["step_s"] is not None}
+        ours = [found[side] for side in contest.STRATEGIES if side in found]
+        if not ours or "ddp" not in found:
             return {}
-        best = min(ours, key=lambda side: ours[side])
-        ours_s, ddp_s, tuned_s = ours[best], steps["ddp"], steps.get("ddp-best", steps["ddp"])
-        cpu_s = (pick(cells, side=best) or {}).get("cpu_s")
-        nodes, speed = cells[0]["np"], cells[0]["speed"]
+        best, ddp_s = min(ours, key=lambda cell: cell["step_s"]), found["ddp"]["step_s"]
         return {
-            "np": nodes,
-            "best": best,
-            "over_ddp": ddp_s / ours_s,
-            "over_ddp_best": tuned_s / ours_s,
-            "limit_over_ddp": ddp_s / limits["p_star_s"],
-            "limit_over_ddp_best": tuned_s / limits["p_star_s"],
-            "fifo_limit_over_ddp": ddp_s / limits["p_fifo_s"],
-            "fraction_of_bound": limits["p_star_s"] / ours_s,
-            "cpu_floor_s": nodes * cpu_s / cores * speed if cpu_s else None,
-            "step_s": ours_s,
-            "ddp_step_s": ddp_s,
-            "ddp_best_step_s": tuned_s,
-            **limits,
+            "np": best["np"],
+            "best": best["side"],
+            "over_ddp": ddp_s / best["step_s"],
+            "limit_over_ddp": ddp_s / best["p_star_s"],
+            "fraction_of_bound": best["p_star_s"] / best["step_s"],
+            "step_s": best["step_s"],
+            "cpu_busy": best["cpu_busy"],
         }
 
     def judge(self, cells: Sequence[Result], claims: Mapping[str, Result]) -> list[str]:
@@ -257,14 +223,10 @@ class HostScaling(Figure):
                 wrong.append(f"{model}: slower than DDP on {claim['np']} hosts, {over:.2f}x")
             mine = [cell for cell in cells if cell["model"] == model]
             for nodes in sorted({cell["np"] for cell in mine} - {claim["np"]}):
-                there = {cell["side"]: cell for cell in mine if cell["np"] == nodes and cell["step_s"] is not None}
-                ours = [there[side] for side in contest.STRATEGIES if side in there]
-                if not ours or "ddp" not in there:
-                    continue
-                best = min(ours, key=lambda cell: cell["step_s"])
-                over = there["ddp"]["step_s"] / best["step_s"]
-                if over * self.close < 1 and (best["cpu_busy"] or 0) <= self.busy:
-                    wrong.append(f"{model}: slower than DDP on {nodes} hosts, {over:.2f}x ({best['side']}), with cores left")
+                there = self.claim([cell for cell in mine if cell["np"] == nodes])
+                if there and there["over_ddp"] * self.close < 1 and (there["cpu_busy"] or 0) <= self.busy:
+                    slower = f"{there['over_ddp']:.2f}x ({there['best']}), with cores left"
+                    wrong.append(f"{model}: slower than DDP on {nodes} hosts, {slower}")
         return wrong
 
     def remarks(
@@ -399,9 +361,6 @@ class LaunchOrder(Figure):
 
     def result_of(self, check: OrderCheck, trained: Sequence[Trained], num_gpus: int, options: Options) -> Result:
         cells = [self.cell(each, num_gpus) for each in trained]
-        lines = [self.line(cell) for cell in cells]
-        for line in lines:
-            options.say(line)
         alike = "all launched alike, by name at first and from the second on as rank 0's had arrived"
         remarks = [
             f"{check.ranks} processes submitted {check.tensors} tensors in random orders, {check.iterations} times: "
@@ -420,7 +379,6 @@ class LaunchOrder(Figure):
             complaints=self.judge(check, trained),
             remarks=remarks,
             order={**asdict(check), "seconds": list(check.seconds), "holds": check.holds},
-            lines=lines,
         )
 
     def cell(self, trained: Trained, num_gpus: int) -> Result:
@@ -429,14 +387,6 @@ class LaunchOrder(Figure):
             "side": trained.side, "np": num_gpus, "bs": self.paper["bs"], "img_per_s": mean, "spread": spread,
             "same_on_all_ranks": trained.same_on_all_ranks, "ours": timed(trained.seconds),
         }  # fmt: skip
-
-    def line(self, cell: Result) -> str:
-        ours = cell["side"] == "scheduled"
-        facts = {
-            "framework": "pliant" if ours else cell["side"], "np": cell["np"], "strategy": "AUTO", "bs": cell["bs"],
-            "model": "ResNet50", "kf-opt": "sync-sgd-nccl" if ours else "sync-sgd", "fuse": False,
-        }  # fmt: skip
-        return result_line(cell, facts)
 
     def judge(self, check: OrderCheck, trained: Sequence[Trained]) -> list[str]:
         found = {

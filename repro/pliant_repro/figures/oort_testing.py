@@ -19,8 +19,7 @@ from pliant.fed.clients import read_devices, synthetic_devices
 from pliant.fed.selection.testing import METHODS, Counts, Holdings, TesterSelection, by_category, clients_for_deviation
 from pliant.fed.tables import read_label_counts
 from pliant_repro.figures import oort_jobs
-from pliant_repro.figures.figure import Figure, Headline, Options, Panel, TableRows
-from pliant_repro.figures.formatting import Result
+from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Result, TableRows
 
 MODEL_KBIT = 65_536
 """Size of the model in the artifact's figure 17."""

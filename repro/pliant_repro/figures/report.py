@@ -1,8 +1,7 @@
 """Results of many figures: how their runs are started and kept in a folder, and the HTML page about them.
 
 A run leaves NAME.json (the result), NAME.run.json (how the run went) and logs/NAME.log in the folder. A run that was interrupted
-has no NAME.run.json and counts as not run. The page, report.html, needs nothing but itself: pictures are data in it, there is no
-script, and no address is loaded.
+has no NAME.run.json and counts as not run. The page, report.html, needs nothing but itself.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from pliant import child
 from pliant.errors import ConfigError
 from pliant.machine import machine
-from pliant_repro.figures.figure import Figure, Headline, Options, TableRows, load
-from pliant_repro.figures.formatting import Result, clock
+from pliant_repro.figures.figure import Figure, Headline, Options, Result, TableRows, clock, load
 from pliant_repro.figures.launch import PLIANT, end_process_group
 from pliant_repro.lab.hosts import missing_for_lab as check_lab
 
@@ -283,27 +281,19 @@ def last_line(log: Path, most: int = 4096) -> str:
 # --- the page ---
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
-    """One figure on the page. Every text is escaped when it is written."""
+    """One figure on the page: its state, and what its result shows. Every text is escaped when it is written."""
 
-    name: str
-    about: str
-    source: str
-    outcome: str
-    why: str = ""
-    took_s: float = 0.0
-    details: Sequence[str] = ()
-    """Options and time of the run, in words."""
-    command: str = ""
-    picture: str = ""
-    """A data: address."""
+    status: Status
     headline: Headline | None = None
     table: TableRows | None = None
-    remarks: Sequence[str] = ()
-    """Remarks of this run."""
-    caveats: Sequence[str] = ()
-    """Remarks that are true of every run."""
+    picture: str = ""
+    """A data: address."""
+
+    @property
+    def took_s(self) -> float:
+        return self.status.run.took_s if self.status.run else 0.0
 
 
 def write_report(
@@ -335,28 +325,14 @@ def write_report(
 
 
 def make_entry(status: Status) -> Entry:
-    figure, run, result = status.figure, status.run, status.result
-    headline: Headline | None = None
-    table: TableRows | None = None
-    picture, why, outcome, details = "", status.why, status.outcome, []
-    if result is not None:
-        args = result["args"] if isinstance(result.get("args"), dict) else {}
-        said = [key for key in ("quick", "full") if args.get(key)] or ["default size"]
-        said += [f"{key} {args[key]}" for key in ("steps", "models", "data") if args.get(key)]
-        details.append(f"{', '.join(said)}, {args.get('scale', '')} on {args.get('device', '')}")
-        try:
-            headline, table = figure.headline(result), figure.table(result)
-            picture = _draw(figure, result)
-        except MALFORMED as error:
-            outcome, why = FAILED, f"{status.path} has not the form of this figure ({error!r}): run it again"
-    if run is not None:
-        details += [f"took {clock(run.took_s)}", time.strftime("%Y-%m-%d %H:%M", time.localtime(run.ended_s))]
-    return Entry(
-        name=figure.name, about=figure.about, source=figure.source, outcome=outcome, why=why,
-        took_s=run.took_s if run else 0.0, details=details,
-        command=(run.command if run else "") or shown_command(figure.name, Options()), picture=picture, headline=headline,
-        table=table, remarks=[*map(str, result["remarks"])] if result else [], caveats=figure.caveats,
-    )  # fmt: skip
+    figure, result = status.figure, status.result
+    if result is None:
+        return Entry(status)
+    try:
+        return Entry(status, figure.headline(result), figure.table(result), _draw(figure, result))
+    except MALFORMED as error:
+        why = f"{status.path} has not the form of this figure ({error!r}): run it again"
+        return Entry(replace(status, outcome=FAILED, why=why))
 
 
 def _draw(figure: Figure, result: Result) -> str:
@@ -390,7 +366,7 @@ def _machine_and_notes(found: Sequence[Status]) -> tuple[Result, list[str]]:
 
 def render_page(entries: Sequence[Entry], command: str, about_machine: Result, notes: Sequence[str] = ()) -> str:
     """Return the whole document."""
-    counts = {outcome: sum(entry.outcome == outcome for entry in entries) for outcome in VERDICTS}
+    counts = {outcome: sum(entry.status.outcome == outcome for entry in entries) for outcome in VERDICTS}
     named = {HOLDS: "hold", DOES_NOT_HOLD: "do not hold", NEVER: "not run yet"}
     summary = ", ".join(f"{count} {named.get(each, each)}" for each, count in counts.items() if count) or "nothing"
     total_s = sum(entry.took_s for entry in entries)
@@ -403,9 +379,9 @@ def render_page(entries: Sequence[Entry], command: str, about_machine: Result, n
         "</header><main>",
         _overview(entries),
     ]
-    for source in dict.fromkeys(entry.source for entry in entries):
+    for source in dict.fromkeys(entry.status.figure.source for entry in entries):
         parts.append(f"<h2>{_text(source)}</h2>")
-        parts += [_section(entry) for entry in entries if entry.source == source]
+        parts += [_section(entry) for entry in entries if entry.status.figure.source == source]
     shown = {key: value for key, value in about_machine.items() if value is not None}
     if isinstance(shown.get("memory_bytes"), int):
         shown["memory"] = f"{shown.pop('memory_bytes') / (1 << 30):.1f} GiB"
@@ -441,38 +417,53 @@ def _badge(outcome: str) -> str:
 def _overview(entries: Sequence[Entry]) -> str:
     rows = []
     for entry in entries:
-        link = f'<a href="#{_text(entry.name)}">{_text(entry.name)}</a>'
+        figure = entry.status.figure
+        link = f'<a href="#{_text(figure.name)}">{_text(figure.name)}</a>'
         numbers = [_text(each) for each in entry.headline or ("", "-", "-")]
         took = _text(clock(entry.took_s)) if entry.took_s else "-"
-        rows.append((link, _text(entry.about), *numbers, _badge(entry.outcome), took))
+        rows.append((link, _text(figure.about), *numbers, _badge(entry.status.outcome), took))
     columns = ("experiment", "what it shows", "its number", "published", "measured here", "claim", "time")
     return "<h2>All</h2>" + _grid(columns, rows, "overview")
 
 
 def _section(entry: Entry) -> str:
-    verdict = VERDICTS[entry.outcome] + (f": {entry.why}" if entry.why else "")
+    status = entry.status
+    figure, run, remarks = status.figure, status.run, status.result["remarks"] if status.result else []
+    verdict = VERDICTS[status.outcome] + (f": {status.why}" if status.why else "")
     parts = [
-        f'<section id="{_text(entry.name)}"><h3>{_text(entry.name)} {_badge(entry.outcome)}</h3>',
-        f"<p>{_text(entry.about[:1].upper() + entry.about[1:])}.</p>",
-        f'<p class="verdict {CLASSES.get(entry.outcome, "none")}">{_text(verdict)}</p>',
+        f'<section id="{_text(figure.name)}"><h3>{_text(figure.name)} {_badge(status.outcome)}</h3>',
+        f"<p>{_text(figure.about[:1].upper() + figure.about[1:])}.</p>",
+        f'<p class="verdict {CLASSES.get(status.outcome, "none")}">{_text(verdict)}</p>',
     ]
     if entry.picture:
-        alt = f"Figure of {entry.name}: {entry.about}"  # its numbers are in the table below
+        alt = f"Figure of {figure.name}: {figure.about}"  # its numbers are in the table below
         parts.append(f'<figure><img alt="{_text(alt)}" src="{_text(entry.picture)}"></figure>')
     if entry.headline is not None:
         parts.append(_grid(("number", "published", "measured here"), [[*map(_text, entry.headline)]], "beside"))
     if entry.table is not None:
         grid = _grid(entry.table.columns, [[*map(_text, row)] for row in entry.table.rows])
         parts.append(f"<details open><summary>{_text(entry.table.title)}</summary>{grid}</details>")
-    for title, remarks in (("This run", entry.remarks), ("What cannot be shown here, and why", entry.caveats)):
-        if remarks:
-            items = "".join(f"<li>{_text(remark)}</li>" for remark in remarks)
+    for title, texts in (("This run", remarks), ("What cannot be shown here, and why", figure.caveats)):
+        if texts:
+            items = "".join(f"<li>{_text(text)}</li>" for text in texts)
             parts.append(f"<h4>{title}</h4><ul>{items}</ul>")
-    if entry.command:
-        parts.append(f"<p><code>{_text(entry.command)}</code></p>")
-    if entry.details:
-        parts.append(f"<p class=note>{_text(', '.join(entry.details))}</p>")
+    command = run.command if run and run.command else shown_command(figure.name, Options())
+    parts.append(f"<p><code>{_text(command)}</code></p><p class=note>{_text(', '.join(_details(status)))}</p>")
     return "".join(parts) + "</section>"
+
+
+def _details(status: Status) -> list[str]:
+    """Return options and time of the run, in words."""
+    found = []
+    args = status.result.get("args") if status.result else None
+    if isinstance(args, dict):
+        found += [key for key in ("quick", "full") if args.get(key)] or ["default size"]
+        found += [f"{key} {args[key]}" for key in ("steps", "models", "data") if args.get(key)]
+        found.append(f"{args.get('scale', '')} on {args.get('device', '')}")
+    if status.run is not None:
+        found.append(f"took {clock(status.run.took_s)}")
+        found.append(time.strftime("%Y-%m-%d %H:%M", time.localtime(status.run.ended_s)))
+    return found
 
 
 STYLE = """
