@@ -10,12 +10,12 @@ Values are taken as they are written and parsed by the type of the key, not by Y
 from __future__ import annotations
 
 import contextlib
-import math
+import functools
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -38,77 +38,33 @@ FORM_KEYS = ("job_conf", "ps_ip")
 # --- keys ---
 
 NOTHING = frozenset({"", "none", "null", "~"})
-YES, NO = frozenset({"true", "yes", "on", "1"}), frozenset({"false", "no", "off", "0"})
-
-Value = int | float | str | bool
-Read = Callable[[str], Value]
-
-
-def text(given: str) -> str:
-    return given
+FLAGS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+Read = Callable[[str], Any]
+"""Parses the text of a value; raises ValueError with what to use instead."""
 
 
 def flag(given: str) -> bool:
-    if given.lower() in YES | NO:
-        return given.lower() in YES
-    raise ValueError("use True or False")
+    if given.lower() not in FLAGS:
+        raise ValueError("use True or False")
+    return FLAGS[given.lower()]
 
 
-GREATEST = 1e30
-
-
-def number(least: float = -math.inf, most: float = math.inf) -> Read:
+def number(least: float = 0, most: float = 1e30, *, is_whole: bool = False) -> Read:
     def read(given: str) -> float:
-        try:
-            value = float(given)
-        except ValueError:
-            raise ValueError("use a number") from None
-        if not least <= value <= most:
-            raise ValueError(f"use a number {_range(least, most)}")
-        if abs(value) > GREATEST:
-            raise ValueError(f"use a number up to {GREATEST:g}")
-        return value
+        with contextlib.suppress(ValueError):
+            value: float
+            try:
+                value = int(given)  # first: a float has no room for all digits of a seed
+            except ValueError:
+                value = float(given)
+            if least <= value <= most and (not is_whole or value == int(value)):
+                return int(value) if is_whole else float(value)
+        raise ValueError(f"use a {'whole ' if is_whole else ''}number from {least:g} to {most:g}")
 
     return read
 
 
-def whole(least: int = 0, most: float = math.inf) -> Read:
-    def read(given: str) -> int:
-        value = _parse_whole(given)
-        if not least <= value <= most:
-            raise ValueError(f"use a whole number {_range(least, most)}")
-        return value
-
-    return read
-
-
-def _parse_whole(given: str) -> int:
-    """Parse a whole number. Only texts such as 1e5 go through a float, which would lose bits above 2**53."""
-    with contextlib.suppress(ValueError):
-        return int(given)
-    try:
-        value = float(given)
-    except ValueError:
-        raise ValueError("use a whole number") from None
-    if not math.isfinite(value) or value != int(value):
-        raise ValueError("use a whole number")
-    return int(value)
-
-
-def one_of(*words: str) -> Read:
-    def read(given: str) -> str:
-        if given not in words:
-            raise ValueError(f"use {', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else f"use {words[0]}")
-        return given
-
-    return read
-
-
-def _range(least: float, most: float) -> str:
-    if most == math.inf:
-        return f"of {least:g} or more"
-    return f"from {least:g} to {most:g}"
-
+whole = functools.partial(number, is_whole=True)
 
 SAME = {
     "num_participants": "total_worker", "rounds": "epochs", "local_steps": "upload_epoch", "decay_round": "decay_epoch",
@@ -124,7 +80,7 @@ FEDSCALE = frozenset(SAME) - {"learner", "seed"} | {
 
 SELECTOR: Mapping[str, Read] = {
     "exploration_factor": number(0, 1), "exploration_decay": number(0, 1), "exploration_min": number(0, 1),
-    "round_threshold": number(0), "round_penalty": number(0), "pacer_delta": number(0), "pacer_step": whole(1),
+    "round_threshold": number(), "round_penalty": number(), "pacer_delta": number(), "pacer_step": whole(1),
     "clip_bound": number(0, 1), "cut_off_util": number(0, 1), "sample_window": number(1),
     "blacklist_rounds": whole(-1), "blacklist_max_len": number(0, 1),
 }  # fmt: skip
@@ -132,83 +88,66 @@ SELECTOR: Mapping[str, Read] = {
 
 USED: Mapping[str, Read] = {
     **SELECTOR,
-    "job_name": text, "log_path": text, "time_stamp": text, "ps_ip": text, "ps_port": whole(0, 65535),
-    "total_worker": whole(0), "to_device": one_of("cuda", "gpu", "cpu"), "use_cuda": flag,
-    "task": text, "data_set": text, "data_dir": text, "data_mapfile": text, "client_path": text, "user_trace": text,
-    "model": text, "model_size": number(1), "filter_less": whole(0), "filter_more": whole(1), "sequential": whole(0, 4),
-    "skip_partition": flag, "enforce_random": flag, "num_clients": whole(1), "batching": whole(0),
-    "epochs": whole(1), "upload_epoch": whole(1), "batch_size": whole(1), "learning_rate": number(1e-12),
-    "min_learning_rate": number(0), "decay_factor": number(0, 1), "decay_epoch": whole(1), "eval_interval": whole(1),
-    "is_even_avg": flag, "gradient_policy": text, "yogi_eta": number(1e-12), "yogi_tau": number(1e-12),
-    "yogi_beta": number(-1, 1), "yogi_beta2": number(-1, 1), "qfed_q": number(0), "proxy_avg": flag, "proxy_mu": number(0),
-    "sample_mode": text, "overcommit": number(1, 100), "malicious_clients": number(0, 1), "malicious_factor": number(1),
-    "noise_factor": number(0), "clip_threshold": number(1e-12), "target_delta": number(1e-300, 1), "sample_seed": whole(0),
-    "clock_factor": number(1e-12), "max_concurrency": whole(1), "max_staleness": whole(0), "async_buffer": whole(1),
+    "job_name": str, "log_path": str, "time_stamp": str, "ps_ip": str, "ps_port": whole(0, 65535), "total_worker": whole(),
+    "to_device": str, "use_cuda": flag, "task": str, "data_set": str, "data_dir": str, "data_mapfile": str,
+    "client_path": str, "user_trace": str, "model": str, "model_size": number(1), "filter_less": whole(),
+    "filter_more": whole(1), "sequential": whole(0, 4), "skip_partition": flag, "enforce_random": flag,
+    "num_clients": whole(1), "batching": whole(), "epochs": whole(1), "upload_epoch": whole(1), "batch_size": whole(1),
+    "learning_rate": number(1e-12), "min_learning_rate": number(), "decay_factor": number(0, 1), "decay_epoch": whole(1),
+    "eval_interval": whole(1), "is_even_avg": flag, "gradient_policy": str, "yogi_eta": number(1e-12),
+    "yogi_tau": number(1e-12), "yogi_beta": number(-1, 1), "yogi_beta2": number(-1, 1), "qfed_q": number(),
+    "proxy_avg": flag, "proxy_mu": number(), "sample_mode": str, "overcommit": number(1, 100),
+    "malicious_clients": number(0, 1), "malicious_factor": number(1), "noise_factor": number(),
+    "clip_threshold": number(1e-12), "target_delta": number(1e-300, 1), "sample_seed": whole(), "clock_factor": number(1e-12),
+    "max_concurrency": whole(1), "max_staleness": whole(), "async_buffer": whole(1),
 }  # fmt: skip
 
-QUIET: Mapping[str, Read] = {
-    "manager_port": whole(0, 65535), "this_rank": whole(0), "learners": text, "backend": text, "gpu_device": whole(0),
-    "timeout": number(0), "num_loaders": whole(0), "test_bsz": whole(1), "dump_epoch": whole(1), "max_iter_store": whole(0),
-    "release_cache": flag, "connection_timeout": number(0), "save_checkpoint": flag, "model_zoo": text,
-    "exploration_alpha": number(), "zipf_alpha": text, "num_class": whole(1), "num_classes": whole(1),
-}  # fmt: skip
+QUIET = frozenset({
+    "manager_port", "this_rank", "learners", "backend", "gpu_device", "timeout", "num_loaders", "test_bsz", "dump_epoch",
+    "max_iter_store", "release_cache", "connection_timeout", "save_checkpoint", "model_zoo", "exploration_alpha",
+    "zipf_alpha", "num_class", "num_classes",
+})  # fmt: skip
 """Keys that are accepted and change nothing about the result."""
 
-
-@dataclass(frozen=True, slots=True)
-class FixedKey:
-    """A key for which only one value is supported."""
-
-    read: Read
-    value: Value
-    why: str
-    refused: bool = True
-    """If true, another value is an error. If false, it is ignored with a remark."""
-
-
-FIXED: Mapping[str, FixedKey] = {
-    "filter_class": FixedKey(whole(0), 0, "clients are not left out by their number of classes; leave it out"),
-    "duplicate_data": FixedKey(whole(1), 1, "no sample belongs to two clients; leave it out"),
-    "stale_threshold": FixedKey(
-        whole(0), 0, "rounds are synchronous; for asynchronous ones use gradient_policy: fed-buff, and max_staleness"
-    ),
-    "resampling_interval": FixedKey(whole(1), 1, "participants are picked for every round; leave it out"),
-    "fixed_clients": FixedKey(flag, False, "participants are picked for every round; leave it out"),
-    "forward_pass": FixedKey(flag, False, "a job trains; leave it out"),
-    "test_only": FixedKey(flag, False, "a job trains; leave it out"),
-    "load_model": FixedKey(
-        flag, False, "a job begins with a new model, or goes on with `pliant submit --resume NAME`; leave it out"
-    ),
-    "model_path": FixedKey(text, "", "a job begins with a new model; leave it out"),
-    "read_models_path": FixedKey(flag, False, "a job begins with a new model; leave it out"),
-    "sampler_path": FixedKey(
-        text, "", "the selector's state is in the job's checkpoint, and no pickle of it is read; leave it out"
-    ),
-    "score_mode": FixedKey(one_of("loss", "norm"), "loss", "utility is taken from the samples' losses; use loss"),
-    "experiment_mode": FixedKey(
-        one_of("simulation", "deployment"), "simulation", "real clients are reached through Flower; see docs/flower.md"
-    ),
-    "engine": FixedKey(one_of("pytorch", "tensorflow"), "pytorch", "models are PyTorch's; use pytorch"),
-    "loss_decay": FixedKey(number(0, 1), 0.2, "a client's utility is taken from all samples of its first pass", False),
-    "capacity_bin": FixedKey(flag, True, "utility counts the samples that were seen", False),
-    "test_ratio": FixedKey(number(0, 1), 1.0, "all test samples are used", False),
-    "wandb_token": FixedKey(text, "", "records and TensorBoard's events are written, nothing is sent anywhere", False),
+REFUSED: Mapping[str, tuple[object, str]] = {
+    "filter_class": (0, "clients are not left out by their number of classes; leave it out"),
+    "duplicate_data": (1, "no sample belongs to two clients; leave it out"),
+    "stale_threshold": (0, "rounds are synchronous; for asynchronous ones use gradient_policy: fed-buff, and max_staleness"),
+    "resampling_interval": (1, "participants are picked for every round; leave it out"),
+    "fixed_clients": (False, "participants are picked for every round; leave it out"),
+    "forward_pass": (False, "a job trains; leave it out"),
+    "test_only": (False, "a job trains; leave it out"),
+    "load_model": (False, "a job begins with a new model, or goes on with `pliant submit --resume NAME`; leave it out"),
+    "model_path": ("", "a job begins with a new model; leave it out"),
+    "read_models_path": (False, "a job begins with a new model; leave it out"),
+    "sampler_path": ("", "the selector's state is in the job's checkpoint, and no pickle of it is read; leave it out"),
+    "score_mode": ("loss", "utility is taken from the samples' losses; use loss"),
+    "experiment_mode": ("simulation", "real clients are reached through Flower; see docs/flower.md"),
+    "engine": ("pytorch", "models are PyTorch's; use pytorch"),
 }  # fmt: skip
+"""Keys with the only value that is supported, and why."""
+IGNORED: Mapping[str, tuple[object, str]] = {
+    "loss_decay": (0.2, "a client's utility is taken from all samples of its first pass"),
+    "capacity_bin": (True, "utility counts the samples that were seen"),
+    "test_ratio": (1, "all test samples are used"),
+    "wandb_token": ("", "records and TensorBoard's events are written, nothing is sent anywhere"),
+}
+"""Keys of which every other value has no effect, and why."""
 
-KNOWN = frozenset({*USED, *QUIET, *FIXED, *SAME})
+KNOWN = frozenset({*USED, *QUIET, *REFUSED, *IGNORED, *SAME})
 
 
 @dataclass(slots=True)
 class ArtifactKeys:
     """The values of a configuration by the artifact's names, with mistakes and remarks about them."""
 
-    said: dict[str, Value]
-    places: dict[str, KeyPath]
+    said: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, KeyPath] = field(default_factory=dict)
     """KeyPath of each key in the file, also of keys without a value."""
-    names: dict[str, str]
+    names: dict[str, str] = field(default_factory=dict)
     """Spelling of each key in the file."""
-    wrong: dict[KeyPath, str]
-    remarks: dict[KeyPath, str]
+    wrong: dict[KeyPath, str] = field(default_factory=dict)
+    remarks: dict[KeyPath, str] = field(default_factory=dict)
     is_fedscale: bool = False
 
     def refuse(self, key: str, why: str, between: str = " ") -> None:
@@ -220,25 +159,23 @@ class ArtifactKeys:
 
 def parse_keys(job_conf: object) -> ArtifactKeys:
     """Parse `job_conf`: the artifact's list of single-key mappings, or one mapping."""
-    found = ArtifactKeys({}, {}, {}, {}, {})
+    found = ArtifactKeys()
     for place, name, value in _list_items(job_conf, found.wrong):
         key = SAME.get(name, name)
         if name not in KNOWN:
             hint = unknown_key_message(name, name, sorted(KNOWN)).partition(": ")[2]
-            found.remarks[place] = f"{name} is not known, and has no effect" + (
-                f": {hint}" if hint.startswith("did you") else ""
-            )
-            continue
-        if key in found.places:
+            near = f": {hint}" if hint.startswith("did you") else ""
+            found.remarks[place] = f"{name} is not known, and has no effect{near}"
+        elif key in found.places:
             also = f" as {found.names[key]}" if found.names[key] != name else ""
             found.wrong[place] = f"{name} is given twice{also}: leave one out"
-            continue
-        found.places[key], found.names[key] = place, name
-        found.is_fedscale |= name in FEDSCALE
-        if not isinstance(value, str):
-            found.wrong[place] = f"{name} {value!r:.60}: use one value"
-        elif value.strip().lower() not in NOTHING:
-            _read_value(found, key, value.strip())
+        else:
+            found.places[key], found.names[key] = place, name
+            found.is_fedscale |= name in FEDSCALE
+            if not isinstance(value, str):
+                found.wrong[place] = f"{name} {value!r:.60}: use one value"
+            elif value.strip().lower() not in NOTHING:
+                _read_value(found, key, value.strip())
     return found
 
 
@@ -257,20 +194,26 @@ def _list_items(job_conf: object, wrong: dict[KeyPath, str]) -> list[tuple[KeyPa
     return found
 
 
-def _read_value(keys: ArtifactKeys, key: str, value: str) -> None:
-    fixed = FIXED.get(key)
-    read = fixed.read if fixed is not None else USED.get(key) or QUIET[key]
+def _read_value(keys: ArtifactKeys, key: str, text: str) -> None:
+    if key in USED:
+        try:
+            keys.said[key] = USED[key](text)
+        except ValueError as error:
+            keys.refuse(key, f"{text!r:.60}: {error}")
+    elif key in REFUSED and not _is_value(text, REFUSED[key][0]):
+        keys.refuse(key, f"{text}: {REFUSED[key][1]}")
+    elif key in IGNORED and not _is_value(text, IGNORED[key][0]):
+        keys.remark(key, f"has no effect: {IGNORED[key][1]}")
+
+
+def _is_value(text: str, value: object) -> bool:
+    """Return whether the text means this flag, number or word."""
+    if isinstance(value, str):
+        return text == value
     try:
-        given = read(value)
-    except ValueError as error:
-        keys.refuse(key, f"{value!r:.60}: {error}")
-        return
-    if fixed is None:
-        keys.said[key] = given
-    elif given != fixed.value and fixed.refused:
-        keys.refuse(key, f"{value}: {fixed.why}")
-    elif given != fixed.value:
-        keys.remark(key, f"has no effect: {fixed.why}")
+        return (flag(text) if isinstance(value, bool) else float(text)) == value
+    except ValueError:
+        return False
 
 
 # --- machines ---
@@ -292,20 +235,20 @@ def _placement(said: Mapping[str, object], keys: ArtifactKeys, folder: Path) -> 
             f"use_container {said['use_container']}: workers are processes; start pliant in containers of your own, "
             "or use Ray (workers: ray:4)"
         )
-    for key in ("executor_entry", "aggregator_entry"):
+    for key, why in (
+        ("executor_entry", "is not run: coordinator and workers are pliant's own"),
+        ("aggregator_entry", "is not run: coordinator and workers are pliant's own"),
+        ("setup_commands", "are not run: workers start with the Python that pliant is installed in"),
+    ):
         if _text_of(said.get(key)):
-            keys.remarks[(key,)] = f"{key} is not run: coordinator and workers are pliant's own"
-    if _text_of(said.get("setup_commands")):
-        keys.remarks[("setup_commands",)] = (
-            "setup_commands are not run: workers start with the Python that pliant is installed in"
-        )
+            keys.remarks[(key,)] = f"{key} {why}"
     auth = said.get("auth")
     user = str(auth.get("ssh_user", "")) if isinstance(auth, dict) else ""
     return FedPlacement(
         workers=_workers(said.get("worker_ips"), keys.wrong),
-        log_path=absolute(str(keys.said.get("log_path", ".")), folder),
+        log_path=absolute(keys.said.get("log_path", "."), folder),
         host=_host(said, keys),
-        port=cast(int, keys.said.get("ps_port", 0)),
+        port=keys.said.get("ps_port", 0),
         ssh_user="" if user.lower() in NOTHING else user,
     )
 
@@ -320,17 +263,15 @@ def _host(said: Mapping[str, object], keys: ArtifactKeys) -> str:
     """Return the coordinator's address for workers elsewhere; empty for loopback. It must belong to this machine."""
     places: list[tuple[KeyPath, str]] = [(("ps_ip",), str(said.get("ps_ip", "") or ""))]
     if "ps_ip" in keys.said:
-        places.append((keys.places["ps_ip"], str(keys.said["ps_ip"])))
+        places.append((keys.places["ps_ip"], keys.said["ps_ip"]))
     address = ""
     for place, given in places:
         if given.lower() in NOTHING:
             continue
-        found = _own_address(given)
-        if not found:
-            keys.wrong[place] = (
-                f"ps_ip {given}: not an address of this machine, where the coordinator would run; submit it there"
-            )
-        address = found
+        address = _own_address(given)
+        if not address:
+            here = "not an address of this machine, where the coordinator would run; submit it there"
+            keys.wrong[place] = f"ps_ip {given}: {here}"
     return "" if address.startswith("127.") or address == "::1" else address
 
 
@@ -353,18 +294,14 @@ def _workers(given: object, wrong: dict[KeyPath, str]) -> tuple[str, ...]:
         return ()
     found = []
     for at, item in enumerate(given):
+        where, colon, counts = str(item).replace(" ", "").partition(":[")
         try:
-            found.append(_worker(str(item)))
+            text = f"{where}:{sum(map(int, counts.rstrip(']').split(',')))}" if colon else str(item)
+            parse_workers([text])
+            found.append(text)
         except (ValueError, ConfigError):
             wrong[("worker_ips", at)] = f"{item!r:.60} in worker_ips: use host:4, or host:[2,2]"
     return tuple(found)
-
-
-def _worker(item: str) -> str:
-    where, colon, num = item.replace(" ", "").partition(":[")
-    text = f"{where}:{sum(int(each) for each in num.rstrip(']').split(','))}" if colon else item
-    parse_workers([text])
-    return text
 
 
 # --- translation ---
@@ -373,17 +310,17 @@ OORT_DEFAULTS: Mapping[str, object] = {
     "epochs": 1000, "upload_epoch": 20, "batch_size": 30, "learning_rate": 0.04, "min_learning_rate": 1e-4,
     "decay_factor": 0.95, "decay_epoch": 5, "eval_interval": 5, "overcommit": 1.1, "yogi_eta": 5e-3, "yogi_tau": 1e-3,
     "yogi_beta": 0.999, "yogi_beta2": -1.0, "clock_factor": 2.5, "total_worker": 0,
-}  # fmt: skip
-FEDSCALE_DEFAULTS: Mapping[str, object] = {
-    "epochs": 50, "upload_epoch": 20, "batch_size": 30, "learning_rate": 5e-2, "min_learning_rate": 5e-5,
-    "decay_factor": 0.98, "decay_epoch": 10, "eval_interval": 5, "overcommit": 1.3, "yogi_eta": 3e-3, "yogi_tau": 1e-8,
-    "yogi_beta": 0.9, "yogi_beta2": 0.99, "clock_factor": 1.0, "total_worker": 4,
-}  # fmt: skip
-DEFAULTS: Mapping[str, object] = {
     "task": "cv", "data_set": "cifar10", "model": "shufflenet_v2_x2_0", "filter_less": 32, "filter_more": 100_000,
     "sequential": 0, "sample_mode": "random", "sample_seed": 233, "is_even_avg": True, "qfed_q": 1.0, "proxy_mu": 0.1,
     "skip_partition": False, "enforce_random": False, "proxy_avg": False, "max_staleness": 5, "max_concurrency": 10,
-    "async_buffer": 10, "target_delta": 1e-4,
+    "async_buffer": 10, "target_delta": 1e-4, "data_dir": "", "data_mapfile": "", "user_trace": "", "batching": None,
+    "to_device": "", "use_cuda": True, "gradient_policy": "", "malicious_clients": 0.0, "model_size": 0,
+}  # fmt: skip
+FEDSCALE_DEFAULTS: Mapping[str, object] = {
+    **OORT_DEFAULTS,
+    "epochs": 50, "learning_rate": 5e-2, "min_learning_rate": 5e-5, "decay_factor": 0.98, "decay_epoch": 10,
+    "overcommit": 1.3, "yogi_eta": 3e-3, "yogi_tau": 1e-8, "yogi_beta": 0.9, "yogi_beta2": 0.99, "clock_factor": 1.0,
+    "total_worker": 4,
 }  # fmt: skip
 TASKS = ("cv", "speech", "nlp")
 DATA = {
@@ -399,11 +336,21 @@ POLICIES = {
     "yogi": "fed-yogi", "fedyogi": "fed-yogi", "prox": "fed-prox", "fedprox": "fed-prox", "avg": "fed-avg", "fedavg": "fed-avg",
     "qfedavg": "q-fedavg", "q-fed-avg": "q-fedavg", "fedbuff": "fed-buff",
 }  # fmt: skip
-FROM: Mapping[tuple[str, ...], str] = {
-    ("name",): "job_name", ("rounds",): "epochs", ("participants",): "total_worker", ("selector",): "sample_mode",
-    ("aggregator",): "gradient_policy", ("model",): "model", ("data", "kind"): "data_set", ("data", "path"): "data_dir",
-    ("data", "map"): "data_mapfile", ("devices",): "client_path", ("availability",): "user_trace", ("data",): "data_set",
-    ("local", "steps"): "upload_epoch", ("local", "batch_size"): "batch_size",
+LOCAL = {
+    "steps": "upload_epoch", "batch_size": "batch_size", "lr": "learning_rate", "min_lr": "min_learning_rate",
+    "lr_decay": "decay_factor", "decay_rounds": "decay_epoch",
+}  # fmt: skip
+"""The artifact's key for each field of `LocalConfig` that takes its value as it is."""
+PLAIN = {
+    "rounds": "epochs", "overcommit": "overcommit", "evaluate_every": "eval_interval", "seed": "sample_seed",
+    "availability": "user_trace", "batching": "batching",
+}  # fmt: skip
+"""The same for `FedConfig`."""
+FROM = {
+    **{(name,): key for name, key in PLAIN.items()}, **{("local", name): key for name, key in LOCAL.items()},
+    ("name",): "job_name", ("participants",): "total_worker", ("selector",): "sample_mode", ("model",): "model",
+    ("aggregator",): "gradient_policy", ("data", "kind"): "data_set", ("data", "path"): "data_dir",
+    ("data", "map"): "data_mapfile", ("devices",): "client_path", ("data",): "data_set",
 }  # fmt: skip
 """The artifact's key to blame for a mistake in a field of `FedConfig`."""
 
@@ -411,26 +358,26 @@ FROM: Mapping[tuple[str, ...], str] = {
 def read_artifact(source: YamlSource, name: str = "") -> FederatedJob:
     """Return the job that a file in the artifact's form describes; `name` overrides the file's."""
     said = source.values(source.keys)
-    keys = parse_keys(said.get("job_conf", []))
     if "job_conf" not in said:
         raise source.error({("ps_ip",): "job_conf is missing: add a list of keys, as in `- total_worker: 100`"})
+    keys = parse_keys(said["job_conf"])
     folder = source.path.absolute().parent
     is_named = bool(name) or "job_name" in keys.said
-    chosen = name or str(keys.said.get("job_name", default_job_name(source.path)))
-    if why := name_error(chosen):
-        keys.refuse("job_name", why)
+    chosen = name or keys.said.get("job_name", default_job_name(source.path))
+    time = keys.said.get("time_stamp", "")
+    for key, text in (("job_name", chosen), ("time_stamp", time)):
+        if text and (why := name_error(text)):
+            keys.refuse(key, why)
     placement = _placement(said, keys, folder)
     config = _config(keys, chosen, placement.places.count if placement.places else 0, folder)
-    time = _time_stamp(keys)
-    if keys.wrong:
+    if keys.wrong or config is None:
         raise source.error(keys.wrong)
-    assert config is not None, "without a mistake there is a config"
     remarks = sorted((source.line(place), what) for place, what in keys.remarks.items())
     return FederatedJob(
         config=config,
         placement=placement,
         directory=str(folder),
-        time=time,
+        time="" if time == "logs" else time,  # `logs` means none to the artifact
         is_named=is_named,
         remarks=tuple(f"{source.path}:{line}: {what}" for line, what in remarks),
     )
@@ -444,54 +391,39 @@ def blame_keys(source: YamlSource, wrong: Mapping[KeyPath, str]) -> ConfigError:
     return source.error(keys.wrong)
 
 
-def _time_stamp(keys: ArtifactKeys) -> str:
-    """Return time_stamp; empty for `logs`, which means none to the artifact."""
-    time = str(keys.said.get("time_stamp", ""))
-    if time and name_error(time):
-        keys.refuse("time_stamp", name_error(time))
-    return "" if time == "logs" else time
-
-
 def _config(keys: ArtifactKeys, name: str, num_workers: int, folder: Path) -> FedConfig | None:
-    keys.said = {
-        **cast("dict[str, str]", dict(DEFAULTS)),
-        **cast("dict[str, str]", dict(FEDSCALE_DEFAULTS if keys.is_fedscale else OORT_DEFAULTS)),
-        **keys.said,
-    }
-    said = keys.said
+    said = keys.said = {**(FEDSCALE_DEFAULTS if keys.is_fedscale else OORT_DEFAULTS), **keys.said}
+    if said["task"] not in TASKS:
+        keys.refuse("task", f"{said['task']}: there are {', '.join(TASKS)}")
     participants = said["total_worker"] or num_workers or 1
-    text = _is_text(keys)
-    values: dict[str, object] = {
+    text, image = {"optimizer": "adamw"}, {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 5e-4}
+    cost = next((cost for begin, cost in COST.items() if said["model"].startswith(begin)), 1.0)
+    values: dict[str, Any] = {
+        **{name: said[key] for name, key in PLAIN.items()},
         "name": name,
-        "seed": said["sample_seed"],
-        "data": _data_config(keys, cast(int, participants)),
-        "model": _model(keys),
-        "local": {
-            "steps": said["upload_epoch"], "batch_size": said["batch_size"], "lr": said["learning_rate"],
-            "min_lr": said["min_learning_rate"], "lr_decay": said["decay_factor"], "decay_rounds": said["decay_epoch"],
-            **({"optimizer": "adamw"} if text else {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 5e-4}),
-        },
         "participants": participants,
-        "overcommit": said["overcommit"],
-        "rounds": said["epochs"],
-        "evaluate_every": said["eval_interval"],
+        "data": _data_config(keys, participants),
+        "model": _model(keys),
+        "local": {**{name: said[key] for name, key in LOCAL.items()}, **(text if said["task"] == "nlp" else image)},
         "selector": _selector(keys),
         "aggregator": _aggregator(keys),
-        "malicious": _malicious(keys),
-        "devices": _devices(keys),
-        "availability": said.get("user_trace", ""),
-        "model_bytes": round(cast(float, said["model_size"]) * 125) if "model_size" in said else 0,
-        "clock_factor": cast(float, said["clock_factor"]) * _cost(str(said["model"])),
-        "batching": said.get("batching"),
-        "device": "cpu" if said.get("to_device") == "cpu" or said.get("use_cuda") is False else "",
-    }  # fmt: skip
-    if values["aggregator"]["kind"] == "fed-buff":  # type: ignore[index]
+        "malicious": said["malicious_clients"],
+        "devices": said.get("client_path", "synthetic"),
+        "model_bytes": round(said["model_size"] * 125),
+        "clock_factor": said["clock_factor"] * cost,
+        "device": "cpu" if said["to_device"] == "cpu" or not said["use_cuda"] else "",
+    }
+    if "malicious_factor" in said:  # every N-th client
+        values["malicious"] = 1 / said["malicious_factor"] if said["malicious_factor"] < 1e6 else 0.0
+    if "client_path" not in said:
+        what = "no client_path (device_conf_file): the clients' devices are synthetic, drawn like FedScale's"
+        keys.remarks.setdefault(("job_conf",), what)
+    if values["aggregator"]["kind"] == "fed-buff":
         values["concurrency"] = said["max_concurrency"]
     if keys.is_fedscale and "clip_threshold" in said:
-        values["privacy"] = {
-            "clip": said["clip_threshold"], "noise_multiplier": said.get("noise_factor", 0.1), "where": "client",
-            "delta": said["target_delta"],
-        }  # fmt: skip
+        noise = said.get("noise_factor", 0.1)
+        values["privacy"] = {"clip": said["clip_threshold"], "noise_multiplier": noise, "where": "client",
+                             "delta": said["target_delta"]}  # fmt: skip
     try:
         config, missing = with_absolute_paths(FedConfig.model_validate(values), folder)
     except ValidationError as error:
@@ -511,25 +443,15 @@ def _artifact_key(place: KeyPath) -> str:
     return next((FROM[words[:end]] for end in range(len(words), 0, -1) if words[:end] in FROM), words[-1])
 
 
-def _is_text(keys: ArtifactKeys) -> bool:
-    task = keys.said["task"]
-    if task not in TASKS:
-        keys.refuse("task", f"{task}: there are {', '.join(TASKS)}")
-    return task == "nlp"
-
-
 def _data_config(keys: ArtifactKeys, participants: int) -> dict[str, object]:
-    said, name = keys.said, str(keys.said["data_set"])
-    kind = DATA.get(name.lower(), name)
+    said, name = keys.said, keys.said["data_set"]
     if name.lower() in ("yelp", "common_voice"):
         keys.refuse("data_set", f"{name} is not read here: give its samples by a function of yours, as module:function")
-    mapped = str(said.get("data_mapfile", ""))
-    natural = (bool(mapped) or said["skip_partition"]) and not said["enforce_random"]
     data: dict[str, object] = {
-        "kind": kind, "path": said.get("data_dir", ""), "map": mapped, "least": max(1, cast(int, said["filter_less"])),
-        "most": said["filter_more"],
+        "kind": DATA.get(name.lower(), name), "path": said["data_dir"], "map": said["data_mapfile"],
+        "least": max(1, said["filter_less"]), "most": said["filter_more"],
     }  # fmt: skip
-    if natural:
+    if (said["data_mapfile"] or said["skip_partition"]) and not said["enforce_random"]:
         return {**data, "partition": "natural", "clients": said.get("num_clients", 0)}
     if said["sequential"] == 2:
         keys.refuse("sequential", "2: sizes by Zipf's law are not drawn; use 0 (random), 1, 3, or a data_mapfile")
@@ -549,22 +471,17 @@ def _data_config(keys: ArtifactKeys, participants: int) -> dict[str, object]:
 
 
 def _model(keys: ArtifactKeys) -> str:
-    given = str(keys.said["model"])
+    given: str = keys.said["model"]
     if given.lower().startswith(TEXT_MODELS):
-        keys.remark(
-            "model", f"{given}: other people's weights are not loaded; `transformer`, on characters, is trained"
-        )
+        what = f"{given}: other people's weights are not loaded; `transformer`, on characters, is trained"
+        keys.remark("model", what)
         return "transformer"
     return MODELS.get(given.lower(), given)
 
 
-def _cost(model: str) -> float:
-    return next((cost for begin, cost in COST.items() if model.startswith(begin)), 1.0)
-
-
 def _selector(keys: ArtifactKeys) -> dict[str, object]:
     """Return the selector. Oort's keys are in every configuration and count only if it is the selector."""
-    kind = {"kuiper": "oort"}.get(str(keys.said["sample_mode"]), keys.said["sample_mode"])
+    kind = {"kuiper": "oort"}.get(keys.said["sample_mode"], keys.said["sample_mode"])
     if kind != "oort":
         return {"kind": kind}
     options: dict[str, object] = {"preset": "fedscale" if keys.is_fedscale else "artifact"}
@@ -575,8 +492,7 @@ def _selector(keys: ArtifactKeys) -> dict[str, object]:
 
 
 def _aggregator(keys: ArtifactKeys) -> dict[str, object]:
-    said = keys.said
-    given = str(said.get("gradient_policy", ""))
+    said, given = keys.said, keys.said["gradient_policy"]
     kind = POLICIES.get(given.lower(), given) or ("fed-prox" if said["proxy_avg"] else "fed-avg")
     if said["proxy_avg"] and kind != "fed-prox":
         keys.refuse(
@@ -589,30 +505,11 @@ def _aggregator(keys: ArtifactKeys) -> dict[str, object]:
         options["mu"] = said["proxy_mu"]
     elif kind == "fed-yogi":
         # The artifact's beta is that of the squares, and beta2 that of the momentum; FedScale's are the other way round.
-        first, second = ("yogi_beta", "yogi_beta2") if keys.is_fedscale else ("yogi_beta2", "yogi_beta")
-        options |= {
-            "lr": said["yogi_eta"], "tau": said["yogi_tau"],
-            "beta1": max(0.0, cast(float, said[first])), "beta2": max(0.0, cast(float, said[second])),
-        }  # fmt: skip
+        betas = said["yogi_beta"], said["yogi_beta2"]
+        beta1, beta2 = betas if keys.is_fedscale else betas[::-1]
+        options |= {"lr": said["yogi_eta"], "tau": said["yogi_tau"], "beta1": max(0.0, beta1), "beta2": max(0.0, beta2)}
     elif kind == "q-fedavg":
         options["q"] = said["qfed_q"]
     elif kind == "fed-buff":
         options |= {"size": said["async_buffer"], "max_staleness": said["max_staleness"]}
     return {"kind": kind, "options": options}
-
-
-def _malicious(keys: ArtifactKeys) -> float:
-    """Return the share of malicious clients; FedScale's malicious_factor N means every N-th client."""
-    if "malicious_factor" in keys.said:
-        every = cast(float, keys.said["malicious_factor"])
-        return 1 / every if every < 1e6 else 0.0
-    return cast(float, keys.said.get("malicious_clients", 0.0))
-
-
-def _devices(keys: ArtifactKeys) -> str:
-    if "client_path" in keys.said:
-        return str(keys.said["client_path"])
-    keys.remarks.setdefault(
-        ("job_conf",), "no client_path (device_conf_file): the clients' devices are synthetic, drawn like FedScale's"
-    )
-    return "synthetic"

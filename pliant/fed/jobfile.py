@@ -376,7 +376,7 @@ def _check_num_samples(data: DataConfig) -> None:
         partition.check_clients(NUM_DIGITS, data.clients)
     elif data.kind == "fashion-mnist":
         labels = datasets.fashion_files(Path(data.path) if data.path else None)["train-labels-idx1-ubyte"]
-        partition.check_clients(datasets.idx_length(labels), data.clients)
+        partition.check_clients(len(datasets.read_idx(labels)), data.clients)
 
 
 @contextlib.contextmanager

@@ -297,9 +297,9 @@ def test_unknown_keys_are_warned_about_with_their_lines(tmp_path: Path) -> None:
     ("line", "why"),
     [
         ("epochs: ten", "epochs 'ten': use a whole number"),
-        ("epochs: 0", "epochs '0': use a whole number of 1 or more"),
+        ("epochs: 0", "epochs '0': use a whole number from 1 to 1e+30"),
         ("epochs: inf", "epochs 'inf': use a whole number"),
-        ("model_size: 1e400", "model_size '1e400': use a number up to 1e+30"),
+        ("model_size: 1e400", "model_size '1e400': use a number from 1 to 1e+30"),
         ("time_stamp: ../other", "time_stamp '../other': use up to 64 letters"),
         ("overcommit: 0.9", "overcommit '0.9': use a number from 1 to 100"),
         ("skip_partition: maybe", "skip_partition 'maybe': use True or False"),

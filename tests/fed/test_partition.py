@@ -31,10 +31,15 @@ from pliant.fed.tables import ClientMap, read_client_map, read_label_counts, rea
 LABELS = np.repeat(np.arange(10), 600)
 
 
+def unused(partition: Partition) -> int:
+    """Samples that belong to nobody."""
+    return partition.num_samples - len(partition.order)
+
+
 def covers(partition: Partition, num_samples: int) -> None:
     """By brute force: each sample exactly once, or as many left as it says."""
     seen = [int(sample) for client in range(len(partition)) for sample in partition.of(client)]
-    assert len(seen) == len(set(seen)) == num_samples - partition.unused
+    assert len(seen) == len(set(seen)) == num_samples - unused(partition)
     assert set(seen) <= set(range(num_samples))
     assert [len(partition.of(client)) for client in range(len(partition))] == partition.sizes.tolist()
 
@@ -58,13 +63,13 @@ def test_each_sample_goes_to_one_client(clients: int, labels: list[int], seed: i
     for partition, complete in (
         (iid(len(labels), clients, seed=seed), True),
         (shards(labels, clients, per_client=3, seed=seed), True),
-        (dirichlet(labels, clients, alpha, seed=seed, least=0), True),
+        (dirichlet(labels, clients, alpha, seed=seed), True),
         (by_sizes(len(labels), sizes, seed=seed), False),
         (dirichlet(labels, clients, alpha, seed=seed, sizes=sizes), False),
         (natural([label * clients % 7 for label in labels]), True),
     ):
         covers(partition, len(labels))
-        assert not (complete and partition.unused)
+        assert not (complete and unused(partition))
         if not complete:
             assert partition.sizes.tolist() == sizes.tolist()
 
@@ -75,8 +80,8 @@ def test_each_sample_goes_to_one_client(clients: int, labels: list[int], seed: i
         lambda seed: iid(6000, 100, seed=seed),
         lambda seed: shards(LABELS, 100, seed=seed),
         lambda seed: dirichlet(LABELS, 100, 0.5, seed=seed),
-        lambda seed: dirichlet(LABELS, 100, 0.1, seed=seed, sizes=[60] * 100),
-        lambda seed: by_sizes(6000, [30] * 100, seed=seed),
+        lambda seed: dirichlet(LABELS, 100, 0.1, seed=seed, sizes=np.full(100, 60)),
+        lambda seed: by_sizes(6000, np.full(100, 30), seed=seed),
     ],
     ids=["iid", "shards", "dirichlet", "dirichlet-sizes", "sizes"],
 )
@@ -87,15 +92,15 @@ def test_a_seed_is_a_partition(deal: Callable[[int], Partition]) -> None:
 
 def test_all_of_the_data_can_be_asked_for_with_sizes() -> None:
     """The hardest case: the last client must take exactly what is left, of whatever label."""
-    partition = dirichlet(LABELS, 60, 0.05, sizes=[100] * 60)
+    partition = dirichlet(LABELS, 60, 0.05, sizes=np.full(60, 100))
     covers(partition, 6000)
-    assert partition.unused == 0
+    assert unused(partition) == 0
 
 
 def test_the_smaller_alpha_the_fewer_labels_and_none_is_favoured() -> None:
     largest, kinds = [], []
     for alpha in (0.05, 0.3, 5.0, 1000.0):
-        counts = label_counts(dirichlet(LABELS, 100, alpha, seed=1, sizes=[30] * 100), LABELS, 10)
+        counts = label_counts(dirichlet(LABELS, 100, alpha, seed=1, sizes=np.full(100, 30)), LABELS, 10)
         assert counts.sum() == 3000
         largest.append((counts.max(axis=1) / 30).mean())
         kinds.append((counts > 0).sum(axis=1).mean())
@@ -104,14 +109,14 @@ def test_the_smaller_alpha_the_fewer_labels_and_none_is_favoured() -> None:
     assert largest[0] > 0.8
     assert largest[-1] < 0.3  # of 30 samples with ten equal labels, the most frequent one has some 6
     # Dirichlet(a) over 10 labels: the expected sum of squared shares is (a + 1) / (10 a + 1).
-    shares = label_counts(dirichlet(LABELS, 40, 0.3, seed=2, sizes=[30] * 40), LABELS, 10) / 30
+    shares = label_counts(dirichlet(LABELS, 40, 0.3, seed=2, sizes=np.full(40, 30)), LABELS, 10) / 30
     unbiased = ((shares**2).sum(axis=1).mean() * 30 - 1) / 29
     assert unbiased == pytest.approx(1.3 / 4, abs=0.08)
 
 
 def test_with_a_large_alpha_unbalanced_labels_stay_as_they_are() -> None:
     labels = np.repeat([0, 1], [9000, 1000])
-    counts = label_counts(dirichlet(labels, 20, 1e5, sizes=[100] * 20), labels, 2)
+    counts = label_counts(dirichlet(labels, 20, 1e5, sizes=np.full(20, 100)), labels, 2)
     assert counts[:, 1].mean() == pytest.approx(10, abs=2)
 
 
@@ -134,7 +139,7 @@ def test_small_and_large_clients_are_left_out_on_request() -> None:
     with_sizes_between = partition.with_sizes_between(2, 5)
     assert with_sizes_between.names == ("a", "b")
     assert with_sizes_between.of(1).tolist() == [5, 6]
-    assert with_sizes_between.unused == 9
+    assert unused(with_sizes_between) == 9
     with pytest.raises(ConfigError, match="they have 2 to 9"):
         partition.with_sizes_between(10)
 
@@ -158,11 +163,9 @@ def test_fedscales_map_and_the_artifacts_pickle_say_the_same(tmp_path: Path) -> 
 
 def test_samples_and_maps_that_do_not_fit_are_named() -> None:
     mapped = ClientMap(("a", "b"), ("1", "2"))
-    with pytest.raises(ConfigError, match="1 of 3 samples are not in the client map, as 'x' .*names as 'a'"):
-        by_map(mapped, ["a", "b", "x"])
-    assert by_map(mapped, ["x", "b"], unmapped="drop").of(0).tolist() == [1]
-    with pytest.raises(ConfigError, match="2 of 2"):
-        by_map(mapped, ["x", "y"], unmapped="drop")
+    assert by_map(mapped, ["x", "b"]).of(0).tolist() == [1]
+    with pytest.raises(ConfigError, match="none of 2 samples is in the client map: they are as 'x', .*names as 'a'"):
+        by_map(mapped, ["x", "y"])
     with pytest.raises(ConfigError, match="'a' to clients '1' and '2'"):
         by_map(ClientMap(("a", "a"), ("1", "2")), ["a"])
 
@@ -265,18 +268,10 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     cases: list[tuple[Callable[[], object], str]] = [
         (lambda: iid(5, 6), "5 samples for 6 clients"),
         (lambda: iid(5, 0), "0 clients"),
-        (lambda: by_sizes(10, [5, 6]), "sum to 11, but there are 10"),
-        (lambda: by_sizes(10, [5, 0]), "1 or more"),
-        (lambda: dirichlet([0, 1, 1], 2, 0.0), "alpha=0.0"),
         (lambda: dirichlet([], 2, 1.0), "labels of shape"),
-        (lambda: dirichlet(LABELS, 3000, 0.01), "of 100 drawings none"),
-        (lambda: dirichlet(LABELS, 3, 1.0, sizes=[1, 2]), "2 sizes for 3 clients"),
         (lambda: shards([1, 2, 3], 2, per_client=2), "3 samples for 4 shards"),
-        (lambda: shards([1, 2, 3], 2, per_client=0), "per_client=0"),
         (lambda: natural([]), "no samples"),
         (lambda: draw_sizes(np.array([1]), 1, least=5, most=2), "5 to 2"),
-        (lambda: Partition(("a",), np.array([0, 2]), np.array([1, 1]), 3), "some twice"),
-        (lambda: Partition(("a",), np.array([0, 1]), np.array([3]), 3), "beyond the 3"),
         (lambda: read_client_map(tmp_path / "none"), "No such file"),
         (lambda: read_client_map(empty), "no rows"),
         (lambda: read_client_map(odd), "client_id and sample_name"),

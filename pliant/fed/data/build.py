@@ -123,7 +123,7 @@ def _images(folder: Path, map_path: str) -> Pair:
     if strange := [name for name in test.classes if name not in place]:
         raise ConfigError(f"{tests}: class {strange[0]!r} is not among those in {folder / 'train'}; remove it there")
     numbers = torch.tensor([place[name] for name in test.classes])
-    return train, ImageFiles(test.paths, numbers[test.labels], train.classes, (), test.side)
+    return train, ImageFiles(test.paths, numbers[test.labels], train.classes)
 
 
 # --- whose they are ---
@@ -140,17 +140,18 @@ def _partition(config: DataConfig, train: Samples, seed: int) -> Partition:
         drawn = partition.draw_sizes(table, config.clients, seed=seed, least=config.least, most=most)
         sizes = partition.fit_sizes(drawn, len(train.labels))
     if config.partition == "iid":
-        if sizes is not None:
-            return partition.by_sizes(len(train.labels), sizes, seed=seed)
-        dealt = partition.iid(len(train.labels), config.clients, seed=seed)
+        if sizes is None:
+            dealt = partition.iid(len(train.labels), config.clients, seed=seed)
+        else:
+            dealt = partition.by_sizes(len(train.labels), sizes, seed=seed)
     elif config.partition == "shards":
         if sizes is not None:
             raise ConfigError(f"data.sizes {config.sizes}: shards are of one size; use iid or dirichlet, or no sizes")
         dealt = partition.shards(train.labels, config.clients, per_client=config.per_client, seed=seed)
     else:
-        if sizes is not None:
-            return partition.dirichlet(train.labels, config.clients, config.alpha, seed=seed, sizes=sizes)
-        dealt = partition.dirichlet(train.labels, config.clients, config.alpha, seed=seed, least=0)
+        dealt = partition.dirichlet(train.labels, config.clients, config.alpha, seed=seed, sizes=sizes)
+    if sizes is not None:
+        return dealt
     kept = dealt.with_sizes_between(config.least, most)
     if len(kept) < len(dealt):
         log.info(
@@ -161,7 +162,7 @@ def _partition(config: DataConfig, train: Samples, seed: int) -> Partition:
 
 def _natural(config: DataConfig, train: Samples) -> Partition:
     if config.map and not isinstance(train, ImageFiles | Subset):
-        return partition.by_map(read_client_map(Path(config.map)), _names(train), unmapped="drop")
+        return partition.by_map(read_client_map(Path(config.map)), _names(train))
     if not train.clients:
         raise ConfigError(
             f"data.partition natural: nobody knows whose the samples of {config.kind} are; give data.map, or iid, "

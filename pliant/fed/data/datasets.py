@@ -31,6 +31,8 @@ FASHION = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt",
 IMAGES_OF, LABELS_OF = "-images-idx3-ubyte", "-labels-idx1-ubyte"
 NO_DIGITS = "digits come with scikit-learn: pip install 'pliant[examples]'"
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp")
+SIDE = 64
+"""Height and width that images are scaled to."""
 
 
 def fashion_mnist(folder: Path | None = None) -> tuple[InMemory, InMemory]:
@@ -75,20 +77,6 @@ def _idx_file(folder: Path, name: str) -> Path:
     raise ConfigError(f"{folder}: no {name}(.gz) there; Fashion-MNIST has four such files")
 
 
-def idx_length(path: Path) -> int:
-    """Return the number of entries of an idx file from its header; raises ConfigError."""
-    try:
-        with path.open("rb") as raw:
-            packed = raw.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if packed else path.open("rb") as file:
-            head = file.read(8)
-    except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path}: {error}; give a file in idx format") from None
-    if len(head) < 8 or head[:3] != b"\x00\x00\x08":
-        raise ConfigError(f"{path}: begins with {head[:4].hex(' ')}, but idx files of bytes begin with 00 00 08")
-    return int.from_bytes(head[4:], "big")
-
-
 def read_idx(path: Path) -> NDArray[np.uint8]:
     """Read a file in MNIST's idx format, compressed or not, as an array."""
     try:
@@ -107,46 +95,41 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class ImageFiles:
-    """Images that are decoded when they are used: 3 x side x side, in -1..1."""
+    """Images that are decoded when they are used: 3 x 64 x 64, in -1..1."""
 
     paths: tuple[Path, ...]
     labels: Tensor
     classes: tuple[str, ...]
     clients: tuple[str, ...] = ()
-    side: int = 64
-    note: str = ""
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def inputs(self, samples: Numbers) -> Tensor:
-        return torch.stack([_decode_image(self.paths[int(i)], self.side) for i in samples])
+        return torch.stack([_decode_image(self.paths[int(i)]) for i in samples])
 
 
-def image_folder(folder: Path, mapped: ClientMap | None = None, *, side: int = 64) -> ImageFiles:
+def image_folder(folder: Path, mapped: ClientMap | None = None) -> ImageFiles:
     """Find images in one folder per class, or as a client map with labels (OpenImage's) says.
 
     Names in a map are paths under `folder`, with or without the suffix.
     """
     found = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGES) if folder.is_dir() else []
     if not found:
-        raise ConfigError(
-            f"{folder}: no images ({' '.join(IMAGES)}) there; give a folder with one folder for each class"
-        )
-    if mapped is None or not mapped.labels:
-        kinds = [path.relative_to(folder).parts[0] if path.parent != folder else "" for path in found]
-        if "" in kinds:
-            raise ConfigError(
-                f"{folder}: {found[kinds.index('')].name} lies in no class's folder; move it, or give a map with labels"
-            )
-        names, owners = found, tuple[str, ...]()
+        kinds = " ".join(IMAGES)
+        raise ConfigError(f"{folder}: no images ({kinds}) there; give a folder with one folder for each class")
+    owners: tuple[str, ...] = ()
+    if mapped is not None and mapped.labels:
+        found, kinds_of, owners = _match_map(folder, found, mapped, None)
+    else:
+        kinds_of = [path.relative_to(folder).parts[0] if path.parent != folder else "" for path in found]
+        if "" in kinds_of:
+            stray = found[kinds_of.index("")].name
+            raise ConfigError(f"{folder}: {stray} lies in no class's folder; move it, or give a map with labels")
         if mapped is not None:
-            names, kinds, owners = _match_map(folder, found, mapped, dict(zip(found, kinds, strict=True)))
-        return _images(names, kinds, owners, side, "")
-    names, kinds, owners = _match_map(folder, found, mapped, None)
-    missing = len(mapped.samples) - len(names)
-    note = f"{missing} of the map's {len(mapped.samples)} samples have no file" if missing else ""
-    return _images(names, kinds, owners, side, note)
+            found, kinds_of, owners = _match_map(folder, found, mapped, dict(zip(found, kinds_of, strict=True)))
+    classes, labels = _number_classes(kinds_of)
+    return ImageFiles(tuple(found), labels, classes, owners)
 
 
 def _match_map(
@@ -170,11 +153,6 @@ def _match_map(
     return list(paths), list(labels), owners
 
 
-def _images(paths: list[Path], kinds: list[str], owners: tuple[str, ...], side: int, note: str) -> ImageFiles:
-    classes, labels = _number_classes(kinds)
-    return ImageFiles(tuple(paths), labels, classes, owners, side, note)
-
-
 def _number_classes(kinds: Sequence[str]) -> tuple[tuple[str, ...], Tensor]:
     numeric = all(kind.isdecimal() for kind in kinds)
     classes = sorted(set(kinds), key=lambda kind: (int(kind) if numeric else 0, kind))
@@ -182,14 +160,14 @@ def _number_classes(kinds: Sequence[str]) -> tuple[tuple[str, ...], Tensor]:
     return tuple(classes), torch.tensor([place[kind] for kind in kinds])
 
 
-def _decode_image(path: Path, side: int) -> Tensor:
+def _decode_image(path: Path) -> Tensor:
     try:
         from PIL import Image, ImageOps
     except ImportError:
         raise ConfigError("images need Pillow: pip install 'pliant[examples]'") from None
     try:
         with Image.open(path) as image:
-            square = ImageOps.fit(image.convert("RGB"), (side, side))
+            square = ImageOps.fit(image.convert("RGB"), (SIDE, SIDE))
     except OSError as error:
         raise ConfigError(f"{path}: {error}; remove it, or give it again") from None
     pixels = torch.from_numpy(np.asarray(square, dtype=np.uint8).copy())
@@ -240,8 +218,6 @@ VOCABULARY = 128
 
 
 def _texts(path: Path, texts: Mapping[str, str], length: int, test_part: float) -> tuple[InMemory, InMemory]:
-    if length < 1 or not 0 <= test_part < 1:
-        raise ConfigError(f"length={length}, test_part={test_part}: use 1 or more, and 0 to less than 1")
     often = Counter[str]()
     for text in texts.values():
         often.update(text)

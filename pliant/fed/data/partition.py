@@ -1,7 +1,6 @@
 """Partitions: a data set dealt to clients, each sample to at most one.
 
 Natural partitions come from a column of the data, or from a published map. The others are drawn from a seed alone.
-`unused` says how many samples a partition leaves out.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from pliant.fed.tables import ClientMap
 
 Ints = NDArray[np.int64]
-TRIES = 100
-"""Draws after which a Dirichlet partition with a least size is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +31,6 @@ class Partition:
     num_samples: int
     """Size of the data set."""
 
-    def __post_init__(self) -> None:
-        seen = np.zeros(self.num_samples, dtype=bool)
-        if len(self.order) and not 0 <= int(self.order.min()) <= int(self.order.max()) < self.num_samples:
-            raise ConfigError(
-                f"a partition names samples beyond the {self.num_samples} that there are: is it of other data?"
-            )
-        seen[self.order] = True
-        if int(seen.sum()) < len(self.order):
-            raise ConfigError(f"a partition of {len(self.order)} entries has {int(seen.sum())} samples: some twice")
-
     def __len__(self) -> int:
         return len(self.names)
 
@@ -55,18 +42,13 @@ class Partition:
     def sizes(self) -> Ints:
         return np.diff(self.starts)
 
-    @property
-    def unused(self) -> int:
-        return self.num_samples - len(self.order)
-
     def with_sizes_between(self, least: int = 1, most: int | None = None) -> Partition:
         """Leave out clients with fewer than `least` or more than `most` samples."""
         sizes = self.sizes
         kept = np.flatnonzero((sizes >= least) & (sizes <= (most if most is not None else self.num_samples)))
         if not len(kept):
-            raise ConfigError(
-                f"no client has {least} to {most or 'any number of'} samples: they have {_range(sizes)}; widen the limits"
-            )
+            found = f"{sizes.min()} to {sizes.max()}"
+            raise ConfigError(f"no client has {least} to {most or 'any number of'} samples: they have {found}")
         return _join_parts([self.names[i] for i in kept], [self.of(int(i)) for i in kept], self.num_samples)
 
 
@@ -98,18 +80,15 @@ def iid(num_samples: int, num_clients: int, *, seed: int = 0) -> Partition:
     return _number_parts(np.array_split(shuffled, num_clients), num_samples)
 
 
-def by_sizes(num_samples: int, sizes: Sequence[int] | Ints, *, seed: int = 0) -> Partition:
-    """Deal samples at random, `sizes[i]` to client i."""
-    wanted = _check_sizes(num_samples, sizes)
+def by_sizes(num_samples: int, sizes: Ints, *, seed: int = 0) -> Partition:
+    """Deal samples at random, `sizes[i]` to client i; they must not sum to more than there is."""
     shuffled = np.random.default_rng(seed).permutation(num_samples).astype(np.int64)
-    return _number_parts(np.split(shuffled[: int(wanted.sum())], np.cumsum(wanted)[:-1]), num_samples)
+    return _number_parts(np.split(shuffled[: int(sizes.sum())], np.cumsum(sizes)[:-1]), num_samples)
 
 
 def shards(labels: ArrayLike, num_clients: int, *, per_client: int = 2, seed: int = 0) -> Partition:
     """Sort samples by label, cut them into equal shards, and deal those to clients (McMahan et al. 2017)."""
     values = _check_labels(labels)
-    if per_client < 1:
-        raise ConfigError(f"per_client={per_client}: each client has 1 shard or more")
     check_clients(len(values), num_clients * per_client, what="shards")
     chance = np.random.default_rng(seed)
     # Shuffled first, so that equal labels are not in the order of their file.
@@ -122,50 +101,31 @@ def shards(labels: ArrayLike, num_clients: int, *, per_client: int = 2, seed: in
 
 
 def dirichlet(
-    labels: ArrayLike,
-    num_clients: int,
-    alpha: float,
-    *,
-    seed: int = 0,
-    sizes: Sequence[int] | Ints | None = None,
-    least: int = 1,
+    labels: ArrayLike, num_clients: int, alpha: float, *, seed: int = 0, sizes: Ints | None = None
 ) -> Partition:
     """Deal labels in unequal shares; the smaller `alpha`, the fewer labels a client has.
 
-    Without `sizes`, each label is split among the clients in shares of Dirichlet(alpha), so sizes differ, too; this is repeated
-    until each client has `least`. With `sizes`, each client draws its own shares of labels from Dirichlet(alpha x classes x
-    their frequencies), and takes another label if one is used up.
+    Without `sizes`, each label is split among the clients in shares of Dirichlet(alpha), so sizes differ, too, and may be 0.
+    With `sizes`, one for each client, each client draws its own shares of labels from Dirichlet(alpha x classes x their
+    frequencies), and takes another label if one is used up.
     """
     values = _check_labels(labels)
-    if not alpha > 0 or not np.isfinite(alpha):
-        raise ConfigError(f"alpha={alpha}: use a number above 0; 0.1 is very unequal, 100 nearly equal")
     check_clients(len(values), num_clients)
     chance = np.random.default_rng(seed)
     pools = [chance.permutation(np.flatnonzero(values == label)).astype(np.int64) for label in np.unique(values)]
-    if sizes is None:
-        return _number_parts(_deal_labels(pools, num_clients, alpha, least, chance), len(values))
-    wanted = _check_sizes(len(values), sizes)
-    if len(wanted) != num_clients:
-        raise ConfigError(f"{len(wanted)} sizes for {num_clients} clients: give one for each")
-    return _number_parts(_deal_to_sizes(pools, wanted, alpha, chance), len(values))
-
-
-def _deal_labels(
-    pools: list[Ints], num_clients: int, alpha: float, least: int, chance: np.random.Generator
-) -> list[Ints]:
-    best = 0
-    for _ in range(TRIES):
-        shares = chance.dirichlet(np.full(num_clients, alpha), size=len(pools))
-        cuts = [(np.cumsum(row)[:-1] * len(pool)).astype(np.int64) for row, pool in zip(shares, pools, strict=True)]
-        sizes = sum(np.diff(cut, prepend=0, append=len(pool)) for cut, pool in zip(cuts, pools, strict=True))
-        best = max(best, int(np.min(sizes)))
-        if best >= least:
-            pieces = [np.split(pool, cut) for cut, pool in zip(cuts, pools, strict=True)]
-            return [np.concatenate(hand) for hand in zip(*pieces, strict=True)]
-    raise ConfigError(
-        f"alpha={alpha} with {num_clients} clients: of {TRIES} drawings none gave each client {least} samples "
-        f"(the best gave {best}); use a larger alpha, fewer clients, or sizes"
+    deal = (
+        _deal_labels(pools, num_clients, alpha, chance)
+        if sizes is None
+        else _deal_to_sizes(pools, sizes, alpha, chance)
     )
+    return _number_parts(deal, len(values))
+
+
+def _deal_labels(pools: list[Ints], num_clients: int, alpha: float, chance: np.random.Generator) -> list[Ints]:
+    pieces = []
+    for shares, pool in zip(chance.dirichlet(np.full(num_clients, alpha), size=len(pools)), pools, strict=True):
+        pieces.append(np.split(pool, (np.cumsum(shares)[:-1] * len(pool)).astype(np.int64)))
+    return [np.concatenate(hand) for hand in zip(*pieces, strict=True)]
 
 
 def _deal_to_sizes(pools: list[Ints], sizes: Ints, alpha: float, chance: np.random.Generator) -> list[Ints]:
@@ -187,30 +147,24 @@ def _deal_to_sizes(pools: list[Ints], sizes: Ints, alpha: float, chance: np.rand
     return parts
 
 
-def by_map(mapped: ClientMap, samples: Sequence[str], *, unmapped: str = "refuse") -> Partition:
-    """Return the partition of `samples` by a client map; names of the map that are not among the samples are ignored."""
+def by_map(mapped: ClientMap, samples: Sequence[str]) -> Partition:
+    """Return the partition of `samples` by a client map; names that only one of the two has are ignored."""
     owners: dict[str, str] = {}
     for sample, client in zip(mapped.samples, mapped.clients, strict=True):
         if owners.setdefault(sample, client) != client:
             raise ConfigError(f"the client map gives sample {sample!r} to clients {owners[sample]!r} and {client!r}")
-    known = np.array([sample in owners for sample in samples], dtype=bool)
-    if not known.all() and (unmapped != "drop" or not known.any()):
-        strange = next(sample for sample, is_known in zip(samples, known, strict=True) if not is_known)
-        raise ConfigError(
-            f"{int((~known).sum())} of {len(samples)} samples are not in the client map, as {strange!r} "
-            f"(it has names as {next(iter(owners), '')!r}); give the map of these data, or drop them with unmapped=drop"
-        )
-    places = np.flatnonzero(known).astype(np.int64)
+    places = np.flatnonzero([sample in owners for sample in samples]).astype(np.int64)
+    if not len(places):
+        names = f"they are as {samples[0]!r}, and it has names as {next(iter(owners), '')!r}"
+        raise ConfigError(f"none of {len(samples)} samples is in the client map: {names}; give the map of these data")
     among = natural([owners[samples[int(i)]] for i in places])
     return Partition(among.names, among.starts, places[among.order], len(samples))
 
 
 def draw_sizes(table: Ints, num_clients: int, *, seed: int = 0, least: int = 1, most: int | None = None) -> Ints:
     """Draw the sizes of `num_clients` rows of a table, each row once while they last, clipped to the limits."""
-    if not len(table) or num_clients < 1 or least < 1 or (most is not None and most < least):
-        raise ConfigError(
-            f"{num_clients} sizes of {least} to {most} from a table of {len(table)}: use 1 or more, in this order"
-        )
+    if most is not None and most < least:
+        raise ConfigError(f"sizes of {least} to {most}: the first must not be the greater")
     chance = np.random.default_rng(seed)
     rows = np.concatenate([chance.permutation(len(table)) for _ in range(-(-num_clients // len(table)))])[:num_clients]
     drawn: Ints = np.clip(table[rows], least, most).astype(np.int64)
@@ -238,18 +192,3 @@ def _check_labels(labels: ArrayLike) -> NDArray[np.generic]:
 def check_clients(num_samples: int, count: int, what: str = "clients") -> None:
     if count < 1 or count > num_samples:
         raise ConfigError(f"{num_samples} samples for {count} {what}: use 1 to {num_samples} {what}")
-
-
-def _check_sizes(num_samples: int, sizes: Sequence[int] | Ints) -> Ints:
-    wanted = np.asarray(sizes, dtype=np.int64)
-    if wanted.ndim != 1 or not len(wanted) or int(wanted.min()) < 1:
-        raise ConfigError("sizes must be a list of numbers, each 1 or more")
-    if int(wanted.sum()) > num_samples:
-        raise ConfigError(
-            f"sizes sum to {int(wanted.sum())}, but there are {num_samples} samples: use fewer clients, or fitted(sizes, {num_samples})"
-        )
-    return wanted
-
-
-def _range(sizes: Ints) -> str:
-    return f"{int(sizes.min())} to {int(sizes.max())}" if len(sizes) else "none"
