@@ -346,7 +346,7 @@ PLAIN = {
     "availability": "user_trace", "batching": "batching",
 }  # fmt: skip
 """The same for `FedConfig`."""
-FROM = {
+FROM: Mapping[tuple[str, ...], str] = {
     **{(name,): key for name, key in PLAIN.items()}, **{("local", name): key for name, key in LOCAL.items()},
     ("name",): "job_name", ("participants",): "total_worker", ("selector",): "sample_mode", ("model",): "model",
     ("aggregator",): "gradient_policy", ("data", "kind"): "data_set", ("data", "path"): "data_dir",

@@ -126,7 +126,7 @@ bathcing: 1
     ("more", "told"),
     [
         ("selector: ort", "fed.yml:2: selector 'ort' is unknown: use one of random,"),
-        ("selector:\n  kind: oort\n  pacer: sometimes", "fed.yml:2: pacer='sometimes': use one of falling, flat"),
+        ("selector:\n  kind: oort\n  pacer: sometimes", "fed.yml:2: pacer 'sometimes' is not known: use 'falling' or 'flat'"),
         ("selector: {kind: random, pacer_step: 3}", "fed.yml:2: selector random: 'pacer_step' is unknown"),
         ("selector: {kind: oort, pacer_stp: 3}", "fed.yml:2: selector oort: 'pacer_stp' is unknown; did you mean pacer_step?"),
         ("aggregator: {kind: krum, q: 1}", "fed.yml:2: krum has no option 'q'"),

@@ -20,17 +20,16 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from pliant.errors import ConfigError, NoClient
 from pliant.fed.selection.base import (
     Floats,
     Mask,
-    Numbers,
     Places,
     PopulationSelector,
     State,
@@ -38,9 +37,8 @@ from pliant.fed.selection.base import (
     kth_greatest,
     sample,
 )
+from pliant.yaml_source import validation_messages
 
-PACERS = ("falling", "flat")
-EXPLORERS = ("speed", "size")
 FLAT, JUMP = 0.1, 5.0
 """Thresholds of the artifact's pacer: a relative change below the first is flat; one above the second lowers T."""
 MOST_POINTS = 10.0
@@ -49,78 +47,63 @@ NOISY_LEAST = 1e-2
 """The least utility that noise leaves."""
 
 
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "float": (float, int), "float | None": (float, int, type(None)), "int": (int,), "bool": (bool,), "str": (str,),
-}  # fmt: skip
-"""Accepted types by the annotations of the config. Strings are not converted: the word "False" would be true."""
+Share = Annotated[float, Field(ge=0, le=1)]
+AtLeast0 = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+AtLeast1 = Annotated[float, Field(ge=1)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OortConfig:
+class OortConfig(BaseModel):
     """Settings of Oort. The names are the artifact's, the defaults the paper's."""
 
-    exploration_factor: float = 0.9
+    # Strict: the word "False" is not true.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    exploration_factor: Share = 0.9
     """e of the first round: the share of participants that were never tried before."""
-    exploration_decay: float = 0.98
+    exploration_decay: Share = 0.98
     """e is multiplied by this from round to round."""
-    exploration_min: float = 0.2
-    sample_window: float = 5.0
+    exploration_min: Share = 0.2
+    sample_window: AtLeast1 = 5.0
     """Clients to explore are drawn from this many times as many, the best by `explore_by`."""
-    explore_by: str = "speed"
+    explore_by: Literal["speed", "size"] = "speed"
     """speed: by 1/duration (paper); size: by number of samples, less if slow (artifact)."""
-    round_penalty: float = 2.0
+    round_penalty: AtLeast0 = 2.0
     """alpha; 0 ignores durations."""
-    round_s: float | None = None
+    round_s: Annotated[float, Field(gt=0)] | None = None
     """T at first, in seconds; None: by `round_threshold`."""
-    round_threshold: float = 10.0
+    round_threshold: Annotated[float, Field(ge=0)] = 10.0
     """T at first, as the percentage of clients that are not slower; 100 or more: no limit."""
-    pacer: str = "falling"
+    pacer: Literal["falling", "flat"] = "falling"
     """falling: T grows when W rounds taught less than the W before, and is kept in seconds (paper); flat: the percentile grows
     when the utility of exploited clients is flat, and shrinks on a jump (artifact).
     """
-    pacer_step: int = 20
+    pacer_step: Annotated[int, Field(ge=1)] = 20
     """W: the number of rounds between two decisions of the pacer."""
-    pacer_delta: float | None = None
+    pacer_delta: AtLeast0 | None = None
     """By how many percent of the clients T is raised; None: by W times the number picked, at most 10 %; 0: never."""
-    clip_bound: float = 0.95
+    clip_bound: Share = 0.95
     """Utilities are clipped at this quantile."""
-    cut_off_util: float = 0.95
+    cut_off_util: Share = 0.95
     """Candidates have at least this share of the score of the last client wanted."""
-    pool: float = 1.0
+    pool: AtLeast1 = 1.0
     """The last client wanted is the (1 - e)K-th best times this."""
     normalise: bool = False
     """Whether utilities are scaled to 0..1, so that they compare with the uncertainty, which is below 1 (artifact)."""
     blacklist_rounds: int = 10
     """A client that took part this often is not picked any more; -1: no limit."""
-    blacklist_max_len: float = 0.3
+    blacklist_max_len: Share = 0.3
     """At most this share of all clients is left out: the ones that took part most."""
-    fairness: float = 0.0
+    fairness: Share = 0.0
     """f: 0 uses utility alone, 1 lets all clients take part equally often."""
-    noise_factor: float = 0.0
+    noise_factor: AtLeast0 = 0.0
     """Reported utilities get normal noise with this many times their mean as deviation."""
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, _TYPES[str(field.type)]) or isinstance(value, bool) != (field.type == "bool"):
-                raise ConfigError(f"{field.name}={value!r}: use a value of type {field.type}")
-        for name in ("exploration_factor", "exploration_decay", "exploration_min", "clip_bound", "cut_off_util",
-                     "blacklist_max_len", "fairness"):  # fmt: skip
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: use a share, from 0 to 1")
-        for name in ("round_penalty", "noise_factor", "pacer_delta"):
-            if (value := getattr(self, name)) is not None and not 0 <= value < float("inf"):
-                raise ConfigError(f"{name}={value}: use 0 or more")
-        if self.round_s is not None and not self.round_s > 0:
-            raise ConfigError(f"round_s={self.round_s}: use seconds, above 0")
-        for name, least in (("round_threshold", 0), ("sample_window", 1), ("pool", 1), ("pacer_step", 1)):
-            if not getattr(self, name) >= least:
-                raise ConfigError(f"{name}={getattr(self, name)}: use {least} or more")
-        if self.blacklist_rounds < 1 and self.blacklist_rounds != -1:
-            raise ConfigError(f"blacklist_rounds={self.blacklist_rounds}: use 1 or more, or -1 to leave nobody out")
-        for name, choices in (("pacer", PACERS), ("explore_by", EXPLORERS)):
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: use one of {', '.join(choices)}")
+    @field_validator("blacklist_rounds")
+    @classmethod
+    def _not_zero(cls, rounds: int) -> int:
+        if rounds < 1 and rounds != -1:
+            raise ValueError(f"{rounds}: use 1 or more, or -1 to leave nobody out")
+        return rounds
 
 
 PAPER = OortConfig()
@@ -128,18 +111,11 @@ ARTIFACT = OortConfig(
     exploration_decay=0.95, explore_by="size", pacer="flat", pacer_delta=5.0, clip_bound=0.98, cut_off_util=0.7,
     normalise=True, blacklist_rounds=-1,
 )  # fmt: skip
-FEDSCALE = replace(
-    ARTIFACT, exploration_decay=0.98, exploration_min=0.3, round_threshold=30.0, clip_bound=0.9, cut_off_util=0.05, pool=10.0
-)  # fmt: skip
+FEDSCALE = ARTIFACT.model_copy(update={
+    "exploration_decay": 0.98, "exploration_min": 0.3, "round_threshold": 30.0, "clip_bound": 0.9, "cut_off_util": 0.05,
+    "pool": 10.0,
+})  # fmt: skip
 PRESETS = {"paper": PAPER, "artifact": ARTIFACT, "fedscale": FEDSCALE}
-OVERCOMMIT = {"paper": 1.3, "artifact": 1.1, "fedscale": 1.3}
-"""How many clients each preset invites for one that is waited for; applied by the rounds, not by the selector."""
-
-
-def preset(name: str) -> OortConfig:
-    if name not in PRESETS:
-        raise ConfigError(f"preset {name!r} is unknown: use one of {', '.join(PRESETS)}")
-    return PRESETS[name]
 
 
 def staleness(round_number: int, last_round: npt.NDArray[Any]) -> Floats:
@@ -341,7 +317,7 @@ class Oort(PopulationSelector):
         return utility
 
     def _settings(self) -> State:
-        return asdict(self.config)
+        return self.config.model_dump()
 
     def _extra_state(self) -> State:
         return {
@@ -471,29 +447,15 @@ class Refl(PopulationSelector):
         return {"rest_rounds": self.rest_rounds, "accuracy": self.accuracy}
 
 
-def local_steps(
-    steps: int, duration_s: Numbers, compute_s: Numbers, *, round_s: float | None = None, beta: float = 1.0
-) -> npt.NDArray[np.int64]:
+def local_steps(steps: int, duration_s: Floats, compute_s: Floats, *, round_s: float) -> npt.NDArray[np.int64]:
     """Return how many local steps each participant makes to finish about when the slowest does (PyramidFL).
 
-    Steps are multiplied by min(10, beta * floor(spare time / time of a step) / steps) + 1. `duration_s` is a participant's
-    whole round, `compute_s` the part spent on steps; `round_s` is when the round ends, by default with the slowest.
+    Steps are multiplied by min(10, floor(spare time / time of a step) / steps) + 1. `duration_s` is a participant's whole
+    round, `compute_s` the part spent on steps; `round_s` is when the round ends.
     """
-    if steps < 1:
-        raise ConfigError(f"steps={steps}: use 1 or more")
-    if not 0 <= beta < math.inf:
-        raise ConfigError(f"beta={beta}: use 0 or more")
-    took_s, computed_s = np.asarray(duration_s, np.float64), np.asarray(compute_s, np.float64)
-    if took_s.shape != computed_s.shape or not (computed_s > 0).all() or not (took_s >= computed_s).all():
-        raise ConfigError(
-            "duration_s and compute_s: give both for each participant, above 0, the first not the smaller"
-        )
-    if not took_s.size:
-        return np.empty(0, np.int64)
-    ends_s = float(took_s.max()) if round_s is None else round_s
     # the time of a step is rounded: 0.3 s of spare time have room for three steps of 0.1 s
-    more = np.floor(np.maximum(ends_s - took_s, 0.0) / (computed_s / steps) + 1e-9)
-    times_longer = np.minimum(MOST_TIMES_LONGER, beta * more / steps)
+    more = np.floor(np.maximum(round_s - duration_s, 0.0) / (compute_s / steps) + 1e-9)
+    times_longer = np.minimum(MOST_TIMES_LONGER, more / steps)
     return np.floor(steps * (times_longer + 1) + 1e-9).astype(np.int64)
 
 
@@ -508,14 +470,22 @@ def make_selector(name: str, *, seed: int = 233, **options: float | str | None) 
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ConfigError(f"selector {name}: seed={seed!r}: use a whole number of 0 or more")
     if name == Oort.KIND:
-        base = preset(str(options.pop("preset", "paper")))
-        known = {field.name for field in fields(OortConfig)}
-        _refuse_unknown(name, options, {*known, "preset"})
-        return Oort(replace(base, **options), seed=seed)  # type: ignore[arg-type]
+        return Oort(oort_config(**options), seed=seed)
     if name not in KINDS:
         raise ConfigError(f"selector {name!r} is unknown: use one of {', '.join(NAMES)}")
     _refuse_unknown(name, options, set(KINDS[name](seed=0)._settings()))
     return KINDS[name](seed=seed, **options)
+
+
+def oort_config(preset: object = "paper", **options: float | str | None) -> OortConfig:
+    """Return the settings of a preset with some of them changed."""
+    if preset not in PRESETS:
+        raise ConfigError(f"preset {preset!r} is unknown: use one of {', '.join(PRESETS)}")
+    _refuse_unknown(Oort.KIND, options, {*OortConfig.model_fields, "preset"})
+    try:
+        return OortConfig.model_validate({**PRESETS[str(preset)].model_dump(), **options})
+    except ValidationError as error:
+        raise ConfigError("; ".join(validation_messages(error, OortConfig).values())) from None
 
 
 def _refuse_unknown(name: str, options: Mapping[str, object], known: set[str]) -> None:
