@@ -142,6 +142,15 @@ def gang(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> 
         started.close()
 
 
+@contextlib.contextmanager
+def job(function: Callable[..., Any], members: Sequence[WorkerSpec], *args: Any) -> Iterator[Gang]:
+    """Run `function(rank, spec, *args)` as each of `members`; afterwards check that nothing is left of the job."""
+    with gang(function, [(spec, *args) for spec in members]) as started:
+        pids = [started.pid(rank) for rank in range(len(members))]
+        yield started
+    assert left_behind(members, pids) == []
+
+
 def run(function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 60) -> list[Any]:
     """Return what `function(rank, *args)` returns in each of `size` processes."""
     with gang(function, [args] * size) as started:

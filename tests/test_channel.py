@@ -6,10 +6,8 @@ import contextlib
 import hashlib
 import hmac
 import os
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import make_certificate, tls_contexts
 
 from pliant import channel
 from pliant.channel import Channel, ChannelServer, accept_handshake, connect_channel, connect_handshake, send_welcome
@@ -217,20 +216,6 @@ def wait_for_log(caplog: pytest.LogCaptureFixture, text: str) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize(
-    ("purpose", "protocol", "reason"),
-    [("other", channel.PROTOCOL, "this port is for a test, not for a other"), ("test", 99, "protocol 99, but")],
-)
-def test_who_wants_something_else_is_told_so(purpose: str, protocol: int, reason: str) -> None:
-    ours, theirs = socket.socketpair()
-    name = purpose.encode()
-    with ours, theirs:
-        ours.sendall(channel._HELLO.pack(channel.MAGIC, protocol, len(name), 1) + name + b"a" + bytes(16))
-        with pytest.raises(HandshakeRefused, match=reason):
-            accept_handshake(theirs, SECRET, purpose="test", deadline_s=time.monotonic() + PATIENCE_S)
-        assert reason in ours.recv(1000)[3:].decode()
-
-
 def test_a_recorded_handshake_is_worth_nothing() -> None:
     """Whoever repeats a client's bytes meets another challenge."""
     heard: list[bytes] = []
@@ -278,18 +263,10 @@ def test_strangers_cost_little_and_not_for_long(
 # --- TLS ---
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make certificates")
-def test_under_tls_the_handshake_covers_the_certificate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    files = ["-keyout", str(key), "-out", str(certificate)]
-    command = ["openssl", "req", "-x509", *curve, *files, "-days", "2", "-subj", "/CN=job"]
-    subprocess.run(command, check=True, capture_output=True)
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(certificate, key)
-    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
-    der = ssl.PEM_cert_to_DER_cert(certificate.read_text())
+def test_under_tls_the_handshake_covers_the_certificate(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path, "job")
+    server, client = tls_contexts(certificate, key)
+    der = ssl.PEM_cert_to_DER_cert(Path(certificate).read_text())
     payload = os.urandom(3 << 20)
     with serving(tls=server, certificate=der) as address:
         peer = connect_channel(address, SECRET, purpose="test", name="a", tls=client)

@@ -61,15 +61,6 @@ def _has(file: Path, anchor: str) -> bool:
     return anchor in on_site & in_repository or f"::: {anchor}" in text
 
 
-def test_a_dead_link_would_be_found(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# Two words\n[a](#two-words) [b](#three) [c](gone.md)\n```\n# no heading\n```\n")
-    assert _has(page, "two-words")
-    assert not _has(page, "three")
-    assert not _has(page, "no-heading")
-    assert LINK.findall(page.read_text()) == ["#two-words", "#three", "gone.md"]
-
-
 class Page(HTMLParser):
     """What a page of the site has, and what it points to."""
 
@@ -247,23 +238,6 @@ def test_commands_of_examples_can_be_typed() -> None:
     ]
     assert len(lines) > 15
     assert not [found for line in lines if (found := _complaint(line))]
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("pliant run -np 4 -strategy=RING train.py --own", ""),
-        ("pliant run --npp 4 train.py", "--npp is no option"),
-        ("pliant bench alreduce", "no such command"),
-        ("pliant --install-completion", ""),
-        ("pliant --install", "--install is no option"),
-        ("pliant submit a.yml --wait", ""),
-        ("pliant submit a.yml --wayt", "--wayt is no option"),
-    ],
-)
-def test_a_command_that_is_not_there_would_be_found(line: str, says: str) -> None:
-    assert says in _complaint(line)
-    assert bool(says) == bool(_complaint(line))
 
 
 def test_names_of_the_code_are_there() -> None:

@@ -66,27 +66,6 @@ def test_on_sent_is_called_with_the_last_byte_of_a_frame(at_once: int) -> None:
     assert sent == [b"abc", b"", b"de"]
 
 
-def test_a_frame_that_has_begun_is_not_overtaken() -> None:
-    outbox = Outbox()
-    push(outbox, 5, b"slow")
-    outbox.fill()
-    outbox.advance(2)
-    push(outbox, 0, b"urgent")
-    outbox.add_control(b"control", b"", None)
-    assert drain(outbox) == b"lowcontrol<urgent"
-
-
-def test_what_was_queued_in_a_view_leaves_before_the_next() -> None:
-    outbox = Outbox()
-    push(outbox, 9, b"late")
-    push(outbox, 1, b"early")
-    outbox.add_control(b"old", b"", None)
-    outbox.end_view()
-    push(outbox, 0, b"new")
-    outbox.add_control(b"word", b"", None)
-    assert drain(outbox) == b"old<early<lateword<new"
-
-
 def test_a_descriptor_leaves_alone_and_before_what_may_refer_to_it() -> None:
     outbox = Outbox()
     outbox.add_control(b"first", b"", 7)
@@ -237,7 +216,6 @@ def test_the_rest_of_a_payload_of_an_old_view_is_discarded(pair: Pair) -> None:
 # --- peers that are gone ---
 
 SPEC = Spec("all_reduce", "x", (0, 1, 2), "float32", 10, "sum", True, -1)
-AMONG_TWO = Spec("all_reduce", "y", (0, 2), "float32", 10, "sum", True, -1)
 
 
 @pytest.fixture
@@ -260,31 +238,14 @@ def finished(count: int) -> bytes:
     return TAGGED.pack(channel_tag(SPEC.channel), count)
 
 
-def test_a_lost_rank_is_missing_in_its_collectives_only_and_is_sent_nothing(peers: Peers) -> None:
-    assert peers.why_incomplete(SPEC, 0) is None
-    peers.mark_lost(1, "killed")
-    assert isinstance(peers.why_incomplete(SPEC, 0), WorkerLost)
-    assert peers.why_incomplete(AMONG_TWO, 0) is None
-    peers.send_to_all(LOST, b"killed", piece=1)
-    assert [peers.links[rank].flush(0.0) for rank in (1, 2)] == [False, False]
-    assert peers.links[1].sent_bytes == 0
-    assert peers.links[2].sent_bytes > 0
-
-
-def test_a_rank_that_leaves_is_missing_in_what_it_had_not_finished(peers: Peers) -> None:
-    peers.on_bye(peers.links[1], 4, finished(3))
-    peers.mark_lost(1, "it left the job")
-    assert peers.why_incomplete(SPEC, 2) is None
-    assert isinstance(peers.why_incomplete(SPEC, 3), WorkerLost)
-
-
-@pytest.mark.parametrize(("view", "missing"), [(3, True), (5, False)])
-def test_a_rank_that_leaves_from_a_later_view_had_finished_with_this_one(
-    peers: Peers, view: int, missing: bool
+@pytest.mark.parametrize(("view", "seq", "missing"), [(3, 0, True), (4, 2, False), (4, 3, True), (5, 9, False)])
+def test_a_rank_that_leaves_is_missing_in_what_it_had_not_finished(
+    peers: Peers, view: int, seq: int, missing: bool
 ) -> None:
+    """Whoever leaves from a later view had finished with this one."""
     peers.on_bye(peers.links[1], view, finished(3))
     peers.mark_lost(1, "it left the job")
-    assert (peers.why_incomplete(SPEC, 0) is not None) is missing
+    assert isinstance(peers.why_incomplete(SPEC, seq), WorkerLost) is missing
 
 
 def test_a_rank_that_moves_on_can_still_be_lost(peers: Peers) -> None:

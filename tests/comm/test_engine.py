@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from gang import FULL
+from views import on_all
 
 from pliant.comm.engine import Engine, EngineConfig
 from pliant.comm.kernels import dtype_name
@@ -28,12 +29,6 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 QUICK = EngineConfig(collective_timeout_s=20)
 MIXED = ["AAAA", "AABB", "ABCD"] if FULL else ["AABB"]
 """Hosts on which some ranks share memory and some do not, so that both transports are used."""
-
-
-def on_all(ranks: list[Engine], act: Callable[[Engine], Any]) -> list[Any]:
-    """Call `act` for every engine, each in a thread of its own, as different processes would."""
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(act, ranks))
 
 
 @pytest.mark.parametrize("hosts", ["A", "AA", "AAB", "AABB", "ABCDE"])
@@ -120,14 +115,6 @@ def test_egress_is_exactly_that_of_the_plan(strategy: str, exact: bool, hosts: s
             assert {names.index(n): b for n, b in found.items() if b} == dict(plan.egress(4))
         received = sum(sum(engine.counters().ingress_bytes.values()) for engine in ranks)
         assert received == sum(sum(engine.counters().egress_bytes.values()) for engine in ranks)
-
-
-def test_a_stars_egress_by_hand() -> None:
-    config = EngineConfig(strategy=Strategy("STAR"))
-    with loopback_engines("AABB", config) as ranks:
-        on_all(ranks, lambda engine: engine.all_reduce("g", torch.ones(1000)).wait(20))
-        sent = [sum(engine.counters().egress_bytes.values()) for engine in ranks]
-    assert sent == [3 * 4000, 4000, 4000, 4000]
 
 
 def test_one_name_again_and_again_without_waiting() -> None:
@@ -284,6 +271,9 @@ def test_throughput_and_latencies() -> None:
         (lambda e: e.set_strategy("HYPERCUBE"), "is unknown: use one of"),
         (lambda e: e.set_strategy([0, 0, 0]), "3 entries, but there are 2 ranks"),
         (lambda e: e.all_reduce("x", torch.ones(1), parts=[1]), "must have one number, 1 or more, for each of 2 ranks"),
+        (lambda e: contribute(e, torch.ones(4), torch.ones(4)), "2 contributions, but `parts` says 1"),
+        (lambda e: contribute(e, torch.ones(3)), "must be alike"),
+        (lambda e: contribute(e, torch.ones(4, dtype=torch.float64)), "must be alike"),
         (lambda e: EngineConfig(determinism="sloppy"), "use 'exact' or 'fast'"),
         (lambda e: EngineConfig(heartbeat_timeout_s=0), "positive"),
     ],
@@ -292,6 +282,10 @@ def test_throughput_and_latencies() -> None:
 def test_wrong_calls_are_refused_at_once(call: Callable[[Engine], object], reason: str) -> None:
     with loopback_engines("AB", QUICK) as ranks, pytest.raises(ConfigError, match=reason):
         call(ranks[0])
+
+
+def contribute(engine: Engine, *tensors: torch.Tensor) -> None:
+    engine.all_reduce("g", torch.empty(4), contributions=tensors)
 
 
 def test_shared_memory_is_used_again_when_its_tensors_are_gone() -> None:
@@ -331,23 +325,6 @@ def test_contributions_live_as_long_as_they_are_needed() -> None:
         ranks[1].all_reduce("g", torch.full((1000,), 2.0)).wait()
         handle.wait()
         assert out[0].item() == 3.0
-
-
-@pytest.mark.parametrize(
-    ("contributions", "parts", "reason"),
-    [
-        ([torch.ones(4), torch.ones(4)], None, "2 contributions, but `parts` says 1"),
-        ([torch.ones(3)], None, "must be alike"),
-        ([torch.ones(4, dtype=torch.float64)], None, "must be alike"),
-        ([torch.ones(4)], [0, 1], "1 or more"),
-    ],
-    ids=str,
-)
-def test_wrong_contributions_are_refused(
-    contributions: list[torch.Tensor], parts: list[int] | None, reason: str
-) -> None:
-    with loopback_engines("AB", QUICK) as ranks, pytest.raises(ConfigError, match=reason):
-        ranks[0].all_reduce("g", torch.empty(4), contributions=contributions, parts=parts)
 
 
 def test_closing_right_after_submitting_ends_every_handle_on_both_sides() -> None:

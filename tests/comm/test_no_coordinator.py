@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gang import FULL, addresses, gang, joined, left_behind, say, specs
+from gang import FULL, addresses, job, joined, say, specs
 
 from pliant.identity import WorkerSpec
 
@@ -50,15 +50,13 @@ def in_any_order(rank: int, spec: WorkerSpec, rounds: int) -> int:
 def test_any_order_from_any_thread_while_the_config_server_dies(tmp_path: Path) -> None:
     with config_server(tmp_path) as (server, url):
         members = specs(addresses("AABB"), config_server=url)
-        with gang(in_any_order, [(spec, ROUNDS) for spec in members]) as started:
-            pids = [started.pid(rank) for rank in range(4)]
+        with job(in_any_order, members, ROUNDS) as started:
             for round_number in range(ROUNDS):
                 assert started.results(60) == [round_number] * 4
                 if round_number == ROUNDS // 2:
                     server.kill()
                     assert server.wait(10) == -signal.SIGKILL
             assert started.results() == [ROUNDS] * 4
-    assert left_behind(members, pids) == []
 
 
 @contextmanager
@@ -100,11 +98,8 @@ def big(rank: int, spec: WorkerSpec) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize("hosts", ["AA", "AB"], ids=["shared-memory", "tcp"])
 def test_300_mib_and_an_empty_tensor_are_reduced(hosts: str) -> None:
-    members = specs(addresses(hosts))
-    with gang(big, [(spec,) for spec in members]) as started:
-        pids = [started.pid(rank) for rank in range(2)]
+    with job(big, specs(addresses(hosts))) as started:
         assert started.results(100) == [(True, True)] * 2
-    assert left_behind(members, pids) == []
 
 
 def odd(rank: int, spec: WorkerSpec) -> None:
@@ -131,7 +126,7 @@ def odd(rank: int, spec: WorkerSpec) -> None:
 
 @pytest.mark.parametrize("hosts", ["AAA", "AAB", "ABC"] if FULL else ["AAB"])
 def test_two_thousand_odd_names_are_reduced(hosts: str) -> None:
-    with gang(odd, [(spec,) for spec in specs(addresses(hosts))]) as started:
+    with job(odd, specs(addresses(hosts))) as started:
         assert started.results(60) == [None] * 3
 
 
@@ -147,11 +142,8 @@ def total(rank: int, spec: WorkerSpec) -> float:
 def test_hosts_may_be_ipv6_addresses_or_names(hosts: Sequence[str]) -> None:
     if "::1" in hosts and not has_ipv6():
         pytest.skip("needs ::1: ip -6 address add ::1/128 dev lo")
-    members = specs(hosts)
-    with gang(total, [(spec,) for spec in members]) as started:
-        pids = [started.pid(rank) for rank in range(len(hosts))]
+    with job(total, specs(hosts)) as started:
         assert started.results(30) == [sum(range(len(hosts)))] * len(hosts)
-    assert left_behind(members, pids) == []
 
 
 def has_ipv6() -> bool:

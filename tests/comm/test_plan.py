@@ -10,7 +10,6 @@ import pytest
 
 from pliant.comm import order
 from pliant.comm.frames import channel_tag
-from pliant.comm.operations import PriorityQueue
 from pliant.comm.order import even_partition
 from pliant.comm.plan import (
     Portion,
@@ -160,13 +159,6 @@ def test_a_ring_that_descends_carries_one_operand_per_hop() -> None:
     for rank in range(4):
         plan = make_plan(spec(4, 4_000_000, exact=True), rank, "ABCD", Strategy("RING"), 4, 1 << 20)
         assert sum(plan.egress(4).values()) == 2 * 3 * 4_000_000  # 2 (N-1)/N S, with S = 16 MB
-
-
-def test_the_queue_serves_priority_first_and_age_among_equals() -> None:
-    queue: PriorityQueue[str] = PriorityQueue()
-    for priority, item in [(1, "b"), (0, "a"), (1, "c"), (-1, "z")]:
-        queue.push(priority, item)
-    assert [queue.pop() for _ in range(4)] == ["z", "a", "b", "c"]
 
 
 @pytest.mark.parametrize("lanes", [(0,), (2, 1, 0), (0, 1, 2, 3, 0, 1)], ids=str)

@@ -6,13 +6,12 @@ import contextlib
 import itertools
 import socket
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 from pliant_repro.lab.hosts import Lab, missing_for_lab
+from views import on_all
 
 from pliant.comm import probe
 from pliant.comm.engine import Engine, EngineConfig
@@ -24,11 +23,6 @@ from pliant.errors import CommError, ConfigError
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 QUICK = EngineConfig(collective_timeout_s=20)
-
-
-def on_all(ranks: list[Engine], act: Callable[[Engine], Any]) -> list[Any]:
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        return list(pool.map(act, ranks))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 8, 33])

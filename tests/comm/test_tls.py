@@ -7,19 +7,17 @@ that it was given, as it gets one from a runner.
 from __future__ import annotations
 
 import selectors
-import shutil
 import socket
 import ssl
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 import torch
+from certificates import make_certificate, tls_contexts
 from frame_recorder import FrameRecorder
-from gang import FULL, addresses, gang, joined, left_behind, specs
+from gang import FULL, addresses, gang, job, joined, specs
 
 from pliant.cluster import Worker
 from pliant.comm import connection
@@ -30,9 +28,6 @@ from pliant.identity import WorkerSpec
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.usefixtures("fork_server", "no_leaks"),
-    pytest.mark.skipif(
-        shutil.which("openssl") is None, reason="needs the program openssl, to make certificates: apt install openssl"
-    ),
 ]
 
 MARK = 1234.5
@@ -45,15 +40,6 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, st
     """Make two self-signed certificates, each with its key."""
     directory = tmp_path_factory.mktemp("certificates")
     return [make_certificate(directory, name) for name in ("job", "stranger")]
-
-
-def make_certificate(directory: Path, name: str) -> tuple[str, str]:
-    certificate, key = str(directory / f"{name}.pem"), str(directory / f"{name}.key")
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    files = ["-keyout", key, "-out", certificate]
-    command = ["openssl", "req", "-x509", *curve, *files, "-days", "2", "-subj", f"/CN={name}"]
-    subprocess.run(command, check=True, capture_output=True, timeout=20)
-    return certificate, key
 
 
 def reducing(
@@ -83,11 +69,8 @@ def reducing(
 
 @pytest.mark.parametrize("hosts", ["AB", "AABB", "ABC"] if FULL else ["AABB"])
 def test_collectives_between_hosts(hosts: str, certificates: list[tuple[str, str]]) -> None:
-    members = specs(addresses(hosts))
-    with gang(reducing, [(spec, certificates[0]) for spec in members]) as started:
-        pids = [started.pid(rank) for rank in range(len(hosts))]
+    with job(reducing, specs(addresses(hosts)), certificates[0]) as started:
         assert started.results(60) == ["right"] * len(hosts)
-    assert left_behind(members, pids) == []
 
 
 def test_each_host_may_have_a_certificate_of_its_own(certificates: list[tuple[str, str]]) -> None:
@@ -180,10 +163,7 @@ def proxy(port: int, target: int, stranger: tuple[str, str] | None) -> Iterator[
 def in_the_middle(
     client: socket.socket, server: socket.socket, stranger: tuple[str, str]
 ) -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
-    as_server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    as_server.load_cert_chain(*stranger)
-    as_client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    as_client.check_hostname, as_client.verify_mode = False, ssl.CERT_NONE
+    as_server, as_client = tls_contexts(*stranger)
     return as_server.wrap_socket(client, server_side=True), as_client.wrap_socket(server)
 
 
@@ -236,10 +216,7 @@ def test_a_blocked_write_is_tried_again_in_full_though_less_may_be_written_at_on
 def tls_pair(certificate: tuple[str, str]) -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
     ends = socket.socketpair()
     found: list[ssl.SSLSocket] = []
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(*certificate)
-    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    server, client = tls_contexts(*certificate)
     accepting = threading.Thread(target=lambda: found.append(server.wrap_socket(ends[1], server_side=True)))
     accepting.start()
     ours = client.wrap_socket(ends[0])

@@ -63,11 +63,6 @@ def test_invalid_forests_are_refused(forest: list[int], reason: str) -> None:
         topology.tree(forest)
 
 
-def test_an_unknown_strategy_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"-strategy 'HYPERCUBE' is unknown: use one of STAR, MULTI_STAR"):
-        topology.topologies("HYPERCUBE", AABB)
-
-
 @pytest.mark.parametrize("root", range(5))
 def test_rerooting_keeps_the_edges(root: int) -> None:
     forest = (0, 0, 1, 1, 3)
