@@ -8,11 +8,13 @@ A contender that waits for its turn is blocked, not spinning. One that dies or h
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
 import secrets
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -314,6 +316,15 @@ def process_starter(argv: Sequence[str], sockets: Sequence[socket.socket] = ()) 
         return child
 
     return start
+
+
+def why_no_openmpi() -> str:
+    """Return why Open MPI cannot take part; empty if it can."""
+    if shutil.which("mpirun") is None:
+        return "openmpi skipped: `mpirun` not found; apt-get install openmpi-bin"
+    if importlib.util.find_spec("mpi4py") is None:
+        return "openmpi skipped: mpi4py not found; pip install mpi4py"
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -92,7 +92,7 @@ def test_alone_on_stdout(answered: Callable[..., Any], words: tuple[str, ...], c
 
 @pytest.mark.processes
 def test_a_measurement_alone_on_stdout(answered: Callable[..., Any]) -> None:
-    words = ("bench", "fed", "--clients", "2000", "--pick", "10", "--repeat", "1", "--peers", "none", "--json")
+    words = ("bench", "fed", "--clients", "2000", "--pick", "10", "--repeat", "1", "--json")
     code, found = answered(*words)
     assert (code, found["ok"]) == (0, True)
 

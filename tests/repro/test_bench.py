@@ -26,7 +26,6 @@ from pliant_repro.bench.allreduce import (
     parse_lab,
     parse_peers,
     pattern,
-    why_no_openmpi,
 )
 from pliant_repro.contest import (
     Contender,
@@ -326,7 +325,7 @@ def test_a_real_contest_at_small_size(folder: Path) -> None:
     sides = ["pliant", "pliant-fused", "copy"]
     if MISSING:  # else gloo has its contest below, between hosts
         sides.append("gloo")
-    if not why_no_openmpi(options):
+    if not contest.why_no_openmpi():
         sides.append("openmpi-yield")
     with contextlib.ExitStack() as cleanup:
         jobs = [cleanup.enter_context(make_contender(options, placement, side)) for side in sides]
@@ -342,8 +341,11 @@ def test_a_real_contest_at_small_size(folder: Path) -> None:
 
 def test_openmpi_says_why_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert "openmpi-bin" in why_no_openmpi(AllreduceOptions())
-    assert "launcher" in why_no_openmpi(AllreduceOptions(lab=parse_lab("hosts=2,rate=none")))
+    remarks: list[str] = []
+    for lab in (None, parse_lab("hosts=2,rate=none")):
+        assert choose_contenders(AllreduceOptions(lab=lab), remarks)[-1] == "gloo"
+    assert "openmpi-bin" in remarks[0]
+    assert "launcher" in remarks[1]
 
 
 @pytest.mark.skipif(not FULL, reason="tens of seconds beside what smaller tests show: PLIANT_FULL=1")

@@ -8,8 +8,6 @@ second half of this module runs in the worker processes.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import shutil
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -147,21 +145,11 @@ def choose_contenders(options: AllreduceOptions, remarks: list[str]) -> list[str
     if "gloo" in options.peers:
         names.append("gloo")
     if OPENMPI in options.peers:
-        why_not = why_no_openmpi(options)
+        without_launcher = "openmpi skipped: between hosts it needs a launcher (ssh), which a lab does not have"
+        why_not = without_launcher if options.lab is not None else contest.why_no_openmpi()
         remarks += [why_not] if why_not else []
         names += [] if why_not else [YIELDING, OPENMPI]
     return names
-
-
-def why_no_openmpi(options: AllreduceOptions) -> str:
-    """Return why Open MPI cannot take part; empty if it can."""
-    if options.lab is not None:
-        return "openmpi skipped: between hosts it needs a launcher (ssh), which a lab does not have"
-    if shutil.which("mpirun") is None:
-        return "openmpi skipped: `mpirun` not found; apt-get install openmpi-bin"
-    if importlib.util.find_spec("mpi4py") is None:
-        return "openmpi skipped: mpi4py not found; pip install mpi4py"
-    return ""
 
 
 def check_memory(options: AllreduceOptions, names: Sequence[str]) -> None:

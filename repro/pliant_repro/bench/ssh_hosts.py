@@ -6,16 +6,16 @@ worker ends when its connection does.
 
 from __future__ import annotations
 
-import json
 import secrets
 import shlex
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from pliant.cluster import DEFAULT_RUNNER_PORT, View, Worker, check_host
 from pliant.errors import ConfigError, reason
@@ -27,58 +27,39 @@ BASE_PORT = 29500
 _FORM = 'use a list such as ["node1", "node2"] or [{"host": "node1", "iface": "eth0", "slots": 1}]'
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
+class Host(BaseModel):
     """One machine."""
 
-    host: str
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    host: Annotated[str, AfterValidator(check_host)]
     iface: str = ""
     """Its interface towards the others; empty means that of its default route."""
-    slots: int = 1
+    slots: int = Field(1, ge=1)
     """Number of workers on it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: object) -> object:
+        return {"host": value} if isinstance(value, str) else value
 
 
 def read_hosts(path: Path) -> tuple[Host, ...]:
-    """Read the hosts that a file lists.
+    """Read a JSON list of names, or of objects with host, iface and slots.
 
     Raises:
-        ConfigError: the file cannot be read, or has another form.
+        ConfigError: the file cannot be read, has another form, or a host twice.
     """
     try:
-        text = path.read_text()
+        hosts = TypeAdapter(list[Host]).validate_json(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--hosts {path}: {reason(error)}; {_FORM}") from None
-    return parse_hosts(text, f"--hosts {path}")
-
-
-def parse_hosts(text: str, name: str = "--hosts") -> tuple[Host, ...]:
-    """Parse a JSON list of names, or of objects with host, iface and slots.
-
-    Raises:
-        ConfigError: the text has another form, a host twice, or no host.
-    """
-    try:
-        items = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{name} is not JSON ({error}); {_FORM}") from None
-    if not isinstance(items, list) or not items:
-        raise ConfigError(f"{name} lists no host; {_FORM}")
-    hosts = tuple(_parse_host(item, name) for item in items)
-    names = [each.host for each in hosts]
-    for twice in {each for each in names if names.count(each) > 1}:
-        raise ConfigError(f"{name} has {twice} twice: give it once, with its number of slots")
-    return hosts
-
-
-def _parse_host(item: object, name: str) -> Host:
-    if isinstance(item, str):
-        item = {"host": item}
-    if not isinstance(item, dict) or not isinstance(item.get("host"), str) or set(item) - {"host", "iface", "slots"}:
-        raise ConfigError(f"{name}: {item!r} is no host; {_FORM}")
-    iface, slots = item.get("iface", ""), item.get("slots", 1)
-    if not isinstance(iface, str) or isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
-        raise ConfigError(f"{name}: {item!r}: iface is a name, slots a number of 1 or more")
-    return Host(check_host(item["host"]), iface, slots)
+    except (ValidationError, ConfigError) as error:
+        why = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise ConfigError(f"--hosts {path} lists no hosts ({why}); {_FORM}") from None
+    if not hosts or len({each.host for each in hosts}) < len(hosts):
+        raise ConfigError(f"--hosts {path}: give every host once, with its number of slots; {_FORM}")
+    return tuple(hosts)
 
 
 def hosts_of_ranks(hosts: Sequence[Host]) -> list[Host]:
@@ -105,11 +86,11 @@ def ssh_starter(host: Host, rank: int, control: Path) -> Starter:
     return start
 
 
-def host_identities(hosts: Sequence[Host], number: int, secret: bytes = b"") -> list[dict[str, str]]:
+def host_identities(hosts: Sequence[Host], number: int) -> list[dict[str, str]]:
     """Return the environment of each rank of our job `number`; each job has its own ports."""
     ranks = hosts_of_ranks(hosts)
     base = BASE_PORT + 1 + number * len(ranks)
     members = tuple(Worker(host.host, base + rank) for rank, host in enumerate(ranks))
     view = View(0, members, tuple(Worker(host.host, DEFAULT_RUNNER_PORT) for host in hosts))
-    secret = secret or secrets.token_bytes(32)
+    secret = secrets.token_bytes(32)
     return [WorkerSpec(worker=member, view=view, secret=secret).to_environ() for member in members]
