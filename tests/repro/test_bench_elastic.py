@@ -123,7 +123,7 @@ def test_the_survivor_who_waited_longest_counts() -> None:
 
 
 def test_newcomers_count_when_the_last_of_them_has_committed() -> None:
-    seen = resize.Resizes()
+    seen = resize.Changes()
     reports = [begin(pid, 5, at_s=10.0 + pid, own=0, ended_s=0.0) for pid in (2, 3)]
     reports += [begin(pid, 6, at_s=20.0 + pid, own=1) for pid in (2, 3)]
     seen.add_new_workers(reports, asked_s=9.0)
@@ -229,15 +229,15 @@ def test_the_commands_are_there_without_torch() -> None:
 @pytest.mark.processes
 def test_a_real_job_is_resized_and_loses_a_worker() -> None:
     options = ElasticOptions(num_workers=2, small=1, repeat=1, model="small", batch=2, size=16)
-    changes, losses = resize.Resizes(), resize.Recoveries()
+    shrink, grow, losses = resize.Changes(), resize.Changes(), resize.Recoveries()
     with ElasticJob(options) as job:
-        resize.resize_repeatedly(job, changes, lambda what, fraction: None)
+        resize.resize_repeatedly(job, shrink, grow, lambda what, fraction: None)
         resize.kill_repeatedly(job, losses, lambda what, fraction: None)
         reports = list(job.reports)
-    resized = resize.resize_result(options, {}, changes, reports)
-    assert [len(each.pause_s) for each in (changes.shrink, changes.grow)] == [1, 1]
-    assert 0 < changes.shrink.pause_s[0] <= changes.shrink.to_next_batch_s[0] < changes.shrink.request_to_switch_s[0]
-    assert 0 < changes.new_began_s[0] < changes.new_committed_s[0]
+    resized = resize.resize_result(options, {}, shrink, grow, reports)
+    assert [len(each.pause_s) for each in (shrink, grow)] == [1, 1]
+    assert 0 < shrink.pause_s[0] <= shrink.to_next_batch_s[0] < shrink.request_to_switch_s[0]
+    assert 0 < grow.new_began_s[0] < grow.new_committed_s[0]
     recovered = resize.recover_result(options, {}, losses, reports)
     assert losses.steps_lost == 0
     assert losses.pause_s[0] < losses.recover_s[0] < 5

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from pliant.train.job import Job
 
 COMMAND = "from pliant.cli.main import main; main()"
-END_S = 20.0
+START_S, CHANGE_S, END_S = 180.0, 60.0, 20.0
+"""How long the job may take to its first steps, for a change, and to end."""
 EPOCH_STEPS, MAX_EPOCHS = 1000, 1_000_000
 
 
@@ -48,18 +49,10 @@ class ElasticOptions:
     num_workers: int = 4
     small: int = 2
     """Number of workers to shrink to, if the bench resizes."""
-    replicas: int = 0
-    """Replicas of the job; 0 means one for each of `num_workers`."""
     repeat: int = 20
     model: str = "resnet18"
     batch: int = 2
     size: int = 32
-    seed: int = 0
-    """Seed of the choice of whom to kill, and when."""
-    timeout_s: float = 60.0
-    """How long a change may take."""
-    start_timeout_s: float = 180.0
-    """How long the job may take to its first steps."""
 
     def __post_init__(self) -> None:
         check_trained(self.model)
@@ -67,13 +60,7 @@ class ElasticOptions:
             raise ConfigError(f"-np {self.num_workers}: use 2 to 64")
         if not 1 <= self.small < self.num_workers:
             raise ConfigError(f"--to {self.small}: use 1 to {self.num_workers - 1}, fewer than -np")
-        if self.replicas and self.replicas < self.num_workers:
-            raise ConfigError(f"--replicas {self.replicas}: use -np {self.num_workers} or more")
         check_least(("--repeat", self.repeat, 1), ("--batch", self.batch, 1), ("--size", self.size, 1))
-
-    @property
-    def num_replicas(self) -> int:
-        return self.replicas or self.num_workers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,11 +113,7 @@ class ElasticJob:
         listener.bind(str(folder / "control"))
         listener.listen(64)
         options = self.options
-        task = {
-            "control": str(folder / "control"), "replicas": options.num_replicas, "model": options.model,
-            "batch": options.batch, "size": options.size,
-        }  # fmt: skip
-        (folder / "task.json").write_text(json.dumps(task))
+        (folder / "task.json").write_text(json.dumps({"control": str(folder / "control"), **asdict(options)}))
         self._log = folder / "log"
         # A range of ports in which no other job on this host is likely to look for some.
         first_port = random.SystemRandom().randrange(12_000, 31_000, 500)
@@ -183,9 +166,9 @@ class ElasticJob:
         """Return the reports from number `since` on, as soon as they meet the condition.
 
         Raises:
-            LaunchError: the job ended, or the condition was not met in the options' time.
+            LaunchError: the job ended, or the condition was not met in time.
         """
-        timeout_s = self.options.timeout_s if since else self.options.start_timeout_s
+        timeout_s = CHANGE_S if since else START_S
         deadline_s = time.monotonic() + timeout_s
         assert self._runner is not None, "entered"
         with self._changed:
@@ -334,10 +317,10 @@ def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
     chosen = network(task["model"])
-    job = pliant.join(replicas=task["replicas"])
+    job = pliant.join(replicas=task["num_workers"])
     reporter = StepReporter(task["control"], job)
     inner = build(task["model"])
-    dataset = Samples(chosen.kind, task["size"], EPOCH_STEPS * task["batch"] * task["replicas"])
+    dataset = Samples(chosen.kind, task["size"], EPOCH_STEPS * task["batch"] * task["num_workers"])
     optimizer = make_optimizer(chosen.optimizer, inner)
     model, optimizer, loader = job.wrap(inner, optimizer, dataset, batch_size=task["batch"], shuffle=False)
     for _epoch in job.epochs(MAX_EPOCHS):

@@ -48,6 +48,10 @@ class Changes:
     to_next_batch_s: list[float] = field(default_factory=list)
     first_step_s: list[float] = field(default_factory=list)
     request_to_switch_s: list[float] = field(default_factory=list)
+    new_began_s: list[float] = field(default_factory=list)
+    """From the request until the last new worker began its first step, if the job grew."""
+    new_committed_s: list[float] = field(default_factory=list)
+    """From the request until the last new worker had committed its first step."""
 
     def add(self, reports: Sequence[StepBegun], size: int, asked_s: float) -> None:
         """Add the change to `size` workers that the reports around it show."""
@@ -59,25 +63,6 @@ class Changes:
         self.first_step_s.append(max(_next_step(reports, each).at_s - each.at_s for each in first))
         self.request_to_switch_s.append(max(each.at_s for each in first) - asked_s)
 
-    def to_json(self) -> Json:
-        return {
-            **summarise(self.pause_s),
-            "to_next_batch": summarise(self.to_next_batch_s),
-            "first_step": summarise(self.first_step_s),
-            "request_to_switch": summarise(self.request_to_switch_s),
-        }
-
-
-@dataclass(slots=True)
-class Resizes:
-    """All measurements of `pliant bench resize`."""
-
-    shrink: Changes = field(default_factory=Changes)
-    grow: Changes = field(default_factory=Changes)
-    new_began_s: list[float] = field(default_factory=list)
-    new_committed_s: list[float] = field(default_factory=list)
-    failure: str = ""
-
     def add_new_workers(self, reports: Sequence[StepBegun], asked_s: float) -> None:
         """Add when the last new worker began its first step, and had committed it."""
         began = [each for each in reports if each.own == 0 and each.change is None and each.ended_s == 0.0]
@@ -85,6 +70,14 @@ class Resizes:
             raise LaunchError("no new worker began a step")
         self.new_began_s.append(max(each.at_s for each in began) - asked_s)
         self.new_committed_s.append(max(_next_step(reports, each).at_s for each in began) - asked_s)
+
+    def to_json(self) -> Json:
+        return {
+            **summarise(self.pause_s),
+            "to_next_batch": summarise(self.to_next_batch_s),
+            "first_step": summarise(self.first_step_s),
+            "request_to_switch": summarise(self.request_to_switch_s),
+        }
 
 
 def _next_step(reports: Sequence[StepBegun], this: StepBegun) -> StepBegun:
@@ -95,23 +88,23 @@ def _next_step(reports: Sequence[StepBegun], this: StepBegun) -> StepBegun:
 
 def run_resize(options: ElasticOptions, args: Mapping[str, object], progress: Progress) -> Json:
     """Resize a job to and fro, and return the result. Everything started is gone afterwards."""
-    seen = Resizes()
+    shrink, grow, failure = Changes(), Changes(), ""
     with ElasticJob(options) as job:
         try:
-            resize_repeatedly(job, seen, progress)
+            resize_repeatedly(job, shrink, grow, progress)
         except LaunchError as error:
-            seen.failure = str(error)
-    return resize_result(options, args, seen, job.reports)
+            failure = str(error)
+    return resize_result(options, args, shrink, grow, job.reports, failure)
 
 
-def resize_repeatedly(job: ElasticJob, seen: Resizes, progress: Progress) -> None:
+def resize_repeatedly(job: ElasticJob, shrink: Changes, grow: Changes, progress: Progress) -> None:
     big, small, repeat = job.options.num_workers, job.options.small, job.options.repeat
     progress("starting", 0.0)
     job.wait_until_steady(big, SETTLED)
     with job.client() as resize:
         # The first pair is not counted: the warm process may not be up yet, and memory is touched for the first time.
         for number in range(repeat + 1):
-            for size in (small, big):
+            for size, changes in ((small, shrink), (big, grow)):
                 progress(f"{big + small - size} -> {size} workers", number / (repeat + 1))
                 mark = len(job.reports)
                 asked_s = resize(size)
@@ -119,36 +112,40 @@ def resize_repeatedly(job: ElasticJob, seen: Resizes, progress: Progress) -> Non
                 if size == small:
                     job.wait_for_exits(reports, size)
                 if number:
-                    (seen.shrink if size == small else seen.grow).add(reports, size, asked_s)
+                    changes.add(reports, size, asked_s)
                 if number and size == big:
-                    seen.add_new_workers(reports, asked_s)
+                    changes.add_new_workers(reports, asked_s)
     progress("done", 1.0)
 
 
 def resize_result(
-    options: ElasticOptions, args: Mapping[str, object], seen: Resizes, reports: Sequence[StepBegun]
+    options: ElasticOptions,
+    args: Mapping[str, object],
+    shrink: Changes,
+    grow: Changes,
+    reports: Sequence[StepBegun],
+    failure: str = "",
 ) -> Json:
-    targets = {"shrink": SHRINK_S, "grow": GROW_S, "request_to_first_step": REQUEST_S}
-    samples = (seen.shrink.pause_s, seen.grow.pause_s, seen.new_committed_s)
-    judged = zip(targets.items(), samples, strict=True)
-    missed = [judge_median(name, found, target_s) for (name, target_s), found in judged]
-    missed = [text for text in (seen.failure, *missed) if text]
+    missed = [
+        failure,
+        judge_median("shrink", shrink.pause_s, SHRINK_S),
+        judge_median("grow", grow.pause_s, GROW_S),
+        judge_median("request_to_first_step", grow.new_committed_s, REQUEST_S),
+    ]
+    missed = [text for text in missed if text]
     about = "a pause is that of the survivor who waited longest; the first change in each direction is not counted"
-    shrink = seen.shrink.to_json()
+    sizes = (options.small, options.num_workers)
     return form(
         "resize",
         args,
         not missed,
         [about, *missed],
-        ours=shrink,
-        shrink=shrink,
-        grow=seen.grow.to_json(),
-        request_to_first_step={**summarise(seen.new_committed_s), "until_it_began": summarise(seen.new_began_s)},
-        step={
-            str(size): summarise(step_times(reports, size), with_samples=False)
-            for size in (options.small, options.num_workers)
-        },
-        targets_s=targets,
+        ours=shrink.to_json(),
+        shrink=shrink.to_json(),
+        grow=grow.to_json(),
+        request_to_first_step={**summarise(grow.new_committed_s), "until_it_began": summarise(grow.new_began_s)},
+        step={str(size): summarise(step_times(reports, size), with_samples=False) for size in sizes},
+        targets_s={"shrink": SHRINK_S, "grow": GROW_S, "request_to_first_step": REQUEST_S},
     )
 
 
@@ -218,7 +215,7 @@ def victims(num_workers: int, rng: random.Random) -> Iterator[int]:
 
 def kill_repeatedly(job: ElasticJob, seen: Recoveries, progress: Progress) -> None:
     size, repeat = job.options.num_workers, job.options.repeat
-    rng = random.Random(job.options.seed)
+    rng = random.Random(0)
     progress("starting", 0.0)
     reports = job.wait_until_steady(size, SETTLED)
     ranks = victims(size, rng)
