@@ -97,7 +97,7 @@ def _fill_buckets(items: Sequence[BucketItem], order: Sequence[int], limits: Seq
 
 def parameter_views(flat: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
     """Return each parameter's view of a flat tensor, in the memory order of the parameter, as DDP lays them out."""
-    views, offset = [], 0
+    views, offset = [], 0  # not by split(): programs could not change gradients in place while autograd records
     for parameter in parameters:
         if _is_dense(parameter):
             views.append(flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset() + offset))

@@ -198,7 +198,7 @@ def _functions(module: nn.Module) -> Iterator[FunctionType]:
     kinds = [kind for kind in type(module).__mro__ if kind is not nn.Module and _package(kind) not in _KNOWN_PACKAGES]
     own = [kind for kind in kinds if not _is_library(kind)]
     for kind in own:
-        yield from _methods(kind)
+        yield from (function for _, function in _methods(kind))
     if len(own) < len(kinds):
         yield from _reached_by_forward(kinds)
     for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
@@ -221,14 +221,12 @@ def _reached_by_forward(kinds: Sequence[type]) -> Iterator[FunctionType]:
     """Yield forward, and all methods whose name its code mentions, directly or not."""
     methods: dict[str, list[FunctionType]] = {}
     for kind in kinds:
-        for name, value in vars(kind).items():
-            value = value.fget if isinstance(value, property) else value
-            if (function := _as_function(value)) is not None:
-                methods.setdefault(name, []).append(function)
+        for name, function in _methods(kind):
+            methods.setdefault(name, []).append(function)
     pending, reached = ["forward", "__call__"], set()
     while pending:
         name = pending.pop()
-        if name in reached or name == "__init__":
+        if name in reached:
             continue
         reached.add(name)
         for function in methods.get(name, ()):
@@ -243,13 +241,12 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _methods(kind: type) -> Iterator[FunctionType]:
+def _methods(kind: type) -> Iterator[tuple[str, FunctionType]]:
     for name, value in vars(kind).items():
-        if name == "__init__":
-            continue  # runs once, before training
         value = value.fget if isinstance(value, property) else value
-        if (function := _as_function(value)) is not None:
-            yield function
+        function = _as_function(value)
+        if function is not None and name != "__init__":  # which runs once, before training
+            yield name, function
 
 
 def _as_function(value: object) -> FunctionType | None:
@@ -293,7 +290,7 @@ def _references_in_code(
             and issubclass(target, torch.autograd.Function)
             and _package(target) not in _KNOWN_PACKAGES
         ):
-            for method in _methods(target):
+            for _, method in _methods(target):
                 yield from _references_of_function(method, seen, depth + 1)
         elif (called := _as_function(target)) is not None and _package(called) not in _KNOWN_PACKAGES:
             yield from _references_of_function(called, seen, depth + 1)

@@ -367,7 +367,9 @@ def copies_to_sum(parameters: Sequence[Parameter], engine: Engine) -> list[Param
         members = [parameters[index] for index in indices]
         length = sum(parameter.numel() for parameter in members)
         flat = torch.empty(length, dtype=dtype, device=device) if device.type != "cpu" else engine.empty(length, dtype)
-        made.append(ParameterCopies(flat, list(members), _flat_views(flat, members)))
+        pieces = flat.split([parameter.numel() for parameter in members])  # type: ignore[no-untyped-call]
+        views = [piece.view(parameter.shape) for piece, parameter in zip(pieces, members, strict=True)]
+        made.append(ParameterCopies(flat, list(members), views))
     return made
 
 
@@ -380,16 +382,6 @@ def copies_to_fetch(parameters: Sequence[Parameter]) -> ParameterCopies:
     """Make one run of bytes: whoever fetches it has a model of a single step."""
     members = sorted(parameters, key=lambda parameter: -parameter.element_size())  # so that each is aligned
     flat = torch.empty(sum(parameter.nbytes for parameter in members), dtype=torch.uint8)
-    views, offset = [], 0
-    for parameter in members:
-        views.append(flat[offset : offset + parameter.nbytes].view(parameter.dtype).view(parameter.shape))
-        offset += parameter.nbytes
+    pieces = flat.split([parameter.nbytes for parameter in members])  # type: ignore[no-untyped-call]
+    views = [piece.view(p.dtype).view(p.shape) for piece, p in zip(pieces, members, strict=True)]
     return ParameterCopies(flat, list(members), views)
-
-
-def _flat_views(flat: torch.Tensor, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
-    views, offset = [], 0
-    for parameter in parameters:
-        views.append(flat[offset : offset + parameter.numel()].view(parameter.shape))
-        offset += parameter.numel()
-    return views
