@@ -8,7 +8,6 @@ the replicas are tensors of bytes. `checkpoint` decides which files there are an
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from pliant.errors import CheckpointError, TrainError, reason
+from pliant.files import hold_lock, is_locked
 from pliant.train import state_tree
 
 FORMAT = "2"
@@ -267,32 +267,21 @@ def _sync_to_disk(path: Path) -> None:
 
 @contextlib.contextmanager
 def _temporary_folder(path: Path) -> Iterator[Path]:
-    """Make a folder beside `path` for a file that is being written. Its lock shows others that its writer is alive."""
-    while True:
-        folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    """Make a folder beside `path` for a file that is being written. A lock beside it shows that its writer is alive."""
+    folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}{TEMPORARY}")
+    lock = folder.with_name(f"{folder.name}.lock")
+    with hold_lock(lock, CheckpointError(f"{lock} is held by another writer"), wait_s=10.0):
         folder.mkdir()
-        descriptor = os.open(folder, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if folder.exists():
-            break
-        os.close(descriptor)  # another writer took it for a leftover before it was locked
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(descriptor)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+            lock.unlink(missing_ok=True)
 
 
 def _remove_leftovers(directory: Path) -> None:
     """Remove what dead writers have left behind."""
-    for leftover in directory.glob(f".*{TEMPORARY}"):
-        with contextlib.suppress(OSError):
-            descriptor = os.open(leftover, os.O_RDONLY)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if leftover.is_dir():
-                    shutil.rmtree(leftover)
-                else:
-                    leftover.unlink()  # version 0.1 wrote to a temporary file
-            finally:
-                os.close(descriptor)
+    for lock in directory.glob(f".*{TEMPORARY}.lock"):
+        if not is_locked(lock):
+            shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
+            lock.unlink(missing_ok=True)
