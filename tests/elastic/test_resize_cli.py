@@ -59,18 +59,22 @@ def test_a_shrink_is_told_and_timed(job: ConfigClient, resize: Callable[..., Sai
     assert job.membership().members == (A0,)
 
 
-def test_a_growth_waits_for_the_newcomers(server: ConfigServer, job: ConfigClient, resize: Callable[..., Said]) -> None:
-    def newcomers() -> None:
-        until_held(server, 1)
-        view = job.get()
-        assert view is not None
-        for worker in view.workers[2:]:
-            job.ready(worker)
+@pytest.fixture
+def resize_while(server: ConfigServer, job: ConfigClient, resize: Callable[..., Said]) -> Callable[..., Said]:
+    """Resizes, and does something else as soon as the command waits."""
 
-    with ThreadPoolExecutor(1) as pool:
-        ready = pool.submit(newcomers)
-        code, out, _ = resize("4", "--config-server", str(job.url), "--timeout", "50s")
-        ready.result(30)
+    def resize_while(size: int, act: Callable[[], object]) -> Said:
+        with ThreadPoolExecutor(1) as pool:
+            acted = pool.submit(lambda: (until_held(server, 1), act()))
+            said = resize(str(size), "--config-server", str(job.url), "--timeout", "50s")
+            acted.result(30)
+        return said
+
+    return resize_while
+
+
+def test_a_growth_waits_for_the_newcomers(job: ConfigClient, resize_while: Callable[..., Said]) -> None:
+    code, out, _ = resize_while(4, lambda: [job.ready(worker) for worker in job.wanted().workers[2:]])
     assert code == 0
     assert "resize 2 -> 4 (version" in out
     assert "the job runs on 4 workers after" in out
@@ -100,17 +104,8 @@ def test_zero_ends_the_job(job: ConfigClient, resize: Callable[..., Said]) -> No
     assert "the cluster was cleared" in err
 
 
-def test_a_job_that_ends_meanwhile_is_no_success(
-    server: ConfigServer, job: ConfigClient, resize: Callable[..., Said]
-) -> None:
-    def finish() -> None:
-        until_held(server, 1)
-        job.finish()
-
-    with ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(finish)
-        code, _, err = resize("3", "--config-server", str(job.url), "--timeout", "50s")
-        ended.result(30)
+def test_a_job_that_ends_meanwhile_is_no_success(job: ConfigClient, resize_while: Callable[..., Said]) -> None:
+    code, _, err = resize_while(3, job.finish)
     assert code == 1
     assert "the job ended before it ran on 3 workers" in err
 

@@ -225,20 +225,6 @@ def test_a_held_get_answers_at_the_change(server: ConfigServer, client: ConfigCl
     until_held(server, 0)
 
 
-def test_a_client_waits_for_a_change_also_from_and_to_unset(server: ConfigServer, client: ConfigClient) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        unset = client.snapshot()
-        arriving = pool.submit(client.wait_for_change, unset, 50)
-        until_held(server, 1)
-        view = client.put(TWO)
-        put = arriving.result(30)
-        assert put.wanted == Wanted(unset.wanted.version + 1, view)
-        leaving = pool.submit(client.wait_for_change, put, 50)
-        until_held(server, 1)
-        client.reset()
-        assert leaving.result(30).wanted == Wanted(unset.wanted.version + 2, None)
-
-
 def test_a_held_get_is_304_when_nothing_happens(http: httpx.Client, client: ConfigClient) -> None:
     version = client.put(TWO).number
     answer = http.get("/config?wait=0.05", headers={"If-None-Match": f'"{version}"'})

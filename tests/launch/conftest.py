@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import gang
 import pytest
-from launching import DEADLINE_S, Launcher, Nursery, is_alive
+from launching import Launcher, Nursery, is_alive, launcher_in
 
 
 @pytest.fixture(scope="session")
@@ -19,14 +18,8 @@ def nursery() -> Iterator[Nursery]:
 
 @pytest.fixture
 def launcher(tmp_path: Path, nursery: Nursery) -> Iterator[Launcher]:
-    foreign = ("PLIANT_", "CUDA_", "PYTHONUNBUFFERED", "XDG_CONFIG_HOME", "NO_COLOR")
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    made = Launcher(tmp_path, {**environ, "HOME": str(tmp_path)}, nursery)
-    yield made
-    for runner in made.started:
-        runner.kill()
-        runner.wait(DEADLINE_S)
-        runner.close()
+    with launcher_in(tmp_path, nursery, "CUDA_", "PYTHONUNBUFFERED", "XDG_CONFIG_HOME", "NO_COLOR") as made:
+        yield made
 
 
 @pytest.fixture

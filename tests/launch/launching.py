@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -11,8 +12,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -160,6 +161,26 @@ class Launcher:
 
     def files(self, pattern: str) -> list[Path]:
         return sorted(self.directory.glob(pattern))
+
+
+def url_of(runner: Runner) -> str:
+    """The address that a runner prints for its own config server."""
+    for line in runner.stderr:
+        if found := re.search(rb"config server at (\S+)", line):
+            return found[1].decode()
+    raise AssertionError("the runner ended without a word about its config server")
+
+
+@contextmanager
+def launcher_in(directory: Path, nursery: Nursery, *foreign: str) -> Iterator[Launcher]:
+    """A launcher without the variables whose names begin so; whatever it starts is ended with the block."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PLIANT_", *foreign))}
+    made = Launcher(directory, {**environ, "HOME": str(directory)}, nursery)
+    yield made
+    for runner in made.started:
+        runner.kill()
+        runner.wait(DEADLINE_S)
+        runner.close()
 
 
 def is_alive(pid: int) -> bool:

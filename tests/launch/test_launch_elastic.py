@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from launching import Launcher, Runner
+from launching import Launcher, url_of
 
 from pliant.elastic.client import ConfigClient
 from pliant.jobs.store import running_jobs
@@ -36,13 +36,6 @@ def up(launcher: Launcher, count: int) -> dict[int, int]:
     launcher.until(lambda: len(launcher.files("up-*")) == count, f"start of {count} members")
     found = (path.name.split("-")[1:] for path in launcher.files("up-*"))
     return {int(port): int(pid) for port, pid in found}
-
-
-def url_of(runner: Runner) -> str:
-    while matched := re.search(rb"config server at (\S+)", line := runner.stderr.readline()) or line:
-        if isinstance(matched, re.Match):
-            return matched[1].decode()
-    raise AssertionError("the runner named no config server")
 
 
 @pytest.mark.processes

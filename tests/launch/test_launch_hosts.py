@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launching import Ended, Launcher, Runner
+from launching import Ended, Launcher, Runner, url_of
 from test_launch_jobs import STEPS, up
 
 from pliant.cluster import View, Worker
@@ -121,14 +121,6 @@ def test_a_taken_control_port_matters_to_several_hosts_only(launcher: Launcher, 
 
 
 # Watch mode.
-
-
-def url_of(runner: Runner) -> str:
-    """The address that a runner prints for its own config server."""
-    for line in runner.stderr:
-        if found := re.search(rb"config server at (\S+)", line):
-            return found[1].decode()
-    raise AssertionError("the runner ended without a word about its config server")
 
 
 def test_a_watching_runner_grows_shrinks_and_stops(launcher: Launcher, alive: Callable[[int], bool]) -> None:

@@ -215,7 +215,7 @@ def test_two_jobs_on_one_host_do_not_meet(launcher: Launcher) -> None:
 
 def test_a_taken_port_is_skipped_and_a_full_range_refused(launcher: Launcher, free_port: int) -> None:
     wide, full = (f"{free_port}-{end}" for end in (min(free_port + 20, 65535), free_port))
-    with socket.create_server(("127.0.0.1", free_port)):
+    with socket.create_server(("127.0.0.1", free_port)):  # the only one of the range for the second
         skipped, refused = launcher.run_all(
             ("-q", "-port-range", wide, "sh", "-c", "echo $PLIANT_WORKER"), ("-q", "-port-range", full, "true")
         )

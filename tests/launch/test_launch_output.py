@@ -33,23 +33,6 @@ def test_the_prefix_is_kungfus_and_coloured_only_where_asked() -> None:
     assert prefix("h.1", "stderr", 0) != prefix("h.1", "stderr", 1)
 
 
-def test_a_console_without_reader_stops_quietly() -> None:
-    read, write = os.pipe()
-    os.close(read)
-    console = Console(write, coloured=False)
-    console.write(b"one\n")
-    console.write(b"two\n")
-    os.close(write)
-
-
-def test_a_log_is_made_with_its_first_byte(tmp_path: Path) -> None:
-    log = LogFile(tmp_path / "deep" / "a.log")
-    assert not log.path.parent.exists()
-    log.write(b"x\n")
-    log.close()
-    assert log.path.read_bytes() == b"x\n"
-
-
 def test_a_log_that_cannot_be_written_does_not_end_the_job(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     log = LogFile(tmp_path / "file" / "a.log")

@@ -225,16 +225,7 @@ def test_a_dry_run_prints_the_command_of_each_host(tmp_path: Path, monkeypatch: 
     (tmp_path / "hosts.txt").write_text("10.0.0.19\n10.0.0.20 slots=4 # the second\n")
     answer = CliRunner().invoke(
         build(),
-        [
-            "remote-install",
-            "-u",
-            "me",
-            "-hostfile",
-            str(tmp_path / "hosts.txt"),
-            "--dry-run",
-            "--spec",
-            "pliant==0.1.0",
-        ],
+        f"remote-install -u me -hostfile {tmp_path}/hosts.txt --dry-run --spec pliant==0.1.0".split(),
     )
     assert answer.exit_code == 0, answer
     first, second = answer.stdout.splitlines()
@@ -274,13 +265,10 @@ def test_this_checkout_is_installed_over_ssh_and_a_bad_host_is_named(
     answer = CliRunner().invoke(
         build(),
         [
-            "remote-install",
-            "-H",
-            "127.0.0.1,127.0.0.3",
+            *["remote-install", "-H", "127.0.0.1,127.0.0.3", "--pip-args"],
+            "--no-deps --ignore-installed",
             "--venv",
             str(venv),
-            "--pip-args",
-            "--no-deps --ignore-installed",
         ],
     )
     assert answer.exit_code == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 sys.path += [str(TESTS / folder) for folder in ("on_ray", "launch", "jobs", "train")]
 
-from launching import DEADLINE_S, Launcher, Nursery  # noqa: E402
+from launching import Launcher, Nursery, launcher_in  # noqa: E402
 from two_nodes import Nodes, two_nodes  # noqa: E402
 
 
@@ -24,11 +23,5 @@ def nodes() -> Iterator[Nodes]:
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Iterator[Launcher]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PLIANT_", "RAY_"))}
-    with Nursery() as nursery:
-        made = Launcher(tmp_path, {**environ, "HOME": str(tmp_path)}, nursery)
+    with Nursery() as nursery, launcher_in(tmp_path, nursery, "RAY_") as made:
         yield made
-        for runner in made.started:
-            runner.kill()
-            runner.wait(DEADLINE_S)
-            runner.close()
