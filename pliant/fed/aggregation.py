@@ -11,7 +11,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -71,13 +71,13 @@ class Aggregator(ABC):
         model, self._model = self._current_model(), None
         return self._finish(model)
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         """Return everything that the next round depends on besides the model: strings, numbers, and lists of tensors."""
         if self._model is not None:
             raise TrainError("the state of an aggregator is whole between rounds only: finish this one first")
         return {"aggregator": self.name}
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
         if state.get("aggregator") != self.name:
             raise ConfigError(
@@ -126,7 +126,7 @@ class FedAvg(Aggregator):
 
     def _add(self, update: Update) -> None:
         self._add_weighted(update, self._weight(update))
-        self._total += self._share(update)
+        self._total += self._weight(update)
 
     def _add_weighted(self, update: Update, weight: float) -> None:
         model = self._current_model()
@@ -138,10 +138,6 @@ class FedAvg(Aggregator):
 
     def _weight(self, update: Update) -> float:
         return 1.0 if self.even else update.samples
-
-    def _share(self, update: Update) -> float:
-        """Return what the update adds to the divisor."""
-        return self._weight(update)
 
     def _finish(self, model: Weights) -> Weights:
         if not self._sum:
@@ -158,15 +154,6 @@ class FedAvg(Aggregator):
     def _step(self, mean: list[Tensor]) -> list[Tensor]:
         """Return the step of the parameters, given the mean of their changes."""
         return mean if self.lr == 1 else [each * self.lr for each in mean]
-
-
-def tensors_of(state: dict[str, object], name: str) -> list[Tensor]:
-    found = state.get(name)
-    if not isinstance(found, list) or not all(isinstance(each, Tensor) for each in found):
-        raise ConfigError(
-            f"the aggregator's state has no list of tensors {name!r}: it is damaged, or of another version"
-        )
-    return found
 
 
 def check_positive(name: str, value: float) -> None:
@@ -379,14 +366,14 @@ class _Adaptive(FedAvg):
     def _next_second(self, second: Tensor, square: Tensor) -> Tensor:
         """Return the second moment after a step with this squared change."""
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         first, second = ([each.clone() for each in part] for part in (self._first, self._second))
         return {**super().state_dict(), "first": first, "second": second}
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._first = [each.clone() for each in tensors_of(state, "first")]
-        self._second = [each.clone() for each in tensors_of(state, "second")]
+        self._first = [each.clone() for each in state["first"]]
+        self._second = [each.clone() for each in state["second"]]
 
 
 class FedAdagrad(_Adaptive):
@@ -511,15 +498,16 @@ class FedBuff(FedAvg):
     def _weight(self, update: Update) -> float:
         return 1 / math.sqrt(1 + self.version - update.version)
 
-    def _share(self, update: Update) -> float:
-        return 1.0
+    def _add(self, update: Update) -> None:
+        self._add_weighted(update, self._weight(update))
+        self._total += 1.0
 
     def _finish(self, model: Weights) -> Weights:
         new = super()._finish(model)
         self.version += 1
         return new
 
-    def state_dict(self) -> dict[str, object]:
+    def state_dict(self) -> dict[str, Any]:
         return {
             **super().state_dict(),
             "version": self.version,
@@ -528,24 +516,18 @@ class FedBuff(FedAvg):
             "buffers": [tensor.clone() for each in self._waiting for tensor in each.change.buffers],
         }
 
-    def load_state_dict(self, state: dict[str, object]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        version, waiting = state.get("version"), state.get("waiting")
-        if not isinstance(version, int) or not isinstance(waiting, list):
-            raise ConfigError("the state of fed-buff has no version or no buffer: it is damaged, or of another version")
-        parts = [_dealt(tensors_of(state, name), len(waiting)) for name in ("parameters", "buffers")]
-        self.version = version
+        self.version, count = int(state["version"]), max(1, len(state["waiting"]))
+
+        def part(name: str, i: int) -> list[Tensor]:
+            size = len(state[name]) // count
+            return list(state[name][i * size : (i + 1) * size])
+
         self._waiting = [
-            Update(client, Weights(parameters, buffers), samples, loss, of)
-            for (client, samples, loss, of), parameters, buffers in zip(waiting, *parts, strict=True)
+            Update(client, Weights(part("parameters", i), part("buffers", i)).clone(), samples, loss, of)
+            for i, (client, samples, loss, of) in enumerate(state["waiting"])
         ]
-
-
-def _dealt(tensors: list[Tensor], hands: int) -> list[list[Tensor]]:
-    each = len(tensors) // hands if hands else 0
-    if each * hands != len(tensors):
-        raise ConfigError(f"the state of fed-buff has {len(tensors)} tensors for {hands} updates: it is damaged")
-    return [[tensor.clone() for tensor in tensors[i * each : (i + 1) * each]] for i in range(hands)]
 
 
 AGGREGATORS: dict[str, type[Aggregator]] = {

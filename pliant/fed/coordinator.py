@@ -70,18 +70,6 @@ def server_tls(certificate: str, key: str = "") -> ServerTLS:
         ) from None
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """A connected worker as the coordinator sees it."""
-
-    name: str
-    host: str
-    pid: int
-    ready: bool
-    holding: tuple[Unit, ...]
-    """Its units; the first is the one that it works on."""
-
-
 @dataclass(eq=False)
 class ConnectedWorker:
     """The coordinator's state of one connection."""
@@ -92,6 +80,8 @@ class ConnectedWorker:
     host: str = ""
     pid: int = 0
     ready: bool = False
+    holding: Sequence[int] = ()
+    """Numbers of its units; the first is the one that it works on."""
     task: Any = None
     """Fingerprint of the worker's task."""
     device_kind: str = ""
@@ -199,29 +189,17 @@ class Coordinator:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
-    def workers(self) -> list[WorkerStatus]:
-        """Return the workers that are connected, and the units that each holds."""
+    def workers(self) -> list[ConnectedWorker]:
+        """Return the workers that are connected."""
         with self._changed:
-            batch = self._batch
-            return [
-                WorkerStatus(
-                    worker.name,
-                    worker.host,
-                    worker.pid,
-                    worker.ready,
-                    tuple(batch.units[each - batch.first] for each in self._queue.holding.get(worker.number, ()))
-                    if batch is not None
-                    else (),
-                )
-                for worker in self._workers.values()
-            ]
+            return list(self._workers.values())
 
     def expect_task(self, task: Task) -> None:
         """Refuse workers whose data or model differ from this task; without this call the first worker decides."""
         wanted = messages.fingerprint(task)
         with self._changed:
             self._task = wanted
-            self._refuse_others(lambda worker: OTHER_DATA if worker.task != wanted else "")
+            self._refuse_others()
 
     @property
     def kind(self) -> str:
@@ -232,7 +210,7 @@ class Coordinator:
         """Refuse workers that compute on another kind of device; without this call the first worker decides."""
         with self._changed:
             self._device_kind = kind
-            self._refuse_others(lambda worker: self._other_kind(worker) if worker.device_kind != kind else "")
+            self._refuse_others()
 
     def wait_for(self, count: int, timeout_s: float) -> None:
         """Wait until `count` workers are ready. Raises LaunchError if they are not, in time."""
@@ -360,26 +338,29 @@ class Coordinator:
         worker.host, worker.pid = str(told.get("host"))[:80], pid if isinstance(pid, int) else 0
         worker.task, worker.device_kind = told.get("task"), str(told.get("device_kind", self._device_kind))[:200]
         self._task = self._task or worker.task
-        if worker.task != self._task:
-            self._refuse(worker, OTHER_DATA)
-            return
-        self._device_kind = self._device_kind or worker.device_kind
-        if worker.device_kind != self._device_kind:
-            self._refuse(worker, self._other_kind(worker))
+        if worker.task == self._task:
+            self._device_kind = self._device_kind or worker.device_kind
+        if why := self._why_refused(worker):
+            self._refuse(worker, why)
             return
         worker.ready = True
         log.info("worker %s is ready (%s)", worker.name, str(told.get("device"))[:20])
-        self._queue.join(worker.number)
+        worker.holding = self._queue.join(worker.number)
         self._assign()
         self._changed.notify_all()
 
-    def _other_kind(self, worker: ConnectedWorker) -> str:
+    def _why_refused(self, worker: ConnectedWorker) -> str:
+        """Return why a worker cannot take part; empty if it can."""
+        if worker.task != self._task:
+            return OTHER_DATA
+        if worker.device_kind == self._device_kind:
+            return ""
         where = f"it computes on {worker.device_kind:.80}, and this job on {self._device_kind:.80}"
         return f"{where}, so bits would differ: give hosts that are alike, or `device: cpu`"
 
-    def _refuse_others(self, reason: Any) -> None:
+    def _refuse_others(self) -> None:
         for worker in [each for each in self._workers.values() if each.ready]:
-            if why := reason(worker):
+            if why := self._why_refused(worker):
                 self._queue.leave(worker.number, blame=False)
                 self._refuse(worker, why)
         self._assign()

@@ -152,9 +152,7 @@ class PrivacyBudget:
         took_part = np.array(state["took_part"], np.int64)
         divergences = np.array(state["accountant"]["total"], np.float64)
         if took_part.shape != self._took_part.shape:
-            raise CheckpointError(
-                f"the checkpoint is of {len(took_part)} clients, and there are {len(self._took_part)}: use the same data"
-            )
+            raise CheckpointError(f"the checkpoint is of {len(took_part)} clients, not {len(self._took_part)}")
         if divergences.shape != self._divergences.shape:
             raise CheckpointError("the checkpoint's account of privacy is damaged")
         self._took_part, self._divergences = took_part, divergences

@@ -113,9 +113,7 @@ def _from_pickle(file: Path) -> Curve:
     except ConfigError:
         if not file.is_file() or file.read_bytes()[:1] == b"\x80":
             raise
-        raise ConfigError(
-            f"{file}: not a training_perf or record: give a job's name, its folder, or such a file"
-        ) from None
+        raise ConfigError(f"{file}: not a training_perf or record: give a job's name, its folder, or a file") from None
     perf = found.get("perf") if isinstance(found, dict) else None
     if not isinstance(found, dict) or not isinstance(perf, dict):
         raise ConfigError(f"{file}: no training_perf: a dictionary with `perf`, of rounds and what they were tested to")

@@ -73,9 +73,7 @@ class ClientTrainer:
 
     def _train(self, start: Weights, unit: Training) -> tuple[Trained, ...]:
         if not unit.clients or len(unit.clients) != len(unit.steps) or min(unit.steps) < 1:
-            raise TrainError(
-                f"a unit of clients {unit.clients} with steps {unit.steps}: give one number for each, above 0"
-            )
+            raise TrainError(f"clients {unit.clients} with steps {unit.steps}: give one number for each, above 0")
         way = self.together if len(unit.clients) > 1 else None
         if way is None:
             return tuple(self._in_turn(start, c, n, unit) for c, n in zip(unit.clients, unit.steps, strict=True))
@@ -119,9 +117,7 @@ class ClientTrainer:
                 used, near = now, list(itertools.compress(anchors, now))
                 moved = [each.detach() for each in itertools.compress(learning, now)]
             elif now != used:
-                raise TrainError(
-                    "the loss depends on other parameters in each step: let the model use all in every step"
-                )
+                raise TrainError("the loss depends on other parameters in each step: use all in every step")
             move_parameters(optimizer, moved, [each for each in gradients if each is not None], near, self.mu)
             seen.append(losses.detach())
         end = Weights([each.detach() for each in module.parameters()], list(module.buffers()))

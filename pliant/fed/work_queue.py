@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 UNITS_PER_WORKER = 2
@@ -35,10 +35,9 @@ class Unassign:
 class WorkQueue:
     """Units without a result, and the workers that hold them."""
 
-    def __init__(self, units_per_worker: int = UNITS_PER_WORKER, max_losses: int = MAX_LOSSES) -> None:
+    def __init__(self, max_losses: int = MAX_LOSSES) -> None:
         self.holding: dict[int, list[int]] = {}
         """The units of each worker, in the order in which it does them."""
-        self._units_per_worker = units_per_worker
         self._max_losses = max_losses
         self._free: list[int] = []
         self._open: set[int] = set()
@@ -68,8 +67,10 @@ class WorkQueue:
         self._losses.clear()
         return taken
 
-    def join(self, worker: int) -> None:
+    def join(self, worker: int) -> Sequence[int]:
+        """Add a worker; return the list of its units, which changes with what happens."""
         self.holding[worker] = []
+        return self.holding[worker]
 
     def leave(self, worker: int, *, blame: bool = True) -> int | None:
         """Free the units of a worker that is gone; return the unit that is now given up, if any.
@@ -111,7 +112,7 @@ class WorkQueue:
         orders: list[Assign | Unassign] = []
         while self.holding:
             idlest = min(self.holding, key=lambda each: len(self.holding[each]))
-            if len(self.holding[idlest]) >= self._units_per_worker:
+            if len(self.holding[idlest]) >= UNITS_PER_WORKER:
                 break
             if self._free and self._free[0] < horizon:
                 unit = heapq.heappop(self._free)

@@ -117,12 +117,10 @@ def run_commands(
     device: str = "",
     directory: str = "",
     user: str = "",
-    python: str = "",
 ) -> list[list[str]]:
     """Return the `pliant run` commands that start the workers of all places.
 
     `server_host` is the coordinator's address for workers; if it is empty, an address that they can reach is found.
-    `python` is the interpreter on ssh hosts; by default, as here.
     """
     totals: dict[tuple[str, str], int] = {}
     for place in places.parts:
@@ -132,8 +130,8 @@ def run_commands(
         [
             *(*PLIANT, "run", "-w", "--independent", "-q", "-np", str(count)),
             *("--secret-file", str(secret_file), "-grace", f"{GRACE_S:g}s"),
-            *_place_options(kind, host, count, device, directory, user, python),
-            *(python if kind == "ssh" and python else sys.executable, "-P", "-m", "pliant.fed.worker"),
+            *_place_options(kind, host, count, device, directory, user),
+            *(sys.executable, "-P", "-m", "pliant.fed.worker"),
             *("--server", _server_address(kind, host, server_host, port)),
             *(("--device", device) if device else ()),
         ]
@@ -141,13 +139,11 @@ def run_commands(
     ]
 
 
-def _place_options(
-    kind: str, host: str, count: int, device: str, directory: str, user: str, python: str
-) -> tuple[str, ...]:
+def _place_options(kind: str, host: str, count: int, device: str, directory: str, user: str) -> tuple[str, ...]:
     if kind == "ssh":
         bracketed = f"[{host}]" if ":" in host else host
-        asked = (("-u", user) if user else ()) + (("--remote-python", python) if python else ())
-        return ("--ssh", "-H", f"{bracketed}:{count}", "--remote-dir", directory or os.getcwd(), *asked)
+        login = ("-u", user) if user else ()
+        return ("--ssh", "-H", f"{bracketed}:{count}", "--remote-dir", directory or os.getcwd(), *login)
     if kind == "ray":
         gpus = ("--devices", f"gpu={count}") if device.startswith("cuda") else ()
         return ("--on", "ray", "--ray-address", os.environ.get("RAY_ADDRESS") or "auto", *gpus)

@@ -101,9 +101,7 @@ class ElasticTrainer(transformers.Trainer):
                 "that many times the replicas instead"
             )
         if given.fp16:
-            raise ConfigError(
-                "fp16=True: the scaler is inside of accelerate, where a job cannot track it; use bf16=True"
-            )
+            raise ConfigError("fp16=True: a job cannot track the scaler inside of accelerate; use bf16=True")
         if given.train_sampling_strategy not in STRATEGIES:
             raise ConfigError(
                 f"train_sampling_strategy={given.train_sampling_strategy!r}: samples are dealt to replicas as by torch's "

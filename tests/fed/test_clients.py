@@ -53,14 +53,6 @@ def test_all_forms_of_a_table_say_the_same(tmp_path: Path) -> None:
         assert found.note == name
 
 
-@pytest.mark.parametrize("read", [read_devices, read_availability])
-def test_a_trace_that_runs_something_is_refused_before_it_does(tmp_path: Path, read: Callable[[Path], object]) -> None:
-    (tmp_path / "trace").write_bytes(pickle.dumps({1: Bomb(tmp_path / "hit")}))
-    with pytest.raises(ConfigError, match=r"trace: this pickle wants (posix|os)\.mkdir"):
-        read(tmp_path / "trace")
-    assert not (tmp_path / "hit").exists()
-
-
 def test_numpys_files_may_hold_no_pickle(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", compute_ms_per_sample=np.array([Bomb(tmp_path / "hit")], dtype=object))
     with pytest.raises(ConfigError, match="npz"):

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pliant.errors import ConfigError
+from pliant.fed.clients import read_availability, read_devices
 from pliant.fed.data.partition import (
     Ints,
     Partition,
@@ -170,7 +171,7 @@ def test_samples_and_maps_that_do_not_fit_are_named() -> None:
         by_map(ClientMap(("a", "a"), ("1", "2")), ["a"])
 
 
-@pytest.mark.parametrize("read", [read_pickle, read_client_map])
+@pytest.mark.parametrize("read", [read_pickle, read_client_map, read_devices, read_availability])
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_a_pickle_that_runs_something_is_refused_before_it_does(
     tmp_path: Path, protocol: int, read: Callable[[Path], object]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pliant_repro.figures.oort_testing import solve_whole
 
 from pliant.errors import CapacityError, ConfigError
-from pliant.fed.selection.testing import Holdings, by_category, by_deviation, clients_for_deviation, greedy
+from pliant.fed.selection.testing import METHODS, Holdings, by_category, clients_for_deviation, greedy
 
 EXACT = 1e-4
 """How near to the optimum HiGHS goes by itself."""
@@ -34,19 +34,12 @@ def test_the_golden_numbers_of_clients() -> None:
 
 def test_the_mean_is_off_as_seldom_as_promised() -> None:
     """On the worst population there is, half 0 and half 1; and with a fifth of the clients the promise would be broken."""
-    values, rng = np.repeat([0.0, 1.0], 5000), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     num = clients_for_deviation(0.05, value_range=1.0, num_clients=10_000, confidence=0.95)
     ones = rng.hypergeometric(5000, 5000, num, 2000)  # what drawing without replacement does
     assert np.mean(np.abs(ones / num - 0.5) > 0.05) <= 0.05
     fewer = rng.hypergeometric(5000, 5000, num // 5, 2000)
     assert np.mean(np.abs(fewer / (num // 5) - 0.5) > 0.05) > 0.05
-    drawn = by_deviation(np.arange(10_000), 0.05, value_range=1.0, rng=rng)
-    assert len(set(drawn.tolist())) == 566
-    assert abs(values[drawn].mean() - 0.5) < 0.1
-    again = [
-        by_deviation(np.arange(100), 0.2, value_range=1.0, rng=np.random.default_rng(5)).tolist() for _ in range(2)
-    ]
-    assert again[0] == again[1]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +57,7 @@ def test_a_wrong_deviation_is_named(options: dict[str, Any], says: str) -> None:
         clients_for_deviation(**{"deviation": 0.1, "value_range": 1.0, "num_clients": 10, **options})
 
 
-def assert_meets(holdings: Holdings, wanted: np.ndarray, budget: int, method: str = "solve") -> float:
+def assert_meets(holdings: Holdings, wanted: np.ndarray, budget: int, method: Any = "solve") -> float:
     """The time over the bound; whatever the method, the request is met exactly and within what there is."""
     found = by_category(holdings, wanted, budget=budget, method=method)
     assert found.samples.sum(0).tolist() == wanted.tolist()
@@ -89,7 +82,7 @@ def test_small_requests_are_met_about_as_soon_as_can_be(seed: int, budget: int, 
     least_s, why = solve_whole(holdings, wanted, budget, limit_s=60, gap=EXACT)
     if least_s is None:
         assert why == "impossible"
-        for method in ("greedy", "solve"):
+        for method in METHODS:
             with pytest.raises(CapacityError, match=f"budget={budget}: this request"):
                 by_category(holdings, wanted, budget=budget, method=method)
         return
@@ -158,13 +151,6 @@ def test_what_is_short_is_named() -> None:
         (lambda good: by_category(good, [1]), "request has 1 numbers for 2 classes"),
         (lambda good: by_category(good, [1, -1]), "request: give whole numbers"),
         (lambda good: by_category(good, [1, 0.5]), "request: give whole numbers"),
-        (lambda good: by_category(good, [1, 1], budget=0), "budget=0: use 1 client"),
-        (lambda good: by_category(good, [1, 1], method="gurobi"), "method 'gurobi': use one of greedy, solve"),
-        (lambda good: by_category(good, [1, 1], gap=-1), "gap=-1"),
-        (lambda good: Holdings(np.array([[0.5]]), np.ones(1), np.ones(1)), "samples: give whole numbers"),
-        (lambda good: Holdings(np.array([[1]]), np.ones(2), np.ones(1)), "sample_s has 2 values for 1 clients"),
-        (lambda good: Holdings(np.array([[1]]), np.zeros(1), np.ones(1)), "sample_s: give seconds"),
-        (lambda good: Holdings.of([[1]], sample_ms=[1], kbit_s=[0], model_kbit=1), "kbit_s: give the rate"),
     ],
 )
 def test_mistakes_are_named(call: Any, says: str) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from pliant.errors import ConfigError, TrainError
 from pliant.fed import trainer
@@ -244,21 +244,10 @@ def test_candidates_cut_a_round_into_units_for_four() -> None:
     assert trainer.candidates(500, 100, "cuda", 4) == (4, 16, 32, 64)
 
 
-class Looking(nn.Module):
-    """Looks at values, which cannot be done for many at once."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.head = nn.Linear(64, classes)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.head(inputs.flatten(1)) * (1 if float(inputs.sum()) < torch.inf else 2)
-
-
 def test_a_measurement_answers_with_a_candidate() -> None:
     given = {"data": {"kind": "digits", "clients": 10}, "participants": 20, "model": "logistic"}
     assert trainer.choose_batching(build_task(FedConfig.model_validate(given)), limit_s=0.5) in range(1, 11)
-    looking = build_task(FedConfig.model_validate({**given, "model": f"{__name__}:Looking"}))
+    looking = build_task(FedConfig.model_validate({**given, "model": "test_batched_training:Plain"}))
     assert trainer.choose_batching(looking) == 1
     few = build_task(FedConfig.model_validate({**given, "participants": 2}))
     assert trainer.choose_batching(few) == 1

@@ -41,9 +41,8 @@ def fashion_mnist(folder: Path | None = None) -> tuple[InMemory, InMemory]:
     raw = {part: (read_idx(files[part + IMAGES_OF]), read_idx(files[part + LABELS_OF])) for part in ("train", "t10k")}
     for part, (images, labels) in raw.items():
         if images.ndim != 3 or labels.shape != images.shape[:1] or not len(labels) or int(labels.max()) >= len(FASHION):
-            raise ConfigError(
-                f"{where}: {part} has images {list(images.shape)} and labels {list(labels.shape)}: not Fashion-MNIST"
-            )
+            shapes = f"images {list(images.shape)} and labels {list(labels.shape)}"
+            raise ConfigError(f"{where}: {part} has {shapes}: not Fashion-MNIST")
     mean, deviation = _moments(raw["train"][0])
 
     def ready(images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> InMemory:
@@ -146,9 +145,7 @@ def _match_map(
             path = at[sample]
             taken.append((path, kinds[path] if kinds else mapped.labels[number], client))
     if not taken:
-        raise ConfigError(
-            f"{folder}: none of the map's samples (as {mapped.samples[0]!r}) is there; is it the map of other data?"
-        )
+        raise ConfigError(f"{folder}: none of the map's samples (as {mapped.samples[0]!r}) is there; give its own map")
     paths, labels, owners = zip(*taken, strict=True)
     return list(paths), list(labels), owners
 

@@ -120,9 +120,7 @@ class Guided(Strategy):
             ConfigError: the config asks for what cannot be done here.
         """
         if config.privacy is not None:
-            raise ConfigError(
-                "privacy: noise is not added here; use Flower's own, around this strategy or in the clients"
-            )
+            raise ConfigError("privacy: noise is not added here; use Flower's own, around this strategy")
         if config.aggregator.kind == "fed-buff":
             raise ConfigError("aggregator fed-buff: rounds on Flower are not asynchronous; use fed-avg, fed-yogi, ...")
         self.config, self.folder = config, folder

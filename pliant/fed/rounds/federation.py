@@ -74,9 +74,7 @@ def load_checkpoint(folder: Path, config: FedConfig) -> FederatedCheckpoint | No
     theirs, batching, data = (found.meta.get(name) for name in ("config", "batching", "data"))
     kind = found.meta.get("kind", "")
     if found.meta.get("federated") != FORMAT:
-        raise CheckpointError(
-            f"{path} is no checkpoint of a federated job, or one of another version; use another folder"
-        )
+        raise CheckpointError(f"{path} is no checkpoint of a federated job of this version; use another folder")
     if not (isinstance(theirs, dict) and isinstance(batching, int) and isinstance(data, str) and isinstance(kind, str)):
         raise CheckpointError(f"{path} does not say what job it is of; {REMEDY}")
     check_same_config(f"{path}", theirs, config)

@@ -79,9 +79,7 @@ class FederatedLoop:
         mode: RoundMode = AsynchronousRounds(federation) if buffered else SynchronousRounds(federation)
         if saved is not None:
             if saved.data != federation.data_fingerprint:
-                raise CheckpointError(
-                    f"{folder}: the checkpoint is of other data; the clients' samples are not what they were"
-                )
+                raise CheckpointError(f"{folder}: the checkpoint is of other data than the job has now")
             self._kind = saved.kind
             if saved.kind and isinstance(self._workers, DeviceAware):
                 self._workers.expect_kind(saved.kind)

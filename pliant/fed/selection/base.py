@@ -189,9 +189,7 @@ class PopulationSelector(ABC):
         sizes = values_of("size", size, len(ids))
         for name, values in (("duration_s", durations), ("size", sizes)):
             if values is not None and (wrong := (values < PLAUSIBLE[0]) | (values > PLAUSIBLE[1])).any():
-                raise ConfigError(
-                    f"{name}={values[wrong][0]:g} of client {ids[wrong][0]}: use a number above 0, or NaN if unknown"
-                )
+                raise ConfigError(f"{name}={values[wrong][0]:g} of client {ids[wrong][0]}: use a number above 0")
         places = self.clients.add(ids)
         if durations is not None:
             self.clients.duration_s[places] = durations
@@ -324,10 +322,7 @@ class PopulationSelector(ABC):
         return {}
 
     def _load_extra_state(self, more: Mapping[str, Any]) -> None:
-        if more:
-            raise ConfigError(
-                f"a state with {', '.join(map(repr, more))}, which this selector does not keep: load its own"
-            )
+        assert not more, "this selector keeps nothing else"
 
 
 def statistical_utility(losses: Numbers) -> float:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pliant.errors import CapacityError, ConfigError
-from pliant.fed.selection.base import Floats, Ids, Numbers, Places
+from pliant.fed.selection.base import Floats, Numbers, Places
 
 Counts = npt.NDArray[np.int64]
 
@@ -160,30 +160,9 @@ def clients_for_deviation(
     return min(num_clients, math.ceil(overcommit * math.ceil(wanted - 1e-9)))
 
 
-def by_deviation(
-    clients: Numbers,
-    deviation: float,
-    *,
-    value_range: float,
-    confidence: float = 0.95,
-    overcommit: float = 1.0,
-    rng: np.random.Generator,
-) -> Ids:
-    """Draw as many clients as the deviation needs, each with the same probability; ascending."""
-    ids = np.asarray(clients, np.int64)
-    num = clients_for_deviation(
-        deviation, value_range=value_range, num_clients=len(ids), confidence=confidence, overcommit=overcommit
-    )
-    return np.sort(rng.choice(ids, num, replace=False))
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Holdings:
-    """The samples of clients by class, and how fast the clients are.
-
-    Raises (when made):
-        ConfigError: arrays that do not fit together, or impossible values.
-    """
+    """The samples of clients by class, and how fast the clients are."""
 
     samples: Counts
     """Number of samples, clients x classes."""
@@ -192,24 +171,10 @@ class Holdings:
     transfer_s: Floats
     """Seconds until each client has the model."""
 
-    def __post_init__(self) -> None:
-        if self.samples.ndim != 2 or self.samples.dtype.kind not in "iu" or (self.samples < 0).any():
-            raise ConfigError("samples: give whole numbers from 0 on, clients by classes")
-        if int(self.samples.sum()) >= 2**31:
-            raise ConfigError(f"samples: {int(self.samples.sum())} are too many; use less than 2^31")
-        for name in ("sample_s", "transfer_s"):
-            values = getattr(self, name)
-            if values.shape != (len(self.samples),):
-                raise ConfigError(f"{name} has {values.size} values for {len(self.samples)} clients: give one for each")
-            if not ((values > 0) if name == "sample_s" else (values >= 0)).all() or np.isinf(values).any():
-                raise ConfigError(f"{name}: give seconds for each client, above 0")
-
     @classmethod
     def of(cls, samples: npt.ArrayLike, *, sample_ms: Numbers, kbit_s: Numbers, model_kbit: float) -> Holdings:
         """Use the speeds of a device table."""
         rates = np.asarray(kbit_s, np.float64)
-        if not (rates > 0).all():
-            raise ConfigError("kbit_s: give the rate of each client's link, above 0")
         return cls(np.asarray(samples), np.asarray(sample_ms, np.float64) / 1e3, model_kbit / rates)
 
     def room(self, within_s: float) -> Counts:
@@ -239,16 +204,16 @@ class TesterSelection:
 
 
 def by_category(
-    holdings: Holdings, request: Numbers, *, budget: int | None = None, method: str = "solve", gap: float = GAP
+    holdings: Holdings, request: Numbers, *, budget: int | None = None, method: str = "solve"
 ) -> TesterSelection:
     """Choose at most `budget` clients that test exactly the requested number of samples of each class, in about the least time.
 
-    `greedy` is quicker; `solve` ends within `gap` of the least time, or after a fixed number of tries. The result depends on
+    `greedy` is quicker; `solve` ends within 5 % of the least time, or after a fixed number of tries. The result depends on
     the arguments alone, and not on how fast this machine is.
 
     Raises CapacityError if the request cannot be met; the message says what is short.
     """
-    wanted = _check_request(holdings, request, budget, method, gap)
+    wanted = _check_request(holdings, request)
     most = len(holdings.samples) if budget is None else min(budget, len(holdings.samples))
     slowest_s = float((holdings.transfer_s + holdings.sample_s * holdings.samples.sum(1)).max(initial=0.0))
     if not wanted.any():
@@ -264,24 +229,18 @@ def by_category(
     if chosen is None:
         chosen = _any_cover(holdings, wanted, most, slowest_s)
     best = _spread(holdings, wanted, chosen, bound_s)
-    if method == "solve" and best.duration_s > bound_s * (1 + gap):
-        best = _improve(holdings, wanted, most, best, possible_s, gap)
+    if method == "solve" and best.duration_s > bound_s * (1 + GAP):
+        best = _improve(holdings, wanted, most, best, possible_s)
     return best
 
 
-def _check_request(holdings: Holdings, request: Numbers, budget: int | None, method: str, gap: float) -> Counts:
+def _check_request(holdings: Holdings, request: Numbers) -> Counts:
     given = np.asarray(request)
     classes = holdings.samples.shape[1]
     if given.shape != (classes,):
         raise ConfigError(f"request has {given.size} numbers for {classes} classes: give one for each")
     if not np.isfinite(given).all() or (given < 0).any() or (given != np.floor(given)).any():
         raise ConfigError("request: give whole numbers of samples, from 0 on")
-    if method not in METHODS:
-        raise ConfigError(f"method {method!r}: use one of {', '.join(METHODS)}")
-    if not 0 <= gap < math.inf:
-        raise ConfigError(f"gap={gap}: use a share such as 0.01")
-    if budget is not None and budget < 1:
-        raise ConfigError(f"budget={budget}: use 1 client or more")
     there = holdings.samples.sum(0)
     if (short := given > there).any():
         number = int(np.argmax(short))
@@ -374,12 +333,12 @@ def _spread(holdings: Holdings, wanted: Counts, clients: Places, bound_s: float)
 
 
 def _improve(
-    holdings: Holdings, wanted: Counts, most: int, best: TesterSelection, possible_s: float, gap: float
+    holdings: Holdings, wanted: Counts, most: int, best: TesterSelection, possible_s: float
 ) -> TesterSelection:
     """Improve the choice with HiGHS: try times between the bound and the best time so far."""
     bound_s, tried_s = best.bound_s, possible_s
     for _ in range(SOLVES):
-        if best.duration_s <= tried_s * (1 + gap):
+        if best.duration_s <= tried_s * (1 + GAP):
             break
         cover: Cover = few_clients(holdings.samples, holdings.room(tried_s), wanted, most)
         if cover.clients is not None:
