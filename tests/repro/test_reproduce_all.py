@@ -17,7 +17,8 @@ from command import command
 from patience import until
 from pliant_repro.figures import report
 from pliant_repro.figures.catalog import FIGURES
-from pliant_repro.figures.figure import Options, TableRows, clock
+from pliant_repro.figures.figure import Options, TableRows
+from pliant_repro.figures.formatting import clock
 from pliant_repro.figures.report import (
     DOES_NOT_HOLD,
     FAILED,

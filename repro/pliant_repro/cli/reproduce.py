@@ -23,7 +23,8 @@ from pliant.errors import ConfigError
 from pliant_repro.cli import completion as repro_completion
 
 if TYPE_CHECKING:
-    from pliant_repro.figures.figure import Figure, Options, Result, TableRows
+    from pliant_repro.figures.figure import Figure, Options, TableRows
+    from pliant_repro.figures.formatting import Result
     from pliant_repro.figures.report import Status
 
 COLUMNS = ("experiment", "paper", "time", "last run", "what it shows")
@@ -136,7 +137,7 @@ def _report(folder: Path, json_file: Path | None) -> None:
 
 def _list(out: Path, json_file: Path | None) -> None:
     from pliant_repro.figures.catalog import FIGURES
-    from pliant_repro.figures.figure import clock
+    from pliant_repro.figures.formatting import clock
     from pliant_repro.figures.report import status_of
 
     found = [status_of(out, figure) for figure in FIGURES.values()]
@@ -215,7 +216,7 @@ def _measure(figure: Figure, options: Options, out: Path, *, verbose: bool) -> R
 @contextlib.contextmanager
 def _show_lines(name: str, usual_s: float, verbose: bool) -> Iterator[Callable[[str], None]]:
     """Give a function that shows a line: above a bar on a terminal; elsewhere only if asked for."""
-    from pliant_repro.figures.figure import clock
+    from pliant_repro.figures.formatting import clock
 
     with _bar(f"of about {clock(usual_s)}" if usual_s else "") as shown:
         task = shown.add_task(name, total=None)
@@ -247,7 +248,7 @@ def _run_many(
 ) -> tuple[list[Result], bool]:
     """Return the results, and whether nothing failed and every claim holds; what was skipped does not count."""
     from pliant_repro.figures import report
-    from pliant_repro.figures.figure import clock
+    from pliant_repro.figures.formatting import clock
 
     batch = report.Batch(figures=chosen, options=options, out=out, again=again, plot=plot, limit_s=limit_s)
     usual = [report.status_of(out, figure).usual_s for figure in chosen]

@@ -13,7 +13,8 @@ from pliant.sched import traces
 from pliant.sched.compare import PolicyRun, SimulationSetting, compare
 from pliant.sched.simulate import SimulationOutcome, in_use, summary
 from pliant.sched.traces import like_easyscale
-from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Result, TableRows, show
+from pliant_repro.figures.figure import Figure, Headline, Options, Panel, TableRows
+from pliant_repro.figures.formatting import Result, show
 
 CLUSTER = "v100=32,p100=16,t4=16"
 NOT_PUBLISHED = (

@@ -13,21 +13,8 @@ from typing import Any
 from pliant.errors import LaunchError
 from pliant.identity import format_schedule
 from pliant_repro.figures import launch
-from pliant_repro.figures.figure import (
-    USUAL_MODELS,
-    Figure,
-    Headline,
-    Options,
-    Panel,
-    Points,
-    Result,
-    TableRows,
-    names_in,
-    num_cores,
-    show,
-    show_span,
-    timed,
-)
+from pliant_repro.figures.figure import USUAL_MODELS, Figure, Headline, Options, Panel, Points, TableRows
+from pliant_repro.figures.formatting import Result, names_in, num_cores, show, show_span, timed
 from pliant_repro.figures.launch import RunLog, Task
 from pliant_repro.profiles import WORKLOADS
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
@@ -18,15 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 from pliant.cli import plotting
 from pliant.errors import ConfigError
 from pliant.machine import machine
-from pliant_repro.contest import Summary
+from pliant_repro.figures.formatting import Result
 from pliant_repro.profiles import PROFILES, WORKLOAD_SCALES, WORKLOADS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 T = TypeVar("T")
-Result = dict[str, Any]
-"""A result in the one form, or one of its cells."""
 Headline = tuple[str, str, str]
 """The number that a figure is known for: (what it is, published, measured)."""
 USUAL_MODELS = tuple(name for name in WORKLOADS if name != "electra")
@@ -261,53 +258,3 @@ def load(path: Path, name: str) -> Result:
     if not isinstance(result, dict) or result.get("bench") != name:
         raise ConfigError(f"{path} is no result of {name}: run `pliant reproduce {name}` again")
     return cast(Result, result)
-
-
-# --- helpers for cells, and numbers as text ---
-
-
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
-def timed(seconds: Sequence[float]) -> dict[str, float | None]:
-    """Return median and spread under the names of the one form; nulls where nothing was measured."""
-    return dict(Summary.of(seconds).to_json()) if seconds else {"median_s": None, "iqr_s": None}
-
-
-def pick(cells: Iterable[Result], **wanted: object) -> Result | None:
-    """Return the first cell with these values, or None."""
-    return next((one for one in cells if all(one.get(key) == value for key, value in wanted.items())), None)
-
-
-def names_in(cells: Iterable[Result], key: str = "model") -> list[str]:
-    """Return the different values of `key`, in their order."""
-    return list(dict.fromkeys(str(one[key]) for one in cells))
-
-
-def show(value: object, form: str = ".1f", unit: str = "") -> str:
-    """Return a number as text, or a dash where there is none."""
-    return format(value, form) + unit if isinstance(value, (int, float)) else "-"
-
-
-def show_span(values: Iterable[float | None], form: str = ".2f") -> str:
-    """Return the least and the greatest of the values that there are."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return "-"
-    least, most = format(min(known), form), format(max(known), form)
-    return least if least == most else f"{least} to {most}"
-
-
-def show_time(seconds: object) -> str:
-    """Return seconds as text: milliseconds below 1 s."""
-    if not isinstance(seconds, (int, float)):
-        return "-"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
-
-
-def clock(seconds: float) -> str:
-    """Return seconds as 5:19 or 1:02:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

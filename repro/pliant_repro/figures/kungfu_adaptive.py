@@ -17,20 +17,8 @@ from typing import Any
 
 from pliant.adapt.size import next_size
 from pliant_repro.figures import launch
-from pliant_repro.figures.figure import (
-    Figure,
-    Headline,
-    Options,
-    Panel,
-    Points,
-    Result,
-    TableRows,
-    num_cores,
-    show,
-    show_span,
-    show_time,
-    timed,
-)
+from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Points, TableRows
+from pliant_repro.figures.formatting import Result, num_cores, show, show_span, show_time, timed
 from pliant_repro.figures.launch import RunLog, Task
 
 HOURS_S = 6 * 3600.0

@@ -17,7 +17,8 @@ from statistics import fmean, median
 
 from pliant_repro.contest import Summary, quantile
 from pliant_repro.figures import launch
-from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Result, TableRows, num_cores, show, timed
+from pliant_repro.figures.figure import Figure, Headline, Options, Panel, TableRows
+from pliant_repro.figures.formatting import Result, num_cores, show, timed
 from pliant_repro.figures.launch import Task
 
 INTERVALS = {"full": (0, 0), "none": (0, 0), "noise_scale": (1, 0), "variance": (0, 1), "variance_every_8": (0, 8)}

@@ -20,19 +20,8 @@ from pliant_repro.bench import scaling as contest
 from pliant_repro.bench.order import OrderCheck, Trained
 from pliant_repro.bench.scaling import ScalingOptions, ScalingRun, Sweep
 from pliant_repro.contest import Summary
-from pliant_repro.figures.figure import (
-    Figure,
-    Headline,
-    Options,
-    Panel,
-    Points,
-    Result,
-    TableRows,
-    names_in,
-    num_cores,
-    show,
-    timed,
-)
+from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Points, TableRows
+from pliant_repro.figures.formatting import Result, names_in, num_cores, show, timed
 from pliant_repro.scaling_model import Layer, Measurement, ScalingFit, StepLoad
 
 PREDICTED = (64, 128, 256, 512, 1024)

@@ -23,7 +23,8 @@ from typing import IO
 from pliant.errors import LaunchError
 from pliant_repro.bench import scaling as published
 from pliant_repro.figures import launch
-from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Points, Result, TableRows, show
+from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Points, TableRows
+from pliant_repro.figures.formatting import Result, show
 from pliant_repro.figures.launch import PLIANT, Task
 from pliant_repro.figures.p3 import PACED
 from pliant_repro.lab.hosts import Lab

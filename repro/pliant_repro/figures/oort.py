@@ -18,7 +18,8 @@ import numpy as np
 from pliant.child import die_with
 from pliant.fed.config import DataConfig, FedConfig, LocalConfig, NamedOptions
 from pliant.fed.history import History
-from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Points, Result, TableRows, show, show_span
+from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Points, TableRows
+from pliant_repro.figures.formatting import Result, show, show_span
 from pliant_repro.figures.oort_jobs import (
     FedCourse,
     FedRun,

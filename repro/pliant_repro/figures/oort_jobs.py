@@ -18,7 +18,8 @@ from statistics import fmean, median
 from pliant.child import die_with
 from pliant.fed.config import FedConfig
 from pliant.fed.history import History
-from pliant_repro.figures.figure import Options, Result, num_cores
+from pliant_repro.figures.figure import Options
+from pliant_repro.figures.formatting import Result, num_cores
 
 MISSING = "no tables of clients (--data DIR, or PLIANT_DATA)"
 

@@ -19,7 +19,8 @@ from pliant.fed.clients import read_devices, synthetic_devices
 from pliant.fed.selection.testing import METHODS, Counts, Holdings, TesterSelection, by_category, clients_for_deviation
 from pliant.fed.tables import read_label_counts
 from pliant_repro.figures import oort_jobs
-from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Result, TableRows
+from pliant_repro.figures.figure import Figure, Headline, Options, Panel, TableRows
+from pliant_repro.figures.formatting import Result
 
 MODEL_KBIT = 65_536
 """Size of the model in the artifact's figure 17."""

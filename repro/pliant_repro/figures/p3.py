@@ -13,18 +13,8 @@ from typing import Any, ClassVar
 from pliant_repro.bench import priority
 from pliant_repro.bench.priority import PriorityOptions
 from pliant_repro.bench.priority_verdict import FIG7, FIG7_MODES, FIG9, FIG10, FIG12
-from pliant_repro.figures.figure import (
-    Figure,
-    Headline,
-    Options,
-    Panel,
-    Points,
-    Result,
-    TableRows,
-    names_in,
-    pick,
-    show,
-)
+from pliant_repro.figures.figure import Figure, Headline, Options, Panel, Points, TableRows
+from pliant_repro.figures.formatting import Result, names_in, pick, show
 from pliant_repro.profiles import SCALES, profile
 
 COLOURS = {"baseline": "tab:red", "slicing": "tab:orange", "priority": "tab:blue", "ddp": "tab:green"}

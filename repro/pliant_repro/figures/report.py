@@ -25,7 +25,8 @@ from pathlib import Path
 from pliant import child
 from pliant.errors import ConfigError
 from pliant.machine import machine
-from pliant_repro.figures.figure import Figure, Headline, Options, Result, TableRows, clock, load
+from pliant_repro.figures.figure import Figure, Headline, Options, TableRows, load
+from pliant_repro.figures.formatting import Result, clock
 from pliant_repro.figures.launch import PLIANT, end_process_group
 from pliant_repro.lab.hosts import missing_for_lab as check_lab
 
