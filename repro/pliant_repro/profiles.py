@@ -9,13 +9,11 @@ time in proportion to their multiply-adds. `pliant_repro.zoo` builds the network
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from pliant.errors import ConfigError, reason
+from pliant.errors import ConfigError
 from pliant_repro.scaling_model import Layer
 
 TRAINED = ("resnet18", "transformer", "resnet50", "resnet20", "small")
@@ -77,25 +75,17 @@ class Profile:
 
 
 def profile(name: str, *, batch: int = PUBLISHED_BATCH) -> Profile:
-    """Return the profile `name` at its published size.
+    """Return the profile `name` at its published size; its time is in proportion to the number of samples per step.
 
     Raises:
         ConfigError: the name is not known, or the batch is smaller than 1.
     """
     if name not in PROFILES:
         raise ConfigError(f"--model {name!r}: use one of {', '.join(PROFILES)}")
-    return with_batch(PROFILES[name], batch)
-
-
-def with_batch(profile: Profile, batch: int) -> Profile:
-    """Return `profile` with another number of samples per step; its time grows in proportion.
-
-    Raises:
-        ConfigError: the batch is smaller than 1.
-    """
     if batch < 1:
         raise ConfigError(f"batch={batch}: use 1 or more")
-    return dataclasses.replace(profile, batch=batch, compute_s=profile.compute_s * batch / profile.batch)
+    found = PROFILES[name]
+    return dataclasses.replace(found, batch=batch, compute_s=found.compute_s * batch / found.batch)
 
 
 def scaled(profile: Profile, kappa: float | None = None) -> Profile:
@@ -307,47 +297,11 @@ MODELS: dict[str, Callable[[], Iterator[LayerShape]]] = {
 
 
 def tensor_sizes(model: str) -> list[int]:
-    """Return the number of elements of each parameter tensor; `model` is a name of MODELS or a file of shapes.
+    """Return the number of elements of each parameter tensor of a model of MODELS.
 
     Raises:
-        ConfigError: `model` is neither, or the file is damaged.
+        ConfigError: the model is not known.
     """
-    if model in MODELS:
-        return [size for layer in MODELS[model]() for size in layer.tensors]
-    try:
-        text = Path(model).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        names = ", ".join(MODELS)
-        raise ConfigError(
-            f"--model {model}: no such model ({names}), and not a file that can be read: {reason(error)}"
-        ) from None
-    return parse_sizes(text, f"--model {model}")
-
-
-def parse_sizes(text: str, name: str) -> list[int]:
-    """Parse a JSON list of shapes or sizes, or one size per line (`#` starts a comment).
-
-    Raises:
-        ConfigError: the text has another form, or lists no tensor.
-    """
-    if text.lstrip().startswith("["):
-        try:
-            items = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"{name} is not JSON: {error}; use a list such as [[64, 3, 7, 7], 64]") from None
-    else:
-        lines = (line.split("#", 1)[0].strip() for line in text.splitlines())
-        items = [int(line) if line.isdecimal() else line for line in lines if line]
-    if not items:
-        raise ConfigError(f"{name} lists no tensor: use a JSON list such as [[64, 3, 7, 7], 64], or one size per line")
-    return [_num_elements(item, name) for item in items]
-
-
-def _num_elements(item: object, name: str) -> int:
-    shape = item if isinstance(item, list) else [item]
-    sizes = [size for size in shape if isinstance(size, int) and not isinstance(size, bool) and size > 0]
-    if len(sizes) != len(shape):
-        raise ConfigError(
-            f"{name}: {item!r} is neither a size nor a shape; use positive numbers such as 64 or [64, 3, 7, 7]"
-        )
-    return math.prod(sizes)
+    if model not in MODELS:
+        raise ConfigError(f"--model {model!r}: use one of {', '.join(MODELS)}")
+    return [size for layer in MODELS[model]() for size in layer.tensors]

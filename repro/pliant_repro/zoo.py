@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -488,17 +488,23 @@ def _workload_network(name: str, at: int) -> Network:
     return Network(make_neumf, "ratings", users, (16, 256, 1024)[at], classes=items)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Workload:
-    """Objects that a training script has made before its loop begins."""
+    """Everything that a training script makes before its loop."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    dataset: Samples
+    dataset: Any
     batch_size: int
-    loss: Loss
-    bucket_cap_mb: float | None
+    loss: Loss = F.cross_entropy
+    bucket_cap_mb: float | None = None
     """DDP's bucket size: small models need small buckets to have several of them."""
+    loading: dict[str, Any] = field(default_factory=dict)
+    """More arguments of the DataLoader."""
+    held_out: Sample | None = None
+    schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+    fixed: Callable[[int, int], Sample] | None = None
+    """Returns the batch of (step, replica) where the data set only counts."""
 
 
 def workload(name: str, scale: str, num_batches: int, device: torch.device | str, batch_size: int = 0) -> Workload:
@@ -519,7 +525,10 @@ def workload(name: str, scale: str, num_batches: int, device: torch.device | str
     dataset = Samples(chosen.kind, chosen.size, length, classes=chosen.classes, seed=SEED, augment=images)
     loss: Loss = F.binary_cross_entropy_with_logits if chosen.kind == "ratings" else F.cross_entropy
     cap = {"tiny": 0.02, "small": 0.5}.get(scale)
-    return Workload(model, make_optimizer("sgd", model), dataset, batch_size, loss, cap)
+    return Workload(
+        model=model, optimizer=make_optimizer("sgd", model), dataset=dataset, batch_size=batch_size, loss=loss,
+        bucket_cap_mb=cap,
+    )  # fmt: skip
 
 
 # --- torchvision's models, under the names of KungFu's artifact ---

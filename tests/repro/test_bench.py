@@ -41,7 +41,7 @@ from pliant_repro.contest import (
 )
 from pliant_repro.lab import iperf
 from pliant_repro.lab.hosts import missing_for_lab
-from pliant_repro.profiles import MODELS, parse_sizes, tensor_sizes
+from pliant_repro.profiles import MODELS, LayerShape, tensor_sizes
 from pliant_repro.scaling_model import transfer_s
 
 from pliant.errors import ConfigError, LaunchError
@@ -56,18 +56,6 @@ from pliant.errors import ConfigError, LaunchError
 def test_models_have_their_published_sizes(model: str, num_tensors: int, num_parameters: int) -> None:
     sizes = tensor_sizes(model)
     assert (len(sizes), sum(sizes)) == (num_tensors, num_parameters)
-
-
-@pytest.mark.parametrize("text", ["[[64, 3, 7, 7], 64]", "9408\n64\n", "# layers\n9408  # conv\n\n64"])
-def test_a_model_can_be_a_file(text: str, tmp_path: Path) -> None:
-    (tmp_path / "model").write_text(text)
-    assert tensor_sizes(str(tmp_path / "model")) == [9408, 64]
-
-
-@pytest.mark.parametrize("text", ["", "[]", "[", '["x"]', "[0]", "[[2, -1]]", "[true]", "many", "-3", "[{}]", "[1.5]"])
-def test_a_damaged_model_file_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="model.txt"):
-        parse_sizes(text, "model.txt")
 
 
 def test_an_unknown_model_lists_the_known_ones() -> None:
@@ -175,10 +163,10 @@ def test_a_wrong_argument_is_one_line_and_exit_2() -> None:
     assert done.stderr == "pliant: -np 0: use 1 to 256\n"
 
 
-def test_a_model_beyond_the_memory_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    (tmp_path / "model").write_text(str(10**15))
+def test_a_model_beyond_the_memory_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "huge", lambda: iter([LayerShape("huge", (10**15,), 0)]))
     with pytest.raises(ConfigError, match="GB are free"):
-        allreduce.check_memory(AllreduceOptions(model=str(tmp_path / "model")), ["pliant"])
+        allreduce.check_memory(AllreduceOptions(model="huge"), ["pliant"])
 
 
 def test_fusing_makes_one_tensor_and_leaves_nothing_to_compare_with_it() -> None:
@@ -352,10 +340,10 @@ def test_openmpi_says_why_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.root
 @pytest.mark.processes
 @pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING) or "a lab is possible")
-def test_gloo_between_hosts_and_iperf_beside_it(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "model").write_text("250000")
+def test_gloo_between_hosts_and_iperf_beside_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "1 MB", lambda: iter([LayerShape("all", (250_000,), 0)]))
     with parse_lab("hosts=2,rate=200mbit").up() as lab:
-        options = AllreduceOptions(num_workers=2, model=str(tmp_path / "model"), lab=lab)
+        options = AllreduceOptions(num_workers=2, model="1 MB", lab=lab)
         with make_contender(options, Placement(num_workers=2, folder=folder, lab=lab), "gloo").start() as job:
             job.ready(60.0)  # before the links are measured: its imports take all of a small machine
             bits_per_s = iperf.measure(lab, [(0, 1), (1, 0)], seconds=1)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from pliant_repro.profiles import PROFILES, SCALES, layers_of, profile, scaled, with_batch
+from pliant_repro.profiles import PROFILES, SCALES, layers_of, profile, scaled
 from pliant_repro.scaling_model import bounds
 
 from pliant.errors import ConfigError
@@ -103,7 +103,6 @@ def test_scaling_keeps_the_times_and_divides_the_bytes(model: str) -> None:
 
 def test_a_step_takes_longer_with_more_samples() -> None:
     assert profile("vgg", batch=64).compute_s == pytest.approx(2 * 0.581)
-    assert with_batch(profile("vgg", batch=64), 16).compute_s == pytest.approx(0.581 / 2)
 
 
 def test_wrong_values_are_named() -> None:

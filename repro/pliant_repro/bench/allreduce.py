@@ -51,7 +51,7 @@ class AllreduceOptions:
 
     num_workers: int = 4
     model: str = "resnet50"
-    """A name of `profiles.MODELS`, or a file."""
+    """A name of `profiles.MODELS`."""
     fuse: bool = False
     """Reduce all tensors as one."""
     strategy: str = "AUTO"

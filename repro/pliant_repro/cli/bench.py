@@ -78,7 +78,7 @@ Repeat = Annotated[int, typer.Option("--repeat", help="Rounds; everyone has a tu
 def allreduce(
     np: Annotated[int | None, typer.Option("-np", "--np", help="Workers; 4, or one per host of --lab.")] = None,
     model: Annotated[
-        str, _choice("--model", "resnet50, vgg16, bert, slp, or a file of shapes.", "resnet50", "vgg16", "bert", "slp")
+        str, _choice("--model", "resnet50, vgg16, bert or slp.", "resnet50", "vgg16", "bert", "slp")
     ] = "resnet50",
     fuse: Annotated[bool, typer.Option("--fuse", help="All tensors as one.")] = False,
     strategy: Annotated[

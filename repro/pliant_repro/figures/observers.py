@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import pliant
 from pliant.identity import worker_spec
 from pliant_repro.figures.launch import Task
-from pliant_repro.figures.workloads import Sample, Work, monitor_modes
+from pliant_repro.figures.workloads import monitor_modes
+from pliant_repro.zoo import Sample, Workload
 
 HOLD_S = 120.0
 """Longest time that a step waits for new workers."""
@@ -27,20 +28,20 @@ HOLD_S = 120.0
 class Observer:
     """Called around each turn of a replica. The base class does nothing."""
 
-    def before(self, job: Any, work: Work) -> None:
+    def before(self, job: Any, work: Workload) -> None:
         """Called before a turn's forward pass."""
 
     def forwarded(self, job: Any, loss: Tensor) -> None:
         """Called between forward and backward."""
 
-    def after(self, job: Any, work: Work, step: int, replica: int) -> bool:
+    def after(self, job: Any, work: Workload, step: int, replica: int) -> bool:
         """Called after `optimizer.step()`. Returning True ends the training."""
         return False
 
-    def epoch_done(self, job: Any, epoch: int, work: Work) -> None:
+    def epoch_done(self, job: Any, epoch: int, work: Workload) -> None:
         """Called after each epoch."""
 
-    def finish(self, job: Any, work: Work) -> None:
+    def finish(self, job: Any, work: Workload) -> None:
         """Called when training has ended, also in a worker that leaves early."""
 
 
@@ -56,7 +57,7 @@ class TurnLog(Observer):
         self._num_states = self._num_changes = self._epoch = 0
         self._trained_s, self._begin_s = 0.0, time.monotonic()
 
-    def before(self, job: Any, work: Work) -> None:
+    def before(self, job: Any, work: Workload) -> None:
         self._write_changes(job)
         self._write_state(job, work)
 
@@ -64,7 +65,7 @@ class TurnLog(Observer):
         if self._task.digest:  # also of an attempt that is lost and repeated
             self._write("turn", **self._turn(job, job.step, job.replica), loss=loss.item())
 
-    def after(self, job: Any, work: Work, step: int, replica: int) -> bool:
+    def after(self, job: Any, work: Workload, step: int, replica: int) -> bool:
         task, is_last = self._task, replica == job.hosted[-1]
         if task.nudge == step and job.rank == 0:
             weight = next(work.model.parameters()).data.view(-1)
@@ -81,7 +82,7 @@ class TurnLog(Observer):
         self._write("turn", **facts)
         return False
 
-    def epoch_done(self, job: Any, epoch: int, work: Work) -> None:
+    def epoch_done(self, job: Any, epoch: int, work: Workload) -> None:
         self._trained_s += time.monotonic() - self._begin_s
         is_last = epoch == self._task.epochs - 1
         if is_last:
@@ -91,7 +92,7 @@ class TurnLog(Observer):
             self._write("epoch", epoch=epoch, time_s=self._trained_s, accuracy=found)
         self._epoch, self._begin_s = epoch + 1, time.monotonic()
 
-    def finish(self, job: Any, work: Work) -> None:
+    def finish(self, job: Any, work: Workload) -> None:
         self._write_changes(job)
 
     def _turn(self, job: Any, step: int, replica: int) -> dict[str, Any]:
@@ -101,7 +102,7 @@ class TurnLog(Observer):
     def _write(self, kind: str, **facts: object) -> None:
         self._file.write(json.dumps({"kind": kind, "at_s": time.monotonic(), **facts}).encode() + b"\n")
 
-    def _write_state(self, job: Any, work: Work) -> None:
+    def _write_state(self, job: Any, work: Workload) -> None:
         """Write the digest of the last step, once. Before a turn the model has the buffers of replica 0, as DDP's rank 0."""
         has_own_buffers = self._task.mode == "ddp" and job.rank > 0
         if self._task.digest and job.step > self._num_states and not has_own_buffers:
@@ -152,7 +153,7 @@ class Pace(Observer):
         self._pace_s, self._holds = task.pace_s, dict(task.hold)
         self._step, self._due_s = -1, 0.0
 
-    def before(self, job: Any, work: Work) -> None:
+    def before(self, job: Any, work: Workload) -> None:
         if job.step == self._step:
             return
         # Before the turn's work, as what is measured as the pause of a resize lies before that.
@@ -220,7 +221,7 @@ class IterationLines(Observer):
         if self._job.rank == 0:
             print(f"[I] {text}" if "::" in text else f"Cluster response\n{text}", flush=True)
 
-    def before(self, job: Any, work: Work) -> None:
+    def before(self, job: Any, work: Workload) -> None:
         if not self._begin_s:
             self._begin_s = time.perf_counter()
             if job.rank == 0:
@@ -241,12 +242,12 @@ class IterationLines(Observer):
             print(f"{response}Iter #{len(self.rates) - 1}: {self.rates[-1]:.1f} img/sec per {self._where}", flush=True)
         self._voted = False
 
-    def after(self, job: Any, work: Work, step: int, replica: int) -> bool:
+    def after(self, job: Any, work: Workload, step: int, replica: int) -> bool:
         if self._task.device != "cpu":
             torch.cuda.synchronize()
         return False
 
-    def finish(self, job: Any, work: Work) -> None:
+    def finish(self, job: Any, work: Workload) -> None:
         self._measure()
         if job.rank == 0:
             mean, spread = float(np.mean(self.rates)), 1.96 * float(np.std(self.rates))
@@ -269,11 +270,11 @@ class ResizeRequests(Observer):
         self._asked_s = 0.0
         self._is_reported = True
 
-    def before(self, job: Any, work: Work) -> None:
+    def before(self, job: Any, work: Workload) -> None:
         if job.step == 0 and job.rank == 0:
             print(f"init took {time.monotonic() - self._begin_s:.3f}s", flush=True)
 
-    def after(self, job: Any, work: Work, step: int, replica: int) -> bool:
+    def after(self, job: Any, work: Workload, step: int, replica: int) -> bool:
         if replica == job.hosted[-1]:  # what is asked for in an earlier turn of a step has no effect
             size = self.due(step + 1, job.size, lambda text: print(text, flush=True) if job.rank == 0 else None)
             if size is not None:
@@ -300,7 +301,7 @@ class EndAtRest(Observer):
         self._policy = policy
         self._done_at: int | None = None
 
-    def after(self, job: Any, work: Work, step: int, replica: int) -> bool:
+    def after(self, job: Any, work: Workload, step: int, replica: int) -> bool:
         if self._done_at is None and self._policy.done:
             self._done_at = step
         return self._done_at is not None and step >= self._done_at + self.LAST_STEPS
@@ -322,16 +323,16 @@ class MonitorTimes(Observer):
         mode = self._modes[min(step, len(self._modes) - 1)]
         self._probe.noise_interval, self._probe.variance_interval = self._intervals[mode]
 
-    def before(self, job: Any, work: Work) -> None:
+    def before(self, job: Any, work: Workload) -> None:
         if job.step == len(self._begins_s):
             self._begins_s.append(time.monotonic())
 
-    def after(self, job: Any, work: Work, step: int, replica: int) -> bool:
+    def after(self, job: Any, work: Workload, step: int, replica: int) -> bool:
         if replica == job.hosted[-1]:
             self._switch(step + 1)
         return False
 
-    def finish(self, job: Any, work: Work) -> None:
+    def finish(self, job: Any, work: Workload) -> None:
         times_s = [end - begin for begin, end in pairwise([*self._begins_s, time.monotonic()])]
         found = {"step_s": times_s, "variance": self._probe.variance.value, "noise_ratio": self._probe.noise.ratio}
         (Path(self._task.journal) / f"worker-{job.rank}.json").write_text(json.dumps(found))

@@ -32,7 +32,8 @@ from pliant_repro.figures.observers import (
     ResizeRequests,
     TurnLog,
 )
-from pliant_repro.figures.workloads import ENDLESS, Work, build, launched_as, seed_all
+from pliant_repro.figures.workloads import ENDLESS, build, launched_as, seed_all
+from pliant_repro.zoo import Workload
 
 UNLIKE = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 """Stands for a machine of another kind: kernels for another set of vector instructions."""
@@ -125,7 +126,7 @@ def train(task: Task, stock: StockJob | None = None) -> None:
                 observer.finish(job, work)
 
 
-def _loop(task: Task, job: Any, work: Work, wrapped: tuple[Any, Any, Any], observers: Sequence[Observer]) -> None:
+def _loop(task: Task, job: Any, work: Workload, wrapped: tuple[Any, Any, Any], observers: Sequence[Observer]) -> None:
     model, optimizer, loader = wrapped
     for epoch in job.epochs(ENDLESS if (work.fixed and not task.steps) or task.provision else task.epochs):
         for batch in loader:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
 import html
 import importlib.metadata
 import json
@@ -64,15 +63,13 @@ class FigureRun:
     command: str = ""
     options: Result = field(default_factory=dict)
     version: str = ""
-    sources: str = ""
-    """Digest of the package's sources: the version says less while they are worked on."""
 
     @classmethod
     def ended(cls, name: str, options: Options, outcome: str, *, why: str = "", took_s: float = 0.0) -> FigureRun:
         """Return a run that ends now."""
         return cls(
             outcome=outcome, why=why, took_s=took_s, command=shown_command(name, options), options=options.to_json(),
-            version=version(), sources=sources_digest(),
+            version=version(),
         )  # fmt: skip
 
 
@@ -109,14 +106,6 @@ def version() -> str:
         return importlib.metadata.version("pliant")
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def sources_digest() -> str:
-    package = Path(__file__).parent.parent
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def result_path(out: Path, name: str) -> Path:
@@ -345,7 +334,7 @@ def _draw(figure: Figure, result: Result) -> str:
 
 
 def _machine_and_notes(found: Sequence[Status]) -> tuple[Result, list[str]]:
-    """Return the machine of the last result, and notes where results differ in machine, size or sources."""
+    """Return the machine of the last result, and notes where results differ in machine or size."""
     ran = [status for status in found if status.result is not None]
     ran.sort(key=lambda status: status.run.ended_s if status.run else 0.0)
     results = [status.result for status in ran if status.result is not None]
@@ -357,11 +346,6 @@ def _machine_and_notes(found: Sequence[Status]) -> tuple[Result, list[str]]:
     quick = sum(bool(result["args"].get("quick")) for result in results if isinstance(result.get("args"), dict))
     if quick:
         notes.append(f"{quick} of them were run with --quick: they show that it works, and little about numbers")
-    here = sources_digest()
-    others = [status.figure.name for status in ran if status.run is not None and status.run.sources != here]
-    if others:
-        named = "all of them" if len(others) == len(ran) > 1 else ", ".join(others)
-        notes.append(f"measured with other sources than those that are here now: {named}")
     return machines[-1] if machines else machine(), notes
 
 

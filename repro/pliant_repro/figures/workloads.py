@@ -7,7 +7,7 @@ import fcntl
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,35 +19,18 @@ from torch.utils.data import Subset, TensorDataset
 
 from pliant.errors import NotLaunched
 from pliant.identity import WorkerSpec, worker_spec
+from pliant_repro import zoo
 from pliant_repro.figures.launch import Task
+from pliant_repro.zoo import Sample, Workload
 
 NUM_TRAIN, BATCH_SIZE = 1536, 32
 """Images that the demo trains on, and batch size of each of its replicas."""
 NUM_SMALL, NUM_VARIANTS, SPLIT_SEED = 1024, 4, 5
 """Images that `digits_in_batches` trains on, how often it varies each image that is held out, and the seed of its split."""
 ENDLESS = 1 << 20
-Sample = tuple[Tensor, Tensor]
 
 
-@dataclass(kw_only=True, slots=True)
-class Work:
-    """Everything that a training script makes before its loop."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    dataset: Any
-    batch_size: int
-    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
-    bucket_cap_mb: float | None = None
-    loading: dict[str, Any] = field(default_factory=dict)
-    """More arguments of the DataLoader."""
-    held_out: Sample | None = None
-    schedule: torch.optim.lr_scheduler.LRScheduler | None = None
-    fixed: Callable[[int, int], Sample] | None = None
-    """Returns the batch of (step, replica) where the data set only counts."""
-
-
-def build(task: Task, stats: Callable[[], Any]) -> Work:
+def build(task: Task, stats: Callable[[], Any]) -> Workload:
     """Build the workload of a task, the same in every process. `stats` returns the job's synchronisation statistics."""
     seed_all(task.seed)
     kind, _, name = task.model.partition(":")
@@ -56,16 +39,10 @@ def build(task: Task, stats: Callable[[], Any]) -> Work:
         return _paced_resnet(task, stats)
     if kind in builders:
         return builders[kind](task, name)
-    from pliant_repro import zoo  # imported late, as elsewhere here: a new worker of the demo shall start soon
-
-    made = zoo.workload(task.model, task.scale, task.steps * (task.replicas or 1), task.device, task.batch)
-    return Work(
-        model=made.model, optimizer=made.optimizer, dataset=made.dataset, batch_size=made.batch_size, loss=made.loss,
-        bucket_cap_mb=made.bucket_cap_mb,
-    )  # fmt: skip
+    return zoo.workload(task.model, task.scale, task.steps * (task.replicas or 1), task.device, task.batch)
 
 
-def _digits(task: Task, _: str) -> Work:
+def _digits(task: Task, _: str) -> Workload:
     """The demo's net. BatchNorm, dropout and three random generators are what usually breaks when replicas move."""
     dataset, held_out = augmented_digits(task.data)
     model = nn.Sequential(
@@ -74,15 +51,13 @@ def _digits(task: Task, _: str) -> Work:
         nn.Flatten(), nn.Dropout(0.3), nn.Linear(48 * 16, 10),
     )  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    return Work(
+    return Workload(
         model=model, optimizer=optimizer, dataset=dataset, batch_size=BATCH_SIZE, held_out=held_out
     )
 
 
-def _small_net(task: Task, _: str) -> Work:
+def _small_net(task: Task, _: str) -> Workload:
     """A small net on digits or, with `data`, ResNet-56 on CIFAR-10: for batch sizes that a policy changes."""
-    from pliant_repro import zoo
-
     dataset: Any
     if task.data.endswith(".npz") or not task.data:
         dataset, held_out = digits_in_batches(task.data)
@@ -98,25 +73,23 @@ def _small_net(task: Task, _: str) -> Work:
     model.to(task.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=task.lr, momentum=0.9, weight_decay=2e-4)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, task.epochs)
-    return Work(
+    return Workload(
         model=model, optimizer=optimizer, dataset=dataset, batch_size=task.batch, held_out=held_out, schedule=schedule,
         loading=loading,
     )  # fmt: skip
 
 
-def _counting(task: Task, model: nn.Module, fixed: Callable[[int, int], Sample], **more: Any) -> Work:
+def _counting(task: Task, model: nn.Module, fixed: Callable[[int, int], Sample], **more: Any) -> Workload:
     """Return a workload that computes on fixed batches: its data set only counts samples."""
     samples = task.steps * task.batch * num_replicas(task) or 10_000
-    return Work(
+    return Workload(
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), batch_size=task.batch, fixed=fixed,
         dataset=TensorDataset(torch.zeros(samples)), **more,
     )  # fmt: skip
 
 
-def _images(task: Task, name: str) -> Work:
+def _images(task: Task, name: str) -> Workload:
     """A torchvision model on random images: each replica has one batch of its own, the same in every step."""
-    from pliant_repro import zoo
-
     cache: dict[tuple[int, bool], Sample] = {}
     modes = monitor_modes(task)
 
@@ -133,7 +106,7 @@ def _images(task: Task, name: str) -> Work:
     return _counting(task, zoo.vision_model(name).to(task.device), fixed)
 
 
-def _paced_resnet(task: Task, stats: Callable[[], Any]) -> Work:
+def _paced_resnet(task: Task, stats: Callable[[], Any]) -> Workload:
     """ResNet-50 with `kappa` times fewer parameters, whose layers sleep for as long as a K80 computes."""
     from pliant_repro import profiles
     from pliant_repro.paced import PacedNet
@@ -148,7 +121,7 @@ def _paced_resnet(task: Task, stats: Callable[[], Any]) -> Work:
     return _counting(task, net, fixed, loss=lambda found, _: found, bucket_cap_mb=25.0 / task.kappa)
 
 
-def _bert(task: Task, _: str) -> Work:
+def _bert(task: Task, _: str) -> Workload:
     """BERT on questions, or with `paced_s` a model with its inputs and outputs that only sleeps."""
     from pliant_repro.figures import questions
 
@@ -165,7 +138,7 @@ def _bert(task: Task, _: str) -> Work:
     batch = task.batch or 8
     if task.steps:
         data = Subset(data, [index % len(data) for index in range(task.steps * batch * num_replicas(task))])
-    return Work(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-5), dataset=data, batch_size=batch)
+    return Workload(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=3e-5), dataset=data, batch_size=batch)
 
 
 class PacedBert(nn.Module):
