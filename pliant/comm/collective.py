@@ -26,7 +26,6 @@ from pliant.comm.frames import (
     TAGGED,
     Frame,
     FrameKind,
-    header,
     unpack_places,
 )
 from pliant.comm.kernels import dtype_of
@@ -362,7 +361,7 @@ class Collectives:
     # --- arriving frames ---
 
     def on_frame(self, link: PeerLink, frame: Frame, payload: bytes) -> None:
-        kind, _, _, view, number, _, piece, extra, _ = frame
+        kind, _, _, _, number, _, piece, extra, _ = frame
         match kind:
             case FrameKind.OFFER:
                 self._matcher.on_offers(link, payload)
@@ -374,30 +373,21 @@ class Collectives:
                 self._matcher.on_offer_parts(link, frame, payload)
             case FrameKind.DEFINE:
                 self.specs.on_definition(link, number, Spec.unpack(payload))
-            case FrameKind.ARENA:
-                link.map_arena(piece, extra)
-                self.memory_map.on_arena(link.rank, piece)
             case FrameKind.ERROR:
                 self._matcher.on_error(link, frame, payload)
             case FrameKind.LOST:
                 if piece != self.rank and piece not in self.peers.lost:
                     self.on_lost(piece, payload.decode(errors="replace"), reported_by=link.rank)
-            case FrameKind.PING:
-                link.send_control(header(FrameKind.PONG, self.view.number, extra=extra))
             case FrameKind.PONG:
                 self.pings.on_pong(link, extra)
             case FrameKind.REQUEST:
                 self._requests.on_request(link, frame, payload)
-            case FrameKind.BYE:
-                self.peers.on_bye(link, view, payload)
             case FrameKind.MOVED:
                 error = self.peers.on_moved(link, payload)
                 self._fail_dependents(link.rank, error)
                 self._requests.fail(error, link.rank)
-            case FrameKind.HEARTBEAT:
-                pass
             case _:
-                raise CommError(f"a frame of unknown kind {kind}: do all workers run the same version?")
+                link.default_receiver.on_frame(link, frame, payload)
 
     def place_for(self, link: PeerLink, frame: Frame) -> memoryview | None:
         if frame[KIND] == FrameKind.RESPONSE:

@@ -66,24 +66,6 @@ def _limit_unsent(sock: socket.socket, num_bytes: int) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, lowat, num_bytes)
 
 
-def _acknowledged(sock: socket.socket) -> TimedBytes | None:
-    """Return the bytes that the other end has acknowledged, and the time in which bytes were on their way.
-
-    None if that is unknown, or the socket is closed.
-    """
-    if not _is_tcp(sock):
-        return None
-    try:
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RWND_LIMITED + 8)
-    except OSError:
-        return None
-    if len(info) < _RWND_LIMITED + 8:  # a kernel before 4.10
-        return None
-    acknowledged, busy_us, full_us = (_U64.unpack_from(info, at)[0] for at in (_BYTES_ACKED, _BUSY_TIME, _RWND_LIMITED))
-    # The time in which the receiver had no room does not count: then its process is late, and not the network.
-    return TimedBytes(acknowledged, (busy_us - full_us) / 1e6)
-
-
 def _path_bytes(sock: socket.socket) -> int | None:
     """Return bandwidth times delay of the path as seen so far; 0 if nothing was seen, None if it is unknown."""
     if not _is_tcp(sock):
@@ -270,7 +252,8 @@ class PeerLink:
         """Descriptors that were received and not yet claimed."""
         self.fragment_bytes = 0
         """Payloads are sent in fragments of about this size, so that others can overtake them; 0 sends them whole."""
-        self._default_receiver = self._receiver = receiver
+        self.default_receiver = self._receiver = receiver
+        """The receiver of frames that concern the connection and not a view."""
         self._bulk_receiver = receiver
         self._plain = not isinstance(sock, ssl.SSLSocket)
         self._outbox = Outbox()
@@ -301,7 +284,7 @@ class PeerLink:
         self._outbox.end_view()
         if self._bulk is not None:
             self.discard_payload()
-            self._bulk_receiver = self._default_receiver
+            self._bulk_receiver = self.default_receiver
         self.view, self.rank, self._receiver = view, rank, receiver
 
     # --- out ---
@@ -379,8 +362,21 @@ class PeerLink:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wanted)
 
     def acknowledged(self) -> TimedBytes | None:
-        """Return what the peer has acknowledged so far; None if this is not an open TCP connection. Thread-safe."""
-        return _acknowledged(self.sock)
+        """Return the bytes that the peer has acknowledged, and the time in which bytes were on their way. Thread-safe.
+
+        None if that is unknown: the connection is not TCP, or closed.
+        """
+        if not _is_tcp(self.sock):
+            return None
+        try:
+            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RWND_LIMITED + 8)
+        except OSError:
+            return None
+        if len(info) < _RWND_LIMITED + 8:  # a kernel before 4.10
+            return None
+        acked, busy_us, full_us = (_U64.unpack_from(info, at)[0] for at in (_BYTES_ACKED, _BUSY_TIME, _RWND_LIMITED))
+        # The time in which the receiver had no room does not count: then its process is late, and not the network.
+        return TimedBytes(acked, (busy_us - full_us) / 1e6)
 
     # --- in ---
 
@@ -469,7 +465,7 @@ class PeerLink:
                 if frame[VIEW] > self.view and frame[KIND] not in ANY_VIEW:
                     self.paused = True
                     return
-                receiver = self._default_receiver
+                receiver = self.default_receiver
             if frame[KIND] in BULK:
                 self._begin += HEADER.size
                 self._start_bulk(frame, now_s, receiver)

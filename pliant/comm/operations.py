@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
@@ -95,11 +95,11 @@ class CompiledPlan:
     """The bytes of operands that this rank reads from each peer's memory."""
     lane_bytes: dict[int, int]
     """The bytes that this rank handles on each topology."""
-    offering: list[tuple[PeerLink, int]]
+    offering: list[tuple[PeerLink, int]] = field(default_factory=list)
     """The links to `offer_to` with the bytes that each reads; filled when the peers know the spec."""
-    cached_steps: dict[int, CachedStep]
+    cached_steps: dict[int, CachedStep] = field(default_factory=dict)
     """Steps prepared for the next time; filled as they are taken."""
-    offers: dict[tuple[int, int, int], list[Span]]
+    offers: dict[tuple[int, int, int], list[Span]] = field(default_factory=dict)
     """Memory that peers have offered before, by (rank, arena, offset)."""
 
 
@@ -139,9 +139,6 @@ def compile_plan(
         offered_bytes=dict(offered),
         read_bytes=dict(read),
         lane_bytes=dict(lanes),
-        offering=[],
-        cached_steps={},
-        offers={},
     )
 
 

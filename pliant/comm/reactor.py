@@ -53,8 +53,8 @@ SHARED_WORK_S = 0.004
 class Connections:
     """The links of worker `me`, to members of its view and others. They outlive views. Engine's thread only.
 
-    It is also the receiver of frames from workers outside the view, and of frames that were sent in a view that this
-    worker has left. Of these only frames that concern the connection itself matter.
+    It also receives the frames that concern a connection and not a view. Of what comes from workers outside the view, or
+    was sent in a view that this worker has left, nothing else matters.
     """
 
     def __init__(self, me: Worker, poller: Poller, *, heartbeat_timeout_s: float) -> None:
@@ -132,7 +132,7 @@ class Connections:
             raise CommError(f"{self.me} has no connection to {worker} of view {number}: connect to it first")
         raise WorkerLost(str(worker), rank, "it left the job" if link is not None else self.closed_because[worker])
 
-    # --- frames outside the view ---
+    # --- frames that concern no view ---
 
     def on_frame(self, link: PeerLink, frame: Frame, payload: bytes) -> None:
         kind, _, _, view, _, _, piece, extra, _ = frame
