@@ -183,7 +183,7 @@ def test_a_day_at_the_cluster(cluster: Cluster, pliant: Callable[..., Said], tmp
     assert noted["token"] not in err
 
 
-@pytest.mark.parametrize("words", ["submit job.yml", "list"])
+@pytest.mark.parametrize("words", ["submit job.yml", "list", "serve --reserve cpu=1"])
 def test_no_server_is_told_with_what_to_do(pliant: Callable[..., Said], tmp_path: Path, words: str) -> None:
     (tmp_path / "train.py").touch()
     (tmp_path / "job.yml").write_text("program: train.py\nreplicas: 1")

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from pliant.errors import LaunchError, ServerUnavailable
 from pliant.jobs.rules import RunEnd
 from pliant.jobs.scheduler import JobRun
 from pliant.sched.throughput import Counts
+
+
+def train_job(name: str, **more: Any) -> dict[str, Any]:
+    """A train job as the API takes it."""
+    return {"name": name, "program": "/train.py", "directory": "/", "replicas": 4, **more}
 
 
 @dataclass

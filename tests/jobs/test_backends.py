@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from paper_backend import train_job
 from patience import until
 
 from pliant.child import marked_processes
@@ -28,7 +29,7 @@ SLEEPS = "import time; time.sleep(60)"
 
 
 def a_run(folder: Path, number: int = 1, **said: Any) -> JobRun:
-    given = {"name": "a", "program": "/train.py", "directory": str(folder), "replicas": 4, **said}
+    given = train_job("a", **{"directory": str(folder), **said})
     directory = folder / "jobs" / "a"
     directory.mkdir(parents=True, exist_ok=True)
     return JobRun(spec=job_from_json(given), number=number, directory=directory, folder=directory)

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from pliant.cli import main
 from pliant.errors import CheckpointError, ConfigError, NameTaken, ServerUnavailable, UnknownJob
 from pliant.fed.config import FedConfig
-from pliant.fed.jobfile import FederatedJob, FedPlacement, make_job_folder, rounds_text
+from pliant.fed.jobfile import FederatedJob, FedPlacement, make_job_folder
 from pliant.fed.rounds.loop import simulate
 from pliant.jobs.client import find_server, open_jobs
 from pliant.jobs.federated import FederatedFolder
@@ -232,14 +232,6 @@ def test_a_log_path_that_cannot_be_is_told_with_its_line(home: Path) -> None:
         assert str(refused.value) == (
             f"{name}.yml:{line}: log_path {home}/file/below: Not a directory; give a folder that can be written to"
         )
-
-
-def test_why_there_are_no_more_rounds() -> None:
-    config = FedConfig(target=0.57)
-    told = [rounds_text(2, why, config) for why in ("rounds", "target", "stopped")]
-    assert told == [
-        "2 rounds, all that were asked for", "2 rounds until the target of 57% was reached", "2 rounds until it was told to stop",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("raised", [MemoryError("no room\nat all"), SystemExit("no room at all")])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paper_backend import train_job
 
 from pliant.errors import CapacityError, ConfigError, NameTaken
 from pliant.jobs.rules import (
@@ -33,7 +34,7 @@ from pliant.sched import policies as schedulers
 
 
 def spec(name: str, **said: Any) -> Demand:
-    return demand_of(job_from_json({"name": name, "program": "/train.py", "directory": "/", "replicas": 4, **said}))
+    return demand_of(job_from_json(train_job(name, **said)))
 
 
 class World:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paper_backend import PaperBackend
+from paper_backend import PaperBackend, train_job
 from patience import until
 from starlette.testclient import TestClient
 
@@ -27,12 +27,8 @@ from pliant.sched.throughput import MIN_STEPS, SKIPPED_STEPS, Throughput
 TOKEN = {"Authorization": "Bearer t"}
 
 
-def said(name: str, **more: Any) -> dict[str, Any]:
-    return {"name": name, "program": "/train.py", "directory": "/", "replicas": 4, **more}
-
-
 def spec(name: str, **more: Any) -> JobSpec:
-    return job_from_json(said(name, **more))
+    return job_from_json(train_job(name, **more))
 
 
 @contextlib.contextmanager
@@ -244,10 +240,10 @@ def api(backend: PaperBackend, tmp_path: Path) -> Iterator[TestClient]:
 
 
 def test_jobs_over_http(api: TestClient, backend: PaperBackend) -> None:
-    made = api.post("/jobs", json=said("a"))
+    made = api.post("/jobs", json=train_job("a"))
     assert made.status_code == 201
     JobStatus.model_validate(made.json())
-    assert api.post("/jobs", json=said("a")).status_code == 409
+    assert api.post("/jobs", json=train_job("a")).status_code == 409
     assert [job["name"] for job in api.get("/jobs").json()["jobs"]] == ["a"]
     detail = JobDetail.model_validate(api.get("/jobs/a").json())
     assert detail.events[0].what == "submitted"
@@ -260,9 +256,9 @@ def test_jobs_over_http(api: TestClient, backend: PaperBackend) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "word"),
     [
-        ("POST", "/jobs", said("a", replicas=0), 422, "replicas"),
-        ("POST", "/jobs", {**said("a"), "colour": 1}, 422, "colour"),
-        ("POST", "/jobs", said("a", devices=["v100"]), 422, "v100"),
+        ("POST", "/jobs", train_job("a", replicas=0), 422, "replicas"),
+        ("POST", "/jobs", {**train_job("a"), "colour": 1}, 422, "colour"),
+        ("POST", "/jobs", train_job("a", devices=["v100"]), 422, "v100"),
         ("POST", "/jobs", [1], 422, "object"),
         ("POST", "/jobs", b"{", 422, "JSON"),
         ("POST", "/jobs", b"x" * (1 << 21), 413, "larger"),
@@ -293,7 +289,7 @@ def test_only_who_knows_the_token_is_let_in(api: TestClient) -> None:
 
 
 def test_logs_come_by_bytes_and_never_in_half_a_character(api: TestClient, backend: PaperBackend) -> None:
-    api.post("/jobs", json=said("a"))
+    api.post("/jobs", json=train_job("a"))
     run = backend.runs["a"]
     assert api.get("/jobs/a/logs").json() == {"text": "", "end": 0, "over": False}
     text = "Schritt 1: für alle\n".encode()
@@ -306,7 +302,7 @@ def test_logs_come_by_bytes_and_never_in_half_a_character(api: TestClient, backe
 
 
 def test_a_reservation_over_http(api: TestClient) -> None:
-    api.post("/jobs", json=said("a", min=4))
+    api.post("/jobs", json=train_job("a", min=4))
     answer = api.put("/reserve", json={"cpu": 2}).json()
     assert answer["reserved"] == {"cpu": 2}
     assert answer["took_s"] < 1

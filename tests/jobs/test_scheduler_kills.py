@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paper_backend import PaperBackend, PaperRun
+from paper_backend import PaperBackend, PaperRun, train_job
 
 from pliant.jobs.scheduler import Scheduler
 from pliant.jobs.schema import JobSpec, job_from_json
@@ -101,7 +101,7 @@ def scheduler(world: World, folder: Path, fuse: Fuse, patch: pytest.MonkeyPatch)
 
 
 def spec(name: str) -> JobSpec:
-    return job_from_json({"name": name, "program": "/x", "directory": "/", "replicas": 4, **JOBS[name]})
+    return job_from_json(train_job(name, **JOBS[name]))
 
 
 def live(world: World, folder: Path, fuse: Fuse, patch: pytest.MonkeyPatch) -> dict[str, str]:

@@ -1,11 +1,10 @@
-"""`pliant serve` from the command line: what it refuses, in one line, and what its state directory holds."""
+"""`pliant serve`: what its state directory holds, and for whom."""
 
 from __future__ import annotations
 
 import json
 import socket
 import stat
-import sys
 import threading
 from pathlib import Path
 
@@ -13,61 +12,11 @@ import httpx
 import pytest
 import uvicorn
 
-from pliant.cli.main import main
 from pliant.elastic import http_server
 from pliant.errors import ConfigError
 from pliant.jobs.api import JobServerConfig, serve
 from pliant.jobs.backends import LocalBackend
 from pliant.sched import policies as schedulers
-
-
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """The exit code and what was said of it."""
-    monkeypatch.setattr(sys, "argv", ["pliant", "serve", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    said = capsys.readouterr()
-    assert said.out == ""
-    return int(ended.value.code or 0), said.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        ([], 2, "no devices to give"),
-        (["--devices", "cpu"], 2, "--devices 'cpu'"),
-        (["--devices", "cpu=-1"], 2, "cpu=-1"),
-        (["--devices", "cpu=4", "--policy", "pollux"], 2, "'pollux' cannot be used live"),
-        (["--devices", "cpu=4", "--on", "moon"], 2, "--on 'moon'"),
-        (["--devices", "cpu=4", "--port", "x"], 2, "--port 'x'"),
-        (["--devices", "cpu=4", "--port", "99999"], 2, "--port 99999"),
-        (["--devices", "cpu=4", "--interval", "0"], 2, "--interval 0"),
-        (["--devices", "cpu=4", "--interval", "soon"], 2, "soon"),
-        (["--devices", "cpu=4", "--host", "no host"], 2, "no host"),
-        (["--devices", "cpu=4", "--token-file", "/nowhere"], 2, "/nowhere"),
-        (["--devices", "cpu=4", "--state", "/dev/null/x"], 2, "--state /dev/null/x"),
-        (["--server", "http://127.0.0.1:1"], 2, "add --reserve"),
-        (["--reserve", "cpu=1"], 1, "no server of yours"),
-        (["--reserve", "cpu=1", "--server", "http://127.0.0.1:1"], 1, "127.0.0.1:1"),
-        (["--reserve", "cpu"], 2, "--reserve 'cpu'"),
-    ],
-)
-def test_mistakes_are_told_in_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    arguments: list[str],
-    code: int,
-    words: str,
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    for name in ("PLIANT_SERVER", "PLIANT_TOKEN", "PLIANT_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    ended, said = run(monkeypatch, capsys, *arguments)
-    assert ended == code, said
-    assert words in said
-    assert said.count("\n") == 1
-    assert said.startswith("pliant: ")
 
 
 def test_what_it_writes_down_is_for_its_user_only_and_the_token_stays(
