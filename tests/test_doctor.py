@@ -137,22 +137,6 @@ def test_ports_and_shared_memory_that_are_short(monkeypatch: pytest.MonkeyPatch)
     assert [each.state for each in doctor_machine._memory()] == ["ok", "ok", "warn"]
 
 
-@pytest.mark.parametrize(
-    ("version", "wanted", "fits"),
-    [
-        ("1.41.0", "flwr[simulation]<1.42,>=1.41", True),
-        ("1.42.0", "flwr[simulation]<1.42,>=1.41", False),
-        ("2.9.1+cu128", "torch>=2.11", False),
-        ("2.11", "torch>=2.11", True),
-        ("2.11.0a0+git", "torch>=2.11", True),
-        ("", "ray>=2.40", True),
-        ("3", "ray", True),
-    ],
-)
-def test_versions(version: str, wanted: str, fits: bool) -> None:
-    assert extras.Package("any", version, wanted).is_new_enough == fits
-
-
 def test_a_torch_with_another_order(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(determinism.order, "chain", lambda chunk, num_replicas: tuple(range(num_replicas)))
     code, out, _ = run("--replicas", "3")

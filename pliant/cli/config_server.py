@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from pliant.cli.output import option, parse_int, read_token
 from pliant.cluster import PortRange, View, Worker, check_host, parse_hosts
+from pliant.duration import parse_duration
 from pliant.elastic.membership import NO_LIMITS, Limits
 from pliant.errors import ConfigError, reason
 
@@ -50,7 +51,7 @@ def config_server(
         tls_cert=tls_cert,
         tls_key=tls_key,
     )
-    _serve(config, _seconds(ttl, "-ttl"))
+    _serve(config, min(parse_duration(ttl, "-ttl"), threading.TIMEOUT_MAX))
 
 
 def _serve(config: ServerConfig, ttl_s: float) -> None:
@@ -88,16 +89,6 @@ def _everywhere(host: str, url: str) -> str:
     return f"{listening}; other hosts use {reached}" if reached else f"{listening}, of which other hosts can reach none"
 
 
-def _seconds(text: str, flag: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds <= threading.TIMEOUT_MAX:
-        raise ConfigError(f"{flag} {text!r} is not a number of seconds: use 0 (never) or more")
-    return seconds
-
-
 def _limits(hosts: str, port_range: str) -> Limits:
     return Limits(
         hosts=parse_hosts(hosts) if hosts else (),
@@ -108,13 +99,8 @@ def _limits(hosts: str, port_range: str) -> Limits:
 def _view_from(file: str) -> View:
     """Read the view in `file`; the server numbers it."""
     try:
-        return View.from_json(json.loads(_text_of(file, "-init")), number=0)
+        return View.from_json(json.loads(Path(file).read_text(encoding="utf-8")), number=0)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"-init {file} cannot be read: {reason(error)}; give another file") from None
     except (ValueError, RecursionError, ConfigError) as error:
         raise ConfigError(f"-init {file}: {error}; give the JSON of a cluster, as a config server answers it") from None
-
-
-def _text_of(file: str, flag: str) -> str:
-    try:
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{flag} {file} cannot be read: {reason(error)}; give another file") from None

@@ -1,4 +1,4 @@
-"""Packages that pliant can use: whether each is installed and new enough, and how to install it.
+"""Packages that pliant can use: whether each is installed, and how to install it.
 
 The required versions are those of pliant's own metadata. Nothing is imported, because that may take seconds.
 """
@@ -27,7 +27,6 @@ USES = {
 """Optional packages, and what each is used for."""
 
 _REQUIREMENT = re.compile(r"\s*([A-Za-z0-9_.-]+)\s*(\[[^]]*\])?\s*\(?([^;)]*)\)?")
-_CLAUSE = re.compile(r"\s*(>=|<=|==|<|>)\s*([0-9.]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +38,6 @@ class Package:
     """Installed version; None if it is not installed, empty if it is unknown."""
     wanted: str
     """Requirement for pip, such as `ray>=2.40`."""
-
-    @property
-    def is_new_enough(self) -> bool:
-        return self.version is not None and _fits(self.version, self.wanted)
 
     @property
     def remedy(self) -> str:
@@ -95,21 +90,3 @@ def _wanted() -> dict[str, str]:
         if (matched := _REQUIREMENT.match(line)) is not None and matched[1].lower() != "pliant":
             found[matched[1].lower()] = f"{matched[1]}{matched[2] or ''}{matched[3].strip()}"
     return found
-
-
-def _fits(version: str, wanted: str) -> bool:
-    """Return whether a version is within the bounds of `wanted`; an unknown version is accepted."""
-    here = _numbers(version)
-    for sign, bound in _CLAUSE.findall(wanted):
-        there = _numbers(bound)
-        length = max(len(here), len(there))
-        left, right = (each + (0,) * (length - len(each)) for each in (here, there))
-        holds = {">=": left >= right, "<=": left <= right, "==": left == right, "<": left < right, ">": left > right}
-        if here and not holds[sign]:
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    matched = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in matched[0].split(".")) if matched else ()

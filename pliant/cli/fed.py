@@ -19,7 +19,6 @@ from pliant.cli.output import is_read_by_people, option, print_json, print_table
 from pliant.errors import ConfigError, NameTaken, PliantError
 
 if TYPE_CHECKING:
-    from pliant.fed.history import History
     from pliant.fed.jobfile import FederatedJob
     from pliant.jobs.federated import FederatedFolder
 
@@ -114,18 +113,23 @@ def _read(file: Path, name: str, workers: str) -> FederatedJob:
 def _run_in_foreground(folder: FederatedFolder) -> int:
     """Run the job in this process, and write into the store how it ended; returns the exit code."""
     from pliant.fed.jobfile import rounds_text
+    from pliant.jobs.federated import run_job
     from pliant.jobs.store import foreground_job
 
     job = folder.job()
     signalled: list[int] = []
     entry = foreground_job(job.model_dump(mode="json"), job.name, folder.path, folder.record)
-    with entry as stored, _signals(signalled), _shown(folder) as (say, watch):
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signalled.append(number))
+    with contextlib.ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGTERM, before)
+        stored, (say, watch) = stack.enter_context(entry), stack.enter_context(_shown(folder))
 
         def end(state: str, code: int, why: str = "") -> None:
             stored.update(state=state, exit_code=code, why=why)
 
         try:
-            history = _history(folder, lambda: bool(signalled), say, watch)
+            with contextlib.chdir(job.directory):  # where functions that the job names are looked for
+                history = run_job(folder, stop=lambda: bool(signalled), say=say, watch=watch)
         except PliantError as error:
             end("failed", 2 if isinstance(error, ConfigError) else 1, str(error))
             raise
@@ -146,29 +150,8 @@ def _run_in_foreground(folder: FederatedFolder) -> int:
     return 128 + signal.SIGTERM if stopped else 0
 
 
-def _history(
-    folder: FederatedFolder, stop: Callable[[], bool], say: Callable[[str], None], watch: Callable[[str, Any], None]
-) -> History:
-    from pliant.jobs.federated import run_job
-
-    with contextlib.chdir(folder.job().directory):  # where functions that the job names are looked for
-        return run_job(folder, stop=stop, say=say, watch=watch)
-
-
 @contextlib.contextmanager
-def _signals(signalled: list[int]) -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, lambda number, frame: signalled.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-Shown = tuple[Callable[[str], None], Callable[[str, Any], None]]
-
-
-@contextlib.contextmanager
-def _shown(folder: FederatedFolder) -> Iterator[Shown]:
+def _shown(folder: FederatedFolder) -> Iterator[tuple[Callable[[str], None], Callable[[str, Any], None]]]:
     """Show progress on a terminal; yields a function for lines, and one for facts of the record."""
     console = Console(highlight=False)
     rounds = folder.job().config.rounds

@@ -220,15 +220,11 @@ def logs(
     check_named(name)
     with open_jobs(server, state) as opened:
         if isinstance(opened, StoredJobs):
-            _print_logs(functools.partial(_stored_part, opened, name), last, follow=follow)
+            _print_logs(functools.partial(opened.logs, name), last, follow=follow)
             return
     with ReconnectingClient(server, state) as client:
         client.ask(lambda asked: asked.job(name), wait=False)
         _print_logs(functools.partial(_server_part, client, name), last, follow=follow)
-
-
-def _stored_part(jobs: StoredJobs, name: str, begin: int, wait_s: float) -> LogPart:
-    return jobs.logs(name, begin, wait_s)
 
 
 def _server_part(client: ReconnectingClient, name: str, begin: int, wait_s: float) -> LogPart:

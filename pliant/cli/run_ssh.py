@@ -17,19 +17,8 @@ if TYPE_CHECKING:
     from pliant.launch.plan import RunOptions
 
 LOCAL = (
-    "file",
-    "ssh",
-    "user",
-    "remote_python",
-    "remote_dir",
-    "hosts",
-    "hostfile",
-    "self_host",
-    "nic",
-    "secret_file",
-    "dash",
-    "program",
-)
+    "file", "ssh", "user", "remote_python", "remote_dir", "hosts", "hostfile", "self_host", "nic", "secret_file", "dash", "program",
+)  # fmt: skip
 """Flags that are not passed on: hosts and the secret reach the runners by other ways, and the dashboard runs here."""
 
 

@@ -34,7 +34,7 @@ from pliant.jobs.schema import TrainJob
 from pliant.jobs.store import JOB_NAME
 from pliant.launch.plan import device_files, visible_devices
 from pliant.launch.processes import LivingWorker, RunnerState, read_runner_state
-from pliant.sched.throughput import Counts
+from pliant.sched.planner import Counts
 
 HOST = "127.0.0.1"
 FIRST_PORT, NUM_PORTS, NUM_RANGES = 10000, 200, 110

@@ -27,13 +27,13 @@ from pliant.errors import ConfigError, LaunchError, NameTaken, PliantError, Serv
 from pliant.jobs.status import (
     ClusterStatus,
     JobDetail,
-    JobEvent,
     JobList,
     JobStatus,
     LogPart,
     ReservedDevices,
     check_forgettable,
     read_log,
+    stored_detail,
     stored_statuses,
 )
 from pliant.jobs.store import JobStore, opened_store, state_directory
@@ -307,16 +307,10 @@ class StoredJobs:
 
     def job(self, name: str) -> JobDetail:
         """Return one job with its history."""
-        for status in self._statuses():
-            if status.name == name:
-                return self._detail(status)
-        raise UnknownJob(unknown_job(name, [status.name for status in self._statuses()]))
-
-    def _detail(self, status: JobStatus) -> JobDetail:
-        assert self._store is not None, "there is a job"
-        stored = self._store.job(status.name)
-        events = [JobEvent.model_validate(event) for event in self._store.events(status.name)]
-        return JobDetail(**status.model_dump(), events=tuple(events), spec=None if stored is None else stored["spec"])
+        known = {status.name: status for status in self._statuses()}
+        if name not in known or self._store is None:
+            raise UnknownJob(unknown_job(name, known))
+        return stored_detail(known[name], self._store)
 
     def logs(self, name: str, begin: int = 0, wait_s: float = 0.0) -> LogPart:
         """Return what the job printed from byte `begin` on, as `JobsClient.logs`."""

@@ -15,7 +15,8 @@ from pliant.errors import CapacityError, ConfigError, NameTaken
 from pliant.jobs.status import state_after
 from pliant.sched import planner
 from pliant.sched.cluster import Changes, Cluster, ScheduledJob, SchedulingPolicy
-from pliant.sched.throughput import Counts, Devices, Throughput, device_key
+from pliant.sched.planner import Counts
+from pliant.sched.throughput import Devices, Throughput, device_key
 
 RESERVE_GRACE_S = 0.4
 """After a reservation, jobs may take this long to leave in good order. Then they are killed, which costs a step that is

@@ -37,16 +37,16 @@ from pliant.jobs.rules import (
 from pliant.jobs.schema import JobSpec, TrainJob, job_from_json
 from pliant.jobs.status import (
     JobDetail,
-    JobEvent,
     JobStatus,
     check_forgettable,
     record_path,
+    stored_detail,
     stored_status,
     stored_statuses,
 )
 from pliant.jobs.store import JobStore, StoredJob, check_not_running
 from pliant.sched.cluster import SchedulingPolicy
-from pliant.sched.throughput import Counts
+from pliant.sched.planner import Counts
 
 log = logging.getLogger(__name__)
 
@@ -286,10 +286,7 @@ class Scheduler:
     def detail(self, name: str) -> JobDetail:
         """Return the status, the history and the specification of a job."""
         with self._changed:
-            status = self._find(name)
-            stored = self._store.job(name)
-            events = tuple(JobEvent.model_validate(event) for event in self._store.events(name))
-            return JobDetail(**status.model_dump(), events=events, spec=None if stored is None else stored["spec"])
+            return stored_detail(self._find(name), self._store)
 
     def stop(self, name: str, *, kill: bool = False) -> JobStatus:
         """Tell a job to end for good."""

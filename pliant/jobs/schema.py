@@ -23,22 +23,9 @@ from pliant.yaml_source import KeyPath, YamlSource, default_job_name, name_error
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MAX_REPLICAS = 65536
-TEXTS = frozenset(
-    {
-        "kind",
-        "name",
-        "program",
-        "args",
-        "command",
-        "devices",
-        "determinism",
-        "env",
-        "hosts",
-        "policy",
-        "monitor",
-        "flags",
-    }
-)
+TEXTS = frozenset({
+    "kind", "name", "program", "args", "command", "devices", "determinism", "env", "hosts", "policy", "monitor", "flags",
+})  # fmt: skip
 """Keys of a train job whose scalars are taken as they are written: YAML would make 8 of 010, and False of no."""
 PATHS = ("checkpoint_dir", "record", "logdir")
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from pliant.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pliant.jobs.store import ForegroundRun
+    from pliant.jobs.store import ForegroundRun, JobStore
 
 State = Literal["waiting", "starting", "running", "put-off", "finished", "failed", "stopped", "interrupted"]
 """`interrupted`: the job's processes are gone and no server runs that would start them again."""
@@ -174,7 +174,9 @@ def _last_end(row: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     name = row["name"]
     try:
         end = json.loads((directory / "jobs" / name / f"run-{row['run']}" / "exit.json").read_text())
-        state = state_after(end["code"], row["ending"], finished=end["code"] == 0 and kind_of(row["spec"]) == "federated")
+        state = state_after(
+            end["code"], row["ending"], finished=end["code"] == 0 and kind_of(row["spec"]) == "federated"
+        )
     except (OSError, ValueError, KeyError):  # in the foreground there is no keeper, and a keeper may be killed
         state = None
     if state is None:
@@ -207,6 +209,13 @@ def stored_status(row: Mapping[str, Any]) -> JobStatus:
         record=record_path(spec, folder),
         federated=federated,
     )
+
+
+def stored_detail(status: JobStatus, store: JobStore) -> JobDetail:
+    """Return a status with the history and the specification that the store has."""
+    job = store.job(status.name)
+    events = tuple(JobEvent.model_validate(event) for event in store.events(status.name))
+    return JobDetail(**status.model_dump(), events=events, spec=None if job is None else job["spec"])
 
 
 def run_status(run: ForegroundRun) -> JobStatus:

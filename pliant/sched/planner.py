@@ -25,7 +25,7 @@ MAX_WASTE = 0.30
 MAX_GROWTH = 2
 """A proposal has at most this many times the present number of devices."""
 Counts = Mapping[str, int]
-"""Number of devices by type."""
+"""Number of devices by type; types that are not there count as 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pliant.sched.planner import DeviceType, Types
+from pliant.sched.planner import Counts, DeviceType, Types
 
 SKIPPED_STEPS = 2
 """The first steps on new devices are not measured: memory is allocated and connections are made in them."""
@@ -16,8 +16,6 @@ MIN_STEPS = 5
 """A speed is the median of at least this many steps."""
 KEPT_STEPS = 15
 
-Counts = Mapping[str, int]
-"""Number of devices by type; types that are not there count as 0."""
 Devices = tuple[tuple[str, int], ...]
 """Devices as a key: sorted items, without zeros."""
 

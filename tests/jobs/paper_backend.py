@@ -10,7 +10,7 @@ from typing import Any
 from pliant.errors import LaunchError, ServerUnavailable
 from pliant.jobs.rules import RunEnd
 from pliant.jobs.scheduler import JobRun
-from pliant.sched.throughput import Counts
+from pliant.sched.planner import Counts
 
 
 def train_job(name: str, **more: Any) -> dict[str, Any]:
