@@ -134,24 +134,52 @@ def test_lab_and_peers_are_read() -> None:
     assert parse_peers("none") == parse_peers("") == ()
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["--strategy", "SPIRAL"],
-        ["--peers", "gloo,horovod"],
-        ["-np", "0"],
-        ["--repeat", "0"],
-        ["--model", "nosuchmodel"],
-        ["--lab", "hosts=four"],
-        ["--lab", "4"],
-        ["--lab", "hosts=4,rate=fast"],
-        ["--lab", "hosts=4", "-np", "3"],
-        ["--json", "/nosuchfolder/result.json"],
-    ],
-    ids=" ".join,
-)
-def test_wrong_arguments_are_config_errors(args: list[str]) -> None:
-    result = command("bench", "allreduce", *args)
+WRONG = """
+allreduce --strategy SPIRAL
+allreduce --peers gloo,horovod
+allreduce -np 0
+allreduce --repeat 0
+allreduce --lab 4
+allreduce --lab hosts=4,rate=fast
+allreduce --lab hosts=4 -np 3
+allreduce --json /nosuchfolder/result.json
+train --model resnet19
+train -np 0
+train --steps 0
+train --json /nosuchfolder/result.json
+resize --to 4
+resize --repeat 0
+resize --model resnet19
+recover -np 1
+priority --model resnet51
+priority --model vgg --compute real
+priority --model my.module:build --compute paced
+priority --model my-module:build
+priority --compute both
+priority --modes p3
+priority --modes ,
+priority --nodes 1
+priority --rate 100
+priority --slice 0
+priority --slice big
+priority --repeat 0
+priority --iters 1
+priority --hosts /nosuchfile
+priority --json /nosuchfolder/result.json
+priority --validate /nosuchfile
+preemption --nodes 1
+preemption --iters 0
+preemption --rate fast
+fed --pick 0
+fed --what simulate --pick 101
+fed --what simulate --rounds 0
+"""
+"""Words that are refused before anything is measured; tests/cli/test_mistakes.py has others, with their messages."""
+
+
+@pytest.mark.parametrize("words", WRONG.strip().splitlines())
+def test_wrong_arguments_are_config_errors(words: str) -> None:
+    result = command("bench", *words.split())
     assert isinstance(result.exception, ConfigError), (result.output, result.exception)
 
 

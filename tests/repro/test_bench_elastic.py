@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from command import command
 from gang import FULL
 from pliant_repro.bench import resize, train
 from pliant_repro.bench.elastic import ElasticJob, ElasticOptions, StepBegun, members, step_times, steps_in_view
@@ -191,28 +190,6 @@ def test_a_peer_that_failed_proves_nothing() -> None:
 
 
 # Arguments
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["train", "--model", "resnet19"],
-        ["train", "-np", "two"],
-        ["train", "-np", "0"],
-        ["train", "--steps", "0"],
-        ["train", "--device", "tpu"],
-        ["train", "--json", "/nosuchfolder/result.json"],
-        ["resize", "-np", "1"],
-        ["resize", "--to", "4"],
-        ["resize", "--repeat", "0"],
-        ["resize", "--model", "resnet19"],
-        ["recover", "-np", "1"],
-    ],
-    ids=" ".join,
-)
-def test_wrong_arguments_are_config_errors(args: list[str]) -> None:
-    result = command("bench", *args)
-    assert isinstance(result.exception, ConfigError), (result.output, result.exception)
 
 
 def test_the_commands_are_there_without_torch() -> None:

@@ -66,34 +66,6 @@ def test_paced_compute_grows_with_the_batch() -> None:
     assert PriorityOptions(batch=16).samples == 16
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["--model", "resnet51"],
-        ["--model", "vgg", "--compute", "real"],
-        ["--model", "my.module:build", "--compute", "paced"],
-        ["--model", "my module:build"],
-        ["--compute", "both"],
-        ["--modes", "p3"],
-        ["--modes", ","],
-        ["--nodes", "1"],
-        ["--rate", "fast"],
-        ["--rate", "100"],
-        ["--slice", "0"],
-        ["--slice", "big"],
-        ["--repeat", "0"],
-        ["--iters", "1"],
-        ["--hosts", "/nosuchfile"],
-        ["--json", "/nosuchfolder/result.json"],
-        ["--validate", "/nosuchfile"],
-    ],
-    ids=" ".join,
-)
-def test_wrong_arguments_are_config_errors(args: list[str]) -> None:
-    answer = bench(*args)
-    assert isinstance(answer.exception, ConfigError), (answer.output, answer.exception)
-
-
 def test_ddp_is_tried_with_buckets_that_cut_as_those_of_the_full_model() -> None:
     assert PriorityOptions(model="resnet50").bucket_sizes_mb() == [None, 2.5, 0.5, 0.1]
     assert PriorityOptions(model="resnet50", compute="real").bucket_sizes_mb() == [None, 25.0, 5.0, 1.0]
